@@ -1,0 +1,453 @@
+"""The cache of one pool: the only caller of the allocator, the index, leases, waits and policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ecd.core.allocator import Allocator
+from ecd.core.eviction import Lru, Policy, plan
+from ecd.core.index import Entry, Index
+from ecd.core.leases import Leases
+from ecd.core.sessions import Sessions
+from ecd.core.states import EntryEvent, EntryState
+from ecd.core.types import (
+    Aborted,
+    Abortion,
+    Acquisition,
+    AlreadyStored,
+    BeingWritten,
+    Commitment,
+    Committed,
+    Content,
+    EntryId,
+    EntryInfo,
+    EntryTooLarge,
+    EvictionReport,
+    Expired,
+    Extent,
+    Key,
+    Leased,
+    LeaseId,
+    LimitReached,
+    Limits,
+    Missing,
+    NotReserved,
+    PoolFull,
+    Reservation,
+    Reserved,
+    Selection,
+    SessionEnded,
+    SessionId,
+    Ticket,
+    Waiting,
+    Wakeup,
+)
+from ecd.core.waits import Waits
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass
+class Counters:
+    """What happened since the start. Only ever grows."""
+
+    hits: int = 0
+    misses: int = 0
+    puts: int = 0
+    duplicates: int = 0
+    aborts: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    leases_expired: int = 0
+    waits_expired: int = 0
+    evictions: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("capacity", "watermark", "requested"), 0)
+    )
+    refused: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("pool_full", "entry_too_large", "sessions", "reservations", "leases", "waits"), 0
+        )
+    )
+
+
+class Cache:
+    """Entries in one pool and everything that may be asked of them.
+
+    Not thread-safe; never blocks; time comes in as `now_s`, on one monotonic clock. An operation
+    that answers anything but success has changed nothing.
+    """
+
+    def __init__(
+        self,
+        pool_bytes: int,
+        lease_ttl_s: float = 30.0,
+        limits: Limits = DEFAULT_LIMITS,
+        policy: Policy | None = None,
+    ) -> None:
+        self.limits = limits
+        self.counters = Counters()
+        self.reserved_bytes = 0
+        self.leased_bytes = 0
+        self._allocator = Allocator(pool_bytes)
+        self._index = Index()
+        self._leases = Leases(lease_ttl_s)
+        self._waits = Waits()
+        self._sessions = Sessions()
+        self._policy: Policy = Lru() if policy is None else policy
+
+    # -- sessions ------------------------------------------------------------------------------
+
+    def open_session(self) -> SessionId | LimitReached:
+        if len(self._sessions) >= self.limits.sessions:
+            return self._refuse("sessions", self.limits.sessions)
+        return self._sessions.open().id
+
+    def leave_session(self, session: SessionId) -> tuple[Wakeup, ...]:
+        """The session's stream ended, but its process may still read and write what it was given.
+
+        Its waits end and its keys are free for other writers; its extents stay untouched until
+        `close_session`, or, where it only reads, until its leases run out.
+        """
+        leaving = self._sessions.leave(session)
+        if leaving is None:
+            return ()
+        self._waits.drop_session(session)
+        woken: tuple[Wakeup, ...] = ()
+        for reservation in leaving.reservations:
+            entry = self._entry(reservation)
+            entry.step(EntryEvent.WRITER_LOST)
+            woken += self._stop_writing(entry)
+        return woken
+
+    def close_session(self, session: SessionId) -> None:
+        """The process of a session that left can touch the memory no more: take back all it had."""
+        closed = self._sessions.close(session)
+        if closed is None:
+            return
+        for reservation in closed.reservations:
+            entry = self._entry(reservation)
+            entry.step(EntryEvent.WRITER_GONE)
+            self._give_back_reservation(entry)
+        for lease in self._leases.take_session(session):
+            self._unlease(self._entry(lease.entry))
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def reserve(self, session: SessionId, key: Key, content: Content, now_s: float) -> Reservation:
+        """Space for a writer, invisible until committed. Evicts what it must to make room."""
+        owner = self._sessions.get(session)
+        if owner is None:
+            return SessionEnded()
+        if self._index.stored(key) is not None:
+            self.counters.duplicates += 1
+            return AlreadyStored()
+        if self._index.writing(key) is not None:
+            return BeingWritten()
+        if len(owner.reservations) >= self.limits.reservations_per_session:
+            return self._refuse("reservations", self.limits.reservations_per_session)
+        if content.nbytes > self._allocator.pool_bytes:
+            self.counters.refused["entry_too_large"] += 1
+            return EntryTooLarge(content.nbytes, self._allocator.pool_bytes)
+        extent = self._allocator.allocate(content.nbytes) or self._make_room(content.nbytes)
+        if extent is None:
+            self.counters.refused["pool_full"] += 1
+            held_bytes = self.leased_bytes + self.reserved_bytes
+            return PoolFull(content.nbytes, self._allocator.largest_free_bytes, held_bytes)
+        entry = Entry(self._index.next_id(), key, content, extent, session, created_s=now_s)
+        self._index.add(entry)
+        owner.reservations.add(entry.id)
+        self.reserved_bytes += self._allocator.rounded_bytes(content.nbytes)
+        return Reserved(entry.id, extent)
+
+    def commit(self, session: SessionId, reservation: EntryId, now_s: float) -> Commitment:
+        """Make the entry visible, and lease it to everyone who waited for its key."""
+        entry = self._reservation(session, reservation)
+        if entry is None:
+            return NotReserved()
+        entry.step(EntryEvent.COMMIT)
+        entry.created_s = entry.used_s = now_s
+        self.reserved_bytes -= self._allocator.rounded_bytes(entry.content.nbytes)
+        self._index.publish(entry)
+        self._policy.add(entry.id)
+        self.counters.puts += 1
+        self.counters.bytes_in += entry.content.nbytes
+        return Committed(
+            tuple(
+                Wakeup(wait.session, wait.ticket, self._lease(wait.session, entry, now_s))
+                for wait in self._waits.take_for_key(entry.key)
+            )
+        )
+
+    def abort(self, session: SessionId, reservation: EntryId) -> Abortion:
+        """Give a reservation back: the writer touches its extent no more."""
+        entry = self._reservation(session, reservation)
+        if entry is None:
+            return NotReserved()
+        entry.step(EntryEvent.ABORT)
+        woken = self._stop_writing(entry)
+        self._give_back_reservation(entry)
+        return Aborted(woken)
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def acquire(
+        self,
+        session: SessionId,
+        key: Key,
+        now_s: float,
+        wait_s: float = 0.0,
+        only_if_written: bool = False,
+    ) -> Acquisition:
+        """A lease on the entry, or a wait of at most `wait_s` for its commit.
+
+        With `only_if_written` the wait is for an open reservation only: a key that nobody is
+        writing is Missing at once, and so it becomes when its writer gives up.
+        """
+        if self._sessions.get(session) is None:
+            return SessionEnded()
+        entry = self._index.stored(key)
+        if entry is not None:
+            return self._lease(session, entry, now_s)
+        if wait_s <= 0.0 or (only_if_written and self._index.writing(key) is None):
+            self.counters.misses += 1
+            return Missing()
+        if self._waits.count(session) >= self.limits.waits_per_session:
+            return self._refuse("waits", self.limits.waits_per_session)
+        return Waiting(self._waits.add(session, key, now_s + wait_s, only_if_written))
+
+    def cancel_wait(self, session: SessionId, ticket: Ticket) -> bool:
+        """False if the wait was over: its answer is on the way."""
+        return self._waits.cancel(session, ticket)
+
+    def renew(
+        self, session: SessionId, leases: Iterable[LeaseId], now_s: float
+    ) -> tuple[float, list[LeaseId]]:
+        """Until when the leases hold now, and those among them that hold no more."""
+        lost = [lease for lease in leases if not self._leases.renew(session, lease, now_s)]
+        return now_s + self._leases.ttl_s, lost
+
+    def release(self, session: SessionId, lease: LeaseId) -> bool:
+        """End a lease. False if it had ended before."""
+        taken = self._leases.take(session, lease)
+        if taken is None:
+            return False
+        self._unlease(self._entry(taken.entry))
+        return True
+
+    def contains(self, key: Key) -> bool:
+        return self._index.stored(key) is not None
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def expire(self, now_s: float) -> tuple[list[Expired], list[Wakeup]]:
+        """End every lease and wait whose time is over."""
+        expired = []
+        for lease in self._leases.take_due(now_s):
+            self._unlease(self._entry(lease.entry))
+            expired.append(Expired(lease.session, lease.id))
+        overdue = [
+            Wakeup(wait.session, wait.ticket, Missing()) for wait in self._waits.take_due(now_s)
+        ]
+        self.counters.leases_expired += len(expired)
+        self.counters.waits_expired += len(overdue)
+        self.counters.misses += len(overdue)
+        return expired, overdue
+
+    def next_deadline_s(self) -> float | None:
+        """When `expire` has something to do at the earliest; it may find that it was moved."""
+        deadlines = [s for s in (self._leases.next_s, self._waits.next_s) if s is not None]
+        return min(deadlines, default=None)
+
+    # -- eviction and inspection ---------------------------------------------------------------
+
+    def evict(
+        self,
+        selection: Selection,
+        now_s: float,
+        limit: int,
+        after: EntryId | None = None,
+        dry_run: bool = False,
+    ) -> EvictionReport:
+        """Evict the selected among the next `limit` entries. A leased one goes when released."""
+        if selection.key is not None:
+            stored = self._index.stored(selection.key)
+            page, next_after = [stored] if stored is not None else [], None
+        else:
+            page, next_after = self._index.page(after, limit)
+        chosen = [
+            entry
+            for entry in page
+            if selection.namespace in (None, entry.key.namespace)
+            and now_s - entry.used_s >= selection.idle_s
+        ]
+        report = EvictionReport(
+            entries=len(chosen),
+            nbytes=sum(entry.content.nbytes for entry in chosen),
+            leased=sum(entry.leases > 0 for entry in chosen),
+            next_after=next_after,
+        )
+        if not dry_run:
+            for entry in chosen:
+                self._evict(entry, "requested")
+        return report
+
+    def needs_trim(self) -> bool:
+        """Whether the pool is fuller than the high watermark."""
+        return self._allocator.used_bytes > self.limits.high_watermark * self._allocator.pool_bytes
+
+    def trim(self, limit: int) -> bool:
+        """Evict up to `limit` of the coldest entries towards the low watermark. True: go on."""
+        target_bytes = self.limits.low_watermark * self._allocator.pool_bytes
+        for _ in range(limit):
+            coldest = next(self._policy.coldest(), None)
+            if coldest is None or self._allocator.used_bytes <= target_bytes:
+                return False
+            self._evict(self._entry(coldest), "watermark")
+        return True
+
+    def page(self, after: EntryId | None, limit: int) -> tuple[list[EntryInfo], EntryId | None]:
+        """Up to `limit` committed entries in order of commit, and where the next page starts."""
+        entries, next_after = self._index.page(after, limit)
+        return [_info(entry) for entry in entries], next_after
+
+    @property
+    def allocator(self) -> Allocator:
+        """For its figures only."""
+        return self._allocator
+
+    @property
+    def entries(self) -> int:
+        return len(self._index)
+
+    @property
+    def sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def waits(self) -> int:
+        return len(self._waits)
+
+    @property
+    def lease_ttl_s(self) -> float:
+        return self._leases.ttl_s
+
+    def check(self) -> None:
+        """Raise AssertionError unless every part agrees with every other. O(n log n)."""
+        self._allocator.check()
+        self._index.check()
+        self._leases.check()
+        self._waits.check()
+        counts = self._leases.counts()
+        reserved_bytes = leased_bytes = 0
+        reservations = set()
+        for entry in self._index:
+            nbytes = self._allocator.rounded_bytes(entry.content.nbytes)
+            assert self._allocator.span(entry.extent.offset)[1] == entry.extent.offset + nbytes
+            assert entry.leases == counts.pop(entry.id, 0)
+            evictable = entry.state is EntryState.COMMITTED and entry.leases == 0
+            assert (self._policy.warmth(entry.id) is not None) == evictable
+            if entry.state in (EntryState.RESERVED, EntryState.ORPHANED):
+                reservations.add(entry.id)
+                reserved_bytes += nbytes
+            else:
+                assert entry.state is EntryState.COMMITTED or entry.leases > 0
+                leased_bytes += nbytes if entry.leases else 0
+        assert not counts, "a lease on nothing"
+        assert reservations == self._sessions.reservations()
+        assert (reserved_bytes, leased_bytes) == (self.reserved_bytes, self.leased_bytes)
+        used_bytes = sum(self._allocator.rounded_bytes(e.content.nbytes) for e in self._index)
+        assert used_bytes == self._allocator.used_bytes, "an extent without an entry"
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _entry(self, entry: EntryId) -> Entry:
+        found = self._index.get(entry)
+        assert found is not None, f"entry {entry} vanished"
+        return found
+
+    def _reservation(self, session: SessionId, reservation: EntryId) -> Entry | None:
+        """The open reservation, taken off its session's books."""
+        owner = self._sessions.get(session)
+        if owner is None or reservation not in owner.reservations:
+            return None
+        owner.reservations.remove(reservation)
+        return self._entry(reservation)
+
+    def _stop_writing(self, entry: Entry) -> tuple[Wakeup, ...]:
+        self._index.stop_writing(entry)
+        self.counters.aborts += 1
+        given_up = self._waits.take_for_key(entry.key, only_if_written=True)
+        self.counters.misses += len(given_up)
+        return tuple(Wakeup(wait.session, wait.ticket, Missing()) for wait in given_up)
+
+    def _give_back_reservation(self, entry: Entry) -> None:
+        self.reserved_bytes -= self._allocator.rounded_bytes(entry.content.nbytes)
+        self._index.remove(entry)
+        self._allocator.free(entry.extent)
+
+    def _lease(self, session: SessionId, entry: Entry, now_s: float) -> Leased | LimitReached:
+        if self._leases.count(session) >= self.limits.leases_per_session:
+            return self._refuse("leases", self.limits.leases_per_session)
+        if entry.leases == 0:
+            self._policy.remove(entry.id)
+            self.leased_bytes += self._allocator.rounded_bytes(entry.content.nbytes)
+        entry.leases += 1
+        entry.hits += 1
+        entry.used_s = now_s
+        self.counters.hits += 1
+        self.counters.bytes_out += entry.content.nbytes
+        lease, expires_s = self._leases.grant(session, entry.id, now_s)
+        return Leased(lease, entry.key, entry.content, entry.extent, expires_s)
+
+    def _unlease(self, entry: Entry) -> None:
+        entry.leases -= 1
+        if entry.leases:
+            return
+        self.leased_bytes -= self._allocator.rounded_bytes(entry.content.nbytes)
+        if entry.state is EntryState.COMMITTED:
+            self._policy.add(entry.id)
+        else:
+            self._let_go(entry)
+
+    def _make_room(self, nbytes: int) -> Extent | None:
+        victims = plan(nbytes, self._allocator, self._policy, self._index)
+        if victims is None:
+            return None
+        for victim in victims:
+            self._evict(self._entry(victim), "capacity")
+        return self._allocator.allocate(nbytes)
+
+    def _evict(self, entry: Entry, reason: str) -> None:
+        self.counters.evictions[reason] += 1
+        entry.step(EntryEvent.EVICT)
+        self._index.hide(entry)
+        if entry.leases == 0:
+            self._policy.remove(entry.id)
+            self._let_go(entry)
+
+    def _let_go(self, entry: Entry) -> None:
+        entry.step(EntryEvent.LAST_RELEASE)
+        self._index.remove(entry)
+        self._allocator.free(entry.extent)
+
+    def _refuse(self, what: str, limit: int) -> LimitReached:
+        self.counters.refused[what] += 1
+        return LimitReached(what, limit)
+
+
+def _info(entry: Entry) -> EntryInfo:
+    return EntryInfo(
+        entry.id,
+        entry.key,
+        entry.content,
+        entry.extent,
+        entry.leases,
+        entry.hits,
+        entry.created_s,
+        entry.used_s,
+    )

@@ -1,0 +1,131 @@
+"""Entries by key, by place and by age of commit."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ecd.core.states import ENTRY, EntryEvent, EntryState, apply
+from ecd.core.types import Content, EntryId, Extent, Key, SessionId
+
+
+@dataclass
+class Entry:
+    """One entry's life. Its state changes only through `step`."""
+
+    id: EntryId
+    key: Key
+    content: Content
+    extent: Extent
+    writer: SessionId
+    state: EntryState = EntryState.RESERVED
+    leases: int = 0
+    hits: int = 0
+    created_s: float = 0.0
+    used_s: float = 0.0
+
+    def step(self, event: EntryEvent) -> None:
+        self.state = apply(ENTRY, self.state, event)
+
+
+class Index:
+    """Every entry that owns an extent, and which of them answers for its key.
+
+    A key has at most one committed entry and at most one open reservation. Doomed and orphaned
+    entries answer for nothing, but their extents are still taken.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[EntryId, Entry] = {}
+        self._by_offset: dict[int, EntryId] = {}
+        self._stored: dict[Key, Entry] = {}
+        self._writing: dict[Key, Entry] = {}
+        self._order: list[EntryId] = []  # committed ids, ascending, some of them dead
+        self._last_id = 0
+
+    def next_id(self) -> EntryId:
+        self._last_id += 1
+        return EntryId(self._last_id)
+
+    def add(self, entry: Entry) -> None:
+        """Take in a new reservation."""
+        self._by_id[entry.id] = entry
+        self._by_offset[entry.extent.offset] = entry.id
+        self._writing[entry.key] = entry
+
+    def remove(self, entry: Entry) -> None:
+        """Forget an entry whose extent was given back."""
+        del self._by_id[entry.id]
+        del self._by_offset[entry.extent.offset]
+
+    def publish(self, entry: Entry) -> None:
+        """From now on `entry` answers for its key. Its id is new, so that ids order by commit."""
+        del self._writing[entry.key]
+        del self._by_id[entry.id]
+        entry.id = self.next_id()
+        self._by_id[entry.id] = entry
+        self._by_offset[entry.extent.offset] = entry.id
+        self._stored[entry.key] = entry
+        self._order.append(entry.id)
+
+    def stop_writing(self, entry: Entry) -> None:
+        """The reservation is over: its key is free for another writer."""
+        del self._writing[entry.key]
+
+    def hide(self, entry: Entry) -> None:
+        """`entry` answers for its key no longer."""
+        del self._stored[entry.key]
+        if len(self._order) > 64 and len(self._order) > 2 * len(self._stored):
+            self._order = [entry for entry in self._order if entry in self._by_id]
+
+    def get(self, entry: EntryId) -> Entry | None:
+        return self._by_id.get(entry)
+
+    def stored(self, key: Key) -> Entry | None:
+        return self._stored.get(key)
+
+    def writing(self, key: Key) -> Entry | None:
+        return self._writing.get(key)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        """How many entries are committed."""
+        return len(self._stored)
+
+    def page(self, after: EntryId | None, limit: int) -> tuple[list[Entry], EntryId | None]:
+        """Up to `limit` committed entries in order of commit, and where the next page starts.
+
+        None instead of a place: that was the last page. O(log n + entries passed).
+        """
+        start = 0 if after is None else bisect_right(self._order, after)
+        found: list[Entry] = []
+        for position in range(start, len(self._order)):
+            if len(found) == limit:
+                return found, found[-1].id
+            entry = self._by_id.get(self._order[position])
+            if entry is not None and entry.state is EntryState.COMMITTED:
+                found.append(entry)
+        return found, None
+
+    # -- for the eviction plan -----------------------------------------------------------------
+
+    def offset_of(self, entry: EntryId) -> int:
+        return self._by_id[entry].extent.offset
+
+    def entry_at(self, offset: int) -> EntryId:
+        return self._by_offset[offset]
+
+    def check(self) -> None:
+        """Raise AssertionError unless all views of the entries agree. O(n log n)."""
+        for entry in self._by_id.values():
+            assert self._by_offset[entry.extent.offset] == entry.id
+            assert (self._stored.get(entry.key) is entry) == (entry.state is EntryState.COMMITTED)
+            assert (self._writing.get(entry.key) is entry) == (entry.state is EntryState.RESERVED)
+        assert len(self._by_offset) == len(self._by_id)
+        for by_key in (self._stored, self._writing):
+            assert all(self._by_id[entry.id] is entry for entry in by_key.values())
+        assert self._order == sorted(self._order)
+        assert {entry.id for entry in self._stored.values()} <= set(self._order)

@@ -1,0 +1,59 @@
+"""Clients' lives as the daemon sees them, and the reservations that belong to each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ecd.core.states import SESSION, SessionEvent, SessionState, apply
+from ecd.core.types import EntryId, SessionId
+
+
+@dataclass
+class Session:
+    id: SessionId
+    state: SessionState = SessionState.OPEN
+    reservations: set[EntryId] = field(default_factory=set)
+
+    def step(self, event: SessionEvent) -> None:
+        self.state = apply(SESSION, self.state, event)
+
+
+class Sessions:
+    """Sessions that are open, or whose process may still touch the memory."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[SessionId, Session] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def open(self) -> Session:
+        self._last += 1
+        session = Session(SessionId(self._last))
+        self._sessions[session.id] = session
+        return session
+
+    def get(self, session: SessionId) -> Session | None:
+        """The session, if it is open."""
+        found = self._sessions.get(session)
+        return found if found is not None and found.state is SessionState.OPEN else None
+
+    def leave(self, session: SessionId) -> Session | None:
+        """Its stream ended. None if it was not open."""
+        found = self.get(session)
+        if found is not None:
+            found.step(SessionEvent.STREAM_ENDED)
+        return found
+
+    def close(self, session: SessionId) -> Session | None:
+        """Its process is gone, or has said that it touches nothing. None if it was not leaving."""
+        found = self._sessions.get(session)
+        if found is None or found.state is not SessionState.LEAVING:
+            return None
+        found.step(SessionEvent.PROCESS_GONE)
+        return self._sessions.pop(session)
+
+    def reservations(self) -> set[EntryId]:
+        """Every open or orphaned reservation. O(n), for `check`."""
+        return {entry for session in self._sessions.values() for entry in session.reservations}

@@ -1,0 +1,98 @@
+"""The allocator against a bitmap that cannot be wrong."""
+
+import pytest
+from ecd.core.allocator import GRANULE_BYTES, Allocator
+from ecd.core.types import Extent
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    extents = Bundle("extents")
+
+    @initialize(granules=st.integers(1, 5000))
+    def create(self, granules: int) -> None:
+        self.allocator = Allocator(granules * GRANULE_BYTES)
+        self.taken = [False] * granules
+
+    def runs(self) -> list[int]:
+        runs, run = [], 0
+        for taken in [*self.taken, True]:
+            if taken:
+                runs.append(run)
+                run = 0
+            else:
+                run += 1
+        return [run for run in runs if run]
+
+    @rule(
+        target=extents,
+        nbytes=st.one_of(st.integers(0, 20 * GRANULE_BYTES), st.integers(0, 6000 * GRANULE_BYTES)),
+    )
+    def allocate(self, nbytes: int) -> Extent | None:
+        wanted = max(1, -(-nbytes // GRANULE_BYTES))
+        runs = self.runs()
+        extent = self.allocator.allocate(nbytes)
+        if extent is None:
+            assert wanted > max(runs, default=0), "a fitting hole was refused"
+            return None
+        assert extent.nbytes == nbytes
+        start, rest = divmod(extent.offset, GRANULE_BYTES)
+        assert rest == 0
+        assert not any(self.taken[start : start + wanted]), "overlaps a live extent"
+        self.taken[start : start + wanted] = [True] * wanted
+        left = sorted(self.runs())
+        tightest = min(run for run in runs if run >= wanted)
+        runs.remove(tightest)
+        if tightest > wanted:
+            runs.append(tightest - wanted)
+        assert left == sorted(runs), "not the tightest hole, or not cut from its edge"
+        return extent
+
+    @rule(extent=consumes(extents))
+    def free(self, extent: Extent | None) -> None:
+        if extent is None:
+            return
+        self.allocator.free(extent)
+        start = extent.offset // GRANULE_BYTES
+        wanted = max(1, -(-extent.nbytes // GRANULE_BYTES))
+        self.taken[start : start + wanted] = [False] * wanted
+        with pytest.raises(KeyError):
+            self.allocator.free(extent)
+
+    @invariant()
+    def figures_agree(self) -> None:
+        self.allocator.check()
+        runs = self.runs()
+        assert self.allocator.largest_free_bytes == max(runs, default=0) * GRANULE_BYTES
+        assert self.allocator.free_bytes == sum(runs) * GRANULE_BYTES
+        assert self.allocator.is_one_free_extent == (not any(self.taken))
+
+
+AllocatorMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None
+)
+TestAllocator = AllocatorMachine.TestCase
+
+
+def test_a_pool_below_one_granule_is_refused() -> None:
+    with pytest.raises(ValueError, match="4096"):
+        Allocator(GRANULE_BYTES - 1)
+
+
+def test_a_negative_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        Allocator(GRANULE_BYTES).allocate(-1)
+
+
+def test_fragmentation_is_reported() -> None:
+    allocator = Allocator(4 * GRANULE_BYTES)
+    extents = [allocator.allocate(GRANULE_BYTES) for _ in range(4)]
+    assert allocator.fragmentation == 0.0
+    for extent in (extents[0], extents[2]):
+        assert extent is not None
+        allocator.free(extent)
+    assert allocator.free_bytes == 2 * GRANULE_BYTES
+    assert allocator.largest_free_bytes == GRANULE_BYTES
+    assert allocator.fragmentation == 0.5

@@ -1,0 +1,488 @@
+"""The whole core against a naive model, with every byte of the pool watched.
+
+The model holds what each client may rely on: granules carry the tag of whoever wrote them last,
+a late writer included, and every committed entry and every held lease must still read its own.
+"""
+
+from dataclasses import dataclass, field
+
+from ecd.core.allocator import GRANULE_BYTES
+from ecd.core.cache import Cache
+from ecd.core.types import (
+    Aborted,
+    AlreadyStored,
+    BeingWritten,
+    Committed,
+    Content,
+    EntryId,
+    EntryTooLarge,
+    Extent,
+    Key,
+    Leased,
+    LeaseId,
+    LimitReached,
+    Limits,
+    Missing,
+    NotReserved,
+    PoolFull,
+    Reserved,
+    Selection,
+    SessionEnded,
+    SessionId,
+    Waiting,
+    Wakeup,
+)
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+KEYS = [Key(f"n{i % 2}", f"h{i}") for i in range(8)]
+TTL_S = 10.0
+LIMITS = Limits(
+    sessions=4,
+    reservations_per_session=3,
+    leases_per_session=5,
+    waits_per_session=3,
+    high_watermark=0.8,
+    low_watermark=0.5,
+)
+keys = st.sampled_from(KEYS)
+sizes = st.integers(0, 12 * GRANULE_BYTES)
+
+
+@dataclass
+class Reader:
+    tag: int
+    extent: Extent
+    key: Key
+    until_s: float
+
+
+@dataclass
+class Writer:
+    tag: int
+    key: Key
+    extent: Extent
+
+
+@dataclass
+class ModelSession:
+    writers: dict[EntryId, Writer] = field(default_factory=dict)
+    readers: dict[LeaseId, Reader] = field(default_factory=dict)
+    waits: dict[int, tuple[Key, float, bool]] = field(default_factory=dict)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    @initialize(granules=st.integers(1, 40))
+    def create(self, granules: int) -> None:
+        self.cache = Cache(granules * GRANULE_BYTES, TTL_S, LIMITS)
+        self.granules = granules
+        self.memory: list[int] = [0] * granules
+        self.now_s = 0.0
+        self.tag = 0
+        self.open: dict[SessionId, ModelSession] = {}
+        self.leaving: dict[SessionId, ModelSession] = {}
+        self.stored: dict[Key, tuple[int, Extent, Content, float]] = {}
+        self.gone_sessions: list[SessionId] = []
+
+    # -- the model's memory ----------------------------------------------------------------------
+
+    def span(self, extent: Extent) -> range:
+        start = extent.offset // GRANULE_BYTES
+        return range(start, start + max(1, -(-extent.nbytes // GRANULE_BYTES)))
+
+    def write(self, writer: Writer) -> None:
+        for granule in self.span(writer.extent):
+            self.memory[granule] = writer.tag
+
+    def reads(self, extent: Extent, tag: int) -> bool:
+        return all(self.memory[granule] == tag for granule in self.span(extent))
+
+    def writing(self) -> dict[Key, SessionId]:
+        return {w.key: s for s, m in self.open.items() for w in m.writers.values()}
+
+    def leased_tags(self) -> set[int]:
+        return {
+            reader.tag
+            for session in [*self.open.values(), *self.leaving.values()]
+            for reader in session.readers.values()
+        }
+
+    def forget_evicted(self) -> int:
+        """Drop from the model what the cache no longer has; the count of what went."""
+        gone = [key for key in self.stored if not self.cache.contains(key)]
+        for key in gone:
+            del self.stored[key]
+        return len(gone)
+
+    def any_open(self, data: st.DataObject) -> SessionId:
+        return data.draw(st.sampled_from(sorted(self.open)), label="session")
+
+    def take_wakeups(self, woken: tuple[Wakeup, ...] | list[Wakeup]) -> None:
+        for wakeup in woken:
+            key, _, _ = self.open[wakeup.session].waits.pop(wakeup.ticket)
+            if isinstance(wakeup.outcome, Leased):
+                self.take_lease(wakeup.session, key, wakeup.outcome)
+            elif isinstance(wakeup.outcome, LimitReached):
+                assert len(self.open[wakeup.session].readers) == LIMITS.leases_per_session
+
+    def take_lease(self, session: SessionId, key: Key, leased: Leased) -> None:
+        tag, extent, content, _ = self.stored[key]
+        assert (leased.key, leased.extent, leased.content) == (key, extent, content)
+        assert leased.expires_s == self.now_s + TTL_S
+        assert self.reads(extent, tag), "the bytes are not those that were committed"
+        reader = Reader(tag, extent, key, leased.expires_s)
+        self.open[session].readers[leased.lease] = reader
+        self.stored[key] = (tag, extent, content, self.now_s)
+
+    # -- sessions ----------------------------------------------------------------------------------
+
+    @rule()
+    def open_session(self) -> None:
+        outcome = self.cache.open_session()
+        if len(self.open) + len(self.leaving) >= LIMITS.sessions:
+            assert outcome == LimitReached("sessions", LIMITS.sessions)
+        else:
+            assert isinstance(outcome, int)
+            assert outcome not in self.open
+            self.open[outcome] = ModelSession()
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def stream_ends(self, data: st.DataObject) -> None:
+        session = self.any_open(data)
+        lost = self.open.pop(session)
+        self.leaving[session] = lost
+        keys_lost = {writer.key for writer in lost.writers.values()}
+        expected = {
+            (s, ticket)
+            for s, model in self.open.items()
+            for ticket, (key, _, only_if_written) in model.waits.items()
+            if only_if_written and key in keys_lost
+        }
+        woken = self.cache.leave_session(session)
+        assert {(w.session, w.ticket) for w in woken} == expected
+        assert all(w.outcome == Missing() for w in woken)
+        self.take_wakeups(woken)
+        lost.waits.clear()
+
+    @precondition(lambda self: self.leaving)
+    @rule(data=st.data())
+    def process_is_gone(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(sorted(self.leaving)))
+        del self.leaving[session]
+        self.cache.close_session(session)
+        self.gone_sessions.append(session)
+
+    @rule()
+    def late_writers_write(self) -> None:
+        """Whoever was granted space and has not given it back may write at any time."""
+        for session in [*self.open.values(), *self.leaving.values()]:
+            for writer in session.writers.values():
+                self.write(writer)
+
+    @precondition(lambda self: self.gone_sessions or self.leaving)
+    @rule(data=st.data(), key=keys)
+    def ended_sessions_are_told(self, data: st.DataObject, key: Key) -> None:
+        session = data.draw(st.sampled_from([*self.gone_sessions, *self.leaving]))
+        content = Content("int8", (1,), 1)
+        assert self.cache.reserve(session, key, content, self.now_s) == SessionEnded()
+        assert self.cache.acquire(session, key, self.now_s, 1.0) == SessionEnded()
+        lost = self.leaving.get(session, ModelSession())
+        for reservation in lost.writers:
+            assert self.cache.commit(session, reservation, self.now_s) == NotReserved()
+            assert self.cache.abort(session, reservation) == NotReserved()
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), key=keys, nbytes=sizes)
+    def reserve(self, data: st.DataObject, key: Key, nbytes: int) -> None:
+        session = self.any_open(data)
+        model = self.open[session]
+        content = Content("int8", (nbytes,), nbytes, metadata=key.mm_hash.encode())
+        was_stored = key in self.stored
+        used_s = {stored: value[3] for stored, value in self.stored.items()}
+        leased = self.leased_tags()
+        outcome = self.cache.reserve(session, key, content, self.now_s)
+        evicted = set(used_s) - {k for k in used_s if self.cache.contains(k)}
+        assert not any(self.stored[k][0] in leased for k in evicted), "a leased entry was evicted"
+        if not isinstance(outcome, Reserved):
+            assert not evicted, "a refusal evicted"
+        self.forget_evicted()
+        match outcome:
+            case AlreadyStored():
+                assert was_stored
+            case BeingWritten():
+                assert key in self.writing()
+            case LimitReached():
+                assert len(model.writers) == LIMITS.reservations_per_session
+            case EntryTooLarge():
+                assert nbytes > self.granules * GRANULE_BYTES
+            case PoolFull():
+                assert self.longest_possible_run() < len(self.span(Extent(0, 0, nbytes)))
+            case Reserved(entry, extent):
+                assert not was_stored
+                assert key not in self.writing()
+                assert extent.nbytes == nbytes
+                self.tag += 1
+                writer = Writer(self.tag, key, extent)
+                self.assert_free(extent)
+                model.writers[entry] = writer
+                self.write(writer)
+            case _:
+                raise AssertionError(outcome)
+
+    def assert_free(self, extent: Extent) -> None:
+        taken = {g for _, e, _, _ in self.stored.values() for g in self.span(e)}
+        for session in [*self.open.values(), *self.leaving.values()]:
+            taken |= {g for w in session.writers.values() for g in self.span(w.extent)}
+            taken |= {g for r in session.readers.values() for g in self.span(r.extent)}
+        assert not taken & set(self.span(extent)), "the extent belongs to someone"
+        assert extent.offset + extent.nbytes <= self.granules * GRANULE_BYTES
+
+    def longest_possible_run(self) -> int:
+        """The most granules in a row that eviction could free."""
+        blocked = set()
+        for session in [*self.open.values(), *self.leaving.values()]:
+            blocked |= {g for w in session.writers.values() for g in self.span(w.extent)}
+            blocked |= {g for r in session.readers.values() for g in self.span(r.extent)}
+        longest = run = 0
+        for granule in range(self.granules):
+            run = 0 if granule in blocked else run + 1
+            longest = max(longest, run)
+        return longest
+
+    @precondition(lambda self: any(m.writers for m in self.open.values()))
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from([s for s, m in self.open.items() if m.writers]))
+        model = self.open[session]
+        reservation = data.draw(st.sampled_from(sorted(model.writers)))
+        writer = model.writers.pop(reservation)
+        self.write(writer)
+        waiting = {
+            (s, t)
+            for s, m in self.open.items()
+            for t, wait in m.waits.items()
+            if wait[0] == writer.key
+        }
+        content = Content(
+            "int8", (writer.extent.nbytes,), writer.extent.nbytes, writer.key.mm_hash.encode()
+        )
+        self.stored[writer.key] = (writer.tag, writer.extent, content, self.now_s)
+        outcome = self.cache.commit(session, reservation, self.now_s)
+        assert isinstance(outcome, Committed)
+        assert {(w.session, w.ticket) for w in outcome.woken} == waiting
+        self.take_wakeups(outcome.woken)
+        assert self.cache.commit(session, reservation, self.now_s) == NotReserved()
+
+    @precondition(lambda self: any(m.writers for m in self.open.values()))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from([s for s, m in self.open.items() if m.writers]))
+        reservation = data.draw(st.sampled_from(sorted(self.open[session].writers)))
+        writer = self.open[session].writers.pop(reservation)
+        others = [s for s in self.open if s != session]
+        if others:
+            assert self.cache.commit(others[0], reservation, self.now_s) == NotReserved()
+        giving_up = {
+            (s, t)
+            for s, m in self.open.items()
+            for t, (key, _, only_if_written) in m.waits.items()
+            if key == writer.key and only_if_written
+        }
+        outcome = self.cache.abort(session, reservation)
+        assert isinstance(outcome, Aborted)
+        assert {(w.session, w.ticket) for w in outcome.woken} == giving_up
+        self.take_wakeups(outcome.woken)
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.open)
+    @rule(
+        data=st.data(),
+        key=keys,
+        wait_s=st.sampled_from([0.0, 0.0, 3.0, 30.0]),
+        only_if_written=st.booleans(),
+    )
+    def acquire(self, data: st.DataObject, key: Key, wait_s: float, only_if_written: bool) -> None:
+        session = self.any_open(data)
+        model = self.open[session]
+        outcome = self.cache.acquire(session, key, self.now_s, wait_s, only_if_written)
+        match outcome:
+            case Leased():
+                self.take_lease(session, key, outcome)
+            case Missing():
+                assert key not in self.stored
+                assert wait_s == 0.0 or (only_if_written and key not in self.writing())
+            case Waiting(ticket):
+                assert key not in self.stored
+                assert wait_s > 0.0
+                model.waits[ticket] = (key, self.now_s + wait_s, only_if_written)
+            case LimitReached("leases"):
+                assert len(model.readers) == LIMITS.leases_per_session
+            case LimitReached("waits"):
+                assert len(model.waits) == LIMITS.waits_per_session
+            case _:
+                raise AssertionError(outcome)
+
+    @precondition(lambda self: any(m.readers for m in self.open.values()))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from([s for s, m in self.open.items() if m.readers]))
+        lease = data.draw(st.sampled_from(sorted(self.open[session].readers)))
+        for other in self.open:
+            if other != session:
+                assert not self.cache.release(other, lease), "another session's lease"
+        del self.open[session].readers[lease]
+        assert self.cache.release(session, lease)
+        assert not self.cache.release(session, lease)
+
+    @precondition(lambda self: any(m.waits for m in self.open.values()))
+    @rule(data=st.data())
+    def cancel_wait(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from([s for s, m in self.open.items() if m.waits]))
+        ticket = data.draw(st.sampled_from(sorted(self.open[session].waits)))
+        del self.open[session].waits[ticket]
+        assert self.cache.cancel_wait(session, ticket)
+        assert not self.cache.cancel_wait(session, ticket)
+
+    @precondition(lambda self: any(m.readers for m in self.open.values()))
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from([s for s, m in self.open.items() if m.readers]))
+        model = self.open[session]
+        chosen = data.draw(st.lists(st.sampled_from(sorted(model.readers)), unique=True))
+        until_s, lost = self.cache.renew(session, [*chosen, LeaseId(-1)], self.now_s)
+        assert lost == [-1]
+        for lease in chosen:
+            model.readers[lease].until_s = until_s
+
+    # -- time and eviction -----------------------------------------------------------------------
+
+    @rule(step_s=st.sampled_from([0.5, 2.0, 5.0, TTL_S]))
+    def time_passes(self, step_s: float) -> None:
+        self.now_s += step_s
+        due_leases, due_waits = set(), set()
+        for sessions in (self.open, self.leaving):
+            for session, model in sessions.items():
+                for lease, reader in list(model.readers.items()):
+                    if reader.until_s <= self.now_s:
+                        due_leases.add((session, lease))
+                        del model.readers[lease]
+                for ticket, (_, until_s, _) in model.waits.items():
+                    if until_s <= self.now_s:
+                        due_waits.add((session, ticket))
+        next_s = self.cache.next_deadline_s()
+        if due_leases or due_waits:
+            assert next_s is not None
+            assert next_s <= self.now_s
+        expired, overdue = self.cache.expire(self.now_s)
+        assert {(e.session, e.lease) for e in expired} == due_leases
+        assert {(w.session, w.ticket) for w in overdue} == due_waits
+        assert all(w.outcome == Missing() for w in overdue)
+        self.take_wakeups(overdue)
+
+    @rule(
+        key=st.one_of(st.none(), keys),
+        namespace=st.sampled_from([None, "n0", "n1", "n9"]),
+        idle_s=st.sampled_from([0.0, 4.0]),
+        dry_run=st.booleans(),
+    )
+    def evict(self, key: Key | None, namespace: str | None, idle_s: float, dry_run: bool) -> None:
+        expected = {
+            stored: content.nbytes
+            for stored, (_, _, content, used_s) in self.stored.items()
+            if key in (None, stored)
+            and namespace in (None, stored.namespace)
+            and self.now_s - used_s >= idle_s
+        }
+        leased = self.leased_tags()
+        expected_leased = sum(self.stored[k][0] in leased for k in expected)
+        selection = Selection(key, namespace, idle_s)
+        totals, after = [0, 0, 0], None
+        for _ in range(len(KEYS) + 2):
+            report = self.cache.evict(selection, self.now_s, 2, after, dry_run)
+            totals = [
+                a + b
+                for a, b in zip(totals, (report.entries, report.nbytes, report.leased), strict=True)
+            ]
+            after = report.next_after
+            if after is None:
+                break
+        assert totals == [len(expected), sum(expected.values()), expected_leased]
+        gone = self.forget_evicted()
+        assert gone == (0 if dry_run else len(expected))
+
+    @rule()
+    def trim(self) -> None:
+        used = self.cache.allocator.used_bytes
+        pool = self.cache.allocator.pool_bytes
+        assert self.cache.needs_trim() == (used > LIMITS.high_watermark * pool)
+        leased = self.leased_tags()
+        coldest_first = sorted(self.stored.items(), key=lambda item: item[1][3])
+        while self.cache.trim(1):
+            pass
+        evictable = [k for k, v in coldest_first if v[0] not in leased]
+        gone = [k for k in evictable if not self.cache.contains(k)]
+        left = [k for k in evictable if self.cache.contains(k)]
+        if gone and left:
+            assert max(self.stored[k][3] for k in gone) <= min(self.stored[k][3] for k in left)
+        if left:
+            assert self.cache.allocator.used_bytes <= LIMITS.low_watermark * pool
+        assert all(self.cache.contains(k) for k, v in coldest_first if v[0] in leased)
+        self.forget_evicted()
+
+    @rule(limit=st.integers(1, 4))
+    def list_pages(self, limit: int) -> None:
+        found, after = {}, None
+        for _ in range(len(KEYS) + 2):
+            page, after = self.cache.page(after, limit)
+            assert len(page) <= limit
+            for info in page:
+                assert info.key not in found
+                found[info.key] = info.content
+            if after is None:
+                break
+        assert found == {key: value[2] for key, value in self.stored.items()}
+
+    # -- what always holds -----------------------------------------------------------------------
+
+    @invariant()
+    def the_core_agrees_with_itself(self) -> None:
+        self.cache.check()
+
+    @invariant()
+    def every_byte_is_as_promised(self) -> None:
+        for key, (tag, extent, _, _) in self.stored.items():
+            assert self.cache.contains(key)
+            assert self.reads(extent, tag)
+        for session in [*self.open.values(), *self.leaving.values()]:
+            for reader in session.readers.values():
+                assert self.reads(reader.extent, reader.tag), "a lease was not kept"
+
+    @invariant()
+    def figures_agree(self) -> None:
+        everyone = [*self.open.values(), *self.leaving.values()]
+        assert self.cache.entries == len(self.stored)
+        assert self.cache.leases == sum(len(m.readers) for m in everyone)
+        assert self.cache.waits == sum(len(m.waits) for m in everyone)
+        assert self.cache.sessions == len(everyone)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for session in list(self.open):
+            self.take_wakeups(self.cache.leave_session(session))
+            self.leaving[session] = self.open.pop(session)
+            self.leaving[session].waits.clear()
+        for session in self.leaving:
+            self.cache.close_session(session)
+        self.cache.evict(Selection(), self.now_s, limit=len(KEYS) + 1)
+        self.cache.check()
+        assert self.cache.allocator.is_one_free_extent, "something leaked"
+
+
+CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestCache = CacheMachine.TestCase
