@@ -280,6 +280,7 @@ class Cache:
             for entry in page
             if selection.namespace in (None, entry.key.namespace)
             and now_s - entry.used_s >= selection.idle_s
+            and now_s - entry.created_s >= selection.age_s
         ]
         report = EvictionReport(
             entries=len(chosen),

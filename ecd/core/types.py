@@ -193,6 +193,7 @@ class Selection:
     key: Key | None = None
     namespace: str | None = None
     idle_s: float = 0.0
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True)

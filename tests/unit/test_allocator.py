@@ -1,11 +1,12 @@
 """The allocator against a bitmap that cannot be wrong."""
 
 import pytest
-from ecd.core.allocator import GRANULE_BYTES, Allocator
-from ecd.core.types import Extent
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from ecd.core.allocator import GRANULE_BYTES, Allocator
+from ecd.core.types import Extent
 
 
 class AllocatorMachine(RuleBasedStateMachine):

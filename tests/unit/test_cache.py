@@ -4,7 +4,12 @@ The model holds what each client may rely on: granules carry the tag of whoever 
 a late writer included, and every committed entry and every held lease must still read its own.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ecd.core.allocator import GRANULE_BYTES
 from ecd.core.cache import Cache
@@ -25,6 +30,7 @@ from ecd.core.types import (
     Missing,
     NotReserved,
     PoolFull,
+    Reservation,
     Reserved,
     Selection,
     SessionEnded,
@@ -32,9 +38,6 @@ from ecd.core.types import (
     Waiting,
     Wakeup,
 )
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 KEYS = [Key(f"n{i % 2}", f"h{i}") for i in range(8)]
 TTL_S = 10.0
@@ -73,7 +76,7 @@ class ModelSession:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(granules=st.integers(1, 40))
+    @initialize(granules=st.integers(1, 24))
     def create(self, granules: int) -> None:
         self.cache = Cache(granules * GRANULE_BYTES, TTL_S, LIMITS)
         self.granules = granules
@@ -83,7 +86,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.open: dict[SessionId, ModelSession] = {}
         self.leaving: dict[SessionId, ModelSession] = {}
         self.stored: dict[Key, tuple[int, Extent, Content, float]] = {}
-        self.gone_sessions: list[SessionId] = []
+        self.committed_s: dict[Key, float] = {}
+        self.warm_s: dict[int, float] = {}  # by tag: the commit, or the end of the last lease
+        self.counted = Counter[str]()
+        for _ in range(2):
+            self.open_session()
 
     # -- the model's memory ----------------------------------------------------------------------
 
@@ -131,12 +138,18 @@ class CacheMachine(RuleBasedStateMachine):
         assert (leased.key, leased.extent, leased.content) == (key, extent, content)
         assert leased.expires_s == self.now_s + TTL_S
         assert self.reads(extent, tag), "the bytes are not those that were committed"
+        self.counted.update(hits=1, bytes_out=extent.nbytes)
         reader = Reader(tag, extent, key, leased.expires_s)
         self.open[session].readers[leased.lease] = reader
         self.stored[key] = (tag, extent, content, self.now_s)
 
+    def lease_ended(self, reader: Reader) -> None:
+        if reader.tag not in self.leased_tags():
+            self.warm_s[reader.tag] = self.now_s
+
     # -- sessions ----------------------------------------------------------------------------------
 
+    @precondition(lambda self: len(self.open) < 3)
     @rule()
     def open_session(self) -> None:
         outcome = self.cache.open_session()
@@ -165,30 +178,23 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(w.outcome == Missing() for w in woken)
         self.take_wakeups(woken)
         lost.waits.clear()
+        self.counted["aborts"] += len(lost.writers)
+        self.ended_session_is_told(session, lost)
 
     @precondition(lambda self: self.leaving)
     @rule(data=st.data())
     def process_is_gone(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(sorted(self.leaving)))
-        del self.leaving[session]
+        lost = self.leaving.pop(session)
         self.cache.close_session(session)
-        self.gone_sessions.append(session)
+        for reader in lost.readers.values():
+            self.lease_ended(reader)
+        self.ended_session_is_told(session, lost)
 
-    @rule()
-    def late_writers_write(self) -> None:
-        """Whoever was granted space and has not given it back may write at any time."""
-        for session in [*self.open.values(), *self.leaving.values()]:
-            for writer in session.writers.values():
-                self.write(writer)
-
-    @precondition(lambda self: self.gone_sessions or self.leaving)
-    @rule(data=st.data(), key=keys)
-    def ended_sessions_are_told(self, data: st.DataObject, key: Key) -> None:
-        session = data.draw(st.sampled_from([*self.gone_sessions, *self.leaving]))
+    def ended_session_is_told(self, session: SessionId, lost: ModelSession) -> None:
         content = Content("int8", (1,), 1)
-        assert self.cache.reserve(session, key, content, self.now_s) == SessionEnded()
-        assert self.cache.acquire(session, key, self.now_s, 1.0) == SessionEnded()
-        lost = self.leaving.get(session, ModelSession())
+        assert self.cache.reserve(session, KEYS[0], content, self.now_s) == SessionEnded()
+        assert self.cache.acquire(session, KEYS[0], self.now_s, 1.0) == SessionEnded()
         for reservation in lost.writers:
             assert self.cache.commit(session, reservation, self.now_s) == NotReserved()
             assert self.cache.abort(session, reservation) == NotReserved()
@@ -196,9 +202,14 @@ class CacheMachine(RuleBasedStateMachine):
     # -- writing -----------------------------------------------------------------------------------
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), key=keys, nbytes=sizes)
-    def reserve(self, data: st.DataObject, key: Key, nbytes: int) -> None:
+    @rule(data=st.data(), key=keys, nbytes=sizes, done=st.booleans())
+    def reserve(self, data: st.DataObject, key: Key, nbytes: int, done: bool) -> None:
         session = self.any_open(data)
+        outcome = self.ask_for_space(session, key, nbytes)
+        if done and isinstance(outcome, Reserved):
+            self.finish(session, outcome.entry)
+
+    def ask_for_space(self, session: SessionId, key: Key, nbytes: int) -> Reservation:
         model = self.open[session]
         content = Content("int8", (nbytes,), nbytes, metadata=key.mm_hash.encode())
         was_stored = key in self.stored
@@ -209,17 +220,21 @@ class CacheMachine(RuleBasedStateMachine):
         assert not any(self.stored[k][0] in leased for k in evicted), "a leased entry was evicted"
         if not isinstance(outcome, Reserved):
             assert not evicted, "a refusal evicted"
+        self.counted["capacity"] += len(evicted)
         self.forget_evicted()
         match outcome:
             case AlreadyStored():
                 assert was_stored
+                self.counted["duplicates"] += 1
             case BeingWritten():
                 assert key in self.writing()
             case LimitReached():
                 assert len(model.writers) == LIMITS.reservations_per_session
             case EntryTooLarge():
                 assert nbytes > self.granules * GRANULE_BYTES
+                self.counted["entry_too_large"] += 1
             case PoolFull():
+                self.counted["pool_full"] += 1
                 assert self.longest_possible_run() < len(self.span(Extent(0, 0, nbytes)))
             case Reserved(entry, extent):
                 assert not was_stored
@@ -232,6 +247,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.write(writer)
             case _:
                 raise AssertionError(outcome)
+        return outcome
 
     def assert_free(self, extent: Extent) -> None:
         taken = {g for _, e, _, _ in self.stored.values() for g in self.span(e)}
@@ -257,9 +273,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from([s for s, m in self.open.items() if m.writers]))
-        model = self.open[session]
-        reservation = data.draw(st.sampled_from(sorted(model.writers)))
-        writer = model.writers.pop(reservation)
+        self.finish(session, data.draw(st.sampled_from(sorted(self.open[session].writers))))
+
+    def finish(self, session: SessionId, reservation: EntryId) -> None:
+        """Write, commit, and see who is told."""
+        writer = self.open[session].writers.pop(reservation)
         self.write(writer)
         waiting = {
             (s, t)
@@ -271,8 +289,10 @@ class CacheMachine(RuleBasedStateMachine):
             "int8", (writer.extent.nbytes,), writer.extent.nbytes, writer.key.mm_hash.encode()
         )
         self.stored[writer.key] = (writer.tag, writer.extent, content, self.now_s)
+        self.committed_s[writer.key] = self.warm_s[writer.tag] = self.now_s
         outcome = self.cache.commit(session, reservation, self.now_s)
         assert isinstance(outcome, Committed)
+        self.counted.update(puts=1, bytes_in=writer.extent.nbytes)
         assert {(w.session, w.ticket) for w in outcome.woken} == waiting
         self.take_wakeups(outcome.woken)
         assert self.cache.commit(session, reservation, self.now_s) == NotReserved()
@@ -294,6 +314,7 @@ class CacheMachine(RuleBasedStateMachine):
         }
         outcome = self.cache.abort(session, reservation)
         assert isinstance(outcome, Aborted)
+        self.counted["aborts"] += 1
         assert {(w.session, w.ticket) for w in outcome.woken} == giving_up
         self.take_wakeups(outcome.woken)
 
@@ -305,15 +326,21 @@ class CacheMachine(RuleBasedStateMachine):
         key=keys,
         wait_s=st.sampled_from([0.0, 0.0, 3.0, 30.0]),
         only_if_written=st.booleans(),
+        known=st.booleans(),
     )
-    def acquire(self, data: st.DataObject, key: Key, wait_s: float, only_if_written: bool) -> None:
+    def acquire(
+        self, data: st.DataObject, key: Key, wait_s: float, only_if_written: bool, known: bool
+    ) -> None:
         session = self.any_open(data)
+        if known and self.stored:
+            key = data.draw(st.sampled_from(sorted(self.stored)))
         model = self.open[session]
         outcome = self.cache.acquire(session, key, self.now_s, wait_s, only_if_written)
         match outcome:
             case Leased():
                 self.take_lease(session, key, outcome)
             case Missing():
+                self.counted["misses"] += 1
                 assert key not in self.stored
                 assert wait_s == 0.0 or (only_if_written and key not in self.writing())
             case Waiting(ticket):
@@ -335,7 +362,7 @@ class CacheMachine(RuleBasedStateMachine):
         for other in self.open:
             if other != session:
                 assert not self.cache.release(other, lease), "another session's lease"
-        del self.open[session].readers[lease]
+        self.lease_ended(self.open[session].readers.pop(lease))
         assert self.cache.release(session, lease)
         assert not self.cache.release(session, lease)
 
@@ -370,7 +397,7 @@ class CacheMachine(RuleBasedStateMachine):
                 for lease, reader in list(model.readers.items()):
                     if reader.until_s <= self.now_s:
                         due_leases.add((session, lease))
-                        del model.readers[lease]
+                        self.lease_ended(model.readers.pop(lease))
                 for ticket, (_, until_s, _) in model.waits.items():
                     if until_s <= self.now_s:
                         due_waits.add((session, ticket))
@@ -379,28 +406,36 @@ class CacheMachine(RuleBasedStateMachine):
             assert next_s is not None
             assert next_s <= self.now_s
         expired, overdue = self.cache.expire(self.now_s)
+        self.counted.update(
+            leases_expired=len(due_leases), waits_expired=len(due_waits), misses=len(due_waits)
+        )
         assert {(e.session, e.lease) for e in expired} == due_leases
         assert {(w.session, w.ticket) for w in overdue} == due_waits
         assert all(w.outcome == Missing() for w in overdue)
         self.take_wakeups(overdue)
 
+    @precondition(lambda self: len(self.stored) > 2)
     @rule(
         key=st.one_of(st.none(), keys),
         namespace=st.sampled_from([None, "n0", "n1", "n9"]),
-        idle_s=st.sampled_from([0.0, 4.0]),
-        dry_run=st.booleans(),
+        idle_s=st.sampled_from([0.0, 0.0, 4.0]),
+        age_s=st.sampled_from([0.0, 0.0, 4.0]),
+        dry_run=st.sampled_from([True, True, False]),
     )
-    def evict(self, key: Key | None, namespace: str | None, idle_s: float, dry_run: bool) -> None:
+    def evict(
+        self, key: Key | None, namespace: str | None, idle_s: float, age_s: float, dry_run: bool
+    ) -> None:
         expected = {
             stored: content.nbytes
             for stored, (_, _, content, used_s) in self.stored.items()
             if key in (None, stored)
             and namespace in (None, stored.namespace)
             and self.now_s - used_s >= idle_s
+            and self.now_s - self.committed_s[stored] >= age_s
         }
         leased = self.leased_tags()
         expected_leased = sum(self.stored[k][0] in leased for k in expected)
-        selection = Selection(key, namespace, idle_s)
+        selection = Selection(key, namespace, idle_s, age_s)
         totals, after = [0, 0, 0], None
         for _ in range(len(KEYS) + 2):
             report = self.cache.evict(selection, self.now_s, 2, after, dry_run)
@@ -414,40 +449,33 @@ class CacheMachine(RuleBasedStateMachine):
         assert totals == [len(expected), sum(expected.values()), expected_leased]
         gone = self.forget_evicted()
         assert gone == (0 if dry_run else len(expected))
+        self.counted["requested"] += gone
 
+    @precondition(lambda self: self.cache.needs_trim())
     @rule()
     def trim(self) -> None:
-        used = self.cache.allocator.used_bytes
         pool = self.cache.allocator.pool_bytes
-        assert self.cache.needs_trim() == (used > LIMITS.high_watermark * pool)
         leased = self.leased_tags()
-        coldest_first = sorted(self.stored.items(), key=lambda item: item[1][3])
         while self.cache.trim(1):
             pass
-        evictable = [k for k, v in coldest_first if v[0] not in leased]
-        gone = [k for k in evictable if not self.cache.contains(k)]
-        left = [k for k in evictable if self.cache.contains(k)]
+        warm_s = {k: self.warm_s[v[0]] for k, v in self.stored.items() if v[0] not in leased}
+        gone = [s for k, s in warm_s.items() if not self.cache.contains(k)]
+        left = [s for k, s in warm_s.items() if self.cache.contains(k)]
         if gone and left:
-            assert max(self.stored[k][3] for k in gone) <= min(self.stored[k][3] for k in left)
+            assert max(gone) <= min(left), "a warmer entry went first"
         if left:
             assert self.cache.allocator.used_bytes <= LIMITS.low_watermark * pool
-        assert all(self.cache.contains(k) for k, v in coldest_first if v[0] in leased)
-        self.forget_evicted()
-
-    @rule(limit=st.integers(1, 4))
-    def list_pages(self, limit: int) -> None:
-        found, after = {}, None
-        for _ in range(len(KEYS) + 2):
-            page, after = self.cache.page(after, limit)
-            assert len(page) <= limit
-            for info in page:
-                assert info.key not in found
-                found[info.key] = info.content
-            if after is None:
-                break
-        assert found == {key: value[2] for key, value in self.stored.items()}
+        assert all(self.cache.contains(k) for k, v in self.stored.items() if v[0] in leased)
+        self.counted["watermark"] += self.forget_evicted()
 
     # -- what always holds -----------------------------------------------------------------------
+
+    @invariant()
+    def late_writers_write(self) -> None:
+        """Whoever was granted space and has not given it back may write at any time."""
+        for session in [*self.open.values(), *self.leaving.values()]:
+            for writer in session.writers.values():
+                self.write(writer)
 
     @invariant()
     def the_core_agrees_with_itself(self) -> None:
@@ -469,6 +497,28 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.leases == sum(len(m.readers) for m in everyone)
         assert self.cache.waits == sum(len(m.waits) for m in everyone)
         assert self.cache.sessions == len(everyone)
+        allocator = self.cache.allocator
+        full = allocator.used_bytes > LIMITS.high_watermark * allocator.pool_bytes
+        assert self.cache.needs_trim() == full
+
+    @invariant()
+    def pages_list_everything(self) -> None:
+        found, after = {}, None
+        for _ in range(len(KEYS) + 2):
+            page, after = self.cache.page(after, 3)
+            assert len(page) <= 3
+            for info in page:
+                assert info.key not in found
+                found[info.key] = info.content
+            if after is None:
+                break
+        assert found == {key: value[2] for key, value in self.stored.items()}
+
+    @invariant()
+    def everything_is_counted(self) -> None:
+        counters = self.cache.counters
+        told = {**vars(counters), **counters.evictions, **counters.refused}
+        assert {name: told[name] for name in self.counted} == self.counted
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -484,5 +534,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.allocator.is_one_free_extent, "something leaked"
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=500, stateful_step_count=80, deadline=None)
 TestCache = CacheMachine.TestCase

@@ -4,6 +4,7 @@ import itertools
 from enum import Enum
 
 import pytest
+
 from ecd.core.states import (
     ENTRY,
     SESSION,
