@@ -1,0 +1,52 @@
+"""What both sides of the contract must agree on besides the messages themselves."""
+
+from __future__ import annotations
+
+import os
+
+CONTRACT_VERSION = 1
+"""Raised when a client of the version before could misread an answer; additions do not count."""
+
+DTYPES: dict[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float64": 8,
+}
+"""The dtypes an entry may have, by their names in torch, and the bytes of one element."""
+
+MAX_METADATA_BYTES = 4096
+MAX_NAMESPACE_BYTES = 1024
+MAX_MM_HASH_BYTES = 1024
+MAX_DIMENSIONS = 16
+MAX_BATCH = 1024
+"""Items in one batch call."""
+MAX_PAGE = 1000
+"""Entries in one List reply."""
+MAX_MESSAGE_BYTES = 16 << 20
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a dense tensor. Raises KeyError for a dtype that is not in DTYPES."""
+    nbytes = DTYPES[dtype]
+    for length in shape:
+        nbytes *= length
+    return nbytes
+
+
+def default_address() -> str:
+    """`ECD_ADDRESS`, or the socket of this user's daemon."""
+    if address := os.environ.get("ECD_ADDRESS"):
+        return address
+    if os.geteuid() == 0:
+        return "unix:///run/ecd/ecd.sock"
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
+    return f"unix://{runtime_dir}/ecd/ecd.sock"
