@@ -1,0 +1,206 @@
+"""The daemon: the only place that knows every part."""
+
+from __future__ import annotations
+
+import asyncio
+import grp
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Awaitable
+from importlib.metadata import version
+
+from ecd.config import Config
+from ecd.core.cache import Cache
+from ecd.memory.host import HostPool, default_pool_bytes
+from ecd.metrics import Metrics
+from ecd.rpc.cache_service import CacheService
+from ecd.rpc.server import Server
+from ecd.rpc.sessions import Sessions
+from ecd.rpc.socket import OwnedSocket
+from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.v1 import cache_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""How long calls in flight may take after the daemon was told to stop."""
+
+PROGRESS_S = 0.5
+
+State = pb.StatusReply.State
+
+
+class StartError(Exception):
+    """The daemon cannot start; the message says what to change."""
+
+
+class Daemon:
+    """One daemon life, from `run` to a signal."""
+
+    def __init__(self, config: Config) -> None:
+        """Take the socket's path and the pool's directory.
+
+        Raises SocketError, PoolError and StartError.
+        """
+        self._config = config
+        self._started_s = time.monotonic()
+        self._incarnation = secrets.token_hex(16)
+        self._state = State.STATE_POPULATING
+        self._version = f"ecd {version('ecd')}"
+        gid = _gid(config.group)
+        nbytes = config.host_pool_bytes or default_pool_bytes(config.shm_dir)
+        self._socket = OwnedSocket(config.address)
+        try:
+            self._pool = HostPool(config.shm_dir, config.name, self._incarnation, int(nbytes))
+        except BaseException:
+            self._socket.close()
+            raise
+        if gid is not None:
+            self._pool.grant_group(gid)
+        self._gid = gid
+        self._cache = Cache(int(nbytes), config.lease_ttl_s)
+        self._sessions = Sessions(
+            self._cache, self, self._incarnation, self._version, time.monotonic
+        )
+        self._metrics = Metrics(self._cache, version("ecd"))
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT; then leave no file behind. Raises what a part raises."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        try:
+            metrics_address = self._metrics.listen(self._config.metrics_address)
+            logger.info("metrics on http://%s/metrics", metrics_address)
+            server = self._make_server()
+            await server.start(self._socket.target)
+            self._socket.grant(self._gid)
+            try:
+                await _first_of(stop.wait(), self._serve(server), self._metrics.watch_loop())
+            finally:
+                self._state = State.STATE_STOPPING
+                await server.set_serving(False)
+                logger.info("stopping")
+                self._sessions.end_all()
+                await server.stop(GRACE_S)
+        finally:
+            self._metrics.close()
+            self._pool.close()
+            self._socket.close()
+
+    def _make_server(self) -> Server:
+        service = CacheService(
+            self._cache,
+            self._sessions,
+            self._incarnation,
+            time.monotonic,
+            self.status,
+            self._metrics.observe_call,
+        )
+        return Server(service, self._unavailable, self._metrics.observe_call)
+
+    async def _serve(self, server: Server) -> None:
+        loop = asyncio.get_running_loop()
+        logger.info("populating %s: %.2f GiB", self._pool.path, self._pool.nbytes / (1 << 30))
+        last_s = time.monotonic()
+
+        def progress(nbytes: int) -> None:
+            nonlocal last_s
+            if time.monotonic() - last_s >= PROGRESS_S:
+                last_s = time.monotonic()
+                logger.info("populating %.0f %%", 100 * nbytes / self._pool.nbytes)
+
+        await loop.run_in_executor(None, self._pool.populate, progress)
+        self._state = State.STATE_SERVING
+        await server.set_serving(True)
+        logger.info("serving on %s, incarnation %s", self._config.address, self._incarnation)
+        await asyncio.Event().wait()
+
+    def _unavailable(self) -> str | None:
+        if self._state == State.STATE_SERVING:
+            return None
+        if self._state == State.STATE_STOPPING:
+            return "the daemon is stopping"
+        percent = 100 * self._pool.populated_bytes // self._pool.nbytes
+        return f"the daemon is populating its pool: {percent} %"
+
+    # -- what sessions need to know of the files -----------------------------------------------
+
+    def pool_file(self) -> pb.PoolFile:
+        return pb.PoolFile(
+            pool=0, path=str(self._pool.path), nbytes=self._pool.nbytes, inode=self._pool.inode
+        )
+
+    def lock_path(self) -> str:
+        return str(self._pool.sessions_path)
+
+    def is_session_locked(self, offset: int) -> bool:
+        return self._pool.is_session_locked(offset)
+
+    # -- status --------------------------------------------------------------------------------
+
+    def status(self) -> pb.StatusReply:
+        cache, allocator, counters = self._cache, self._cache.allocator, self._cache.counters
+        return pb.StatusReply(
+            incarnation=self._incarnation,
+            name=self._config.name,
+            version=self._version,
+            contract_version=CONTRACT_VERSION,
+            pid=os.getpid(),
+            state=self._state,
+            uptime_s=time.monotonic() - self._started_s,
+            populated_bytes=self._pool.populated_bytes,
+            pool=pb.PoolStatus(
+                path=str(self._pool.path),
+                pool_bytes=allocator.pool_bytes,
+                used_bytes=allocator.used_bytes,
+                reserved_bytes=cache.reserved_bytes,
+                leased_bytes=cache.leased_bytes,
+                free_bytes=allocator.free_bytes,
+                largest_free_bytes=allocator.largest_free_bytes,
+                fragmentation=allocator.fragmentation,
+            ),
+            entries=cache.entries,
+            sessions=cache.sessions,
+            leases=cache.leases,
+            waits=cache.waits,
+            counters=pb.Counters(
+                hits=counters.hits,
+                misses=counters.misses,
+                puts=counters.puts,
+                duplicates=counters.duplicates,
+                aborts=counters.aborts,
+                bytes_in=counters.bytes_in,
+                bytes_out=counters.bytes_out,
+                leases_expired=counters.leases_expired,
+                waits_expired=counters.waits_expired,
+                evictions=counters.evictions,
+                refused=counters.refused,
+            ),
+        )
+
+
+async def _first_of(*awaitables: Awaitable[object]) -> None:
+    """Run until the first ends, cancel the rest, and raise what it raised."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+def _gid(group: str | None) -> int | None:
+    if group is None:
+        return None
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise StartError(f"no such group: {group} (ECD_GROUP or --group)") from None

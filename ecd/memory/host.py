@@ -1,0 +1,195 @@
+"""The host pool: one tmpfs file per daemon life, populated before serving, mapped by clients.
+
+The file is made anew by every start and only ever unlinked, so that a client that still maps an
+old one keeps reading the bytes that were there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ecd_proto.shm import LOCK_NAME, POOL_SUFFIX, SESSIONS_SUFFIX, is_session_locked, pool_dir
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 64 << 20
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+SPACE_WAIT_S = 10.0
+"""How long a start waits for clients of a dead daemon to let go of its pool."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class PoolError(Exception):
+    """The pool cannot be had; the message says what to change."""
+
+
+class HostPool:
+    """Owns the daemon's directory in shared memory and the files in it."""
+
+    def __init__(self, shm_dir: str, name: str, incarnation: str, nbytes: int) -> None:
+        """Take the directory, clean up after dead daemons and create the pool, still unpopulated.
+
+        Raises PoolError: the directory is another daemon's or cannot be used, or space is short.
+        """
+        self.nbytes = nbytes
+        self.populated_bytes = 0
+        self._dir = pool_dir(shm_dir, name)
+        self._lock_fd = _take_directory(self._dir)
+        stale = [
+            path
+            for path in self._dir.iterdir()
+            if re.fullmatch(rf"[0-9a-f]+({POOL_SUFFIX}|{SESSIONS_SUFFIX})", path.name)
+        ]
+        for path in stale:
+            logger.info("removing %s, left by a daemon that died", path)
+            path.unlink()
+        self.path = self._dir / f"{incarnation}{POOL_SUFFIX}"
+        self.sessions_path = self._dir / f"{incarnation}{SESSIONS_SUFFIX}"
+        try:
+            _require_space(shm_dir, nbytes, wait_s=SPACE_WAIT_S if stale else 0.0)
+            self._fd = _create(self.path)
+            os.ftruncate(self._fd, nbytes)
+            self._sessions_fd = _create(self.sessions_path)
+        except BaseException:
+            self._remove_files()
+            raise
+        self.inode = os.fstat(self._fd).st_ino
+
+    def grant_group(self, gid: int) -> None:
+        """Let members of a group open the files."""
+        for path in (self._dir, self.path, self.sessions_path):
+            os.chown(path, -1, gid)
+
+    def populate(self, progress: Callable[[int], None]) -> None:
+        """Touch every page, so that no writer pays for it. Blocking; run it off the loop.
+
+        `progress` is told the populated bytes after each chunk. Raises PoolError when memory
+        runs out on the way.
+        """
+        with mmap.mmap(self._fd, self.nbytes) as mapping:
+            start = ctypes.c_char.from_buffer(mapping)
+            address = ctypes.addressof(start)
+            try:
+                for offset in range(0, self.nbytes, CHUNK_BYTES):
+                    nbytes = min(CHUNK_BYTES, self.nbytes - offset)
+                    self._populate_chunk(address, offset, nbytes, mapping)
+                    self.populated_bytes = offset + nbytes
+                    progress(self.populated_bytes)
+            finally:
+                del start
+
+    def _populate_chunk(self, address: int, offset: int, nbytes: int, mapping: mmap.mmap) -> None:
+        try:
+            # Allocating first turns a lack of memory into an error instead of a SIGBUS.
+            os.posix_fallocate(self._fd, offset, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise PoolError(
+                f"memory ran out after {offset} of {self.nbytes} bytes of {self.path}. "
+                + _advice(self.nbytes)
+            ) from None
+        if _libc.madvise(address + offset, nbytes, MADV_POPULATE_WRITE) == 0:
+            return
+        if ctypes.get_errno() != errno.EINVAL:
+            raise OSError(ctypes.get_errno(), "populating the pool failed")
+        for page in range(offset, offset + nbytes, mmap.PAGESIZE):  # a kernel before 5.14
+            mapping[page] = 0
+
+    def is_session_locked(self, offset: int) -> bool:
+        """Whether the client of this session may still touch the pool."""
+        return is_session_locked(self._sessions_fd, offset)
+
+    def close(self) -> None:
+        """Unlink the files and let go of the directory. Clients keep what they have mapped."""
+        self._remove_files()
+        os.close(self._fd)
+        os.close(self._sessions_fd)
+        os.close(self._lock_fd)
+
+    def _remove_files(self) -> None:
+        for path in (self.path, self.sessions_path, self._dir / LOCK_NAME):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._dir.rmdir()
+
+
+def default_pool_bytes(shm_dir: str) -> int:
+    """A quarter of what the directory has free, at most 4 GiB, in whole MiB."""
+    return min(_free_bytes(shm_dir) // 4, 4 << 30) >> 20 << 20
+
+
+def _take_directory(directory: Path) -> int:
+    """Create and lock the directory; the lock lives as long as the returned descriptor."""
+    try:
+        directory.mkdir(mode=0o770, exist_ok=True)
+        for _ in range(10):
+            fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(directory / LOCK_NAME).st_ino == os.fstat(fd).st_ino:
+                    return fd
+            os.close(fd)  # the daemon before us unlinked it between our open and our lock
+            directory.mkdir(mode=0o770, exist_ok=True)
+    except BlockingIOError:
+        raise PoolError(
+            f"another daemon uses {directory}. Stop it, or give this one a name of its own: "
+            "ECD_NAME or --name"
+        ) from None
+    except OSError as error:
+        raise PoolError(
+            f"{directory} cannot be used: {error.strerror}. ECD_SHM_DIR or --shm-dir must name a "
+            "directory on tmpfs that this user may write to; /dev/shm is the usual one"
+        ) from None
+    raise PoolError(f"the lock of {directory} keeps changing hands")
+
+
+def _create(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
+    os.fchmod(fd, 0o660)
+    return fd
+
+
+def _free_bytes(shm_dir: str) -> int:
+    try:
+        stat = os.statvfs(shm_dir)
+    except OSError as error:
+        raise PoolError(
+            f"{shm_dir} cannot be used: {error.strerror}. ECD_SHM_DIR or --shm-dir must name a "
+            "directory on tmpfs; /dev/shm is the usual one"
+        ) from None
+    return stat.f_bavail * stat.f_frsize
+
+
+def _require_space(shm_dir: str, nbytes: int, wait_s: float) -> None:
+    deadline_s = time.monotonic() + wait_s
+    while (free_bytes := _free_bytes(shm_dir)) < nbytes:
+        if time.monotonic() >= deadline_s:
+            raise PoolError(
+                f"the host pool needs {nbytes} bytes in {shm_dir}, which has {free_bytes} free. "
+                + _advice(nbytes)
+            )
+        logger.info("waiting for clients of the last daemon to let go of its pool")
+        time.sleep(0.5)
+
+
+def _advice(nbytes: int) -> str:
+    gib = -(-nbytes // (1 << 30)) + 1
+    return (
+        "Make the pool smaller (ECD_HOST_POOL_BYTES or --host-pool-bytes), or the file system "
+        f"larger: under Docker `--shm-size={gib}g`; under Kubernetes an emptyDir volume with "
+        f"`medium: Memory` and `sizeLimit: {gib}Gi` mounted at /dev/shm, counted in the "
+        f"container's memory limit; elsewhere `mount -o remount,size={gib}G /dev/shm`"
+    )

@@ -1,0 +1,121 @@
+"""Prometheus metrics: the core's figures read at scrape, call latencies, and the loop's lag."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ecd.core.cache import Cache
+
+LATENCY_BUCKETS_S = (
+    *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3),
+    *(1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 5.0),
+)
+LAG_PERIOD_S = 0.25
+
+
+class MetricsError(Exception):
+    """The metrics port cannot be had; the message says what to change."""
+
+
+class _CoreCollector(Collector):
+    """The core counts, this only reads: one integer at a time, from the scraper's thread."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterable[Metric]:
+        counters, allocator = self._cache.counters, self._cache.allocator
+        for name, text, value in (
+            ("hits", "Leases granted: an entry was there.", counters.hits),
+            ("misses", "Lookups and waits that ended without an entry.", counters.misses),
+            ("puts", "Entries committed.", counters.puts),
+            ("duplicates", "Writers told that the entry was there.", counters.duplicates),
+            ("aborts", "Reservations given up, dead writers' included.", counters.aborts),
+            ("bytes_in", "Bytes of committed entries.", counters.bytes_in),
+            ("bytes_out", "Bytes of leased entries.", counters.bytes_out),
+            ("leases_expired", "Leases that ran out unrenewed.", counters.leases_expired),
+            ("waits_expired", "Waits that ran out.", counters.waits_expired),
+        ):
+            yield CounterMetricFamily(f"ecd_{name}", text, value=value)
+        for name, text, label, values in (
+            ("evictions", "Entries evicted, by reason.", "reason", counters.evictions),
+            ("refused", "Requests refused, by cause.", "cause", counters.refused),
+        ):
+            family = CounterMetricFamily(f"ecd_{name}", text, labels=[label])
+            for which, value in values.items():
+                family.add_metric([which], value)
+            yield family
+        for name, text, value in (
+            ("pool_bytes", "Size of the pool.", allocator.pool_bytes),
+            ("pool_used_bytes", "Bytes in extents.", allocator.used_bytes),
+            ("pool_reserved_bytes", "Of these, being written.", self._cache.reserved_bytes),
+            ("pool_leased_bytes", "Of these, under a lease.", self._cache.leased_bytes),
+            ("pool_free_bytes", "Bytes in no extent.", allocator.free_bytes),
+            ("pool_largest_free_bytes", "Largest free extent.", allocator.largest_free_bytes),
+            ("entries", "Committed entries.", self._cache.entries),
+            ("sessions", "Sessions open or leaving.", self._cache.sessions),
+            ("leases", "Leases held.", self._cache.leases),
+            ("waits", "Clients' waits for a commit.", self._cache.waits),
+        ):
+            yield GaugeMetricFamily(f"ecd_{name}", text, value=value)
+
+
+class Metrics:
+    """One registry per daemon."""
+
+    def __init__(self, cache: Cache, version: str) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_CoreCollector(cache))
+        self._call_seconds = Histogram(
+            "ecd_call_seconds",
+            "Time the daemon took to answer a call.",
+            ["method"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._lag_seconds = Histogram(
+            "ecd_event_loop_lag_seconds",
+            "How late the event loop runs what is due.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        info = Gauge("ecd_info", "Always 1.", ["version"], registry=self.registry)
+        info.labels(version).set(1)
+        self._server: tuple[WSGIServer, threading.Thread] | None = None
+
+    def listen(self, address: str) -> str:
+        """Serve /metrics; the address that is really used. Raises MetricsError."""
+        host, _, port = address.rpartition(":")
+        try:
+            self._server = start_http_server(int(port), host.strip("[]"), self.registry)
+        except (OSError, OverflowError) as error:
+            raise MetricsError(
+                f"cannot serve metrics on {address}: {error}. Choose another address with "
+                "ECD_METRICS_ADDRESS or --metrics-address; port 0 takes any free one"
+            ) from None
+        return f"{host}:{self._server[0].server_port}"
+
+    def observe_call(self, method: str, seconds: float) -> None:
+        self._call_seconds.labels(method).observe(seconds)
+
+    async def watch_loop(self) -> None:
+        """Measure the event loop's lag, for as long as the daemon runs."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + LAG_PERIOD_S
+            await asyncio.sleep(LAG_PERIOD_S)
+            self._lag_seconds.observe(max(0.0, loop.time() - due_s))
+
+    def close(self) -> None:
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()

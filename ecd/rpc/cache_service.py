@@ -1,0 +1,194 @@
+"""The Cache service: translate, call the core, translate back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from ecd.core.cache import Cache
+from ecd.core.types import Aborted, Committed, EntryId, Key, LeaseId
+from ecd.rpc.convert import (
+    InvalidRequest,
+    SessionOver,
+    check_batch,
+    content_from,
+    key_from,
+    seconds_from,
+    selection_from,
+    to_acquire_outcome,
+    to_entry_info,
+    to_failure,
+    to_reserve_outcome,
+)
+from ecd.rpc.sessions import Context, Sessions
+from ecd_proto.contract import MAX_PAGE
+from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+
+TRIM_BATCH = 64
+"""Entries evicted, or looked at for an eviction, before the event loop gets its turn."""
+
+DEFAULT_PAGE = 100
+
+Ctx = grpc.aio.ServicerContext[Any, Any]
+
+
+class CacheService(pb_grpc.CacheServicer):
+    """One instance per daemon, on the event loop that owns the core."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        sessions: Sessions,
+        incarnation: str,
+        now_s: Callable[[], float],
+        status: Callable[[], pb.StatusReply],
+        observe: Callable[[str, float], None],
+    ) -> None:
+        self._cache = cache
+        self._sessions = sessions
+        self._incarnation = incarnation
+        self._now_s = now_s
+        self._status = status
+        self._observe = observe
+        self._trimming = False
+        self._exchanged: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {
+            "reserve": self.Reserve,
+            "commit": self.Commit,
+            "abort": self.Abort,
+            "acquire": self.Acquire,
+            "release": self.Release,
+            "contains": self.Contains,
+        }
+
+    async def Session(  # type: ignore[override]  # it writes to the context instead of yielding
+        self, request_iterator: Any, context: Context
+    ) -> None:
+        await self._sessions.run(request_iterator, context)
+
+    async def Reserve(self, request: pb.ReserveRequest, context: Ctx) -> pb.ReserveReply:
+        session = self._sessions.attached(request.session)
+        check_batch(request.items)
+        items = [(key_from(item.key), content_from(item.content)) for item in request.items]
+        outcomes = [
+            self._cache.reserve(session, key, content, self._now_s()) for key, content in items
+        ]
+        self._trim_soon()
+        return pb.ReserveReply(
+            incarnation=self._incarnation, outcomes=map(to_reserve_outcome, outcomes)
+        )
+
+    async def Commit(self, request: pb.CommitRequest, context: Ctx) -> pb.CommitReply:
+        session = self._sessions.attached(request.session)
+        check_batch(request.reservations)
+        committed = []
+        for reservation in request.reservations:
+            outcome = self._cache.commit(session, EntryId(reservation), self._now_s())
+            committed.append(isinstance(outcome, Committed))
+            if isinstance(outcome, Committed):
+                self._sessions.deliver(outcome.woken)
+        self._sessions.arm()
+        return pb.CommitReply(incarnation=self._incarnation, committed=committed)
+
+    async def Abort(self, request: pb.AbortRequest, context: Ctx) -> pb.AbortReply:
+        session = self._sessions.attached(request.session)
+        check_batch(request.reservations)
+        aborted = []
+        for reservation in request.reservations:
+            outcome = self._cache.abort(session, EntryId(reservation))
+            aborted.append(isinstance(outcome, Aborted))
+            if isinstance(outcome, Aborted):
+                self._sessions.deliver(outcome.woken)
+        return pb.AbortReply(incarnation=self._incarnation, aborted=aborted)
+
+    async def Acquire(self, request: pb.AcquireRequest, context: Ctx) -> pb.AcquireReply:
+        session = self._sessions.attached(request.session)
+        check_batch(request.keys)
+        wait_s = seconds_from(request.wait_s, "wait_s")
+        keys = [key_from(key) for key in request.keys]
+        outcomes = [
+            self._cache.acquire(session, key, self._now_s(), wait_s, request.only_if_written)
+            for key in keys
+        ]
+        self._sessions.arm()
+        return pb.AcquireReply(
+            incarnation=self._incarnation, outcomes=map(to_acquire_outcome, outcomes)
+        )
+
+    async def Release(self, request: pb.ReleaseRequest, context: Ctx) -> pb.ReleaseReply:
+        session = self._sessions.attached(request.session)
+        check_batch(request.leases)
+        released = [self._cache.release(session, LeaseId(lease)) for lease in request.leases]
+        return pb.ReleaseReply(incarnation=self._incarnation, released=released)
+
+    async def Exchange(  # type: ignore[override]  # it writes to the context instead of yielding
+        self, request_iterator: AsyncIterator[pb.ExchangeRequest], context: Ctx
+    ) -> None:
+        async for request in request_iterator:
+            started_s = time.perf_counter()
+            name = request.WhichOneof("call")
+            try:
+                if name is None:
+                    raise InvalidRequest("an exchange without a call")
+                answer = await self._exchanged[name](getattr(request, name), context)
+                reply = pb.ExchangeReply(**{name: answer})
+            except (InvalidRequest, SessionOver) as error:
+                reply = pb.ExchangeReply(failure=to_failure(error))
+            await context.write(reply)
+            if name is not None:
+                self._observe(name.title(), time.perf_counter() - started_s)
+
+    async def Contains(self, request: pb.ContainsRequest, context: Ctx) -> pb.ContainsReply:
+        check_batch(request.keys)
+        contained = [self._cache.contains(key_from(key)) for key in request.keys]
+        return pb.ContainsReply(incarnation=self._incarnation, contained=contained)
+
+    async def Evict(self, request: pb.EvictRequest, context: Ctx) -> pb.EvictReply:
+        selection = selection_from(request)
+        reply = pb.EvictReply(incarnation=self._incarnation)
+        after: EntryId | None = EntryId(0)
+        while after is not None:
+            report = self._cache.evict(selection, self._now_s(), TRIM_BATCH, after, request.dry_run)
+            reply.entries += report.entries
+            reply.nbytes += report.nbytes
+            reply.leased += report.leased
+            after = report.next_after
+            await asyncio.sleep(0)
+        return reply
+
+    async def List(self, request: pb.ListRequest, context: Ctx) -> pb.ListReply:
+        limit = min(request.limit or DEFAULT_PAGE, MAX_PAGE)
+        reply = pb.ListReply(incarnation=self._incarnation)
+        after: EntryId | None = EntryId(request.after)
+        while after is not None and len(reply.entries) < limit:
+            page, after = self._cache.page(after, min(TRIM_BATCH, limit - len(reply.entries)))
+            reply.entries.extend(
+                to_entry_info(info, self._now_s()) for info in page if _is_listed(info.key, request)
+            )
+            await asyncio.sleep(0)
+        reply.next_after = after or 0
+        return reply
+
+    async def Status(self, request: pb.StatusRequest, context: Ctx) -> pb.StatusReply:
+        return self._status()
+
+    def _trim_soon(self) -> None:
+        if not self._trimming and self._cache.needs_trim():
+            self._trimming = True
+            asyncio.get_running_loop().call_soon(self._trim)
+
+    def _trim(self) -> None:
+        if self._cache.trim(TRIM_BATCH):
+            asyncio.get_running_loop().call_soon(self._trim)
+        else:
+            self._trimming = False
+
+
+def _is_listed(key: Key, request: pb.ListRequest) -> bool:
+    namespace = request.namespace if request.HasField("namespace") else key.namespace
+    mm_hash = request.mm_hash if request.HasField("mm_hash") else key.mm_hash
+    return key == (namespace, mm_hash)

@@ -1,0 +1,114 @@
+"""The gRPC server: services, health, reflection, and what every call passes through."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ecd.rpc.cache_service import CacheService
+from ecd.rpc.convert import STATUS, InvalidRequest, SessionOver
+from ecd_proto.contract import MAX_MESSAGE_BYTES
+from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Cache"].full_name
+ALWAYS_ANSWERED = f"/{SERVICE}/Status"
+
+Behavior = Callable[[Any, Any], Awaitable[Any]]
+
+
+class _Calls(grpc.aio.ServerInterceptor):
+    """Refuses calls while the daemon is not serving, names errors, measures time."""
+
+    def __init__(
+        self, unavailable: Callable[[], str | None], observe: Callable[[str, float], None]
+    ) -> None:
+        self._unavailable = unavailable
+        self._observe = observe
+        self._handlers: dict[str, Any] = {}  # one wrapped handler a method
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        wrapped = self._handlers.get(details.method)
+        if wrapped is not None:
+            return wrapped
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith(f"/{SERVICE}/"):
+            return handler
+        wrapped = self._handlers[details.method] = self._wrapped(details.method, handler)
+        return wrapped
+
+    def _wrapped(self, method: str, handler: Any) -> Any:
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                self._wrap(method, handler.unary_unary, timed=True),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        return grpc.stream_stream_rpc_method_handler(
+            self._wrap(method, handler.stream_stream, timed=False),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+
+    def _wrap(self, method: str, behavior: Behavior, timed: bool) -> Behavior:
+        name = method.rpartition("/")[2]
+
+        async def called(request: Any, context: Any) -> Any:
+            reason = None if method == ALWAYS_ANSWERED else self._unavailable()
+            if reason is not None:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+            started_s = time.perf_counter()
+            try:
+                return await behavior(request, context)
+            except (InvalidRequest, SessionOver) as error:
+                await context.abort(STATUS[type(error)], str(error))
+            finally:
+                if timed:
+                    self._observe(name, time.perf_counter() - started_s)
+
+        return called
+
+
+class Server:
+    """The daemon's gRPC server on one unix socket."""
+
+    def __init__(
+        self,
+        service: CacheService,
+        unavailable: Callable[[], str | None],
+        observe: Callable[[str, float], None],
+    ) -> None:
+        self._server = grpc.aio.server(
+            interceptors=[_Calls(unavailable, observe)],
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ],
+        )
+        self._health = health.aio.HealthServicer()
+        pb_grpc.add_CacheServicer_to_server(service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, target: str) -> None:
+        self._server.add_insecure_port(target)
+        await self.set_serving(False)
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the health service answers."""
+        statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if serving else statuses.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Let calls in flight finish, for `grace_s` at most."""
+        await self._server.stop(grace_s)

@@ -1,0 +1,257 @@
+"""Session streams: each client's life, and the answers that come later.
+
+A stream's end starts the end of its session. What the client may still touch is taken back only
+when the kernel says that its process has dropped the session's lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+
+from ecd.core.cache import Cache
+from ecd.core.types import LeaseId, LimitReached, Missing, SessionId, Ticket, Wakeup
+from ecd.rpc.convert import InvalidRequest, SessionOver, to_acquire_outcome
+from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.v1 import cache_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+MAX_UNREAD_EVENTS = 100_000
+"""Events a client may leave unread before its session is ended."""
+RECHECK_S = (0.01, 1.0)
+"""First and longest pause between two looks at the lock of a session whose stream ended."""
+
+Context = grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionEvent]
+SessionIterator = AsyncIterator[pb.SessionRequest]
+
+
+class SessionFiles(Protocol):
+    """What a session needs to know of the pool's files."""
+
+    def pool_file(self) -> pb.PoolFile: ...
+
+    def lock_path(self) -> str: ...
+
+    def is_session_locked(self, offset: int) -> bool: ...
+
+
+@dataclass(eq=False)
+class Stream:
+    """One open session stream."""
+
+    session: SessionId
+    token: str
+    client: str
+    outbox: asyncio.Queue[pb.SessionEvent | None] = field(
+        default_factory=lambda: asyncio.Queue(MAX_UNREAD_EVENTS)
+    )
+    attached: bool = False  # its client was seen to hold the session's lock
+
+
+class Sessions:
+    """Every open stream, the timer of the core's deadlines and the sessions that are leaving."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        files: SessionFiles,
+        incarnation: str,
+        daemon: str,
+        now_s: Callable[[], float],
+    ) -> None:
+        self._cache = cache
+        self._files = files
+        self._incarnation = incarnation
+        self._daemon = daemon
+        self._now_s = now_s
+        self._by_token: dict[str, Stream] = {}
+        self._by_session: dict[SessionId, Stream] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+        self._stopping = False
+
+    # -- for the batch calls -------------------------------------------------------------------
+
+    def attached(self, token: str) -> SessionId:
+        """The open session of this name, whose client holds its lock.
+
+        Raises SessionOver and InvalidRequest.
+        """
+        stream = self._by_token.get(token)
+        if stream is None:
+            raise SessionOver
+        if not stream.attached:
+            if not self._files.is_session_locked(stream.session):
+                raise InvalidRequest(
+                    "the session's lock is not held: lock the byte at Welcome.lock_offset of "
+                    "Welcome.lock_path first"
+                )
+            stream.attached = True
+        return stream.session
+
+    def deliver(self, woken: Iterable[Wakeup]) -> None:
+        """Tell the waiting sessions how their waits ended."""
+        for wakeup in woken:
+            ended = pb.WaitEnded(ticket=wakeup.ticket, outcome=to_acquire_outcome(wakeup.outcome))
+            self._post(wakeup.session, pb.SessionEvent(wait_ended=ended))
+
+    def arm(self) -> None:
+        """Look at the core's next deadline: call after whatever may have brought it nearer."""
+        next_s = self._cache.next_deadline_s()
+        if next_s is None or (self._timer is not None and self._timer_s <= next_s):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_s = next_s
+        delay_s = max(0.0, next_s - self._now_s())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        expired, overdue = self._cache.expire(self._now_s())
+        ended: dict[SessionId, list[LeaseId]] = {}
+        for lease in expired:
+            ended.setdefault(lease.session, []).append(lease.lease)
+        for session, leases in ended.items():
+            self._post(session, pb.SessionEvent(leases_ended=pb.LeasesEnded(leases=leases)))
+        self.deliver(overdue)
+        self.arm()
+
+    # -- streams -------------------------------------------------------------------------------
+
+    async def run(self, requests: SessionIterator, context: Context) -> None:
+        """Serve one stream until it ends."""
+        hello = await self._hello(requests, context)
+        opened = self._cache.open_session()
+        if isinstance(opened, LimitReached):
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"the daemon has its limit of {opened.limit} sessions",
+            )
+            return
+        stream = Stream(opened, secrets.token_hex(16), f"{hello.client} pid {hello.pid}")
+        self._by_token[stream.token] = self._by_session[opened] = stream
+        logger.debug("session %d opened by %s", opened, stream.client)
+        writer: asyncio.Future[None] | None = None
+        try:
+            await context.write(self._stamp(pb.SessionEvent(welcome=self._welcome(stream))))
+            writer = asyncio.ensure_future(self._write(stream, context))
+            reader = asyncio.ensure_future(self._read(stream, requests))
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+        finally:
+            if writer is not None:
+                writer.cancel()
+            self._end(stream)
+
+    def end_all(self) -> None:
+        """Make every stream end, as the daemon stops."""
+        self._stopping = True
+        for stream in self._by_session.values():
+            self._close_outbox(stream)
+
+    async def _hello(self, requests: SessionIterator, context: Context) -> pb.Hello:
+        try:
+            first = await asyncio.wait_for(anext_(requests), HELLO_TIMEOUT_S)
+        except (StopAsyncIteration, asyncio.TimeoutError):
+            raise InvalidRequest("a session starts with Hello") from None
+        if first.WhichOneof("request") != "hello":
+            raise InvalidRequest("a session starts with Hello")
+        hello = first.hello
+        if hello.contract_version != CONTRACT_VERSION:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{hello.client or 'the client'} speaks contract {hello.contract_version}, "
+                f"{self._daemon} speaks contract {CONTRACT_VERSION}: upgrade the older one",
+            )
+        return hello
+
+    def _welcome(self, stream: Stream) -> pb.Welcome:
+        return pb.Welcome(
+            session=stream.token,
+            contract_version=CONTRACT_VERSION,
+            daemon=self._daemon,
+            lease_ttl_s=self._cache.lease_ttl_s,
+            now_s=self._now_s(),
+            pool=self._files.pool_file(),
+            lock_path=self._files.lock_path(),
+            lock_offset=stream.session,
+        )
+
+    async def _read(self, stream: Stream, requests: SessionIterator) -> None:
+        async for request in requests:
+            match request.WhichOneof("request"):
+                case "renew":
+                    self._renew(stream, request.renew)
+                case "cancel_waits":
+                    for ticket in map(Ticket, request.cancel_waits.tickets):
+                        if self._cache.cancel_wait(stream.session, ticket):
+                            self.deliver([Wakeup(stream.session, ticket, Missing())])
+                case _:
+                    logger.warning("%s broke the session's protocol", stream.client)
+                    return
+
+    def _renew(self, stream: Stream, renew: pb.Renew) -> None:
+        leases = [LeaseId(lease) for lease in renew.leases]
+        expires_s, lost = self._cache.renew(stream.session, leases, self._now_s())
+        renewed = pb.Renewed(expires_s=expires_s)
+        if lost:
+            self._post(stream.session, pb.SessionEvent(leases_ended=pb.LeasesEnded(leases=lost)))
+        self._post(stream.session, pb.SessionEvent(renewed=renewed))
+
+    async def _write(self, stream: Stream, context: Context) -> None:
+        while (event := await stream.outbox.get()) is not None:
+            await context.write(event)
+
+    def _post(self, session: SessionId, event: pb.SessionEvent) -> None:
+        stream = self._by_session.get(session)
+        if stream is None:
+            return
+        try:
+            stream.outbox.put_nowait(self._stamp(event))
+        except asyncio.QueueFull:
+            logger.warning("%s leaves its events unread: its session ends", stream.client)
+            self._close_outbox(stream)
+
+    def _close_outbox(self, stream: Stream) -> None:
+        while stream.outbox.full():
+            stream.outbox.get_nowait()
+        stream.outbox.put_nowait(None)
+
+    def _stamp(self, event: pb.SessionEvent) -> pb.SessionEvent:
+        event.incarnation = self._incarnation
+        return event
+
+    # -- the end of a session ------------------------------------------------------------------
+
+    def _end(self, stream: Stream) -> None:
+        del self._by_token[stream.token]
+        del self._by_session[stream.session]
+        self.deliver(self._cache.leave_session(stream.session))
+        self._take_back(stream.session, RECHECK_S[0])
+
+    def _take_back(self, session: SessionId, pause_s: float) -> None:
+        if self._stopping:
+            return  # the pool goes as a whole; clients keep what they have mapped
+        if self._files.is_session_locked(session):
+            pause_s = min(pause_s, RECHECK_S[1])
+            loop = asyncio.get_running_loop()
+            loop.call_later(pause_s, self._take_back, session, pause_s * 2)
+            return
+        self._cache.close_session(session)
+        logger.debug("session %d closed", session)
+
+
+async def anext_(iterator: SessionIterator) -> pb.SessionRequest:
+    """`anext`, as a coroutine that `wait_for` takes on Python 3.10 too."""
+    return await iterator.__anext__()
