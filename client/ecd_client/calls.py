@@ -1,0 +1,152 @@
+"""The channel to the daemon, and what its refusals mean."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
+from ecd_proto.contract import MAX_MESSAGE_BYTES, default_address
+from ecd_proto.v1 import cache_pb2 as pb
+
+CALL_TIMEOUT_S = 5.0
+"""How long the daemon may take to answer one call, waits apart."""
+
+Reply = TypeVar("Reply")
+
+
+def resolve(address: str | None) -> str:
+    """The address to use: the given one, `ECD_ADDRESS`, or this user's default socket."""
+    address = address or default_address()
+    if not address.startswith("unix:"):
+        raise InvalidArgument(f"the address must be unix:///path/to/socket, not {address!r}")
+    return address
+
+
+def open_channel(address: str) -> grpc.Channel:
+    return grpc.insecure_channel(
+        address,
+        options=[
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 2000),  # it is how long an attempt may take
+            ("grpc.max_reconnect_backoff_ms", 2000),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ],
+    )
+
+
+def call(
+    method: Callable[..., Reply], request: Any, address: str, timeout_s: float = CALL_TIMEOUT_S
+) -> Reply:
+    """One unary call. Raises EcdError."""
+    try:
+        return method(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        raise translate(error, address) from None
+
+
+class Calls:
+    """The batch calls of one conversation.
+
+    Those that are waited for go one after the other over one Exchange stream, at half the price
+    of a unary call each. Whoever finds it busy makes a unary call instead of waiting.
+    """
+
+    def __init__(self, stub: Any, address: str, timeout_s: float) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self._stub = stub
+        self._lock = threading.Lock()
+        self._requests: queue.SimpleQueue[pb.ExchangeRequest | None] = queue.SimpleQueue()
+        self._replies: Any = None
+        self._due_s: float | None = None
+        self._over = self._overdue = False
+
+    def later(self, name: str, request: Any) -> Any:
+        """gRPC's future of the reply to a request that has this name in ExchangeRequest."""
+        return getattr(self._stub, name.title()).future(request, timeout=self.timeout_s)
+
+    def now(self, name: str, request: Any) -> Any:
+        """The reply to a request that has this name in ExchangeRequest. Raises EcdError."""
+        if self._over or not self._lock.acquire(blocking=False):
+            method = getattr(self._stub, name.title())
+            return call(method, request, self.address, self.timeout_s)
+        try:
+            if self._replies is None:
+                self._replies = self._stub.Exchange(iter(self._requests.get, None))
+            self._due_s = time.monotonic() + self.timeout_s
+            self._requests.put(pb.ExchangeRequest(**{name: request}))
+            reply = next(self._replies)
+        except StopIteration:
+            raise DaemonUnavailable(unreachable(self.address)) from None
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.CANCELLED:
+                cause = late if self._overdue else unreachable
+                raise DaemonUnavailable(cause(self.address)) from None
+            raise translate(error, self.address) from None
+        except BaseException:
+            self.close()  # the answer would be taken for the next one's
+            raise
+        finally:
+            self._due_s = None
+            self._lock.release()
+        if reply.WhichOneof("reply") == "failure":
+            raise _named(_STATUS[reply.failure.code], reply.failure.details, self.address)
+        return getattr(reply, name)
+
+    def meaning(self, error: Exception) -> EcdError:
+        """What the failure of a future of `later` means for the caller."""
+        if isinstance(error, grpc.RpcError):
+            return translate(error, self.address)
+        return DaemonUnavailable("the client is closed")
+
+    def check(self) -> None:
+        """End the stream if its answer is overdue: called now and then from another thread."""
+        due_s = self._due_s
+        if due_s is not None and time.monotonic() > due_s:
+            self._overdue = True
+            self.close()
+
+    def close(self) -> None:
+        self._over = True
+        self._requests.put(None)
+        if self._replies is not None:
+            self._replies.cancel()
+
+
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def translate(error: grpc.RpcError, address: str) -> EcdError:
+    """What a failed call means for the caller."""
+    if not isinstance(error, grpc.Call):
+        return DaemonUnavailable(f"the call to {address} failed: {error}")
+    return _named(error.code(), error.details() or "", address)
+
+
+def _named(code: grpc.StatusCode, details: str, address: str) -> EcdError:
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidArgument(details)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DaemonUnavailable(late(address))
+    if code is grpc.StatusCode.UNAVAILABLE and not details.startswith("the daemon"):
+        return DaemonUnavailable(unreachable(address))
+    return DaemonUnavailable(details or f"the daemon on {address} answered {code.name}")
+
+
+def late(address: str) -> str:
+    return f"the daemon on {address} did not answer in time"
+
+
+def unreachable(address: str) -> str:
+    return (
+        f"nothing answers on {address}: the daemon is not started, restarting, or another "
+        "user's. Try `ecd-cli status`, or set ECD_ADDRESS"
+    )

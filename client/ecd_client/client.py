@@ -1,0 +1,201 @@
+"""The Python client: put and get tensors by mm_hash.
+
+from ecd_client import Client
+
+with Client(namespace="my-model") as client:
+    client.put(mm_hash, tensor)
+    with client.get(mm_hash) as item:
+        embedding = item.to("cuda")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ecd_client.calls import CALL_TIMEOUT_S, resolve
+from ecd_client.errors import InvalidArgument
+from ecd_client.item import Item
+from ecd_client.reader import Reader
+from ecd_client.session import Session
+from ecd_client.writer import Writer, reserve_item
+from ecd_proto.v1 import cache_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Client:
+    """A connection to this node's daemon. Thread-safe; one per process is enough.
+
+    After a restart of the daemon it connects again by itself; until then calls raise
+    DaemonUnavailable at once.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        namespace: str = "default",
+        name: str = "python",
+        connect_timeout: float = 5.0,
+        call_timeout: float = CALL_TIMEOUT_S,
+        prefault: bool = False,
+    ) -> None:
+        """Connect to `address`, by default `ECD_ADDRESS` or this user's daemon.
+
+        `namespace` is what keys are in unless a call says otherwise; `name` is shown to
+        operators. Waits `connect_timeout` seconds for the daemon, then raises
+        DaemonUnavailable; with 0 it returns at once and connects in the background. A call,
+        waits apart, that the daemon does not answer within `call_timeout` seconds fails.
+        `prefault` fills this process's page tables on a side thread whenever it connects, so
+        that copies find no page for the first time: for processes that live long.
+        """
+        self.address = resolve(address)
+        self.namespace = namespace
+        self._session = Session(self.address, name, prefault, call_timeout)
+        self._reader = Reader(self._session)
+        self._writer = Writer(self._session, self._reader)
+        if connect_timeout > 0:
+            try:
+                self._session.conversation(connect_timeout)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def connected(self) -> bool:
+        return self._session.current is not None
+
+    @property
+    def incarnation(self) -> str:
+        """Which life of the daemon this is. Raises DaemonUnavailable."""
+        return self._session.conversation().incarnation
+
+    def wait_connected(self, timeout: float) -> None:
+        """Wait until the daemon answers. Raises DaemonUnavailable after `timeout` seconds."""
+        self._session.conversation(timeout)
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def put(
+        self,
+        mm_hash: str,
+        tensor: torch.Tensor,
+        *,
+        cost: float = 0.0,
+        metadata: bytes = b"",
+        namespace: str | None = None,
+        timeout: float = CALL_TIMEOUT_S,
+    ) -> bool:
+        """Store a tensor of any shape, on any device. False: the key was there already.
+
+        Returns once every client on the node can see the entry. `cost` is the seconds it took
+        to encode, `metadata` up to 4 KiB that come back with every get. While another client is
+        writing the key, waits for it at most `timeout` seconds. Raises EcdError.
+        """
+        from ecd_client.tensors import Source, describe
+
+        dtype, shape = describe(tensor)
+        item = reserve_item(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
+        return self._writer.put(item, Source(tensor).copy_to, timeout)
+
+    def put_bytes(
+        self,
+        mm_hash: str,
+        data: bytes | memoryview,
+        dtype: str,
+        shape: Sequence[int],
+        *,
+        cost: float = 0.0,
+        metadata: bytes = b"",
+        namespace: str | None = None,
+        timeout: float = CALL_TIMEOUT_S,
+    ) -> bool:
+        """`put` without torch: `data` is the dense tensor of that dtype and shape."""
+        shape = tuple(shape)
+        item = reserve_item(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
+        if len(data) != item.content.nbytes:
+            raise InvalidArgument(
+                f"{dtype} of shape {shape} has {item.content.nbytes} bytes, not {len(data)}"
+            )
+
+        def copy_to(view: memoryview) -> None:
+            view[:] = data
+
+        return self._writer.put(item, copy_to, timeout)
+
+    def put_async(
+        self,
+        mm_hash: str,
+        tensor: torch.Tensor,
+        *,
+        cost: float = 0.0,
+        metadata: bytes = b"",
+        namespace: str | None = None,
+    ) -> Future[bool]:
+        """`put` without waiting: the space is asked for at once, the copy made on the side.
+
+        The tensor must not be written to until the future is done. A key that another client is
+        writing is left to it (False). Raises InvalidArgument, DaemonUnavailable, and EcdError
+        when MAX_PENDING_PUTS are in flight; the future raises EcdError.
+        """
+        from ecd_client.tensors import Source, describe
+
+        dtype, shape = describe(tensor)
+        item = reserve_item(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
+        return self._writer.put_async(item, Source(tensor).copy_to)
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def get(
+        self, mm_hash: str, timeout: float = 0.0, *, namespace: str | None = None
+    ) -> Item | None:
+        """A lease on the entry, waiting up to `timeout` seconds for somebody to store it.
+
+        None: it is not there. Raises EcdError.
+        """
+        return self._reader.get(self._key(mm_hash, namespace), timeout)
+
+    def get_async(
+        self,
+        mm_hashes: Sequence[str],
+        timeout: float = 0.0,
+        *,
+        only_if_written: bool = False,
+        namespace: str | None = None,
+    ) -> list[Future[Item | None]]:
+        """`get` of many, without waiting: one future each, done at most `timeout` s later.
+
+        With `only_if_written` the wait is only for keys that somebody is writing now. A future
+        that is cancelled ends its wait. Raises InvalidArgument and DaemonUnavailable.
+        """
+        keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
+        return self._reader.get_async(keys, timeout, only_if_written)
+
+    def contains(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> list[bool]:
+        """Which of the keys are stored now. Raises EcdError."""
+        return self._reader.contains([self._key(mm_hash, namespace) for mm_hash in mm_hashes])
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Finish the puts in flight and end the session. Items of this client end with it."""
+        self._writer.close()
+        self._session.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _key(self, mm_hash: str, namespace: str | None) -> pb.Key:
+        return pb.Key(namespace=self.namespace if namespace is None else namespace, mm_hash=mm_hash)

@@ -1,0 +1,247 @@
+"""One session stream from Welcome to its end, and everything that was granted on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from ecd_client.calls import Calls
+from ecd_client.errors import DaemonUnavailable, InvalidArgument
+from ecd_client.mapping import Mapping
+from ecd_proto.contract import MAX_BATCH
+from ecd_proto.shm import lock_session
+from ecd_proto.v1 import cache_pb2 as pb
+
+Outbox = queue.SimpleQueue[Any]
+WaitEnded = Callable[[pb.AcquireOutcome | None], None]
+"""Told how a wait ended; None: with the conversation."""
+
+
+@dataclass(eq=False)
+class Lease:
+    """A lease of this process; `expires_s`, on `time.monotonic`, is never after the daemon's."""
+
+    id: int
+    conversation: Conversation
+    content: pb.Content
+    extent: pb.Extent
+    expires_s: float
+
+    @property
+    def holds(self) -> bool:
+        return time.monotonic() < self.expires_s
+
+    def end(self) -> None:
+        self.conversation.release(self)
+
+
+class Conversation:
+    """One session stream, from Welcome until it breaks, and what was granted on it."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        stream: Any,
+        outbox: Outbox,
+        first: pb.SessionEvent,
+        sent_s: float,
+        prefault: bool,
+    ) -> None:
+        """`first` is the Welcome that answers the Hello of `sent_s`. Raises OSError: no files."""
+        welcome = first.welcome
+        self.token = welcome.session
+        self.incarnation = first.incarnation
+        self.daemon = welcome.daemon
+        self.lease_ttl_s = welcome.lease_ttl_s
+        self.pool_path = welcome.pool.path
+        self.calls = calls
+        self._stream, self._outbox = stream, outbox
+        # Added to the daemon's times it makes them ours, early by the time Welcome took.
+        self._clock = sent_s - welcome.now_s
+        self.pool_bytes = welcome.pool.nbytes
+        self._lock = threading.RLock()  # a garbage-collected item may release within it
+        self._leases: dict[int, Lease] = {}
+        self._renewing: deque[list[int]] = deque()
+        self._waits: dict[int, WaitEnded] = {}
+        self._answered: dict[int, pb.AcquireOutcome] = {}  # before their tickets were known
+        self._releases: list[int] = []
+        self._releasing = False
+        self._users = 1  # the stream, every item and every put in flight
+        self._over = False
+        self._writable: Mapping | None = None
+        with contextlib.ExitStack() as opened:
+            self.pool_fd = os.open(welcome.pool.path, os.O_RDWR | os.O_CLOEXEC)
+            opened.callback(os.close, self.pool_fd)
+            if os.fstat(self.pool_fd).st_ino != welcome.pool.inode:
+                raise FileNotFoundError(f"{welcome.pool.path} is not the daemon's file")
+            lock_fd = os.open(welcome.lock_path, os.O_RDWR | os.O_CLOEXEC)
+            opened.callback(os.close, lock_fd)
+            lock_session(lock_fd, welcome.lock_offset)
+            self._readable = Mapping(self.pool_fd, self.pool_bytes, writable=False)
+            self._files = opened.pop_all()
+        self._prefault = prefault
+        if prefault:
+            self._readable.populate_soon()
+            self._map_writable()
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole_or_abandoned(self) -> Iterator[None]:
+        """What breaks off ends the conversation: nobody knows where it stands.
+
+        gRPC's errors leave it as EcdError.
+        """
+        try:
+            yield
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            meaning = self.calls.meaning(error)
+            if not isinstance(meaning, InvalidArgument):
+                self.abandon()
+            raise meaning from None
+        except Exception as error:
+            if isinstance(error, DaemonUnavailable):
+                self.abandon()
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def read_view(self, extent: pb.Extent) -> memoryview:
+        return self._readable.view(extent.offset, extent.nbytes)
+
+    def write_view(self, extent: pb.Extent) -> memoryview:
+        return self._map_writable().view(extent.offset, extent.nbytes)
+
+    def _map_writable(self) -> Mapping:
+        with self._lock:
+            if self._writable is None:
+                self._writable = Mapping(self.pool_fd, self.pool_bytes, writable=True)
+                if self._prefault:
+                    self._writable.populate_soon()
+            return self._writable
+
+    def use(self) -> bool:
+        """Keep the daemon from reusing what this process may touch. False: the stream is over."""
+        with self._lock:
+            if self._over:
+                return False
+            self._users += 1
+            return True
+
+    def unuse(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._files.close()
+
+    # -- leases --------------------------------------------------------------------------------
+
+    def lease(self, leased: pb.Leased) -> Lease | None:
+        """Keep a lease that was granted. None: the stream ended meanwhile."""
+        if not self.use():
+            return None
+        lease = Lease(
+            leased.lease, self, leased.content, leased.extent, leased.expires_s + self._clock
+        )
+        with self._lock:
+            self._leases[lease.id] = lease
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """End a lease; nobody waits for the daemon's answer."""
+        with self._lock:
+            lease.expires_s = 0.0
+            if self._leases.pop(lease.id, None) is not None and not self._over:
+                self._releases.append(lease.id)
+        self._flush_releases()
+        self.unuse()
+
+    def _flush_releases(self) -> None:
+        with self._lock:
+            if self._releasing or not self._releases or self._over:
+                return
+            self._releasing = True
+            leases, self._releases = self._releases[:MAX_BATCH], self._releases[MAX_BATCH:]
+        request = pb.ReleaseRequest(session=self.token, leases=leases)
+        with contextlib.suppress(ValueError):  # the channel was closed
+            self.calls.later("release", request).add_done_callback(self._released)
+
+    def _released(self, _: Any) -> None:
+        with self._lock:
+            self._releasing = False
+        self._flush_releases()
+
+    # -- waits ---------------------------------------------------------------------------------
+
+    def on_wait_ended(self, ticket: int, ended: WaitEnded) -> None:
+        with self._lock:
+            outcome = self._answered.pop(ticket, None)
+            if outcome is None and not self._over:
+                self._waits[ticket] = ended
+                return
+        ended(outcome)
+
+    def cancel_wait(self, ticket: int) -> None:
+        """End a wait early; it still ends as every wait does."""
+        self._outbox.put(pb.SessionRequest(cancel_waits=pb.CancelWaits(tickets=[ticket])))
+
+    # -- the stream ----------------------------------------------------------------------------
+
+    def renewal(self) -> pb.SessionRequest | None:
+        """What keeps every lease of this conversation alive."""
+        with self._lock:
+            if not self._leases:
+                return None
+            leases = list(self._leases)
+            self._renewing.append(leases)
+        return pb.SessionRequest(renew=pb.Renew(leases=leases))
+
+    def take(self, event: pb.SessionEvent) -> None:
+        """Act on one event of the stream."""
+        match event.WhichOneof("event"):
+            case "renewed":
+                expires_s = event.renewed.expires_s + self._clock
+                with self._lock:
+                    for lease_id in self._renewing.popleft():
+                        if lease := self._leases.get(lease_id):
+                            lease.expires_s = max(lease.expires_s, expires_s)
+            case "leases_ended":
+                with self._lock:
+                    for lease_id in event.leases_ended.leases:
+                        if lease := self._leases.pop(lease_id, None):
+                            lease.expires_s = 0.0
+            case "wait_ended":
+                ticket, outcome = event.wait_ended.ticket, event.wait_ended.outcome
+                with self._lock:
+                    ended = self._waits.pop(ticket, None)
+                    if ended is None:
+                        self._answered[ticket] = outcome
+                if ended is not None:
+                    ended(outcome)
+
+    def abandon(self) -> None:
+        """Whatever this conversation was about, it is out of step: the daemon takes all back."""
+        self._stream.cancel()
+
+    def end(self) -> None:
+        """The stream is over."""
+        with self._lock:
+            self._over = True
+            waits, self._waits = self._waits, {}
+            self._answered.clear()
+        for ended in waits.values():
+            ended(None)
+        self.unuse()

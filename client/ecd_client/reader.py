@@ -1,0 +1,171 @@
+"""get: acquire a lease, or wait for one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from math import isfinite
+from typing import Any
+
+from ecd_client.calls import late
+from ecd_client.conversation import Conversation
+from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, limit_reached
+from ecd_client.item import Item
+from ecd_client.session import Session
+from ecd_proto.contract import MAX_BATCH
+from ecd_proto.v1 import cache_pb2 as pb
+
+Found = Future[Item | None]
+
+
+class Reader:
+    """The reading half of a client."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def get(self, key: pb.Key, timeout: float) -> Item | None:
+        """One key, waiting up to `timeout` s for it; None: it is not there."""
+        _check_wait(timeout)
+        conversation = self._session.conversation()
+        request = _acquire(conversation, [key], timeout)
+        with conversation.whole_or_abandoned():
+            [outcome] = conversation.calls.now("acquire", request).outcomes
+        if outcome.WhichOneof("outcome") != "waiting":
+            return _item(conversation, key, outcome)
+        found: Found = Future()
+        _settle(conversation, [key], [found], [outcome])
+        return _result(conversation, found, timeout)
+
+    def get_async(
+        self, keys: Sequence[pb.Key], timeout: float, only_if_written: bool
+    ) -> list[Found]:
+        """A future for each key, done at most `timeout` s later."""
+        _check_wait(timeout)
+        founds: list[Found] = [Future() for _ in keys]
+        for start in range(0, len(keys), MAX_BATCH):
+            batch = slice(start, start + MAX_BATCH)
+            self._ask(keys[batch], founds[batch], timeout, only_if_written)
+        return founds
+
+    def wait_for_writer(self, key: pb.Key, timeout: float) -> bool:
+        """Wait while somebody is writing the key. True: it is stored now."""
+        conversation = self._session.conversation()
+        [found] = self.get_async([key], timeout, only_if_written=True)
+        item = _result(conversation, found, timeout)
+        if item is not None:
+            item.close()
+        return item is not None
+
+    def contains(self, keys: Sequence[pb.Key]) -> list[bool]:
+        contained: list[bool] = []
+        for start in range(0, len(keys), MAX_BATCH):
+            request = pb.ContainsRequest(keys=keys[start : start + MAX_BATCH])
+            calls = self._session.conversation().calls
+            contained.extend(calls.now("contains", request).contained)
+        return contained
+
+    def _ask(
+        self, keys: Sequence[pb.Key], founds: list[Found], timeout: float, only_if_written: bool
+    ) -> None:
+        conversation = self._session.conversation()
+
+        def answered(reply: Any) -> None:
+            try:
+                with conversation.whole_or_abandoned():
+                    outcomes = reply.result().outcomes
+            except EcdError as error:
+                for found in founds:
+                    if found.set_running_or_notify_cancel():
+                        found.set_exception(error)
+                return
+            _settle(conversation, keys, founds, outcomes)
+
+        request = _acquire(conversation, keys, timeout, only_if_written)
+        conversation.calls.later("acquire", request).add_done_callback(answered)
+
+
+def close_unseen(found: Found) -> None:
+    """Give back what came after nobody waited for it any more."""
+    if found.exception() is None and (item := found.result()) is not None:
+        item.close()
+
+
+def _check_wait(timeout: float) -> None:
+    if not (isfinite(timeout) and timeout >= 0.0):
+        raise InvalidArgument(f"timeout is {timeout}; it must be 0 or more seconds")
+
+
+def _acquire(
+    conversation: Conversation,
+    keys: Sequence[pb.Key],
+    timeout: float,
+    only_if_written: bool = False,
+) -> pb.AcquireRequest:
+    return pb.AcquireRequest(
+        session=conversation.token, keys=keys, wait_s=timeout, only_if_written=only_if_written
+    )
+
+
+def _settle(
+    conversation: Conversation,
+    keys: Sequence[pb.Key],
+    founds: Sequence[Found],
+    outcomes: Sequence[pb.AcquireOutcome],
+) -> None:
+    """Hand each outcome of an Acquire to its future: now, or when its wait has ended."""
+
+    def ended(index: int, outcome: pb.AcquireOutcome | None) -> None:
+        wanted = founds[index].set_running_or_notify_cancel()
+        try:
+            item = _item(conversation, keys[index], outcome)
+        except EcdError as error:
+            if wanted:
+                founds[index].set_exception(error)
+            return
+        if wanted:
+            founds[index].set_result(item)
+        elif item is not None:
+            item.close()
+
+    def waits(index: int, ticket: int) -> None:
+        conversation.on_wait_ended(ticket, lambda outcome: ended(index, outcome))
+        founds[index].add_done_callback(
+            lambda found: conversation.cancel_wait(ticket) if found.cancelled() else None
+        )
+
+    for index, outcome in enumerate(outcomes):
+        if outcome.WhichOneof("outcome") == "waiting":
+            waits(index, outcome.waiting.ticket)
+        else:
+            ended(index, outcome)
+
+
+def _item(
+    conversation: Conversation, key: pb.Key, outcome: pb.AcquireOutcome | None
+) -> Item | None:
+    """What came of an Acquire; an outcome of None: the conversation ended first."""
+    if outcome is not None:
+        match outcome.WhichOneof("outcome"):
+            case "leased":
+                lease = conversation.lease(outcome.leased)
+                if lease is not None:
+                    return Item(key.namespace, key.mm_hash, lease)
+            case "missing":
+                return None
+            case "limit_reached":
+                raise limit_reached(outcome.limit_reached.what, outcome.limit_reached.limit)
+    raise DaemonUnavailable(f"the daemon on {conversation.calls.address} went away meanwhile")
+
+
+def _result(conversation: Conversation, found: Found, wait_s: float) -> Item | None:
+    calls = conversation.calls
+    try:
+        return found.result(wait_s + calls.timeout_s)
+    except BaseException as error:
+        if not found.cancel():
+            found.add_done_callback(close_unseen)
+        if isinstance(error, FutureTimeoutError):
+            raise DaemonUnavailable(late(calls.address)) from None
+        raise

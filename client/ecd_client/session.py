@@ -1,0 +1,162 @@
+"""The client's life as the daemon sees it: one stream, and the leases that live by it.
+
+A `Session` keeps one `Conversation` after another with the daemon, for as long as the client is
+open. What went wrong in one is never reused: it is abandoned, and the daemon takes back all that
+belonged to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+
+from ecd_client.calls import Calls, open_channel, translate, unreachable
+from ecd_client.conversation import Conversation, Outbox
+from ecd_client.errors import DaemonUnavailable, EcdError
+from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+
+PAUSE_S = 0.25
+"""Between the end of one conversation and the next; the channel adds its own backoff."""
+
+CHECK_S = 0.25
+"""How often a call is checked for being overdue."""
+
+
+class Session:
+    """Keeps one conversation with the daemon, on a thread of its own."""
+
+    def __init__(self, address: str, name: str, prefault: bool, call_timeout_s: float) -> None:
+        self._address, self._name, self._prefault = address, name, prefault
+        self._call_timeout_s = call_timeout_s
+        self._channel = open_channel(address)
+        self._stub: Any = pb_grpc.CacheStub(self._channel)
+        self._changed = threading.Condition()
+        self._conversation: Conversation | None = None
+        self._cause: EcdError = DaemonUnavailable(unreachable(address))
+        self._closed = threading.Event()
+        self._stream: Any = None
+        self._thread = threading.Thread(target=self._run, name="ecd-session", daemon=True)
+        self._thread.start()
+
+    @property
+    def current(self) -> Conversation | None:
+        """The conversation that is open now."""
+        return self._conversation
+
+    def conversation(self, wait_s: float = 0.0) -> Conversation:
+        """The open conversation, waiting for it that long. Raises DaemonUnavailable: why not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._conversation or self._closed.is_set(), wait_s)
+            if self._conversation is None:
+                raise DaemonUnavailable(
+                    "the client is closed" if self._closed.is_set() else str(self._cause)
+                )
+            return self._conversation
+
+    def use(self) -> Conversation:
+        """The open conversation, in use until `unuse`. Raises DaemonUnavailable."""
+        conversation = self.conversation()
+        if not conversation.use():
+            raise DaemonUnavailable(f"the daemon on {self._address} just went away")
+        return conversation
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._changed:
+            stream = self._stream
+            self._changed.notify_all()
+        if stream is not None:
+            stream.cancel()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._channel.close()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._wait_for_channel()
+                self._converse()
+            except grpc.RpcError as error:
+                self._cause = translate(error, self._address)
+            except OSError as error:
+                self._cause = DaemonUnavailable(
+                    f"the daemon answers on {self._address}, but its pool cannot be mapped: "
+                    f"{error}. Engine and daemon must share the directory of ECD_SHM_DIR and "
+                    "run as one user, or as members of the daemon's ECD_GROUP"
+                )
+            self._closed.wait(PAUSE_S)
+
+    def _wait_for_channel(self) -> None:
+        ready = grpc.channel_ready_future(self._channel)
+        try:
+            while not self._closed.is_set():
+                with contextlib.suppress(grpc.FutureTimeoutError):
+                    ready.result(timeout=0.5)
+                    return
+                self._cause = DaemonUnavailable(unreachable(self._address))
+        finally:
+            ready.cancel()
+
+    def _converse(self) -> None:
+        outbox: Outbox = queue.SimpleQueue()
+        with self._changed:
+            if self._closed.is_set():
+                return
+            sent_s = time.monotonic()
+            stream = self._stream = self._stub.Session(self._requests(outbox))
+        calls = Calls(self._stub, self._address, self._call_timeout_s)
+        conversation = None
+        try:
+            for event in stream:
+                if conversation is None:
+                    conversation = Conversation(
+                        calls, stream, outbox, event, sent_s, self._prefault
+                    )
+                    outbox.put(conversation)
+                    self._announce(conversation)
+                else:
+                    conversation.take(event)
+            self._cause = DaemonUnavailable(f"the daemon on {self._address} is stopping")
+        finally:
+            outbox.put(None)
+            stream.cancel()
+            calls.close()
+            self._announce(None)
+            if conversation is not None:
+                conversation.end()
+
+    def _announce(self, conversation: Conversation | None) -> None:
+        with self._changed:
+            self._conversation = conversation
+            self._changed.notify_all()
+
+    def _requests(self, outbox: Outbox) -> Iterator[pb.SessionRequest]:
+        """What the client says on the stream; gRPC draws it on a thread of its own."""
+        client = f"{self._name} ecd {version('ecd')}"
+        yield pb.SessionRequest(
+            hello=pb.Hello(contract_version=CONTRACT_VERSION, client=client, pid=os.getpid())
+        )
+        conversation = outbox.get()
+        while isinstance(conversation, Conversation):
+            due_s = time.monotonic() + conversation.lease_ttl_s / 3
+            while (left_s := due_s - time.monotonic()) > 0:
+                try:
+                    request = outbox.get(timeout=min(left_s, CHECK_S))
+                except queue.Empty:
+                    conversation.calls.check()
+                    continue
+                if request is None:
+                    return
+                yield request
+            if renewal := conversation.renewal():
+                yield renewal
