@@ -1,0 +1,132 @@
+"""One result, two renderings: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, MutableSequence
+from typing import Any
+
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from ecd_proto.v1 import cache_pb2 as pb
+
+
+def as_json(out: Console, result: Message | dict[str, Any] | list[dict[str, Any]]) -> None:
+    out.print_json(json.dumps(plain(result) if isinstance(result, Message) else result))
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as JSON types: every field present, numbers as numbers."""
+    return {
+        field.name: _value(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
+
+
+def _value(field: Any, value: Any) -> Any:
+    if field.enum_type is not None:
+        name: str = field.enum_type.values_by_number[value].name
+        return name.partition("_")[2].lower()
+    if isinstance(value, Message):
+        return plain(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, MutableSequence):
+        return [plain(item) if isinstance(item, Message) else item for item in value]
+    return value
+
+
+def status(out: Console, reply: pb.StatusReply, address: str) -> None:
+    pool, counters = reply.pool, reply.counters
+    state = plain(reply)["state"]
+    if state == "populating":
+        state += f" {100 * reply.populated_bytes // max(1, pool.pool_bytes)} %"
+    lookups = counters.hits + counters.misses
+    rows = [
+        ("daemon", f"{reply.version}, contract {reply.contract_version}, pid {reply.pid}"),
+        ("address", address),
+        ("name", reply.name),
+        ("incarnation", reply.incarnation),
+        ("state", f"{state}, up {_duration(reply.uptime_s)}"),
+        ("pool", f"{decimal(pool.pool_bytes)} in {pool.path}"),
+        ("used", f"{decimal(pool.used_bytes)} ({_share(pool.used_bytes, pool.pool_bytes)})"),
+        (
+            "of which",
+            f"{decimal(pool.leased_bytes)} leased, {decimal(pool.reserved_bytes)} being written",
+        ),
+        (
+            "free",
+            f"{decimal(pool.free_bytes)}, the largest piece {decimal(pool.largest_free_bytes)}, "
+            f"fragmentation {pool.fragmentation:.0%}",
+        ),
+        ("entries", f"{reply.entries:,}"),
+        ("clients", f"{reply.sessions} sessions, {reply.leases} leases, {reply.waits} waits"),
+        (
+            "hits",
+            f"{counters.hits:,} of {lookups:,} lookups ({_share(counters.hits, lookups)}), "
+            f"{decimal(counters.bytes_out)}",
+        ),
+        (
+            "puts",
+            f"{counters.puts:,}, {decimal(counters.bytes_in)}; {counters.duplicates:,} duplicates, "
+            f"{counters.aborts:,} given up",
+        ),
+        ("evictions", _counts(counters.evictions)),
+        ("refused", _counts(counters.refused)),
+    ]
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def entries(out: Console, found: list[pb.EntryInfo], more: bool) -> None:
+    table = Table("namespace", "mm_hash", "dtype", "shape", "size", "leases", "hits", "age", "idle")
+    for column in table.columns[:2]:
+        column.overflow = "fold"
+    for entry in found:
+        table.add_row(
+            entry.key.namespace,
+            entry.key.mm_hash,
+            entry.content.dtype,
+            "x".join(map(str, entry.content.shape)) or "scalar",
+            decimal(entry.content.nbytes),
+            str(entry.leases),
+            str(entry.hits),
+            _duration(entry.age_s),
+            _duration(entry.idle_s),
+        )
+    out.print(table)
+    if more:
+        out.print(f"The first {len(found)} entries; --limit shows more.")
+
+
+def evicted(out: Console, reply: pb.EvictReply, dry_run: bool) -> None:
+    out.print(f"{'Would evict' if dry_run else 'Evicted'} {describe(reply)}.")
+
+
+def describe(reply: pb.EvictReply) -> str:
+    text = f"{reply.entries:,} entries, {decimal(reply.nbytes)}"
+    return f"{text}; {reply.leased:,} of them when their leases end" if reply.leased else text
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _counts(counts: Any) -> str:
+    return ", ".join(f"{n:,} {name}" for name, n in sorted(counts.items()) if n) or "none"
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
