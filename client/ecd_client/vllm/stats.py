@@ -1,0 +1,78 @@
+"""Counters of one engine, in the form that vLLM's metrics take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecd_client.vllm.compat import ECConnectorPromMetrics, ECConnectorStats
+
+COUNTERS = {
+    "hits": "Items found in ecd when a request needed them.",
+    "misses": "Items not in ecd when a request needed them.",
+    "mismatches": "Items whose number of embeddings was not what the request expects.",
+    "failures": "Lookups that ended with an error or too late.",
+    "unavailable": "Requests failed because their embeddings could not be had.",
+    "loads": "Items loaded into the engine's encoder cache.",
+    "loaded_bytes": "Bytes of these.",
+    "reloads": "Loads whose lease had run out and that had to get the item again.",
+    "saves": "Items stored in ecd.",
+    "saved_bytes": "Bytes of these.",
+    "duplicates": "Items encoded here that ecd had already.",
+    "dropped_saves": "Items not stored: too many on the way, or ecd full or away.",
+}
+
+
+class EcdStats(ECConnectorStats):
+    """Counts since the last report."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.data: dict[str, int] = dict(data or {})
+
+    def count(self, name: str, by: int = 1) -> None:
+        assert name in COUNTERS, name
+        self.data[name] = self.data.get(name, 0) + by
+
+    def take(self) -> EcdStats:
+        """What was counted, and start anew."""
+        taken = EcdStats(self.data)
+        self.reset()
+        return taken
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: EcdStats) -> EcdStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {f"ecd_{name}": value for name, value in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class EcdPromMetrics(ECConnectorPromMetrics):
+    """One Prometheus counter for each of COUNTERS, labelled as vLLM's own are."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(
+                name=f"vllm:ecd_{name}", documentation=text, labelnames=labelnames
+            )
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name].labels(*labels).inc(value)

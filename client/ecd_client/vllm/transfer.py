@@ -1,0 +1,53 @@
+"""What the two roles tell each other, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorMetadata,
+    ECConnectorWorkerMetadata,
+)
+
+from ecd_client.vllm.stats import EcdStats
+
+
+@dataclass(frozen=True)
+class Load:
+    """One leased extent that every worker is to copy into its encoder cache.
+
+    `expires_s` is on the node's monotonic clock; the scheduler keeps the lease, renewed, until
+    every worker has reported `id`. The pool can be opened as `pool_path`, or, after a restart of
+    the daemon, as `pool_fd_path`.
+    """
+
+    id: int
+    identifier: str
+    incarnation: str
+    pool_path: str
+    pool_fd_path: str
+    pool_bytes: int
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    expires_s: float
+
+
+@dataclass
+class EcdMetadata(ECConnectorMetadata):
+    """From the scheduler to the workers, once a step."""
+
+    loads: list[Load] = field(default_factory=list)
+
+
+@dataclass
+class EcdWorkerMetadata(ECConnectorWorkerMetadata):
+    """From a worker to the scheduler, where vLLM carries it."""
+
+    stats: EcdStats
+
+    def aggregate(self, other: ECConnectorWorkerMetadata) -> EcdWorkerMetadata:
+        assert isinstance(other, EcdWorkerMetadata)
+        self.stats.aggregate(other.stats)
+        return self

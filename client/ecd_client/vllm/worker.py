@@ -1,0 +1,163 @@
+"""The worker's role: copy leased extents into vLLM's encoder cache, and its outputs into ecd."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+from time import monotonic
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from ecd_client.client import Client
+from ecd_client.errors import EcdError
+from ecd_client.mapping import Mapping
+from ecd_client.tensors import as_tensor, private_copy
+from ecd_client.vllm.settings import Settings
+from ecd_client.vllm.stats import EcdStats
+from ecd_client.vllm.transfer import Load
+
+logger = init_logger(__name__)
+
+MAX_SAVES = 128
+MAX_SAVING_BYTES = 1 << 30
+"""Encoder outputs kept alive until they are copied out; what comes beyond is not stored."""
+MAX_POOLS = 2
+"""Pools kept mapped: the daemon's, and that of its life before."""
+
+
+class WorkerRole:
+    """One per worker process; called from its model runner's thread only."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._client = Client(
+            settings.address,
+            namespace=settings.namespace,
+            name="vllm worker",
+            connect_timeout=0.0,
+            prefault=True,
+        )
+        self._stats = EcdStats()
+        self._pools: OrderedDict[str, Mapping] = OrderedDict()
+        self._loaded: set[str] = set()
+        self._saves: deque[tuple[Future[bool], int]] = deque()
+        self._saving_bytes = 0
+        self._rank: int | None = None
+
+    def close(self) -> None:
+        self._client.close()
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def load(self, loads: list[Load], encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Put every item into `encoder_cache`, complete when this returns."""
+        for load in loads:
+            if load.identifier not in encoder_cache:
+                encoder_cache[load.identifier] = self._copy(load)
+                self._stats.count("loads")
+                self._stats.count("loaded_bytes", load.nbytes)
+            self._loaded.add(f"{self._tensor_parallel_rank()}/{load.id}")
+
+    def take_loaded(self) -> set[str]:
+        loaded, self._loaded = self._loaded, set()
+        return loaded
+
+    def _copy(self, load: Load) -> torch.Tensor:
+        device = _device()
+        try:
+            view = self._pool(load).view(load.offset, load.nbytes)
+            copy = private_copy(as_tensor(view, load.dtype, load.shape), device)
+            if monotonic() < load.expires_s:
+                return copy
+            cause = "its lease may have run out before this step"
+        except OSError as error:
+            cause = f"its pool cannot be mapped: {error}"
+        # The scheduler may well have renewed the lease; a lease of our own is proof.
+        self._stats.count("reloads")
+        try:
+            item = self._client.get(load.identifier, self._settings.load_timeout_s)
+        except EcdError as error:
+            raise RuntimeError(
+                f"ecd: {load.identifier} was promised, but {cause}; {error}"
+            ) from error
+        if item is None or item.shape != load.shape or item.dtype != load.dtype:
+            raise RuntimeError(f"ecd: {load.identifier} was promised, but {cause} and it is gone")
+        with item:
+            return item.to(device)
+
+    def _pool(self, load: Load) -> Mapping:
+        pool = self._pools.get(load.incarnation)
+        if pool is None:
+            try:
+                fd = os.open(load.pool_path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:  # the daemon was restarted: the scheduler still has it open
+                fd = os.open(load.pool_fd_path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                pool = self._pools[load.incarnation] = Mapping(fd, load.pool_bytes, writable=False)
+            finally:
+                os.close(fd)
+            pool.populate_soon()
+            while len(self._pools) > MAX_POOLS:
+                self._pools.popitem(last=False)
+        return pool
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def save(self, identifier: str, output: torch.Tensor) -> None:
+        """Store one encoder output; copied on the side, so that the step goes on."""
+        if self._tensor_parallel_rank() != 0 or not self._settings.shares(identifier):
+            return
+        self._reap()
+        nbytes = output.numel() * output.element_size()
+        if len(self._saves) >= MAX_SAVES or self._saving_bytes + nbytes > MAX_SAVING_BYTES:
+            self._drop(identifier, "too many are on the way")
+            return
+        try:
+            future = self._client.put_async(identifier, output)
+        except EcdError as error:
+            self._drop(identifier, error)
+            return
+        self._saves.append((future, nbytes))
+        self._saving_bytes += nbytes
+
+    def take_stats(self) -> EcdStats:
+        self._reap()
+        return self._stats.take()
+
+    def _reap(self) -> None:
+        """Count the saves that are over."""
+        while self._saves and self._saves[0][0].done():
+            future, nbytes = self._saves.popleft()
+            self._saving_bytes -= nbytes
+            error = future.exception()
+            if error is not None:
+                self._drop("an item", error)
+            elif future.result():
+                self._stats.count("saves")
+                self._stats.count("saved_bytes", nbytes)
+            else:
+                self._stats.count("duplicates")
+
+    def _drop(self, identifier: str, cause: object) -> None:
+        self._stats.count("dropped_saves")
+        logger.debug("ecd: %s is not stored: %s", identifier, cause)
+
+    def _tensor_parallel_rank(self) -> int:
+        if self._rank is None:
+            from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+            self._rank = get_tensor_model_parallel_rank()
+        return self._rank
+
+
+def _device() -> torch.device | str:
+    """Where this worker's encoder cache lies."""
+    from vllm.platforms import current_platform
+
+    device: Any = current_platform.device_type
+    if current_platform.is_cuda_alike():
+        return f"{device}:{current_platform.current_device()}"
+    return str(device)
