@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.engines import VERSIONS, Engine, make_model, python_of
+from support.daemon import Daemon
+
+
+@pytest.fixture(scope="session", params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    """Each vLLM that is installed; what is missing is said, or fails where it is required."""
+    version: str = request.param
+    if not (python_of(version).parents[1] / ".ready").exists():
+        if os.environ.get("ECD_REQUIRE_VLLM"):
+            pytest.fail(f"vLLM {version} is not installed, and ECD_REQUIRE_VLLM is set")
+        pytest.skip(f"vLLM {version} IS NOT INSTALLED: `make vllm` says why")
+    return version
+
+
+@pytest.fixture(scope="session")
+def model_of(version: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def model(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = make_model(version, kind, tmp_path_factory.mktemp(kind) / kind)
+        return made[kind]
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def shared_daemon(version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One address for all engines of a module. Tests start, kill and restart what listens there."""
+    daemon = Daemon(tmp_path_factory.mktemp("daemon"))
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture(scope="module")
+def start_engine(
+    version: str,
+    model_of: Callable[[str], Path],
+    shared_daemon: Daemon,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., Engine]]:
+    """Engines of this module's version and daemon, ended with the module."""
+    engines: list[Engine] = []
+
+    def start(
+        role: str | None = None,
+        kind: str = "qwen2_5_vl",
+        extra: dict | None = None,
+        environ: dict[str, str] | None = None,
+        encoder_less: bool = False,
+        **engine: object,
+    ) -> Engine:
+        setup: dict = {"model": str(model_of(kind)), "engine": engine}
+        if role is not None:
+            setup["role"] = role
+            setup["extra"] = {"ecd_address": shared_daemon.address, **(extra or {})}
+        if role == "ec_producer":
+            # vLLM 0.28 cannot make a prefix cache for an engine without KV cache.
+            setup["engine"] = {"enable_prefix_caching": False, **engine}
+        setup["encoder_less"] = encoder_less
+        log = tmp_path_factory.mktemp("engine") / f"{role}-{len(engines)}.log"
+        engines.append(Engine(version, log, setup, **(environ or {})))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def plain(start_engine: Callable[..., Engine]) -> Engine:
+    """What the tokens are compared with: an engine that has never heard of ecd."""
+    return start_engine()

@@ -1,0 +1,114 @@
+"""One real vLLM engine, told what to do by a test. Run in a vLLM environment.
+
+Reads one JSON command a line from standard input, writes one JSON reply a line to the file
+descriptor of its first argument; its second argument is the engine's configuration.
+"""
+
+import json
+import os
+import sys
+
+import numpy as np
+from PIL import Image
+from vllm import LLM, SamplingParams
+from vllm.config import ECTransferConfig
+
+encoded: list[int] = []
+may_encode = True
+
+
+def count_encoded(module: str, name: str) -> None:
+    """Note how many images each forward of a vision tower encodes."""
+    tower = getattr(__import__(module, fromlist=[name]), name)
+    forward = tower.forward
+
+    def counted(self, x, grid_thw, *args, **kwargs):
+        assert may_encode, "an engine without an encoder was made to encode"
+        encoded.append(len(grid_thw))
+        return forward(self, x, grid_thw, *args, **kwargs)
+
+    tower.forward = counted
+
+
+count_encoded("vllm.model_executor.models.qwen2_5_vl", "Qwen2_5_VisionTransformer")
+count_encoded("vllm.model_executor.models.qwen3_vl", "Qwen3_VisionTransformer")
+
+
+def picture(spec: list[int]) -> Image.Image:
+    """A picture of [width, height, seed]: coarse blocks of random colours."""
+    width, height, seed = spec
+    blocks = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
+
+
+def prompt(request: dict) -> dict:
+    images = [picture(spec) for spec in request["images"]]
+    marks = "<|vision_start|><|image_pad|><|vision_end|>" * len(images)
+    text = f"<|im_start|>user\n{marks}{request['text']}<|im_end|>\n<|im_start|>assistant\n"
+    made = {"prompt": text}
+    if images:
+        made["multi_modal_data"] = {"image": images}
+        if "uuids" in request:
+            made["multi_modal_uuids"] = {"image": request["uuids"]}
+    return made
+
+
+def generate(engine: LLM, command: dict) -> dict:
+    encoded.clear()
+    sampling = SamplingParams(
+        temperature=0, max_tokens=command.get("max_tokens", 6), ignore_eos=True
+    )
+    outputs = engine.generate([prompt(r) for r in command["requests"]], sampling, use_tqdm=False)
+    return {
+        "outputs": [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "finish_reason": output.outputs[0].finish_reason,
+                "ec_transfer_params": getattr(output, "ec_transfer_params", None),
+            }
+            for output in outputs
+        ],
+        "encoded": sum(encoded),
+    }
+
+
+def main() -> None:
+    replies = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    setup = json.loads(sys.argv[2])
+    kwargs = {
+        "max_model_len": 2048,
+        "enforce_eager": True,
+        "limit_mm_per_prompt": {"image": 4, "video": 0},
+        "max_num_seqs": 8,
+        "disable_log_stats": False,
+        **setup.get("engine", {}),
+    }
+    if "role" in setup:
+        kwargs["ec_transfer_config"] = ECTransferConfig(
+            ec_connector="EcdConnector",
+            ec_connector_module_path="ecd_client.vllm",
+            ec_role=setup["role"],
+            ec_connector_extra_config=setup.get("extra", {}),
+        )
+    engine = LLM(model=setup["model"], **kwargs)
+    global may_encode
+    may_encode = not setup.get("encoder_less", False)
+    print(json.dumps({"ready": True}), file=replies)
+    for line in sys.stdin:
+        command = json.loads(line)
+        match command["do"]:
+            case "generate":
+                reply = generate(engine, command)
+            case "metrics":
+                metrics = engine.get_metrics()
+                reply = {
+                    metric.name: metric.value
+                    for metric in metrics
+                    if metric.name.startswith("vllm:ecd_")
+                }
+        print(json.dumps(reply), file=replies)
+    engine.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

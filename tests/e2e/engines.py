@@ -1,0 +1,117 @@
+"""Real vLLM engines in processes of their own, driven by the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+VERSIONS = ("0.32.0", "0.28.0")
+START_S = 240.0
+
+
+def python_of(version: str) -> Path:
+    return ROOT / ".venvs" / f"vllm-{version}" / "bin" / "python"
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ECD_", "PYTHON", "VLLM"))}
+    return kept | {
+        "PYTHONPATH": str(HERE / "site"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        **extra,
+    }
+
+
+def make_model(version: str, kind: str, directory: Path) -> Path:
+    subprocess.run(
+        [str(python_of(version)), str(HERE / "tiny_models.py"), kind, str(directory)],
+        env=environment(),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return directory
+
+
+class Engine:
+    """One engine. `start` returns at once, the first command waits until it is ready."""
+
+    def __init__(self, version: str, log: Path, setup: dict, **environ: str) -> None:
+        self.log = log
+        reader, writer = os.pipe()
+        script = str(HERE / "engine_process.py")
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [str(python_of(version)), script, str(writer), json.dumps(setup)],
+                env=environment(**environ),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                pass_fds=[writer],
+                start_new_session=True,
+            )
+        os.close(writer)
+        self._replies = os.fdopen(reader)
+        self._ready = False
+
+    def wait_ready(self) -> Engine:
+        if not self._ready:
+            assert self._read(START_S) == {"ready": True}
+            self._ready = True
+        return self
+
+    def send(self, command: dict) -> None:
+        self.wait_ready()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def receive(self, timeout: float = 120.0) -> dict:
+        return self._read(timeout)
+
+    def generate(self, requests: list[dict], **options: object) -> dict:
+        self.send({"do": "generate", "requests": requests, **options})
+        return self.receive()
+
+    def metrics(self) -> dict[str, int]:
+        self.send({"do": "metrics"})
+        return {k.removeprefix("vllm:ecd_"): v for k, v in self.receive().items()}
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._replies.close()
+
+    def _read(self, timeout: float) -> dict:
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if select.select([self._replies], [], [], 0.5)[0]:
+                line = self._replies.readline()
+                assert line, f"the engine ended:\n{self.text()[-6000:]}"
+                return json.loads(line)
+            assert self.alive, f"the engine ended:\n{self.text()[-6000:]}"
+        raise AssertionError(f"no answer within {timeout} s:\n{self.text()[-6000:]}")

@@ -1,0 +1,185 @@
+"""Tiny random models, as Hugging Face directories. Run in a vLLM environment.
+
+python tiny_models.py qwen2_5_vl DIRECTORY
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_pad|>",
+]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% else %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n"
+)
+
+
+def write_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(["what is in this picture, and what is in the other?"], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=SPECIAL[3:],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+    return fast
+
+
+def token_ids(tokenizer: PreTrainedTokenizerFast) -> dict:
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        for name in ("image_pad", "video_pad", "vision_start", "vision_end", "im_end", "endoftext")
+    }
+    return {
+        "image_token_id": ids["image_pad"],
+        "video_token_id": ids["video_pad"],
+        "vision_start_token_id": ids["vision_start"],
+        "vision_end_token_id": ids["vision_end"],
+    }
+
+
+def write_weights(model: torch.nn.Module, directory: Path, deviation: float) -> None:
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+            elif "bias" in name:
+                parameter.zero_()
+            else:
+                parameter.fill_(1.0)
+    model.to(torch.bfloat16).save_pretrained(directory)
+
+
+def preprocessor(kind: str, processor: str, patch: int) -> dict:
+    return {
+        "image_processor_type": kind,
+        "processor_class": processor,
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "min_pixels": 3136,
+        "max_pixels": 1003520,
+        "size": {"shortest_edge": 3136, "longest_edge": 1003520},
+        "merge_size": 2,
+        "patch_size": patch,
+        "temporal_patch_size": 2,
+        "rescale_factor": 1 / 255,
+        "resample": 3,
+    }
+
+
+def qwen2_5_vl(directory: Path) -> None:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    tokenizer = write_tokenizer(directory)
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+            "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [4, 6, 6]},
+            "tie_word_embeddings": False,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "out_hidden_size": 128,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [1],
+        },
+        **token_ids(tokenizer),
+    )
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+    write_weights(Qwen2_5_VLForConditionalGeneration(config), directory, 0.08)
+    file = directory / "preprocessor_config.json"
+    file.write_text(json.dumps(preprocessor("Qwen2VLImageProcessor", "Qwen2_5_VLProcessor", 14)))
+
+
+def qwen3_vl(directory: Path) -> None:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    tokenizer = write_tokenizer(directory)
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+            "rope_scaling": {
+                "rope_type": "default",
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": False,
+        },
+        vision_config={
+            "depth": 3,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "out_hidden_size": 128,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 256,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        **token_ids(tokenizer),
+    )
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    config.text_config.architectures = ["Qwen3ForCausalLM"]  # vLLM 0.28 on CPUs asks for one
+    write_weights(Qwen3VLForConditionalGeneration(config), directory, 0.15)
+    image = preprocessor("Qwen2VLImageProcessorFast", "Qwen3VLProcessor", 16)
+    (directory / "preprocessor_config.json").write_text(json.dumps(image))
+    video = {**image, "video_processor_type": "Qwen3VLVideoProcessor"}
+    del video["image_processor_type"]
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
+
+
+if __name__ == "__main__":
+    kind, directory = sys.argv[1:]
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}[kind](Path(directory))

@@ -1,0 +1,368 @@
+"""The client library against a real daemon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+import pytest
+import torch
+
+from ecd_client import (
+    Client,
+    DaemonUnavailable,
+    EcdError,
+    EntryTooLarge,
+    InvalidArgument,
+    LeaseExpired,
+    PoolFull,
+)
+from support.daemon import Daemon, eventually
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    def raw(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().flatten().view(torch.uint8)
+
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(raw(a), raw(b))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.bool, torch.int64])
+def test_every_dtype_and_shape(client: Client, dtype: torch.dtype) -> None:
+    for shape in [(7, 16), (3,), (), (0, 4), (2, 3, 4, 5), (1369, 64)]:
+        tensor = (torch.randn(shape) * 4).to(dtype)
+        key = str(shape)
+        assert client.put(key, tensor, cost=0.5, metadata=b"\x00\xff") is True
+        assert client.put(key, tensor) is False
+        with client.get(key) as item:
+            assert same_bytes(item.tensor, tensor)
+            assert same_bytes(item.to("cpu"), tensor)
+            assert (item.metadata, item.cost_s) == (b"\x00\xff", 0.5)
+            assert (item.shape, item.nbytes) == (shape, tensor.nbytes)
+
+
+def test_non_contiguous_tensors_are_stored_as_they_read(client: Client) -> None:
+    base = torch.arange(4 * 6 * 8, dtype=torch.float32).view(4, 6, 8)
+    for key, tensor in {
+        "transposed": base.transpose(0, 2),
+        "strided": base[::2, 1::3],
+        "expanded": base[:1].expand(5, 6, 8),
+        "slice": base[1:3, :, 2:5],
+        "gradient": base.clone().requires_grad_(),
+    }.items():
+        client.put(key, tensor)
+        with client.get(key) as item:
+            assert same_bytes(item.tensor, tensor.detach())
+
+
+def test_a_view_is_the_pools_memory_and_a_copy_is_not(client: Client) -> None:
+    client.put("k", torch.ones(1024))
+    item = client.get("k")
+    other = client.get("k")
+    assert item.tensor.data_ptr() == other.tensor.data_ptr(), "one copy, seen twice"
+    copy = item.to()
+    assert copy.data_ptr() != item.tensor.data_ptr()
+    item.close()
+    other.close()
+    with pytest.raises(LeaseExpired, match="closed"):
+        _ = item.tensor
+    assert torch.equal(copy, torch.ones(1024))
+
+
+def test_a_forgotten_item_is_released(client: Client, daemon: Daemon) -> None:
+    client.put("k", torch.ones(4))
+    client.get("k")
+    eventually(lambda: daemon.status().leases == 0)
+
+
+def test_misses_namespaces_and_contains(client: Client) -> None:
+    client.put("k", torch.ones(2))
+    assert client.get("nothing") is None
+    assert client.get("k", namespace="other") is None
+    assert client.contains(["k", "nothing", "k"]) == [True, False, True]
+    assert client.contains(["k"], namespace="other") == [False]
+    assert client.contains([]) == []
+    assert client.contains(["k"] * 3000) == [True] * 3000
+
+
+def test_a_wait_ends_with_the_commit(daemon: Daemon, client: Client) -> None:
+    with Client(daemon.address) as reader:
+        started = time.monotonic()
+        [waiting] = reader.get_async(["late"], 20.0)
+        eventually(lambda: daemon.status().waits == 1)
+        client.put("late", torch.full((3,), 7.0))
+        with waiting.result(5) as item:
+            assert torch.equal(item.tensor, torch.full((3,), 7.0))
+        assert time.monotonic() - started < 5
+        started = time.monotonic()
+        assert reader.get("never", timeout=0.3) is None
+        assert 0.25 < time.monotonic() - started < 3
+
+
+def test_a_wait_that_nobody_wants_any_more_ends(daemon: Daemon, client: Client) -> None:
+    [waiting] = client.get_async(["never"], 60.0)
+    eventually(lambda: daemon.status().waits == 1)
+    assert waiting.cancel()
+    eventually(lambda: daemon.status().waits == 0)
+    assert client.get_async(["never"], 60.0, only_if_written=True)[0].result(5) is None
+
+
+def test_puts_on_the_side(client: Client, daemon: Daemon) -> None:
+    tensors = {f"k{i}": torch.full((1000,), float(i)) for i in range(50)}
+    futures = [client.put_async(key, tensor) for key, tensor in tensors.items()]
+    assert all(future.result(20) for future in futures)
+    for key, tensor in tensors.items():
+        with client.get(key) as item:
+            assert torch.equal(item.tensor, tensor)
+    assert client.put_async("k1", tensors["k1"]).result(5) is False
+    assert daemon.status().pool.reserved_bytes == 0
+
+
+def test_two_writers_of_one_key(daemon: Daemon) -> None:
+    """The first commit wins; the second is told before it copies, or waits for the first."""
+    shape = (4 << 20,)
+    with Client(daemon.address) as a, Client(daemon.address) as b:
+        for attempt in range(10):
+            key = f"k{attempt}"
+            wrote: dict[str, bool] = {}
+
+            def write(name: str, client: Client, value: int, key=key, wrote=wrote) -> None:
+                wrote[name] = client.put(key, torch.full(shape, value, dtype=torch.int8))
+
+            threads = [
+                threading.Thread(target=write, args=("a", a, 1)),
+                threading.Thread(target=write, args=("b", b, 2)),
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert sorted(wrote.values()) == [False, True]
+            with a.get(key) as item:
+                value = 1 if wrote["a"] else 2
+                assert (item.tensor == value).all()
+
+
+def test_one_client_in_many_threads(client: Client, daemon: Daemon) -> None:
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for step in range(40):
+                key = f"k{(number + step) % 20}"
+                client.put(key, torch.full((2000,), float(key[1:])))
+                item = client.get(key)
+                if item is not None:
+                    with item:
+                        assert (item.tensor == float(key[1:])).all()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    eventually(lambda: daemon.status().leases == 0)
+
+
+def test_64_sessions_at_once(daemon: Daemon) -> None:
+    clients = [Client(daemon.address) for _ in range(64)]
+    assert daemon.status().sessions == 64
+    futures: list[Future[bool]] = [
+        client.put_async(f"k{i}", torch.full((100,), float(i))) for i, client in enumerate(clients)
+    ]
+    wait(futures, 30)
+    assert all(future.result() for future in futures)
+    for i, client in enumerate(clients):
+        with client.get(f"k{(i + 7) % 64}") as item:
+            assert (item.tensor == float((i + 7) % 64)).all()
+    for client in clients:
+        client.close()
+    eventually(lambda: daemon.status().sessions == 0)
+
+
+# -- bounds and mistakes ---------------------------------------------------------------------------
+
+
+def test_a_full_pool_is_told_and_loses_nothing(client: Client, daemon: Daemon) -> None:
+    big = torch.zeros(40 << 20, dtype=torch.int8)
+    client.put("a", big)
+    held = client.get("a")
+    with pytest.raises(PoolFull, match="leased or being written"):
+        client.put("b", big)
+    with pytest.raises(EntryTooLarge, match="ECD_HOST_POOL_BYTES"):
+        client.put("c", torch.zeros(65 << 20, dtype=torch.int8))
+    assert torch.equal(held.tensor, big)
+    held.close()
+    eventually(lambda: daemon.status().leases == 0)
+    assert client.put("b", big) is True, "room is made as soon as nobody holds it"
+    assert client.get("a") is None
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda c: c.put("k", torch.zeros(3, dtype=torch.complex64)),
+        lambda c: c.put("k", torch.zeros(3).to_sparse()),
+        lambda c: c.put("", torch.zeros(3)),
+        lambda c: c.put("k" * 5000, torch.zeros(3)),
+        lambda c: c.put("k", torch.zeros(3), metadata=b"x" * 5000),
+        lambda c: c.put("k", torch.zeros(3), cost=float("nan")),
+        lambda c: c.put("k", torch.zeros(3), namespace=""),
+        lambda c: c.put("k", torch.zeros([1] * 20)),
+        lambda c: c.put_bytes("k", b"123", "float32", (1,)),
+        lambda c: c.put_bytes("k", b"123", "float99", (1,)),
+        lambda c: c.get("k", timeout=-1.0),
+        lambda c: c.get("k", timeout=float("inf")),
+        lambda c: c.get(""),
+        lambda c: c.contains([""]),
+        lambda c: Client("tcp://127.0.0.1:1"),
+    ],
+)
+def test_mistakes_of_the_caller(client: Client, daemon: Daemon, mistake: Callable) -> None:
+    assert client.put("before", torch.ones(1))
+    with client.get("before") as item:
+        with pytest.raises(InvalidArgument):
+            mistake(client)
+        assert client.put("fine", torch.ones(1)), "the client goes on"
+        item.check()
+    assert daemon.status().pool.reserved_bytes == 0
+
+
+def test_an_interrupted_copy_gives_the_space_back(client: Client, daemon: Daemon) -> None:
+    """A failure between reserve and commit: no reservation stays, the key is free."""
+
+    class Broken:
+        def __len__(self) -> int:
+            return 4
+
+    with pytest.raises(TypeError):
+        client.put_bytes("k", Broken(), "float32", (1,))
+    assert daemon.status().pool.used_bytes == 0
+    assert client.put("k", torch.ones(1)) is True
+
+
+# -- life ------------------------------------------------------------------------------------------
+
+
+def test_no_daemon(make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon()
+    with pytest.raises(DaemonUnavailable, match="ecd-cli status"):
+        Client(daemon.address, connect_timeout=0.5)
+    with Client(daemon.address, connect_timeout=0.0) as client:
+        with pytest.raises(DaemonUnavailable, match="nothing answers on"):
+            client.get("k")
+        daemon.start()
+        client.wait_connected(10)
+        assert client.put("k", torch.ones(1)) is True
+
+
+def test_a_restart_is_noticed_and_survived(daemon: Daemon, client: Client) -> None:
+    before = client.incarnation
+    client.put("k", torch.full((1000,), 3.0))
+    item = client.get("k")
+    daemon.kill()
+    assert (item.tensor == 3.0).all(), "what was mapped stays readable"
+    eventually(lambda: not client.connected)
+    with pytest.raises(DaemonUnavailable):
+        client.put("k", torch.ones(1))
+    daemon.start()
+    client.wait_connected(10)
+    assert client.incarnation != before
+    assert client.get("k") is None
+    client.put("k", torch.full((1000,), 4.0))
+    with client.get("k") as new:
+        assert (new.tensor == 4.0).all()
+        assert (item.tensor == 3.0).all(), "the old file was not reused under the old view"
+    item.close()
+
+
+def test_a_restart_between_two_calls_never_mixes_lives(daemon: Daemon, client: Client) -> None:
+    """Reserved by one life, committed to the next: an error, never a commit of something else."""
+    client.put("k", torch.ones(1))
+
+    original = torch.Tensor.copy_
+
+    def slow_copy(target: torch.Tensor, source: torch.Tensor, *rest: object) -> torch.Tensor:
+        daemon.kill()
+        daemon.start()
+        return original(target, source, *rest)
+
+    torch.Tensor.copy_ = slow_copy
+    try:
+        with pytest.raises(DaemonUnavailable):
+            client.put("torn", torch.ones(1024))
+    finally:
+        torch.Tensor.copy_ = original
+    client.wait_connected(10)
+    status = daemon.status()
+    assert (status.entries, status.pool.used_bytes) == (0, 0)
+
+
+def test_leases_are_renewed_for_as_long_as_the_client_lives(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    daemon = make_daemon(ECD_LEASE_TTL_S="1").start()
+    with Client(daemon.address) as client:
+        client.put("k", torch.ones(1000))
+        item = client.get("k")
+        time.sleep(3.5)
+        assert (item.tensor == 1).all()
+        assert daemon.status().leases == 1
+        assert daemon.status().counters.leases_expired == 0
+
+
+def test_a_client_that_stood_still_is_told_that_its_lease_ran_out(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    """Nobody reads bytes that the daemon no longer keeps: the client's own clock says so."""
+    daemon = make_daemon(ECD_LEASE_TTL_S="1").start()
+    with Client(daemon.address) as client:
+        client.put("k", torch.ones(1000))
+        item = client.get("k")
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            time.sleep(1.3)
+            with pytest.raises(LeaseExpired, match="Get it again"):
+                _ = item.tensor
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        item.close()
+
+
+def test_every_wait_is_bounded_when_the_daemon_stands_still(daemon: Daemon) -> None:
+    with Client(daemon.address, call_timeout=0.5) as client:
+        client.put("k", torch.ones(10))
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            for attempt in (
+                lambda: client.get("k"),
+                lambda: client.put("new", torch.ones(10)),
+                lambda: client.contains(["k"]),
+            ):
+                started = time.monotonic()
+                with pytest.raises(DaemonUnavailable):
+                    attempt()
+                assert time.monotonic() - started < 4
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        client.wait_connected(10)
+        with client.get("k") as item:
+            assert (item.tensor == 1).all()
+        eventually(lambda: daemon.status().pool.reserved_bytes == 0)
+
+
+def test_a_closed_client_says_so(daemon: Daemon) -> None:
+    client = Client(daemon.address)
+    client.close()
+    client.close()
+    with pytest.raises(EcdError, match="closed"):
+        client.get("k")

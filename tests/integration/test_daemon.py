@@ -1,0 +1,424 @@
+"""The daemon as a process: how it starts, what it refuses, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from ecd_client import Client, DaemonUnavailable, EcdError
+from ecd_client.calls import open_channel
+from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+from support.daemon import Daemon, eventually
+
+
+def serve(*arguments: str, **environ: str) -> subprocess.CompletedProcess:
+    """`ecd serve` that is expected to refuse."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("ECD_")}
+    return subprocess.run(
+        [sys.executable, "-m", "ecd", "serve", *arguments],
+        env={**clean, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def stub(daemon: Daemon) -> Iterator[pb_grpc.CacheStub]:
+    with open_channel(daemon.address) as channel:
+        yield pb_grpc.CacheStub(channel)
+
+
+# -- start -----------------------------------------------------------------------------------------
+
+
+def test_a_second_daemon_touches_nothing_of_the_first(daemon: Daemon, tmp_path: Path) -> None:
+    with Client(daemon.address) as client:
+        client.put("k", torch.ones(10))
+        done = serve("--address", daemon.address, "--name", "other", "--metrics-address", "[::1]:0")
+        assert done.returncode == 1
+        assert "another daemon listens on" in done.stderr
+        done = serve("--address", f"unix://{tmp_path}/other.sock", "--name", daemon.name)
+        assert done.returncode == 1
+        assert "another daemon uses" in done.stderr
+        assert "--name" in done.stderr
+        assert not (tmp_path / "other.sock").exists()
+        assert client.contains(["k"]) == [True]
+    with Client(daemon.address) as client:
+        assert client.contains(["k"]) == [True]
+
+
+def test_what_a_dead_daemon_left_is_cleared_by_the_next(daemon: Daemon) -> None:
+    first = set(daemon.shm.iterdir())
+    daemon.kill()
+    assert set(daemon.shm.iterdir()) == first, "a killed daemon cleans up nothing"
+    daemon.start()
+    left = {path.name for path in daemon.shm.iterdir()}
+    assert len(left) == 3
+    assert not {path.name for path in first} & left - {"lock"}
+
+
+def test_too_little_shared_memory_says_what_to_do(tmp_path: Path) -> None:
+    free = os.statvfs("/dev/shm")
+    wanted = free.f_bavail * free.f_frsize + (1 << 30)
+    done = serve(
+        "--address", f"unix://{tmp_path}/s", "--name", "toolarge", "--host-pool-bytes", str(wanted)
+    )
+    assert done.returncode == 1
+    for text in (str(wanted), "free", "--shm-size", "sizeLimit", "--host-pool-bytes"):
+        assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not Path("/dev/shm/ecd-toolarge").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "code", "says"),
+    [
+        (["--host-pool-bytes", "lots"], {}, 2, "host_pool_bytes (from flag)"),
+        ([], {"ECD_HOST_POOL_BYTES": "-1"}, 2, "host_pool_bytes (from environment)"),
+        (["--lease-ttl-s", "0"], {}, 2, "lease_ttl_s (from flag)"),
+        (["--log-level", "loud"], {}, 2, "log_level (from flag)"),
+        (["--name", "../up"], {}, 2, "name (from flag)"),
+        (["--metrics-address", "nowhere"], {}, 2, "metrics_address (from flag)"),
+        (["--metrics-address", "203.0.113.1:9"], {}, 1, "ECD_METRICS_ADDRESS"),
+        (["--address", "tcp://0.0.0.0:1"], {}, 1, "unix:///path/to/socket"),
+        (["--address", "unix:///proc/nope/s"], {}, 1, "cannot listen"),
+        (["--address", "unix:///" + "x" * 200], {}, 1, "at most 107 bytes"),
+        (["--shm-dir", "/nowhere"], {}, 1, "/dev/shm is the usual one"),
+        (["--group", "nobodys-group"], {}, 1, "no such group"),
+        (["--config", "/nowhere.toml"], {}, 2, "no such file"),
+    ],
+)
+def test_settings_that_cannot_be(
+    tmp_path: Path, arguments: list[str], environ: dict[str, str], code: int, says: str
+) -> None:
+    defaults = {"ECD_ADDRESS": f"unix://{tmp_path}/s", "ECD_HOST_POOL_BYTES": "1MiB"}
+    done = serve(*arguments, **{"ECD_NAME": "mistaken", **defaults, **environ})
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not Path("/dev/shm/ecd-mistaken").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_where_the_socket_belongs_is_not_removed(tmp_path: Path) -> None:
+    file = tmp_path / "s"
+    file.write_text("precious")
+    done = serve("--address", f"unix://{file}", "--name", "mistaken", "--host-pool-bytes", "1MiB")
+    assert done.returncode == 1
+    assert "is not a socket" in done.stderr
+    assert file.read_text() == "precious"
+
+
+def test_config_says_where_each_value_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "ecd.toml"
+    file.write_text('name = "from-file"\nlease_ttl_s = 5\nhost_pool_bytes = "2GiB"\n')
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("ECD_")}
+    environ |= {"ECD_LEASE_TTL_S": "7", "ECD_LOG_LEVL": "debug"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ecd", "config", "--json", "--config", str(file)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = json.loads(done.stdout)
+    assert rows["name"] == {"value": "from-file", "origin": str(file)}
+    assert rows["lease_ttl_s"] == {"value": 7.0, "origin": "environment"}
+    assert rows["host_pool_bytes"] == {"value": 2 << 30, "origin": str(file)}
+    assert rows["log_level"]["origin"] == "default"
+    assert "ECD_LOG_LEVL" in done.stderr, "a misspelt variable is named"
+    file.write_text("nmae = 1\n")
+    done = serve("--config", str(file))
+    assert done.returncode == 2
+    assert "nmae" in done.stderr
+
+
+def test_populating_is_told_and_nothing_is_served_before(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    daemon = make_daemon("2GiB").start(wait=False)
+    eventually(lambda: "populating" in daemon.text(), 20)
+    eventually(lambda: Path(daemon.address.removeprefix("unix://")).exists(), 20)
+    seen: list[int] = []
+    hello = pb.SessionRequest(hello=pb.Hello(contract_version=CONTRACT_VERSION))
+    with open_channel(daemon.address) as channel:
+        stub, healthy = pb_grpc.CacheStub(channel), health_pb2_grpc.HealthStub(channel)
+        while stub.Status(pb.StatusRequest(), wait_for_ready=True).state == 1:
+            check = healthy.Check(health_pb2.HealthCheckRequest())
+            try:
+                next(stub.Session(iter([hello])))
+                refusal = ""
+            except grpc.RpcError as error:
+                refusal = error.details()
+            status = stub.Status(pb.StatusRequest())
+            if status.state == 1:  # it was all the while
+                seen.append(status.populated_bytes)
+                assert check.status == health_pb2.HealthCheckResponse.NOT_SERVING
+                assert re.search(r"populating its pool: \d+ %", refusal)
+            time.sleep(0.05)
+        assert len(set(seen)) > 2, "progress"
+        check = healthy.Check(health_pb2.HealthCheckRequest(service="ecd.v1.Cache"))
+        assert check.status == health_pb2.HealthCheckResponse.SERVING
+    assert re.search(r"populating \d+ %", daemon.text())
+    blocks = next(daemon.shm.glob("*.pool")).stat().st_blocks * 512
+    assert blocks == 2 << 30, "every page is there before the first client"
+
+
+# -- what clients may get wrong --------------------------------------------------------------------
+
+
+def test_reflection_lists_the_services(daemon: Daemon) -> None:
+    with open_channel(daemon.address) as channel:
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        [reply] = reflection.ServerReflectionInfo(iter([request]))
+        names = {service.name for service in reply.list_services_response.service}
+    assert {"ecd.v1.Cache", "grpc.health.v1.Health"} <= names
+
+
+def test_an_incompatible_client_is_told_both_versions(stub: pb_grpc.CacheStub) -> None:
+    hello = pb.Hello(contract_version=99, client="future 9.9")
+    with pytest.raises(grpc.RpcError) as refused:
+        next(stub.Session(iter([pb.SessionRequest(hello=hello)])))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    for text in ("99", str(CONTRACT_VERSION), "future 9.9", "upgrade"):
+        assert text in refused.value.details()
+
+
+def test_calls_without_a_session_or_its_lock_are_refused(stub: pb_grpc.CacheStub) -> None:
+    acquire = pb.AcquireRequest(session="made up", keys=[pb.Key(namespace="n", mm_hash="k")])
+    with pytest.raises(grpc.RpcError, match="not open in this daemon"):
+        stub.Acquire(acquire)
+    done = threading.Event()
+
+    def requests() -> Iterator[pb.SessionRequest]:
+        yield pb.SessionRequest(hello=pb.Hello(contract_version=CONTRACT_VERSION))
+        done.wait(10)
+
+    stream = stub.Session(requests())
+    acquire.session = next(stream).welcome.session
+    with pytest.raises(grpc.RpcError, match="lock is not held"):
+        stub.Acquire(acquire)
+    done.set()
+    stream.cancel()
+
+
+def test_what_an_exchange_refuses_ends_only_that_call(
+    client: Client, stub: pb_grpc.CacheStub
+) -> None:
+    key = pb.Key(namespace="default", mm_hash="k")
+    client.put("k", torch.ones(3))
+    stranger = pb.AcquireRequest(session="made up", keys=[key])
+    too_many = pb.ContainsRequest(keys=[key] * 1025)
+    asked = [
+        pb.ExchangeRequest(),
+        pb.ExchangeRequest(acquire=stranger),
+        pb.ExchangeRequest(contains=too_many),
+        pb.ExchangeRequest(contains=pb.ContainsRequest(keys=[key])),
+    ]
+    nothing, unknown, refused, answer = stub.Exchange(iter(asked), timeout=10)
+    invalid, precondition = (
+        grpc.StatusCode.INVALID_ARGUMENT.value[0],
+        grpc.StatusCode.FAILED_PRECONDITION.value[0],
+    )
+    assert (nothing.failure.code, refused.failure.code) == (invalid, invalid)
+    assert "1024" in refused.failure.details
+    assert unknown.failure.code in (precondition, grpc.StatusCode.UNAVAILABLE.value[0])
+    assert "not open in this daemon" in unknown.failure.details
+    assert answer.contains.contained == [True]
+    with open_channel(client.address) as channel:
+        raw = channel.stream_stream("/ecd.v1.Cache/Exchange")
+        with pytest.raises(grpc.RpcError):
+            next(raw(iter([b"\xff" * 100]), timeout=5))
+    assert client.contains(["k"]) == [True]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pb.SessionRequest(),
+        pb.SessionRequest(renew=pb.Renew(leases=[1])),
+        pb.SessionRequest(cancel_waits=pb.CancelWaits(tickets=[1])),
+    ],
+)
+def test_a_session_starts_with_hello(stub: pb_grpc.CacheStub, first: pb.SessionRequest) -> None:
+    with pytest.raises(grpc.RpcError, match="starts with Hello"):
+        next(stub.Session(iter([first])))
+
+
+def test_impossible_requests_are_refused_and_change_nothing(
+    daemon: Daemon, client: Client, stub: pb_grpc.CacheStub
+) -> None:
+    session = client._session.conversation().token
+    key = pb.Key(namespace="n", mm_hash="k")
+    huge = 1 << 62
+    contents = [
+        pb.Content(dtype="float32", shape=[1], nbytes=5),
+        pb.Content(dtype="float31", shape=[1], nbytes=4),
+        pb.Content(dtype="int8", shape=[huge, huge], nbytes=huge),
+        pb.Content(dtype="int8", shape=[1] * 17, nbytes=1),
+        pb.Content(dtype="int8", shape=[1], nbytes=1, metadata=b"x" * 4097),
+        pb.Content(dtype="int8", shape=[1], nbytes=1, cost_s=float("-inf")),
+    ]
+    requests = [
+        pb.ReserveRequest(session=session, items=[pb.ReserveItem(key=key, content=content)])
+        for content in contents
+    ]
+    fine = pb.Content(dtype="int8", shape=[1], nbytes=1)
+    requests.append(
+        pb.ReserveRequest(session=session, items=[pb.ReserveItem(key=key, content=fine)] * 1025)
+    )
+    for request in requests:
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Reserve(request)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()
+    large = pb.Content(dtype="int8", shape=[huge], nbytes=huge)
+    request = pb.ReserveRequest(session=session, items=[pb.ReserveItem(key=key, content=large)])
+    outcome = stub.Reserve(request).outcomes[0]
+    assert outcome.entry_too_large.pool_bytes == 64 << 20
+    assert stub.Commit(pb.CommitRequest(session=session, reservations=[7])).committed == [False]
+    assert stub.Release(pb.ReleaseRequest(session=session, leases=[7])).released == [False]
+    status = daemon.status()
+    assert (status.entries, status.pool.used_bytes) == (0, 0)
+
+
+def test_garbage_on_the_socket_harms_nobody(daemon: Daemon, client: Client) -> None:
+    path = daemon.address.removeprefix("unix://")
+    client.put("k", torch.ones(10))
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    for attempt in range(60):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(path)
+            raw.settimeout(0.2)
+            raw.sendall((preface if attempt % 2 else b"") + os.urandom(1 << (attempt % 15)))
+            if attempt % 3:
+                try:
+                    while raw.recv(4096):
+                        pass
+                except OSError:
+                    pass
+    with open_channel(daemon.address) as channel:
+        for method in ("Reserve", "Acquire", "Evict", "List", "Session"):
+            call = channel.unary_unary(f"/ecd.v1.Cache/{method}")
+            with pytest.raises(grpc.RpcError):
+                call(b"\xff" * 100, timeout=5)
+    with client.get("k") as item:
+        assert (item.tensor == 1).all()
+    with Client(daemon.address) as another:
+        assert another.contains(["k"]) == [True]
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+def test_metrics_tell_what_happened(daemon: Daemon, client: Client) -> None:
+    client.put("k", torch.zeros(4096, dtype=torch.int8))
+    client.put("k", torch.zeros(4096, dtype=torch.int8))
+    client.get("missing")
+    item = client.get("k")
+    with pytest.raises(EcdError):
+        client.put("large", torch.zeros(65 << 20, dtype=torch.int8))
+    eventually(lambda: "lag_seconds_count 0.0" not in daemon.metrics())
+    text = daemon.metrics()
+    found = {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line and not line.startswith("#")
+    }
+    assert found["ecd_hits_total"] == 1
+    assert found["ecd_misses_total"] == 1
+    assert found["ecd_puts_total"] == 1
+    assert found["ecd_duplicates_total"] == 1
+    assert found["ecd_bytes_in_total"] == found["ecd_bytes_out_total"] == 4096
+    assert found["ecd_pool_bytes"] == 64 << 20
+    assert found["ecd_pool_leased_bytes"] == found["ecd_pool_used_bytes"] == 4096
+    assert found["ecd_pool_largest_free_bytes"] == found["ecd_pool_free_bytes"]
+    assert found["ecd_entries"] == found["ecd_sessions"] == found["ecd_leases"] == 1
+    assert found['ecd_refused_total{cause="entry_too_large"}'] == 1
+    assert found['ecd_evictions_total{reason="capacity"}'] == 0
+    assert found['ecd_call_seconds_count{method="Reserve"}'] == 3
+    assert found["ecd_event_loop_lag_seconds_count"] >= 1
+    item.close()
+    with Client(daemon.address) as small:
+        for index in range(40):
+            small.put(f"fill{index}", torch.zeros(4 << 20, dtype=torch.int8))
+    evictions = re.findall(r'ecd_evictions_total\{reason="\w+"\} (\d+)', daemon.metrics())
+    assert sum(map(int, evictions)) >= 24
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_sigterm_during_work_loses_no_read_and_leaves_nothing(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    tensors = {f"k{i}": torch.full((1 << 20,), i, dtype=torch.uint8) for i in range(8)}
+    with Client(daemon.address) as client:
+        for key, tensor in tensors.items():
+            client.put(key, tensor)
+    wrong: list[str] = []
+    reads = 0
+    over = threading.Event()
+
+    def read() -> None:
+        nonlocal reads
+        with Client(daemon.address) as reader:
+            while True:
+                for key, tensor in tensors.items():
+                    try:
+                        item = reader.get(key)
+                    except DaemonUnavailable:
+                        over.set()
+                        return
+                    if item is None:
+                        wrong.append(f"{key} is gone")
+                        continue
+                    view = item.tensor
+                    time.sleep(0.002)
+                    if not torch.equal(view, tensor):
+                        wrong.append(f"{key} reads wrong")
+                    item.close()
+                    reads += 1
+
+    def write() -> None:
+        with Client(daemon.address) as writer:
+            index = 0
+            while not over.is_set():
+                index += 1
+                try:
+                    writer.put(f"new{index}", torch.zeros(1 << 18, dtype=torch.uint8))
+                except EcdError:
+                    return
+
+    threads = [threading.Thread(target=read) for _ in range(4)] + [threading.Thread(target=write)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: reads > 50, 30)
+    assert daemon.terminate() == 0
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert wrong == []
+    assert not daemon.shm.exists()
+    assert [path.name for path in tmp_path.iterdir()] == [daemon.log.name]
+    assert "Traceback" not in daemon.text()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(daemon.pid, 0)

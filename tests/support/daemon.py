@@ -1,0 +1,134 @@
+"""A real daemon for a test: started, waited for by its own health service, always cleaned up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import grpc
+
+from ecd_client.calls import open_channel
+from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+
+READY_S = 60.0
+
+
+class Daemon:
+    """`ecd serve` in a directory of its own, with a name that no other test uses."""
+
+    count = 0
+
+    def __init__(self, directory: Path, pool: str = "64MiB", **settings: str) -> None:
+        Daemon.count += 1
+        self.directory = directory
+        self.name = f"test-{os.getpid()}-{Daemon.count}"
+        self.address = f"unix://{directory}/ecd-{Daemon.count}.sock"
+        self.log = directory / f"daemon-{Daemon.count}.log"
+        self.shm = Path("/dev/shm") / f"ecd-{self.name}"
+        self.pool = pool
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def start(self, wait: bool = True) -> Daemon:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("ECD_")}
+        environment |= {
+            "ECD_ADDRESS": self.address,
+            "ECD_NAME": self.name,
+            "ECD_HOST_POOL_BYTES": self.pool,
+            "ECD_METRICS_ADDRESS": "127.0.0.1:0",
+            "ECD_LOG_LEVEL": "debug",
+            **self._settings,
+        }
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ecd", "serve"],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        if wait:
+            self.wait_serving()
+        return self
+
+    def wait_serving(self) -> None:
+        """Block until the daemon serves; its own channel does the waiting."""
+        deadline = time.monotonic() + READY_S
+        with open_channel(self.address) as channel:
+            stub = pb_grpc.CacheStub(channel)
+            while True:
+                assert self._process is not None
+                assert self._process.poll() is None, f"the daemon ended:\n{self.text()}"
+                try:
+                    status = stub.Status(pb.StatusRequest(), timeout=1.0, wait_for_ready=True)
+                    if status.state == pb.StatusReply.STATE_SERVING:
+                        return
+                except grpc.RpcError:
+                    pass
+                assert time.monotonic() < deadline, f"not serving:\n{self.text()}"
+                time.sleep(0.05)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL, as the kernel's out-of-memory killer would."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def terminate(self, timeout: float = 20.0) -> int:
+        """SIGTERM, and the exit code."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(timeout)
+
+    def close(self) -> None:
+        """Leave nothing behind, whatever state the test left it in."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            try:
+                self.terminate()
+            except subprocess.TimeoutExpired:
+                self.kill()
+        for path in self.shm.glob("*"):
+            path.unlink()
+        if self.shm.exists():
+            self.shm.rmdir()
+
+    # -- looking in ----------------------------------------------------------------------------
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def status(self) -> pb.StatusReply:
+        with open_channel(self.address) as channel:
+            return pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), timeout=10.0)
+
+    def evict_all(self) -> pb.EvictReply:
+        with open_channel(self.address) as channel:
+            return pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(), timeout=10.0)
+
+    def metrics(self) -> str:
+        [line] = [line for line in self.text().splitlines() if "metrics on" in line][-1:]
+        with urllib.request.urlopen(line.split("metrics on ")[1]) as answer:
+            return answer.read().decode()
+
+
+def eventually(condition, timeout: float = 5.0, what: str = "") -> float:
+    """Wait until `condition()` holds; how long that took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout, f"not within {timeout} s: {what}"
+        time.sleep(0.01)
+    return time.monotonic() - started
