@@ -95,6 +95,8 @@ class Cache:
         self._waits = Waits()
         self._sessions = Sessions()
         self._policy: Policy = Lru() if policy is None else policy
+        self._expected: set[Key] = set()
+        self._changes: dict[Key, bool] | None = None
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -116,8 +118,9 @@ class Cache:
         woken: tuple[Wakeup, ...] = ()
         for reservation in leaving.reservations:
             entry = self._entry(reservation)
-            entry.step(EntryEvent.WRITER_LOST)
-            woken += self._stop_writing(entry)
+            if entry.state is EntryState.RESERVED:
+                entry.step(EntryEvent.WRITER_LOST)
+                woken += self._stop_writing(entry)
         return woken
 
     def close_session(self, session: SessionId) -> None:
@@ -170,6 +173,7 @@ class Cache:
         self.reserved_bytes -= self._allocator.rounded_bytes(entry.content.nbytes)
         self._index.publish(entry)
         self._policy.add(entry.id)
+        self._note_change(entry.key, stored=True)
         self.counters.puts += 1
         self.counters.bytes_in += entry.content.nbytes
         return Committed(
@@ -189,6 +193,47 @@ class Cache:
         self._give_back_reservation(entry)
         return Aborted(woken)
 
+    def abandon(self, session: SessionId, reservation: EntryId) -> Abortion:
+        """Give a reservation up while something may still write to its extent: until `reclaim`."""
+        owner = self._sessions.get(session)
+        entry = self._reservation(session, reservation)
+        if owner is None or entry is None:
+            return NotReserved()
+        owner.reservations.add(entry.id)
+        entry.step(EntryEvent.WRITER_LOST)
+        return Aborted(self._stop_writing(entry))
+
+    def reclaim(self, session: SessionId, reservation: EntryId) -> None:
+        """Nothing can write to the abandoned extent any more."""
+        owner = self._sessions.get(session)
+        entry = self._index.get(reservation)
+        if owner is None or entry is None or reservation not in owner.reservations:
+            return  # taken back with its session
+        owner.reservations.remove(reservation)
+        entry.step(EntryEvent.WRITER_GONE)
+        self._give_back_reservation(entry)
+
+    # -- entries that come from elsewhere ------------------------------------------------------
+
+    def wants(self, key: Key) -> bool:
+        """Whether the key is neither here nor on its way."""
+        return (
+            key not in self._expected
+            and self._index.stored(key) is None
+            and self._index.writing(key) is None
+        )
+
+    def expect(self, key: Key) -> None:
+        """Somebody tries to bring the entry here: whoever waits only for a writer waits now."""
+        self._expected.add(key)
+
+    def stop_expecting(self, key: Key) -> tuple[Wakeup, ...]:
+        """The attempt is over, however it ended."""
+        self._expected.discard(key)
+        if self._index.writing(key) is not None:
+            return ()
+        return self._nobody_writes(key)
+
     # -- reading -------------------------------------------------------------------------------
 
     def acquire(
@@ -201,15 +246,15 @@ class Cache:
     ) -> Acquisition:
         """A lease on the entry, or a wait of at most `wait_s` for its commit.
 
-        With `only_if_written` the wait is for an open reservation only: a key that nobody is
-        writing is Missing at once, and so it becomes when its writer gives up.
+        With `only_if_written` the wait is only for a key that somebody is writing or that is
+        expected: any other is Missing at once, and so it becomes when that comes to nothing.
         """
         if self._sessions.get(session) is None:
             return SessionEnded()
         entry = self._index.stored(key)
         if entry is not None:
             return self._lease(session, entry, now_s)
-        if wait_s <= 0.0 or (only_if_written and self._index.writing(key) is None):
+        if wait_s <= 0.0 or (only_if_written and self.wants(key)):
             self.counters.misses += 1
             return Missing()
         if self._waits.count(session) >= self.limits.waits_per_session:
@@ -312,6 +357,11 @@ class Cache:
         entries, next_after = self._index.page(after, limit)
         return [_info(entry) for entry in entries], next_after
 
+    def take_changes(self) -> dict[Key, bool]:
+        """Which keys were stored (True) or evicted since the last call; the first starts it."""
+        changes, self._changes = self._changes, {}
+        return changes or {}
+
     @property
     def allocator(self) -> Allocator:
         """For its figures only."""
@@ -376,13 +426,19 @@ class Cache:
         owner = self._sessions.get(session)
         if owner is None or reservation not in owner.reservations:
             return None
+        entry = self._entry(reservation)
+        if entry.state is not EntryState.RESERVED:
+            return None
         owner.reservations.remove(reservation)
-        return self._entry(reservation)
+        return entry
 
     def _stop_writing(self, entry: Entry) -> tuple[Wakeup, ...]:
         self._index.stop_writing(entry)
         self.counters.aborts += 1
-        given_up = self._waits.take_for_key(entry.key, only_if_written=True)
+        return () if entry.key in self._expected else self._nobody_writes(entry.key)
+
+    def _nobody_writes(self, key: Key) -> tuple[Wakeup, ...]:
+        given_up = self._waits.take_for_key(key, only_if_written=True)
         self.counters.misses += len(given_up)
         return tuple(Wakeup(wait.session, wait.ticket, Missing()) for wait in given_up)
 
@@ -403,7 +459,7 @@ class Cache:
         self.counters.hits += 1
         self.counters.bytes_out += entry.content.nbytes
         lease, expires_s = self._leases.grant(session, entry.id, now_s)
-        return Leased(lease, entry.key, entry.content, entry.extent, expires_s)
+        return Leased(lease, entry.key, entry.content, entry.extent, expires_s, entry.id)
 
     def _unlease(self, entry: Entry) -> None:
         entry.leases -= 1
@@ -427,9 +483,14 @@ class Cache:
         self.counters.evictions[reason] += 1
         entry.step(EntryEvent.EVICT)
         self._index.hide(entry)
+        self._note_change(entry.key, stored=False)
         if entry.leases == 0:
             self._policy.remove(entry.id)
             self._let_go(entry)
+
+    def _note_change(self, key: Key, stored: bool) -> None:
+        if self._changes is not None:
+            self._changes[key] = stored
 
     def _let_go(self, entry: Entry) -> None:
         entry.step(EntryEvent.LAST_RELEASE)

@@ -137,11 +137,12 @@ class Leased:
     content: Content
     extent: Extent
     expires_s: float
+    entry: EntryId
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Not stored, and nobody is writing it."""
+    """Not stored; nobody is writing it, and it is not expected from elsewhere."""
 
 
 @dataclass(frozen=True)

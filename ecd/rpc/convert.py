@@ -134,7 +134,7 @@ def to_reserve_outcome(outcome: Reservation) -> pb.ReserveOutcome:
 
 def to_acquire_outcome(outcome: Acquisition) -> pb.AcquireOutcome:
     match outcome:
-        case Leased(lease, _, content, extent, expires_s):
+        case Leased(lease, _, content, extent, expires_s, _):
             leased = pb.Leased(
                 lease=lease,
                 content=to_content(content),

@@ -89,6 +89,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.committed_s: dict[Key, float] = {}
         self.warm_s: dict[int, float] = {}  # by tag: the commit, or the end of the last lease
         self.counted = Counter[str]()
+        self.expected: set[Key] = set()
+        self.set_aside: dict[SessionId, dict[EntryId, Writer]] = {}
+        self.known: dict[Key, bool] = {}
+        self.cache.take_changes()
         for _ in range(2):
             self.open_session()
 
@@ -132,6 +136,8 @@ class CacheMachine(RuleBasedStateMachine):
                 self.take_lease(wakeup.session, key, wakeup.outcome)
             elif isinstance(wakeup.outcome, LimitReached):
                 assert len(self.open[wakeup.session].readers) == LIMITS.leases_per_session
+            else:
+                self.counted["misses"] += 1
 
     def take_lease(self, session: SessionId, key: Key, leased: Leased) -> None:
         tag, extent, content, _ = self.stored[key]
@@ -171,7 +177,7 @@ class CacheMachine(RuleBasedStateMachine):
             (s, ticket)
             for s, model in self.open.items()
             for ticket, (key, _, only_if_written) in model.waits.items()
-            if only_if_written and key in keys_lost
+            if only_if_written and key in keys_lost - self.expected
         }
         woken = self.cache.leave_session(session)
         assert {(w.session, w.ticket) for w in woken} == expected
@@ -187,6 +193,7 @@ class CacheMachine(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(sorted(self.leaving)))
         lost = self.leaving.pop(session)
         self.cache.close_session(session)
+        self.set_aside.pop(session, None)
         for reader in lost.readers.values():
             self.lease_ended(reader)
         self.ended_session_is_told(session, lost)
@@ -229,7 +236,8 @@ class CacheMachine(RuleBasedStateMachine):
             case BeingWritten():
                 assert key in self.writing()
             case LimitReached():
-                assert len(model.writers) == LIMITS.reservations_per_session
+                held = len(model.writers) + len(self.set_aside.get(session, ()))
+                assert held == LIMITS.reservations_per_session
             case EntryTooLarge():
                 assert nbytes > self.granules * GRANULE_BYTES
                 self.counted["entry_too_large"] += 1
@@ -254,6 +262,8 @@ class CacheMachine(RuleBasedStateMachine):
         for session in [*self.open.values(), *self.leaving.values()]:
             taken |= {g for w in session.writers.values() for g in self.span(w.extent)}
             taken |= {g for r in session.readers.values() for g in self.span(r.extent)}
+        for writers in self.set_aside.values():
+            taken |= {g for w in writers.values() for g in self.span(w.extent)}
         assert not taken & set(self.span(extent)), "the extent belongs to someone"
         assert extent.offset + extent.nbytes <= self.granules * GRANULE_BYTES
 
@@ -263,6 +273,8 @@ class CacheMachine(RuleBasedStateMachine):
         for session in [*self.open.values(), *self.leaving.values()]:
             blocked |= {g for w in session.writers.values() for g in self.span(w.extent)}
             blocked |= {g for r in session.readers.values() for g in self.span(r.extent)}
+        for writers in self.set_aside.values():
+            blocked |= {g for w in writers.values() for g in self.span(w.extent)}
         longest = run = 0
         for granule in range(self.granules):
             run = 0 if granule in blocked else run + 1
@@ -298,8 +310,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.commit(session, reservation, self.now_s) == NotReserved()
 
     @precondition(lambda self: any(m.writers for m in self.open.values()))
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), may_still_write=st.booleans())
+    def abort(self, data: st.DataObject, may_still_write: bool) -> None:
         session = data.draw(st.sampled_from([s for s, m in self.open.items() if m.writers]))
         reservation = data.draw(st.sampled_from(sorted(self.open[session].writers)))
         writer = self.open[session].writers.pop(reservation)
@@ -310,13 +322,58 @@ class CacheMachine(RuleBasedStateMachine):
             (s, t)
             for s, m in self.open.items()
             for t, (key, _, only_if_written) in m.waits.items()
-            if key == writer.key and only_if_written
+            if key == writer.key and only_if_written and key not in self.expected
         }
-        outcome = self.cache.abort(session, reservation)
+        if may_still_write:
+            self.set_aside.setdefault(session, {})[reservation] = writer
+            outcome = self.cache.abandon(session, reservation)
+            assert self.cache.abandon(session, reservation) == NotReserved()
+            assert self.cache.commit(session, reservation, self.now_s) == NotReserved()
+        else:
+            outcome = self.cache.abort(session, reservation)
         assert isinstance(outcome, Aborted)
         self.counted["aborts"] += 1
         assert {(w.session, w.ticket) for w in outcome.woken} == giving_up
         self.take_wakeups(outcome.woken)
+
+    @precondition(lambda self: self.set_aside)
+    @rule(data=st.data())
+    def reclaim(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(sorted(self.set_aside)))
+        reservation = data.draw(st.sampled_from(sorted(self.set_aside[session])))
+        self.cache.reclaim(session, reservation)
+        if session in self.open:
+            self.forget_set_aside(session, reservation)
+
+    def forget_set_aside(self, session: SessionId, reservation: EntryId) -> None:
+        del self.set_aside[session][reservation]
+        if not self.set_aside[session]:
+            del self.set_aside[session]
+
+    # -- entries from elsewhere --------------------------------------------------------------------
+
+    @rule(key=keys)
+    def expect(self, key: Key) -> None:
+        wanted = key not in self.stored and key not in self.writing() and key not in self.expected
+        assert self.cache.wants(key) == wanted
+        if wanted:
+            self.cache.expect(key)
+            self.expected.add(key)
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def stop_expecting(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.expected)))
+        self.expected.remove(key)
+        giving_up = {
+            (s, t)
+            for s, m in self.open.items()
+            for t, wait in m.waits.items()
+            if wait[0] == key and wait[2] and key not in self.writing()
+        }
+        woken = self.cache.stop_expecting(key)
+        assert {(w.session, w.ticket) for w in woken} == giving_up
+        self.take_wakeups(woken)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -332,8 +389,9 @@ class CacheMachine(RuleBasedStateMachine):
         self, data: st.DataObject, key: Key, wait_s: float, only_if_written: bool, known: bool
     ) -> None:
         session = self.any_open(data)
-        if known and self.stored:
-            key = data.draw(st.sampled_from(sorted(self.stored)))
+        coming = {*self.stored, *self.writing(), *self.expected}
+        if known and coming:
+            key = data.draw(st.sampled_from(sorted(coming)))
         model = self.open[session]
         outcome = self.cache.acquire(session, key, self.now_s, wait_s, only_if_written)
         match outcome:
@@ -342,7 +400,8 @@ class CacheMachine(RuleBasedStateMachine):
             case Missing():
                 self.counted["misses"] += 1
                 assert key not in self.stored
-                assert wait_s == 0.0 or (only_if_written and key not in self.writing())
+                on_its_way = key in self.writing() or key in self.expected
+                assert wait_s == 0.0 or (only_if_written and not on_its_way)
             case Waiting(ticket):
                 assert key not in self.stored
                 assert wait_s > 0.0
@@ -406,9 +465,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert next_s is not None
             assert next_s <= self.now_s
         expired, overdue = self.cache.expire(self.now_s)
-        self.counted.update(
-            leases_expired=len(due_leases), waits_expired=len(due_waits), misses=len(due_waits)
-        )
+        self.counted.update(leases_expired=len(due_leases), waits_expired=len(due_waits))
         assert {(e.session, e.lease) for e in expired} == due_leases
         assert {(w.session, w.ticket) for w in overdue} == due_waits
         assert all(w.outcome == Missing() for w in overdue)
@@ -476,6 +533,9 @@ class CacheMachine(RuleBasedStateMachine):
         for session in [*self.open.values(), *self.leaving.values()]:
             for writer in session.writers.values():
                 self.write(writer)
+        for writers in self.set_aside.values():
+            for writer in writers.values():
+                self.write(writer)
 
     @invariant()
     def the_core_agrees_with_itself(self) -> None:
@@ -513,6 +573,11 @@ class CacheMachine(RuleBasedStateMachine):
             if after is None:
                 break
         assert found == {key: value[2] for key, value in self.stored.items()}
+
+    @invariant()
+    def changes_are_told(self) -> None:
+        self.known |= self.cache.take_changes()
+        assert {key for key, stored in self.known.items() if stored} == set(self.stored)
 
     @invariant()
     def everything_is_counted(self) -> None:
