@@ -163,13 +163,20 @@ class Cache:
         self.reserved_bytes += self._allocator.rounded_bytes(content.nbytes)
         return Reserved(entry.id, extent)
 
-    def commit(self, session: SessionId, reservation: EntryId, now_s: float) -> Commitment:
+    def commit(
+        self,
+        session: SessionId,
+        reservation: EntryId,
+        now_s: float,
+        checksum: int | None = None,
+    ) -> Commitment:
         """Make the entry visible, and lease it to everyone who waited for its key."""
         entry = self._reservation(session, reservation)
         if entry is None:
             return NotReserved()
         entry.step(EntryEvent.COMMIT)
         entry.created_s = entry.used_s = now_s
+        entry.checksum = checksum
         self.reserved_bytes -= self._allocator.rounded_bytes(entry.content.nbytes)
         self._index.publish(entry)
         self._policy.add(entry.id)
@@ -282,6 +289,20 @@ class Cache:
 
     def contains(self, key: Key) -> bool:
         return self._index.stored(key) is not None
+
+    def look(self, key: Key) -> EntryInfo | None:
+        """What is stored for the key, if anything. Counts as no use of it."""
+        entry = self._index.stored(key)
+        return None if entry is None else _info(entry)
+
+    def is_being_written(self, key: Key) -> bool:
+        return self._index.writing(key) is not None
+
+    def note_checksum(self, entry: EntryId, checksum: int) -> None:
+        """Remember what the entry's bytes add up to, for as long as it lives."""
+        found = self._index.get(entry)
+        if found is not None:
+            found.checksum = checksum
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -459,7 +480,9 @@ class Cache:
         self.counters.hits += 1
         self.counters.bytes_out += entry.content.nbytes
         lease, expires_s = self._leases.grant(session, entry.id, now_s)
-        return Leased(lease, entry.key, entry.content, entry.extent, expires_s, entry.id)
+        return Leased(
+            lease, entry.key, entry.content, entry.extent, expires_s, entry.id, entry.checksum
+        )
 
     def _unlease(self, entry: Entry) -> None:
         entry.leases -= 1
@@ -512,4 +535,5 @@ def _info(entry: Entry) -> EntryInfo:
         entry.hits,
         entry.created_s,
         entry.used_s,
+        entry.checksum,
     )

@@ -24,6 +24,7 @@ class Entry:
     hits: int = 0
     created_s: float = 0.0
     used_s: float = 0.0
+    checksum: int | None = None  # unknown until somebody has read all of it
 
     def step(self, event: EntryEvent) -> None:
         self.state = apply(ENTRY, self.state, event)

@@ -45,7 +45,7 @@ class Content:
 class Limits:
     """Bounds on what one cache, and one session of it, may hold."""
 
-    sessions: int = 1024
+    sessions: int = 4096
     reservations_per_session: int = 1024
     leases_per_session: int = 65536
     waits_per_session: int = 4096
@@ -138,6 +138,7 @@ class Leased:
     extent: Extent
     expires_s: float
     entry: EntryId
+    checksum: int | None
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ class EntryInfo:
     hits: int
     created_s: float
     used_s: float
+    checksum: int | None
 
 
 @dataclass(frozen=True)
