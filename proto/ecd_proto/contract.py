@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 
 CONTRACT_VERSION = 1
@@ -32,6 +33,10 @@ MAX_BATCH = 1024
 MAX_PAGE = 1000
 """Entries in one List reply."""
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_HINTS = 8
+"""Nodes named for one key."""
+NODE_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}):\d{1,5}$"
+"""A node's name: the host:port of its Peer service, an IPv4 address or a host name."""
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
@@ -40,6 +45,11 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     for length in shape:
         nbytes *= length
     return nbytes
+
+
+def proof(token: str, *said: str) -> str:
+    """That whoever says this has the cluster's token, which itself is never sent."""
+    return hmac.new(token.encode(), "\0".join(said).encode(), "sha256").hexdigest()
 
 
 def default_address() -> str:

@@ -229,6 +229,7 @@ class Welcome(google.protobuf.message.Message):
     POOL_FIELD_NUMBER: builtins.int
     LOCK_PATH_FIELD_NUMBER: builtins.int
     LOCK_OFFSET_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
     session: builtins.str
     """names the session in every batch call"""
     contract_version: builtins.int
@@ -242,6 +243,10 @@ class Welcome(google.protobuf.message.Message):
     when the process dies, and only then is memory that the client may still write to reused.
     """
     lock_offset: builtins.int
+    node: builtins.str
+    """Where other nodes reach this daemon, host:port: the hint for whoever wants its entries. Empty:
+    it serves this node alone.
+    """
     @property
     def pool(self) -> global___PoolFile: ...
     def __init__(
@@ -255,9 +260,10 @@ class Welcome(google.protobuf.message.Message):
         pool: global___PoolFile | None = ...,
         lock_path: builtins.str = ...,
         lock_offset: builtins.int = ...,
+        node: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "daemon", b"daemon", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "now_s", b"now_s", "pool", b"pool", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "daemon", b"daemon", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pool", b"pool", "session", b"session"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -624,13 +630,16 @@ class AcquireRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     ONLY_IF_WRITTEN_FIELD_NUMBER: builtins.int
+    HINTS_FIELD_NUMBER: builtins.int
     session: builtins.str
     wait_s: builtins.float
-    """0: answer at once"""
+    """0: answer at once; a key that is not here is fetched meanwhile"""
     only_if_written: builtins.bool
-    """wait only for keys that somebody is writing"""
+    """wait only for keys that somebody is writing, or being fetched"""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Key]: ...
+    @property
+    def hints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Hint]: ...
     def __init__(
         self,
         *,
@@ -638,10 +647,35 @@ class AcquireRequest(google.protobuf.message.Message):
         keys: collections.abc.Iterable[global___Key] | None = ...,
         wait_s: builtins.float = ...,
         only_if_written: builtins.bool = ...,
+        hints: collections.abc.Iterable[global___Hint] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "only_if_written", b"only_if_written", "session", b"session", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hints", b"hints", "keys", b"keys", "only_if_written", b"only_if_written", "session", b"session", "wait_s", b"wait_s"]) -> None: ...
 
 global___AcquireRequest = AcquireRequest
+
+@typing.final
+class Hint(google.protobuf.message.Message):
+    """Which nodes are likely to have a key."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """in AcquireRequest.keys"""
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """host:port of Peer services, the likeliest first"""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "nodes", b"nodes"]) -> None: ...
+
+global___Hint = Hint
 
 @typing.final
 class AcquireReply(google.protobuf.message.Message):
@@ -1120,6 +1154,7 @@ class StatusReply(google.protobuf.message.Message):
     LEASES_FIELD_NUMBER: builtins.int
     WAITS_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     name: builtins.str
     version: builtins.str
@@ -1132,6 +1167,8 @@ class StatusReply(google.protobuf.message.Message):
     sessions: builtins.int
     leases: builtins.int
     waits: builtins.int
+    node: builtins.str
+    """where other nodes reach it; empty: nowhere"""
     @property
     def pool(self) -> global___PoolStatus: ...
     @property
@@ -1153,9 +1190,10 @@ class StatusReply(google.protobuf.message.Message):
         leases: builtins.int = ...,
         waits: builtins.int = ...,
         counters: global___Counters | None = ...,
+        node: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "counters", b"counters", "entries", b"entries", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "pid", b"pid", "pool", b"pool", "populated_bytes", b"populated_bytes", "sessions", b"sessions", "state", b"state", "uptime_s", b"uptime_s", "version", b"version", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "counters", b"counters", "entries", b"entries", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "node", b"node", "pid", b"pid", "pool", b"pool", "populated_bytes", b"populated_bytes", "sessions", b"sessions", "state", b"state", "uptime_s", b"uptime_s", "version", b"version", "waits", b"waits"]) -> None: ...
 
 global___StatusReply = StatusReply
 
@@ -1278,3 +1316,214 @@ class Counters(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "duplicates", b"duplicates", "evictions", b"evictions", "hits", b"hits", "leases_expired", b"leases_expired", "misses", b"misses", "puts", b"puts", "refused", b"refused", "waits_expired", b"waits_expired"]) -> None: ...
 
 global___Counters = Counters
+
+@typing.final
+class OfferRequest(google.protobuf.message.Message):
+    """-- other nodes -------------------------------------------------------------------------------
+
+    These keys, stored already or soon to be, will be wanted on these nodes.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Key]: ...
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """host:port of Peer services"""
+
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[global___Key] | None = ...,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "nodes", b"nodes"]) -> None: ...
+
+global___OfferRequest = OfferRequest
+
+@typing.final
+class OfferReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation"]) -> None: ...
+
+global___OfferReply = OfferReply
+
+@typing.final
+class PeersRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___PeersRequest = PeersRequest
+
+@typing.final
+class PeersReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class FetchesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    ENGINE_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    DIRECTORY_FIELD_NUMBER: builtins.int
+    FETCHES_FIELD_NUMBER: builtins.int
+    FLIGHTS_FIELD_NUMBER: builtins.int
+    SET_ASIDE_BYTES_FIELD_NUMBER: builtins.int
+    SET_ASIDE_FIELD_NUMBER: builtins.int
+    READ_RETRIES_FIELD_NUMBER: builtins.int
+    PEERS_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    node: builtins.str
+    """empty: this daemon serves its node alone"""
+    engine: builtins.str
+    """host:port of its TransferEngine"""
+    protocol: builtins.str
+    """the transport that it really installed"""
+    flights: builtins.int
+    """fetches under way"""
+    set_aside_bytes: builtins.int
+    """given up, but a transfer may still write to them"""
+    set_aside: builtins.int
+    """how often that has happened"""
+    read_retries: builtins.int
+    """reads that failed and were tried again"""
+    @property
+    def directory(self) -> global___DirectoryStatus: ...
+    @property
+    def fetches(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """by outcome"""
+
+    @property
+    def peers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PeerStatus]: ...
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        node: builtins.str = ...,
+        engine: builtins.str = ...,
+        protocol: builtins.str = ...,
+        directory: global___DirectoryStatus | None = ...,
+        fetches: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        flights: builtins.int = ...,
+        set_aside_bytes: builtins.int = ...,
+        set_aside: builtins.int = ...,
+        read_retries: builtins.int = ...,
+        peers: collections.abc.Iterable[global___PeerStatus] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["directory", b"directory"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["directory", b"directory", "engine", b"engine", "fetches", b"fetches", "flights", b"flights", "incarnation", b"incarnation", "node", b"node", "peers", b"peers", "protocol", b"protocol", "read_retries", b"read_retries", "set_aside", b"set_aside", "set_aside_bytes", b"set_aside_bytes"]) -> None: ...
+
+global___PeersReply = PeersReply
+
+@typing.final
+class DirectoryStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    UP_FIELD_NUMBER: builtins.int
+    LAST_ERROR_FIELD_NUMBER: builtins.int
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    ERRORS_FIELD_NUMBER: builtins.int
+    UNPUBLISHED_FIELD_NUMBER: builtins.int
+    LAG_S_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    up: builtins.bool
+    last_error: builtins.str
+    lookups: builtins.int
+    errors: builtins.int
+    unpublished: builtins.int
+    """changes not yet told"""
+    lag_s: builtins.float
+    """age of the oldest of them"""
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        up: builtins.bool = ...,
+        last_error: builtins.str = ...,
+        lookups: builtins.int = ...,
+        errors: builtins.int = ...,
+        unpublished: builtins.int = ...,
+        lag_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["errors", b"errors", "kind", b"kind", "lag_s", b"lag_s", "last_error", b"last_error", "lookups", b"lookups", "unpublished", b"unpublished", "up", b"up"]) -> None: ...
+
+global___DirectoryStatus = DirectoryStatus
+
+@typing.final
+class PeerStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    ENGINE_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    ZONE_FIELD_NUMBER: builtins.int
+    LAST_ERROR_FIELD_NUMBER: builtins.int
+    ROUND_TRIP_S_FIELD_NUMBER: builtins.int
+    READS_FIELD_NUMBER: builtins.int
+    READ_BYTES_FIELD_NUMBER: builtins.int
+    FAILED_READS_FIELD_NUMBER: builtins.int
+    IN_FLIGHT_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    state: builtins.str
+    """connected, connecting, unreachable, idle"""
+    incarnation: builtins.str
+    engine: builtins.str
+    protocol: builtins.str
+    zone: builtins.str
+    last_error: builtins.str
+    round_trip_s: builtins.float
+    reads: builtins.int
+    read_bytes: builtins.int
+    failed_reads: builtins.int
+    in_flight: builtins.int
+    """reads under way"""
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+        state: builtins.str = ...,
+        incarnation: builtins.str = ...,
+        engine: builtins.str = ...,
+        protocol: builtins.str = ...,
+        zone: builtins.str = ...,
+        last_error: builtins.str = ...,
+        round_trip_s: builtins.float = ...,
+        reads: builtins.int = ...,
+        read_bytes: builtins.int = ...,
+        failed_reads: builtins.int = ...,
+        in_flight: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine", b"engine", "failed_reads", b"failed_reads", "in_flight", b"in_flight", "incarnation", b"incarnation", "last_error", b"last_error", "node", b"node", "protocol", b"protocol", "read_bytes", b"read_bytes", "reads", b"reads", "round_trip_s", b"round_trip_s", "state", b"state", "zone", b"zone"]) -> None: ...
+
+global___PeerStatus = PeerStatus

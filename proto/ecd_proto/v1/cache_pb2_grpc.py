@@ -69,6 +69,16 @@ class CacheStub(object):
                 request_serializer=ecd__proto_dot_v1_dot_cache__pb2.StatusRequest.SerializeToString,
                 response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.StatusReply.FromString,
                 )
+        self.Offer = channel.unary_unary(
+                '/ecd.v1.Cache/Offer',
+                request_serializer=ecd__proto_dot_v1_dot_cache__pb2.OfferRequest.SerializeToString,
+                response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.OfferReply.FromString,
+                )
+        self.Peers = channel.unary_unary(
+                '/ecd.v1.Cache/Peers',
+                request_serializer=ecd__proto_dot_v1_dot_cache__pb2.PeersRequest.SerializeToString,
+                response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.PeersReply.FromString,
+                )
 
 
 class CacheServicer(object):
@@ -146,6 +156,19 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Offer(self, request, context):
+        """Other nodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Peers(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -203,6 +226,16 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.StatusRequest.FromString,
                     response_serializer=ecd__proto_dot_v1_dot_cache__pb2.StatusReply.SerializeToString,
+            ),
+            'Offer': grpc.unary_unary_rpc_method_handler(
+                    servicer.Offer,
+                    request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.OfferRequest.FromString,
+                    response_serializer=ecd__proto_dot_v1_dot_cache__pb2.OfferReply.SerializeToString,
+            ),
+            'Peers': grpc.unary_unary_rpc_method_handler(
+                    servicer.Peers,
+                    request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.PeersRequest.FromString,
+                    response_serializer=ecd__proto_dot_v1_dot_cache__pb2.PeersReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -398,5 +431,39 @@ class Cache(object):
         return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Status',
             ecd__proto_dot_v1_dot_cache__pb2.StatusRequest.SerializeToString,
             ecd__proto_dot_v1_dot_cache__pb2.StatusReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Offer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Offer',
+            ecd__proto_dot_v1_dot_cache__pb2.OfferRequest.SerializeToString,
+            ecd__proto_dot_v1_dot_cache__pb2.OfferReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Peers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Peers',
+            ecd__proto_dot_v1_dot_cache__pb2.PeersRequest.SerializeToString,
+            ecd__proto_dot_v1_dot_cache__pb2.PeersReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -86,6 +86,17 @@ class CacheStub:
         ecd_proto.v1.cache_pb2.StatusReply,
     ]
 
+    Offer: grpc.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.OfferRequest,
+        ecd_proto.v1.cache_pb2.OfferReply,
+    ]
+    """Other nodes."""
+
+    Peers: grpc.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.PeersRequest,
+        ecd_proto.v1.cache_pb2.PeersReply,
+    ]
+
 class CacheAsyncStub:
     Session: grpc.aio.StreamStreamMultiCallable[
         ecd_proto.v1.cache_pb2.SessionRequest,
@@ -148,6 +159,17 @@ class CacheAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         ecd_proto.v1.cache_pb2.StatusRequest,
         ecd_proto.v1.cache_pb2.StatusReply,
+    ]
+
+    Offer: grpc.aio.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.OfferRequest,
+        ecd_proto.v1.cache_pb2.OfferReply,
+    ]
+    """Other nodes."""
+
+    Peers: grpc.aio.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.PeersRequest,
+        ecd_proto.v1.cache_pb2.PeersReply,
     ]
 
 class CacheServicer(metaclass=abc.ABCMeta):
@@ -235,5 +257,20 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: ecd_proto.v1.cache_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[ecd_proto.v1.cache_pb2.StatusReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.StatusReply]]: ...
+
+    @abc.abstractmethod
+    def Offer(
+        self,
+        request: ecd_proto.v1.cache_pb2.OfferRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ecd_proto.v1.cache_pb2.OfferReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.OfferReply]]:
+        """Other nodes."""
+
+    @abc.abstractmethod
+    def Peers(
+        self,
+        request: ecd_proto.v1.cache_pb2.PeersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ecd_proto.v1.cache_pb2.PeersReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.PeersReply]]: ...
 
 def add_CacheServicer_to_server(servicer: CacheServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
