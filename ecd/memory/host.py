@@ -7,7 +7,6 @@ old one keeps reading the bytes that were there.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import logging
@@ -18,17 +17,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ecd_proto.mapping import CHUNK_BYTES, Mapping
 from ecd_proto.shm import LOCK_NAME, POOL_SUFFIX, SESSIONS_SUFFIX, is_session_locked, pool_dir
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 64 << 20
-MADV_POPULATE_WRITE = 23  # Linux 5.14
 SPACE_WAIT_S = 10.0
 """How long a start waits for clients of a dead daemon to let go of its pool."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class PoolError(Exception):
@@ -61,6 +56,8 @@ class HostPool:
             _require_space(shm_dir, nbytes, wait_s=SPACE_WAIT_S if stale else 0.0)
             self._fd = _create(self.path)
             os.ftruncate(self._fd, nbytes)
+            self.writable = Mapping(self._fd, nbytes, writable=True)
+            self.readable = Mapping(self._fd, nbytes, writable=False)
             self._sessions_fd = _create(self.sessions_path)
         except BaseException:
             self._remove_files()
@@ -78,19 +75,13 @@ class HostPool:
         `progress` is told the populated bytes after each chunk. Raises PoolError when memory
         runs out on the way.
         """
-        with mmap.mmap(self._fd, self.nbytes) as mapping:
-            start = ctypes.c_char.from_buffer(mapping)
-            address = ctypes.addressof(start)
-            try:
-                for offset in range(0, self.nbytes, CHUNK_BYTES):
-                    nbytes = min(CHUNK_BYTES, self.nbytes - offset)
-                    self._populate_chunk(address, offset, nbytes, mapping)
-                    self.populated_bytes = offset + nbytes
-                    progress(self.populated_bytes)
-            finally:
-                del start
+        for offset in range(0, self.nbytes, CHUNK_BYTES):
+            nbytes = min(CHUNK_BYTES, self.nbytes - offset)
+            self._populate_chunk(offset, nbytes)
+            self.populated_bytes = offset + nbytes
+            progress(self.populated_bytes)
 
-    def _populate_chunk(self, address: int, offset: int, nbytes: int, mapping: mmap.mmap) -> None:
+    def _populate_chunk(self, offset: int, nbytes: int) -> None:
         try:
             # Allocating first turns a lack of memory into an error instead of a SIGBUS.
             os.posix_fallocate(self._fd, offset, nbytes)
@@ -101,12 +92,11 @@ class HostPool:
                 f"memory ran out after {offset} of {self.nbytes} bytes of {self.path}. "
                 + _advice(self.nbytes)
             ) from None
-        if _libc.madvise(address + offset, nbytes, MADV_POPULATE_WRITE) == 0:
-            return
-        if ctypes.get_errno() != errno.EINVAL:
-            raise OSError(ctypes.get_errno(), "populating the pool failed")
-        for page in range(offset, offset + nbytes, mmap.PAGESIZE):  # a kernel before 5.14
-            mapping[page] = 0
+        if not self.writable.populate(offset, nbytes):
+            view = self.writable.view(offset, nbytes)
+            for page in range(0, nbytes, mmap.PAGESIZE):
+                view[page] = 0
+        self.readable.populate(offset, nbytes)
 
     def is_session_locked(self, offset: int) -> bool:
         """Whether the client of this session may still touch the pool."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -39,23 +41,48 @@ class Mapping:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "mmap")
         self._unmap = weakref.finalize(self, _libc.munmap, address, nbytes)
         self._unmap.atexit = False
-        self._address, self._nbytes, self._writable = address, nbytes, writable
+        assert address is not None
+        self.address: int = address
+        self.nbytes, self._writable = nbytes, writable
+
+    @classmethod
+    def of_memory(cls, nbytes: int, content: bytes = b"", writable: bool = True) -> Mapping:
+        """New memory that begins with `content`. Raises OSError."""
+        fd = os.memfd_create("ecd", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            os.write(fd, content)
+            return cls(fd, nbytes, writable)
+        finally:
+            os.close(fd)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """The bytes at `offset`. Writing to a view of a read-only mapping ends the process."""
-        if not 0 <= offset <= offset + nbytes <= self._nbytes:
-            raise ValueError(f"{nbytes} bytes at {offset} of a mapping of {self._nbytes}")
-        array: Any = (ctypes.c_ubyte * nbytes).from_address(self._address + offset)
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise ValueError(f"{nbytes} bytes at {offset} of a mapping of {self.nbytes}")
+        array: Any = (ctypes.c_ubyte * nbytes).from_address(self.address + offset)
         array.mapping = self  # what refers to the view refers to the mapping
         return memoryview(array).cast("B")
 
     def populate_soon(self) -> None:
-        """Fill the page tables on a thread of its own, so that copies do not pay for faults."""
-        threading.Thread(target=self._populate, name="ecd-populate", daemon=True).start()
+        """`populate` all of it on a thread of its own."""
+        threading.Thread(target=self._populate_all, name="ecd-populate", daemon=True).start()
 
-    def _populate(self) -> None:
+    def populate(self, offset: int, nbytes: int) -> bool:
+        """Fill these page tables, so that copies do not pay for faults.
+
+        False: a kernel before 5.14, where the first touch pays. Raises OSError.
+        """
         advice = MADV_POPULATE_WRITE if self._writable else MADV_POPULATE_READ
-        for offset in range(0, self._nbytes, CHUNK_BYTES):
-            nbytes = min(CHUNK_BYTES, self._nbytes - offset)
-            if _libc.madvise(self._address + offset, nbytes, advice) != 0:
-                return
+        if _libc.madvise(self.address + offset, nbytes, advice) == 0:
+            return True
+        if ctypes.get_errno() == errno.EINVAL:
+            return False
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "madvise")
+
+    def _populate_all(self) -> None:
+        for offset in range(0, self.nbytes, CHUNK_BYTES):
+            with contextlib.suppress(OSError):
+                if self.populate(offset, min(CHUNK_BYTES, self.nbytes - offset)):
+                    continue
+            return
