@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
+from collections.abc import Callable
 from importlib.metadata import version
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated
 
@@ -13,25 +16,42 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from ecd.config import Config, ConfigError, load, unknown_variables
+from ecd.cluster.cluster import ClusterError
+from ecd.cluster.engine import EngineError
+from ecd.config import Config, ConfigError, load, unknown_variables, without_password
 from ecd.daemon import Daemon, StartError
 from ecd.memory.host import PoolError
 from ecd.metrics import MetricsError
+from ecd.rpc.peer_service import PeerServerError
 from ecd.rpc.socket import SocketError
+
+CANNOT_START = (
+    *(SocketError, PoolError, MetricsError, StartError),
+    *(ClusterError, EngineError, PeerServerError),
+)
 
 app = typer.Typer(help="The encoder cache daemon.", no_args_is_help=True, add_completion=False)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _FIELDS = Config.model_fields
 File = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
-Address = Annotated[str | None, typer.Option(help=_FIELDS["address"].description)]
-Name = Annotated[str | None, typer.Option(help=_FIELDS["name"].description)]
-ShmDir = Annotated[str | None, typer.Option(help=_FIELDS["shm_dir"].description)]
-PoolBytes = Annotated[str | None, typer.Option(help=_FIELDS["host_pool_bytes"].description)]
-Group = Annotated[str | None, typer.Option(help=_FIELDS["group"].description)]
-MetricsAddress = Annotated[str | None, typer.Option(help=_FIELDS["metrics_address"].description)]
-LeaseTtl = Annotated[float | None, typer.Option(help=_FIELDS["lease_ttl_s"].description)]
-LogLevel = Annotated[str | None, typer.Option(help=_FIELDS["log_level"].description)]
+
+
+def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with a flag for each setting beside its own options."""
+    flags = [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[str | None, typer.Option(help=setting.description)],
+        )
+        for name, setting in _FIELDS.items()
+    ]
+    own = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "flags"]
+    command.__signature__ = Signature([*own, *flags])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in (*own, *flags)}
+    return command
 
 
 def _load(file: Path | None, **flags: object) -> tuple[Config, dict[str, str]]:
@@ -43,29 +63,12 @@ def _load(file: Path | None, **flags: object) -> tuple[Config, dict[str, str]]:
 
 
 @app.command()
-def serve(
-    config: File = None,
-    address: Address = None,
-    name: Name = None,
-    shm_dir: ShmDir = None,
-    host_pool_bytes: PoolBytes = None,
-    group: Group = None,
-    metrics_address: MetricsAddress = None,
-    lease_ttl_s: LeaseTtl = None,
-    log_level: LogLevel = None,
-) -> None:
+@_with_flags
+def serve(config: File = None, **flags: str | None) -> None:
     """Run the daemon until SIGTERM or SIGINT."""
-    settings, _ = _load(
-        config,
-        address=address,
-        name=name,
-        shm_dir=shm_dir,
-        host_pool_bytes=host_pool_bytes,
-        group=group,
-        metrics_address=metrics_address,
-        lease_ttl_s=lease_ttl_s,
-        log_level=log_level,
-    )
+    settings, _ = _load(config, **flags)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each peer may take 32 connections
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -74,7 +77,7 @@ def serve(
         logging.getLogger("ecd").warning("%s is not a setting of ecd; see `ecd config`", variable)
     try:
         uvloop.run(Daemon(settings).run())
-    except (SocketError, PoolError, MetricsError, StartError) as error:
+    except CANNOT_START as error:
         errors.print(f"ecd cannot serve: {error}", markup=False)
         raise typer.Exit(1) from None
 
@@ -87,6 +90,7 @@ def show_config(
     """Print the effective settings and where each came from."""
     settings, origins = _load(config)
     values = settings.model_dump(mode="json")
+    values["directory"] = without_password(settings.directory)
     for variable in unknown_variables():
         errors.print(f"{variable} is set, but is not a setting of ecd")
     out = Console(highlight=False)

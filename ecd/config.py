@@ -6,22 +6,38 @@ Flags come before `ECD_*` variables, those before the TOML file, that before the
 from __future__ import annotations
 
 import os
+import re
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import ByteSize, Field, ValidationError, field_validator
+from pydantic import (
+    ByteSize,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
+    NoDecode,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
 
-from ecd_proto.contract import default_address
+from ecd_proto.contract import NODE_PATTERN, default_address
 
 ENV_PREFIX = "ECD_"
 NOT_OURS = {"ECD_REQUIRE_VLLM"}
 """Variables with our prefix that the daemon has no use for."""
+REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
+KERNEL_PORTS = range(32768, 61000)
+"""What Linux hands out to outgoing connections: Mooncake ignores a port range that is in here."""
+MIN_ENGINE_PORTS = 2
 
 
 class ConfigError(Exception):
@@ -66,6 +82,149 @@ class Config(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe messages that are logged."
     )
+    peer_address: str | None = Field(
+        default=None,
+        pattern=NODE_PATTERN,
+        description="host:port of this node, as other nodes reach it; the daemon listens there for "
+        "its peers. Without it the daemon serves this node alone and opens no port for others.",
+    )
+    directory: str | None = Field(
+        default=None,
+        description="Where to ask which nodes hold a key: none (only hints are followed), static "
+        "(every one of peers is asked) or a Redis URL: redis://, rediss://, redis+cluster://, "
+        "rediss+cluster://. By default static where peers are given, else none.",
+    )
+    peers: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="host:port of other nodes, separated by commas."
+    )
+    cluster: str = Field(
+        default="default",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Tells clusters that share a Redis apart.",
+    )
+    zone: str = Field(
+        default="",
+        max_length=64,
+        description="A label; of several nodes one of this zone is asked.",
+    )
+    protocol: str = Field(
+        default="tcp",
+        pattern=r"^[a-z0-9_]{1,32}$",
+        description="Mooncake's transport between nodes: tcp, rdma, efa, ascend, nvlink, ...",
+    )
+    device: str = Field(
+        default="", description="Network devices for the transport, such as mlx5_0. Empty: all."
+    )
+    engine_ports: str = Field(
+        default="18200-18231",
+        pattern=r"^\d{1,5}-\d{1,5}$",
+        description="Ports that Mooncake may listen on. Fewer than 32 may all be taken by the life "
+        "before after a quick restart.",
+    )
+    mooncake: Annotated[dict[str, str], NoDecode] = Field(
+        default={}, description="Mooncake's own MC_* variables: MC_A=1,MC_B=2, or a TOML table."
+    )
+    fetch_timeout_s: float = Field(
+        default=5.0,
+        ge=0.1,
+        le=600.0,
+        description="How long bringing one entry from another node may take in all.",
+    )
+    peer_token: SecretStr | None = Field(
+        default=None,
+        min_length=16,
+        description="A secret that all nodes of the cluster share. It proves who they are; it does "
+        "not encrypt.",
+    )
+    peer_tls_ca: Path | None = Field(
+        default=None, description="Certificate of the authority that signed all nodes' (PEM)."
+    )
+    peer_tls_cert: Path | None = Field(default=None, description="This node's certificate (PEM).")
+    peer_tls_key: Path | None = Field(default=None, description="This node's private key (PEM).")
+    peer_insecure: bool = Field(
+        default=False,
+        description="Allow peers without token and TLS on an address that is not loopback.",
+    )
+    hint_networks: Annotated[tuple[IPv4Network, ...], NoDecode] = Field(
+        default=tuple(
+            map(IPv4Network, ("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"))
+        ),
+        description="Networks that hints in requests may point into. Nodes in peers always may.",
+    )
+
+    @field_validator("peers", "hint_networks", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("mooncake", mode="before")
+    @classmethod
+    def _variables(cls, value: object) -> object:
+        if isinstance(value, str):
+            pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+            value = {name.strip(): setting.strip() for name, _, setting in pairs}
+        if isinstance(value, dict) and not all(str(n).startswith("MC_") for n in value):
+            raise ValueError("Mooncake's variables begin with MC_")
+        return value
+
+    @field_validator("peers")
+    @classmethod
+    def _nodes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for node in value:
+            if not re.fullmatch(NODE_PATTERN, node):
+                raise ValueError(f"{node!r} is not host:port")
+        return value
+
+    @field_validator("directory")
+    @classmethod
+    def _known_directory(cls, value: str | None) -> str | None:
+        if value not in (None, "none", "static") and urlsplit(value).scheme not in REDIS_SCHEMES:
+            raise ValueError(f"none, static or a URL of {', '.join(REDIS_SCHEMES)}")
+        return value
+
+    @field_validator("engine_ports")
+    @classmethod
+    def _usable_ports(cls, value: str) -> str:
+        first, last = map(int, value.split("-"))
+        if not 1024 <= first <= last <= 65535 or last - first + 1 < MIN_ENGINE_PORTS:
+            raise ValueError(f"FIRST-LAST, at least {MIN_ENGINE_PORTS} ports within 1024-65535")
+        if first in KERNEL_PORTS or last in KERNEL_PORTS:
+            raise ValueError("outside 32768-60999, which the kernel gives to outgoing connections")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        if self.peer_address is None:
+            for name in ("directory", "peers"):
+                if getattr(self, name) not in (None, "none", ()):
+                    raise ValueError(f"{name} needs peer_address: where other nodes reach this one")
+            return self
+        if self.directory == "static" and not self.peers:
+            raise ValueError("directory=static needs peers")
+        tls = (self.peer_tls_ca, self.peer_tls_cert, self.peer_tls_key)
+        if any(tls) and not all(tls):
+            raise ValueError("peer_tls_ca, peer_tls_cert and peer_tls_key go together")
+        proven = self.peer_token or any(tls) or self.peer_insecure
+        if not (proven or is_loopback(self.peer_address)):
+            raise ValueError(
+                f"peers on {self.peer_address} could be anybody: set peer_token or peer_tls_*, or "
+                "allow it with peer_insecure on a network of trusted machines"
+            )
+        return self
+
+    @property
+    def token(self) -> str | None:
+        """The cluster's token, in the clear."""
+        return self.peer_token.get_secret_value() if self.peer_token else None
+
+    @property
+    def directory_kind(self) -> str:
+        """`none`, `static` or `redis`."""
+        if self.directory in (None, "none", "static"):
+            return self.directory or ("static" if self.peers else "none")
+        return "redis"
 
     @field_validator("log_level", mode="before")
     @classmethod
@@ -78,6 +237,19 @@ class Config(BaseSettings):
         if not value.strip("."):
             raise ValueError("a name needs more than dots")
         return value
+
+
+def without_password(url: str | None) -> str | None:
+    """A directory as it may be shown."""
+    return re.sub(r"//[^/@]*@", "//***@", url) if url else url
+
+
+def is_loopback(node: str) -> bool:
+    host = node.rpartition(":")[0]
+    try:
+        return IPv4Address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, str]]:
@@ -101,10 +273,17 @@ def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, st
     except ValidationError as error:
         lines = [
             f"{'.'.join(map(str, wrong['loc']))} (from {origins[str(wrong['loc'][0])]}): "
-            f"{wrong['msg']}, got {wrong['input']!r}"
+            f"{wrong['msg']}, got {_shown(wrong)!r}"
+            if wrong["loc"]
+            else wrong["msg"].removeprefix("Value error, ")
             for wrong in error.errors()
         ]
         raise ConfigError("\n".join(lines)) from None
+
+
+def _shown(wrong: ErrorDetails) -> object:
+    """The value that is wrong, unless it is a secret."""
+    return "a secret" if wrong["loc"][0] in ("peer_token", "directory") else wrong["input"]
 
 
 def unknown_variables() -> list[str]:

@@ -12,11 +12,13 @@ import time
 from collections.abc import Awaitable
 from importlib.metadata import version
 
+from ecd.cluster.cluster import Cluster
 from ecd.config import Config
 from ecd.core.cache import Cache
 from ecd.memory.host import HostPool, default_pool_bytes
 from ecd.metrics import Metrics
-from ecd.rpc.cache_service import CacheService
+from ecd.rpc.cache_service import CacheService, NoOtherNodes
+from ecd.rpc.peer_service import PeerServer, PeerService
 from ecd.rpc.server import Server
 from ecd.rpc.sessions import Sessions
 from ecd.rpc.socket import OwnedSocket
@@ -63,9 +65,16 @@ class Daemon:
         self._gid = gid
         self._cache = Cache(int(nbytes), config.lease_ttl_s)
         self._sessions = Sessions(
-            self._cache, self, self._incarnation, self._version, time.monotonic
+            self._cache,
+            self,
+            self._incarnation,
+            self._version,
+            config.peer_address or "",
+            time.monotonic,
         )
         self._metrics = Metrics(self._cache, version("ecd"))
+        self._cluster: Cluster | None = None
+        self._peer_server: PeerServer | None = None
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT; then leave no file behind. Raises what a part raises."""
@@ -76,6 +85,7 @@ class Daemon:
         try:
             metrics_address = self._metrics.listen(self._config.metrics_address)
             logger.info("metrics on http://%s/metrics", metrics_address)
+            self._join()
             server = self._make_server()
             await server.start(self._socket.target)
             self._socket.grant(self._gid)
@@ -86,9 +96,13 @@ class Daemon:
                 await server.set_serving(False)
                 logger.info("stopping")
                 self._sessions.end_all()
-                await server.stop(GRACE_S)
+                await asyncio.gather(
+                    server.stop(GRACE_S), *(s.stop(GRACE_S) for s in (self._peer_server,) if s)
+                )
         finally:
             self._metrics.close()
+            if self._cluster is not None:
+                await self._cluster.close()
             self._pool.close()
             self._socket.close()
 
@@ -96,12 +110,34 @@ class Daemon:
         service = CacheService(
             self._cache,
             self._sessions,
+            self._cluster or NoOtherNodes(),
             self._incarnation,
             time.monotonic,
             self.status,
             self._metrics.observe_call,
         )
         return Server(service, self._unavailable, self._metrics.observe_call)
+
+    def _join(self) -> None:
+        """Become one node of several, if so configured. Raises ClusterError and EngineError."""
+        config = self._config
+        if config.peer_address is None:
+            return
+        self._cluster = Cluster(
+            config,
+            self._cache,
+            self._pool.readable,
+            self._pool.writable,
+            self._incarnation,
+            self._version,
+            self._sessions.deliver,
+            self._metrics.observe_fetch,
+        )
+        self._metrics.watch_peers(self._cluster.status)
+        service = PeerService(
+            self._cache, self._sessions, self._cluster, config.peer_address, config.token
+        )
+        self._peer_server = PeerServer(service, self._cluster.server_credentials)
 
     async def _serve(self, server: Server) -> None:
         loop = asyncio.get_running_loop()
@@ -115,10 +151,14 @@ class Daemon:
                 logger.info("populating %.0f %%", 100 * nbytes / self._pool.nbytes)
 
         await loop.run_in_executor(None, self._pool.populate, progress)
+
+        if self._cluster is not None and self._peer_server is not None:
+            await self._peer_server.start(self._cluster.node)
+            await self._cluster.verify()
         self._state = State.STATE_SERVING
         await server.set_serving(True)
         logger.info("serving on %s, incarnation %s", self._config.address, self._incarnation)
-        await asyncio.Event().wait()
+        await (asyncio.Event().wait() if self._cluster is None else self._cluster.run())
 
     def _unavailable(self) -> str | None:
         if self._state == State.STATE_SERVING:
@@ -164,6 +204,7 @@ class Daemon:
                 largest_free_bytes=allocator.largest_free_bytes,
                 fragmentation=allocator.fragmentation,
             ),
+            node=self._config.peer_address or "",
             entries=cache.entries,
             sessions=cache.sessions,
             leases=cache.leases,

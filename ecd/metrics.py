@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_server
@@ -12,11 +12,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ecd.core.cache import Cache
+from ecd_proto.v1 import cache_pb2 as pb
 
 LATENCY_BUCKETS_S = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3),
     *(1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 5.0),
 )
+FETCH_BUCKETS_BYTES = tuple(float(1 << power) for power in range(12, 33, 2))
 LAG_PERIOD_S = 0.25
 
 
@@ -67,6 +69,57 @@ class _CoreCollector(Collector):
             yield GaugeMetricFamily(f"ecd_{name}", text, value=value)
 
 
+class _PeersCollector(Collector):
+    """What the daemon says of other nodes, one line of `ecd-cli peers` at a time."""
+
+    def __init__(self, status: Callable[[], pb.PeersReply]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._status()
+        fetches = CounterMetricFamily(
+            "ecd_fetches", "Entries that were to come from another node.", labels=["outcome"]
+        )
+        for outcome, count in status.fetches.items():
+            fetches.add_metric([outcome], count)
+        yield fetches
+        directory = status.directory
+        for name, text, value in (
+            ("read_retries", "Reads that failed and were tried again.", status.read_retries),
+            ("set_aside", "Fetches given up while a read was under way.", status.set_aside),
+            ("directory_lookups", "Keys asked of the directory.", directory.lookups),
+            ("directory_errors", "Questions it did not answer in time.", directory.errors),
+        ):
+            yield CounterMetricFamily(f"ecd_{name}", text, value=value)
+        for name, text, gauge in (
+            ("flights", "Fetches under way.", status.flights),
+            (
+                "set_aside_bytes",
+                "Given up, but a read may still write there.",
+                status.set_aside_bytes,
+            ),
+            ("directory_up", "Whether the directory answers.", directory.up),
+            ("directory_unpublished", "Changes not yet told.", directory.unpublished),
+            ("directory_lag_seconds", "Age of the oldest of them.", directory.lag_s),
+        ):
+            yield GaugeMetricFamily(f"ecd_{name}", text, value=float(gauge))
+        for name, text, field in (
+            ("peer_reads", "Entries read from a peer.", "reads"),
+            ("peer_read_bytes", "Bytes of these.", "read_bytes"),
+            ("peer_failed_reads", "Reads that failed; most are tried again.", "failed_reads"),
+        ):
+            family = CounterMetricFamily(f"ecd_{name}", text, labels=["peer"])
+            for peer in status.peers:
+                family.add_metric([peer.node], getattr(peer, field))
+            yield family
+        connected = GaugeMetricFamily(
+            "ecd_peer_connected", "Whether there is a link.", labels=["peer"]
+        )
+        for peer in status.peers:
+            connected.add_metric([peer.node], float(peer.state == "connected"))
+        yield connected
+
+
 class Metrics:
     """One registry per daemon."""
 
@@ -84,6 +137,18 @@ class Metrics:
             "ecd_event_loop_lag_seconds",
             "How late the event loop runs what is due.",
             buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._fetch_seconds = Histogram(
+            "ecd_fetch_seconds",
+            "Time from wanting an entry of another node to having it.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._fetch_bytes = Histogram(
+            "ecd_fetch_bytes",
+            "Sizes of these entries.",
+            buckets=FETCH_BUCKETS_BYTES,
             registry=self.registry,
         )
         info = Gauge("ecd_info", "Always 1.", ["version"], registry=self.registry)
@@ -104,6 +169,14 @@ class Metrics:
 
     def observe_call(self, method: str, seconds: float) -> None:
         self._call_seconds.labels(method).observe(seconds)
+
+    def observe_fetch(self, seconds: float, nbytes: int) -> None:
+        self._fetch_seconds.observe(seconds)
+        self._fetch_bytes.observe(nbytes)
+
+    def watch_peers(self, status: Callable[[], pb.PeersReply]) -> None:
+        """Export what the daemon knows of other nodes."""
+        self.registry.register(_PeersCollector(status))
 
     async def watch_loop(self) -> None:
         """Measure the event loop's lag, for as long as the daemon runs."""

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
 import grpc
 
 from ecd.core.cache import Cache
 from ecd.core.types import Aborted, Committed, EntryId, Key, LeaseId
 from ecd.rpc.convert import (
-    InvalidRequest,
     SessionOver,
-    check_batch,
-    content_from,
-    key_from,
-    seconds_from,
     selection_from,
     to_acquire_outcome,
     to_entry_info,
@@ -25,6 +20,7 @@ from ecd.rpc.convert import (
     to_reserve_outcome,
 )
 from ecd.rpc.sessions import Context, Sessions
+from ecd.wire import InvalidRequest, check_batch, content_from, key_from, seconds_from
 from ecd_proto.contract import MAX_PAGE
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
@@ -32,9 +28,43 @@ from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 TRIM_BATCH = 64
 """Entries evicted, or looked at for an eviction, before the event loop gets its turn."""
 
+TURNS_TO_ASK = 2
+"""Turns of the event loop in which questions to other nodes go out, before the rest is done."""
+
 DEFAULT_PAGE = 100
 
 Ctx = grpc.aio.ServicerContext[Any, Any]
+
+
+class OtherNodes(Protocol):
+    """What the service needs of the nodes around this one."""
+
+    def want(self, key: Key, hints: Sequence[str]) -> None:
+        """Somebody waits for the key: bring it here, if it is not here or on its way."""
+
+    def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
+        """Tell these nodes of these keys, as soon as they are stored here."""
+
+    def changed(self) -> None:
+        """Something was stored here, or evicted."""
+
+    def status(self) -> pb.PeersReply: ...
+
+
+class NoOtherNodes:
+    """A daemon that serves its node alone."""
+
+    def want(self, key: Key, hints: Sequence[str]) -> None:
+        pass
+
+    def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
+        pass
+
+    def changed(self) -> None:
+        pass
+
+    def status(self) -> pb.PeersReply:
+        return pb.PeersReply(directory=pb.DirectoryStatus(kind="none", up=True))
 
 
 class CacheService(pb_grpc.CacheServicer):
@@ -44,6 +74,7 @@ class CacheService(pb_grpc.CacheServicer):
         self,
         cache: Cache,
         sessions: Sessions,
+        others: OtherNodes,
         incarnation: str,
         now_s: Callable[[], float],
         status: Callable[[], pb.StatusReply],
@@ -51,6 +82,7 @@ class CacheService(pb_grpc.CacheServicer):
     ) -> None:
         self._cache = cache
         self._sessions = sessions
+        self._others = others
         self._incarnation = incarnation
         self._now_s = now_s
         self._status = status
@@ -78,6 +110,7 @@ class CacheService(pb_grpc.CacheServicer):
             self._cache.reserve(session, key, content, self._now_s()) for key, content in items
         ]
         self._trim_soon()
+        self._others.changed()
         return pb.ReserveReply(
             incarnation=self._incarnation, outcomes=map(to_reserve_outcome, outcomes)
         )
@@ -92,6 +125,7 @@ class CacheService(pb_grpc.CacheServicer):
             if isinstance(outcome, Committed):
                 self._sessions.deliver(outcome.woken)
         self._sessions.arm()
+        self._others.changed()
         return pb.CommitReply(incarnation=self._incarnation, committed=committed)
 
     async def Abort(self, request: pb.AbortRequest, context: Ctx) -> pb.AbortReply:
@@ -110,11 +144,18 @@ class CacheService(pb_grpc.CacheServicer):
         check_batch(request.keys)
         wait_s = seconds_from(request.wait_s, "wait_s")
         keys = [key_from(key) for key in request.keys]
+        if wait_s > 0.0:
+            hints = {hint.index: hint.nodes for hint in request.hints}
+            for index, key in enumerate(keys):
+                self._others.want(key, hints.get(index, ()))
+            for _ in range(TURNS_TO_ASK):
+                await asyncio.sleep(0)
         outcomes = [
             self._cache.acquire(session, key, self._now_s(), wait_s, request.only_if_written)
             for key in keys
         ]
         self._sessions.arm()
+        outcomes = await self._sessions.hold(outcomes)
         return pb.AcquireReply(
             incarnation=self._incarnation, outcomes=map(to_acquire_outcome, outcomes)
         )
@@ -157,6 +198,7 @@ class CacheService(pb_grpc.CacheServicer):
             reply.nbytes += report.nbytes
             reply.leased += report.leased
             after = report.next_after
+            self._others.changed()
             await asyncio.sleep(0)
         return reply
 
@@ -176,13 +218,25 @@ class CacheService(pb_grpc.CacheServicer):
     async def Status(self, request: pb.StatusRequest, context: Ctx) -> pb.StatusReply:
         return self._status()
 
+    async def Offer(self, request: pb.OfferRequest, context: Ctx) -> pb.OfferReply:
+        check_batch(request.keys)
+        self._others.offer([key_from(key) for key in request.keys], request.nodes)
+        return pb.OfferReply(incarnation=self._incarnation)
+
+    async def Peers(self, request: pb.PeersRequest, context: Ctx) -> pb.PeersReply:
+        reply = self._others.status()
+        reply.incarnation = self._incarnation
+        return reply
+
     def _trim_soon(self) -> None:
         if not self._trimming and self._cache.needs_trim():
             self._trimming = True
             asyncio.get_running_loop().call_soon(self._trim)
 
     def _trim(self) -> None:
-        if self._cache.trim(TRIM_BATCH):
+        goes_on = self._cache.trim(TRIM_BATCH)
+        self._others.changed()
+        if goes_on:
             asyncio.get_running_loop().call_soon(self._trim)
         else:
             self._trimming = False

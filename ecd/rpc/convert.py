@@ -1,9 +1,7 @@
-"""Messages to the core's words and back, and the one place that validates what clients send."""
+"""The Cache service's messages to the core's words and back."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from math import isfinite
 from typing import NoReturn
 
 import grpc
@@ -13,11 +11,9 @@ from ecd.core.types import (
     Acquisition,
     AlreadyStored,
     BeingWritten,
-    Content,
     EntryInfo,
     EntryTooLarge,
     Extent,
-    Key,
     Leased,
     LimitReached,
     Missing,
@@ -28,12 +24,8 @@ from ecd.core.types import (
     SessionEnded,
     Waiting,
 )
-from ecd_proto import contract
+from ecd.wire import InvalidRequest, key_from, seconds_from, to_content, to_key
 from ecd_proto.v1 import cache_pb2 as pb
-
-
-class InvalidRequest(Exception):
-    """The client sent something that the contract does not allow; the message says what."""
 
 
 class SessionOver(Exception):
@@ -53,51 +45,6 @@ def to_failure(error: Exception) -> pb.Failure:
     """What the status of a call would have been, where there is a stream instead."""
     code: int = STATUS[type(error)].value[0]
     return pb.Failure(code=code, details=str(error))
-
-
-def check_batch(items: Collection[object]) -> None:
-    if len(items) > contract.MAX_BATCH:
-        raise InvalidRequest(f"{len(items)} items in one call; at most {contract.MAX_BATCH}")
-
-
-def key_from(message: pb.Key) -> Key:
-    for field, value, limit in (
-        ("namespace", message.namespace, contract.MAX_NAMESPACE_BYTES),
-        ("mm_hash", message.mm_hash, contract.MAX_MM_HASH_BYTES),
-    ):
-        if not value:
-            raise InvalidRequest(f"an empty {field}")
-        if len(value.encode()) > limit:
-            raise InvalidRequest(f"a {field} of {len(value.encode())} bytes; at most {limit}")
-    return Key(message.namespace, message.mm_hash)
-
-
-def content_from(message: pb.Content) -> Content:
-    shape = tuple(message.shape)
-    if message.dtype not in contract.DTYPES:
-        raise InvalidRequest(
-            f"unknown dtype {message.dtype[:32]!r}; known are {', '.join(contract.DTYPES)}"
-        )
-    if len(shape) > contract.MAX_DIMENSIONS:
-        raise InvalidRequest(f"{len(shape)} dimensions; at most {contract.MAX_DIMENSIONS}")
-    expected = contract.nbytes_of(message.dtype, shape)
-    if message.nbytes != expected:
-        raise InvalidRequest(
-            f"{message.dtype} of shape {shape} has {expected} bytes, not {message.nbytes}"
-        )
-    if len(message.metadata) > contract.MAX_METADATA_BYTES:
-        raise InvalidRequest(
-            f"{len(message.metadata)} bytes of metadata; at most {contract.MAX_METADATA_BYTES}"
-        )
-    if not (isfinite(message.cost_s) and message.cost_s >= 0.0):
-        raise InvalidRequest(f"cost_s is {message.cost_s}; it must be 0 or more")
-    return Content(message.dtype, shape, message.nbytes, message.metadata, message.cost_s)
-
-
-def seconds_from(seconds: float, name: str) -> float:
-    if not (isfinite(seconds) and seconds >= 0.0):
-        raise InvalidRequest(f"{name} is {seconds}; it must be 0 or more")
-    return seconds
 
 
 def selection_from(request: pb.EvictRequest) -> Selection:
@@ -134,7 +81,7 @@ def to_reserve_outcome(outcome: Reservation) -> pb.ReserveOutcome:
 
 def to_acquire_outcome(outcome: Acquisition) -> pb.AcquireOutcome:
     match outcome:
-        case Leased(lease, _, content, extent, expires_s, _):
+        case Leased(lease, _, content, extent, expires_s):
             leased = pb.Leased(
                 lease=lease,
                 content=to_content(content),
@@ -158,20 +105,10 @@ def to_extent(extent: Extent) -> pb.Extent:
     return pb.Extent(pool=extent.pool, offset=extent.offset, nbytes=extent.nbytes)
 
 
-def to_content(content: Content) -> pb.Content:
-    return pb.Content(
-        dtype=content.dtype,
-        shape=content.shape,
-        nbytes=content.nbytes,
-        metadata=content.metadata,
-        cost_s=content.cost_s,
-    )
-
-
 def to_entry_info(info: EntryInfo, now_s: float) -> pb.EntryInfo:
     return pb.EntryInfo(
         entry=info.entry,
-        key=pb.Key(namespace=info.key.namespace, mm_hash=info.key.mm_hash),
+        key=to_key(info.key),
         content=to_content(info.content),
         leases=info.leases,
         hits=info.hits,

@@ -11,7 +11,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ecd.rpc.cache_service import CacheService
-from ecd.rpc.convert import STATUS, InvalidRequest, SessionOver
+from ecd.rpc.convert import STATUS, SessionOver
+from ecd.wire import InvalidRequest
 from ecd_proto.contract import MAX_MESSAGE_BYTES
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc

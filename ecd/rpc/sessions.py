@@ -16,14 +16,27 @@ from typing import Protocol
 import grpc
 
 from ecd.core.cache import Cache
-from ecd.core.types import LeaseId, LimitReached, Missing, SessionId, Ticket, Wakeup
-from ecd.rpc.convert import InvalidRequest, SessionOver, to_acquire_outcome
+from ecd.core.types import (
+    Acquisition,
+    Leased,
+    LeaseId,
+    LimitReached,
+    Missing,
+    SessionId,
+    Ticket,
+    Waiting,
+    Wakeup,
+)
+from ecd.rpc.convert import SessionOver, to_acquire_outcome
+from ecd.wire import InvalidRequest
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.v1 import cache_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
+HOLD_S = 0.005
+"""How long an Acquire that can only wait is left unanswered: most fetches take less."""
 MAX_UNREAD_EVENTS = 100_000
 """Events a client may leave unread before its session is ended."""
 RECHECK_S = (0.01, 1.0)
@@ -56,6 +69,24 @@ class Stream:
     attached: bool = False  # its client was seen to hold the session's lock
 
 
+@dataclass(eq=False)
+class _Held:
+    """Waits of one call that is not answered yet."""
+
+    waiting: set[Ticket]
+    over: asyncio.Future[None]
+    ended: dict[Ticket, Leased | Missing | LimitReached] = field(default_factory=dict)
+
+    def end(self, wakeup: Wakeup) -> None:
+        self.ended[wakeup.ticket] = wakeup.outcome
+        if len(self.ended) == len(self.waiting):
+            self.let_go()
+
+    def let_go(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+
 class Sessions:
     """Every open stream, the timer of the core's deadlines and the sessions that are leaving."""
 
@@ -65,15 +96,18 @@ class Sessions:
         files: SessionFiles,
         incarnation: str,
         daemon: str,
+        node: str,
         now_s: Callable[[], float],
     ) -> None:
         self._cache = cache
         self._files = files
         self._incarnation = incarnation
-        self._daemon = daemon
+        self._daemon, self._node = daemon, node
         self._now_s = now_s
         self._by_token: dict[str, Stream] = {}
         self._by_session: dict[SessionId, Stream] = {}
+        self._elsewhere: dict[SessionId, Callable[[Wakeup], None]] = {}
+        self._held: dict[Ticket, _Held] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._stopping = False
@@ -97,9 +131,45 @@ class Sessions:
             stream.attached = True
         return stream.session
 
+    def redirect(self, session: SessionId, tell: Callable[[Wakeup], None] | None) -> None:
+        """A session without a stream here is told of its waits by `tell`; None: no more."""
+        if tell is None:
+            self._elsewhere.pop(session, None)
+        else:
+            self._elsewhere[session] = tell
+
+    async def hold(self, outcomes: list[Acquisition]) -> list[Acquisition]:
+        """The outcomes, some moments later if all there is are waits that may end soon.
+
+        An answer that says "wait", and another that says what came of it, cost more than that.
+        """
+        waiting = {outcome.ticket for outcome in outcomes if isinstance(outcome, Waiting)}
+        if not waiting or any(isinstance(outcome, Leased) for outcome in outcomes):
+            return outcomes
+        loop = asyncio.get_running_loop()
+        held = _Held(waiting, loop.create_future())
+        self._held |= dict.fromkeys(waiting, held)
+        late = loop.call_later(HOLD_S, held.let_go)
+        try:
+            await held.over
+        finally:
+            late.cancel()
+            for ticket in waiting:
+                self._held.pop(ticket, None)
+        return [
+            held.ended.get(outcome.ticket, outcome) if isinstance(outcome, Waiting) else outcome
+            for outcome in outcomes
+        ]
+
     def deliver(self, woken: Iterable[Wakeup]) -> None:
         """Tell the waiting sessions how their waits ended."""
         for wakeup in woken:
+            if tell := self._elsewhere.get(wakeup.session):
+                tell(wakeup)
+                continue
+            if held := self._held.pop(wakeup.ticket, None):
+                held.end(wakeup)
+                continue
             ended = pb.WaitEnded(ticket=wakeup.ticket, outcome=to_acquire_outcome(wakeup.outcome))
             self._post(wakeup.session, pb.SessionEvent(wait_ended=ended))
 
@@ -186,6 +256,7 @@ class Sessions:
             pool=self._files.pool_file(),
             lock_path=self._files.lock_path(),
             lock_offset=stream.session,
+            node=self._node,
         )
 
     async def _read(self, stream: Stream, requests: SessionIterator) -> None:

@@ -1,0 +1,344 @@
+"""This node among others: engine, peers, directory and fetches, made from the settings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from ipaddress import IPv4Address
+
+import grpc
+
+from ecd.cluster.background import Background
+from ecd.cluster.checksum import digests, fold
+from ecd.cluster.directory import Directory, NoDirectory, StaticDirectory
+from ecd.cluster.engine import Engine
+from ecd.cluster.fetcher import Fetcher
+from ecd.cluster.peers import Peers, PeerUnavailable
+from ecd.cluster.redis_directory import RedisDirectory
+from ecd.config import Config
+from ecd.core.cache import Cache
+from ecd.core.types import EntryId, Extent, Key, Leased, LimitReached, Wakeup
+from ecd_proto.contract import CONTRACT_VERSION, MAX_HINTS
+from ecd_proto.mapping import Mapping
+from ecd_proto.v1 import cache_pb2, peer_pb2
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 1 << 20
+"""Entries up to here are hashed on the event loop: it takes less than handing them over."""
+MAX_OFFERS = 4096
+OFFER_TTL_S = 60.0
+"""How long an offer of a key that is not stored yet is kept."""
+PUBLISH_BATCH = 256
+
+
+class ClusterError(Exception):
+    """This node cannot join; the message says what to change."""
+
+
+class Cluster:
+    """One per daemon that has peers, on its event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        cache: Cache,
+        readable: Mapping,
+        writable: Mapping,
+        incarnation: str,
+        daemon: str,
+        deliver: Callable[[Iterable[Wakeup]], None],
+        observe: Callable[[float, int], None],
+    ) -> None:
+        """Start the engine, for `run`. Blocking, for some milliseconds.
+
+        `readable` is what other nodes may read, `writable` what they never can write to. Raises
+        ClusterError and EngineError.
+        """
+        assert config.peer_address is not None
+        self.node = config.peer_address
+        self._config, self._cache, self._observe = config, cache, observe
+        self._incarnation, self._daemon = incarnation, daemon
+        self._changed = asyncio.Event()
+        self._may_ask = lru_cache(maxsize=1024)(self._may_ask_uncached)
+        self._offers: OrderedDict[Key, tuple[tuple[str, ...], float]] = OrderedDict()
+        self._hashing: dict[EntryId, asyncio.Future[int]] = {}
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="ecd-checksum")
+        self._background = Background()
+        session = cache.open_session()
+        assert not isinstance(session, LimitReached)
+        self.server_credentials, credentials = _credentials(config)
+        self._memory = readable
+        host = self.node.rpartition(":")[0]
+        self._engine = Engine(
+            host,
+            config.protocol,
+            config.device,
+            config.engine_ports,
+            config.mooncake,
+            bytes.fromhex(incarnation),
+        )
+        # Over tcp a peer could write to whatever is registered; the kernel lets it only read this.
+        one_sided = readable if config.protocol == "tcp" else writable
+        self._registered = one_sided
+        self._engine.register(one_sided, one_sided.nbytes)
+        self._peers = Peers(self.node, daemon, config.protocol, config.token, credentials)
+        self._directory = self._make_directory()
+        self._fetcher = Fetcher(
+            cache,
+            session,
+            writable,
+            self._engine,
+            self._peers,
+            self._directory.find,
+            deliver,
+            self._note_fetch,
+            config.zone,
+            config.fetch_timeout_s,
+        )
+        cache.take_changes()  # from here on they are noted
+
+    async def verify(self) -> None:
+        """Raises EngineError: the engine is not what was asked for."""
+        await self._engine.verify(self._config.protocol)
+
+    async def run(self) -> None:
+        """Tell the directory and other nodes what changes here, until cancelled."""
+        logger.info(
+            "peers on %s, engine on %s over %s, directory %s",
+            *(self.node, self._engine.endpoint, self._engine.protocol, self._directory.state.kind),
+        )
+        await asyncio.gather(self._directory.run(), self._publish(), self._engine.failed)
+
+    async def close(self) -> None:
+        await self._fetcher.close()
+        await self._directory.close()
+        await self._peers.close()
+        await self._background.close()
+        self._hasher.shutdown(wait=False, cancel_futures=True)
+        self._engine.close()
+
+    def _make_directory(self) -> Directory:
+        config = self._config
+        match config.directory_kind:
+            case "none":
+                return NoDirectory()
+            case "static":
+                others = [node for node in config.peers if node != self.node]
+                return StaticDirectory(others, self._ask)
+            case _:
+                assert config.directory is not None
+                return RedisDirectory(
+                    config.directory,
+                    config.cluster,
+                    self.node,
+                    self._incarnation,
+                    config.zone,
+                    lambda: self._cache.leases,
+                    self._page,
+                )
+
+    # -- what engines on this node ask for -----------------------------------------------------
+
+    def want(self, key: Key, hints: Sequence[str]) -> None:
+        """Somebody waits for the key: bring it here, if it is not here or on its way."""
+        self._fetcher.want(key, [node for node in hints[:MAX_HINTS] if self._may_ask(node)])
+
+    def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
+        """Tell these nodes of these keys: now, or when they are stored."""
+        allowed = tuple(node for node in nodes[:MAX_HINTS] if self._may_ask(node))
+        now_s = time.monotonic()
+        stored = [key for key in keys if self._cache.contains(key)]
+        for node in allowed:
+            if stored:
+                self._background.spawn(self._send_offer(node, stored))
+        for key in keys:
+            if allowed and key not in stored:
+                self._offers[key] = allowed, now_s + OFFER_TTL_S
+                self._offers.move_to_end(key)
+        while self._offers and (
+            len(self._offers) > MAX_OFFERS or next(iter(self._offers.values()))[1] < now_s
+        ):
+            self._offers.popitem(last=False)
+
+    def changed(self) -> None:
+        """Something was stored here, or evicted."""
+        self._changed.set()
+
+    def _note_fetch(self, seconds: float, nbytes: int) -> None:
+        self._observe(seconds, nbytes)
+        self.changed()
+
+    def _may_ask_uncached(self, node: str) -> bool:
+        """Hints come in requests, from whoever sends those: not every address is followed."""
+        if node == self.node:
+            return False
+        if node in self._config.peers:
+            return True
+        host, _, port = node.rpartition(":")
+        try:
+            address = IPv4Address(host)
+        except ValueError:
+            return False
+        in_network = any(address in network for network in self._config.hint_networks)
+        return in_network and port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+
+    # -- what other nodes ask for --------------------------------------------------------------
+
+    def describe(self) -> peer_pb2.NodeDescription:
+        return peer_pb2.NodeDescription(
+            contract_version=CONTRACT_VERSION,
+            daemon=self._daemon,
+            node=self.node,
+            incarnation=self._incarnation,
+            zone=self._config.zone,
+            engine=self._engine.endpoint,
+            protocol=self._engine.protocol,
+            identity_address=self._engine.identity_address,
+            lease_ttl_s=self._cache.lease_ttl_s,
+            leases=self._cache.leases,
+        )
+
+    def address_of(self, extent: Extent) -> int:
+        return self._registered.address + extent.offset
+
+    def checksum_of(self, leased: Leased) -> int | Awaitable[int]:
+        """Of a leased entry; at once where it is known."""
+        if leased.checksum is not None:
+            return leased.checksum
+        return self._checksum(leased.entry, leased.extent)
+
+    def offered(self, keys: Sequence[Key], node: str) -> None:
+        """A node has these keys and expects us to want them."""
+        if self._may_ask(node):
+            for key in keys:
+                self._fetcher.want(key, (node,))
+
+    def _checksum(self, entry: EntryId, extent: Extent) -> int | Awaitable[int]:
+        """Of an entry; what it turns out to be is forgotten if the entry has gone meanwhile."""
+        view = self._memory.view(extent.offset, extent.nbytes)
+        if extent.nbytes <= INLINE_BYTES:
+            checksum = fold(digests(view))
+            self._cache.note_checksum(entry, checksum)
+            return checksum
+        if entry not in self._hashing:
+            computing = asyncio.get_running_loop().run_in_executor(
+                self._hasher, lambda: fold(digests(view))
+            )
+            self._hashing[entry] = computing
+            computing.add_done_callback(lambda done: self._hashed(entry, done))
+        return asyncio.shield(self._hashing[entry])
+
+    def _hashed(self, entry: EntryId, done: asyncio.Future[int]) -> None:
+        del self._hashing[entry]
+        if not done.cancelled():
+            self._cache.note_checksum(entry, done.result())
+
+    # -- the background ------------------------------------------------------------------------
+
+    async def _publish(self) -> None:
+        """Hash what is stored, offer it to whom it was promised, tell the directory."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            changes = list(self._cache.take_changes().items())
+            for start in range(0, len(changes), PUBLISH_BATCH):
+                batch = dict(changes[start : start + PUBLISH_BATCH])
+                for key, stored in batch.items():
+                    if stored:
+                        self._offer_stored(key)
+                        await self._hash(key)
+                self._directory.publish(batch)
+                await asyncio.sleep(0)
+
+    async def _hash(self, key: Key) -> None:
+        info = self._cache.look(key)
+        if info is not None and info.checksum is None:
+            checksum = self._checksum(info.entry, info.extent)
+            if not isinstance(checksum, int):
+                await checksum
+
+    def _offer_stored(self, key: Key) -> None:
+        nodes, until_s = self._offers.pop(key, ((), 0.0))
+        if time.monotonic() < until_s:
+            for node in nodes:
+                self._background.spawn(self._send_offer(node, [key]))
+
+    async def _send_offer(self, node: str, keys: Sequence[Key]) -> None:
+        try:
+            (await self._peers.link(node)).offer(keys)
+        except PeerUnavailable as error:
+            logger.debug("an offer is lost: %s", error)
+
+    async def _ask(self, node: str, keys: Sequence[Key]) -> Sequence[bool]:
+        try:
+            return await (await self._peers.link(node)).find(keys)
+        except PeerUnavailable as error:
+            self._directory.state.errors += 1
+            self._directory.state.last_error = str(error)
+            return ()
+
+    def _page(self, after: EntryId, limit: int) -> tuple[list[Key], EntryId | None]:
+        entries, next_after = self._cache.page(after, limit)
+        return [entry.key for entry in entries], next_after
+
+    # -- for operators -------------------------------------------------------------------------
+
+    def status(self) -> cache_pb2.PeersReply:
+        state, counters = self._directory.state, self._fetcher.counters
+        return cache_pb2.PeersReply(
+            node=self.node,
+            engine=self._engine.endpoint,
+            protocol=self._engine.protocol,
+            directory=cache_pb2.DirectoryStatus(
+                kind=state.kind,
+                up=state.up,
+                last_error=state.last_error,
+                lookups=state.lookups,
+                errors=state.errors,
+                unpublished=state.unpublished,
+                lag_s=state.lag_s,
+            ),
+            fetches=counters.outcomes,
+            flights=self._fetcher.flights,
+            set_aside_bytes=counters.set_aside_bytes,
+            set_aside=counters.set_aside,
+            read_retries=counters.retries,
+            peers=[
+                cache_pb2.PeerStatus(
+                    node=peer.node,
+                    state=peer.state,
+                    incarnation=peer.last.incarnation,
+                    engine=peer.last.engine,
+                    protocol=peer.last.protocol,
+                    zone=peer.last.zone,
+                    last_error=peer.last_error,
+                    round_trip_s=peer.round_trip_s,
+                    reads=peer.reads,
+                    read_bytes=peer.read_bytes,
+                    failed_reads=peer.failed_reads,
+                    in_flight=peer.in_flight,
+                )
+                for peer in self._peers
+            ],
+        )
+
+
+def _credentials(
+    config: Config,
+) -> tuple[grpc.ServerCredentials | None, grpc.ChannelCredentials | None]:
+    """Mutual TLS for both directions, or neither. Raises ClusterError."""
+    paths = (config.peer_tls_ca, config.peer_tls_key, config.peer_tls_cert)
+    if not all(paths):
+        return None, None
+    try:
+        ca, key, cert = (path.read_bytes() for path in paths if path is not None)
+    except OSError as error:
+        raise ClusterError(f"cannot read {error.filename}: {error.strerror}") from None
+    server = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
+    return server, grpc.ssl_channel_credentials(ca, key, cert)

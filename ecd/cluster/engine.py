@@ -1,0 +1,491 @@
+"""Mooncake's TransferEngine: registered memory, and one-sided reads of other nodes' memory.
+
+What it does and does not do was found by experiment; where a line here looks odd, the reason is
+in docs/mooncake.md. Its reads are asynchronous and polled by one thread, because a blocking read
+burns a core. A read that was given up on may still write to its destination: the future of a read
+ends only when the engine says that the read is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Mapping as MappingOf
+from dataclasses import dataclass, field
+from typing import Any
+
+from ecd.cluster.checksum import PIECE_BYTES, digests
+from ecd_proto.mapping import Mapping
+
+MAX_READS_PER_PEER = 64
+"""Under way at one time; a peer's queue that overflows may never work again."""
+MAX_BYTES_PER_PEER = 8 << 20
+"""Under way at one time, unless one piece is more: what the caches still hold when it is hashed."""
+LANES = 16
+"""TCP connections a peer; one that died fails one read before it is made anew."""
+PAUSE_S = (5e-6, 500e-6)
+"""Shortest and longest sleep between two looks at the reads under way."""
+LOOKS = 4
+"""Looks at a read in the time that it takes at BYTES_PER_S, and in the time that it has taken."""
+BYTES_PER_S = 4e9
+IDENTITY_BYTES = 16
+PROOFS = 4096
+"""Looks at identities under way at one time, one a peer; dead peers hold theirs for a while."""
+SWEEP_S = 0.05
+PR_SET_TIMERSLACK = 29
+HANDSHAKE_TIMEOUT_S = 1.0
+MAX_HANDSHAKE_BYTES = 1 << 20
+METADATA = b"\x01"
+"""The handshake's request for a node's description."""
+
+VARIABLES = {
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_TCP_LANES_PER_PEER": str(LANES),
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "3",
+    "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "2",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+}
+"""What we ask of Mooncake unless the settings, or the environment, say otherwise."""
+
+
+class EngineError(Exception):
+    """The engine cannot be had as configured; the message says what to change."""
+
+
+class ReadFailed(Exception):
+    """The read is over and did not succeed; the message says why."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Memory of another node's engine, and how to tell whose it is."""
+
+    engine: str
+    address: int
+    nbytes: int
+    identity_address: int
+    identity: bytes
+
+
+@dataclass(eq=False)
+class Reading:
+    """One read, in pieces. `ended` gives the `digests` of what arrived, or raises ReadFailed.
+
+    Until `ended` is done something may write to the target, whoever has given it up.
+    """
+
+    source: Source
+    target: int
+    ended: asyncio.Future[list[int]]
+    failures: int = 0
+    wanted: bool = True
+    # The thread's own.
+    fresh: int = 0  # offset of the next piece
+    again: list[int] = field(default_factory=list)  # offsets of pieces that failed
+    under_way: int = 0
+    waits: bool = True  # for its turn
+    arrived: dict[int, int] = field(default_factory=dict)  # digests by offset
+
+    def give_up(self) -> None:
+        """Begin no more of it."""
+        self.wanted = False
+
+    @property
+    def failed(self) -> bool:
+        return not self.wanted or self.failures > LANES
+
+
+@dataclass(eq=False)
+class _Piece:
+    reading: Reading
+    offset: int
+    nbytes: int
+    id: int
+
+
+@dataclass(eq=False)
+class _Proof:
+    """A read of a node's identity, begun after these readings' last bytes had arrived."""
+
+    readings: list[Reading]
+    slot: int
+    id: int = 0
+    failures: int = 0
+
+
+@dataclass(eq=False)
+class _Lineup:
+    """The readings of one engine, which take turns, and what is under way for them."""
+
+    turns: deque[Reading] = field(default_factory=deque)
+    pieces: list[_Piece] = field(default_factory=list)
+    bytes_under_way: int = 0
+    unproven: list[Reading] = field(default_factory=list)
+    proof: _Proof | None = None
+    swept_s: float = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.turns or self.pieces or self.unproven or self.proof)
+
+
+_Ended = tuple[Reading, "list[int] | str"]
+"""The digests, or why there are none."""
+
+
+class Engine:
+    """One TransferEngine, on the event loop that made it.
+
+    `failed` raises what ended the thread that polls, which nothing should.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        protocol: str,
+        device: str,
+        ports: str,
+        variables: MappingOf[str, str],
+        identity: bytes,
+    ) -> None:
+        """Start the engine; `identity` is what others read to know whose memory they have read.
+
+        Raises EngineError. Blocking, for some milliseconds.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._submitted: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
+        self._lineups: dict[str, _Lineup] = {}
+        self._scratch = Mapping.of_memory(PROOFS * IDENTITY_BYTES)
+        self._slots = list(range(PROOFS))
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self._registered: list[Mapping] = []
+        self.protocol = ""
+        self._engine = _start(host, protocol, device, ports, variables)
+        self.endpoint = f"{host}:{self._engine.get_rpc_port()}"
+        page_bytes = os.sysconf("SC_PAGESIZE")
+        page = Mapping.of_memory(page_bytes, identity, writable=False)
+        self.identity_address = page.address
+        self.register(page, page_bytes)
+        self._thread = threading.Thread(target=self._run, name="ecd-reads", daemon=True)
+
+    async def verify(self, protocol: str) -> None:
+        """Start reading, if what Mooncake installed is what was asked for. Raises EngineError.
+
+        Mooncake falls back to tcp without a word.
+        """
+        try:
+            described = await describe(self.endpoint)
+        except OSError as error:
+            raise EngineError(f"Mooncake does not answer on {self.endpoint}: {error}") from None
+        self.protocol = str(described.get("protocol"))
+        if self.protocol != protocol:
+            raise EngineError(
+                f"ECD_PROTOCOL is {protocol}, but Mooncake installed {self.protocol}: this machine "
+                f"has no device for {protocol}, or this build of Mooncake does not know it. See "
+                "ECD_DEVICE, or set ECD_PROTOCOL=tcp"
+            )
+        self._thread.start()
+
+    def register(self, memory: Mapping, nbytes: int) -> None:
+        """Let other nodes read this memory. Raises EngineError."""
+        if self._engine.register_memory(memory.address, nbytes) != 0:
+            raise EngineError(f"Mooncake does not register {nbytes} bytes; memlock may be too low")
+        self._registered.append(memory)  # stays mapped as long as others may read it
+
+    def read(self, source: Source, target: int) -> Reading:
+        """Bring the bytes of `source` to the address `target`, and make sure whose they were.
+
+        The identity is read after the last byte has arrived: a node that restarted on its old
+        ports answers for its old self until then. Pieces that fail are read again at once, as
+        often as there may be connections that have died.
+        """
+        reading = Reading(source, target, self._loop.create_future())
+        self._submitted.put(reading)
+        return reading
+
+    def close(self) -> None:
+        """Stop reading. Readings that are open stay open."""
+        if self._thread.is_alive():
+            self._submitted.put(None)
+            self._thread.join()
+        del self._engine
+
+    # -- the thread that polls -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._poll()
+        except Exception as error:
+            self._tell(self.failed.set_exception, error)
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _poll(self) -> None:
+        _sleep_precisely()
+        changed_s = time.monotonic()
+        while True:
+            idle = not self._lineups
+            if not self._take_submitted(wait=idle):
+                return
+            if idle:
+                changed_s = time.monotonic()
+            ended: list[_Ended] = []
+            changed = False
+            for peer, lineup in list(self._lineups.items()):
+                changed |= self._look_at_pieces(lineup, ended)
+                changed |= self._look_at_proof(lineup, ended)
+                self._begin(peer, lineup, ended)
+                self._sweep(lineup, ended)
+                if lineup.is_empty:
+                    del self._lineups[peer]
+            if ended:
+                self._tell(_settle, ended)
+            if changed:
+                changed_s = time.monotonic()
+            self._pause(time.monotonic() - changed_s)
+
+    def _pause(self, since_s: float) -> None:
+        nbytes = sum(lineup.bytes_under_way for lineup in self._lineups.values())
+        wanted_s = max(nbytes / BYTES_PER_S, since_s) / LOOKS
+        time.sleep(min(max(wanted_s, PAUSE_S[0]), PAUSE_S[1]))
+
+    def _take_submitted(self, wait: bool) -> bool:
+        """Line up what was asked for since the last look. False: the engine closes."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                reading = self._submitted.get(block=wait)
+                wait = False
+                if reading is None:
+                    return False
+                self._lineups.setdefault(reading.source.engine, _Lineup()).turns.append(reading)
+        return True
+
+    def _look_at_pieces(self, lineup: _Lineup, ended: list[_Ended]) -> bool:
+        """Take note of what has arrived or failed. True: something has."""
+        still: list[_Piece] = []
+        for piece in lineup.pieces:
+            status = self._status(piece.id)
+            if status == 0:
+                still.append(piece)
+                continue
+            reading = piece.reading
+            reading.under_way -= 1
+            lineup.bytes_under_way -= piece.nbytes
+            if status == 1:
+                at = reading.target + piece.offset
+                [reading.arrived[piece.offset]] = digests(_bytes_at(at, piece.nbytes))
+            else:
+                reading.failures += 1
+                reading.again.append(piece.offset)
+            if not (reading.waits or self._is_over(reading, lineup, ended)):
+                reading.waits = True
+                lineup.turns.append(reading)
+        changed = len(still) < len(lineup.pieces)
+        lineup.pieces = still
+        return changed
+
+    def _is_over(self, reading: Reading, lineup: _Lineup, ended: list[_Ended]) -> bool:
+        """Whether no piece of it is to be begun, or under way; then it goes where it belongs."""
+        if reading.failed:
+            if reading.under_way == 0:
+                ended.append((reading, f"{reading.failures} reads failed"))
+            return True
+        if reading.again or reading.fresh < reading.source.nbytes:
+            return False
+        if reading.under_way == 0:
+            lineup.unproven.append(reading)
+        return True
+
+    def _begin(self, peer: str, lineup: _Lineup, ended: list[_Ended]) -> None:
+        """Begin as many pieces as may be under way, one of each reading in turn, and a proof."""
+        while lineup.turns and len(lineup.pieces) < MAX_READS_PER_PEER:
+            reading = lineup.turns[0]
+            if self._is_over(reading, lineup, ended):
+                lineup.turns.popleft().waits = False
+                continue
+            offset = reading.again[-1] if reading.again else reading.fresh
+            nbytes = min(PIECE_BYTES, reading.source.nbytes - offset)
+            if lineup.pieces and lineup.bytes_under_way + nbytes > MAX_BYTES_PER_PEER:
+                break
+            if reading.again:
+                reading.again.pop()
+            else:
+                reading.fresh += nbytes
+            began = self._submit(
+                peer, reading.target + offset, reading.source.address + offset, nbytes
+            )
+            lineup.pieces.append(_Piece(reading, offset, nbytes, began))
+            lineup.bytes_under_way += nbytes
+            reading.under_way += 1
+            lineup.turns.rotate(-1)
+        if lineup.unproven and lineup.proof is None and self._slots:
+            # One look at the identity proves all that had arrived before.
+            first = lineup.unproven[0].source
+            alike = [r for r in lineup.unproven if _same_node(r.source, first)]
+            lineup.unproven = [r for r in lineup.unproven if not _same_node(r.source, first)]
+            lineup.proof = _Proof(alike, self._slots.pop())
+            self._begin_proof(peer, lineup.proof)
+
+    def _sweep(self, lineup: _Lineup, ended: list[_Ended]) -> None:
+        """Now and then, end what was given up before its turn: it need not wait for a dead peer."""
+        now_s = time.monotonic()
+        if now_s - lineup.swept_s < SWEEP_S:
+            return
+        lineup.swept_s = now_s
+        for reading in [r for r in lineup.turns if r.failed]:
+            lineup.turns.remove(reading)
+            reading.waits = False
+            self._is_over(reading, lineup, ended)
+
+    def _begin_proof(self, peer: str, proof: _Proof) -> None:
+        target = self._scratch.address + proof.slot * IDENTITY_BYTES
+        source = proof.readings[0].source
+        proof.id = self._submit(peer, target, source.identity_address, IDENTITY_BYTES)
+
+    def _look_at_proof(self, lineup: _Lineup, ended: list[_Ended]) -> bool:
+        proof = lineup.proof
+        if proof is None:
+            return False
+        status = self._status(proof.id)
+        if status == 0:
+            return False
+        source = proof.readings[0].source
+        if status == -1 and proof.failures < LANES:
+            proof.failures += 1
+            proof.readings[0].failures += 1
+            self._begin_proof(source.engine, proof)
+            return True
+        at = self._scratch.address + proof.slot * IDENTITY_BYTES
+        proven = status == 1 and bytes(_bytes_at(at, IDENTITY_BYTES)) == source.identity
+        why = "another node's memory" if status == 1 else f"{proof.failures} reads failed"
+        for reading in proof.readings:
+            in_order = [digest for _, digest in sorted(reading.arrived.items())]
+            ended.append((reading, in_order if proven else why))
+        self._slots.append(proof.slot)
+        lineup.proof = None
+        return True
+
+    def _submit(self, peer: str, target: int, source: int, nbytes: int) -> int:
+        """Begin one read. One entry an id: the engine reports the first entry's status for all."""
+        began: int = self._engine.batch_transfer_async_read(peer, [target], [source], [nbytes])
+        return began
+
+    def _status(self, began: int) -> int:
+        """0: under way, 1: arrived, -1: failed. After that the id is no more."""
+        status: int = self._engine.transfer_check_status(began) if began else -1
+        return status
+
+
+def _sleep_precisely() -> None:
+    """Let this thread's short sleeps be as short as they say: the kernel adds 50 us otherwise."""
+    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+
+
+def _same_node(one: Source, other: Source) -> bool:
+    return (one.identity_address, one.identity) == (other.identity_address, other.identity)
+
+
+def _bytes_at(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def _settle(ended: list[_Ended]) -> None:
+    for reading, outcome in ended:
+        if reading.ended.done():
+            continue
+        if isinstance(outcome, str):
+            reading.ended.set_exception(ReadFailed(outcome))
+        else:
+            reading.ended.set_result(outcome)
+
+
+def _start(
+    host: str, protocol: str, device: str, ports: str, variables: MappingOf[str, str]
+) -> Any:
+    first, last = ports.split("-")
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(MC_MIN_RPC_PORT=first, MC_MAX_RPC_PORT=last)
+    if protocol == "tcp":  # or an RDMA device that is there would be used
+        os.environ["MC_FORCE_TCP"] = "1"
+    os.environ.update(variables)
+    try:
+        from mooncake.engine import TransferEngine  # reads the variables
+    except ImportError as error:
+        raise EngineError(
+            f"Mooncake cannot be loaded: {error}. Install ecd[cpu] or ecd[cuda], and Debian's "
+            "libibverbs1"
+        ) from None
+    engine = TransferEngine()
+    if engine.initialize(host, "P2PHANDSHAKE", protocol, device) != 0:
+        raise EngineError(
+            f"Mooncake cannot start {protocol} on {host}: no port of ECD_ENGINE_PORTS ({ports}) is "
+            "free, or ECD_DEVICE is not a device of this machine"
+        )
+    return engine
+
+
+async def describe(endpoint: str) -> dict[str, Any]:
+    """What the engine at host:port says of itself: protocol, data port, registered memory.
+
+    Speaks Mooncake's own handshake, whose library call holds the interpreter while it waits.
+    Raises OSError: it cannot be reached within HANDSHAKE_TIMEOUT_S, or does not speak it.
+    """
+    host, _, port = endpoint.rpartition(":")
+    try:
+        return await asyncio.wait_for(_describe(host, int(port)), HANDSHAKE_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        raise TimeoutError(f"{endpoint} did not answer within {HANDSHAKE_TIMEOUT_S} s") from None
+
+
+async def _describe(host: str, port: int) -> dict[str, Any]:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        asked = METADATA + b"{}"
+        writer.write(struct.pack("<Q", len(asked)) + asked)
+        (length,) = struct.unpack("<Q", await reader.readexactly(8))
+        if not 0 < length <= MAX_HANDSHAKE_BYTES:
+            raise OSError(f"{host}:{port} does not speak Mooncake's handshake")
+        answer = json.loads((await reader.readexactly(length))[1:])
+        if not isinstance(answer, dict):
+            raise OSError(f"{host}:{port} does not speak Mooncake's handshake")
+        return answer
+    except (asyncio.IncompleteReadError, ValueError):
+        raise OSError(f"{host}:{port} does not speak Mooncake's handshake") from None
+    finally:
+        writer.close()
+
+
+async def probe(endpoint: str) -> str:
+    """The protocol of the engine at host:port, once both its ports are seen to answer.
+
+    First contact of the engine itself with an address that does not answer would hold up every
+    other transfer. Raises OSError.
+    """
+    described = await describe(endpoint)
+    protocol = str(described.get("protocol"))
+    if protocol == "tcp":
+        host, port = described.get("tcp_data_host"), described.get("tcp_data_port")
+        if not (isinstance(host, str) and isinstance(port, int) and 0 < port < 65536):
+            raise OSError(f"{endpoint} names no data port")
+        connecting = asyncio.open_connection(host, port)
+        try:
+            _, writer = await asyncio.wait_for(connecting, HANDSHAKE_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise TimeoutError(f"data port {host}:{port} of {endpoint} does not answer") from None
+        writer.close()
+    return protocol

@@ -1,0 +1,258 @@
+"""A directory in Redis, that of one server or of a Redis Cluster.
+
+`ecd:<cluster>:e:<digest of the key>`  a hash with one field for each node that holds the key: the
+                                       node's incarnation. Expires after ROW_TTL_S, and is written
+                                       again before that.
+`ecd:<cluster>:n:<incarnation>`        who that is, as JSON. Expires after NODE_TTL_S: with it every
+                                       row of the node is void.
+
+Changes are written behind, in pipelines. What is lost on either side, by a Redis that restarts
+empty for example, is written again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from redis import RedisError
+from redis.asyncio import Redis
+from redis.asyncio.cluster import RedisCluster
+
+from ecd.cluster.directory import Candidate, DirectoryState, Found
+from ecd.core.types import EntryId, Key
+from ecd_proto.contract import NODE_PATTERN
+
+logger = logging.getLogger(__name__)
+
+NODE_TTL_S = 15
+ROW_TTL_S = 3600
+LOOKUP_TIMEOUT_S = 0.25
+"""A lookup that takes longer is a miss; after it nobody asks for PAUSE_S."""
+WRITE_TIMEOUT_S = 2.0
+PAUSE_S = (1.0, 5.0)
+NODE_CACHE_S = 2.0
+BATCH = 512
+MAX_UNPUBLISHED = 1 << 18
+"""Changes that wait for Redis; with more, all entries are told again instead."""
+MAX_CANDIDATES = 16
+DOWN = (RedisError, OSError, asyncio.TimeoutError)
+
+Page = Callable[[EntryId, int], tuple[list[Key], "EntryId | None"]]
+"""Some of the entries stored here, after a place, and where to go on."""
+
+
+class RedisDirectory:
+    """One per daemon, on its event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        cluster: str,
+        node: str,
+        incarnation: str,
+        zone: str,
+        load: Callable[[], int],
+        page: Page,
+    ) -> None:
+        self.state = DirectoryState("redis", up=False)
+        self._prefix = f"ecd:{cluster}"
+        self._node, self._incarnation, self._zone = node, incarnation, zone
+        self._load, self._page = load, page
+        self._redis: Any = _client(url)
+        self._unpublished: dict[Key, bool] = {}
+        self._oldest_s: float | None = None
+        self._changed = asyncio.Event()
+        self._sweeping: EntryId | None = EntryId(0)
+        self._swept_s = time.monotonic()
+        self._beat_s = 0.0
+        self._known = False  # Redis was seen to have our node
+        self._silent_until_s = 0.0
+        self._pause_s = 0.0
+        self._nodes: dict[str, tuple[Candidate | None, float]] = {}
+
+    # -- reading -------------------------------------------------------------------------------
+
+    async def find(self, keys: Sequence[Key]) -> Found:
+        self.state.lookups += len(keys)
+        if time.monotonic() < self._silent_until_s:
+            return {}
+        try:
+            return await asyncio.wait_for(self._find(keys), LOOKUP_TIMEOUT_S)
+        except DOWN as error:
+            self._failed(error)
+            return {}
+
+    async def _find(self, keys: Sequence[Key]) -> Found:
+        pipeline = self._redis.pipeline(transaction=False)
+        for key in keys:
+            pipeline.hkeys(self._row(key))
+        rows = [
+            random.sample(names, min(len(names), MAX_CANDIDATES))
+            for names in (
+                [name.decode() for name in row if name.decode() != self._incarnation]
+                for row in await pipeline.execute()
+            )
+        ]
+        await self._learn({name for row in rows for name in row})
+        return {
+            key: [node for name in row if (node := self._nodes[name][0]) is not None]
+            for key, row in zip(keys, rows, strict=True)
+            if row
+        }
+
+    async def _learn(self, incarnations: set[str]) -> None:
+        """Who these are: dead ones are nobody."""
+        now_s = time.monotonic()
+        self._nodes = {name: node for name, node in self._nodes.items() if node[1] > now_s}
+        unknown = sorted(incarnations - self._nodes.keys())
+        if not unknown:
+            return
+        pipeline = self._redis.pipeline(transaction=False)
+        for incarnation in unknown:
+            pipeline.get(self._record(incarnation))
+        until_s = now_s + NODE_CACHE_S
+        for incarnation, record in zip(unknown, await pipeline.execute(), strict=True):
+            self._nodes[incarnation] = _candidate(record), until_s
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def publish(self, changes: Mapping[Key, bool]) -> None:
+        if not changes:
+            return
+        self._unpublished.update(changes)
+        if len(self._unpublished) > MAX_UNPUBLISHED:
+            self._unpublished.clear()  # rows of evicted entries expire; until then they cost a miss
+            self._sweeping = EntryId(0)
+        if self._oldest_s is None:
+            self._oldest_s = time.monotonic()
+        self._note_lag()
+        self._changed.set()
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await asyncio.wait_for(self._beat(), WRITE_TIMEOUT_S)
+                while self._unpublished or self._sweeping is not None:
+                    await asyncio.wait_for(self._write(), WRITE_TIMEOUT_S)
+                    await asyncio.wait_for(self._beat(), WRITE_TIMEOUT_S)
+                self._changed.clear()
+                self.state.up, self._pause_s = True, 0.0
+                await _event(self._changed, self._beat_s - time.monotonic())
+            except DOWN as error:
+                self._failed(error)
+                await asyncio.sleep(self._pause_s)
+
+    async def close(self) -> None:
+        try:
+            await asyncio.wait_for(
+                self._redis.delete(self._record(self._incarnation)), LOOKUP_TIMEOUT_S
+            )
+        except DOWN as error:
+            logger.debug("leaving without telling Redis: %s", error)
+        await self._redis.aclose()
+
+    async def _beat(self) -> None:
+        """We live. If Redis has forgotten us, it has forgotten our entries."""
+        now_s = time.monotonic()
+        if now_s - self._swept_s > ROW_TTL_S / 2:
+            self._sweeping, self._swept_s = EntryId(0), now_s
+        if now_s < self._beat_s:
+            return
+        record = {"node": self._node, "zone": self._zone, "load": self._load()}
+        name = self._record(self._incarnation)
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.get(name)
+        pipeline.set(name, json.dumps(record), ex=NODE_TTL_S)
+        before, _ = await pipeline.execute()
+        if before is None and self._known:
+            logger.warning("the directory has forgotten this node: telling it all entries again")
+            self._sweeping = EntryId(0)
+        self._known = True
+        self._beat_s = now_s + NODE_TTL_S / 3
+
+    async def _write(self) -> None:
+        """One batch: of changes, or of all entries if they are to be told again."""
+        batch = dict(islice(self._unpublished.items(), BATCH))
+        sweeps = not batch and self._sweeping is not None
+        start = after = self._sweeping
+        if sweeps and start is not None:
+            keys, after = self._page(start, BATCH)
+            batch = dict.fromkeys(keys, True)
+        pipeline = self._redis.pipeline(transaction=False)
+        for key, stored in batch.items():
+            row = self._row(key)
+            if stored:
+                pipeline.hset(row, self._incarnation, "")
+                pipeline.expire(row, ROW_TTL_S)
+            else:
+                pipeline.hdel(row, self._incarnation)
+        if batch:
+            await pipeline.execute()
+        for key, stored in batch.items():
+            if self._unpublished.get(key) is stored:
+                del self._unpublished[key]
+        if sweeps and self._sweeping == start:  # not begun anew meanwhile
+            self._sweeping = after
+        self._oldest_s = time.monotonic() if self._unpublished else None
+        self._note_lag()
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def _failed(self, error: BaseException) -> None:
+        self.state.errors += 1
+        if self.state.up or not self.state.last_error:
+            logger.warning("the directory does not answer: %s", error or type(error).__name__)
+        self.state.up = False
+        self.state.last_error = str(error) or type(error).__name__
+        first_s, longest_s = PAUSE_S
+        self._pause_s = min(max(2 * self._pause_s, first_s), longest_s)
+        self._silent_until_s = time.monotonic() + first_s
+        self._beat_s = 0.0
+        self._note_lag()
+
+    def _note_lag(self) -> None:
+        self.state.unpublished = len(self._unpublished)
+        self.state.lag_s = 0.0 if self._oldest_s is None else time.monotonic() - self._oldest_s
+
+    def _row(self, key: Key) -> str:
+        digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
+        return f"{self._prefix}:e:{digest}"
+
+    def _record(self, incarnation: str) -> str:
+        return f"{self._prefix}:n:{incarnation}"
+
+
+def _client(url: str) -> Any:
+    options: Any = {"socket_timeout": WRITE_TIMEOUT_S, "socket_connect_timeout": WRITE_TIMEOUT_S}
+    scheme, separator, rest = url.partition("://")
+    if scheme.endswith("+cluster"):
+        return RedisCluster.from_url(scheme.removesuffix("+cluster") + separator + rest, **options)
+    return Redis.from_url(url, **options)
+
+
+def _candidate(record: bytes | None) -> Candidate | None:
+    """What a node's record says; None: there is none, or it is not one of ours."""
+    try:
+        fields = json.loads(record or b"null")
+        if not re.fullmatch(NODE_PATTERN, fields["node"]):
+            return None
+        return Candidate(fields["node"], str(fields["zone"]), int(fields["load"]))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+async def _event(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for it, or for the time to be over."""
+    try:
+        await asyncio.wait_for(event.wait(), max(timeout_s, 0.0))
+    except asyncio.TimeoutError:
+        return

@@ -1,0 +1,73 @@
+"""Messages that both services use, and the one place that validates what arrives in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import isfinite
+
+from ecd.core.types import Content, Key
+from ecd_proto import contract
+from ecd_proto.v1 import cache_pb2 as pb
+
+
+class InvalidRequest(Exception):
+    """The client sent something that the contract does not allow; the message says what."""
+
+
+def check_batch(items: Collection[object]) -> None:
+    if len(items) > contract.MAX_BATCH:
+        raise InvalidRequest(f"{len(items)} items in one call; at most {contract.MAX_BATCH}")
+
+
+def key_from(message: pb.Key) -> Key:
+    for field, value, limit in (
+        ("namespace", message.namespace, contract.MAX_NAMESPACE_BYTES),
+        ("mm_hash", message.mm_hash, contract.MAX_MM_HASH_BYTES),
+    ):
+        if not value:
+            raise InvalidRequest(f"an empty {field}")
+        if len(value.encode()) > limit:
+            raise InvalidRequest(f"a {field} of {len(value.encode())} bytes; at most {limit}")
+    return Key(message.namespace, message.mm_hash)
+
+
+def content_from(message: pb.Content) -> Content:
+    shape = tuple(message.shape)
+    if message.dtype not in contract.DTYPES:
+        raise InvalidRequest(
+            f"unknown dtype {message.dtype[:32]!r}; known are {', '.join(contract.DTYPES)}"
+        )
+    if len(shape) > contract.MAX_DIMENSIONS:
+        raise InvalidRequest(f"{len(shape)} dimensions; at most {contract.MAX_DIMENSIONS}")
+    expected = contract.nbytes_of(message.dtype, shape)
+    if message.nbytes != expected:
+        raise InvalidRequest(
+            f"{message.dtype} of shape {shape} has {expected} bytes, not {message.nbytes}"
+        )
+    if len(message.metadata) > contract.MAX_METADATA_BYTES:
+        raise InvalidRequest(
+            f"{len(message.metadata)} bytes of metadata; at most {contract.MAX_METADATA_BYTES}"
+        )
+    if not (isfinite(message.cost_s) and message.cost_s >= 0.0):
+        raise InvalidRequest(f"cost_s is {message.cost_s}; it must be 0 or more")
+    return Content(message.dtype, shape, message.nbytes, message.metadata, message.cost_s)
+
+
+def seconds_from(seconds: float, name: str) -> float:
+    if not (isfinite(seconds) and seconds >= 0.0):
+        raise InvalidRequest(f"{name} is {seconds}; it must be 0 or more")
+    return seconds
+
+
+def to_key(key: Key) -> pb.Key:
+    return pb.Key(namespace=key.namespace, mm_hash=key.mm_hash)
+
+
+def to_content(content: Content) -> pb.Content:
+    return pb.Content(
+        dtype=content.dtype,
+        shape=content.shape,
+        nbytes=content.nbytes,
+        metadata=content.metadata,
+        cost_s=content.cost_s,
+    )
