@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -16,6 +16,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 CALL_TIMEOUT_S = 5.0
 """How long the daemon may take to answer one call, waits apart."""
+JOIN_S = 1.0
 
 Reply = TypeVar("Reply")
 
@@ -52,6 +53,28 @@ def call(
         raise translate(error, address) from None
 
 
+class GrpcThreads:
+    """grpc's threads that work for one channel.
+
+    They are daemon threads: one that is stopped by the interpreter's end while it holds a lock of
+    grpc's leaves the main thread waiting for it for ever. So they are seen out first.
+    """
+
+    def __init__(self) -> None:
+        self._threads: set[threading.Thread] = set()
+
+    def note(self, *_: object) -> None:
+        """The calling thread is one of them."""
+        self._threads = {thread for thread in self._threads if thread.is_alive()}
+        self._threads.add(threading.current_thread())
+
+    def join(self) -> None:
+        """Wait until they have ended, for JOIN_S at most."""
+        deadline_s = time.monotonic() + JOIN_S
+        for thread in self._threads - {threading.current_thread()}:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+
 class Calls:
     """The batch calls of one conversation.
 
@@ -59,8 +82,9 @@ class Calls:
     of a unary call each. Whoever finds it busy makes a unary call instead of waiting.
     """
 
-    def __init__(self, stub: Any, address: str, timeout_s: float) -> None:
+    def __init__(self, stub: Any, address: str, timeout_s: float, threads: GrpcThreads) -> None:
         self.address = address
+        self._threads = threads
         self.timeout_s = timeout_s
         self._stub = stub
         self._lock = threading.Lock()
@@ -80,7 +104,8 @@ class Calls:
             return call(method, request, self.address, self.timeout_s)
         try:
             if self._replies is None:
-                self._replies = self._stub.Exchange(iter(self._requests.get, None))
+                self._replies = self._stub.Exchange(self._asked())
+                self._replies.add_done_callback(self._threads.note)
             self._due_s = time.monotonic() + self.timeout_s
             self._requests.put(pb.ExchangeRequest(**{name: request}))
             reply = next(self._replies)
@@ -100,6 +125,11 @@ class Calls:
         if reply.WhichOneof("reply") == "failure":
             raise _named(_STATUS[reply.failure.code], reply.failure.details, self.address)
         return getattr(reply, name)
+
+    def _asked(self) -> Iterator[pb.ExchangeRequest]:
+        self._threads.note()
+        while (request := self._requests.get()) is not None:
+            yield request
 
     def meaning(self, error: Exception) -> EcdError:
         """What the failure of a future of `later` means for the caller."""

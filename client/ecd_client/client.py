@@ -74,6 +74,14 @@ class Client:
         """Which life of the daemon this is. Raises DaemonUnavailable."""
         return self._session.conversation().incarnation
 
+    @property
+    def node(self) -> str:
+        """Where other nodes reach this daemon, host:port; "" if nowhere. Raises DaemonUnavailable.
+
+        Whoever wants this node's entries elsewhere gives it as `nodes` to a `get` there.
+        """
+        return self._session.conversation().node
+
     def wait_connected(self, timeout: float) -> None:
         """Wait until the daemon answers. Raises DaemonUnavailable after `timeout` seconds."""
         self._session.conversation(timeout)
@@ -151,13 +159,20 @@ class Client:
     # -- reading -------------------------------------------------------------------------------
 
     def get(
-        self, mm_hash: str, timeout: float = 0.0, *, namespace: str | None = None
+        self,
+        mm_hash: str,
+        timeout: float = 0.0,
+        *,
+        namespace: str | None = None,
+        nodes: Sequence[str] = (),
     ) -> Item | None:
         """A lease on the entry, waiting up to `timeout` seconds for somebody to store it.
 
-        None: it is not there. Raises EcdError.
+        With a timeout, and a daemon that has peers, an entry that is not on this node is brought
+        from another: from `nodes` (host:port), which are likely to have it, or from wherever the
+        daemon's directory knows it. None: it is not there. Raises EcdError.
         """
-        return self._reader.get(self._key(mm_hash, namespace), timeout)
+        return self._reader.get(self._key(mm_hash, namespace), timeout, nodes)
 
     def get_async(
         self,
@@ -166,17 +181,32 @@ class Client:
         *,
         only_if_written: bool = False,
         namespace: str | None = None,
+        nodes: Sequence[Sequence[str]] = (),
     ) -> list[Future[Item | None]]:
         """`get` of many, without waiting: one future each, done at most `timeout` s later.
 
-        With `only_if_written` the wait is only for keys that somebody is writing now. A future
-        that is cancelled ends its wait. Raises InvalidArgument and DaemonUnavailable.
+        With `only_if_written` the wait is only for keys that somebody is writing now, or that are
+        being brought from another node. `nodes`, if given, has the likely nodes of each key. A
+        future that is cancelled ends its wait. Raises InvalidArgument and DaemonUnavailable.
         """
         keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
-        return self._reader.get_async(keys, timeout, only_if_written)
+        return self._reader.get_async(keys, timeout, only_if_written, nodes)
+
+    def offer(
+        self, mm_hashes: Sequence[str], nodes: Sequence[str], *, namespace: str | None = None
+    ) -> None:
+        """Tell `nodes` (host:port) of these keys, now or when they are stored here.
+
+        They bring the entries to themselves ahead of need. Advice: nobody waits for it, and what
+        is not stored within a minute is forgotten. Raises DaemonUnavailable.
+        """
+        keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
+        request = pb.OfferRequest(keys=keys, nodes=nodes)
+        told = self._session.conversation().calls.later("offer", request)
+        told.add_done_callback(lambda _: None)  # grpc cancels a call that nobody refers to
 
     def contains(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> list[bool]:
-        """Which of the keys are stored now. Raises EcdError."""
+        """Which of the keys are stored on this node now. Raises EcdError."""
         return self._reader.contains([self._key(mm_hash, namespace) for mm_hash in mm_hashes])
 
     # -- life ----------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ import grpc
 
 from ecd_client.calls import Calls
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
-from ecd_client.mapping import Mapping
 from ecd_proto.contract import MAX_BATCH
+from ecd_proto.mapping import Mapping
 from ecd_proto.shm import lock_session
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -63,6 +63,7 @@ class Conversation:
         self.daemon = welcome.daemon
         self.lease_ttl_s = welcome.lease_ttl_s
         self.pool_path = welcome.pool.path
+        self.node = welcome.node
         self.calls = calls
         self._stream, self._outbox = stream, outbox
         # Added to the daemon's times it makes them ours, early by the time Welcome took.

@@ -25,11 +25,11 @@ class Reader:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def get(self, key: pb.Key, timeout: float) -> Item | None:
+    def get(self, key: pb.Key, timeout: float, nodes: Sequence[str]) -> Item | None:
         """One key, waiting up to `timeout` s for it; None: it is not there."""
         _check_wait(timeout)
         conversation = self._session.conversation()
-        request = _acquire(conversation, [key], timeout)
+        request = _acquire(conversation, [key], timeout, hints=[nodes])
         with conversation.whole_or_abandoned():
             [outcome] = conversation.calls.now("acquire", request).outcomes
         if outcome.WhichOneof("outcome") != "waiting":
@@ -39,14 +39,18 @@ class Reader:
         return _result(conversation, found, timeout)
 
     def get_async(
-        self, keys: Sequence[pb.Key], timeout: float, only_if_written: bool
+        self,
+        keys: Sequence[pb.Key],
+        timeout: float,
+        only_if_written: bool,
+        hints: Sequence[Sequence[str]] = (),
     ) -> list[Found]:
         """A future for each key, done at most `timeout` s later."""
         _check_wait(timeout)
         founds: list[Found] = [Future() for _ in keys]
         for start in range(0, len(keys), MAX_BATCH):
             batch = slice(start, start + MAX_BATCH)
-            self._ask(keys[batch], founds[batch], timeout, only_if_written)
+            self._ask(keys[batch], founds[batch], timeout, only_if_written, hints[batch])
         return founds
 
     def wait_for_writer(self, key: pb.Key, timeout: float) -> bool:
@@ -67,7 +71,12 @@ class Reader:
         return contained
 
     def _ask(
-        self, keys: Sequence[pb.Key], founds: list[Found], timeout: float, only_if_written: bool
+        self,
+        keys: Sequence[pb.Key],
+        founds: list[Found],
+        timeout: float,
+        only_if_written: bool,
+        hints: Sequence[Sequence[str]],
     ) -> None:
         conversation = self._session.conversation()
 
@@ -82,7 +91,7 @@ class Reader:
                 return
             _settle(conversation, keys, founds, outcomes)
 
-        request = _acquire(conversation, keys, timeout, only_if_written)
+        request = _acquire(conversation, keys, timeout, only_if_written, hints)
         conversation.calls.later("acquire", request).add_done_callback(answered)
 
 
@@ -102,9 +111,14 @@ def _acquire(
     keys: Sequence[pb.Key],
     timeout: float,
     only_if_written: bool = False,
+    hints: Sequence[Sequence[str]] = (),
 ) -> pb.AcquireRequest:
     return pb.AcquireRequest(
-        session=conversation.token, keys=keys, wait_s=timeout, only_if_written=only_if_written
+        session=conversation.token,
+        keys=keys,
+        wait_s=timeout,
+        only_if_written=only_if_written,
+        hints=[pb.Hint(index=i, nodes=nodes) for i, nodes in enumerate(hints) if nodes],
     )
 
 

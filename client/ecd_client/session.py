@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from ecd_client.calls import Calls, open_channel, translate, unreachable
+from ecd_client.calls import Calls, GrpcThreads, open_channel, translate, unreachable
 from ecd_client.conversation import Conversation, Outbox
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_proto.contract import CONTRACT_VERSION
@@ -45,6 +45,7 @@ class Session:
         self._cause: EcdError = DaemonUnavailable(unreachable(address))
         self._closed = threading.Event()
         self._stream: Any = None
+        self._threads = GrpcThreads()
         self._thread = threading.Thread(target=self._run, name="ecd-session", daemon=True)
         self._thread.start()
 
@@ -80,6 +81,7 @@ class Session:
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._channel.close()
+        self._threads.join()
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -114,7 +116,8 @@ class Session:
                 return
             sent_s = time.monotonic()
             stream = self._stream = self._stub.Session(self._requests(outbox))
-        calls = Calls(self._stub, self._address, self._call_timeout_s)
+        stream.add_done_callback(self._threads.note)
+        calls = Calls(self._stub, self._address, self._call_timeout_s, self._threads)
         conversation = None
         try:
             for event in stream:
@@ -142,6 +145,7 @@ class Session:
 
     def _requests(self, outbox: Outbox) -> Iterator[pb.SessionRequest]:
         """What the client says on the stream; gRPC draws it on a thread of its own."""
+        self._threads.note()
         client = f"{self._name} ecd {version('ecd')}"
         yield pb.SessionRequest(
             hello=pb.Hello(contract_version=CONTRACT_VERSION, client=client, pid=os.getpid())
