@@ -7,6 +7,7 @@ still has the item ahead of it, and while a load of it is on its way to the work
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from bisect import bisect_right
@@ -19,10 +20,11 @@ from vllm.logger import init_logger
 
 from ecd_client.calls import CALL_TIMEOUT_S
 from ecd_client.client import Client
-from ecd_client.errors import EcdError, InvalidArgument
+from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
 from ecd_client.item import Item
 from ecd_client.reader import close_unseen
 from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST, PlaceholderMetadata
+from ecd_client.vllm.hints import add_node, consumers_in, nodes_in
 from ecd_client.vllm.settings import FAIL, Settings
 from ecd_client.vllm.stats import EcdStats
 from ecd_client.vllm.transfer import Load
@@ -50,6 +52,7 @@ class _Wanted:
 
     identifier: str
     expected: dict[User, int] = field(default_factory=dict)
+    nodes: list[str] = field(default_factory=list)  # that are said to have it
     answer: Future[Item | None] | None = None
     item: Item | None = None
     missing: bool = False
@@ -66,6 +69,7 @@ class _Request:
     items: list[tuple[int, str, int]]  # index in mm_features, identifier, number of embeddings
     deadline_s: float
     preemptions: int
+    nodes: dict[str, list[str]]  # by identifier, where the request says that it is
     done: int = 0  # items that the request has computed past
     given: set[int] = field(default_factory=set)  # indices whose item was handed to a load
     failed: bool = False
@@ -195,7 +199,12 @@ class SchedulerRole:
         if state is not None:
             for index, identifier, _ in state.items:
                 self._leave(self._wanted.get(identifier), (request.request_id, index))
-        return self._metadata.of(request.mm_features) if self._is_producer else None
+        if not self._is_producer:
+            return None
+        params = self._metadata.of(request.mm_features)
+        if params and state is not None and (node := self._node()):
+            add_node(params, node, (identifier for _, identifier, _ in state.items))
+        return params
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -206,12 +215,23 @@ class SchedulerRole:
                 position = feature.mm_position
                 ends.append(position.offset + position.length)
                 items.append((index, feature.identifier, position.get_num_embeds()))
+        consumers = consumers_in(request.ec_transfer_params)
+        if self._is_producer and consumers and items:
+            with contextlib.suppress(DaemonUnavailable):  # then there is nothing to offer
+                self._client.offer([identifier for _, identifier, _ in items], consumers)
         deadline_s = time.monotonic() + self._settings.load_timeout_s
-        return _Request(ends, items, deadline_s, request.num_preemptions)
+        nodes = nodes_in(request.ec_transfer_params)
+        return _Request(ends, items, deadline_s, request.num_preemptions, nodes)
+
+    def _node(self) -> str:
+        try:
+            return self._client.node
+        except DaemonUnavailable:
+            return ""
 
     def _all_settled(self, request_id: str, state: _Request) -> bool:
         ahead = [item for item in state.items[state.done :] if item[0] not in state.given]
-        open_items = [self._want(request_id, *item) for item in ahead]
+        open_items = [self._want(request_id, state, *item) for item in ahead]
         expectations = [expected for _, _, expected in ahead]
         self._ask([wanted for wanted in open_items if self._is_to_be_asked(wanted)])
         late = time.monotonic() >= state.deadline_s
@@ -234,7 +254,9 @@ class SchedulerRole:
                 return False
         return settled
 
-    def _want(self, request_id: str, index: int, identifier: str, expected: int) -> _Wanted:
+    def _want(
+        self, request_id: str, state: _Request, index: int, identifier: str, expected: int
+    ) -> _Wanted:
         wanted = self._wanted.get(identifier)
         user = (request_id, index)
         if wanted is None or (wanted.missing and user not in wanted.expected):
@@ -245,6 +267,7 @@ class SchedulerRole:
             else:
                 wanted = self._wanted[identifier] = _Wanted(identifier)
         wanted.expected[user] = expected
+        wanted.nodes = state.nodes.get(identifier, wanted.nodes)
         return wanted
 
     def _is_to_be_asked(self, wanted: _Wanted) -> bool:
@@ -268,6 +291,7 @@ class SchedulerRole:
                 [wanted.identifier for wanted in unique],
                 self._settings.load_timeout_s,
                 only_if_written=not self._fails,
+                nodes=[wanted.nodes for wanted in unique],
             )
         except EcdError as error:
             self._note_away(error)

@@ -13,11 +13,11 @@ from vllm.logger import init_logger
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.mapping import Mapping
 from ecd_client.tensors import as_tensor, private_copy
 from ecd_client.vllm.settings import Settings
 from ecd_client.vllm.stats import EcdStats
 from ecd_client.vllm.transfer import Load
+from ecd_proto.mapping import Mapping
 
 logger = init_logger(__name__)
 
