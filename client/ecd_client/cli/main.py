@@ -70,6 +70,17 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
         render.status(out, reply, options.address)
 
 
+@app.command()
+def peers(context: typer.Context, as_json: AsJson = False) -> None:
+    """The other nodes: who is reached, over what, and how reads from them go."""
+    options: Options = context.obj
+    reply = options.call("Peers", pb.PeersRequest())
+    if as_json or options.as_json:
+        render.as_json(out, reply)
+    else:
+        render.peers(out, reply)
+
+
 @app.command("ls")
 def list_entries(
     context: typer.Context,

@@ -51,6 +51,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("daemon", f"{reply.version}, contract {reply.contract_version}, pid {reply.pid}"),
         ("address", address),
         ("name", reply.name),
+        ("node", reply.node or "alone"),
         ("incarnation", reply.incarnation),
         ("state", f"{state}, up {_duration(reply.uptime_s)}"),
         ("pool", f"{decimal(pool.pool_bytes)} in {pool.path}"),
@@ -79,11 +80,53 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("evictions", _counts(counters.evictions)),
         ("refused", _counts(counters.refused)),
     ]
+    _facts(out, rows)
+
+
+def _facts(out: Console, rows: list[tuple[str, str]]) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)
+    out.print(table)
+
+
+def peers(out: Console, reply: pb.PeersReply) -> None:
+    if not reply.node:
+        out.print("This daemon serves its node alone: set ECD_PEER_ADDRESS to join others.")
+        return
+    directory = reply.directory
+    known = f"{directory.kind}, {'up' if directory.up else 'DOWN: ' + directory.last_error}"
+    if directory.unpublished:
+        known += f", {directory.unpublished:,} changes untold for {_duration(directory.lag_s)}"
+    rows = [
+        ("node", reply.node),
+        ("engine", f"{reply.engine} over {reply.protocol}"),
+        ("directory", known),
+        ("fetches", f"{_counts(reply.fetches)}; {reply.flights:,} under way"),
+        ("set aside", f"{decimal(reply.set_aside_bytes)}; {reply.set_aside:,} times so far"),
+        ("retries", f"{reply.read_retries:,} reads"),
+    ]
+    _facts(out, rows)
+    table = Table(
+        *("peer", "state", "incarnation", "over", "zone", "round trip", "reads", "bytes"),
+        *("failed", "last error"),
+    )
+    table.columns[-1].overflow = "fold"
+    for peer in reply.peers:
+        table.add_row(
+            peer.node,
+            peer.state,
+            peer.incarnation[:12],
+            peer.protocol,
+            peer.zone,
+            f"{peer.round_trip_s * 1e3:.1f} ms" if peer.round_trip_s else "",
+            f"{peer.reads:,}",
+            decimal(peer.read_bytes),
+            f"{peer.failed_reads:,}",
+            peer.last_error,
+        )
     out.print(table)
 
 
