@@ -8,16 +8,28 @@ BIN := $(VENV)/bin
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-# Mooncake's wheel needs Debian's libibverbs1 to load.
+# $(call debian,PACKAGE,CHECK): Debian's package, unless CHECK says that what it brings is here.
+define debian
+	@{ $(2); } > /dev/null 2>&1 || { echo "installing $(1)"; export DEBIAN_FRONTEND=noninteractive; \
+	  if [ "$$(id -u)" = 0 ]; then apt-get install -qq -y $(1) > /dev/null || { \
+	    apt-get update -qq && apt-get install -qq -y $(1) > /dev/null; }; else false; fi; } || { \
+	  echo "$(1) is missing and cannot be installed from here. Run: sudo apt-get install $(1)"; \
+	  exit 1; }
+endef
+
+# Mooncake's wheel needs libibverbs1 to load.
 .PHONY: system
 system:
-	@ldconfig -p | grep -q libibverbs.so.1 || { \
-	  echo "installing libibverbs1, which Mooncake needs"; \
-	  export DEBIAN_FRONTEND=noninteractive; \
-	  if [ "$$(id -u)" = 0 ]; then apt-get install -qq -y libibverbs1 > /dev/null || { \
-	    apt-get update -qq && apt-get install -qq -y libibverbs1 > /dev/null; }; else false; fi; } || { \
-	  echo "libibverbs1 is missing and cannot be installed from here. Run: sudo apt-get install libibverbs1"; \
-	  exit 1; }
+	$(call debian,libibverbs1,ldconfig -p | grep libibverbs.so.1)
+
+# What the tests use besides: a Redis, network namespaces, certificates.
+.PHONY: test-system
+test-system:
+	$(call debian,redis-server,command -v redis-server)
+	$(call debian,iproute2,command -v ip && command -v tc)
+	$(call debian,util-linux,command -v setpriv && command -v nsenter)
+	$(call debian,procps,command -v sysctl)
+	$(call debian,openssl,command -v openssl)
 
 $(VENV)/.ready: pyproject.toml | system
 	$(PYTHON) -m venv $(VENV)
@@ -75,7 +87,7 @@ vllm:  ## build the vLLM environments; without ECD_REQUIRE_VLLM=1 a failure is o
 	    test -z "$$ECD_REQUIRE_VLLM" || exit 1; }; done
 
 .PHONY: test
-test: check vllm  ## everything that can run without a GPU, real vLLM included
+test: check vllm test-system  ## everything that can run without a GPU, real vLLM included
 	$(BIN)/pytest
 
 .PHONY: demo
@@ -83,9 +95,11 @@ demo: $(VENV)/.ready  ## a daemon, a producer and a consumer process, and what h
 	@$(BIN)/python docs/examples/demo.py
 
 .PHONY: bench
-bench: $(VENV)/.ready  ## put, get and contains beside a plain copy; the core at 1k and 1M entries
+bench: $(VENV)/.ready test-system  ## one node, two nodes, the directory, the core at 1k and 1M entries
 	$(BIN)/python benchmarks/run.py --output docs/benchmarks/one-node.md
 	$(BIN)/python benchmarks/core_growth.py --output docs/benchmarks/core-growth.md
+	$(BIN)/python benchmarks/fetch.py --output docs/benchmarks/fetch.md
+	$(BIN)/python benchmarks/directory.py --output docs/benchmarks/directory.md
 
 .PHONY: clean
 clean:  ## remove what the other targets made

@@ -1,24 +1,18 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from e2e.engines import VERSIONS, Engine, make_model, python_of
+from e2e.engines import VERSIONS, Engine, installed, make_model
 from support.daemon import Daemon
 
 
 @pytest.fixture(scope="session", params=VERSIONS)
 def version(request: pytest.FixtureRequest) -> str:
     """Each vLLM that is installed; what is missing is said, or fails where it is required."""
-    version: str = request.param
-    if not (python_of(version).parents[1] / ".ready").exists():
-        if os.environ.get("ECD_REQUIRE_VLLM"):
-            pytest.fail(f"vLLM {version} is not installed, and ECD_REQUIRE_VLLM is set")
-        pytest.skip(f"vLLM {version} IS NOT INSTALLED: `make vllm` says why")
-    return version
+    return installed(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -57,18 +51,22 @@ def start_engine(
         extra: dict | None = None,
         environ: dict[str, str] | None = None,
         encoder_less: bool = False,
+        daemon: Daemon = shared_daemon,
+        kv: str | None = None,
         **engine: object,
     ) -> Engine:
         setup: dict = {"model": str(model_of(kind)), "engine": engine}
         if role is not None:
             setup["role"] = role
-            setup["extra"] = {"ecd_address": shared_daemon.address, **(extra or {})}
+            setup["extra"] = {"ecd_address": daemon.address, **(extra or {})}
         if role == "ec_producer":
             # vLLM 0.28 cannot make a prefix cache for an engine without KV cache.
             setup["engine"] = {"enable_prefix_caching": False, **engine}
         setup["encoder_less"] = encoder_less
+        if kv is not None:
+            setup["kv"] = kv
         log = tmp_path_factory.mktemp("engine") / f"{role}-{len(engines)}.log"
-        engines.append(Engine(version, log, setup, **(environ or {})))
+        engines.append(Engine(version, log, setup, daemon.prefix, **(environ or {})))
         return engines[-1]
 
     yield start

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 from PIL import Image
 from vllm import LLM, SamplingParams
-from vllm.config import ECTransferConfig
+from vllm.config import ECTransferConfig, KVTransferConfig
 
 encoded: list[int] = []
 may_encode = True
@@ -55,9 +55,15 @@ def prompt(request: dict) -> dict:
 
 def generate(engine: LLM, command: dict) -> dict:
     encoded.clear()
-    sampling = SamplingParams(
-        temperature=0, max_tokens=command.get("max_tokens", 6), ignore_eos=True
-    )
+    sampling = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=command.get("max_tokens", 6),
+            ignore_eos=True,
+            extra_args={"ec_transfer_params": request.get("ec_transfer_params")},
+        )
+        for request in command["requests"]
+    ]
     outputs = engine.generate([prompt(r) for r in command["requests"]], sampling, use_tqdm=False)
     return {
         "outputs": [
@@ -89,6 +95,12 @@ def main() -> None:
             ec_connector_module_path="ecd_client.vllm",
             ec_role=setup["role"],
             ec_connector_extra_config=setup.get("extra", {}),
+        )
+    if "kv" in setup:
+        kwargs["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="ExampleConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"shared_storage_path": setup["kv"]},
         )
     engine = LLM(model=setup["model"], **kwargs)
     global may_encode

@@ -8,7 +8,10 @@ import select
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -18,6 +21,15 @@ START_S = 240.0
 
 def python_of(version: str) -> Path:
     return ROOT / ".venvs" / f"vllm-{version}" / "bin" / "python"
+
+
+def installed(version: str) -> str:
+    """The version, if it is installed. What is missing is said, or fails where it is required."""
+    if not (python_of(version).parents[1] / ".ready").exists():
+        if os.environ.get("ECD_REQUIRE_VLLM"):
+            pytest.fail(f"vLLM {version} is not installed, and ECD_REQUIRE_VLLM is set")
+        pytest.skip(f"vLLM {version} IS NOT INSTALLED: `make vllm` says why")
+    return version
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -48,13 +60,16 @@ def make_model(version: str, kind: str, directory: Path) -> Path:
 class Engine:
     """One engine. `start` returns at once, the first command waits until it is ready."""
 
-    def __init__(self, version: str, log: Path, setup: dict, **environ: str) -> None:
+    def __init__(
+        self, version: str, log: Path, setup: dict, prefix: Sequence[str] = (), **environ: str
+    ) -> None:
+        """`prefix` is what runs the engine on another node."""
         self.log = log
         reader, writer = os.pipe()
         script = str(HERE / "engine_process.py")
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                [str(python_of(version)), script, str(writer), json.dumps(setup)],
+                [*prefix, str(python_of(version)), script, str(writer), json.dumps(setup)],
                 env=environment(**environ),
                 stdin=subprocess.PIPE,
                 stdout=out,

@@ -54,7 +54,9 @@ def request(name: str, identifier: str) -> SimpleNamespace:
     feature = SimpleNamespace(
         identifier=identifier, mm_position=position, modality="image", data=None
     )
-    return SimpleNamespace(request_id=name, mm_features=[feature], num_preemptions=0)
+    return SimpleNamespace(
+        request_id=name, mm_features=[feature], num_preemptions=0, ec_transfer_params=None
+    )
 
 
 def step(asked: SimpleNamespace, encode: bool) -> dict:

@@ -23,6 +23,7 @@ class Daemon:
     """`ecd serve` in a directory of its own, with a name that no other test uses."""
 
     count = 0
+    prefix: tuple[str, ...] | list[str] = ()  # what runs the daemon somewhere else
 
     def __init__(self, directory: Path, pool: str = "64MiB", **settings: str) -> None:
         Daemon.count += 1
@@ -49,7 +50,7 @@ class Daemon:
         }
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ecd", "serve"],
+                [*self.prefix, sys.executable, "-m", "ecd", "serve"],
                 env=environment,
                 stdout=log,
                 stderr=log,
@@ -115,13 +116,30 @@ class Daemon:
         with open_channel(self.address) as channel:
             return pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), timeout=10.0)
 
+    def peers(self) -> pb.PeersReply:
+        with open_channel(self.address) as channel:
+            return pb_grpc.CacheStub(channel).Peers(pb.PeersRequest(), timeout=10.0)
+
     def evict_all(self) -> pb.EvictReply:
         with open_channel(self.address) as channel:
             return pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(), timeout=10.0)
 
-    def metrics(self) -> str:
+    def check_nothing_leaked(self, within_s: float = 10.0) -> None:
+        """Once all entries are evicted, the pool is one free extent again."""
+
+        def is_empty() -> bool:
+            self.evict_all()
+            pool = self.status().pool
+            return pool.largest_free_bytes == pool.pool_bytes
+
+        eventually(is_empty, within_s, "the pool is one free extent again")
+
+    def metrics_url(self) -> str:
         [line] = [line for line in self.text().splitlines() if "metrics on" in line][-1:]
-        with urllib.request.urlopen(line.split("metrics on ")[1]) as answer:
+        return line.split("metrics on ")[1]
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(self.metrics_url()) as answer:
             return answer.read().decode()
 
 

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ecd_client import Client
+from support.daemon import Daemon
+from support.nodes import Node, NodeClient, NodeDaemon
+
+TOKEN = "a secret of the test"
+_hosts = itertools.count(2)
+_ports = itertools.count()
+
+
+@pytest.fixture
+def make_peer(make_daemon: Callable[..., Daemon]) -> Callable[..., Daemon]:
+    """Daemons on loopback addresses of their own, which stand for nodes."""
+
+    def make(pool: str = "64MiB", **settings: str) -> Daemon:
+        node = settings.pop("ECD_PEER_ADDRESS", f"127.0.77.{next(_hosts)}:9465")
+        first = 19000 + 16 * next(_ports)  # its own: a port that was closed rests for a minute
+        clustered = {
+            "ECD_PEER_ADDRESS": node,
+            "ECD_PEER_TOKEN": TOKEN,
+            "ECD_ENGINE_PORTS": f"{first}-{first + 15}",
+        }
+        daemon = make_daemon(pool, **{**clustered, **settings})
+        daemon.peer = node
+        return daemon
+
+    return make
+
+
+@pytest.fixture
+def client_of() -> Iterator[Callable[[Daemon], Client]]:
+    clients: list[Client] = []
+
+    def client(daemon: Daemon) -> Client:
+        clients.append(Client(daemon.address, connect_timeout=30))
+        return clients[-1]
+
+    yield client
+    for each in clients:
+        each.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Node, Node]]:
+    """Two machines and a cable."""
+    a, b = Node(1), Node(2)
+    try:
+        a.plug(b)
+        yield a, b
+    finally:
+        a.close()
+        b.close()
+
+
+@pytest.fixture
+def on_node(tmp_path: Path) -> Iterator[Callable[..., tuple[NodeDaemon, NodeClient]]]:
+    """A daemon on a node, started, and a client process beside it."""
+    daemons: list[NodeDaemon] = []
+    clients: list[NodeClient] = []
+
+    def make(node: Node, pool: str = "64MiB", **settings: str) -> tuple[NodeDaemon, NodeClient]:
+        daemons.append(NodeDaemon(node, tmp_path, pool, **settings))
+        daemons[-1].start()
+        clients.append(NodeClient(daemons[-1]))
+        return daemons[-1], clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+    for daemon in daemons:
+        daemon.close()

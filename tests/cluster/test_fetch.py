@@ -1,0 +1,401 @@
+"""Several daemons behave as one cache."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+import torch
+
+from ecd_client import Client
+from support.daemon import Daemon, eventually
+
+MakePeer = Callable[..., Daemon]
+ClientOf = Callable[[Daemon], Client]
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def fetched(daemon: Daemon) -> int:
+    return daemon.peers().fetches["fetched"]
+
+
+def test_every_entry_arrives_as_it_left_and_is_local_from_then_on(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    a, b = make_peer("256MiB").start(), make_peer("256MiB").start()
+    here, there = client_of(a), client_of(b)
+    tensors = {
+        f"{dtype}-{shape}": (torch.randn(shape) * 4).to(dtype)
+        for dtype in DTYPES
+        for shape in [(), (0, 3), (7,), (1369, 3584)]
+    }
+    # Around the sizes at which an entry is hashed in pieces and read in parts.
+    for nbytes in (4 << 20, (4 << 20) + 1, (16 << 20) - 1, 16 << 20, (33 << 20) + 5):
+        tensors[str(nbytes)] = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    for key, tensor in tensors.items():
+        here.put(key, tensor, metadata=key.encode(), cost=0.5)
+    for key, tensor in tensors.items():
+        with there.get(key, 5.0, nodes=[here.node]) as item:
+            assert item.shape == tuple(tensor.shape)
+            assert item.tensor.dtype == tensor.dtype
+            assert torch.equal(raw(item.tensor), raw(tensor)), key
+            assert (item.metadata, item.cost_s) == (key.encode(), 0.5)
+    assert fetched(b) == len(tensors)
+    a.terminate()
+    for key, tensor in tensors.items():
+        with there.get(key) as item:
+            assert torch.equal(raw(item.tensor), raw(tensor))
+    assert fetched(b) == len(tensors), "the second time nobody asked another node"
+    b.check_nothing_leaked()
+
+
+def test_one_fetch_however_many_wait(make_peer: MakePeer, client_of: ClientOf) -> None:
+    a, b = make_peer("256MiB").start(), make_peer("256MiB").start()
+    here = client_of(a)
+    tensor = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8)
+    here.put("k", tensor)
+    clients = [client_of(b) for _ in range(8)]
+    waiting = [
+        found
+        for client in clients
+        for found in client.get_async(["k"] * 8, 5.0, nodes=[[here.node]] * 8)
+    ]
+    wait(waiting, 10)
+    for found in waiting:
+        with found.result() as item:
+            assert torch.equal(item.tensor, tensor)
+    status = b.peers()
+    assert status.fetches["fetched"] == 1
+    assert status.peers[0].read_bytes == tensor.nbytes
+    eventually(lambda: a.status().leases == 0, what="the peer's lease is given back")
+
+
+def test_a_batch_of_small_entries(make_peer: MakePeer, client_of: ClientOf) -> None:
+    a, b = make_peer().start(), make_peer().start()
+    here, there = client_of(a), client_of(b)
+    for number in range(64):
+        here.put(f"k{number}", torch.full((16 << 10,), number, dtype=torch.uint8))
+    keys = [f"k{number}" for number in range(64)]
+    founds = there.get_async(
+        [*keys, "nothing"], 5.0, nodes=[[here.node]] * 65, only_if_written=True
+    )
+    for number, found in enumerate(founds[:64]):
+        with found.result(10) as item:
+            assert (item.tensor == number).all()
+    assert founds[64].result(10) is None
+    for daemon in (a, b):
+        daemon.check_nothing_leaked()
+
+
+# -- how a key is found ----------------------------------------------------------------------------
+
+
+def test_hints_alone(make_peer: MakePeer, client_of: ClientOf) -> None:
+    a, b = make_peer().start(), make_peer().start()
+    here, there = client_of(a), client_of(b)
+    here.put("k", torch.ones(100))
+    started = time.monotonic()
+    [found] = there.get_async(["k"], 5.0, only_if_written=True)
+    assert found.result(2) is None, "without a hint and a directory it is a miss"
+    assert time.monotonic() - started < 1
+    assert there.get("k", 0.0, nodes=[here.node]) is None, "who does not wait gets what is here"
+    with there.get("k", 5.0, nodes=["127.0.77.1:1", here.node]) as item:
+        assert (item.tensor == 1).all(), "a dead hint costs an attempt"
+
+
+def test_hints_lead_only_where_they_may(make_peer: MakePeer, client_of: ClientOf) -> None:
+    """Hints come from whoever sends requests."""
+    a = make_peer().start()
+    b = make_peer(ECD_HINT_NETWORKS="10.0.0.0/8").start()
+    here, there = client_of(a), client_of(b)
+    here.put("k", torch.ones(100))
+    for hint in (
+        *(here.node, there.node, "169.254.169.254:80", "example.org:443", "127.0.0.1", "::1:9465"),
+        *("127.0.0.1:99999", "a" * 5000, "127.0.0.1:9465\n", ""),
+    ):
+        [found] = there.get_async(["k"], 5.0, only_if_written=True, nodes=[[hint]])
+        assert found.result(2) is None, hint
+    assert len(b.peers().peers) == 0, "nobody was even asked"
+    c = make_peer(ECD_HINT_NETWORKS="10.0.0.0/8", ECD_PEERS=here.node, ECD_DIRECTORY="none").start()
+    with client_of(c).get("k", 5.0, nodes=[here.node]) as item:
+        assert (item.tensor == 1).all(), "a node that the settings name may always be asked"
+
+
+def test_static_peers_are_asked_at_one_time(make_peer: MakePeer, client_of: ClientOf) -> None:
+    holders = [make_peer().start() for _ in range(2)]
+    nobody = "127.0.77.1:1"
+    peers = ",".join([nobody, *(daemon.peer for daemon in holders)])
+    asking = make_peer(ECD_PEERS=peers).start()
+    there = client_of(asking)
+    for number, daemon in enumerate(holders):
+        client_of(daemon).put(f"k{number}", torch.full((1000,), float(number)))
+    for number in range(2):
+        with there.get(f"k{number}", 5.0) as item:
+            assert (item.tensor == number).all()
+    started = time.monotonic()
+    [found] = there.get_async(["nothing"], 5.0, only_if_written=True)
+    assert found.result(3) is None
+    assert time.monotonic() - started < 1.5, "a node that is away is not asked again and again"
+    assert asking.peers().directory.kind == "static"
+
+
+def test_an_entry_that_is_being_written_is_waited_for(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    a, b = make_peer().start(), make_peer().start()
+    here, there = client_of(a), client_of(b)
+
+    original = torch.Tensor.copy_
+
+    def slow_copy(target: torch.Tensor, source: torch.Tensor, *rest: object) -> torch.Tensor:
+        time.sleep(1.0)
+        return original(target, source, *rest)
+
+    there.get("nothing", 0.1, nodes=[here.node])  # the link is there
+    torch.Tensor.copy_ = slow_copy
+    try:
+        stored = here.put_async("k", torch.full((1000,), 3.0))
+        eventually(lambda: a.status().pool.reserved_bytes > 0)
+        started = time.monotonic()
+        with there.get("k", 5.0, nodes=[here.node]) as item:
+            assert (item.tensor == 3.0).all()
+        assert time.monotonic() - started > 0.3, "it was not stored when it was asked for"
+        assert stored.result(5)
+    finally:
+        torch.Tensor.copy_ = original
+
+
+def test_offers_bring_entries_ahead_of_need(make_peer: MakePeer, client_of: ClientOf) -> None:
+    a, b = make_peer().start(), make_peer().start()
+    here, there = client_of(a), client_of(b)
+    here.put("before", torch.full((1 << 20,), 1.0))
+    here.offer(["before", "after"], [there.node])
+    here.offer(["never"], ["169.254.0.1:80", "nonsense"])
+    eventually(lambda: there.contains(["before"]) == [True], what="what is stored already")
+    here.put("after", torch.full((1 << 20,), 2.0))
+    eventually(lambda: there.contains(["after"]) == [True], what="what was stored later")
+    with there.get("after") as item:
+        assert (item.tensor == 2.0).all()
+    assert fetched(b) == 2
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+def test_no_room_is_a_miss(make_peer: MakePeer, client_of: ClientOf) -> None:
+    a, b = make_peer("64MiB").start(), make_peer("16MiB").start()
+    here, there = client_of(a), client_of(b)
+    here.put("huge", torch.zeros(32 << 20, dtype=torch.uint8))
+    here.put("big", torch.zeros(12 << 20, dtype=torch.uint8))
+    there.put("mine", torch.zeros(10 << 20, dtype=torch.uint8))
+    with there.get("mine"):
+        for key in ("huge", "big"):
+            [found] = there.get_async([key], 5.0, only_if_written=True, nodes=[[here.node]])
+            assert found.result(3) is None
+    assert b.peers().fetches["no room"] == 2
+    with there.get("big", 5.0, nodes=[here.node]) as item:
+        assert (item.tensor == 0).all(), "as soon as nobody holds what is in the way"
+    for daemon in (a, b):
+        daemon.check_nothing_leaked()
+
+
+def test_a_daemon_without_peers_listens_on_nothing_but_its_metrics(daemon: Daemon) -> None:
+    inodes = {
+        link.readlink().name.removeprefix("socket:[").rstrip("]")
+        for link in Path(f"/proc/{daemon.pid}/fd").iterdir()
+        if str(link.readlink()).startswith("socket:")
+    }
+    listening = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{daemon.pid}/net/{table}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and line.split()[9] in inodes
+    ]
+    assert [fields[1].split(":")[0] for fields in listening] == ["0100007F"], "127.0.0.1, once"
+    assert daemon.peers().node == ""
+
+
+# -- who may --------------------------------------------------------------------------------------
+
+
+def test_a_node_without_the_token_gets_nothing_and_is_told_why(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    a = make_peer().start()
+    client_of(a).put("k", torch.ones(10))
+    for settings in (
+        {"ECD_PEER_TOKEN": "another secret of a test"},
+        {"ECD_PEER_TOKEN": ""},
+    ):
+        stranger = make_peer(**settings)
+        if not settings["ECD_PEER_TOKEN"]:
+            del stranger._settings["ECD_PEER_TOKEN"]
+        stranger.start()
+        there = client_of(stranger)
+        [found] = there.get_async(["k"], 5.0, only_if_written=True, nodes=[[a.peer]])
+        assert found.result(3) is None
+        [peer] = stranger.peers().peers
+        assert "ECD_PEER_TOKEN" in peer.last_error or "token" in peer.last_error
+
+
+def test_a_node_that_does_not_know_the_token_is_not_believed(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    """A hint may lead to anybody; without the token its bytes are not taken, nor ours told."""
+    impostor = make_peer()
+    del impostor._settings["ECD_PEER_TOKEN"]
+    impostor.start()
+    client_of(impostor).put("k", torch.zeros(10))
+    b = make_peer().start()
+    there = client_of(b)
+    [found] = there.get_async(["k"], 5.0, only_if_written=True, nodes=[[impostor.peer]])
+    assert found.result(3) is None
+    [peer] = b.peers().peers
+    assert "does not know the cluster's token" in peer.last_error
+
+
+def test_mutual_tls(make_peer: MakePeer, client_of: ClientOf, tmp_path: Path) -> None:
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=tmp_path)
+
+    openssl(
+        *("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "ca.key", "-out", "ca.pem"),
+        *("-subj", "/CN=test", "-days", "2"),
+    )
+    peers = []
+    for number in range(2):
+        peer = make_peer()
+        host = peer.peer.partition(":")[0]
+        (tmp_path / "san").write_text(f"subjectAltName=IP:{host}")
+        openssl(
+            *("req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{number}.key"),
+            *("-out", f"{number}.csr", "-subj", f"/CN=node{number}"),
+        )
+        openssl(
+            *("x509", "-req", "-in", f"{number}.csr", "-CA", "ca.pem", "-CAkey", "ca.key"),
+            *("-CAcreateserial", "-out", f"{number}.pem", "-days", "2", "-extfile", "san"),
+        )
+        del peer._settings["ECD_PEER_TOKEN"]
+        peer._settings |= {
+            "ECD_PEER_TLS_CA": str(tmp_path / "ca.pem"),
+            "ECD_PEER_TLS_CERT": str(tmp_path / f"{number}.pem"),
+            "ECD_PEER_TLS_KEY": str(tmp_path / f"{number}.key"),
+        }
+        peers.append(peer.start())
+    here, there = map(client_of, peers)
+    here.put("k", torch.ones(1000))
+    with there.get("k", 5.0, nodes=[here.node]) as item:
+        assert (item.tensor == 1).all()
+    stranger = make_peer().start()
+    [found] = client_of(stranger).get_async(
+        ["k"], 5.0, only_if_written=True, nodes=[[peers[0].peer]]
+    )
+    assert found.result(3) is None, "no certificate, no entry"
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ECD_PROTOCOL": "rdma"}, "Mooncake installed tcp"),
+        ({"ECD_PROTOCOL": "nonsense"}, "Mooncake installed tcp"),
+        ({"ECD_PEER_ADDRESS": "10.99.99.99:9465"}, "not an address of this machine"),
+        ({"ECD_PEER_ADDRESS": "10.99.99.99:9465", "ECD_PEER_TOKEN": ""}, "could be anybody"),
+        ({"ECD_PEER_ADDRESS": "nonsense"}, "peer_address"),
+        ({"ECD_DIRECTORY": "static"}, "needs peers"),
+        ({"ECD_DIRECTORY": "http://x"}, "redis+cluster"),
+        ({"ECD_PEERS": "here"}, "host:port"),
+        ({"ECD_ENGINE_PORTS": "40000-40031"}, "32768-60999"),
+        ({"ECD_ENGINE_PORTS": "18200-18200"}, "at least 2"),
+        ({"ECD_PEER_TLS_CA": "/nothing"}, "go together"),
+        ({"ECD_MOONCAKE": "PATH=/"}, "begin with MC_"),
+        (
+            {f"ECD_PEER_TLS_{part}": "/nothing" for part in ("CA", "CERT", "KEY")},
+            "cannot read /nothing",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_named(
+    make_peer: MakePeer, settings: dict[str, str], said: str
+) -> None:
+    daemon = make_peer(**settings)
+    if settings.get("ECD_PEER_TOKEN") == "":
+        del daemon._settings["ECD_PEER_TOKEN"]
+    daemon.start(wait=False)
+    assert daemon._process is not None
+    assert daemon._process.wait(20) in (1, 2)
+    assert said in daemon.text()
+    assert "Traceback" not in daemon.text()
+    assert "a secret of the test" not in daemon.text()
+
+
+def test_a_setting_without_an_address_is_explained(make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon(ECD_PEERS="10.0.0.1:9465")
+    daemon.start(wait=False)
+    assert daemon._process.wait(20) == 2
+    assert "peers needs peer_address" in daemon.text()
+
+
+def test_secrets_are_not_printed(tmp_path: Path) -> None:
+    environ = {
+        "ECD_PEER_ADDRESS": "127.0.0.1:9465",
+        "ECD_PEER_TOKEN": "a secret of the test",
+        "ECD_DIRECTORY": "redis://user:another-secret@127.0.0.1:6379/0",
+        "PATH": "/usr/bin",
+    }
+    for options in ((), ("--json",)):
+        shown = subprocess.run(
+            [sys.executable, "-m", "ecd", "config", *options],
+            capture_output=True,
+            text=True,
+            env=environ,
+            check=True,
+        ).stdout
+        assert "a secret of" not in shown
+        assert "another-secret" not in shown
+        assert "127.0.0.1:6379" in shown or not options
+
+
+# -- for operators ---------------------------------------------------------------------------------
+
+
+def test_ecd_cli_peers(make_peer: MakePeer, client_of: ClientOf, daemon: Daemon) -> None:
+    def cli(which: Daemon, *options: str) -> str:
+        command = [sys.executable, "-m", "ecd_client.cli.main", "--address", which.address, "peers"]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "serves its node alone" in cli(daemon)
+    a = make_peer(ECD_ZONE="east").start()
+    b = make_peer(ECD_PEERS=f"{a.peer},127.0.77.1:1").start()
+    here, there = client_of(a), client_of(b)
+    here.put("k", torch.ones(1 << 20))
+    with there.get("k", 5.0):
+        pass
+    shown = cli(b)
+    for text in (a.peer, "connected", "east", "tcp", here.incarnation[:12], "4.2 MB", "1 fetched"):
+        assert text in shown, shown
+    assert "127.0.77.1:1" in shown
+    assert "unreachable" in shown
+    parsed = json.loads(cli(b, "--json"))
+    [peer] = [peer for peer in parsed["peers"] if peer["node"] == a.peer]
+    assert (peer["reads"], peer["read_bytes"], peer["failed_reads"]) == (1, 4 << 20, 0)
+    assert 0 < peer["round_trip_s"] < 1
+    metrics = b.metrics()
+    assert f'ecd_peer_read_bytes_total{{peer="{a.peer}"}} 4.194304e+06' in metrics
+    assert 'ecd_fetches_total{outcome="fetched"} 1.0' in metrics
+    assert "ecd_fetch_seconds_count 1.0" in metrics
+    assert "ecd_directory_up 1.0" in metrics

@@ -1,0 +1,335 @@
+"""Mooncake's own faults, one test each, through our engine: reads recover, or fail in time.
+
+The engines are those of daemons, each in a process of its own, as on two machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ecd_client import Client
+from support.daemon import Daemon, eventually
+from support.node_client import content
+from support.nodes import Node, NodeClient, NodeDaemon
+
+MakePeer = Callable[..., Daemon]
+ClientOf = Callable[[Daemon], Client]
+OnNode = Callable[..., tuple[NodeDaemon, NodeClient]]
+BOUND_S = 6.0
+MIB = 1 << 20
+
+
+def got(client: Client, key: str, node: str) -> bytes | None:
+    """What a fetch brings, within its deadline."""
+    started = time.monotonic()
+    [found] = client.get_async([key], 5.5, only_if_written=True, nodes=[[node]])
+    item = found.result(BOUND_S)
+    assert time.monotonic() - started < BOUND_S
+    if item is None:
+        return None
+    with item:
+        return bytes(item.view)
+
+
+def expected(nbytes: int, seed: int) -> bytes:
+    return content(nbytes, seed).numpy().tobytes()
+
+
+def lanes_of(daemon: Daemon, port: int) -> list[int]:
+    """The daemon's descriptors of connections to a port."""
+    inodes = {
+        line.split()[9]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{daemon.pid}/net/{table}").read_text().splitlines()[1:]
+        if line.split()[2].endswith(f":{port:04X}") and line.split()[3] == "01"
+    }
+    found = []
+    for link in Path(f"/proc/{daemon.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(link)
+            if target.startswith("socket:[") and target[8:-1] in inodes:
+                found.append(int(link.name))
+    return found
+
+
+def handshake(endpoint: str) -> dict:
+    host, _, port = endpoint.rpartition(":")
+    with socket.create_connection((host, int(port)), 5) as connection:
+        connection.sendall(struct.pack("<Q", 3) + b"\x01{}")
+        with connection.makefile("rb") as answer:
+            (length,) = struct.unpack("<Q", answer.read(8))
+            return json.loads(answer.read(length)[1:])
+
+
+def cut(daemon: Daemon, port: int) -> int:
+    """End the daemon's connections to a port, as a firewall that forgot them does."""
+    cut = 0
+    for fd in lanes_of(daemon, port):
+        pidfd = os.pidfd_open(daemon.pid)
+        libc = ctypes.CDLL(None, use_errno=True)
+        copy = libc.syscall(438, pidfd, fd, 0)  # pidfd_getfd
+        os.close(pidfd)
+        assert copy >= 0, os.strerror(ctypes.get_errno())
+        with socket.socket(fileno=copy) as lane:
+            with contextlib.suppress(OSError):
+                lane.shutdown(socket.SHUT_RDWR)
+            cut += 1
+    return cut
+
+
+def test_connections_that_died_fail_one_read_each_and_no_fetch(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    a, b = make_peer("128MiB").start(), make_peer("128MiB").start()
+    here, there = client_of(a), client_of(b)
+    data_port = handshake(a.peers().engine)["tcp_data_port"]
+    for number in range(40):
+        here.put(f"k{number}", content(MIB, number))
+    founds = there.get_async([f"k{n}" for n in range(20)], 5.0, nodes=[[here.node]] * 20)
+    for found in founds:
+        found.result(10).close()
+    assert len(lanes_of(b, data_port)) > 1
+    for number in range(20, 26):
+        assert cut(b, data_port) > 0
+        assert got(there, f"k{number}", here.node) == expected(MIB, number)
+    status = b.peers()
+    [peer] = status.peers
+    assert peer.failed_reads > 0, "the cost is in the metrics"
+    assert f"ecd_read_retries_total {float(peer.failed_reads)}" in b.metrics()
+    assert status.fetches["fetched"] == 26
+    assert sum(status.fetches.values()) == 26
+    for daemon in (a, b):
+        daemon.check_nothing_leaked()
+
+
+@pytest.fixture
+def restarting(pair: tuple[Node, Node], on_node: OnNode) -> Restarting:
+    """A daemon whose engine has few ports, and another that reads from it."""
+    near, _ = pair
+    # Ports of the life before are free at once, instead of after a minute.
+    near.run("sysctl", "-qw", "net.ipv4.tcp_max_tw_buckets=0", "net.ipv4.tcp_fin_timeout=1")
+    return Restarting(*pair, on_node)
+
+
+class Restarting:
+    def __init__(self, near: Node, far: Node, on_node: OnNode) -> None:
+        self.near = near
+        self.has, self.owner = on_node(near, "64MiB", ECD_ENGINE_PORTS="18200-18201")
+        self.wants, self.asker = on_node(far, "64MiB")
+
+    def again(self, ports: str) -> dict:
+        """Another life, on ports of this range; what its engine says of itself."""
+        self.has.kill()
+        self.has._settings["ECD_ENGINE_PORTS"] = ports
+        deadline = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(AssertionError):
+                self.has.start()
+                break
+            assert time.monotonic() < deadline, self.has.text()
+        return self.engine()
+
+    def engine(self) -> dict:
+        """Ports of the daemon's engine."""
+        code = (
+            "import asyncio, json, sys; from ecd.cluster.engine import describe; "
+            "print(json.dumps(asyncio.run(describe(sys.argv[1]))))"
+        )
+        return json.loads(self.near.run(sys.executable, "-c", code, self.has.peers().engine))
+
+    def arrives(self, key: str, seed: int) -> None:
+        """Soon, and nothing else in its place before."""
+
+        def found() -> bool:
+            got = self.asker.get(key, nodes=[self.near.peer], seed=seed)
+            assert got["seconds"] < BOUND_S
+            assert not got["found"] or got["right"], "wrong bytes"
+            return got["found"]
+
+        eventually(found, 20.0, "the new life is read")
+
+
+def test_a_peer_that_restarts_on_the_same_ports_is_not_taken_for_its_old_self(
+    restarting: Restarting,
+) -> None:
+    """The new life's memory lies where the old one's did; nothing of it is taken for an entry."""
+    two = restarting
+    two.owner.put("old", seed=1)
+    two.owner.put("other", seed=2)
+    two.arrives("old", seed=1)
+    before = two.engine()
+    for seed in (3, 4, 5, 6):
+        now = two.again("18200-18201")
+        two.owner.put("other", seed=seed)
+        two.wants.evict_all()
+        two.arrives("other", seed=seed)
+        same = ("name", "tcp_data_port")
+        if [now[port] for port in same] == [before[port] for port in same]:
+            return
+        before = now
+    pytest.fail("two ports, and never the same twice")
+
+
+def test_the_same_rpc_port_with_another_data_port(restarting: Restarting) -> None:
+    """Mooncake keeps what it once learned of a peer's ports; bounded, it learns anew."""
+    two = restarting
+    two.owner.put("k", seed=1)
+    two.arrives("k", seed=1)
+    before = two.engine()
+    for attempt in range(2, 30):
+        # Two ports: the rpc port of before, and one that was not its data port.
+        rpc, data = int(before["name"].rpartition(":")[2]), before["tcp_data_port"]
+        now = two.again(f"{rpc - 1}-{rpc}" if data > rpc else f"{rpc}-{rpc + 1}")
+        two.owner.put(f"k{attempt}", seed=attempt)
+        two.arrives(f"k{attempt}", seed=attempt)
+        if now["name"] == before["name"] and now["tcp_data_port"] != before["tcp_data_port"]:
+            return
+        before = now
+    pytest.fail("the engine never kept its rpc port with another data port")
+
+
+def test_more_requests_than_a_peers_queue_holds(make_peer: MakePeer, client_of: ClientOf) -> None:
+    """Beyond about 2,000 at a time Mooncake's queue can stop for good; we keep to 64."""
+    a, b = make_peer("64MiB").start(), make_peer("64MiB").start()
+    here, there = client_of(a), client_of(b)
+    count = 4000
+    for number in range(count):
+        here.put_bytes(f"k{number}", bytes([number % 251]) * 4096, "uint8", (4096,))
+    waiting = set(range(count))
+    for _attempt in range(8):  # a daemon has at most 1,024 keys on their way
+        keys = sorted(waiting)
+        founds = there.get_async(
+            [f"k{n}" for n in keys], 5.5, only_if_written=True, nodes=[[here.node]] * len(keys)
+        )
+        for number, found in zip(keys, founds, strict=True):
+            item = found.result(10)
+            if item is not None:
+                with item:
+                    assert bytes(item.view) == bytes([number % 251]) * 4096
+                waiting.discard(number)
+        if not waiting:
+            break
+    assert not waiting
+    here.put("after", content(MIB, 5))
+    assert got(there, "after", here.node) == expected(MIB, 5), "the queue still works"
+    status = b.peers()
+    assert status.fetches["late"] == status.fetches["read failed"] == 0
+    for daemon in (a, b):
+        daemon.check_nothing_leaked()
+
+
+def test_a_read_that_was_given_up_and_completes_late_harms_nobody(
+    pair: tuple[Node, Node], on_node: OnNode
+) -> None:
+    """Given up after 1 s, complete after 3: its extent is nobody else's in between."""
+    near, far = pair
+    has, owner = on_node(near, "64MiB")
+    wants, asker = on_node(far, "64MiB", ECD_FETCH_TIMEOUT_S="1")
+    owner.put("big", 48 * MIB, seed=1)
+    owner.put("small")
+    assert asker.get("small", nodes=[near.peer])["right"]
+    near.throttle("16mbit", limit="64kb")
+    reply = asker.get("big", nodes=[near.peer])
+    assert reply["found"] is False
+    assert reply["seconds"] < 2
+    assert wants.peers().set_aside_bytes == 48 * MIB
+    refused = asker.ask("put", key="too much", nbytes=30 * MIB, seed=1)
+    assert "PoolFull" in refused["error"], "what is set aside is not given away"
+    # All the room there is, over and over, while the late bytes arrive.
+    for number in range(12):
+        asker.put(f"k{number}", 5 * MIB, seed=number)
+        assert asker.get(f"k{number}", timeout=0.0, seed=number)["right"]
+    eventually(lambda: wants.peers().set_aside_bytes == 0, 20, "the late read is over")
+    assert asker.ask("put", key="now", nbytes=50 * MIB, seed=7)["stored"]
+    assert asker.get("now", timeout=0.0, seed=7)["right"]
+    near.throttle("10gbit")
+    for daemon in (has, wants):
+        daemon.check_nothing_leaked()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("idle_s", [6, 65])
+def test_idle_connections_still_work(make_peer: MakePeer, client_of: ClientOf, idle_s: int) -> None:
+    a, b = make_peer("128MiB").start(), make_peer("128MiB").start()
+    here, there = client_of(a), client_of(b)
+    for number in range(4):
+        here.put(f"k{number}", content(8 * MIB, number))
+    assert got(there, "k0", here.node) == expected(8 * MIB, 0)
+    time.sleep(idle_s)
+    for number in range(1, 4):
+        assert got(there, f"k{number}", here.node) == expected(8 * MIB, number)
+    assert b.peers().fetches["fetched"] == 4
+
+
+def test_first_contact_with_nobody_holds_up_no_other(
+    pair: tuple[Node, Node], on_node: OnNode
+) -> None:
+    near, far = pair
+    _, owner = on_node(near)
+    wants, asker = on_node(far)
+    for number in range(30):
+        owner.put(f"k{number}", 64 << 10, seed=number)
+    assert asker.get("k0", nodes=[near.peer], seed=0)["right"]
+    nobody = [f"10.77.0.{n}:9465" for n in range(100, 108)]  # no machine answers there
+    second = NodeClient(wants)
+    try:
+        second.send("get_many", keys=["x"] * 8, timeout=5.0, nodes=nobody)
+        slowest = 0.0
+        for number in range(1, 30):
+            reply = asker.get(f"k{number}", nodes=[near.peer], seed=number)
+            assert reply["right"]
+            slowest = max(slowest, reply["seconds"])
+        assert slowest < 0.5
+        second.receive()
+    finally:
+        second.close()
+
+
+# -- what Mooncake's ports expose ------------------------------------------------------------------
+
+
+def one_sided(host: str, port: int, opcode: int, address: int, data: bytes, nbytes: int) -> bytes:
+    """What anybody can say to Mooncake's data port, with no credentials."""
+    with socket.create_connection((host, port), 5) as connection:
+        connection.sendall(struct.pack("<QQB7x", nbytes, address, opcode) + data)
+        connection.settimeout(1)
+        answer = bytearray()
+        with contextlib.suppress(OSError):
+            while len(answer) < nbytes and (chunk := connection.recv(1 << 20)):
+                answer += chunk
+        return bytes(answer)
+
+
+def test_an_intruder_reads_every_registered_byte_and_can_write_none(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    """The reason for docs/security.md: keep these ports to yourself."""
+    a = make_peer().start()
+    here = client_of(a)
+    secret = content(MIB, 9)
+    here.put("k", secret)
+    told = handshake(a.peers().engine)
+    host, port = told["tcp_data_host"], told["tcp_data_port"]
+    pool = max(told["buffers"], key=lambda buffer: buffer["length"])
+    read = one_sided(host, port, 0, pool["addr"], b"", pool["length"])
+    assert secret.numpy().tobytes() in read, "nobody asks who reads"
+    one_sided(host, port, 1, pool["addr"], b"\xee" * MIB, MIB)
+    for buffer in told["buffers"]:
+        one_sided(host, port, 1, buffer["addr"], b"\xee" * 16, 16)
+    with here.get("k") as item:
+        assert bytes(item.view) == secret.numpy().tobytes(), "written from outside"
+    after = one_sided(host, port, 0, pool["addr"], b"", pool["length"])
+    assert b"\xee" * 64 not in after
+    b = make_peer().start()
+    assert got(client_of(b), "k", here.node) == secret.numpy().tobytes(), "and it serves on"

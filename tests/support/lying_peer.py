@@ -1,0 +1,141 @@
+"""A node that speaks the real protocol, with a real engine, and lies.
+
+    python lying_peer.py NODE PORTS LIE
+
+Has every key that is asked of it: NBYTES of the seed 1. LIE names what is wrong with its answer.
+"""
+
+import asyncio
+import ctypes
+import os
+import secrets
+import sys
+
+import grpc
+
+from ecd.cluster.checksum import digests, fold
+from ecd.cluster.engine import Engine
+from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.mapping import Mapping
+from ecd_proto.v1 import cache_pb2
+from ecd_proto.v1 import peer_pb2 as pb
+from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
+from support.node_client import content
+
+NBYTES = 3 << 20
+LIES = {
+    "truth": lambda peer, said: None,
+    "wrong checksum": lambda peer, said: setattr(said, "checksum", said.checksum ^ 1),
+    "wrong bytes": lambda peer, said: peer.spoil(),
+    "another place": lambda peer, said: setattr(said, "address", said.address + 4096),
+    "memory of others": lambda peer, said: setattr(said, "address", 4096),
+    "beyond the end": lambda peer, said: setattr(said, "address", said.address + (4 << 20) - 4096),
+    "too few bytes": lambda peer, said: peer.resize(said, NBYTES - 4096),
+    "too many bytes": lambda peer, said: peer.resize(said, NBYTES + 4096),
+    "more than any pool": lambda peer, said: peer.resize(said, 1 << 50),
+    "length and shape differ": lambda peer, said: setattr(said.content, "nbytes", NBYTES - 1),
+    "unknown dtype": lambda peer, said: setattr(said.content, "dtype", "float99"),
+    "too much metadata": lambda peer, said: setattr(said.content, "metadata", b"x" * 5000),
+    "no content": lambda peer, said: said.ClearField("content"),
+}
+"""What is wrong with a lease; those below are wrong elsewhere."""
+OTHER_LIES = (
+    *("another incarnation", "no identity", "a lease of no time", "a dead engine", "no engine"),
+    *("another protocol", "another contract", "no answer", "an answer to nobody", "hangs up"),
+    *("dies with the lease", "refuses"),
+)
+
+
+class LyingPeer(pb_grpc.PeerServicer):
+    def __init__(self, node: str, ports: str, lie: str) -> None:
+        self.node, self.lie = node, lie
+        self.incarnation = secrets.token_hex(16)
+        host = node.partition(":")[0]
+        self.memory = Mapping.of_memory(4 << 20)
+        self.memory.view(0, NBYTES)[:] = content(NBYTES, 1).numpy().tobytes()
+        self.engine = Engine(host, "tcp", "", ports, {}, bytes.fromhex(self.incarnation))
+        self.engine.register(self.memory, 4 << 20)
+
+    def spoil(self) -> None:
+        ctypes.c_ubyte.from_address(self.memory.address + NBYTES - 1).value ^= 1
+
+    def resize(self, said: pb.PeerLeased, nbytes: int) -> None:
+        said.content.nbytes = nbytes
+        said.content.shape[:] = [nbytes]
+
+    def describe(self) -> pb.NodeDescription:
+        told = pb.NodeDescription(
+            contract_version=CONTRACT_VERSION,
+            daemon="a test",
+            node=self.node,
+            incarnation=self.incarnation,
+            engine=self.engine.endpoint,
+            protocol="tcp",
+            identity_address=self.engine.identity_address,
+            lease_ttl_s=30.0,
+        )
+        match self.lie:
+            case "another incarnation":
+                told.incarnation = secrets.token_hex(16)
+            case "no identity":
+                told.incarnation, told.identity_address = "not hex", 0
+            case "a lease of no time":
+                told.lease_ttl_s = 0.0
+            case "a dead engine":
+                told.engine = self.engine.endpoint.partition(":")[0] + ":1"
+            case "no engine":
+                told.engine = ""
+            case "another protocol":
+                told.protocol = "rdma"
+            case "another contract":
+                told.contract_version = 99
+        return told
+
+    def leased(self, ticket: int) -> pb.LeaseOutcome:
+        data = self.memory.view(0, NBYTES)
+        said = pb.PeerLeased(
+            lease=1,
+            content=cache_pb2.Content(dtype="uint8", shape=[NBYTES], nbytes=NBYTES),
+            address=self.memory.address,
+            checksum=fold(digests(data)),
+        )
+        LIES.get(self.lie, LIES["truth"])(self, said)
+        return pb.LeaseOutcome(ticket=ticket, leased=said)
+
+    async def Link(self, requests, context):  # noqa: N802
+        await anext(requests)
+        await context.write(pb.LinkReply(welcome=self.describe()))
+        async for request in requests:
+            if request.WhichOneof("request") != "lease":
+                continue
+            if self.lie == "hangs up":
+                return
+            if self.lie == "refuses":
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions")
+            if self.lie == "no answer":
+                continue
+            tickets = [item.ticket for item in request.lease.keys]
+            if self.lie == "an answer to nobody":
+                tickets = [ticket + 1000 for ticket in tickets for _ in range(100)]
+            outcomes = pb.LeaseOutcomes(outcomes=map(self.leased, tickets))
+            await context.write(pb.LinkReply(leases=outcomes))
+            if self.lie == "dies with the lease":
+                await asyncio.sleep(0.001)
+                os._exit(9)
+
+
+async def main() -> None:
+    node, ports, lie = sys.argv[1:]
+    assert lie in LIES or lie in OTHER_LIES
+    peer = LyingPeer(node, ports, lie)
+    await peer.engine.verify("tcp")
+    server = grpc.aio.server()
+    pb_grpc.add_PeerServicer_to_server(peer, server)
+    server.add_insecure_port(node)
+    await server.start()
+    print("ready", flush=True)
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

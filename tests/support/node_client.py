@@ -1,0 +1,71 @@
+"""A client on one node, driven by a test: one JSON command a line in, one answer a line out.
+
+python node_client.py ADDRESS
+"""
+
+import json
+import sys
+import time
+
+import torch
+
+from ecd_client import Client, EcdError
+
+
+def content(nbytes: int, seed: int) -> torch.Tensor:
+    """The bytes that a seed stands for."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def get(client: Client, command: dict) -> dict:
+    started = time.monotonic()
+    timeout = command["timeout"]
+    [found] = client.get_async(
+        [command["key"]], timeout, only_if_written=True, nodes=[command["nodes"]]
+    )
+    item = found.result(timeout + 5)
+    seconds = time.monotonic() - started
+    if item is None:
+        return {"found": False, "seconds": seconds}
+    with item:
+        right = torch.equal(item.tensor, content(item.nbytes, command["seed"]))
+    return {"found": True, "right": right, "seconds": seconds}
+
+
+def answer(client: Client, command: dict) -> dict:
+    match command["do"]:
+        case "put":
+            tensor = content(command["nbytes"], command["seed"])
+            return {"stored": client.put(command["key"], tensor)}
+        case "get":
+            return get(client, command)
+        case "get_many":
+            nodes = [command["nodes"]] * len(command["keys"])
+            founds = client.get_async(command["keys"], command["timeout"], nodes=nodes)
+            items = [found.result() for found in founds]
+            for item in items:
+                if item is not None:
+                    item.close()
+            return {"found": [item is not None for item in items]}
+        case "offer":
+            client.offer(command["keys"], command["nodes"])
+            return {}
+        case unknown:
+            raise ValueError(unknown)
+
+
+def main() -> None:
+    with Client(sys.argv[1], connect_timeout=30) as client:
+        print("ready", flush=True)
+        for line in sys.stdin:
+            client.wait_connected(30)
+            try:
+                reply = answer(client, json.loads(line))
+            except EcdError as error:
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    main()

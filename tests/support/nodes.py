@@ -1,0 +1,152 @@
+"""Nodes for a test: network namespaces joined by a cable, each with a /dev/shm of its own.
+
+Everything ends with the processes that hold the namespaces, and those with the test's process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from support.daemon import Daemon
+
+NETWORK = "10.77.0"
+CLIENT = Path(__file__).with_name("node_client.py")
+
+
+class Node:
+    """One namespace, its address, and commands run in it."""
+
+    def __init__(self, number: int) -> None:
+        self.address = f"{NETWORK}.{number}"
+        self.peer = f"{self.address}:9465"
+        # The holder dies with us, however we die.
+        self._holder = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--mount", "sleep", "infinity"]
+        )
+        deadline = time.monotonic() + 5
+        own = os.readlink("/proc/self/ns/net")
+        while self._namespace() in ("", own):
+            if self._holder.poll() is not None or time.monotonic() > deadline:
+                pytest.fail("this machine makes no network namespaces: run as root, or in a VM")
+            time.sleep(0.01)
+        self.run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+        self.run("ip", "link", "set", "lo", "up")
+        # Or the kernel tries to connect for two minutes where nobody answers.
+        self.run("sysctl", "-qw", "net.ipv4.tcp_syn_retries=1")
+
+    def _namespace(self) -> str:
+        try:
+            return os.readlink(f"/proc/{self._holder.pid}/ns/net")
+        except OSError:
+            return ""
+
+    @property
+    def prefix(self) -> list[str]:
+        """What comes before a command to run it on this node."""
+        return ["nsenter", "-t", str(self._holder.pid), "-n", "-m", "--"]
+
+    def run(self, *command: str) -> str:
+        done = subprocess.run([*self.prefix, *command], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def plug(self, other: Node) -> None:
+        """A cable to the other node."""
+        pid = str(other._holder.pid)
+        self.run(
+            *("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", pid)
+        )
+        for node in (self, other):
+            node.run("ip", "addr", "add", f"{node.address}/24", "dev", "eth0")
+            node.run("ip", "link", "set", "eth0", "up")
+
+    def cable(self, up: bool) -> None:
+        self.run("ip", "link", "set", "eth0", "up" if up else "down")
+
+    def drop(self, other: Node, dropped: bool) -> None:
+        """Every packet to the other node is lost on the way, or no longer."""
+        if dropped:
+            lost = "02:00:00:00:00:99"  # nobody's
+            self.run(
+                *("ip", "neigh", "replace", other.address, "lladdr", lost, "dev", "eth0"),
+                *("nud", "permanent"),
+            )
+        else:
+            self.run("ip", "neigh", "del", other.address, "dev", "eth0")
+
+    def throttle(self, rate: str, limit: str = "1mb") -> None:
+        """Send no faster than `rate`; what `limit` does not hold is lost."""
+        self.run(
+            *("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate),
+            *("burst", "128kb", "limit", limit),
+        )
+
+    def close(self) -> None:
+        self._holder.kill()
+        self._holder.wait()
+
+
+class NodeDaemon(Daemon):
+    """A daemon on a node; its socket is a path that every namespace sees."""
+
+    def __init__(self, node: Node, directory: Path, pool: str = "64MiB", **settings: str) -> None:
+        clustered = {"ECD_PEER_ADDRESS": node.peer, "ECD_PEER_TOKEN": "a secret of the test"}
+        super().__init__(directory, pool, **{**clustered, **settings})
+        self.node = node
+        self.prefix = node.prefix
+
+    def metrics(self) -> str:
+        url = self.metrics_url()
+        read = f"import urllib.request as u; print(u.urlopen({url!r}).read().decode())"
+        return self.node.run(sys.executable, "-c", read)
+
+
+class NodeClient:
+    """A client process on a node, told what to do."""
+
+    def __init__(self, daemon: NodeDaemon) -> None:
+        self._process = subprocess.Popen(
+            [*daemon.node.prefix, sys.executable, str(CLIENT), daemon.address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self._read(60.0) == "ready"
+
+    def send(self, do: str, **what: object) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps({"do": do, **what}), file=self._process.stdin)
+
+    def receive(self, timeout: float = 60.0) -> dict:
+        return json.loads(self._read(timeout))
+
+    def ask(self, do: str, **what: object) -> dict:
+        self.send(do, **what)
+        return self.receive()
+
+    def put(self, key: str, nbytes: int = 1 << 20, seed: int = 1) -> None:
+        assert self.ask("put", key=key, nbytes=nbytes, seed=seed) == {"stored": True}
+
+    def get(self, key: str, timeout: float = 8.0, nodes: Sequence[str] = (), seed: int = 1) -> dict:
+        """`found`, `right` (the bytes are those of `seed`) and `seconds`."""
+        return self.ask("get", key=key, timeout=timeout, nodes=list(nodes), seed=seed)
+
+    def _read(self, timeout: float) -> str:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], timeout)
+        assert ready, f"the client said nothing within {timeout} s"
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._process.communicate(timeout=30)
