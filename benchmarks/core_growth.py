@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 import typer
+from common import markdown, show, timed_us
 from rich.console import Console
-from rich.table import Table
 
 from ecd.core.allocator import GRANULE_BYTES
 from ecd.core.cache import Cache
@@ -43,12 +42,6 @@ def filled(count: int, chance: random.Random) -> tuple[Cache, SessionId]:
         assert isinstance(reserved, Reserved)
         cache.commit(session, reserved.entry, 0.0)
     return cache, session
-
-
-def timed_us(action: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    action()
-    return (time.perf_counter() - started) * 1e6
 
 
 def measure(count: int) -> dict[str, float]:
@@ -85,14 +78,9 @@ def main(
     for name in small:
         ratio = large[name] / small[name]
         rows.append([name, f"{small[name]:.1f} us", f"{large[name]:.1f} us", f"{ratio:.2f}"])
-    table = Table(*rows[0], title="the core alone, medians")
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console().print(table)
+    show(Console(), "The core alone, medians", rows)
     if output is not None:
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        lines.insert(1, f"| {' | '.join(['---'] * len(rows[0]))} |")
-        output.write_text("The core alone, medians.\n\n" + "\n".join(lines) + "\n")
+        output.write_text(f"The core alone, medians.\n\n{markdown(rows)}")
 
 
 if __name__ == "__main__":

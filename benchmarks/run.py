@@ -11,10 +11,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import platform
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,15 +20,19 @@ from typing import Annotated
 
 import torch
 import typer
+from common import MIB, machine, markdown, show, start_daemon, timed_us
 from rich.console import Console
-from rich.table import Table
 
-from ecd_client import Client, DaemonUnavailable
+from ecd_client import Client
+from ecd_client.calls import call, open_channel
+from ecd_proto.mapping import Mapping
+from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
-MIB = 1 << 20
 SIZES = {"64 KiB": 64 << 10, "1 MiB": MIB, "8 MiB": 8 * MIB, "32 MiB": 32 * MIB}
 POOL_BYTES = 1 << 30
 RING_BYTES = POOL_BYTES
+PROCESSES = 5
 COMPARED = {
     "put": "plain copy (writer)",
     "get, private copy": "allocate and copy (reader)",
@@ -43,20 +43,23 @@ COMPARED = {
 class Ring:
     """Buffers in turn, more of them than the caches hold."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, shared: bool = False) -> None:
+        """`shared` memory is what the pool is made of: its pages are small ones."""
         count = max(2, RING_BYTES // nbytes)
-        self._buffers = [torch.full((nbytes,), i % 251, dtype=torch.uint8) for i in range(count)]
+        if shared:
+            memory = torch.frombuffer(
+                Mapping.of_memory(count * nbytes).view(0, count * nbytes), dtype=torch.uint8
+            )
+            self._buffers = list(memory.split(nbytes))
+        else:
+            self._buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(count)]
+        for number, buffer in enumerate(self._buffers):
+            buffer.fill_(number % 251)
         self._next = 0
 
     def take(self) -> torch.Tensor:
         self._next = (self._next + 1) % len(self._buffers)
         return self._buffers[self._next]
-
-
-def timed_us(action: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    action()
-    return (time.perf_counter() - started) * 1e6
 
 
 def rounds_of(rounds: int, nbytes: int) -> int:
@@ -66,8 +69,11 @@ def rounds_of(rounds: int, nbytes: int) -> int:
 def write(address: str, name: str, nbytes: int, rounds: int) -> dict[str, float]:
     """Puts, each with a plain copy before it. Leaves the last entries for the reader."""
     with Client(address, namespace=name, prefault=True) as client:
+        call(
+            pb_grpc.CacheStub(open_channel(address)).Evict, pb.EvictRequest(namespace=name), address
+        )
         time.sleep(2.0)  # its page tables fill in the background
-        sources, targets = Ring(nbytes), Ring(nbytes)
+        sources, targets = Ring(nbytes), Ring(nbytes, shared=True)
         copies, puts = [], []
         for index in range(rounds_of(rounds, nbytes)):
             target, source = targets.take(), sources.take()
@@ -111,40 +117,13 @@ def read(address: str, name: str, nbytes: int, rounds: int) -> dict[str, float]:
     }
 
 
-def in_a_process(work: Callable[..., dict[str, float]], *arguments: object) -> dict[str, float]:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(work, arguments)
-
-
-def start_daemon(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
-    address = f"unix://{directory}/ecd.sock"
-    environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("ECD_")},
-        "ECD_ADDRESS": address,
-        "ECD_NAME": f"bench-{os.getpid()}",
-        "ECD_HOST_POOL_BYTES": str(POOL_BYTES),
-        "ECD_METRICS_ADDRESS": "127.0.0.1:0",
-        "ECD_LOG_LEVEL": "warning",
-    }
-    daemon = subprocess.Popen([sys.executable, "-m", "ecd", "serve"], env=environment)
-    with Client(address, connect_timeout=0.0) as client:
-        try:
-            client.wait_connected(60)
-        except DaemonUnavailable:
-            daemon.kill()
-            raise
-    return daemon, address
-
-
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(": ")[2]
-            break
-    return f"{os.cpu_count()} cores, {model}, Linux {platform.release()}, Python " + (
-        f"{platform.python_version()}, torch {torch.__version__}"
-    )
+def in_processes(work: Callable[..., dict[str, float]], *arguments: object) -> dict[str, float]:
+    """Medians over some processes: where its memory lies makes one differ from another."""
+    medians = []
+    for _ in range(PROCESSES):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            medians.append(pool.apply(work, arguments))
+    return {name: median(each[name] for each in medians) for name in medians[0]}
 
 
 def main(
@@ -156,12 +135,12 @@ def main(
     out, progress = Console(highlight=False, width=120), Console(stderr=True)
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        daemon, address = start_daemon(Path(directory))
+        daemon, address = start_daemon(Path(directory), "ecd", POOL_BYTES)
         try:
             for name, nbytes in SIZES.items():
                 progress.print(f"{name} ...")
-                results[name] = in_a_process(write, address, name, nbytes, rounds)
-                results[name] |= in_a_process(read, address, name, nbytes, rounds)
+                results[name] = in_processes(write, address, name, nbytes, rounds)
+                results[name] |= in_processes(read, address, name, nbytes, rounds)
         finally:
             daemon.terminate()
             daemon.wait()
@@ -176,16 +155,11 @@ def main(
                 text += f" ({medians[operation] / medians[COMPARED[operation]]:.1f}x)"
             cells.append(text)
         rows.append([operation, *cells])
+    title = "Medians; in brackets the ratio to the same copy without ecd."
     if not as_json:
-        table = Table(*rows[0], title="medians; in brackets the ratio to the same copy without ecd")
-        for row in rows[1:]:
-            table.add_row(*row)
-        out.print(table)
+        show(out, title, rows)
     if output is not None:
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        lines.insert(1, f"| {' | '.join(['---'] * len(rows[0]))} |")
-        head = f"{machine()}.\nMedians; in brackets the ratio to the same copy without ecd.\n"
-        output.write_text(head + "\n" + "\n".join(lines) + "\n")
+        output.write_text(f"{machine()}.\n{title}\n\n{markdown(rows)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""What the runners share: a daemon, the machine's description, one table shown and written."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ecd_client import Client, DaemonUnavailable
+
+MIB = 1 << 20
+
+
+def timed_us(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return (time.perf_counter() - started) * 1e6
+
+
+def start_daemon(
+    directory: Path, name: str, pool_bytes: int, **settings: str
+) -> tuple[subprocess.Popen[bytes], str]:
+    """A daemon of its own, serving, and its address."""
+    address = f"unix://{directory}/{name}.sock"
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("ECD_")},
+        "ECD_ADDRESS": address,
+        "ECD_NAME": f"bench-{os.getpid()}-{name}",
+        "ECD_HOST_POOL_BYTES": str(pool_bytes),
+        "ECD_METRICS_ADDRESS": "127.0.0.1:0",
+        "ECD_LOG_LEVEL": "warning",
+        **settings,
+    }
+    daemon = subprocess.Popen([sys.executable, "-m", "ecd", "serve"], env=environment)
+    with Client(address, connect_timeout=0.0) as client:
+        try:
+            client.wait_connected(60)
+        except DaemonUnavailable:
+            daemon.kill()
+            raise
+    return daemon, address
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(": ")[2]
+            break
+    return f"{os.cpu_count()} cores, {model}, Linux {platform.release()}, Python " + (
+        f"{platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def show(out: Console, title: str, rows: list[list[str]]) -> None:
+    table = Table(*rows[0], title=title)
+    for row in rows[1:]:
+        table.add_row(*row)
+    out.print(table)
+
+
+def markdown(rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, f"| {' | '.join(['---'] * len(rows[0]))} |")
+    return "\n".join(lines) + "\n"
