@@ -1,6 +1,6 @@
 """Several daemons behave as one cache."""
 
-from __future__ import annotations
+from __future__ import contextlib
 
 import json
 import subprocess
@@ -211,11 +211,10 @@ def test_no_room_is_a_miss(make_peer: MakePeer, client_of: ClientOf) -> None:
 
 
 def test_a_daemon_without_peers_listens_on_nothing_but_its_metrics(daemon: Daemon) -> None:
-    inodes = {
-        link.readlink().name.removeprefix("socket:[").rstrip("]")
-        for link in Path(f"/proc/{daemon.pid}/fd").iterdir()
-        if str(link.readlink()).startswith("socket:")
-    }
+    inodes = set()
+    for link in Path(f"/proc/{daemon.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            inodes.add(link.readlink().name.removeprefix("socket:[").rstrip("]"))
     listening = [
         line.split()
         for table in ("tcp", "tcp6")

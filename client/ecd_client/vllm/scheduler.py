@@ -39,6 +39,8 @@ ENOUGH_LEFT = 1 / 2
 LEAST_LEFT = 1 / 3
 """Of a lease's TTL, to promise the item to the step that is being scheduled."""
 ASK_AGAIN_S = 0.05
+CONNECT_S = 2.0
+"""How long an engine that starts waits for the daemon, so that its first requests share."""
 MAX_LOAD_S = 300.0
 """After this, a load that no worker reported is taken for lost with its step."""
 
@@ -111,6 +113,8 @@ class SchedulerRole:
             connect_timeout=0.0,
             call_timeout=min(CALL_TIMEOUT_S, settings.load_timeout_s),
         )
+        with contextlib.suppress(DaemonUnavailable):  # it may come later
+            self._client.wait_connected(CONNECT_S)
         self.stats = EcdStats()
         self._wanted: dict[str, _Wanted] = {}
         self._requests: dict[str, _Request] = {}
