@@ -9,6 +9,7 @@ from ecd.core.allocator import Allocator
 from ecd.core.eviction import Lru, Policy, plan
 from ecd.core.index import Entry, Index
 from ecd.core.leases import Leases
+from ecd.core.readers import NoReaders, Readers
 from ecd.core.sessions import Sessions
 from ecd.core.states import EntryEvent, EntryState
 from ecd.core.types import (
@@ -47,6 +48,9 @@ from ecd.core.waits import Waits
 
 DEFAULT_LIMITS = Limits()
 
+PLANS = 3
+"""How often room is sought again because somebody pinned what was to go."""
+
 
 @dataclass
 class Counters:
@@ -84,6 +88,7 @@ class Cache:
         lease_ttl_s: float = 30.0,
         limits: Limits = DEFAULT_LIMITS,
         policy: Policy | None = None,
+        readers: Readers | None = None,
     ) -> None:
         self.limits = limits
         self.counters = Counters()
@@ -95,6 +100,9 @@ class Cache:
         self._waits = Waits()
         self._sessions = Sessions()
         self._policy: Policy = Lru() if policy is None else policy
+        self._readers: Readers = NoReaders() if readers is None else readers
+        self._pinned: set[EntryId] = set()
+        self._evicted: list[Entry] = []  # since the last look at the pins
         self._expected: set[Key] = set()
         self._changes: dict[Key, bool] | None = None
 
@@ -133,7 +141,9 @@ class Cache:
             entry.step(EntryEvent.WRITER_GONE)
             self._give_back_reservation(entry)
         for lease in self._leases.take_session(session):
-            self._unlease(self._entry(lease.entry))
+            self._unhold(self._entry(lease.entry))
+        self._readers.forget(session)
+        self.look_at_pins()
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -152,7 +162,7 @@ class Cache:
         if content.nbytes > self._allocator.pool_bytes:
             self.counters.refused["entry_too_large"] += 1
             return EntryTooLarge(content.nbytes, self._allocator.pool_bytes)
-        extent = self._allocator.allocate(content.nbytes) or self._make_room(content.nbytes)
+        extent = self._allocator.allocate(content.nbytes) or self._make_room(content.nbytes, now_s)
         if extent is None:
             self.counters.refused["pool_full"] += 1
             held_bytes = self.leased_bytes + self.reserved_bytes
@@ -180,6 +190,7 @@ class Cache:
         self.reserved_bytes -= self._allocator.rounded_bytes(entry.content.nbytes)
         self._index.publish(entry)
         self._policy.add(entry.id)
+        self._readers.show(_info(entry))
         self._note_change(entry.key, stored=True)
         self.counters.puts += 1
         self.counters.bytes_in += entry.content.nbytes
@@ -284,7 +295,7 @@ class Cache:
         taken = self._leases.take(session, lease)
         if taken is None:
             return False
-        self._unlease(self._entry(taken.entry))
+        self._unhold(self._entry(taken.entry))
         return True
 
     def contains(self, key: Key) -> bool:
@@ -304,13 +315,47 @@ class Cache:
         if found is not None:
             found.checksum = checksum
 
+    # -- readers that ask nobody ---------------------------------------------------------------
+
+    def look_at_pins(self) -> None:
+        """Learn who reads what without a lease: a pin holds an entry as a lease does."""
+        pinned = self._readers.pinned()
+        for ended in self._pinned - pinned:
+            self._pinned.remove(ended)
+            self._unhold(self._entry(ended))
+        for found in pinned - self._pinned:
+            entry = self._index.get(found)
+            if entry is not None and entry.state in (EntryState.COMMITTED, EntryState.DOOMED):
+                self._pinned.add(found)
+                self._hold(entry)
+        evicted, self._evicted = self._evicted, []
+        for entry in evicted:
+            if entry.leases == 0 and entry.state is EntryState.DOOMED:
+                self._let_go(entry)
+
+    def note_uses(self, now_s: float) -> None:
+        """Count what was read without asking, and rank it by that."""
+        uses = self._readers.take_uses()
+        self.counters.hits += uses.hits
+        self.counters.bytes_out += uses.nbytes
+        self.counters.misses += uses.misses
+        for used in uses.entries:
+            entry = self._index.get(used)
+            if entry is None:
+                continue
+            entry.hits += 1
+            entry.used_s = now_s
+            if self._policy.warmth(used) is not None:
+                self._policy.remove(used)
+                self._policy.add(used)
+
     # -- time ----------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> tuple[list[Expired], list[Wakeup]]:
         """End every lease and wait whose time is over."""
         expired = []
         for lease in self._leases.take_due(now_s):
-            self._unlease(self._entry(lease.entry))
+            self._unhold(self._entry(lease.entry))
             expired.append(Expired(lease.session, lease.id))
         overdue = [
             Wakeup(wait.session, wait.ticket, Missing()) for wait in self._waits.take_due(now_s)
@@ -336,6 +381,8 @@ class Cache:
         dry_run: bool = False,
     ) -> EvictionReport:
         """Evict the selected among the next `limit` entries. A leased one goes when released."""
+        self.note_uses(now_s)
+        self.look_at_pins()
         if selection.key is not None:
             stored = self._index.stored(selection.key)
             page, next_after = [stored] if stored is not None else [], None
@@ -357,21 +404,30 @@ class Cache:
         if not dry_run:
             for entry in chosen:
                 self._evict(entry, "requested")
+            self.look_at_pins()
         return report
 
     def needs_trim(self) -> bool:
         """Whether the pool is fuller than the high watermark."""
         return self._allocator.used_bytes > self.limits.high_watermark * self._allocator.pool_bytes
 
-    def trim(self, limit: int) -> bool:
+    def trim(self, limit: int, now_s: float) -> bool:
         """Evict up to `limit` of the coldest entries towards the low watermark. True: go on."""
+        self.note_uses(now_s)
+        self.look_at_pins()
         target_bytes = self.limits.low_watermark * self._allocator.pool_bytes
+        excess_bytes = self._allocator.used_bytes - target_bytes
         for _ in range(limit):
             coldest = next(self._policy.coldest(), None)
-            if coldest is None or self._allocator.used_bytes <= target_bytes:
-                return False
-            self._evict(self._entry(coldest), "watermark")
-        return True
+            if coldest is None or excess_bytes <= 0:
+                break
+            entry = self._entry(coldest)
+            excess_bytes -= self._allocator.rounded_bytes(entry.content.nbytes)
+            self._evict(entry, "watermark")
+        self.look_at_pins()
+        return next(self._policy.coldest(), None) is not None and (
+            self._allocator.used_bytes > target_bytes
+        )
 
     def page(self, after: EntryId | None, limit: int) -> tuple[list[EntryInfo], EntryId | None]:
         """Up to `limit` committed entries in order of commit, and where the next page starts."""
@@ -398,7 +454,8 @@ class Cache:
 
     @property
     def leases(self) -> int:
-        return len(self._leases)
+        """Pins included, as far as they were looked at."""
+        return len(self._leases) + len(self._pinned)
 
     @property
     def waits(self) -> int:
@@ -415,6 +472,9 @@ class Cache:
         self._leases.check()
         self._waits.check()
         counts = self._leases.counts()
+        for pinned in self._pinned:
+            counts[pinned] = counts.get(pinned, 0) + 1
+        assert not self._evicted, "evicted without a look at the pins"
         reserved_bytes = leased_bytes = 0
         reservations = set()
         for entry in self._index:
@@ -471,10 +531,7 @@ class Cache:
     def _lease(self, session: SessionId, entry: Entry, now_s: float) -> Leased | LimitReached:
         if self._leases.count(session) >= self.limits.leases_per_session:
             return self._refuse("leases", self.limits.leases_per_session)
-        if entry.leases == 0:
-            self._policy.remove(entry.id)
-            self.leased_bytes += self._allocator.rounded_bytes(entry.content.nbytes)
-        entry.leases += 1
+        self._hold(entry)
         entry.hits += 1
         entry.used_s = now_s
         self.counters.hits += 1
@@ -484,7 +541,14 @@ class Cache:
             lease, entry.key, entry.content, entry.extent, expires_s, entry.id, entry.checksum
         )
 
-    def _unlease(self, entry: Entry) -> None:
+    def _hold(self, entry: Entry) -> None:
+        if entry.leases == 0:
+            if entry.state is EntryState.COMMITTED:
+                self._policy.remove(entry.id)
+            self.leased_bytes += self._allocator.rounded_bytes(entry.content.nbytes)
+        entry.leases += 1
+
+    def _unhold(self, entry: Entry) -> None:
         entry.leases -= 1
         if entry.leases:
             return
@@ -494,22 +558,32 @@ class Cache:
         else:
             self._let_go(entry)
 
-    def _make_room(self, nbytes: int) -> Extent | None:
-        victims = plan(nbytes, self._allocator, self._policy, self._index)
-        if victims is None:
-            return None
-        for victim in victims:
-            self._evict(self._entry(victim), "capacity")
-        return self._allocator.allocate(nbytes)
+    def _make_room(self, nbytes: int, now_s: float) -> Extent | None:
+        self.note_uses(now_s)
+        self.look_at_pins()
+        extent = self._allocator.allocate(nbytes)
+        for _ in range(PLANS):
+            if extent is not None:
+                break
+            victims = plan(nbytes, self._allocator, self._policy, self._index)
+            if victims is None:
+                break
+            for victim in victims:
+                self._evict(self._entry(victim), "capacity")
+            self.look_at_pins()
+            extent = self._allocator.allocate(nbytes)
+        return extent
 
     def _evict(self, entry: Entry, reason: str) -> None:
+        """Its extent is free after the next look at the pins, unless somebody holds it."""
         self.counters.evictions[reason] += 1
         entry.step(EntryEvent.EVICT)
         self._index.hide(entry)
+        self._readers.hide(entry.id)
         self._note_change(entry.key, stored=False)
         if entry.leases == 0:
             self._policy.remove(entry.id)
-            self._let_go(entry)
+        self._evicted.append(entry)
 
     def _note_change(self, key: Key, stored: bool) -> None:
         if self._changes is not None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ecd.core.allocator import GRANULE_BYTES
 from ecd.core.cache import Cache
+from ecd.core.readers import Uses
 from ecd.core.types import (
     Aborted,
     AlreadyStored,
@@ -20,6 +21,7 @@ from ecd.core.types import (
     Committed,
     Content,
     EntryId,
+    EntryInfo,
     EntryTooLarge,
     Extent,
     Key,
@@ -75,10 +77,70 @@ class ModelSession:
     waits: dict[int, tuple[Key, float, bool]] = field(default_factory=dict)
 
 
+@dataclass
+class Pin:
+    """A reader that asks nobody, between two of its steps."""
+
+    session: SessionId
+    info: EntryInfo
+    set: bool = False
+    blocks: bool = False  # set while the entry was shown
+    held: bool = False  # and shown when the reader looked again
+
+
+class Board:
+    """What such readers see, and what they pin. The naive one: no tables, no words, no races.
+
+    With `ambush`, whoever has found an entry pins it in the last moment before it is hidden.
+    """
+
+    def __init__(self) -> None:
+        self.shown: dict[EntryId, EntryInfo] = {}
+        self.pins: list[Pin] = []
+        self.garbage: set[EntryId] = set()
+        self.uses: list[EntryInfo] = []
+        self.told: list[EntryInfo] = []
+        self.ambush = self.ambushed = False
+
+    def show(self, info: EntryInfo) -> None:
+        self.shown[info.entry] = info
+
+    def hide(self, entry: EntryId) -> None:
+        for pin in self.pins:
+            if self.ambush and pin.info.entry == entry and not pin.set:
+                self.ambushed = True
+                self.pin(pin)
+                self.recheck(pin)
+        del self.shown[entry]
+
+    def pinned(self) -> set[EntryId]:
+        return {pin.info.entry for pin in self.pins if pin.set} | self.garbage
+
+    def take_uses(self) -> Uses:
+        uses, self.uses = self.uses, []
+        nbytes = sum(info.content.nbytes for info in uses)
+        return Uses(tuple(info.entry for info in uses), len(uses), nbytes)
+
+    def forget(self, session: SessionId) -> None:
+        self.pins = [pin for pin in self.pins if pin.session != session]
+
+    def pin(self, pin: Pin) -> None:
+        pin.set, pin.blocks = True, pin.info.entry in self.shown
+
+    def recheck(self, pin: Pin) -> None:
+        if pin.info.entry in self.shown:
+            pin.held = True
+            self.uses.append(pin.info)
+            self.told.append(pin.info)
+        else:
+            self.pins.remove(pin)
+
+
 class CacheMachine(RuleBasedStateMachine):
     @initialize(granules=st.integers(1, 24))
     def create(self, granules: int) -> None:
-        self.cache = Cache(granules * GRANULE_BYTES, TTL_S, LIMITS)
+        self.board = Board()
+        self.cache = Cache(granules * GRANULE_BYTES, TTL_S, LIMITS, readers=self.board)
         self.granules = granules
         self.memory: list[int] = [0] * granules
         self.now_s = 0.0
@@ -91,6 +153,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.counted = Counter[str]()
         self.expected: set[Key] = set()
         self.checksums: dict[int, int | None] = {}  # by tag
+        self.tags: dict[EntryId, int] = {}
+        self.known_extents: dict[EntryId, Extent] = {}
         self.set_aside: dict[SessionId, dict[EntryId, Writer]] = {}
         self.known: dict[Key, bool] = {}
         self.cache.take_changes()
@@ -118,7 +182,7 @@ class CacheMachine(RuleBasedStateMachine):
             reader.tag
             for session in [*self.open.values(), *self.leaving.values()]
             for reader in session.readers.values()
-        }
+        } | {self.tags[entry] for entry in self.board.pinned() if entry in self.tags}
 
     def forget_evicted(self) -> int:
         """Drop from the model what the cache no longer has; the count of what went."""
@@ -174,6 +238,7 @@ class CacheMachine(RuleBasedStateMachine):
         session = self.any_open(data)
         lost = self.open.pop(session)
         self.leaving[session] = lost
+        self.board.ambush = False
         keys_lost = {writer.key for writer in lost.writers.values()}
         expected = {
             (s, ticket)
@@ -194,8 +259,11 @@ class CacheMachine(RuleBasedStateMachine):
     def process_is_gone(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(sorted(self.leaving)))
         lost = self.leaving.pop(session)
+        pinned = {pin.info.entry for pin in self.board.pins if pin.set and pin.session == session}
         self.cache.close_session(session)
         self.set_aside.pop(session, None)
+        for entry in pinned:
+            self.unpinned(entry)
         for reader in lost.readers.values():
             self.lease_ended(reader)
         self.ended_session_is_told(session, lost)
@@ -227,7 +295,7 @@ class CacheMachine(RuleBasedStateMachine):
         outcome = self.cache.reserve(session, key, content, self.now_s)
         evicted = set(used_s) - {k for k in used_s if self.cache.contains(k)}
         assert not any(self.stored[k][0] in leased for k in evicted), "a leased entry was evicted"
-        if not isinstance(outcome, Reserved):
+        if not isinstance(outcome, Reserved) and not self.take_ambushed():
             assert not evicted, "a refusal evicted"
         self.counted["capacity"] += len(evicted)
         self.forget_evicted()
@@ -264,6 +332,7 @@ class CacheMachine(RuleBasedStateMachine):
         for session in [*self.open.values(), *self.leaving.values()]:
             taken |= {g for w in session.writers.values() for g in self.span(w.extent)}
             taken |= {g for r in session.readers.values() for g in self.span(r.extent)}
+        taken |= {g for p in self.board.pins if p.held for g in self.span(p.info.extent)}
         for writers in self.set_aside.values():
             taken |= {g for w in writers.values() for g in self.span(w.extent)}
         assert not taken & set(self.span(extent)), "the extent belongs to someone"
@@ -277,6 +346,10 @@ class CacheMachine(RuleBasedStateMachine):
             blocked |= {g for r in session.readers.values() for g in self.span(r.extent)}
         for writers in self.set_aside.values():
             blocked |= {g for w in writers.values() for g in self.span(w.extent)}
+        for pin in self.board.pins:
+            blocked |= set(self.span(pin.info.extent)) if pin.blocks else set()
+        for entry in self.board.garbage & set(self.known_extents):
+            blocked |= set(self.span(self.known_extents[entry]))
         longest = run = 0
         for granule in range(self.granules):
             run = 0 if granule in blocked else run + 1
@@ -308,6 +381,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.checksums[writer.tag] = writer.tag if writer.tag % 2 else None
         outcome = self.cache.commit(session, reservation, self.now_s, self.checksums[writer.tag])
         assert isinstance(outcome, Committed)
+        info = self.cache.look(writer.key)
+        assert info is not None
+        assert self.board.shown[info.entry] == info or outcome.woken
+        self.tags[info.entry] = writer.tag
+        self.known_extents[info.entry] = info.extent
         self.counted.update(puts=1, bytes_in=writer.extent.nbytes)
         assert {(w.session, w.ticket) for w in outcome.woken} == waiting
         self.take_wakeups(outcome.woken)
@@ -462,6 +540,65 @@ class CacheMachine(RuleBasedStateMachine):
         for lease in chosen:
             model.readers[lease].until_s = until_s
 
+    # -- readers that ask nobody -------------------------------------------------------------------
+
+    @precondition(lambda self: self.open and self.board.shown)
+    @rule(data=st.data())
+    def find(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(sorted(self.board.shown)))
+        self.board.pins.append(Pin(self.any_open(data), self.board.shown[entry]))
+
+    @precondition(lambda self: any(not pin.set for pin in self.board.pins))
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        pins = [pin for pin in self.board.pins if not pin.set]
+        self.board.pin(pins[data.draw(st.integers(0, len(pins) - 1))])
+
+    @precondition(lambda self: any(pin.set and not pin.held for pin in self.board.pins))
+    @rule(data=st.data())
+    def recheck(self, data: st.DataObject) -> None:
+        pins = [pin for pin in self.board.pins if pin.set and not pin.held]
+        pin = pins[data.draw(st.integers(0, len(pins) - 1))]
+        self.board.recheck(pin)
+        if not pin.held:
+            self.unpinned(pin.info.entry)
+
+    @precondition(lambda self: any(pin.held for pin in self.board.pins))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        pins = [pin for pin in self.board.pins if pin.held]
+        pin = pins[data.draw(st.integers(0, len(pins) - 1))]
+        self.board.pins.remove(pin)
+        self.unpinned(pin.info.entry)
+
+    def unpinned(self, entry: EntryId) -> None:
+        self.cache.look_at_pins()
+        if entry in self.tags and self.tags[entry] not in self.leased_tags():
+            self.warm_s[self.tags[entry]] = self.now_s
+
+    @rule(entry=st.integers(1, 60), ambush=st.booleans())
+    def mischief(self, entry: int, ambush: bool) -> None:
+        """A client pins what it never found."""
+        self.board.ambush = ambush
+        before, self.board.garbage = self.board.garbage, {EntryId(entry)}
+        for old in before:
+            self.unpinned(old)
+
+    def take_ambushed(self) -> bool:
+        ambushed, self.board.ambushed = self.board.ambushed, False
+        return ambushed
+
+    @invariant()
+    def uses_are_counted(self) -> None:
+        told, self.board.told = self.board.told, []
+        for info in told:
+            self.counted.update(hits=1, bytes_out=info.content.nbytes)
+            if self.cache.contains(info.key) and self.cache.look(info.key).entry == info.entry:
+                tag, extent, content, _ = self.stored[info.key]
+                self.stored[info.key] = (tag, extent, content, self.now_s)
+                self.warm_s[tag] = self.now_s
+        self.cache.note_uses(self.now_s)
+
     # -- time and eviction -----------------------------------------------------------------------
 
     @rule(step_s=st.sampled_from([0.5, 2.0, 5.0, TTL_S]))
@@ -530,14 +667,14 @@ class CacheMachine(RuleBasedStateMachine):
     def trim(self) -> None:
         pool = self.cache.allocator.pool_bytes
         leased = self.leased_tags()
-        while self.cache.trim(1):
+        while self.cache.trim(1, self.now_s):
             pass
         warm_s = {k: self.warm_s[v[0]] for k, v in self.stored.items() if v[0] not in leased}
         gone = [s for k, s in warm_s.items() if not self.cache.contains(k)]
         left = [s for k, s in warm_s.items() if self.cache.contains(k)]
         if gone and left:
             assert max(gone) <= min(left), "a warmer entry went first"
-        if left:
+        if left and not self.take_ambushed():
             assert self.cache.allocator.used_bytes <= LIMITS.low_watermark * pool
         assert all(self.cache.contains(k) for k, v in self.stored.items() if v[0] in leased)
         self.counted["watermark"] += self.forget_evicted()
@@ -566,12 +703,18 @@ class CacheMachine(RuleBasedStateMachine):
         for session in [*self.open.values(), *self.leaving.values()]:
             for reader in session.readers.values():
                 assert self.reads(reader.extent, reader.tag), "a lease was not kept"
+        for pin in self.board.pins:
+            if pin.held:
+                assert self.reads(pin.info.extent, self.tags[pin.info.entry]), "not kept for a pin"
 
     @invariant()
     def figures_agree(self) -> None:
         everyone = [*self.open.values(), *self.leaving.values()]
         assert self.cache.entries == len(self.stored)
-        assert self.cache.leases == sum(len(m.readers) for m in everyone)
+        self.cache.look_at_pins()
+        alive = set(self.board.shown) | {p.info.entry for p in self.board.pins if p.blocks}
+        pinned = len(self.board.pinned() & alive)
+        assert self.cache.leases - sum(len(m.readers) for m in everyone) >= pinned
         assert self.cache.waits == sum(len(m.waits) for m in everyone)
         assert self.cache.sessions == len(everyone)
         allocator = self.cache.allocator
@@ -611,6 +754,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.leaving[session].waits.clear()
         for session in self.leaving:
             self.cache.close_session(session)
+        self.board.ambush, self.board.garbage = False, set()
         self.cache.evict(Selection(), self.now_s, limit=len(KEYS) + 1)
         self.cache.check()
         assert self.cache.allocator.is_one_free_extent, "something leaked"
