@@ -27,16 +27,16 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Mapping:
-    """A whole file, mapped. Every view of it keeps it mapped.
+    """A file, or a part of it, mapped. Every view of it keeps it mapped.
 
     Python's own `mmap` gives no buffer of a read-only mapping that torch takes without a copy,
     hence the C library's.
     """
 
-    def __init__(self, fd: int, nbytes: int, writable: bool) -> None:
-        """Raises OSError."""
+    def __init__(self, fd: int, nbytes: int, writable: bool, offset: int = 0) -> None:
+        """`offset` must be a page's. Raises OSError."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
+        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, offset)
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "mmap")
         self._unmap = weakref.finalize(self, _libc.munmap, address, nbytes)

@@ -3,6 +3,8 @@
 lock                    held by the daemon for its life (flock): one daemon per directory
 <incarnation>.pool      the host pool; extents start and end on pages
 <incarnation>.sessions  one byte per session, locked by the client that owns it
+<incarnation>.index     what is stored and where: written by the daemon, read by clients
+<incarnation>.pins      one page of pins per session: written by its client, read by the daemon
 
 Every start makes new files and unlinks those of dead daemons, never truncating or reusing them:
 a client that still maps an old pool keeps reading the bytes that were there.
@@ -10,17 +12,32 @@ a client that still maps an old pool keeps reading the bytes that were there.
 A client's byte lock is an open file description lock (Linux, `fcntl(2)`). The kernel drops it
 when the last process that shares the description is gone, so that holding it proves that the
 client may still touch the pool, however its stream ended.
+
+The index is a hash table: a header, buckets that hold the number of a first row (from 1; 0: none),
+rows that each hold the number of the next one. A row is found, pinned and read without a lock and
+without a call; docs/reading-without-a-call.md says why that is safe.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import os
+import platform
 import struct
 from pathlib import Path
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from ecd_proto.contract import DTYPES
 
 LOCK_NAME = "lock"
 POOL_SUFFIX = ".pool"
 SESSIONS_SUFFIX = ".sessions"
+INDEX_SUFFIX = ".index"
+PINS_SUFFIX = ".pins"
+SUFFIXES = (POOL_SUFFIX, SESSIONS_SUFFIX, INDEX_SUFFIX, PINS_SUFFIX)
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, len, pid
 
@@ -41,3 +58,179 @@ def is_session_locked(fd: int, offset: int) -> bool:
     flock = _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0)
     found: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, flock))[0]
     return found != fcntl.F_UNLCK
+
+
+# -- the index -------------------------------------------------------------------------------------
+
+INDEX_MAGIC = b"ecdindex"
+INDEX_VERSION = 1
+INDEX_HEADER_BYTES = 4096
+_INDEX_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, bytes of a row, buckets, rows, seed
+REMOVALS_WORD = 8
+"""The 8-byte word of the header that counts removals: odd while one is under way."""
+UNLISTED_WORD = 9
+"""The word that counts entries which should have a row and have none, for lack of memory."""
+
+BUCKET_BYTES = 4
+ROW_BYTES = 512
+_ROW = struct.Struct("<QQQQQdHBBHH4x")
+"""next row, checksum, entry, offset, nbytes, cost, pool, dtype, dimensions, metadata's bytes, ask.
+
+The key's record and what else varies in length follow: the shape, the metadata.
+"""
+_NEXT = struct.Struct("<Q")
+_MARK = slice(8, 24)  # checksum and entry: two rows that agree in these are one
+_CHECKED_FROM = 16
+_RECORD_AT = _ROW.size
+_LENGTHS = struct.Struct("<HH")  # of namespace and mm_hash, before them
+_MAX_RECORD = ROW_BYTES - _RECORD_AT - 64
+_DTYPES = tuple(DTYPES)
+
+
+class IndexShape(NamedTuple):
+    """How many buckets (a power of two) and rows there are, and what keys are hashed with."""
+
+    buckets: int
+    rows: int
+    seed: int
+
+    @property
+    def rows_at(self) -> int:
+        return INDEX_HEADER_BYTES + self.buckets * BUCKET_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows_at + self.rows * ROW_BYTES
+
+
+class Row(NamedTuple):
+    """What the index says of one stored entry. `ask`: the rest did not fit, the daemon knows it."""
+
+    entry: int
+    pool: int
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    metadata: bytes
+    cost_s: float
+    ask: bool
+
+
+def pack_index_header(shape: IndexShape) -> bytes:
+    return _INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, ROW_BYTES, *shape)
+
+
+def unpack_index_header(header: bytes) -> IndexShape | None:
+    """None: not an index, or one of another version."""
+    magic, version, row_bytes, *shape = _INDEX_HEADER.unpack_from(header)
+    if (magic, version, row_bytes) != (INDEX_MAGIC, INDEX_VERSION, ROW_BYTES):
+        return None
+    return IndexShape(*shape)
+
+
+def key_record(namespace: str, mm_hash: str) -> bytes | None:
+    """The key as a row holds it, whole. None: it is too long for a row, and has none."""
+    first, second = namespace.encode(), mm_hash.encode()
+    nbytes = _LENGTHS.size + len(first) + len(second)
+    if nbytes > _MAX_RECORD:
+        return None
+    return _LENGTHS.pack(len(first), len(second)) + first + second
+
+
+def bucket_of(record: bytes, shape: IndexShape) -> int:
+    return xxh3_64_intdigest(record, shape.seed) & (shape.buckets - 1)
+
+
+def pack_row(record: bytes, row: Row, next_row: int) -> bytes:
+    """The bytes of a row. What does not fit is left out, and `ask` set."""
+    rest = struct.pack(f"<{len(row.shape)}Q", *row.shape) + row.metadata
+    ask = _RECORD_AT + len(record) + len(rest) > ROW_BYTES
+    dimensions, metadata_bytes = len(row.shape), len(row.metadata)
+    if ask:
+        rest, dimensions, metadata_bytes = b"", 0, 0
+    place = (row.entry, row.offset, row.nbytes, row.cost_s, row.pool)
+    kind = (_DTYPES.index(row.dtype), dimensions, metadata_bytes, ask)
+    checked = _ROW.pack(0, 0, *place, *kind)[_CHECKED_FROM:] + record + rest
+    checked = checked.ljust(ROW_BYTES - _CHECKED_FROM, b"\0")
+    return struct.pack("<QQ", next_row, xxh3_64_intdigest(checked)) + checked
+
+
+def row_has_key(row: bytes, record: bytes) -> bool:
+    return row.startswith(record, _RECORD_AT)
+
+
+def row_is_whole(row: bytes) -> bool:
+    """False for one that was read while it was written, or that lists nothing."""
+    checksum, entry = struct.unpack_from("<QQ", row, 8)
+    return entry != 0 and bool(checksum == xxh3_64_intdigest(row[_CHECKED_FROM:]))
+
+
+def row_mark(row: bytes | memoryview) -> bytes:
+    """What no two rows have in common, and no row after it was taken out."""
+    return bytes(row[_MARK])
+
+
+def next_of(row: bytes) -> int:
+    number: int = _NEXT.unpack_from(row)[0]
+    return number
+
+
+def unpack_row(row: bytes, record: bytes) -> Row:
+    """A whole row that has this key."""
+    _, _, entry, offset, nbytes, cost_s, pool, dtype, dimensions, metadata_bytes, ask = (
+        _ROW.unpack_from(row)
+    )
+    at = _RECORD_AT + len(record)
+    shape = struct.unpack_from(f"<{dimensions}Q", row, at)
+    at += 8 * dimensions
+    metadata = row[at : at + metadata_bytes]
+    return Row(entry, pool, offset, nbytes, _DTYPES[dtype], shape, metadata, cost_s, bool(ask))
+
+
+# -- pins ------------------------------------------------------------------------------------------
+
+PIN_PAGE_BYTES = 3 * 4096
+"""One session's: a header, its pins, and the entries that it used last."""
+PINS_USED_WORD = 0
+"""How many of the pins were ever used: the daemon looks no further."""
+USES_WORD, USED_BYTES_WORD, MISSES_WORD = 1, 2, 3
+FIRST_PIN_WORD = 8
+MAX_PINS = 4096 // 8 - FIRST_PIN_WORD
+FIRST_USE_WORD = 4096 // 8
+KEPT_USES = 2 * 4096 // 8
+"""Of the entries used, as many as are kept until the daemon looks."""
+
+
+# -- barriers --------------------------------------------------------------------------------------
+
+_MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
+_QUERY, _BARRIER, _REGISTER = 0, 1 << 1, 1 << 2  # MEMBARRIER_CMD_..._GLOBAL_EXPEDITED
+_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: the call takes 2 us
+
+
+def _membarrier(command: int) -> int:
+    if _MEMBARRIER is None:
+        return -1
+    result: int = _libc.syscall(_MEMBARRIER, command, 0, 0)
+    return result
+
+
+def has_barriers() -> bool:
+    """Whether this kernel, and what confines this process, lets it order others' memory."""
+    commands = _membarrier(_QUERY)
+    return commands > 0 and bool(commands & _BARRIER) and bool(commands & _REGISTER)
+
+
+def take_part_in_barriers() -> bool:
+    """Let every `barrier` on this machine be one for this process too. False: it cannot be had."""
+    return _membarrier(_REGISTER) == 0
+
+
+def barrier() -> None:
+    """A full memory barrier in every thread of every process that takes part: membarrier(2).
+
+    Raises OSError.
+    """
+    if _membarrier(_BARRIER) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "membarrier")

@@ -230,6 +230,7 @@ class Welcome(google.protobuf.message.Message):
     LOCK_PATH_FIELD_NUMBER: builtins.int
     LOCK_OFFSET_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
     session: builtins.str
     """names the session in every batch call"""
     contract_version: builtins.int
@@ -238,7 +239,7 @@ class Welcome(google.protobuf.message.Message):
     now_s: builtins.float
     """The daemon's monotonic clock now: every `expires_s` is on this clock."""
     lock_path: builtins.str
-    """Before its first Reserve or Acquire the client locks this byte of this file, with an open file
+    """Before its first Reserve, Acquire or pin the client locks this byte of this file, with an open file
     description lock, and keeps it until it touches the pool no more. The kernel drops the lock
     when the process dies, and only then is memory that the client may still write to reused.
     """
@@ -249,6 +250,10 @@ class Welcome(google.protobuf.message.Message):
     """
     @property
     def pool(self) -> global___PoolFile: ...
+    @property
+    def index(self) -> global___IndexFile:
+        """What is stored and where, to be read without a call. Absent: every read is a call."""
+
     def __init__(
         self,
         *,
@@ -261,9 +266,10 @@ class Welcome(google.protobuf.message.Message):
         lock_path: builtins.str = ...,
         lock_offset: builtins.int = ...,
         node: builtins.str = ...,
+        index: global___IndexFile | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "daemon", b"daemon", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pool", b"pool", "session", b"session"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["index", b"index", "pool", b"pool"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "daemon", b"daemon", "index", b"index", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pool", b"pool", "session", b"session"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -290,6 +296,30 @@ class PoolFile(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["inode", b"inode", "nbytes", b"nbytes", "path", b"path", "pool", b"pool"]) -> None: ...
 
 global___PoolFile = PoolFile
+
+@typing.final
+class IndexFile(google.protobuf.message.Message):
+    """The layout is in ecd_proto/shm.py, the protocol in docs/reading-without-a-call.md."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    PINS_PATH_FIELD_NUMBER: builtins.int
+    PINS_OFFSET_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    pins_path: builtins.str
+    pins_offset: builtins.int
+    """of this session's page"""
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        pins_path: builtins.str = ...,
+        pins_offset: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["path", b"path", "pins_offset", b"pins_offset", "pins_path", b"pins_path"]) -> None: ...
+
+global___IndexFile = IndexFile
 
 @typing.final
 class Renewed(google.protobuf.message.Message):
@@ -1155,6 +1185,7 @@ class StatusReply(google.protobuf.message.Message):
     WAITS_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
+    UNLISTED_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     name: builtins.str
     version: builtins.str
@@ -1169,6 +1200,8 @@ class StatusReply(google.protobuf.message.Message):
     waits: builtins.int
     node: builtins.str
     """where other nodes reach it; empty: nowhere"""
+    unlisted: builtins.int
+    """entries that are not in the mapped index"""
     @property
     def pool(self) -> global___PoolStatus: ...
     @property
@@ -1191,9 +1224,10 @@ class StatusReply(google.protobuf.message.Message):
         waits: builtins.int = ...,
         counters: global___Counters | None = ...,
         node: builtins.str = ...,
+        unlisted: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "counters", b"counters", "entries", b"entries", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "node", b"node", "pid", b"pid", "pool", b"pool", "populated_bytes", b"populated_bytes", "sessions", b"sessions", "state", b"state", "uptime_s", b"uptime_s", "version", b"version", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "counters", b"counters", "entries", b"entries", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "node", b"node", "pid", b"pid", "pool", b"pool", "populated_bytes", b"populated_bytes", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waits", b"waits"]) -> None: ...
 
 global___StatusReply = StatusReply
 
