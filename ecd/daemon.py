@@ -14,8 +14,10 @@ from importlib.metadata import version
 
 from ecd.cluster.cluster import Cluster
 from ecd.config import Config
-from ecd.core.cache import Cache
+from ecd.core.cache import DEFAULT_LIMITS, Cache
+from ecd.core.types import SessionId
 from ecd.memory.host import HostPool, default_pool_bytes
+from ecd.memory.mapped_index import MappedIndex
 from ecd.metrics import Metrics
 from ecd.rpc.cache_service import CacheService, NoOtherNodes
 from ecd.rpc.peer_service import PeerServer, PeerService
@@ -23,6 +25,7 @@ from ecd.rpc.server import Server
 from ecd.rpc.sessions import Sessions
 from ecd.rpc.socket import OwnedSocket
 from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.shm import has_barriers
 from ecd_proto.v1 import cache_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,8 @@ GRACE_S = 5.0
 """How long calls in flight may take after the daemon was told to stop."""
 
 PROGRESS_S = 0.5
+LOOK_S = 0.25
+"""How often those who read without a call are looked at when nothing else asks for it."""
 
 State = pb.StatusReply.State
 
@@ -60,10 +65,16 @@ class Daemon:
         except BaseException:
             self._socket.close()
             raise
-        if gid is not None:
-            self._pool.grant_group(gid)
+        try:
+            self._index = self._make_index()
+            if gid is not None:
+                self._pool.grant_group(gid)
+        except BaseException:
+            self._pool.close()
+            self._socket.close()
+            raise
         self._gid = gid
-        self._cache = Cache(int(nbytes), config.lease_ttl_s)
+        self._cache = Cache(int(nbytes), config.lease_ttl_s, DEFAULT_LIMITS, readers=self._index)
         self._sessions = Sessions(
             self._cache,
             self,
@@ -90,7 +101,12 @@ class Daemon:
             await server.start(self._socket.target)
             self._socket.grant(self._gid)
             try:
-                await _first_of(stop.wait(), self._serve(server), self._metrics.watch_loop())
+                await _first_of(
+                    stop.wait(),
+                    self._serve(server),
+                    self._look_at_readers(),
+                    self._metrics.watch_loop(),
+                )
             finally:
                 self._state = State.STATE_STOPPING
                 await server.set_serving(False)
@@ -103,8 +119,28 @@ class Daemon:
             self._metrics.close()
             if self._cluster is not None:
                 await self._cluster.close()
+            if self._index is not None:
+                self._index.close()
             self._pool.close()
             self._socket.close()
+
+    def _make_index(self) -> MappedIndex | None:
+        """None: clients ask for everything. Raises PoolError."""
+        if not has_barriers():
+            logger.warning(
+                "this kernel, or what confines this process, has no membarrier(2): every get "
+                "is a call, which takes some 0.5 ms"
+            )
+            return None
+        return MappedIndex(
+            self._pool.directory, self._incarnation, self._pool.nbytes, DEFAULT_LIMITS.sessions
+        )
+
+    async def _look_at_readers(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._cache.note_uses(time.monotonic())
+            self._cache.look_at_pins()
 
     def _make_server(self) -> Server:
         service = CacheService(
@@ -175,6 +211,16 @@ class Daemon:
             pool=0, path=str(self._pool.path), nbytes=self._pool.nbytes, inode=self._pool.inode
         )
 
+    def index_file(self, session: SessionId) -> pb.IndexFile | None:
+        offset = None if self._index is None else self._index.open_page(session)
+        if self._index is None or offset is None:
+            return None
+        return pb.IndexFile(
+            path=str(self._index.path),
+            pins_path=str(self._index.pins_path),
+            pins_offset=offset,
+        )
+
     def lock_path(self) -> str:
         return str(self._pool.sessions_path)
 
@@ -185,6 +231,8 @@ class Daemon:
 
     def status(self) -> pb.StatusReply:
         cache, allocator, counters = self._cache, self._cache.allocator, self._cache.counters
+        cache.note_uses(time.monotonic())
+        cache.look_at_pins()
         return pb.StatusReply(
             incarnation=self._incarnation,
             name=self._config.name,
@@ -206,6 +254,7 @@ class Daemon:
             ),
             node=self._config.peer_address or "",
             entries=cache.entries,
+            unlisted=cache.entries if self._index is None else self._index.unlisted,
             sessions=cache.sessions,
             leases=cache.leases,
             waits=cache.waits,

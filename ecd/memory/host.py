@@ -18,7 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ecd_proto.mapping import CHUNK_BYTES, Mapping
-from ecd_proto.shm import LOCK_NAME, POOL_SUFFIX, SESSIONS_SUFFIX, is_session_locked, pool_dir
+from ecd_proto.shm import (
+    LOCK_NAME,
+    POOL_SUFFIX,
+    SESSIONS_SUFFIX,
+    SUFFIXES,
+    is_session_locked,
+    pool_dir,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,25 +47,25 @@ class HostPool:
         """
         self.nbytes = nbytes
         self.populated_bytes = 0
-        self._dir = pool_dir(shm_dir, name)
-        self._lock_fd = _take_directory(self._dir)
+        self.directory = pool_dir(shm_dir, name)
+        self._lock_fd = _take_directory(self.directory)
+        ours = "|".join(map(re.escape, SUFFIXES))
         stale = [
             path
-            for path in self._dir.iterdir()
-            if re.fullmatch(rf"[0-9a-f]+({POOL_SUFFIX}|{SESSIONS_SUFFIX})", path.name)
+            for path in self.directory.iterdir()
+            if re.fullmatch(rf"[0-9a-f]+({ours})", path.name)
         ]
         for path in stale:
             logger.info("removing %s, left by a daemon that died", path)
             path.unlink()
-        self.path = self._dir / f"{incarnation}{POOL_SUFFIX}"
-        self.sessions_path = self._dir / f"{incarnation}{SESSIONS_SUFFIX}"
+        self.path = self.directory / f"{incarnation}{POOL_SUFFIX}"
+        self.sessions_path = self.directory / f"{incarnation}{SESSIONS_SUFFIX}"
         try:
             _require_space(shm_dir, nbytes, wait_s=SPACE_WAIT_S if stale else 0.0)
-            self._fd = _create(self.path)
-            os.ftruncate(self._fd, nbytes)
+            self._fd = create_file(self.path, nbytes)
             self.writable = Mapping(self._fd, nbytes, writable=True)
             self.readable = Mapping(self._fd, nbytes, writable=False)
-            self._sessions_fd = _create(self.sessions_path)
+            self._sessions_fd = create_file(self.sessions_path)
         except BaseException:
             self._remove_files()
             raise
@@ -66,8 +73,9 @@ class HostPool:
 
     def grant_group(self, gid: int) -> None:
         """Let members of a group open the files."""
-        for path in (self._dir, self.path, self.sessions_path):
-            os.chown(path, -1, gid)
+        for path in (self.directory, *self.directory.iterdir()):
+            if path.name != LOCK_NAME:
+                os.chown(path, -1, gid)
 
     def populate(self, progress: Callable[[int], None]) -> None:
         """Touch every page, so that no writer pays for it. Blocking; run it off the loop.
@@ -110,10 +118,10 @@ class HostPool:
         os.close(self._lock_fd)
 
     def _remove_files(self) -> None:
-        for path in (self.path, self.sessions_path, self._dir / LOCK_NAME):
+        for path in (self.path, self.sessions_path, self.directory / LOCK_NAME):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            self._dir.rmdir()
+            self.directory.rmdir()
 
 
 def default_pool_bytes(shm_dir: str) -> int:
@@ -146,9 +154,11 @@ def _take_directory(directory: Path) -> int:
     raise PoolError(f"the lock of {directory} keeps changing hands")
 
 
-def _create(path: Path) -> int:
+def create_file(path: Path, nbytes: int = 0) -> int:
+    """A new file that clients can open, without memory as yet. Raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
     os.fchmod(fd, 0o660)
+    os.ftruncate(fd, nbytes)
     return fd
 
 

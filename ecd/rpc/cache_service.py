@@ -234,7 +234,7 @@ class CacheService(pb_grpc.CacheServicer):
             asyncio.get_running_loop().call_soon(self._trim)
 
     def _trim(self) -> None:
-        goes_on = self._cache.trim(TRIM_BATCH)
+        goes_on = self._cache.trim(TRIM_BATCH, self._now_s())
         self._others.changed()
         if goes_on:
             asyncio.get_running_loop().call_soon(self._trim)

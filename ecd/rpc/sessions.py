@@ -51,6 +51,8 @@ class SessionFiles(Protocol):
 
     def pool_file(self) -> pb.PoolFile: ...
 
+    def index_file(self, session: SessionId) -> pb.IndexFile | None: ...
+
     def lock_path(self) -> str: ...
 
     def is_session_locked(self, offset: int) -> bool: ...
@@ -256,6 +258,7 @@ class Sessions:
             pool=self._files.pool_file(),
             lock_path=self._files.lock_path(),
             lock_offset=stream.session,
+            index=self._files.index_file(stream.session),
             node=self._node,
         )
 
