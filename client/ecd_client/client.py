@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ecd_client.calls import CALL_TIMEOUT_S, resolve
 from ecd_client.errors import InvalidArgument
 from ecd_client.item import Item
-from ecd_client.reader import Reader
+from ecd_client.reader import Key, Reader, to_key
 from ecd_client.session import Session
 from ecd_client.writer import Writer, reserve_item
 from ecd_proto.v1 import cache_pb2 as pb
@@ -201,7 +201,7 @@ class Client:
         is not stored within a minute is forgotten. Raises DaemonUnavailable.
         """
         keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
-        request = pb.OfferRequest(keys=keys, nodes=nodes)
+        request = pb.OfferRequest(keys=map(to_key, keys), nodes=nodes)
         told = self._session.conversation().calls.later("offer", request)
         told.add_done_callback(lambda _: None)  # grpc cancels a call that nobody refers to
 
@@ -227,5 +227,5 @@ class Client:
     ) -> None:
         self.close()
 
-    def _key(self, mm_hash: str, namespace: str | None) -> pb.Key:
-        return pb.Key(namespace=self.namespace if namespace is None else namespace, mm_hash=mm_hash)
+    def _key(self, mm_hash: str, namespace: str | None) -> Key:
+        return self.namespace if namespace is None else namespace, mm_hash

@@ -16,9 +16,10 @@ import grpc
 
 from ecd_client.calls import Calls
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
+from ecd_client.index import AskDaemon, Index, Pin
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.mapping import Mapping
-from ecd_proto.shm import lock_session
+from ecd_proto.shm import Row, lock_session
 from ecd_proto.v1 import cache_pb2 as pb
 
 Outbox = queue.SimpleQueue[Any]
@@ -88,6 +89,7 @@ class Conversation:
             opened.callback(os.close, lock_fd)
             lock_session(lock_fd, welcome.lock_offset)
             self._readable = Mapping(self.pool_fd, self.pool_bytes, writable=False)
+            self.index = Index.open(welcome.index) if welcome.HasField("index") else None
             self._files = opened.pop_all()
         self._prefault = prefault
         if prefault:
@@ -119,7 +121,7 @@ class Conversation:
 
     # -- memory --------------------------------------------------------------------------------
 
-    def read_view(self, extent: pb.Extent) -> memoryview:
+    def read_view(self, extent: pb.Extent | Row) -> memoryview:
         return self._readable.view(extent.offset, extent.nbytes)
 
     def write_view(self, extent: pb.Extent) -> memoryview:
@@ -160,6 +162,23 @@ class Conversation:
         with self._lock:
             self._leases[lease.id] = lease
         return lease
+
+    def pin(self, namespace: str, mm_hash: str, final: bool) -> Pin | None:
+        """Hold an entry without a call. None: it is not stored; `final`: that is a miss.
+
+        Raises AskDaemon.
+        """
+        if self.index is None or not self.use():
+            raise AskDaemon
+        try:
+            found = self.index.pin(namespace, mm_hash, final)
+        except AskDaemon:
+            self.unuse()
+            raise
+        if found is None:
+            self.unuse()
+            return None
+        return Pin(self, self.index, *found)
 
     def release(self, lease: Lease) -> None:
         """End a lease; nobody waits for the daemon's answer."""

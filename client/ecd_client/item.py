@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from ecd_client.conversation import Lease
+    from ecd_client.index import Pin
 
 
 class Item:
@@ -19,7 +20,7 @@ class Item:
     Use it as a context manager, or call `close`. The lease is renewed in the background.
     """
 
-    def __init__(self, namespace: str, mm_hash: str, lease: Lease) -> None:
+    def __init__(self, namespace: str, mm_hash: str, lease: Lease | Pin) -> None:
         self.namespace, self.mm_hash = namespace, mm_hash
         self._lease = lease
         self._close = weakref.finalize(self, lease.end)
@@ -49,7 +50,7 @@ class Item:
         return self._lease.content.cost_s
 
     @property
-    def lease(self) -> Lease:
+    def lease(self) -> Lease | Pin:
         """For those who hand the extent to another process."""
         return self._lease
 

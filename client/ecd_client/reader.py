@@ -1,7 +1,8 @@
-"""get: acquire a lease, or wait for one."""
+"""get: pin what is in the index; what is not, acquire or wait for."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -11,12 +12,20 @@ from typing import Any
 from ecd_client.calls import late
 from ecd_client.conversation import Conversation
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, limit_reached
+from ecd_client.index import AskDaemon
 from ecd_client.item import Item
 from ecd_client.session import Session
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2 as pb
 
+Key = tuple[str, str]
+"""Namespace and mm_hash."""
 Found = Future[Item | None]
+
+
+def to_key(key: Key) -> pb.Key:
+    namespace, mm_hash = key
+    return pb.Key(namespace=namespace, mm_hash=mm_hash)
 
 
 class Reader:
@@ -25,10 +34,16 @@ class Reader:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def get(self, key: pb.Key, timeout: float, nodes: Sequence[str]) -> Item | None:
+    def get(self, key: Key, timeout: float, nodes: Sequence[str]) -> Item | None:
         """One key, waiting up to `timeout` s for it; None: it is not there."""
         _check_wait(timeout)
         conversation = self._session.conversation()
+        try:
+            item = _pinned(conversation, key, final=timeout == 0.0)
+            if item is not None or timeout == 0.0:
+                return item
+        except AskDaemon:
+            pass
         request = _acquire(conversation, [key], timeout, hints=[nodes])
         with conversation.whole_or_abandoned():
             [outcome] = conversation.calls.now("acquire", request).outcomes
@@ -40,7 +55,7 @@ class Reader:
 
     def get_async(
         self,
-        keys: Sequence[pb.Key],
+        keys: Sequence[Key],
         timeout: float,
         only_if_written: bool,
         hints: Sequence[Sequence[str]] = (),
@@ -48,12 +63,30 @@ class Reader:
         """A future for each key, done at most `timeout` s later."""
         _check_wait(timeout)
         founds: list[Found] = [Future() for _ in keys]
-        for start in range(0, len(keys), MAX_BATCH):
-            batch = slice(start, start + MAX_BATCH)
-            self._ask(keys[batch], founds[batch], timeout, only_if_written, hints[batch])
+        conversation = self._session.conversation()
+        open_ = []
+        for index, key in enumerate(keys):
+            try:
+                item = _pinned(conversation, key, final=timeout == 0.0)
+            except AskDaemon:
+                open_.append(index)
+                continue
+            if item is None and timeout > 0.0:
+                open_.append(index)
+            else:
+                founds[index].set_result(item)
+        for start in range(0, len(open_), MAX_BATCH):
+            batch = open_[start : start + MAX_BATCH]
+            self._ask(
+                [keys[index] for index in batch],
+                [founds[index] for index in batch],
+                timeout,
+                only_if_written,
+                [hints[index] for index in batch] if hints else (),
+            )
         return founds
 
-    def wait_for_writer(self, key: pb.Key, timeout: float) -> bool:
+    def wait_for_writer(self, key: Key, timeout: float) -> bool:
         """Wait while somebody is writing the key. True: it is stored now."""
         conversation = self._session.conversation()
         [found] = self.get_async([key], timeout, only_if_written=True)
@@ -62,17 +95,21 @@ class Reader:
             item.close()
         return item is not None
 
-    def contains(self, keys: Sequence[pb.Key]) -> list[bool]:
+    def contains(self, keys: Sequence[Key]) -> list[bool]:
+        conversation = self._session.conversation()
+        if conversation.index is not None:
+            with contextlib.suppress(AskDaemon):
+                contains = conversation.index.contains
+                return [contains(namespace, mm_hash) for namespace, mm_hash in keys]
         contained: list[bool] = []
         for start in range(0, len(keys), MAX_BATCH):
-            request = pb.ContainsRequest(keys=keys[start : start + MAX_BATCH])
-            calls = self._session.conversation().calls
-            contained.extend(calls.now("contains", request).contained)
+            request = pb.ContainsRequest(keys=map(to_key, keys[start : start + MAX_BATCH]))
+            contained.extend(conversation.calls.now("contains", request).contained)
         return contained
 
     def _ask(
         self,
-        keys: Sequence[pb.Key],
+        keys: Sequence[Key],
         founds: list[Found],
         timeout: float,
         only_if_written: bool,
@@ -101,6 +138,12 @@ def close_unseen(found: Found) -> None:
         item.close()
 
 
+def _pinned(conversation: Conversation, key: Key, final: bool) -> Item | None:
+    """What the index has. Raises AskDaemon."""
+    pin = conversation.pin(*key, final)
+    return None if pin is None else Item(*key, pin)
+
+
 def _check_wait(timeout: float) -> None:
     if not (isfinite(timeout) and timeout >= 0.0):
         raise InvalidArgument(f"timeout is {timeout}; it must be 0 or more seconds")
@@ -108,14 +151,14 @@ def _check_wait(timeout: float) -> None:
 
 def _acquire(
     conversation: Conversation,
-    keys: Sequence[pb.Key],
+    keys: Sequence[Key],
     timeout: float,
     only_if_written: bool = False,
     hints: Sequence[Sequence[str]] = (),
 ) -> pb.AcquireRequest:
     return pb.AcquireRequest(
         session=conversation.token,
-        keys=keys,
+        keys=map(to_key, keys),
         wait_s=timeout,
         only_if_written=only_if_written,
         hints=[pb.Hint(index=i, nodes=nodes) for i, nodes in enumerate(hints) if nodes],
@@ -124,7 +167,7 @@ def _acquire(
 
 def _settle(
     conversation: Conversation,
-    keys: Sequence[pb.Key],
+    keys: Sequence[Key],
     founds: Sequence[Found],
     outcomes: Sequence[pb.AcquireOutcome],
 ) -> None:
@@ -156,16 +199,14 @@ def _settle(
             ended(index, outcome)
 
 
-def _item(
-    conversation: Conversation, key: pb.Key, outcome: pb.AcquireOutcome | None
-) -> Item | None:
+def _item(conversation: Conversation, key: Key, outcome: pb.AcquireOutcome | None) -> Item | None:
     """What came of an Acquire; an outcome of None: the conversation ended first."""
     if outcome is not None:
         match outcome.WhichOneof("outcome"):
             case "leased":
                 lease = conversation.lease(outcome.leased)
                 if lease is not None:
-                    return Item(key.namespace, key.mm_hash, lease)
+                    return Item(*key, lease)
             case "missing":
                 return None
             case "limit_reached":

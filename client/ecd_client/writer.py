@@ -16,7 +16,7 @@ from ecd_client.errors import (
     PoolFull,
     limit_reached,
 )
-from ecd_client.reader import Reader
+from ecd_client.reader import Key, Reader, to_key
 from ecd_client.session import Session
 from ecd_proto.contract import DTYPES, nbytes_of
 from ecd_proto.v1 import cache_pb2 as pb
@@ -29,7 +29,7 @@ CopyTo = Callable[[memoryview], None]
 
 
 def reserve_item(
-    key: pb.Key, dtype: str, shape: tuple[int, ...], cost_s: float, metadata: bytes
+    key: Key, dtype: str, shape: tuple[int, ...], cost_s: float, metadata: bytes
 ) -> pb.ReserveItem:
     """Raises InvalidArgument."""
     if dtype not in DTYPES:
@@ -41,7 +41,7 @@ def reserve_item(
         metadata=metadata,
         cost_s=cost_s,
     )
-    return pb.ReserveItem(key=key, content=content)
+    return pb.ReserveItem(key=to_key(key), content=content)
 
 
 class Writer:
@@ -71,7 +71,7 @@ class Writer:
                 raise EcdError(
                     f"another client has been writing {item.key.mm_hash!r} for {timeout} s"
                 )
-            if self._reader.wait_for_writer(item.key, left_s):
+            if self._reader.wait_for_writer((item.key.namespace, item.key.mm_hash), left_s):
                 return False
 
     def put_async(self, item: pb.ReserveItem, copy_to: CopyTo) -> Future[bool]:

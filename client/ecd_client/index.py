@@ -1,0 +1,182 @@
+"""Entries found, pinned and read without a call, in the index that the daemon maps for its clients.
+
+The reader's half of hazard pointers: find the row, announce what will be read, see that the row is
+still there. docs/reading-without-a-call.md has the argument; the steps here are in its order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from ecd_proto.mapping import Mapping
+from ecd_proto.shm import (
+    BUCKET_BYTES,
+    FIRST_PIN_WORD,
+    FIRST_USE_WORD,
+    INDEX_HEADER_BYTES,
+    KEPT_USES,
+    MAX_PINS,
+    MISSES_WORD,
+    PIN_PAGE_BYTES,
+    PINS_USED_WORD,
+    REMOVALS_WORD,
+    ROW_BYTES,
+    UNLISTED_WORD,
+    USED_BYTES_WORD,
+    USES_WORD,
+    IndexShape,
+    Row,
+    bucket_of,
+    key_record,
+    next_of,
+    row_has_key,
+    row_is_whole,
+    row_mark,
+    take_part_in_barriers,
+    unpack_index_header,
+    unpack_row,
+)
+from ecd_proto.v1 import cache_pb2 as pb
+
+if TYPE_CHECKING:
+    from ecd_client.conversation import Conversation
+
+TRIES = 8
+"""Looks at a bucket that changes meanwhile before the daemon is asked."""
+MAX_CHAIN = 256
+_U64 = (1 << 64) - 1
+
+
+class AskDaemon(Exception):
+    """The index cannot say: make the call."""
+
+
+class Pin:
+    """A lease that nobody was asked for: it holds until it is ended, however long that takes."""
+
+    expires_s = math.inf
+    holds = True
+
+    def __init__(self, conversation: Conversation, index: Index, row: Row, pin: int) -> None:
+        self.conversation, self.content, self.extent = conversation, row, row
+        self._index, self._pin = index, pin
+
+    def end(self) -> None:
+        self._index.unpin(self._pin)
+        self.conversation.unuse()
+
+
+class Index:
+    """The mapped index, and this session's page of pins. Thread-safe."""
+
+    @classmethod
+    def open(cls, files: pb.IndexFile) -> Index | None:
+        """None: this process cannot use it, and asks for everything. Raises OSError."""
+        with contextlib.ExitStack() as opened:
+            fds = []
+            for path, flags in ((files.path, os.O_RDONLY), (files.pins_path, os.O_RDWR)):
+                fds.append(os.open(path, flags | os.O_CLOEXEC))
+                opened.callback(os.close, fds[-1])
+            memory = Mapping(fds[0], os.fstat(fds[0]).st_size, writable=False)
+            shape = unpack_index_header(memory.view(0, INDEX_HEADER_BYTES).tobytes())
+            if shape is None or not take_part_in_barriers():
+                return None
+            pins = Mapping(fds[1], PIN_PAGE_BYTES, writable=True, offset=files.pins_offset)
+            return cls(shape, memory, pins)
+
+    def __init__(self, shape: IndexShape, memory: Mapping, pins: Mapping) -> None:
+        self._shape = shape
+        self._header = memory.view(0, INDEX_HEADER_BYTES).cast("Q")
+        buckets = memory.view(INDEX_HEADER_BYTES, shape.buckets * BUCKET_BYTES)
+        self._buckets = buckets.cast("I")
+        self._rows = memory.view(shape.rows_at, shape.rows * ROW_BYTES)
+        self._words = pins.view(0, PIN_PAGE_BYTES).cast("Q")
+        self._lock = threading.Lock()
+        self._free = list(range(FIRST_PIN_WORD + MAX_PINS - 1, FIRST_PIN_WORD - 1, -1))
+
+    def contains(self, namespace: str, mm_hash: str) -> bool:
+        """Raises AskDaemon."""
+        return self._find(self._record(namespace, mm_hash)) is not None
+
+    def pin(self, namespace: str, mm_hash: str, final: bool) -> tuple[Row, int] | None:
+        """The entry's row, and the pin that holds it until `unpin`.
+
+        None: it is not stored; if that is `final`, it is counted as a miss. Raises AskDaemon.
+        """
+        record = self._record(namespace, mm_hash)
+        for _ in range(TRIES):
+            found = self._find(record)
+            if found is None:
+                if final:
+                    with self._lock:
+                        self._words[MISSES_WORD] += 1
+                return None
+            start, bytes_ = found
+            row = unpack_row(bytes_, record)
+            if row.ask:
+                break
+            pin = self._announce(row.entry)
+            if row_mark(self._rows[start : start + ROW_BYTES]) == row_mark(bytes_):
+                self._note_use(row)
+                return row, pin
+            self.unpin(pin)
+        raise AskDaemon
+
+    def unpin(self, pin: int) -> None:
+        self._words[pin] = 0
+        self._free.append(pin)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _record(self, namespace: str, mm_hash: str) -> bytes:
+        record = key_record(namespace, mm_hash)
+        if record is None or not namespace or not mm_hash:
+            raise AskDaemon  # a long key, or one that it refuses
+        return record
+
+    def _find(self, record: bytes) -> tuple[int, bytes] | None:
+        """Where the row of this key lies, and its bytes. None: it has none, and is not stored."""
+        bucket = bucket_of(record, self._shape)
+        rows, header = self._rows, self._header
+        for _ in range(TRIES):
+            removals = header[REMOVALS_WORD]
+            number = self._buckets[bucket]
+            for _ in range(MAX_CHAIN):
+                if not number:
+                    if header[UNLISTED_WORD]:
+                        raise AskDaemon
+                    if header[REMOVALS_WORD] == removals and not removals & 1:
+                        return None
+                    break
+                start = (number - 1) * ROW_BYTES
+                row = rows[start : start + ROW_BYTES].tobytes()
+                if row_has_key(row, record):
+                    if row_is_whole(row):
+                        return start, row
+                    break
+                number = next_of(row)
+        raise AskDaemon
+
+    def _announce(self, entry: int) -> int:
+        words = self._words
+        try:
+            pin = self._free.pop()
+        except IndexError:
+            raise AskDaemon from None
+        words[pin] = entry
+        if words[PINS_USED_WORD] <= pin - FIRST_PIN_WORD:
+            with self._lock:
+                words[PINS_USED_WORD] = max(words[PINS_USED_WORD], pin - FIRST_PIN_WORD + 1)
+        return pin
+
+    def _note_use(self, row: Row) -> None:
+        words = self._words
+        with self._lock:
+            use = words[USES_WORD]
+            words[FIRST_USE_WORD + use % KEPT_USES] = row.entry
+            words[USED_BYTES_WORD] = words[USED_BYTES_WORD] + row.nbytes & _U64
+            words[USES_WORD] = use + 1
