@@ -70,7 +70,7 @@ def test_what_a_dead_daemon_left_is_cleared_by_the_next(daemon: Daemon) -> None:
     assert set(daemon.shm.iterdir()) == first, "a killed daemon cleans up nothing"
     daemon.start()
     left = {path.name for path in daemon.shm.iterdir()}
-    assert len(left) == 3
+    assert len(left) == 5
     assert not {path.name for path in first} & left - {"lock"}
 
 
@@ -337,6 +337,7 @@ def test_metrics_tell_what_happened(daemon: Daemon, client: Client) -> None:
     with pytest.raises(EcdError):
         client.put("large", torch.zeros(65 << 20, dtype=torch.int8))
     eventually(lambda: "lag_seconds_count 0.0" not in daemon.metrics())
+    eventually(lambda: "ecd_hits_total 1.0" in daemon.metrics(), what="a look at the readers")
     text = daemon.metrics()
     found = {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])

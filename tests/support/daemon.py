@@ -24,6 +24,7 @@ class Daemon:
 
     count = 0
     prefix: tuple[str, ...] | list[str] = ()  # what runs the daemon somewhere else
+    command: tuple[str, ...] = (sys.executable, "-m", "ecd", "serve")
 
     def __init__(self, directory: Path, pool: str = "64MiB", **settings: str) -> None:
         Daemon.count += 1
@@ -50,7 +51,7 @@ class Daemon:
         }
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-m", "ecd", "serve"],
+                [*self.prefix, *self.command],
                 env=environment,
                 stdout=log,
                 stderr=log,

@@ -1,0 +1,171 @@
+"""Reading without a call: pins against eviction, crash, stop and mischief, with real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ecd_client import Client
+from ecd_client.index import AskDaemon
+from ecd_proto.shm import MAX_PINS
+from support.daemon import Daemon, eventually
+
+STRESS = Path(__file__).parents[1] / "support/pin_stress.py"
+STRESS_S = float(os.environ.get("ECD_STRESS_S", "8"))
+
+
+def stress(seconds: float, without: str = "") -> dict:
+    command = [sys.executable, str(STRESS), "--seconds", str(seconds), "--without", without]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60)
+    assert run.stdout, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_no_reader_sees_a_wrong_byte_however_fast_memory_is_reused() -> None:
+    found = stress(STRESS_S)
+    assert found["wrong"] == 0
+    assert found["gets"] > 100
+    assert found["evictions"] > 100
+
+
+@pytest.mark.parametrize("step", ["announce", "recheck", "hide", "scan", "lock"])
+def test_without_this_step_a_reader_sees_wrong_bytes(step: str) -> None:
+    assert stress(60, without=step)["wrong"] > 0
+
+
+def test_a_hit_makes_no_call_and_a_stopped_daemon_does_not_matter(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        client.put("k", torch.arange(1000))
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with client.get("k") as item:
+                assert torch.equal(item.tensor, torch.arange(1000))
+                assert item.shape == (1000,)
+                assert item.dtype == "int64"
+            assert client.get("other") is None
+            assert client.contains(["k", "other"]) == [True, False]
+            assert [f.result(0).nbytes for f in client.get_async(["k", "k"])] == [8000, 8000]
+            assert time.monotonic() - started < 1.0
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+
+
+def test_what_is_pinned_outlives_its_eviction_and_no_longer(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        client.put("k", torch.full((1 << 20,), 3, dtype=torch.uint8), metadata=b"m", cost=1.5)
+        item = client.get("k")
+        assert (item.metadata, item.cost_s) == (b"m", 1.5)
+        assert daemon.evict_all().leased == 1
+        assert not client.contains(["k"])[0]
+        client.put("k", torch.full((1 << 20,), 4, dtype=torch.uint8))
+        assert (item.tensor == 3).all()
+        assert daemon.status().pool.used_bytes == 2 << 20
+        item.close()
+        eventually(lambda: daemon.status().pool.used_bytes == 1 << 20)
+        with client.get("k") as item:
+            assert (item.tensor == 4).all()
+    daemon.check_nothing_leaked()
+
+
+def test_use_keeps_an_entry_warm_and_is_counted(make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon("16MiB").start()
+    with Client(daemon.address) as client:
+        for number in range(12):
+            client.put(f"k{number}", torch.zeros(1 << 20, dtype=torch.uint8))
+        for _ in range(3):
+            client.get("k0").close()
+        for number in range(12, 20):
+            client.put(f"k{number}", torch.zeros(1 << 20, dtype=torch.uint8))
+        assert client.contains(["k0", "k1", "k2"]) == [True, False, False]
+        client.get("k1")
+        counters = daemon.status().counters
+        assert (counters.hits, counters.misses) == (3, 1)
+        assert counters.bytes_out == 3 << 20
+
+
+def test_more_items_than_pins_are_leased_by_calls(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        client.put("k", torch.ones(1))
+        items = [client.get("k") for _ in range(MAX_PINS + 3)]
+        assert daemon.status().leases == 1 + 3  # a session's pins of one entry are one
+        assert all((item.tensor == 1).all() for item in items)
+        for item in items:
+            item.close()
+        eventually(lambda: daemon.status().leases == 0)
+
+
+def test_what_no_row_can_hold_is_asked_for(daemon: Daemon) -> None:
+    metadata, long_key = bytes(range(256)) * 16, "h" * 1000
+    with Client(daemon.address) as client:
+        client.put("k", torch.ones(1), metadata=metadata)
+        client.put(long_key, torch.ones(2))
+        assert client.contains(["k", long_key, "h" * 999]) == [True, True, False]
+        for key, shape in (("k", (1,)), (long_key, (2,))):
+            with client.get(key) as item:
+                assert item.shape == shape
+        with client.get("k") as item:
+            assert item.metadata == metadata
+
+
+def test_a_page_full_of_nonsense_harms_nobody_else(daemon: Daemon) -> None:
+    with Client(daemon.address) as rogue, Client(daemon.address) as client:
+        words = rogue._session.conversation().index._words
+        client.put("k", torch.ones(1 << 20))
+        for word in range(len(words)):
+            words[word] = (1 << 64) - 1 - word
+        daemon.evict_all()
+        client.put("k", torch.full((1 << 20,), 2.0))
+        with client.get("k") as item:
+            assert (item.tensor == 2.0).all()
+        for word in range(len(words)):
+            words[word] = word
+        eventually(lambda: daemon.status().leases <= 3)
+    daemon.check_nothing_leaked()
+
+
+def test_a_client_that_cannot_use_the_index_asks(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ecd_client.index.take_part_in_barriers", lambda: False)
+    with Client(daemon.address) as client:
+        client.put("k", torch.ones(10))
+        assert client._session.conversation().index is None
+        with client.get("k") as item:
+            assert (item.tensor == 1).all()
+        assert client.contains(["k", "other"]) == [True, False]
+        assert client.get("other") is None
+
+
+def test_threads_share_one_page(daemon: Daemon) -> None:
+    wrong = []
+    with Client(daemon.address) as client:
+        for number in range(20):
+            client.put(str(number), torch.full((1000,), number))
+
+        def read() -> None:
+            for step in range(1500):
+                number = step % 20
+                with client.get(str(number)) as item:
+                    if not (item.tensor == number).all():
+                        wrong.append(number)
+
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert daemon.status().counters.hits == 6000
+        index = client._session.conversation().index
+        assert len(index._free) == MAX_PINS
+        with pytest.raises(AskDaemon):
+            index.contains("default", "")

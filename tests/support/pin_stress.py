@@ -1,0 +1,211 @@
+"""Readers that verify every byte while the daemon evicts and reuses as fast as it can.
+
+    python tests/support/pin_stress.py [--seconds 60] [--without STEP]
+
+Four processes get and put; some are stopped for a while and some killed at random. Every step of
+the scheme is slowed down at random places, the same in every run, so that what can go wrong does.
+With a step taken out, the run must find wrong bytes: that it does is what makes the other runs
+worth something. Prints one line of JSON; exits with 0 if no byte was wrong and nothing leaked.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).parents[1])  # not this directory, which has a redis.py
+
+STEPS = ("announce", "recheck", "hide", "scan", "lock")
+KEYS = 48
+SIZES = (4096, 16384, 65536, 262144)
+POOL = "2MiB"
+WORKERS = 4
+
+
+def pause() -> None:
+    """Mostly none; now and then long enough for others to evict and write."""
+    chance = random.random()
+    if chance < 0.02:
+        time.sleep(random.random() * 0.02)
+    elif chance < 0.2:
+        time.sleep(0)
+
+
+# -- the daemon ------------------------------------------------------------------------------------
+
+
+def run_daemon(without: str) -> None:
+    from ecd.__main__ import main
+    from ecd.memory.mapped_index import MappedIndex
+    from ecd.rpc.sessions import Sessions
+    from ecd_proto.shm import ROW_BYTES
+
+    def write_in_pieces(self, start: int, row: bytes) -> None:
+        pieces = list(range(0, ROW_BYTES, 8))
+        random.shuffle(pieces)
+        for piece in pieces:
+            self._rows[start + piece : start + piece + 8] = row[piece : piece + 8]
+
+    MappedIndex._write = write_in_pieces
+    if without == "scan":
+        MappedIndex.pinned = lambda self: set()
+    if without == "lock":
+        Sessions._take_back = lambda self, session, pause_s: self._cache.close_session(session)
+    if without == "hide":
+        hide, show, late = MappedIndex.hide, MappedIndex.show, []
+
+        def show_then_hide(self, info) -> None:
+            show(self, info)
+            while late:
+                hide(self, late.pop())
+
+        MappedIndex.show = show_then_hide
+        MappedIndex.hide = lambda self, entry: late.append(entry)
+    sys.argv = ["ecd", "serve"]
+    main()
+
+
+# -- a client --------------------------------------------------------------------------------------
+
+
+def run_worker(address: str, without: str, seed: int) -> None:
+    import ecd_client.conversation
+    import ecd_client.index
+    from ecd_client import Client, EcdError
+
+    random.seed(seed)
+
+    class SlowIndex(ecd_client.index.Index):
+        def _announce(self, entry: int) -> int:
+            pause()
+            pin = super()._announce(entry)
+            if without == "announce":
+                self._words[pin] = 0
+            pause()
+            return pin
+
+    ecd_client.conversation.Index = SlowIndex
+    if without == "recheck":
+        ecd_client.index.row_mark = lambda row: b""
+    counts = dict.fromkeys(("gets", "puts", "misses", "wrong", "broken"), 0)
+    told = time.monotonic()
+    with Client(address, namespace="stress", connect_timeout=20.0) as client:
+        while True:
+            number = random.randrange(KEYS)
+            content = bytes([number]) * SIZES[number % len(SIZES)]
+            try:
+                item = client.get(str(number))
+                if item is None:
+                    counts["misses"] += 1
+                    shape = (len(content),)
+                    counts["puts"] += client.put_bytes(str(number), content, "int8", shape)
+                else:
+                    with item:
+                        if random.random() < 0.002:  # the stream breaks, the reader goes on
+                            counts["broken"] += 1
+                            item.lease.conversation.abandon()
+                            time.sleep(0.05)
+                        for _ in range(2):
+                            counts["wrong"] += item.view.tobytes() != content
+                            pause()
+                    counts["gets"] += 1
+            except EcdError:
+                time.sleep(0.01)  # full of what others hold, or between two conversations
+            if time.monotonic() - told > 0.2:
+                told = time.monotonic()
+                print(json.dumps(counts), flush=True)
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+class Worker:
+    def __init__(self, address: str, without: str) -> None:
+        self.command = [sys.executable, __file__, "--worker", address, "--without", without]
+        self.counts: dict[str, int] = {}
+        self.start()
+
+    def start(self) -> None:
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        seed = str(random.randrange(1 << 30))
+        self.process = subprocess.Popen([*self.command, "--seed", seed], stdout=self.output)
+
+    def collect(self) -> dict[str, int]:
+        self.output.seek(0)
+        lines = [line for line in self.output.read().splitlines() if line.endswith("}")]
+        return json.loads(lines[-1]) if lines else {}
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for name, count in self.collect().items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        self.output.close()
+
+
+def run(seconds: float, without: str) -> dict:
+    from support.daemon import Daemon
+
+    found: dict[str, object] = {"without": without, "stopped": 0, "killed": 0}
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        daemon = Daemon(Path(directory), POOL)
+        daemon.command = (sys.executable, __file__, "--daemon", "--without", without)
+        stack.callback(daemon.close)
+        daemon.start()
+        workers = [Worker(daemon.address, without) for _ in range(WORKERS)]
+        try:
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                time.sleep(0.5)
+                worker = random.choice(workers)
+                if random.random() < 0.15:
+                    worker.end()
+                    worker.start()
+                    found["killed"] += 1
+                elif random.random() < 0.2:
+                    os.kill(worker.process.pid, signal.SIGSTOP)
+                    time.sleep(min(2.0, seconds / 10))
+                    os.kill(worker.process.pid, signal.SIGCONT)
+                    found["stopped"] += 1
+                if without and any(worker.collect().get("wrong") for worker in workers):
+                    break
+        finally:
+            for worker in workers:
+                worker.end()
+        for worker in workers:
+            for name, count in worker.counts.items():
+                found[name] = found.get(name, 0) + count
+        status = daemon.status()
+        found["evictions"] = sum(status.counters.evictions.values())
+        if not without:
+            daemon.check_nothing_leaked()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--without", default="", choices=("", *STEPS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--worker")
+    parser.add_argument("--daemon", action="store_true")
+    given = parser.parse_args()
+    if given.daemon:
+        run_daemon(given.without)
+    elif given.worker:
+        run_worker(given.worker, given.without, given.seed)
+    else:
+        found = run(given.seconds, given.without)
+        print(json.dumps(found))
+        sys.exit(1 if found.get("wrong") else 0)
+
+
+if __name__ == "__main__":
+    main()

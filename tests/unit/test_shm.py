@@ -1,0 +1,100 @@
+"""The layout of the mapped index: its bytes, and rows that are read while they are written."""
+
+import random
+
+from ecd_proto.shm import (
+    ROW_BYTES,
+    IndexShape,
+    Row,
+    bucket_of,
+    key_record,
+    next_of,
+    pack_index_header,
+    pack_row,
+    row_has_key,
+    row_is_whole,
+    row_mark,
+    unpack_index_header,
+    unpack_row,
+)
+
+ROW = Row(7, 0, 4096, 96, "bfloat16", (4, 12), b"grid", 0.25, False)
+RECORD = key_record("model|main", "abc")
+assert RECORD is not None
+
+
+def test_the_layout_is_what_other_versions_expect() -> None:
+    """Whoever changes these bytes raises INDEX_VERSION: older clients then ask for everything."""
+    assert pack_index_header(IndexShape(1024, 16, 5)).hex() == (
+        "65636469" "6e646578" "01000000" "00020000"
+        "0004000000000000" "1000000000000000" "0500000000000000"
+    )  # fmt: skip
+    assert pack_row(RECORD, ROW, 3)[:112].hex() == (
+        "0300000000000000" "CHECKSUM" "0700000000000000" "0010000000000000" "6000000000000000"
+        "000000000000d03f" "0000" "02" "02" "0400" "0000" "00000000"
+        "0a000300" "6d6f64656c7c6d61696e" "616263" "0400000000000000" "0c00000000000000"
+        "67726964" "000000000000000000000000000000"
+    ).replace("CHECKSUM", pack_row(RECORD, ROW, 3)[8:16].hex())[:224]  # fmt: skip
+
+
+def test_a_header_of_another_version_is_not_read() -> None:
+    header = pack_index_header(IndexShape(1024, 16, 5))
+    assert unpack_index_header(header) == IndexShape(1024, 16, 5)
+    for byte in (0, 8, 12):
+        changed = bytearray(header)
+        changed[byte] ^= 1
+        assert unpack_index_header(bytes(changed)) is None
+
+
+def test_a_row_says_what_was_put_in() -> None:
+    for row in (
+        ROW,
+        ROW._replace(shape=(), nbytes=2, metadata=b""),
+        ROW._replace(shape=(1,) * 16, dtype="float8_e5m2", entry=1 << 63),
+    ):
+        packed = pack_row(RECORD, row, 9)
+        assert len(packed) == ROW_BYTES
+        assert row_has_key(packed, RECORD)
+        assert row_is_whole(packed)
+        assert next_of(packed) == 9
+        assert unpack_row(packed, RECORD) == row
+
+
+def test_what_does_not_fit_is_to_be_asked_for() -> None:
+    asked = unpack_row(pack_row(RECORD, ROW._replace(metadata=bytes(4096)), 0), RECORD)
+    assert asked.ask
+    assert asked.entry == ROW.entry
+    assert key_record("n", "h" * 1000) is None
+
+
+def test_keys_that_join_to_the_same_text_differ() -> None:
+    one, other = key_record("ab", "c"), key_record("a", "bc")
+    assert one is not None
+    assert other is not None
+    assert not row_has_key(pack_row(one, ROW, 0), other)
+    assert 0 <= bucket_of(one, IndexShape(1024, 16, 5)) < 1024
+
+
+def test_a_row_that_is_half_written_is_never_whole() -> None:
+    """Any mixture of two rows, word by word, as a reader may copy it."""
+    chance = random.Random(1)
+    other = key_record("model|main", "abd")
+    assert other is not None
+    old = pack_row(RECORD, ROW, 3)
+    new = pack_row(other, ROW._replace(entry=8, offset=8192, metadata=b"more"), 4)
+    differing = [at for at in range(8, ROW_BYTES, 8) if old[at : at + 8] != new[at : at + 8]]
+    assert len(differing) >= 4
+    hidden = bytearray(old)
+    hidden[16:24] = bytes(8)
+    assert not row_is_whole(bytes(hidden))
+    without_a_checksum = 0
+    for _ in range(2000):
+        mixed = bytearray(old)
+        written = chance.sample(differing, chance.randint(1, len(differing) - 1))
+        for at in written:
+            mixed[at : at + 8] = new[at : at + 8]
+        assert not row_is_whole(bytes(mixed))
+        without_a_checksum += row_mark(mixed) == row_mark(new) and unpack_row(
+            bytes(mixed), RECORD
+        ) != unpack_row(new, other)
+    assert without_a_checksum, "the checksum was never what told"
