@@ -1,7 +1,8 @@
 """Several daemons behave as one cache."""
 
-from __future__ import contextlib
+from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
