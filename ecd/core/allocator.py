@@ -123,6 +123,14 @@ class Allocator:
             size += after
         self._add_free(start, size)
 
+    def split(self, offset: int, at: int) -> None:
+        """Make two of the allocated extent at `offset`; the second starts at `at`."""
+        start, middle = offset // GRANULE_BYTES, at // GRANULE_BYTES
+        end = start + self._used[start]
+        assert start < middle < end, f"granule {middle} is not inside {start} to {end}"
+        self._used[start], self._used[middle] = middle - start, end - middle
+        self._used_by_end[middle], self._used_by_end[end] = start, middle
+
     # -- what lies around an extent, for eviction ----------------------------------------------
 
     def span(self, offset: int) -> tuple[int, int]:

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ecd.core.allocator import Allocator
+from ecd.core.clients import Clients, NoClients
 from ecd.core.eviction import Lru, Policy, plan
+from ecd.core.grants import Grants
 from ecd.core.index import Entry, Index
 from ecd.core.leases import Leases
-from ecd.core.readers import NoReaders, Readers
 from ecd.core.sessions import Sessions
 from ecd.core.states import EntryEvent, EntryState
 from ecd.core.types import (
@@ -88,7 +89,7 @@ class Cache:
         lease_ttl_s: float = 30.0,
         limits: Limits = DEFAULT_LIMITS,
         policy: Policy | None = None,
-        readers: Readers | None = None,
+        clients: Clients | None = None,
     ) -> None:
         self.limits = limits
         self.counters = Counters()
@@ -96,11 +97,12 @@ class Cache:
         self.leased_bytes = 0
         self._allocator = Allocator(pool_bytes)
         self._index = Index()
+        self._grants = Grants(self._allocator)
         self._leases = Leases(lease_ttl_s)
         self._waits = Waits()
         self._sessions = Sessions()
         self._policy: Policy = Lru() if policy is None else policy
-        self._readers: Readers = NoReaders() if readers is None else readers
+        self._clients: Clients = NoClients() if clients is None else clients
         self._pinned: set[EntryId] = set()
         self._evicted: list[Entry] = []  # since the last look at the pins
         self._expected: set[Key] = set()
@@ -142,7 +144,8 @@ class Cache:
             self._give_back_reservation(entry)
         for lease in self._leases.take_session(session):
             self._unhold(self._entry(lease.entry))
-        self._readers.forget(session)
+        self._clients.forget(session)
+        self._grants.give_back(session)
         self.look_at_pins()
 
     # -- writing -------------------------------------------------------------------------------
@@ -152,11 +155,9 @@ class Cache:
         owner = self._sessions.get(session)
         if owner is None:
             return SessionEnded()
-        if self._index.stored(key) is not None:
-            self.counters.duplicates += 1
-            return AlreadyStored()
-        if self._index.writing(key) is not None:
-            return BeingWritten()
+        refusal = self._taken(key)
+        if refusal is not None:
+            return refusal
         if len(owner.reservations) >= self.limits.reservations_per_session:
             return self._refuse("reservations", self.limits.reservations_per_session)
         if content.nbytes > self._allocator.pool_bytes:
@@ -184,22 +185,8 @@ class Cache:
         entry = self._reservation(session, reservation)
         if entry is None:
             return NotReserved()
-        entry.step(EntryEvent.COMMIT)
-        entry.created_s = entry.used_s = now_s
-        entry.checksum = checksum
         self.reserved_bytes -= self._allocator.rounded_bytes(entry.content.nbytes)
-        self._index.publish(entry)
-        self._policy.add(entry.id)
-        self._readers.show(_info(entry))
-        self._note_change(entry.key, stored=True)
-        self.counters.puts += 1
-        self.counters.bytes_in += entry.content.nbytes
-        return Committed(
-            tuple(
-                Wakeup(wait.session, wait.ticket, self._lease(wait.session, entry, now_s))
-                for wait in self._waits.take_for_key(entry.key)
-            )
-        )
+        return self._publish(entry, now_s, checksum)
 
     def abort(self, session: SessionId, reservation: EntryId) -> Abortion:
         """Give a reservation back: the writer touches its extent no more."""
@@ -230,6 +217,64 @@ class Cache:
         owner.reservations.remove(reservation)
         entry.step(EntryEvent.WRITER_GONE)
         self._give_back_reservation(entry)
+
+    # -- writing without asking ----------------------------------------------------------------
+
+    def grant(self, session: SessionId, nbytes: int) -> bool:
+        """Memory for entries to come, in place of what the session was granted before.
+
+        Only what is free anyway: False, if that has no such piece. It goes back when the session
+        ends, and when room is needed.
+        """
+        if self._sessions.get(session) is None:
+            return False
+        self._take_back_grant(session)
+        rounded = self._allocator.rounded_bytes(nbytes)
+        if self.granted_bytes + rounded > self.limits.granted_share * self._allocator.pool_bytes:
+            return False
+        extent = self._allocator.allocate(rounded)
+        if extent is None:
+            return False
+        if not self._clients.grant(session, extent):
+            self._allocator.free(extent)
+            return False
+        self._grants.add(session, extent)
+        return True
+
+    def put(
+        self, session: SessionId, key: Key, content: Content, extent: Extent, now_s: float
+    ) -> Commitment | AlreadyStored | BeingWritten:
+        """Make an entry of what the session has written where it was granted memory."""
+        if self._sessions.get(session) is None or not self._grants.take(session, extent):
+            return NotReserved()
+        refusal = self._taken(key)
+        if refusal is not None:
+            self._allocator.free(extent)
+            return refusal
+        entry = Entry(self._index.next_id(), key, content, extent, session)
+        self._index.add(entry)
+        return self._publish(entry, now_s, None)
+
+    def grant_left(self, session: SessionId) -> int:
+        """The largest entry that the session can `put`, in bytes."""
+        return self._grants.left(session)
+
+    @property
+    def granted_bytes(self) -> int:
+        return self._grants.nbytes
+
+    @property
+    def used_bytes(self) -> int:
+        """In extents of entries and reservations; what is granted beside them is free."""
+        return self._allocator.used_bytes - self.granted_bytes
+
+    def _take_back_grant(self, session: SessionId) -> None:
+        if session in self._grants:
+            self._grants.give_back(session, self._clients.revoke(session))
+
+    def _take_back_grants(self) -> None:
+        for session in self._grants.sessions():
+            self._take_back_grant(session)
 
     # -- entries that come from elsewhere ------------------------------------------------------
 
@@ -272,7 +317,9 @@ class Cache:
         entry = self._index.stored(key)
         if entry is not None:
             return self._lease(session, entry, now_s)
-        if wait_s <= 0.0 or (only_if_written and self.wants(key)):
+        if wait_s <= 0.0 or (
+            only_if_written and self.wants(key) and not self._clients.is_putting(key)
+        ):
             self.counters.misses += 1
             return Missing()
         if self._waits.count(session) >= self.limits.waits_per_session:
@@ -315,11 +362,11 @@ class Cache:
         if found is not None:
             found.checksum = checksum
 
-    # -- readers that ask nobody ---------------------------------------------------------------
+    # -- reading without asking ----------------------------------------------------------------
 
     def look_at_pins(self) -> None:
         """Learn who reads what without a lease: a pin holds an entry as a lease does."""
-        pinned = self._readers.pinned()
+        pinned = self._clients.pinned()
         for ended in self._pinned - pinned:
             self._pinned.remove(ended)
             self._unhold(self._entry(ended))
@@ -335,10 +382,11 @@ class Cache:
 
     def note_uses(self, now_s: float) -> None:
         """Count what was read without asking, and rank it by that."""
-        uses = self._readers.take_uses()
+        uses = self._clients.take_uses()
         self.counters.hits += uses.hits
         self.counters.bytes_out += uses.nbytes
         self.counters.misses += uses.misses
+        self.counters.duplicates += uses.duplicates
         for used in uses.entries:
             entry = self._index.get(used)
             if entry is None:
@@ -402,13 +450,14 @@ class Cache:
             next_after=next_after,
         )
         if not dry_run:
+            self._take_back_grants()
             for entry in chosen:
                 self._evict(entry, "requested")
             self.look_at_pins()
         return report
 
     def needs_trim(self) -> bool:
-        """Whether the pool is fuller than the high watermark."""
+        """Whether the pool, with all that is granted, is fuller than the high watermark."""
         return self._allocator.used_bytes > self.limits.high_watermark * self._allocator.pool_bytes
 
     def trim(self, limit: int, now_s: float) -> bool:
@@ -492,8 +541,11 @@ class Cache:
         assert not counts, "a lease on nothing"
         assert reservations == self._sessions.reservations()
         assert (reserved_bytes, leased_bytes) == (self.reserved_bytes, self.leased_bytes)
+        self._grants.check()
         used_bytes = sum(self._allocator.rounded_bytes(e.content.nbytes) for e in self._index)
-        assert used_bytes == self._allocator.used_bytes, "an extent without an entry"
+        assert used_bytes + self.granted_bytes == self._allocator.used_bytes, (
+            "an extent without an entry"
+        )
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -512,6 +564,29 @@ class Cache:
             return None
         owner.reservations.remove(reservation)
         return entry
+
+    def _taken(self, key: Key) -> AlreadyStored | BeingWritten | None:
+        if self._index.stored(key) is not None:
+            self.counters.duplicates += 1
+            return AlreadyStored()
+        return None if self._index.writing(key) is None else BeingWritten()
+
+    def _publish(self, entry: Entry, now_s: float, checksum: int | None) -> Committed:
+        entry.step(EntryEvent.COMMIT)
+        entry.created_s = entry.used_s = now_s
+        entry.checksum = checksum
+        self._index.publish(entry)
+        self._policy.add(entry.id)
+        self._clients.show(_info(entry))
+        self._note_change(entry.key, stored=True)
+        self.counters.puts += 1
+        self.counters.bytes_in += entry.content.nbytes
+        return Committed(
+            tuple(
+                Wakeup(wait.session, wait.ticket, self._lease(wait.session, entry, now_s))
+                for wait in self._waits.take_for_key(entry.key)
+            )
+        )
 
     def _stop_writing(self, entry: Entry) -> tuple[Wakeup, ...]:
         self._index.stop_writing(entry)
@@ -560,6 +635,7 @@ class Cache:
 
     def _make_room(self, nbytes: int, now_s: float) -> Extent | None:
         self.note_uses(now_s)
+        self._take_back_grants()
         self.look_at_pins()
         extent = self._allocator.allocate(nbytes)
         for _ in range(PLANS):
@@ -579,7 +655,7 @@ class Cache:
         self.counters.evictions[reason] += 1
         entry.step(EntryEvent.EVICT)
         self._index.hide(entry)
-        self._readers.hide(entry.id)
+        self._clients.hide(entry.id)
         self._note_change(entry.key, stored=False)
         if entry.leases == 0:
             self._policy.remove(entry.id)

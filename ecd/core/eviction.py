@@ -66,7 +66,7 @@ class Placement(Protocol):
 
     def offset_of(self, entry: EntryId) -> int: ...
 
-    def entry_at(self, offset: int) -> EntryId: ...
+    def entry_at(self, offset: int) -> EntryId | None: ...
 
 
 def plan(
@@ -111,6 +111,7 @@ def _window(
             for offset in (allocator.used_before(low), allocator.used_after(high))
             if offset is not None
             for entry in (placement.entry_at(offset),)
+            if entry is not None
             for warmth in (policy.warmth(entry),)
             if warmth is not None
         ]

@@ -116,8 +116,9 @@ class Index:
     def offset_of(self, entry: EntryId) -> int:
         return self._by_id[entry].extent.offset
 
-    def entry_at(self, offset: int) -> EntryId:
-        return self._by_offset[offset]
+    def entry_at(self, offset: int) -> EntryId | None:
+        """None: what is taken there is granted, and no entry's as yet."""
+        return self._by_offset.get(offset)
 
     def check(self) -> None:
         """Raise AssertionError unless all views of the entries agree. O(n log n)."""

@@ -49,6 +49,7 @@ class Limits:
     reservations_per_session: int = 1024
     leases_per_session: int = 65536
     waits_per_session: int = 4096
+    granted_share: float = 1 / 8  # of the pool, to all sessions together
     high_watermark: float = 0.95
     low_watermark: float = 0.90
 

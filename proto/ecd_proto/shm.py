@@ -4,7 +4,9 @@ lock                    held by the daemon for its life (flock): one daemon per 
 <incarnation>.pool      the host pool; extents start and end on pages
 <incarnation>.sessions  one byte per session, locked by the client that owns it
 <incarnation>.index     what is stored and where: written by the daemon, read by clients
-<incarnation>.pins      one page of pins per session: written by its client, read by the daemon
+<incarnation>.pins      one page per session, its pins and puts: written by its client, read by
+                        the daemon
+<incarnation>.bell      a datagram socket: who sends a page's number there has put something
 
 Every start makes new files and unlinks those of dead daemons, never truncating or reusing them:
 a client that still maps an old pool keeps reading the bytes that were there.
@@ -24,11 +26,11 @@ import ctypes
 import fcntl
 import os
 import platform
+import secrets
 import struct
 from pathlib import Path
 from typing import NamedTuple
-
-from xxhash import xxh3_64_intdigest
+from zlib import crc32
 
 from ecd_proto.contract import DTYPES
 
@@ -37,7 +39,8 @@ POOL_SUFFIX = ".pool"
 SESSIONS_SUFFIX = ".sessions"
 INDEX_SUFFIX = ".index"
 PINS_SUFFIX = ".pins"
-SUFFIXES = (POOL_SUFFIX, SESSIONS_SUFFIX, INDEX_SUFFIX, PINS_SUFFIX)
+BELL_SUFFIX = ".bell"
+SUFFIXES = (POOL_SUFFIX, SESSIONS_SUFFIX, INDEX_SUFFIX, PINS_SUFFIX, BELL_SUFFIX)
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, len, pid
 
@@ -65,7 +68,7 @@ def is_session_locked(fd: int, offset: int) -> bool:
 INDEX_MAGIC = b"ecdindex"
 INDEX_VERSION = 1
 INDEX_HEADER_BYTES = 4096
-_INDEX_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, bytes of a row, buckets, rows, seed
+_INDEX_HEADER = struct.Struct("<8sIIQQQQ")  # magic, version, bytes of a row, then IndexShape
 REMOVALS_WORD = 8
 """The 8-byte word of the header that counts removals: odd while one is under way."""
 UNLISTED_WORD = 9
@@ -88,15 +91,20 @@ _DTYPES = tuple(DTYPES)
 
 
 class IndexShape(NamedTuple):
-    """How many buckets (a power of two) and rows there are, and what keys are hashed with."""
+    """How many buckets (a power of two), rows and desks there are; what keys are hashed by."""
 
     buckets: int
     rows: int
-    seed: int
+    prime: int
+    desks: int
+
+    @property
+    def buckets_at(self) -> int:
+        return INDEX_HEADER_BYTES + self.desks * DESK_BYTES
 
     @property
     def rows_at(self) -> int:
-        return INDEX_HEADER_BYTES + self.buckets * BUCKET_BYTES
+        return self.buckets_at + self.buckets * BUCKET_BYTES
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +147,19 @@ def key_record(namespace: str, mm_hash: str) -> bytes | None:
 
 
 def bucket_of(record: bytes, shape: IndexShape) -> int:
-    return xxh3_64_intdigest(record, shape.seed) & (shape.buckets - 1)
+    """By the remainder of a prime that nobody knows (Karp and Rabin, 1987).
+
+    So nobody can choose keys that all fall into one bucket.
+    """
+    return int.from_bytes(record, "little") % shape.prime & (shape.buckets - 1)
+
+
+def random_prime() -> int:
+    """Of 61 bits; what passes Fermat's test for four bases by chance does as well."""
+    while True:
+        number = secrets.randbits(61) | 1 << 60 | 1
+        if all(pow(base, number - 1, number) == 1 for base in (2, 3, 5, 7)):
+            return number
 
 
 def pack_row(record: bytes, row: Row, next_row: int) -> bytes:
@@ -153,7 +173,12 @@ def pack_row(record: bytes, row: Row, next_row: int) -> bytes:
     kind = (_DTYPES.index(row.dtype), dimensions, metadata_bytes, ask)
     checked = _ROW.pack(0, 0, *place, *kind)[_CHECKED_FROM:] + record + rest
     checked = checked.ljust(ROW_BYTES - _CHECKED_FROM, b"\0")
-    return struct.pack("<QQ", next_row, xxh3_64_intdigest(checked)) + checked
+    return struct.pack("<QQ", next_row, crc32(checked)) + checked
+
+
+def row_asks(row: bytes) -> bool:
+    """Whether something did not fit into it."""
+    return bool(_ROW.unpack_from(row)[-1])
 
 
 def row_has_key(row: bytes, record: bytes) -> bool:
@@ -163,7 +188,7 @@ def row_has_key(row: bytes, record: bytes) -> bool:
 def row_is_whole(row: bytes) -> bool:
     """False for one that was read while it was written, or that lists nothing."""
     checksum, entry = struct.unpack_from("<QQ", row, 8)
-    return entry != 0 and bool(checksum == xxh3_64_intdigest(row[_CHECKED_FROM:]))
+    return entry != 0 and bool(checksum == crc32(row[_CHECKED_FROM:]))
 
 
 def row_mark(row: bytes | memoryview) -> bytes:
@@ -176,12 +201,19 @@ def next_of(row: bytes) -> int:
     return number
 
 
-def unpack_row(row: bytes, record: bytes) -> Row:
-    """A whole row that has this key."""
+def unpack_key(row: bytes) -> tuple[str, str]:
+    """Raises UnicodeDecodeError and struct.error: not what `pack_row` made."""
+    first, second = _LENGTHS.unpack_from(row, _RECORD_AT)
+    at = _RECORD_AT + _LENGTHS.size
+    return row[at : at + first].decode(), row[at + first : at + first + second].decode()
+
+
+def unpack_row(row: bytes) -> Row:
+    """What a row says, if it is whole. Raises struct.error and IndexError: nothing that is one."""
     _, _, entry, offset, nbytes, cost_s, pool, dtype, dimensions, metadata_bytes, ask = (
         _ROW.unpack_from(row)
     )
-    at = _RECORD_AT + len(record)
+    at = _RECORD_AT + _LENGTHS.size + sum(_LENGTHS.unpack_from(row, _RECORD_AT))
     shape = struct.unpack_from(f"<{dimensions}Q", row, at)
     at += 8 * dimensions
     metadata = row[at : at + metadata_bytes]
@@ -190,16 +222,65 @@ def unpack_row(row: bytes, record: bytes) -> Row:
 
 # -- pins ------------------------------------------------------------------------------------------
 
-PIN_PAGE_BYTES = 3 * 4096
-"""One session's: a header, its pins, and the entries that it used last."""
+PAGE_BYTES = 5 * 4096
+"""One session's: a header, its pins, the entries that it used last, its puts."""
 PINS_USED_WORD = 0
 """How many of the pins were ever used: the daemon looks no further."""
-USES_WORD, USED_BYTES_WORD, MISSES_WORD = 1, 2, 3
+USES_WORD, USED_BYTES_WORD, MISSES_WORD, DUPLICATES_WORD = 1, 2, 3, 4
 FIRST_PIN_WORD = 8
 MAX_PINS = 4096 // 8 - FIRST_PIN_WORD
 FIRST_USE_WORD = 4096 // 8
-KEPT_USES = 2 * 4096 // 8
+KEPT_USES = 4096 // 8
 """Of the entries used, as many as are kept until the daemon looks."""
+
+
+# -- puts ------------------------------------------------------------------------------------------
+
+MAX_PUTS = 16
+"""Of one session at a time without a call."""
+FIRST_PUT_WORD = 2 * 4096 // 8
+PUT_WORDS = 8 + ROW_BYTES // 8
+PUT_NUMBER, PUT_DONE, PUT_ROW = 0, 1, 8
+"""Words of a put: its number (0: none; never used twice), that number again once the bytes are
+written, and a row that says where they are and what."""
+
+DESK_BYTES = 256
+"""What the daemon tells one session: its grant, and the answer to each of its puts."""
+GRANT_WORD, FIRST_ANSWER_WORD = 0, 8
+STORED, DUPLICATE, REFUSED = 1, 2, 3
+BELL = struct.Struct("<I")  # what is sent to the bell: the number of a page
+_GRANTS, _STARTS, _SIZES = 1 << 20, 1 << 28, 1 << 16
+
+
+class Grant(NamedTuple):
+    """Memory that the session may write entries to; one word, so that it is read whole."""
+
+    number: int
+    offset: int
+    nbytes: int
+
+
+def pack_grant(grant: Grant) -> int | None:
+    """None: beyond what the word can say."""
+    start, size = grant.offset // 4096, grant.nbytes // 4096
+    if start >= _STARTS or size >= _SIZES:
+        return None
+    return (grant.number % _GRANTS * _STARTS + start) * _SIZES + size
+
+
+def unpack_grant(word: int) -> Grant:
+    rest, size = divmod(word, _SIZES)
+    number, start = divmod(rest, _STARTS)
+    return Grant(number, start * 4096, size * 4096)
+
+
+def pack_answer(put: int, outcome: int) -> int:
+    return put % (1 << 56) << 8 | outcome
+
+
+def answer_to(put: int, word: int) -> int:
+    """The outcome; 0: the put has no answer as yet."""
+    return word & 0xFF if word >> 8 == put % (1 << 56) else 0
 
 
 # -- barriers --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ecd.core.allocator import GRANULE_BYTES
 from ecd.core.cache import Cache
-from ecd.core.readers import Uses
+from ecd.core.clients import Uses
 from ecd.core.types import (
     Aborted,
     AlreadyStored,
@@ -50,6 +50,7 @@ LIMITS = Limits(
     waits_per_session=3,
     high_watermark=0.8,
     low_watermark=0.5,
+    granted_share=0.4,
 )
 keys = st.sampled_from(KEYS)
 sizes = st.integers(0, 12 * GRANULE_BYTES)
@@ -89,7 +90,7 @@ class Pin:
 
 
 class Board:
-    """What such readers see, and what they pin. The naive one: no tables, no words, no races.
+    """What those see who ask nobody, what they pin and where they write. The naive one: no words.
 
     With `ambush`, whoever has found an entry pins it in the last moment before it is hidden.
     """
@@ -98,6 +99,8 @@ class Board:
         self.shown: dict[EntryId, EntryInfo] = {}
         self.pins: list[Pin] = []
         self.garbage: set[EntryId] = set()
+        self.grants: dict[SessionId, Extent] = {}  # what is left of them
+        self.begun: dict[SessionId, list[Writer]] = {}
         self.uses: list[EntryInfo] = []
         self.told: list[EntryInfo] = []
         self.ambush = self.ambushed = False
@@ -121,7 +124,27 @@ class Board:
         nbytes = sum(info.content.nbytes for info in uses)
         return Uses(tuple(info.entry for info in uses), len(uses), nbytes)
 
+    def grant(self, session: SessionId, extent: Extent) -> bool:
+        self.grants[session] = extent
+        return True
+
+    def revoke(self, session: SessionId) -> list[Extent]:
+        self.grants.pop(session, None)
+        return [writer.extent for writer in self.begun.get(session, ())]
+
+    def is_putting(self, key: Key) -> bool:
+        return any(writer.key == key for writers in self.begun.values() for writer in writers)
+
+    def take_from_grant(self, session: SessionId, nbytes: int) -> Extent | None:
+        grant, rounded = self.grants[session], max(1, -(-nbytes // GRANULE_BYTES)) * GRANULE_BYTES
+        if rounded > grant.nbytes:
+            return None
+        self.grants[session] = Extent(0, grant.offset + rounded, grant.nbytes - rounded)
+        return Extent(0, grant.offset, nbytes)
+
     def forget(self, session: SessionId) -> None:
+        self.grants.pop(session, None)
+        self.begun.pop(session, None)
         self.pins = [pin for pin in self.pins if pin.session != session]
 
     def pin(self, pin: Pin) -> None:
@@ -140,7 +163,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(granules=st.integers(1, 24))
     def create(self, granules: int) -> None:
         self.board = Board()
-        self.cache = Cache(granules * GRANULE_BYTES, TTL_S, LIMITS, readers=self.board)
+        self.cache = Cache(granules * GRANULE_BYTES, TTL_S, LIMITS, clients=self.board)
         self.granules = granules
         self.memory: list[int] = [0] * granules
         self.now_s = 0.0
@@ -333,6 +356,8 @@ class CacheMachine(RuleBasedStateMachine):
             taken |= {g for w in session.writers.values() for g in self.span(w.extent)}
             taken |= {g for r in session.readers.values() for g in self.span(r.extent)}
         taken |= {g for p in self.board.pins if p.held for g in self.span(p.info.extent)}
+        taken |= {g for e in self.board.grants.values() if e.nbytes for g in self.span(e)}
+        taken |= {g for w in self.begun_writers() for g in self.span(w.extent)}
         for writers in self.set_aside.values():
             taken |= {g for w in writers.values() for g in self.span(w.extent)}
         assert not taken & set(self.span(extent)), "the extent belongs to someone"
@@ -346,6 +371,7 @@ class CacheMachine(RuleBasedStateMachine):
             blocked |= {g for r in session.readers.values() for g in self.span(r.extent)}
         for writers in self.set_aside.values():
             blocked |= {g for w in writers.values() for g in self.span(w.extent)}
+        blocked |= {g for w in self.begun_writers() for g in self.span(w.extent)}
         for pin in self.board.pins:
             blocked |= set(self.span(pin.info.extent)) if pin.blocks else set()
         for entry in self.board.garbage & set(self.known_extents):
@@ -381,6 +407,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.checksums[writer.tag] = writer.tag if writer.tag % 2 else None
         outcome = self.cache.commit(session, reservation, self.now_s, self.checksums[writer.tag])
         assert isinstance(outcome, Committed)
+        self.committed(writer, outcome, waiting)
+        assert self.cache.commit(session, reservation, self.now_s) == NotReserved()
+
+    def committed(
+        self, writer: Writer, outcome: Committed, waiting: set[tuple[SessionId, int]]
+    ) -> None:
         info = self.cache.look(writer.key)
         assert info is not None
         assert self.board.shown[info.entry] == info or outcome.woken
@@ -389,7 +421,78 @@ class CacheMachine(RuleBasedStateMachine):
         self.counted.update(puts=1, bytes_in=writer.extent.nbytes)
         assert {(w.session, w.ticket) for w in outcome.woken} == waiting
         self.take_wakeups(outcome.woken)
-        assert self.cache.commit(session, reservation, self.now_s) == NotReserved()
+
+    # -- writing without asking --------------------------------------------------------------------
+
+    def begun_writers(self) -> list[Writer]:
+        return [writer for writers in self.board.begun.values() for writer in writers]
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), nbytes=st.integers(1, 6 * GRANULE_BYTES))
+    def grant(self, data: st.DataObject, nbytes: int) -> None:
+        session = self.any_open(data)
+        stored = set(self.stored)
+        if self.cache.grant(session, nbytes):
+            extent = self.board.grants.pop(session)
+            assert extent.nbytes >= nbytes
+            assert self.cache.grant_left(session) >= nbytes
+            self.assert_free(extent)
+            self.board.grants[session] = extent
+        else:
+            left = self.board.grants.get(session)
+            assert left is None or left.nbytes == 0
+        assert self.cache.granted_bytes <= LIMITS.granted_share * self.granules * GRANULE_BYTES + (
+            sum(len(self.span(w.extent)) for w in self.begun_writers()) * GRANULE_BYTES
+        )
+        assert stored == {key for key in stored if self.cache.contains(key)}, "a grant evicted"
+
+    @precondition(lambda self: set(self.board.grants) & set(self.open))
+    @rule(data=st.data(), key=keys, nbytes=st.integers(0, 3 * GRANULE_BYTES))
+    def begin(self, data: st.DataObject, key: Key, nbytes: int) -> None:
+        session = data.draw(st.sampled_from(sorted(set(self.board.grants) & set(self.open))))
+        extent = self.board.take_from_grant(session, nbytes)
+        if extent is not None:
+            self.tag += 1
+            writer = Writer(self.tag, key, extent)
+            self.board.begun.setdefault(session, []).append(writer)
+            self.write(writer)
+
+    @precondition(lambda self: self.begun_writers())
+    @rule(data=st.data(), gives_up=st.booleans())
+    def put(self, data: st.DataObject, gives_up: bool) -> None:
+        session = data.draw(st.sampled_from(sorted(s for s, w in self.board.begun.items() if w)))
+        writers = self.board.begun[session]
+        writer = writers.pop(data.draw(st.integers(0, len(writers) - 1)))
+        if gives_up and data.draw(st.booleans()):
+            return
+        key, extent = writer.key, writer.extent
+        content = Content("int8", (extent.nbytes,), extent.nbytes, key.mm_hash.encode())
+        for other in set(self.open) - {session}:
+            assert self.cache.put(other, key, content, extent, self.now_s) == NotReserved()
+        waiting = {
+            (s, t) for s, m in self.open.items() for t, wait in m.waits.items() if wait[0] == key
+        }
+        was_stored, was_written = key in self.stored, key in self.writing()
+        if session in self.open and not was_stored and not was_written:
+            self.stored[key] = (writer.tag, extent, content, self.now_s)
+            self.committed_s[key] = self.warm_s[writer.tag] = self.now_s
+            self.checksums[writer.tag] = None
+        outcome = self.cache.put(session, key, content, extent, self.now_s)
+        match outcome:
+            case Committed():
+                assert session in self.open
+                assert not was_stored
+                assert not was_written
+                self.committed(writer, outcome, waiting)
+            case AlreadyStored():
+                assert was_stored
+                self.counted["duplicates"] += 1
+            case BeingWritten():
+                assert was_written
+            case NotReserved():
+                assert session not in self.open
+        if session in self.open:
+            assert self.cache.put(session, key, content, extent, self.now_s) == NotReserved()
 
     @rule(key=keys)
     def hash(self, key: Key) -> None:
@@ -496,10 +599,12 @@ class CacheMachine(RuleBasedStateMachine):
                 self.counted["misses"] += 1
                 assert key not in self.stored
                 on_its_way = key in self.writing() or key in self.expected
+                on_its_way = on_its_way or self.board.is_putting(key)
                 assert wait_s == 0.0 or (only_if_written and not on_its_way)
             case Waiting(ticket):
                 assert key not in self.stored
                 assert wait_s > 0.0
+                assert not only_if_written or self.board.is_putting(key) or key in coming
                 model.waits[ticket] = (key, self.now_s + wait_s, only_if_written)
             case LimitReached("leases"):
                 assert len(model.readers) == LIMITS.leases_per_session
@@ -665,7 +770,8 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.cache.needs_trim())
     @rule()
     def trim(self) -> None:
-        pool = self.cache.allocator.pool_bytes
+        allocator = self.cache.allocator
+        pool = allocator.pool_bytes
         leased = self.leased_tags()
         while self.cache.trim(1, self.now_s):
             pass
@@ -675,7 +781,7 @@ class CacheMachine(RuleBasedStateMachine):
         if gone and left:
             assert max(gone) <= min(left), "a warmer entry went first"
         if left and not self.take_ambushed():
-            assert self.cache.allocator.used_bytes <= LIMITS.low_watermark * pool
+            assert allocator.used_bytes <= LIMITS.low_watermark * pool
         assert all(self.cache.contains(k) for k, v in self.stored.items() if v[0] in leased)
         self.counted["watermark"] += self.forget_evicted()
 
@@ -690,6 +796,8 @@ class CacheMachine(RuleBasedStateMachine):
         for writers in self.set_aside.values():
             for writer in writers.values():
                 self.write(writer)
+        for writer in self.begun_writers():
+            self.write(writer)
 
     @invariant()
     def the_core_agrees_with_itself(self) -> None:
@@ -741,6 +849,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_counted(self) -> None:
+        self.uses_are_counted()
         counters = self.cache.counters
         told = {**vars(counters), **counters.evictions, **counters.refused}
         assert {name: told[name] for name in self.counted} == self.counted
@@ -754,6 +863,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.leaving[session].waits.clear()
         for session in self.leaving:
             self.cache.close_session(session)
+        assert self.cache.granted_bytes == 0, "a grant outlived its session"
         self.board.ambush, self.board.garbage = False, set()
         self.cache.evict(Selection(), self.now_s, limit=len(KEYS) + 1)
         self.cache.check()

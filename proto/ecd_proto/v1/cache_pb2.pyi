@@ -306,18 +306,22 @@ class IndexFile(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     PINS_PATH_FIELD_NUMBER: builtins.int
     PINS_OFFSET_FIELD_NUMBER: builtins.int
+    BELL_PATH_FIELD_NUMBER: builtins.int
     path: builtins.str
     pins_path: builtins.str
     pins_offset: builtins.int
     """of this session's page"""
+    bell_path: builtins.str
+    """empty: every put is a call"""
     def __init__(
         self,
         *,
         path: builtins.str = ...,
         pins_path: builtins.str = ...,
         pins_offset: builtins.int = ...,
+        bell_path: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["path", b"path", "pins_offset", b"pins_offset", "pins_path", b"pins_path"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bell_path", b"bell_path", "path", b"path", "pins_offset", b"pins_offset", "pins_path", b"pins_path"]) -> None: ...
 
 global___IndexFile = IndexFile
 
@@ -1243,6 +1247,7 @@ class PoolStatus(google.protobuf.message.Message):
     FREE_BYTES_FIELD_NUMBER: builtins.int
     LARGEST_FREE_BYTES_FIELD_NUMBER: builtins.int
     FRAGMENTATION_FIELD_NUMBER: builtins.int
+    GRANTED_BYTES_FIELD_NUMBER: builtins.int
     path: builtins.str
     pool_bytes: builtins.int
     used_bytes: builtins.int
@@ -1252,6 +1257,8 @@ class PoolStatus(google.protobuf.message.Message):
     largest_free_bytes: builtins.int
     fragmentation: builtins.float
     """1 - largest free extent / free bytes"""
+    granted_bytes: builtins.int
+    """of the free ones, given to writers ahead of need"""
     def __init__(
         self,
         *,
@@ -1263,8 +1270,9 @@ class PoolStatus(google.protobuf.message.Message):
         free_bytes: builtins.int = ...,
         largest_free_bytes: builtins.int = ...,
         fragmentation: builtins.float = ...,
+        granted_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool_bytes", b"pool_bytes", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "granted_bytes", b"granted_bytes", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool_bytes", b"pool_bytes", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 

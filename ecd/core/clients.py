@@ -1,8 +1,9 @@
-"""Readers that ask nobody: what they are shown, and what the core must know of them.
+"""Clients that do not ask: what they are shown, and what the core must know of them.
 
 They find entries in a table that they can see, and pin what they read. This is hazard pointers
 (Michael, IEEE TPDS 15(6), 2004): an entry is taken out of the table first, and its extent is free
-only if a look at all pins, made after that, does not find it.
+only if a look at all pins, made after that, does not find it. Writers take memory from a grant in
+the same way: it is taken back first, and what a writer had announced by then stays its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ecd.core.types import EntryId, EntryInfo, SessionId
+from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,21 @@ class Uses:
     hits: int = 0
     nbytes: int = 0
     misses: int = 0
+    duplicates: int = 0
 
 
-class Readers(Protocol):
+@dataclass(frozen=True)
+class Put:
+    """Bytes that a client writes where it was granted memory, and what it says they are."""
+
+    place: int  # among those of its session
+    number: int
+    key: Key
+    content: Content
+    extent: Extent
+
+
+class Clients(Protocol):
     def show(self, info: EntryInfo) -> None:
         """From now on the entry can be found."""
 
@@ -39,11 +52,20 @@ class Readers(Protocol):
 
     def take_uses(self) -> Uses: ...
 
+    def grant(self, session: SessionId, extent: Extent) -> bool:
+        """The session may write entries there. False: it cannot be told."""
+
+    def revoke(self, session: SessionId) -> list[Extent]:
+        """It may begin no more entries there. What it has begun, or finished and not been told."""
+
+    def is_putting(self, key: Key) -> bool:
+        """Whether somebody writes this key where memory was granted."""
+
     def forget(self, session: SessionId) -> None:
-        """The session's process can read no more."""
+        """The session's process can read and write no more."""
 
 
-class NoReaders:
+class NoClients:
     """Everybody asks."""
 
     def show(self, info: EntryInfo) -> None:
@@ -57,6 +79,15 @@ class NoReaders:
 
     def take_uses(self) -> Uses:
         return Uses()
+
+    def grant(self, session: SessionId, extent: Extent) -> bool:
+        return False
+
+    def revoke(self, session: SessionId) -> list[Extent]:
+        return []
+
+    def is_putting(self, key: Key) -> bool:
+        return False
 
     def forget(self, session: SessionId) -> None:
         pass
