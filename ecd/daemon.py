@@ -21,11 +21,12 @@ from ecd.memory.mapped_index import MappedIndex
 from ecd.metrics import Metrics
 from ecd.rpc.cache_service import CacheService, NoOtherNodes
 from ecd.rpc.peer_service import PeerServer, PeerService
+from ecd.rpc.puts import Bell, Puts
 from ecd.rpc.server import Server
 from ecd.rpc.sessions import Sessions
 from ecd.rpc.socket import OwnedSocket
 from ecd_proto.contract import CONTRACT_VERSION
-from ecd_proto.shm import has_barriers
+from ecd_proto.shm import BELL_SUFFIX, has_barriers
 from ecd_proto.v1 import cache_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Daemon:
             raise
         try:
             self._index = self._make_index()
+            self._bell = self._make_bell()
             if gid is not None:
                 self._pool.grant_group(gid)
         except BaseException:
@@ -74,7 +76,7 @@ class Daemon:
             self._socket.close()
             raise
         self._gid = gid
-        self._cache = Cache(int(nbytes), config.lease_ttl_s, DEFAULT_LIMITS, readers=self._index)
+        self._cache = Cache(int(nbytes), config.lease_ttl_s, DEFAULT_LIMITS, clients=self._index)
         self._sessions = Sessions(
             self._cache,
             self,
@@ -119,6 +121,8 @@ class Daemon:
             self._metrics.close()
             if self._cluster is not None:
                 await self._cluster.close()
+            if self._bell is not None:
+                self._bell.close()
             if self._index is not None:
                 self._index.close()
             self._pool.close()
@@ -136,6 +140,17 @@ class Daemon:
             self._pool.directory, self._incarnation, self._pool.nbytes, DEFAULT_LIMITS.sessions
         )
 
+    def _make_bell(self) -> Bell | None:
+        """None: every put is a call."""
+        path = self._pool.directory / f"{self._incarnation}{BELL_SUFFIX}"
+        if self._index is None:
+            return None
+        try:
+            return Bell(path)
+        except OSError as error:
+            logger.warning("no socket at %s: %s. Every put is a call", path, error)
+            return None
+
     async def _look_at_readers(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
@@ -143,15 +158,32 @@ class Daemon:
             self._cache.look_at_pins()
 
     def _make_server(self) -> Server:
+        others = self._cluster or NoOtherNodes()
         service = CacheService(
             self._cache,
             self._sessions,
-            self._cluster or NoOtherNodes(),
+            others,
             self._incarnation,
             time.monotonic,
             self.status,
             self._metrics.observe_call,
         )
+        if self._index is not None and self._bell is not None:
+
+            def stored() -> None:
+                service.trim_soon()
+                others.changed()
+
+            puts = Puts(
+                self._cache,
+                self._index,
+                self._sessions,
+                self._bell,
+                stored,
+                self._metrics.observe_call,
+            )
+            service.grant = puts.grant
+            puts.listen()
         return Server(service, self._unavailable, self._metrics.observe_call)
 
     def _join(self) -> None:
@@ -219,6 +251,7 @@ class Daemon:
             path=str(self._index.path),
             pins_path=str(self._index.pins_path),
             pins_offset=offset,
+            bell_path="" if self._bell is None else str(self._bell.path),
         )
 
     def lock_path(self) -> str:
@@ -245,10 +278,11 @@ class Daemon:
             pool=pb.PoolStatus(
                 path=str(self._pool.path),
                 pool_bytes=allocator.pool_bytes,
-                used_bytes=allocator.used_bytes,
+                used_bytes=cache.used_bytes,
+                granted_bytes=cache.granted_bytes,
                 reserved_bytes=cache.reserved_bytes,
                 leased_bytes=cache.leased_bytes,
-                free_bytes=allocator.free_bytes,
+                free_bytes=allocator.free_bytes + cache.granted_bytes,
                 largest_free_bytes=allocator.largest_free_bytes,
                 fragmentation=allocator.fragmentation,
             ),

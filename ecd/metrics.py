@@ -56,10 +56,15 @@ class _CoreCollector(Collector):
             yield family
         for name, text, value in (
             ("pool_bytes", "Size of the pool.", allocator.pool_bytes),
-            ("pool_used_bytes", "Bytes in extents.", allocator.used_bytes),
+            ("pool_used_bytes", "Bytes in extents.", self._cache.used_bytes),
+            ("pool_granted_bytes", "Given to writers ahead of need.", self._cache.granted_bytes),
             ("pool_reserved_bytes", "Of these, being written.", self._cache.reserved_bytes),
             ("pool_leased_bytes", "Of these, under a lease.", self._cache.leased_bytes),
-            ("pool_free_bytes", "Bytes in no extent.", allocator.free_bytes),
+            (
+                "pool_free_bytes",
+                "Bytes in no extent; those granted are among them.",
+                allocator.free_bytes + self._cache.granted_bytes,
+            ),
             ("pool_largest_free_bytes", "Largest free extent.", allocator.largest_free_bytes),
             ("entries", "Committed entries.", self._cache.entries),
             ("sessions", "Sessions open or leaving.", self._cache.sessions),

@@ -20,18 +20,22 @@ def check_batch(items: Collection[object]) -> None:
 
 
 def key_from(message: pb.Key) -> Key:
+    return check_key(message.namespace, message.mm_hash)
+
+
+def check_key(namespace: str, mm_hash: str) -> Key:
     for field, value, limit in (
-        ("namespace", message.namespace, contract.MAX_NAMESPACE_BYTES),
-        ("mm_hash", message.mm_hash, contract.MAX_MM_HASH_BYTES),
+        ("namespace", namespace, contract.MAX_NAMESPACE_BYTES),
+        ("mm_hash", mm_hash, contract.MAX_MM_HASH_BYTES),
     ):
         if not value:
             raise InvalidRequest(f"an empty {field}")
         if len(value.encode()) > limit:
             raise InvalidRequest(f"a {field} of {len(value.encode())} bytes; at most {limit}")
-    return Key(message.namespace, message.mm_hash)
+    return Key(namespace, mm_hash)
 
 
-def content_from(message: pb.Content) -> Content:
+def content_from(message: pb.Content | Content) -> Content:
     shape = tuple(message.shape)
     if message.dtype not in contract.DTYPES:
         raise InvalidRequest(

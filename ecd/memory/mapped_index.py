@@ -9,29 +9,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import OrderedDict
 from pathlib import Path
 
 from ecd.core.allocator import GRANULE_BYTES
-from ecd.core.readers import Uses
-from ecd.core.types import EntryId, EntryInfo, SessionId
+from ecd.core.clients import Put, Uses
+from ecd.core.types import EntryId, EntryInfo, Extent, Key, SessionId
 from ecd.memory.host import PoolError, create_file
+from ecd.memory.page import Page
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm import (
     BUCKET_BYTES,
-    FIRST_PIN_WORD,
-    FIRST_USE_WORD,
+    DESK_BYTES,
     INDEX_HEADER_BYTES,
     INDEX_SUFFIX,
-    KEPT_USES,
-    MAX_PINS,
-    MISSES_WORD,
-    PIN_PAGE_BYTES,
+    PAGE_BYTES,
     PINS_SUFFIX,
-    PINS_USED_WORD,
     REMOVALS_WORD,
     ROW_BYTES,
     UNLISTED_WORD,
-    USES_WORD,
     IndexShape,
     Row,
     barrier,
@@ -39,6 +35,7 @@ from ecd_proto.shm import (
     key_record,
     pack_index_header,
     pack_row,
+    random_prime,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,40 +43,9 @@ logger = logging.getLogger(__name__)
 MIN_BUCKETS = 1024
 CHUNK_ROWS = 2048
 """Rows whose memory is taken at a time."""
-MAX_GROWTH = 1 << 40
-"""Between two looks, of what a client counts of itself: more is not true."""
+MAX_USES = 1024
+"""Ranked anew at a time."""
 _NEXT_WORDS, _ENTRY_WORD = ROW_BYTES // 8, 2
-
-
-class _Page:
-    """One session's pins."""
-
-    def __init__(self, number: int, words: memoryview) -> None:
-        self.number, self.words = number, words
-        self.uses = self.nbytes = self.misses = 0  # taken so far
-
-    def pinned(self) -> list[int]:
-        used = min(self.words[PINS_USED_WORD], MAX_PINS)
-        return self.words[FIRST_PIN_WORD : FIRST_PIN_WORD + used].tolist()
-
-    def take_uses(self) -> Uses:
-        """Its client writes these words as it likes: nothing here believes them further."""
-        uses, nbytes, misses = self.words[USES_WORD : MISSES_WORD + 1].tolist()
-        hits = _grown(self.uses, uses)
-        known = range(uses - min(hits, KEPT_USES), uses)
-        taken = Uses(
-            tuple(EntryId(self.words[FIRST_USE_WORD + use % KEPT_USES]) for use in known),
-            hits,
-            _grown(self.nbytes, nbytes),
-            _grown(self.misses, misses),
-        )
-        self.uses, self.nbytes, self.misses = uses, nbytes, misses
-        return taken
-
-
-def _grown(before: int, now: int) -> int:
-    """By how much a client's counter grew: 0, if no client can have done that much."""
-    return now - before if 0 <= now - before <= MAX_GROWTH else 0
 
 
 class MappedIndex:
@@ -89,13 +55,13 @@ class MappedIndex:
         """Raises PoolError."""
         rows = pool_bytes // GRANULE_BYTES
         buckets = max(MIN_BUCKETS, 1 << (rows - 1).bit_length())
-        self.shape = IndexShape(buckets, rows, int.from_bytes(os.urandom(8), "little"))
+        self.shape = IndexShape(buckets, rows, random_prime(), sessions)
         self._unlisted: set[EntryId] = set()
         self.path = directory / f"{incarnation}{INDEX_SUFFIX}"
         self.pins_path = directory / f"{incarnation}{PINS_SUFFIX}"
         try:
             self._fd = create_file(self.path, self.shape.nbytes)
-            self._pins_fd = create_file(self.pins_path, sessions * PIN_PAGE_BYTES)
+            self._pins_fd = create_file(self.pins_path, sessions * PAGE_BYTES)
             self._take_memory(self._fd, 0, self.shape.rows_at)
         except OSError as error:
             raise PoolError(f"the index of the pool cannot be made: {error}") from None
@@ -103,14 +69,16 @@ class MappedIndex:
         header = pack_index_header(self.shape)
         memory.view(0, len(header))[:] = header
         self._header = memory.view(0, INDEX_HEADER_BYTES).cast("Q")
-        self._buckets = memory.view(INDEX_HEADER_BYTES, buckets * BUCKET_BYTES).cast("I")
+        self._desks = memory.view(INDEX_HEADER_BYTES, sessions * DESK_BYTES)
+        self._buckets = memory.view(self.shape.buckets_at, buckets * BUCKET_BYTES).cast("I")
         rows_view = memory.view(self.shape.rows_at, rows * ROW_BYTES)
         self._rows, self._row_words = rows_view, rows_view.cast("Q")
-        self._pins = Mapping(self._pins_fd, sessions * PIN_PAGE_BYTES, writable=True)
+        self._pins = Mapping(self._pins_fd, sessions * PAGE_BYTES, writable=True)
         self._places: dict[EntryId, tuple[int, int]] = {}  # entry: its row's number, its bucket
         self._free_rows: list[int] = []
         self._rows_with_memory = 0
-        self._pages: dict[SessionId, _Page] = {}
+        self._pages: OrderedDict[SessionId, Page] = OrderedDict()
+        self._sessions: dict[int, SessionId] = {}  # by page
         self._free_pages = list(range(sessions - 1, -1, -1))
 
     @property
@@ -183,13 +151,50 @@ class MappedIndex:
         return {EntryId(entry) for entry in pinned}
 
     def take_uses(self) -> Uses:
-        entries: list[EntryId] = []
-        hits = nbytes = misses = 0
-        for page in self._pages.values():
-            uses = page.take_uses()
-            entries.extend(uses.entries)
-            hits, nbytes, misses = hits + uses.hits, nbytes + uses.nbytes, misses + uses.misses
-        return Uses(tuple(entries), hits, nbytes, misses)
+        """Of the sessions whose turn it is, so that no look takes long."""
+        taken: list[Uses] = []
+        known = 0
+        while len(taken) < len(self._pages) and known < MAX_USES:
+            session, page = next(iter(self._pages.items()))
+            self._pages.move_to_end(session)
+            taken.append(page.take_uses())
+            known += len(taken[-1].entries)
+        return Uses(
+            tuple(entry for uses in taken for entry in uses.entries),
+            sum(uses.hits for uses in taken),
+            sum(uses.nbytes for uses in taken),
+            sum(uses.misses for uses in taken),
+            sum(uses.duplicates for uses in taken),
+        )
+
+    def grant(self, session: SessionId, extent: Extent) -> bool:
+        page = self._pages.get(session)
+        return page is not None and page.grant(extent)
+
+    def revoke(self, session: SessionId) -> list[Extent]:
+        """The barrier lets this see what was begun by all who saw the grant before."""
+        page = self._pages[session]
+        page.revoke()
+        barrier()
+        return page.begun()
+
+    def is_putting(self, key: Key) -> bool:
+        return any(page.is_putting(key) for page in self._pages.values())
+
+    # -- puts ----------------------------------------------------------------------------------
+
+    def finished_puts(self, page: int) -> tuple[SessionId, list[Put]] | None:
+        """What the session of this page has written. None: it is nobody's page."""
+        session = self._sessions.get(page)
+        if session is None:
+            return None
+        puts = self._pages[session].finished_puts()
+        if puts:
+            barrier()  # what they wrote is there for all who will see the rows
+        return session, puts
+
+    def answer(self, session: SessionId, put: Put, outcome: int) -> None:
+        self._pages[session].answer(put, outcome)
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -199,19 +204,22 @@ class MappedIndex:
             return None
         number = self._free_pages[-1]
         try:
-            self._take_memory(self._pins_fd, number * PIN_PAGE_BYTES, PIN_PAGE_BYTES)
+            self._take_memory(self._pins_fd, number * PAGE_BYTES, PAGE_BYTES)
         except OSError as error:
             logger.warning("no memory for a session's pins: %s", error)
             return None
         self._free_pages.pop()
-        words = self._pins.view(number * PIN_PAGE_BYTES, PIN_PAGE_BYTES).cast("Q")
-        self._pages[session] = _Page(number, words)
-        return number * PIN_PAGE_BYTES
+        words = self._pins.view(number * PAGE_BYTES, PAGE_BYTES).cast("Q")
+        desk = self._desks[number * DESK_BYTES : (number + 1) * DESK_BYTES].cast("Q")
+        self._pages[session] = Page(number, words, desk)
+        self._sessions[number] = session
+        return number * PAGE_BYTES
 
     def forget(self, session: SessionId) -> None:
         page = self._pages.pop(session, None)
         if page is not None:
-            page.words.cast("B")[:] = bytes(PIN_PAGE_BYTES)
+            page.clear()
+            del self._sessions[page.number]
             self._free_pages.append(page.number)
 
     def close(self) -> None:

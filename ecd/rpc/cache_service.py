@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import grpc
 
 from ecd.core.cache import Cache
-from ecd.core.types import Aborted, Committed, EntryId, Key, LeaseId
+from ecd.core.types import Aborted, Committed, EntryId, Key, LeaseId, SessionId
 from ecd.rpc.convert import (
     SessionOver,
     selection_from,
@@ -87,6 +87,8 @@ class CacheService(pb_grpc.CacheServicer):
         self._now_s = now_s
         self._status = status
         self._observe = observe
+        self.grant: Callable[[SessionId, int], None] = lambda *_: None
+        """Told what a session reserved by a call: it may put more of that size without one."""
         self._trimming = False
         self._exchanged: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {
             "reserve": self.Reserve,
@@ -109,7 +111,9 @@ class CacheService(pb_grpc.CacheServicer):
         outcomes = [
             self._cache.reserve(session, key, content, self._now_s()) for key, content in items
         ]
-        self._trim_soon()
+        for _, content in items:
+            self.grant(session, content.nbytes)
+        self.trim_soon()
         self._others.changed()
         return pb.ReserveReply(
             incarnation=self._incarnation, outcomes=map(to_reserve_outcome, outcomes)
@@ -228,7 +232,8 @@ class CacheService(pb_grpc.CacheServicer):
         reply.incarnation = self._incarnation
         return reply
 
-    def _trim_soon(self) -> None:
+    def trim_soon(self) -> None:
+        """Make room ahead of need, if it is getting short."""
         if not self._trimming and self._cache.needs_trim():
             self._trimming = True
             asyncio.get_running_loop().call_soon(self._trim)

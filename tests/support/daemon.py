@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,6 +135,11 @@ class Daemon:
             return pool.largest_free_bytes == pool.pool_bytes
 
         eventually(is_empty, within_s, "the pool is one free extent again")
+
+    def calls(self, method: str) -> int:
+        """How many calls of this method it has answered."""
+        found = re.search(rf'ecd_call_seconds_count{{method="{method}"}} (\S+)', self.metrics())
+        return int(float(found[1])) if found else 0
 
     def metrics_url(self) -> str:
         [line] = [line for line in self.text().splitlines() if "metrics on" in line][-1:]

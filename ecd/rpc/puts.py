@@ -1,0 +1,133 @@
+"""Puts that come without a call: a bell rings, what was written becomes an entry, the desk says so.
+
+Which memory a client may write to ahead of need is decided here too: some times what it put last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from ecd.core.cache import Cache
+from ecd.core.clients import Put
+from ecd.core.types import AlreadyStored, BeingWritten, Committed, NotReserved, SessionId
+from ecd.rpc.sessions import Sessions
+from ecd.wire import InvalidRequest, check_key, content_from
+from ecd_proto.shm import BELL, DUPLICATE, REFUSED, STORED
+
+logger = logging.getLogger(__name__)
+
+GRANTED_PUTS = 8
+MIN_GRANT_BYTES, MAX_GRANT_BYTES = 4 << 20, 64 << 20
+MAX_GRANT_SHARE = 1 / 16
+"""Of the pool, to one session."""
+MAX_RINGS = 256
+"""Taken in one turn of the event loop."""
+
+
+class Bell:
+    """A datagram socket in the daemon's directory: clients say which page to look at."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError: the path is too long, mostly."""
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        try:
+            self._socket.bind(str(path))
+            os.chmod(path, 0o660)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def listen(self, rung: Callable[[], None]) -> None:
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), rung)
+
+    def take(self) -> set[int]:
+        """The pages that were named since the last call."""
+        pages = set()
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(MAX_RINGS):
+                with contextlib.suppress(struct.error):  # anybody may send anything
+                    pages.add(BELL.unpack(self._socket.recv(BELL.size + 1))[0])
+        return pages
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+
+
+class Desks(Protocol):
+    """Where clients say what they have written, and read what came of it."""
+
+    def finished_puts(self, page: int) -> tuple[SessionId, list[Put]] | None: ...
+
+    def answer(self, session: SessionId, put: Put, outcome: int) -> None: ...
+
+
+class Puts:
+    """One per daemon, on the event loop that owns the core."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        desks: Desks,
+        sessions: Sessions,
+        bell: Bell,
+        stored: Callable[[], None],
+        observe: Callable[[str, float], None],
+    ) -> None:
+        """`stored` is told after something was; `observe` how long each put took here."""
+        self._cache, self._desks, self._sessions = cache, desks, sessions
+        self._bell, self._stored, self._observe = bell, stored, observe
+
+    def listen(self) -> None:
+        self._bell.listen(self._rung)
+
+    def grant(self, session: SessionId, nbytes: int) -> None:
+        """Let the session have room for some more puts of this size."""
+        rounded = self._cache.allocator.rounded_bytes(nbytes)
+        most = min(MAX_GRANT_BYTES, int(MAX_GRANT_SHARE * self._cache.allocator.pool_bytes))
+        size = min(most, max(MIN_GRANT_BYTES, GRANTED_PUTS * rounded))
+        while size >= rounded and not self._cache.grant(session, size):
+            size //= 2
+
+    def _rung(self) -> None:
+        for page in self._bell.take():
+            found = self._desks.finished_puts(page)
+            if found is None:
+                continue
+            session, puts = found
+            for put in puts:
+                started_s = time.perf_counter()
+                outcome = self._store(session, put)
+                if self._cache.grant_left(session) < put.content.nbytes:
+                    self.grant(session, put.content.nbytes)
+                self._desks.answer(session, put, outcome)
+                self._observe("Put", time.perf_counter() - started_s)
+            if puts:
+                self._sessions.arm()
+                self._stored()
+
+    def _store(self, session: SessionId, put: Put) -> int:
+        try:
+            key, content = check_key(*put.key), content_from(put.content)
+        except InvalidRequest as error:
+            logger.warning("a put that makes no sense: %s", error)
+            return REFUSED
+        match self._cache.put(session, key, content, put.extent, time.monotonic()):
+            case Committed(woken):
+                self._sessions.deliver(woken)
+                return STORED
+            case AlreadyStored():
+                return DUPLICATE
+            case BeingWritten() | NotReserved():
+                return REFUSED
