@@ -65,6 +65,7 @@ def step(asked: SimpleNamespace, encode: bool) -> dict:
     deadline = time.monotonic() + 10
     while not scheduler.ensure_cache_available(asked, 0):
         assert time.monotonic() < deadline
+        scheduler.build_connector_meta(None)  # as every step does, whatever it schedules
         time.sleep(0.001)
     promised = scheduler.has_cache_item(identifier)
     scheduler.update_state_after_alloc(asked, 0)

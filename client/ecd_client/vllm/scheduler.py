@@ -123,6 +123,8 @@ class SchedulerRole:
         self._loading: dict[int, _Loading] = {}
         self._last_load = 0
         self._unavailable: set[str] = set()
+        self._to_ask: dict[str, _Wanted] = {}
+        self._to_offer: dict[tuple[str, ...], list[str]] = {}
         self._away = False
         logger.info("ecd: namespace %s on %s", settings.namespace, settings.address)
 
@@ -174,7 +176,8 @@ class SchedulerRole:
         self._leave(wanted, (request.request_id, index))
 
     def take_loads(self) -> list[Load]:
-        """What the workers are to load in the step just scheduled."""
+        """What the workers are to load in the step just scheduled; tells the daemon of the step."""
+        self._send()
         while self._loading:
             oldest, loading = next(iter(self._loading.items()))
             if time.monotonic() - loading.since_s < MAX_LOAD_S:
@@ -221,8 +224,8 @@ class SchedulerRole:
                 items.append((index, feature.identifier, position.get_num_embeds()))
         consumers = consumers_in(request.ec_transfer_params)
         if self._is_producer and consumers and items:
-            with contextlib.suppress(DaemonUnavailable):  # then there is nothing to offer
-                self._client.offer([identifier for _, identifier, _ in items], consumers)
+            offered = self._to_offer.setdefault(tuple(consumers), [])
+            offered.extend(identifier for _, identifier, _ in items)
         deadline_s = time.monotonic() + self._settings.load_timeout_s
         nodes = nodes_in(request.ec_transfer_params)
         return _Request(ends, items, deadline_s, request.num_preemptions, nodes)
@@ -237,7 +240,8 @@ class SchedulerRole:
         ahead = [item for item in state.items[state.done :] if item[0] not in state.given]
         open_items = [self._want(request_id, state, *item) for item in ahead]
         expectations = [expected for _, _, expected in ahead]
-        self._ask([wanted for wanted in open_items if self._is_to_be_asked(wanted)])
+        for wanted in open_items:
+            self._look(wanted)
         late = time.monotonic() >= state.deadline_s
         settled = True
         for wanted, expected in zip(open_items, expectations, strict=True):
@@ -274,22 +278,41 @@ class SchedulerRole:
         wanted.nodes = state.nodes.get(identifier, wanted.nodes)
         return wanted
 
-    def _is_to_be_asked(self, wanted: _Wanted) -> bool:
+    def _look(self, wanted: _Wanted) -> None:
+        """See whether the item is there; what memory does not show goes into the next message."""
         self._take_answer(wanted)
         if wanted.item is not None and not _has_left(wanted.item, ENOUGH_LEFT):
             self._give_up(wanted, "its lease ran out: the daemon is away")
-        return (
-            wanted.item is None
-            and wanted.answer is None
-            and not wanted.missing
-            and time.monotonic() >= wanted.ask_again_s
-        )
-
-    def _ask(self, items: list[_Wanted]) -> None:
-        """Look up all of them with one message."""
-        unique = list(dict.fromkeys(items))
-        if not unique:
+        if (
+            wanted.item is not None
+            or wanted.answer is not None
+            or wanted.missing
+            or wanted.identifier in self._to_ask
+            or time.monotonic() < wanted.ask_again_s
+        ):
             return
+        try:
+            wanted.item = self._client.get_now(wanted.identifier)
+        except EcdError as error:
+            self._note_failure(wanted, error)
+            return
+        if wanted.item is None:
+            self._to_ask[wanted.identifier] = wanted
+        else:
+            self._note_hit()
+
+    def _send(self) -> None:
+        """One message for all that this step did not find, and one for each group of consumers."""
+        asked, self._to_ask = self._to_ask, {}
+        unique = [wanted for wanted in asked.values() if wanted.expected]
+        if unique:
+            self._ask(unique)
+        offers, self._to_offer = self._to_offer, {}
+        for consumers, identifiers in offers.items():
+            with contextlib.suppress(DaemonUnavailable):  # then there is nothing to offer
+                self._client.offer(identifiers, consumers)
+
+    def _ask(self, unique: list[_Wanted]) -> None:
         try:
             answers = self._client.get_async(
                 [wanted.identifier for wanted in unique],
@@ -298,10 +321,8 @@ class SchedulerRole:
                 nodes=[wanted.nodes for wanted in unique],
             )
         except EcdError as error:
-            self._note_away(error)
             for wanted in unique:
-                self.stats.count("failures")
-                self._not_there(wanted, str(error))
+                self._note_failure(wanted, error)
             return
         for wanted, answer in zip(unique, answers, strict=True):
             wanted.answer = answer
@@ -313,17 +334,24 @@ class SchedulerRole:
         answer, wanted.answer = wanted.answer, None
         error = answer.exception()
         if error is not None:
-            self.stats.count("failures")
-            self._note_away(error)
-            self._not_there(wanted, str(error))
+            self._note_failure(wanted, error)
             return
-        self._away = False
         wanted.item = answer.result()
         if wanted.item is None:
             self.stats.count("misses")
+            self._away = False
             self._not_there(wanted, wanted.cause)
             return
+        self._note_hit()
+
+    def _note_hit(self) -> None:
+        self._away = False
         self.stats.count("hits")
+
+    def _note_failure(self, wanted: _Wanted, error: BaseException) -> None:
+        self.stats.count("failures")
+        self._note_away(error)
+        self._not_there(wanted, str(error))
 
     def _not_there(self, wanted: _Wanted, cause: str) -> None:
         wanted.cause = cause
