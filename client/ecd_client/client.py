@@ -20,7 +20,7 @@ from ecd_client.errors import InvalidArgument
 from ecd_client.item import Item
 from ecd_client.reader import Key, Reader, to_key
 from ecd_client.session import Session
-from ecd_client.writer import Writer, reserve_item
+from ecd_client.writer import Writer, describe_entry
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ class Client:
         from ecd_client.tensors import Source, describe
 
         dtype, shape = describe(tensor)
-        item = reserve_item(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
-        return self._writer.put(item, Source(tensor).copy_to, timeout)
+        what = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
+        return self._writer.put(what, Source(tensor).copy_to, timeout)
 
     def put_bytes(
         self,
@@ -124,16 +124,16 @@ class Client:
     ) -> bool:
         """`put` without torch: `data` is the dense tensor of that dtype and shape."""
         shape = tuple(shape)
-        item = reserve_item(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
-        if len(data) != item.content.nbytes:
+        what = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
+        if len(data) != what.nbytes:
             raise InvalidArgument(
-                f"{dtype} of shape {shape} has {item.content.nbytes} bytes, not {len(data)}"
+                f"{dtype} of shape {shape} has {what.nbytes} bytes, not {len(data)}"
             )
 
         def copy_to(view: memoryview) -> None:
             view[:] = data
 
-        return self._writer.put(item, copy_to, timeout)
+        return self._writer.put(what, copy_to, timeout)
 
     def put_async(
         self,
@@ -153,8 +153,8 @@ class Client:
         from ecd_client.tensors import Source, describe
 
         dtype, shape = describe(tensor)
-        item = reserve_item(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
-        return self._writer.put_async(item, Source(tensor).copy_to)
+        what = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
+        return self._writer.put_async(what, Source(tensor).copy_to)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -173,6 +173,14 @@ class Client:
         daemon's directory knows it. None: it is not there. Raises EcdError.
         """
         return self._reader.get(self._key(mm_hash, namespace), timeout, nodes)
+
+    def get_now(self, mm_hash: str, *, namespace: str | None = None) -> Item | None:
+        """`get` of what is found in memory, in microseconds whatever the daemon does.
+
+        None: it is not stored, or only a call can tell, such as `get_async`. Raises
+        DaemonUnavailable.
+        """
+        return self._reader.get_now(self._key(mm_hash, namespace))
 
     def get_async(
         self,

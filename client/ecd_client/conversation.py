@@ -17,6 +17,7 @@ import grpc
 from ecd_client.calls import Calls
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.index import AskDaemon, Index, Pin
+from ecd_client.puts import Begun, What
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm import Row, lock_session
@@ -79,6 +80,7 @@ class Conversation:
         self._releasing = False
         self._users = 1  # the stream, every item and every put in flight
         self._over = False
+        self.abandoned = False
         self._writable: Mapping | None = None
         with contextlib.ExitStack() as opened:
             self.pool_fd = os.open(welcome.pool.path, os.O_RDWR | os.O_CLOEXEC)
@@ -148,6 +150,8 @@ class Conversation:
             self._users -= 1
             last = self._users == 0
         if last:
+            if self.index is not None and self.index.puts is not None:
+                self.index.puts.close()
             self._files.close()
 
     # -- leases --------------------------------------------------------------------------------
@@ -179,6 +183,33 @@ class Conversation:
             self.unuse()
             return None
         return Pin(self, self.index, *found)
+
+    def begin_put(self, what: What) -> Begun | bool | None:
+        """What `finish_put` takes; False: it is stored already; None: it takes a call.
+
+        For those who `use` the conversation.
+        """
+        if self.index is None or self.index.puts is None:
+            return None
+        with contextlib.suppress(AskDaemon):
+            if self.index.contains(what.namespace, what.mm_hash):
+                self.index.note_duplicate()
+                return False
+        return self.index.puts.begin(what)
+
+    def finish_put(self, begun: Begun, copy_to: Callable[[memoryview], None]) -> bool | None:
+        """Write it and wait until it is seen. False: it is stored already; None: it takes a call.
+
+        Raises DaemonUnavailable.
+        """
+        assert self.index is not None
+        assert self.index.puts is not None
+        return self.index.puts.finish(
+            begun,
+            lambda: copy_to(self._map_writable().view(begun.offset, begun.nbytes)),
+            lambda: self._over,
+            self.calls.timeout_s,
+        )
 
     def release(self, lease: Lease) -> None:
         """End a lease; nobody waits for the daemon's answer."""
@@ -254,6 +285,7 @@ class Conversation:
 
     def abandon(self) -> None:
         """Whatever this conversation was about, it is out of step: the daemon takes all back."""
+        self.abandoned = True
         self._stream.cancel()
 
     def end(self) -> None:

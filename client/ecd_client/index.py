@@ -12,16 +12,19 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from ecd_client.puts import Puts
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm import (
     BUCKET_BYTES,
+    DESK_BYTES,
+    DUPLICATES_WORD,
     FIRST_PIN_WORD,
     FIRST_USE_WORD,
     INDEX_HEADER_BYTES,
     KEPT_USES,
     MAX_PINS,
     MISSES_WORD,
-    PIN_PAGE_BYTES,
+    PAGE_BYTES,
     PINS_USED_WORD,
     REMOVALS_WORD,
     ROW_BYTES,
@@ -85,16 +88,22 @@ class Index:
             shape = unpack_index_header(memory.view(0, INDEX_HEADER_BYTES).tobytes())
             if shape is None or not take_part_in_barriers():
                 return None
-            pins = Mapping(fds[1], PIN_PAGE_BYTES, writable=True, offset=files.pins_offset)
-            return cls(shape, memory, pins)
+            page = Mapping(fds[1], PAGE_BYTES, writable=True, offset=files.pins_offset)
+            index = cls(shape, memory, page)
+            if files.bell_path:
+                number = files.pins_offset // PAGE_BYTES
+                desk_at = INDEX_HEADER_BYTES + number * DESK_BYTES
+                index.puts = Puts(page, number, memory, desk_at, files.bell_path)
+            return index
 
-    def __init__(self, shape: IndexShape, memory: Mapping, pins: Mapping) -> None:
+    def __init__(self, shape: IndexShape, memory: Mapping, page: Mapping) -> None:
+        self.puts: Puts | None = None
         self._shape = shape
         self._header = memory.view(0, INDEX_HEADER_BYTES).cast("Q")
-        buckets = memory.view(INDEX_HEADER_BYTES, shape.buckets * BUCKET_BYTES)
+        buckets = memory.view(shape.buckets_at, shape.buckets * BUCKET_BYTES)
         self._buckets = buckets.cast("I")
         self._rows = memory.view(shape.rows_at, shape.rows * ROW_BYTES)
-        self._words = pins.view(0, PIN_PAGE_BYTES).cast("Q")
+        self._words = page.view(0, PAGE_BYTES).cast("Q")
         self._lock = threading.Lock()
         self._free = list(range(FIRST_PIN_WORD + MAX_PINS - 1, FIRST_PIN_WORD - 1, -1))
 
@@ -116,7 +125,7 @@ class Index:
                         self._words[MISSES_WORD] += 1
                 return None
             start, bytes_ = found
-            row = unpack_row(bytes_, record)
+            row = unpack_row(bytes_)
             if row.ask:
                 break
             pin = self._announce(row.entry)
@@ -125,6 +134,11 @@ class Index:
                 return row, pin
             self.unpin(pin)
         raise AskDaemon
+
+    def note_duplicate(self) -> None:
+        """Count a put of what was there."""
+        with self._lock:
+            self._words[DUPLICATES_WORD] += 1
 
     def unpin(self, pin: int) -> None:
         self._words[pin] = 0

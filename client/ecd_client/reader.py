@@ -53,6 +53,13 @@ class Reader:
         _settle(conversation, [key], [found], [outcome])
         return _result(conversation, found, timeout)
 
+    def get_now(self, key: Key) -> Item | None:
+        """What is found without a call; None: it is not stored, or only a call can tell."""
+        try:
+            return _pinned(self._session.conversation(), key, final=False)
+        except AskDaemon:
+            return None
+
     def get_async(
         self,
         keys: Sequence[Key],

@@ -52,17 +52,19 @@ class Session:
     @property
     def current(self) -> Conversation | None:
         """The conversation that is open now."""
-        return self._conversation
+        conversation = self._conversation
+        return None if conversation is None or conversation.abandoned else conversation
 
     def conversation(self, wait_s: float = 0.0) -> Conversation:
         """The open conversation, waiting for it that long. Raises DaemonUnavailable: why not."""
         with self._changed:
-            self._changed.wait_for(lambda: self._conversation or self._closed.is_set(), wait_s)
-            if self._conversation is None:
+            self._changed.wait_for(lambda: self.current or self._closed.is_set(), wait_s)
+            conversation = self.current
+            if conversation is None:
                 raise DaemonUnavailable(
                     "the client is closed" if self._closed.is_set() else str(self._cause)
                 )
-            return self._conversation
+            return conversation
 
     def use(self) -> Conversation:
         """The open conversation, in use until `unuse`. Raises DaemonUnavailable."""
@@ -89,7 +91,10 @@ class Session:
                 self._wait_for_channel()
                 self._converse()
             except grpc.RpcError as error:
-                self._cause = translate(error, self._address)
+                if error.code() is grpc.StatusCode.CANCELLED:  # by us: something was out of step
+                    self._cause = DaemonUnavailable(f"connecting anew to {self._address}")
+                else:
+                    self._cause = translate(error, self._address)
             except OSError as error:
                 self._cause = DaemonUnavailable(
                     f"the daemon answers on {self._address}, but its pool cannot be mapped: "

@@ -1,4 +1,4 @@
-"""put: reserve, copy, commit."""
+"""put: into granted memory, or reserve, copy and commit by calls."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from ecd_client.conversation import Conversation
 from ecd_client.errors import (
@@ -16,6 +17,7 @@ from ecd_client.errors import (
     PoolFull,
     limit_reached,
 )
+from ecd_client.puts import Begun, What
 from ecd_client.reader import Key, Reader, to_key
 from ecd_client.session import Session
 from ecd_proto.contract import DTYPES, nbytes_of
@@ -28,20 +30,26 @@ CopyTo = Callable[[memoryview], None]
 """Fills the reserved extent: a writable view of the entry's length."""
 
 
-def reserve_item(
+def describe_entry(
     key: Key, dtype: str, shape: tuple[int, ...], cost_s: float, metadata: bytes
-) -> pb.ReserveItem:
+) -> What:
     """Raises InvalidArgument."""
     if dtype not in DTYPES:
         raise InvalidArgument(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    return What(*key, dtype, shape, nbytes_of(dtype, shape), metadata, cost_s)
+
+
+def _reserve(conversation: Conversation, what: What) -> pb.ReserveRequest:
     content = pb.Content(
-        dtype=dtype,
-        shape=shape,
-        nbytes=nbytes_of(dtype, shape),
-        metadata=metadata,
-        cost_s=cost_s,
+        dtype=what.dtype,
+        shape=what.shape,
+        nbytes=what.nbytes,
+        metadata=what.metadata,
+        cost_s=what.cost_s,
     )
-    return pb.ReserveItem(key=to_key(key), content=content)
+    key = to_key((what.namespace, what.mm_hash))
+    item = pb.ReserveItem(key=key, content=content)
+    return pb.ReserveRequest(session=conversation.token, items=[item])
 
 
 class Writer:
@@ -52,41 +60,39 @@ class Writer:
         self._side = ThreadPoolExecutor(1, thread_name_prefix="ecd-put")
         self._slots = threading.BoundedSemaphore(MAX_PENDING_PUTS)
 
-    def put(self, item: pb.ReserveItem, copy_to: CopyTo, timeout: float) -> bool:
+    def put(self, what: What, copy_to: CopyTo, timeout: float) -> bool:
         """False: stored already. Waits up to `timeout` s for another writer of the key."""
         deadline_s = time.monotonic() + timeout
         while True:
             conversation = self._session.use()
-            request = pb.ReserveRequest(session=conversation.token, items=[item])
             try:
                 with conversation.whole_or_abandoned():
-                    reply = conversation.calls.now("reserve", request)
-                    stored = _write(conversation, reply, copy_to)
+                    begun = conversation.begin_put(what)
+                    stored = _finish(conversation, what, begun, None, copy_to)
             finally:
                 conversation.unuse()
             if stored is not None:
                 return stored
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise EcdError(
-                    f"another client has been writing {item.key.mm_hash!r} for {timeout} s"
-                )
-            if self._reader.wait_for_writer((item.key.namespace, item.key.mm_hash), left_s):
+                raise EcdError(f"another client has been writing {what.mm_hash!r} for {timeout} s")
+            if self._reader.wait_for_writer((what.namespace, what.mm_hash), left_s):
                 return False
 
-    def put_async(self, item: pb.ReserveItem, copy_to: CopyTo) -> Future[bool]:
-        """Reserves at once, copies on the side; a key that another writes is left to it."""
+    def put_async(self, what: What, copy_to: CopyTo) -> Future[bool]:
+        """Announced or reserved at once, copied on the side; what another writes is left to it."""
         conversation = self._session.use()
         if not self._slots.acquire(blocking=False):
             conversation.unuse()
             raise EcdError(f"{MAX_PENDING_PUTS} puts are in flight: wait for one of them")
-        request = pb.ReserveRequest(session=conversation.token, items=[item])
-        reply = conversation.calls.later("reserve", request)
+        begun, reply = conversation.begin_put(what), None
+        if begun is None:
+            reply = conversation.calls.later("reserve", _reserve(conversation, what))
 
         def finish() -> bool:
             try:
                 with conversation.whole_or_abandoned():
-                    return _write(conversation, reply.result(), copy_to) or False
+                    return _finish(conversation, what, begun, reply, copy_to) or False
             finally:
                 conversation.unuse()
                 self._slots.release()
@@ -96,6 +102,25 @@ class Writer:
     def close(self) -> None:
         """Finish the puts in flight."""
         self._side.shutdown(wait=True)
+
+
+def _finish(
+    conversation: Conversation,
+    what: What,
+    begun: Begun | bool | None,
+    reply: Any,
+    copy_to: CopyTo,
+) -> bool | None:
+    """What came of a put: in granted memory if it was begun there, else by calls.
+
+    `reply` is the future of a Reserve that was sent already. None: another client writes it.
+    """
+    stored = conversation.finish_put(begun, copy_to) if isinstance(begun, Begun) else begun
+    if stored is not None:
+        return stored
+    request = _reserve(conversation, what)
+    reserved = conversation.calls.now("reserve", request) if reply is None else reply.result()
+    return _write(conversation, reserved, copy_to)
 
 
 def _write(conversation: Conversation, reply: pb.ReserveReply, copy_to: CopyTo) -> bool | None:

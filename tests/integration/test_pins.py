@@ -17,6 +17,7 @@ from ecd_client import Client
 from ecd_client.index import AskDaemon
 from ecd_proto.shm import MAX_PINS
 from support.daemon import Daemon, eventually
+from support.pin_stress import STEPS
 
 STRESS = Path(__file__).parents[1] / "support/pin_stress.py"
 STRESS_S = float(os.environ.get("ECD_STRESS_S", "8"))
@@ -36,7 +37,7 @@ def test_no_reader_sees_a_wrong_byte_however_fast_memory_is_reused() -> None:
     assert found["evictions"] > 100
 
 
-@pytest.mark.parametrize("step", ["announce", "recheck", "hide", "scan", "lock"])
+@pytest.mark.parametrize("step", STEPS)
 def test_without_this_step_a_reader_sees_wrong_bytes(step: str) -> None:
     assert stress(60, without=step)["wrong"] > 0
 

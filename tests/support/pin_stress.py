@@ -20,9 +20,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])  # not this directory, which has a redis.py
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # not this directory, which has a redis.py
 
-STEPS = ("announce", "recheck", "hide", "scan", "lock")
+STEPS = ("announce", "recheck", "hide", "scan", "lock", "claim", "regrant")
 KEYS = 48
 SIZES = (4096, 16384, 65536, 262144)
 POOL = "2MiB"
@@ -58,6 +59,9 @@ def run_daemon(without: str) -> None:
         MappedIndex.pinned = lambda self: set()
     if without == "lock":
         Sessions._take_back = lambda self, session, pause_s: self._cache.close_session(session)
+    if without == "claim":
+        revoke = MappedIndex.revoke
+        MappedIndex.revoke = lambda self, session: revoke(self, session) and []
     if without == "hide":
         hide, show, late = MappedIndex.hide, MappedIndex.show, []
 
@@ -78,6 +82,7 @@ def run_daemon(without: str) -> None:
 def run_worker(address: str, without: str, seed: int) -> None:
     import ecd_client.conversation
     import ecd_client.index
+    import ecd_client.puts
     from ecd_client import Client, EcdError
 
     random.seed(seed)
@@ -94,6 +99,24 @@ def run_worker(address: str, without: str, seed: int) -> None:
     ecd_client.conversation.Index = SlowIndex
     if without == "recheck":
         ecd_client.index.row_mark = lambda row: b""
+    finish = ecd_client.puts.Puts.finish
+    is_granted = ecd_client.puts.Puts._is_granted
+
+    def slow_finish(self, begun, copy_to, over, timeout_s):
+        def slow_copy() -> None:
+            pause()
+            copy_to()
+            pause()
+
+        return finish(self, begun, slow_copy, over, timeout_s)
+
+    def slow_is_granted(self, grant: int) -> bool:
+        for _ in range(5):  # the window is small
+            pause()
+        return is_granted(self, grant) or without == "regrant"
+
+    ecd_client.puts.Puts.finish = slow_finish
+    ecd_client.puts.Puts._is_granted = slow_is_granted
     counts = dict.fromkeys(("gets", "puts", "misses", "wrong", "broken"), 0)
     told = time.monotonic()
     with Client(address, namespace="stress", connect_timeout=20.0) as client:
@@ -183,6 +206,7 @@ def run(seconds: float, without: str) -> dict:
             for name, count in worker.counts.items():
                 found[name] = found.get(name, 0) + count
         status = daemon.status()
+        found["put_calls"] = daemon.calls("Put")
         found["evictions"] = sum(status.counters.evictions.values())
         if not without:
             daemon.check_nothing_leaked()

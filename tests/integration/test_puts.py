@@ -1,0 +1,206 @@
+"""Putting without a call: grants, the bell, and what happens when something goes wrong."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ecd_client import Client, DaemonUnavailable
+from ecd_client.puts import What
+from ecd_proto.shm import FIRST_PUT_WORD, MAX_PUTS, PUT_WORDS
+from support.daemon import Daemon, eventually
+
+MIB = 1 << 20
+
+
+def filled(nbytes: int, value: int) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+@pytest.fixture
+def daemon(make_daemon: Callable[..., Daemon]) -> Daemon:
+    return make_daemon("256MiB").start()
+
+
+def test_only_the_first_put_makes_calls(daemon: Daemon) -> None:
+    with Client(daemon.address) as client, Client(daemon.address) as other:
+        for number in range(40):
+            assert client.put(f"k{number}", filled(MIB // 8, number), metadata=b"m", cost=0.5)
+            assert other.contains([f"k{number}"]) == [True], "put returned before it was visible"
+        assert not client.put("k7", filled(10, 1))
+        assert (daemon.calls("Reserve"), daemon.calls("Put")) == (1, 39)
+        for number in range(40):
+            with other.get(f"k{number}") as item:
+                assert torch.equal(item.tensor, filled(MIB // 8, number))
+                assert (item.metadata, item.cost_s) == (b"m", 0.5)
+        counters = daemon.status().counters
+        assert (counters.puts, counters.duplicates) == (40, 1)
+    daemon.check_nothing_leaked()
+
+
+def test_each_dtype_shape_and_size_comes_back(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        client.put("first", torch.ones(MIB))
+        for number, tensor in enumerate(
+            [
+                torch.randn(7, 16).to(torch.bfloat16),
+                torch.randn(64, 64).t(),
+                torch.tensor(3.0),
+                torch.empty(0, 4),
+                torch.randn(2, 3, 4, 5).to(torch.float8_e4m3fn),
+                torch.randn(3, MIB),
+            ]
+        ):
+            assert client.put(str(number), tensor)
+            with client.get(str(number)) as item:
+                assert (item.tensor.dtype, item.tensor.shape) == (tensor.dtype, tensor.shape)
+                assert torch.equal(item.tensor.float(), tensor.float())
+        assert daemon.calls("Put") > 0
+
+
+def test_grants_give_way(daemon: Daemon) -> None:
+    with Client(daemon.address) as first, Client(daemon.address) as second:
+        for client in (first, second):
+            client.put(f"{id(client)}", filled(MIB, 1))
+        assert daemon.status().pool.granted_bytes > 0
+        assert first.put("all", filled(256 * MIB, 2)), "nothing but the pool's size is a limit"
+        assert daemon.status().pool.granted_bytes == 0
+        with second.get("all") as item:
+            assert (item.tensor == 2).all()
+        assert second.put("small", filled(MIB, 3))
+        with first.get("small") as item:
+            assert (item.tensor == 3).all()
+    daemon.check_nothing_leaked()
+
+
+def test_what_is_being_written_outlives_its_grant(daemon: Daemon) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+    with Client(daemon.address) as client, Client(daemon.address) as other:
+        client.put("first", filled(MIB, 1))
+
+        def copy_to(view: memoryview) -> None:
+            copying.set()
+            go_on.wait(20)
+            view[:] = b"\x07" * len(view)
+
+        what = What("default", "slow", "uint8", (MIB,), MIB, b"", 0.0)
+        stored = []
+        thread = threading.Thread(
+            target=lambda: stored.append(client._writer.put(what, copy_to, 5.0))
+        )
+        thread.start()
+        assert copying.wait(5)
+        daemon.evict_all()
+        assert other.put("large", filled(200 * MIB, 2))
+        go_on.set()
+        thread.join()
+        assert stored == [True]
+        with other.get("slow") as slow, other.get("large") as large:
+            assert (slow.tensor == 7).all()
+            assert (large.tensor == 2).all()
+    daemon.check_nothing_leaked()
+
+
+def test_a_copy_that_fails_stores_nothing_and_keeps_nothing(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        client.put("first", filled(MIB, 1))
+        what = What("default", "k", "uint8", (MIB,), MIB, b"", 0.0)
+
+        def copy_to(view: memoryview) -> None:
+            raise OSError("the device is gone")
+
+        for _ in range(MAX_PUTS + 1):
+            with pytest.raises(OSError, match="gone"):
+                client._writer.put(what, copy_to, 5.0)
+        assert client.contains(["k"]) == [False]
+        assert client.put("k", filled(MIB, 1))
+        daemon.check_nothing_leaked()
+
+
+def test_a_stopped_daemon_costs_a_bounded_wait(daemon: Daemon) -> None:
+    with Client(daemon.address, call_timeout=0.5) as client:
+        client.put("first", filled(MIB, 1))
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with pytest.raises(DaemonUnavailable, match="in time"):
+                client.put("k", filled(MIB, 1))
+            assert time.monotonic() - started < 3
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        client.wait_connected(10)
+        client.put("k", filled(MIB, 1))
+        with client.get("k") as item:
+            assert (item.tensor == 1).all()
+        daemon.check_nothing_leaked()
+
+
+def test_two_writers_of_one_key_store_one(daemon: Daemon) -> None:
+    with Client(daemon.address) as first, Client(daemon.address) as second:
+        outcomes: dict[int, list[bool]] = {0: [], 1: []}
+        for client in (first, second):
+            client.put(f"{id(client)}", filled(MIB, 1))
+
+        def put(index: int, client: Client) -> None:
+            for number in range(200):
+                outcomes[index].append(client.put(f"k{number}", filled(5000, number % 251)))
+
+        threads = [threading.Thread(target=put, args=pair) for pair in enumerate((first, second))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(a != b for a, b in zip(outcomes[0], outcomes[1], strict=True))
+    daemon.check_nothing_leaked()
+
+
+def test_who_waits_is_woken_by_a_put_without_a_call(daemon: Daemon) -> None:
+    with Client(daemon.address) as writer, Client(daemon.address) as reader:
+        writer.put("first", filled(MIB, 1))
+        [waiting] = reader.get_async(["k"], 10.0)
+        time.sleep(0.2)
+        writer.put("k", filled(MIB, 4))
+        with waiting.result(5) as item:
+            assert (item.tensor == 4).all()
+        assert daemon.calls("Put") == 1
+
+
+def test_nonsense_in_a_page_and_at_the_bell_harms_nobody_else(daemon: Daemon) -> None:
+    with Client(daemon.address) as rogue, Client(daemon.address) as client:
+        for one in (rogue, client):
+            one.put(f"{id(one)}", filled(MIB, 1))
+        puts = rogue._session.conversation().index.puts
+        client.put("k", filled(MIB, 5))
+        place = What("default", "stolen", "uint8", (MIB,), MIB, b"", 0.0)
+        number = puts._begin(place, b"")
+        assert number is not None
+        for word in range(FIRST_PUT_WORD, FIRST_PUT_WORD + MAX_PUTS * PUT_WORDS):
+            puts._words[word] = 0x0101010101010101
+        bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with bell:
+            bell.connect(str(next(daemon.shm.glob("*.bell"))))
+            for message in (b"", b"\xff" * 4, b"\x00" * 4, b"x" * 100, bytes([1, 0, 0, 0])):
+                bell.send(message)
+        assert client.put("other", filled(MIB, 6))
+        for key, value in (("k", 5), ("other", 6)):
+            with client.get(key) as item:
+                assert (item.tensor == value).all()
+    eventually(lambda: daemon.status().sessions == 0)
+    daemon.check_nothing_leaked()
+
+
+def test_a_name_too_long_for_a_socket_means_calls(
+    make_daemon: Callable[..., Daemon], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    deep = tmp_path_factory.mktemp("d" * 100)
+    daemon = make_daemon(ECD_SHM_DIR=str(deep)).start()
+    assert "Every put is a call" in daemon.text()
+    with Client(daemon.address) as client:
+        for number in range(3):
+            assert client.put(f"k{number}", filled(1000, number))
+        assert (daemon.calls("Reserve"), daemon.calls("Put")) == (3, 0)
