@@ -1,17 +1,17 @@
-"""put, get and contains between two processes, beside a plain copy of the same bytes.
+"""put, get and contains between two processes: ecd beside its peers and a plain copy.
 
-    python benchmarks/run.py [--rounds N] [--output FILE.md]
+    python benchmarks/run.py [--peer NAME ...] [--rounds N] [--output FILE.md] [--plot FILE.png]
 
-One process writes, another reads, a real daemon lies between. Every round times a plain copy and
-the operation one after the other, over buffers that rotate, so that neither finds its bytes in
-the processor's caches; the medians and their ratio are printed.
+One process writes, another reads, the peer lies between. Every round times a plain copy and the
+operation one after the other, over buffers that rotate, so that neither finds its bytes in the
+processor's caches. Each is done by several processes in turn; the medians of their medians, and the
+ratio of these to the plain copy's in the same run, are printed.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,24 +20,23 @@ from typing import Annotated
 
 import torch
 import typer
-from common import MIB, machine, markdown, show, start_daemon, timed_us
+from common import MIB, machine, markdown, show, timed_us
+from peers import PEERS, open_place
 from rich.console import Console
 
-from ecd_client import Client
-from ecd_client.calls import call, open_channel
 from ecd_proto.mapping import Mapping
-from ecd_proto.v1 import cache_pb2 as pb
-from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": MIB, "8 MiB": 8 * MIB, "32 MiB": 32 * MIB}
 POOL_BYTES = 1 << 30
-RING_BYTES = POOL_BYTES
-PROCESSES = 5
-COMPARED = {
-    "put": "plain copy (writer)",
-    "get, private copy": "allocate and copy (reader)",
+RING_BYTES = POOL_BYTES // 2
+PROCESSES = 3
+OPERATIONS = {
+    "put": "until another process can get it",
+    "get, private copy": "into memory of the reader's own",
+    "get, handle": "found and held, no byte copied",
+    "contains": "one key",
 }
-"""What each operation's ratio is to: the same bytes, to memory of the same kind."""
+PLAIN = "plain copy"
 
 
 class Ring:
@@ -66,100 +65,140 @@ def rounds_of(rounds: int, nbytes: int) -> int:
     return max(20, rounds // max(1, nbytes // MIB))
 
 
-def write(address: str, name: str, nbytes: int, rounds: int) -> dict[str, float]:
-    """Puts, each with a plain copy before it. Leaves the last entries for the reader."""
-    with Client(address, namespace=name, prefault=True) as client:
-        call(
-            pb_grpc.CacheStub(open_channel(address)).Evict, pb.EvictRequest(namespace=name), address
-        )
-        time.sleep(2.0)  # its page tables fill in the background
-        sources, targets = Ring(nbytes), Ring(nbytes, shared=True)
-        copies, puts = [], []
-        for index in range(rounds_of(rounds, nbytes)):
-            target, source = targets.take(), sources.take()
-            copies.append(timed_us(lambda t=target, s=source: t.copy_(s)))
-            source = sources.take()
-            puts.append(timed_us(lambda i=index, s=source: client.put(f"k{i}", s)))
-    return {"plain copy (writer)": median(copies), "put": median(puts)}
+def write(peer: str, place: str, nbytes: int, rounds: int, turn: int) -> dict[str, float]:
+    """Puts, each with a plain copy before it."""
+    torch.set_num_threads(1)
+    client = PEERS[peer](place, nbytes)
+    time.sleep(2.0)  # page tables fill in the background
+    sources, targets = Ring(nbytes), Ring(nbytes, shared=True)
+    copies, puts = [], []
+    for index in range(rounds_of(rounds, nbytes)):
+        target, source = targets.take(), sources.take()
+        copies.append(timed_us(lambda t=target, s=source: t.copy_(s)))
+        source = sources.take()
+        puts.append(timed_us(lambda i=index, s=source: client.put(f"{turn}-{i}", s)))
+        if hasattr(client, "tidy"):
+            client.tidy()
+    return {f"{PLAIN}, writer": median(copies), "put": median(puts)}
 
 
-def read(address: str, name: str, nbytes: int, rounds: int) -> dict[str, float]:
-    """Gets of what the writer left, as a view and as a private copy, and contains."""
-    with Client(address, namespace=name, prefault=True) as client:
-        total = rounds_of(rounds, nbytes)
-        here = [i for i in range(total) if client.contains([f"k{i}"])[0]]
-        time.sleep(2.0)
-        sources, targets = Ring(nbytes), Ring(nbytes)
-        copies, clones, views, gets, contains = [], [], [], [], []
-
-        def view(key: str) -> None:
-            with client.get(key) as item:
-                _ = item.tensor
-
-        def private(key: str) -> None:
-            with client.get(key) as item:
-                item.to()
-
-        for step in range(total):
-            key = f"k{here[step % len(here)]}"
-            target, source = targets.take(), sources.take()
-            copies.append(timed_us(lambda t=target, s=source: t.copy_(s)))
-            clones.append(timed_us(sources.take().clone))
-            views.append(timed_us(lambda k=key: view(k)))
-            gets.append(timed_us(lambda k=key: private(k)))
-            contains.append(timed_us(lambda k=key: client.contains([k])))
-    return {
-        "plain copy (reader)": median(copies),
-        "allocate and copy (reader)": median(clones),
-        "get, view": median(views),
-        "get, private copy": median(gets),
-        "contains": median(contains),
-    }
+def read(peer: str, place: str, nbytes: int, rounds: int, turn: int) -> dict[str, float]:
+    """What this turn's writer left, in the order of its last puts."""
+    torch.set_num_threads(1)
+    client = PEERS[peer](place, nbytes)
+    total = rounds_of(rounds, nbytes)
+    here = [key for i in range(total) if client.contains(key := f"{turn}-{i}")][-200:]
+    assert here, f"{peer} has kept nothing"
+    time.sleep(2.0)
+    sources, targets = Ring(nbytes), Ring(nbytes)
+    took: dict[str, list[float]] = {PLAIN: [], "get, private copy": [], "contains": []}
+    for step in range(total):
+        key = here[step % len(here)]
+        target, source = targets.take(), sources.take()
+        took[PLAIN].append(timed_us(lambda t=target, s=source: t.copy_(s)))
+        target = targets.take()
+        took["get, private copy"].append(timed_us(lambda k=key, t=target: client.copy(k, t)))
+        took["contains"].append(timed_us(lambda k=key: client.contains(k)))
+        if client.hold is not None:
+            took.setdefault("get, handle", []).append(timed_us(lambda k=key: client.hold(k)))
+    return {name: median(values) for name, values in took.items()}
 
 
-def in_processes(work: Callable[..., dict[str, float]], *arguments: object) -> dict[str, float]:
-    """Medians over some processes: where its memory lies makes one differ from another."""
-    medians = []
-    for _ in range(PROCESSES):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            medians.append(pool.apply(work, arguments))
-    return {name: median(each[name] for each in medians) for name in medians[0]}
+def in_process(work: Callable[..., dict[str, float]], *arguments: object) -> dict[str, float]:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, arguments)
+
+
+def measure(peer: str, rounds: int, progress: Console) -> dict[str, dict[str, float]]:
+    """By size, the medians over some writers and readers, in microseconds."""
+    results = {}
+    with open_place(peer, POOL_BYTES) as place:
+        for name, nbytes in SIZES.items():
+            progress.print(f"{peer}, {name} ...")
+            turns = []
+            for turn in range(PROCESSES):
+                written = in_process(write, peer, place, nbytes, rounds, turn)
+                turns.append(written | in_process(read, peer, place, nbytes, rounds, turn))
+            results[name] = {key: median(each[key] for each in turns) for key in turns[0]}
+    return results
+
+
+def plot(results: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
+    """Each peer's put and private copy, as a ratio to the plain copy in its run."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
+    width = 0.8 / len(results)
+    for axis, operation in zip(axes, ("put", "get, private copy"), strict=True):
+        for number, (peer, sizes) in enumerate(results.items()):
+            ratios = [
+                medians[operation] / medians[plain_of(operation)] for medians in sizes.values()
+            ]
+            places = [place + number * width for place in range(len(sizes))]
+            axis.bar(places, ratios, width, label=peer)
+        axis.set_xticks([i + 0.4 - width / 2 for i in range(len(SIZES))], SIZES)
+        axis.set_yscale("log")
+        axis.set_title(f"{operation}: times a plain copy")
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+    axes[1].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def plain_of(operation: str) -> str:
+    return f"{PLAIN}, writer" if operation == "put" else PLAIN
+
+
+def rows_of(results: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
+    rows = [["", "", *SIZES]]
+    for operation in OPERATIONS:
+        for peer, sizes in results.items():
+            cells = []
+            for medians in sizes.values():
+                if operation not in medians:
+                    cells.append("-")
+                    continue
+                text = f"{medians[operation]:,.0f} us"
+                if operation != "contains" and operation != "get, handle":
+                    text += f" ({medians[operation] / medians[plain_of(operation)]:.2f}x)"
+                else:
+                    text = f"{medians[operation]:,.1f} us"
+                cells.append(text)
+            rows.append([operation, peer, *cells])
+    for name in (f"{PLAIN}, writer", PLAIN):
+        of_size = [
+            [sizes[size][name] for sizes in results.values() if size in sizes] for size in SIZES
+        ]
+        cells = [f"{min(values):,.0f} to {max(values):,.0f} us" for values in of_size]
+        rows.append([name, "in each run", *cells])
+    return rows
 
 
 def main(
+    peer: Annotated[list[str] | None, typer.Option(help="Only these; may be repeated.")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds for sizes up to 1 MiB.")] = 400,
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Write a PNG here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    torch.set_num_threads(1)
-    out, progress = Console(highlight=False, width=120), Console(stderr=True)
-    results: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        daemon, address = start_daemon(Path(directory), "ecd", POOL_BYTES)
-        try:
-            for name, nbytes in SIZES.items():
-                progress.print(f"{name} ...")
-                results[name] = in_processes(write, address, name, nbytes, rounds)
-                results[name] |= in_processes(read, address, name, nbytes, rounds)
-        finally:
-            daemon.terminate()
-            daemon.wait()
+    out, progress = Console(highlight=False, width=140), Console(stderr=True)
+    results = {name: measure(name, rounds, progress) for name in peer or PEERS}
+    title = (
+        "Medians; in brackets the ratio to a plain copy of the same bytes in the same run: of a "
+        "put to a copy into touched shared memory, of a get to one into touched private memory."
+    )
+    rows = rows_of(results)
     if as_json:
         out.print_json(json.dumps({"machine": machine(), "medians_us": results}))
-    rows = [["", *results]]
-    for operation in next(iter(results.values())):
-        cells = []
-        for medians in results.values():
-            text = f"{medians[operation]:,.0f} us"
-            if operation in COMPARED:
-                text += f" ({medians[operation] / medians[COMPARED[operation]]:.1f}x)"
-            cells.append(text)
-        rows.append([operation, *cells])
-    title = "Medians; in brackets the ratio to the same copy without ecd."
-    if not as_json:
+    else:
         show(out, title, rows)
     if output is not None:
         output.write_text(f"{machine()}.\n{title}\n\n{markdown(rows)}")
+    if picture is not None:
+        plot(results, picture)
 
 
 if __name__ == "__main__":

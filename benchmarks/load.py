@@ -1,0 +1,117 @@
+"""Several clients at once: gets and puts in a mix, throughput, tails and what the daemon spends.
+
+    python benchmarks/load.py [--clients N] [--gets 0.9] [--kib 64] [--seconds S] [--output FILE.md]
+
+Each client is a process of its own. A get takes an entry that some client has put, reads its first
+and last byte and lets it go; a put stores a new one, so that the pool, once full, evicts all the
+time. Percentiles are over all operations of all clients.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from common import MIB, machine, markdown, show, start_daemon
+from rich.console import Console
+
+from ecd_client import Client
+
+POOL_BYTES = 512 * MIB
+PERCENTILES = (50, 99, 99.9)
+
+
+def work(
+    address: str, number: int, clients: int, gets: float, nbytes: int, seconds: float, start: Any
+) -> dict[str, list[float]]:
+    """One client; every duration in microseconds."""
+    chance, data = random.Random(number), bytes([number]) * nbytes
+    took: dict[str, list[float]] = {"get": [], "put": [], "miss": []}
+    with Client(address, namespace="load", prefault=True) as client:
+        for index in range(200):
+            client.put_bytes(f"{number}-{index}", data, "uint8", (nbytes,))
+        latest = 200
+        time.sleep(1.0)
+        start.wait()
+        deadline_s = time.perf_counter() + seconds
+        while (started_s := time.perf_counter()) < deadline_s:
+            if chance.random() < gets:
+                # Everybody stores at about the same pace, so others have what we had by now.
+                index = chance.randrange(max(0, latest - 400), latest)
+                item = client.get(f"{chance.randrange(clients)}-{index}")
+                if item is None:
+                    took["miss"].append((time.perf_counter() - started_s) * 1e6)
+                    continue
+                with item:
+                    view = item.view
+                    assert view[0] == view[-1]
+                took["get"].append((time.perf_counter() - started_s) * 1e6)
+            else:
+                client.put_bytes(f"{number}-{latest}", data, "uint8", (nbytes,))
+                took["put"].append((time.perf_counter() - started_s) * 1e6)
+                latest += 1
+    return took
+
+
+def percentile(values: list[float], percent: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
+
+
+def main(
+    clients: Annotated[int, typer.Option(help="Processes.")] = 4,
+    gets: Annotated[float, typer.Option(help="Share of gets, 0 to 1.")] = 0.9,
+    kib: Annotated[int, typer.Option(help="Size of an entry.")] = 64,
+    seconds: Annotated[float, typer.Option(help="How long.")] = 10.0,
+    output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    out, progress = Console(highlight=False, width=120), Console(stderr=True)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        daemon, address = start_daemon(Path(directory), "load", POOL_BYTES)
+        try:
+            progress.print(f"{clients} clients, {seconds:g} s ...")
+            with context.Manager() as manager, context.Pool(clients) as pool:
+                start = manager.Barrier(clients + 1)
+                running = [
+                    pool.apply_async(work, (address, n, clients, gets, kib << 10, seconds, start))
+                    for n in range(clients)
+                ]
+                start.wait()
+                process = psutil.Process(daemon.pid)
+                before = sum(process.cpu_times()[:2])
+                time.sleep(seconds)
+                cpu = (sum(process.cpu_times()[:2]) - before) / seconds
+                results = [each.get() for each in running]
+        finally:
+            daemon.terminate()
+            daemon.wait()
+    took = {name: [us for each in results for us in each[name]] for name in results[0]}
+    total = sum(map(len, took.values())) / seconds
+    found: dict[str, Any] = {"operations_per_s": total, "daemon_cores": cpu}
+    rows = [["", "a second", *(f"p{percent:g}" for percent in PERCENTILES)]]
+    for name, values in took.items():
+        found[name] = {f"p{percent:g}_us": percentile(values, percent) for percent in PERCENTILES}
+        cells = [f"{percentile(values, percent):,.0f} us" for percent in PERCENTILES]
+        rows.append([name, f"{len(values) / seconds:,.0f}", *cells])
+    rows.append(["all", f"{total:,.0f}", "", "", ""])
+    rows.append(["daemon", f"{cpu:.0%} of a core", "", "", ""])
+    title = f"{clients} clients, {gets:.0%} gets, entries of {kib} KiB."
+    if as_json:
+        out.print_json(json.dumps({"machine": machine(), **found}))
+    else:
+        show(out, title, rows)
+    if output is not None:
+        output.write_text(f"{machine()}.\n{title}\n\n{markdown(rows)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,228 @@
+"""What else keeps a tensor for another process of one node, each behind the same four verbs.
+
+A `Peer` is one process's view of it; a `Place` is what lies between the processes: servers, files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from common import MIB, start_daemon
+
+from ecd_client import Client
+
+FILES_BYTES = 512 * MIB
+
+
+class Peer(Protocol):
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        """Return once another process can get it."""
+
+    def hold(self, key: str) -> None:
+        """Find it and let it go, without a copy of its bytes."""
+
+    def copy(self, key: str, target: torch.Tensor) -> None:
+        """The bytes, into memory of the caller's own."""
+
+    def contains(self, key: str) -> bool: ...
+
+
+class Ecd:
+    def __init__(self, place: str, nbytes: int) -> None:
+        self._client = Client(place, namespace=str(nbytes), prefault=True)
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        self._client.put(key, tensor)
+
+    def hold(self, key: str) -> None:
+        with self._client.get(key) as item:
+            _ = item.tensor
+
+    def copy(self, key: str, target: torch.Tensor) -> None:
+        with self._client.get(key) as item:
+            target.copy_(item.tensor)
+            item.check()
+
+    def contains(self, key: str) -> bool:
+        return self._client.contains([key])[0]
+
+
+class Files:
+    """One safetensors file a tensor, in a directory on tmpfs, written aside and renamed."""
+
+    def __init__(self, place: str, nbytes: int) -> None:
+        self._directory = Path(place) / str(nbytes)
+        self._directory.mkdir(exist_ok=True)
+        self._keep = FILES_BYTES // nbytes
+        self._stored: deque[str] = deque()
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        from safetensors.torch import save_file
+
+        path = self._directory / key
+        save_file({"t": tensor}, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").rename(path)
+        self._stored.append(key)
+
+    def tidy(self) -> None:
+        """Nothing evicts files."""
+        while len(self._stored) > self._keep:
+            (self._directory / self._stored.popleft()).unlink()
+
+    def hold(self, key: str) -> None:
+        from safetensors import safe_open
+
+        with safe_open(self._directory / key, "pt") as file:
+            file.get_slice("t")
+
+    def copy(self, key: str, target: torch.Tensor) -> None:
+        from safetensors.torch import load_file
+
+        target.copy_(load_file(self._directory / key)["t"])
+
+    def contains(self, key: str) -> bool:
+        return (self._directory / key).exists()
+
+
+class Redis:
+    def __init__(self, place: str, nbytes: int) -> None:
+        import redis
+
+        self._prefix = f"{nbytes}/"
+        self._redis = redis.Redis(unix_socket_path=place)
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        self._redis.set(self._prefix + key, memoryview(tensor.numpy()))
+
+    hold = None
+
+    def copy(self, key: str, target: torch.Tensor) -> None:
+        target.copy_(torch.frombuffer(self._redis.get(self._prefix + key), dtype=torch.uint8))
+
+    def contains(self, key: str) -> bool:
+        return bool(self._redis.exists(self._prefix + key))
+
+
+class Store:
+    """Mooncake Store over tcp, with registered buffers on both sides."""
+
+    def __init__(self, place: str, nbytes: int) -> None:
+        self._store = _store(place, 0)
+        self._prefix = f"{nbytes}/"
+        self._known: set[int] = set()
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        self._register(tensor)
+        assert self._store.put_from(self._prefix + key, tensor.data_ptr(), tensor.nbytes) == 0
+
+    hold = None
+
+    def copy(self, key: str, target: torch.Tensor) -> None:
+        self._register(target)
+        got = self._store.get_into(self._prefix + key, target.data_ptr(), target.nbytes)
+        assert got == target.nbytes
+
+    def contains(self, key: str) -> bool:
+        return bool(self._store.is_exist(self._prefix + key) == 1)
+
+    def _register(self, tensor: torch.Tensor) -> None:
+        """Once for each buffer: the rounds come back to the same ones."""
+        if tensor.data_ptr() not in self._known:
+            self._known.add(tensor.data_ptr())
+            self._store.register_buffer(tensor.data_ptr(), tensor.nbytes)
+
+
+def _store(place: str, segment_bytes: int) -> Any:
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    arguments = ("127.0.0.1", "P2PHANDSHAKE", segment_bytes, 64 * MIB, "tcp", "", place)
+    assert store.setup(*arguments) == 0
+    return store
+
+
+PEERS: dict[str, Callable[[str, int], Any]] = {
+    "ecd": Ecd,
+    "safetensors on tmpfs": Files,
+    "Redis, unix socket": Redis,
+    "Mooncake Store, tcp": Store,
+}
+
+
+@contextlib.contextmanager
+def open_place(name: str, nbytes: int) -> Iterator[str]:
+    """What lies between the processes, with room for `nbytes`; how they find it."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if name == "ecd":
+            daemon, address = start_daemon(directory, "ecd", nbytes)
+            stack.callback(_end, daemon)
+            yield address
+        elif name == "safetensors on tmpfs":
+            files = tempfile.mkdtemp(dir="/dev/shm", prefix="ecd-bench-")
+            stack.callback(shutil.rmtree, files)
+            yield files
+        elif name == "Redis, unix socket":
+            path = directory / "redis.sock"
+            limits = ["--maxmemory", str(nbytes), "--maxmemory-policy", "allkeys-lru"]
+            stack.callback(
+                _end,
+                subprocess.Popen(
+                    ["redis-server", "--port", "0", "--unixsocket", path, "--save", "", *limits],
+                    cwd=directory,
+                    stdout=subprocess.DEVNULL,
+                ),
+            )
+            _wait_for(path.exists)
+            yield str(path)
+        else:
+            yield _open_store(directory, nbytes, stack)
+
+
+def _open_store(directory: Path, nbytes: int, stack: contextlib.ExitStack) -> str:
+    """A master, and a process that has the memory: this one."""
+    import mooncake
+
+    rpc, metrics = (_free_port() for _ in range(2))
+    binary = Path(mooncake.__file__).parent / "mooncake_master"
+    ports = [f"--rpc_port={rpc}", f"--metrics_port={metrics}", "--rpc_address=127.0.0.1"]
+    with (directory / "master.log").open("wb") as log:
+        stack.callback(_end, subprocess.Popen([binary, *ports], stdout=log, stderr=log))
+    _wait_for(lambda: _answers(rpc))
+    host = _store(f"127.0.0.1:{rpc}", nbytes)
+    stack.callback(host.close)
+    return f"127.0.0.1:{rpc}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    process.wait()
+
+
+def _wait_for(ready: Callable[[], object], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline_s, "it does not start"
+        time.sleep(0.05)
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
