@@ -10,7 +10,7 @@ from ecd.core.states import ENTRY, EntryEvent, EntryState, apply
 from ecd.core.types import Content, EntryId, Extent, Key, SessionId
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """One entry's life. Its state changes only through `step`."""
 

@@ -30,7 +30,7 @@ class Extent(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Content:
     """What a writer says about the tensor it stores."""
 
