@@ -17,7 +17,7 @@ import grpc
 from ecd_client.calls import Calls
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.index import AskDaemon, Index, Pin
-from ecd_client.puts import Begun, What
+from ecd_client.puts import Begun, CopyTo, What
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm import Row, lock_session
@@ -197,7 +197,7 @@ class Conversation:
                 return False
         return self.index.puts.begin(what)
 
-    def finish_put(self, begun: Begun, copy_to: Callable[[memoryview], None]) -> bool | None:
+    def finish_put(self, begun: Begun, copy_to: CopyTo) -> bool | None:
         """Write it and wait until it is seen. False: it is stored already; None: it takes a call.
 
         Raises DaemonUnavailable.
@@ -206,7 +206,7 @@ class Conversation:
         assert self.index.puts is not None
         return self.index.puts.finish(
             begun,
-            lambda: copy_to(self._map_writable().view(begun.offset, begun.nbytes)),
+            lambda soon: copy_to(self._map_writable().view(begun.offset, begun.nbytes), soon),
             lambda: self._over,
             self.calls.timeout_s,
         )
@@ -275,13 +275,18 @@ class Conversation:
                         if lease := self._leases.pop(lease_id, None):
                             lease.expires_s = 0.0
             case "wait_ended":
-                ticket, outcome = event.wait_ended.ticket, event.wait_ended.outcome
-                with self._lock:
-                    ended = self._waits.pop(ticket, None)
-                    if ended is None:
-                        self._answered[ticket] = outcome
-                if ended is not None:
-                    ended(outcome)
+                self._end_wait(event.wait_ended)
+            case "waits_ended":
+                for each in event.waits_ended.ended:
+                    self._end_wait(each)
+
+    def _end_wait(self, event: pb.WaitEnded) -> None:
+        with self._lock:
+            ended = self._waits.pop(event.ticket, None)
+            if ended is None:
+                self._answered[event.ticket] = event.outcome
+        if ended is not None:
+            ended(event.outcome)
 
     def abandon(self) -> None:
         """Whatever this conversation was about, it is out of step: the daemon takes all back."""

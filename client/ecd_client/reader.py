@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -44,13 +45,11 @@ class Reader:
                 return item
         except AskDaemon:
             pass
-        request = _acquire(conversation, [key], timeout, hints=[nodes])
-        with conversation.whole_or_abandoned():
-            [outcome] = conversation.calls.now("acquire", request).outcomes
-        if outcome.WhichOneof("outcome") != "waiting":
-            return _item(conversation, key, outcome)
         found: Found = Future()
-        _settle(conversation, [key], [found], [outcome])
+        question = _Question(conversation, [key], [found], timeout, hints=[nodes])
+        with conversation.whole_or_abandoned():
+            reply = conversation.calls.now("acquire", question.request())
+        question.settle(reply.outcomes)
         return _result(conversation, found, timeout)
 
     def get_now(self, key: Key) -> Item | None:
@@ -84,13 +83,14 @@ class Reader:
                 founds[index].set_result(item)
         for start in range(0, len(open_), MAX_BATCH):
             batch = open_[start : start + MAX_BATCH]
-            self._ask(
+            _Question(
+                conversation,
                 [keys[index] for index in batch],
                 [founds[index] for index in batch],
                 timeout,
                 only_if_written,
                 [hints[index] for index in batch] if hints else (),
-            )
+            ).ask()
         return founds
 
     def wait_for_writer(self, key: Key, timeout: float) -> bool:
@@ -114,30 +114,6 @@ class Reader:
             contained.extend(conversation.calls.now("contains", request).contained)
         return contained
 
-    def _ask(
-        self,
-        keys: Sequence[Key],
-        founds: list[Found],
-        timeout: float,
-        only_if_written: bool,
-        hints: Sequence[Sequence[str]],
-    ) -> None:
-        conversation = self._session.conversation()
-
-        def answered(reply: Any) -> None:
-            try:
-                with conversation.whole_or_abandoned():
-                    outcomes = reply.result().outcomes
-            except EcdError as error:
-                for found in founds:
-                    if found.set_running_or_notify_cancel():
-                        found.set_exception(error)
-                return
-            _settle(conversation, keys, founds, outcomes)
-
-        request = _acquire(conversation, keys, timeout, only_if_written, hints)
-        conversation.calls.later("acquire", request).add_done_callback(answered)
-
 
 def close_unseen(found: Found) -> None:
     """Give back what came after nobody waited for it any more."""
@@ -156,54 +132,78 @@ def _check_wait(timeout: float) -> None:
         raise InvalidArgument(f"timeout is {timeout}; it must be 0 or more seconds")
 
 
-def _acquire(
-    conversation: Conversation,
-    keys: Sequence[Key],
-    timeout: float,
-    only_if_written: bool = False,
-    hints: Sequence[Sequence[str]] = (),
-) -> pb.AcquireRequest:
-    return pb.AcquireRequest(
-        session=conversation.token,
-        keys=map(to_key, keys),
-        wait_s=timeout,
-        only_if_written=only_if_written,
-        hints=[pb.Hint(index=i, nodes=nodes) for i, nodes in enumerate(hints) if nodes],
-    )
+@dataclass
+class _Question:
+    """One Acquire, and the futures of what becomes of each of its keys."""
 
+    conversation: Conversation
+    keys: Sequence[Key]
+    founds: Sequence[Found]
+    timeout: float
+    only_if_written: bool = False
+    hints: Sequence[Sequence[str]] = ()
+    leases: bool = False  # even if this client can pin
 
-def _settle(
-    conversation: Conversation,
-    keys: Sequence[Key],
-    founds: Sequence[Found],
-    outcomes: Sequence[pb.AcquireOutcome],
-) -> None:
-    """Hand each outcome of an Acquire to its future: now, or when its wait has ended."""
+    def request(self) -> pb.AcquireRequest:
+        return pb.AcquireRequest(
+            session=self.conversation.token,
+            keys=map(to_key, self.keys),
+            wait_s=self.timeout,
+            only_if_written=self.only_if_written,
+            hints=[pb.Hint(index=i, nodes=nodes) for i, nodes in enumerate(self.hints) if nodes],
+            to_pin=self.conversation.index is not None and not self.leases,
+        )
 
-    def ended(index: int, outcome: pb.AcquireOutcome | None) -> None:
-        wanted = founds[index].set_running_or_notify_cancel()
-        try:
-            item = _item(conversation, keys[index], outcome)
-        except EcdError as error:
-            if wanted:
-                founds[index].set_exception(error)
-            return
-        if wanted:
-            founds[index].set_result(item)
-        elif item is not None:
-            item.close()
+    def ask(self) -> None:
+        """Make the call, and settle when it is answered."""
 
-    def waits(index: int, ticket: int) -> None:
-        conversation.on_wait_ended(ticket, lambda outcome: ended(index, outcome))
-        founds[index].add_done_callback(
+        def answered(reply: Any) -> None:
+            try:
+                with self.conversation.whole_or_abandoned():
+                    outcomes = reply.result().outcomes
+            except EcdError as error:
+                for found in self.founds:
+                    if found.set_running_or_notify_cancel():
+                        found.set_exception(error)
+                return
+            self.settle(outcomes)
+
+        self.conversation.calls.later("acquire", self.request()).add_done_callback(answered)
+
+    def settle(self, outcomes: Sequence[pb.AcquireOutcome]) -> None:
+        """Hand each outcome to its future: now, or when its wait has ended."""
+        for index, outcome in enumerate(outcomes):
+            if outcome.WhichOneof("outcome") == "waiting":
+                self._wait(index, outcome.waiting.ticket)
+            else:
+                self._ended(index, outcome)
+
+    def _wait(self, index: int, ticket: int) -> None:
+        conversation = self.conversation
+        conversation.on_wait_ended(ticket, lambda outcome: self._ended(index, outcome))
+        self.founds[index].add_done_callback(
             lambda found: conversation.cancel_wait(ticket) if found.cancelled() else None
         )
 
-    for index, outcome in enumerate(outcomes):
-        if outcome.WhichOneof("outcome") == "waiting":
-            waits(index, outcome.waiting.ticket)
-        else:
-            ended(index, outcome)
+    def _ended(self, index: int, outcome: pb.AcquireOutcome | None) -> None:
+        found, key, item = self.founds[index], self.keys[index], None
+        if outcome is not None and outcome.WhichOneof("outcome") == "stored":
+            with contextlib.suppress(AskDaemon):
+                item = _pinned(self.conversation, key, final=False)
+            if item is None:  # evicted meanwhile, or it cannot be pinned
+                replace(self, keys=[key], founds=[found], leases=True, hints=()).ask()
+                return
+        wanted = found.set_running_or_notify_cancel()
+        try:
+            item = item or _item(self.conversation, key, outcome)
+        except EcdError as error:
+            if wanted:
+                found.set_exception(error)
+            return
+        if wanted:
+            found.set_result(item)
+        elif item is not None:
+            item.close()
 
 
 def _item(conversation: Conversation, key: Key, outcome: pb.AcquireOutcome | None) -> Item | None:

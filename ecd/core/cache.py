@@ -41,6 +41,7 @@ from ecd.core.types import (
     Selection,
     SessionEnded,
     SessionId,
+    Stored,
     Ticket,
     Waiting,
     Wakeup,
@@ -306,8 +307,11 @@ class Cache:
         now_s: float,
         wait_s: float = 0.0,
         only_if_written: bool = False,
+        to_pin: bool = False,
     ) -> Acquisition:
         """A lease on the entry, or a wait of at most `wait_s` for its commit.
+
+        Who reads without asking says `to_pin`, and is told instead that the entry is there.
 
         With `only_if_written` the wait is only for a key that somebody is writing or that is
         expected: any other is Missing at once, and so it becomes when that comes to nothing.
@@ -316,7 +320,7 @@ class Cache:
             return SessionEnded()
         entry = self._index.stored(key)
         if entry is not None:
-            return self._lease(session, entry, now_s)
+            return Stored() if to_pin else self._lease(session, entry, now_s)
         if wait_s <= 0.0 or (
             only_if_written and self.wants(key) and not self._clients.is_putting(key)
         ):
@@ -324,7 +328,7 @@ class Cache:
             return Missing()
         if self._waits.count(session) >= self.limits.waits_per_session:
             return self._refuse("waits", self.limits.waits_per_session)
-        return Waiting(self._waits.add(session, key, now_s + wait_s, only_if_written))
+        return Waiting(self._waits.add(session, key, now_s + wait_s, only_if_written, to_pin))
 
     def cancel_wait(self, session: SessionId, ticket: Ticket) -> bool:
         """False if the wait was over: its answer is on the way."""
@@ -583,7 +587,11 @@ class Cache:
         self.counters.bytes_in += entry.content.nbytes
         return Committed(
             tuple(
-                Wakeup(wait.session, wait.ticket, self._lease(wait.session, entry, now_s))
+                Wakeup(
+                    wait.session,
+                    wait.ticket,
+                    Stored() if wait.to_pin else self._lease(wait.session, entry, now_s),
+                )
                 for wait in self._waits.take_for_key(entry.key)
             )
         )

@@ -143,6 +143,11 @@ class Leased:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """It is there, and not leased: for those who pin."""
+
+
+@dataclass(frozen=True)
 class Missing:
     """Not stored; nobody is writing it, and it is not expected from elsewhere."""
 
@@ -154,7 +159,7 @@ class Waiting:
     ticket: Ticket
 
 
-Acquisition = Union[Leased, Missing, Waiting, LimitReached, SessionEnded]
+Acquisition = Union[Leased, Stored, Missing, Waiting, LimitReached, SessionEnded]
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ class Wakeup:
 
     session: SessionId
     ticket: Ticket
-    outcome: Leased | Missing | LimitReached
+    outcome: Leased | Stored | Missing | LimitReached
 
 
 @dataclass(frozen=True)

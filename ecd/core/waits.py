@@ -14,6 +14,7 @@ class Wait:
     session: SessionId
     key: Key
     only_if_written: bool  # give up when the reservation that was waited for is given up
+    to_pin: bool  # wants to know, not to lease
 
 
 class Waits:
@@ -32,10 +33,12 @@ class Waits:
     def count(self, session: SessionId) -> int:
         return len(self._by_session.get(session, ()))
 
-    def add(self, session: SessionId, key: Key, due_s: float, only_if_written: bool) -> Ticket:
+    def add(
+        self, session: SessionId, key: Key, due_s: float, only_if_written: bool, to_pin: bool
+    ) -> Ticket:
         self._last += 1
         ticket = Ticket(self._last)
-        self._waits[ticket] = Wait(ticket, session, key, only_if_written)
+        self._waits[ticket] = Wait(ticket, session, key, only_if_written, to_pin)
         self._by_key.setdefault(key, {})[ticket] = None
         self._by_session.setdefault(session, {})[ticket] = None
         self._deadlines.add(ticket, due_s)

@@ -155,7 +155,9 @@ class CacheService(pb_grpc.CacheServicer):
             for _ in range(TURNS_TO_ASK):
                 await asyncio.sleep(0)
         outcomes = [
-            self._cache.acquire(session, key, self._now_s(), wait_s, request.only_if_written)
+            self._cache.acquire(
+                session, key, self._now_s(), wait_s, request.only_if_written, request.to_pin
+            )
             for key in keys
         ]
         self._sessions.arm()

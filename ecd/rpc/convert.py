@@ -22,6 +22,7 @@ from ecd.core.types import (
     Reserved,
     Selection,
     SessionEnded,
+    Stored,
     Waiting,
 )
 from ecd.wire import InvalidRequest, key_from, seconds_from, to_content, to_key
@@ -89,6 +90,8 @@ def to_acquire_outcome(outcome: Acquisition) -> pb.AcquireOutcome:
                 expires_s=expires_s,
             )
             return pb.AcquireOutcome(leased=leased)
+        case Stored():
+            return pb.AcquireOutcome(stored=pb.Stored())
         case Missing():
             return pb.AcquireOutcome(missing=pb.Missing())
         case Waiting(ticket):

@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Protocol
 
 import grpc
@@ -23,13 +24,14 @@ from ecd.core.types import (
     LimitReached,
     Missing,
     SessionId,
+    Stored,
     Ticket,
     Waiting,
     Wakeup,
 )
 from ecd.rpc.convert import SessionOver, to_acquire_outcome
 from ecd.wire import InvalidRequest
-from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH
 from ecd_proto.v1 import cache_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ class _Held:
 
     waiting: set[Ticket]
     over: asyncio.Future[None]
-    ended: dict[Ticket, Leased | Missing | LimitReached] = field(default_factory=dict)
+    ended: dict[Ticket, Leased | Stored | Missing | LimitReached] = field(default_factory=dict)
 
     def end(self, wakeup: Wakeup) -> None:
         self.ended[wakeup.ticket] = wakeup.outcome
@@ -146,7 +148,7 @@ class Sessions:
         An answer that says "wait", and another that says what came of it, cost more than that.
         """
         waiting = {outcome.ticket for outcome in outcomes if isinstance(outcome, Waiting)}
-        if not waiting or any(isinstance(outcome, Leased) for outcome in outcomes):
+        if not waiting or any(isinstance(outcome, Leased | Stored) for outcome in outcomes):
             return outcomes
         loop = asyncio.get_running_loop()
         held = _Held(waiting, loop.create_future())
@@ -284,8 +286,20 @@ class Sessions:
         self._post(stream.session, pb.SessionEvent(renewed=renewed))
 
     async def _write(self, stream: Stream, context: Context) -> None:
-        while (event := await stream.outbox.get()) is not None:
-            await context.write(event)
+        """What has piled up goes together, as far as it is of one kind."""
+        while True:
+            events = [await stream.outbox.get()]
+            while not stream.outbox.empty() and len(events) < MAX_BATCH:
+                events.append(stream.outbox.get_nowait())
+            for ends_wait, group in groupby(events, _ends_wait):
+                for event in [self._together(group)] if ends_wait else group:
+                    if event is None:
+                        return
+                    await context.write(event)
+
+    def _together(self, events: Iterable[pb.SessionEvent | None]) -> pb.SessionEvent:
+        ended = [event.wait_ended for event in events if event is not None]
+        return self._stamp(pb.SessionEvent(waits_ended=pb.WaitsEnded(ended=ended)))
 
     def _post(self, session: SessionId, event: pb.SessionEvent) -> None:
         stream = self._by_session.get(session)
@@ -324,6 +338,10 @@ class Sessions:
             return
         self._cache.close_session(session)
         logger.debug("session %d closed", session)
+
+
+def _ends_wait(event: pb.SessionEvent | None) -> bool:
+    return event is not None and event.HasField("wait_ended")
 
 
 async def anext_(iterator: SessionIterator) -> pb.SessionRequest:

@@ -248,7 +248,7 @@ DESK_BYTES = 256
 """What the daemon tells one session: its grant, and the answer to each of its puts."""
 GRANT_WORD, FIRST_ANSWER_WORD = 0, 8
 STORED, DUPLICATE, REFUSED = 1, 2, 3
-BELL = struct.Struct("<I")  # what is sent to the bell: the number of a page
+BELL = struct.Struct("<I?")  # what is sent to the bell: the number of a page; put soon, or now?
 _GRANTS, _STARTS, _SIZES = 1 << 20, 1 << 28, 1 << 16
 
 

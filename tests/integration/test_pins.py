@@ -117,6 +117,19 @@ def test_what_no_row_can_hold_is_asked_for(daemon: Daemon) -> None:
             assert item.metadata == metadata
 
 
+def test_who_waits_for_what_no_row_can_hold_gets_a_lease(daemon: Daemon) -> None:
+    metadata = bytes(4096)
+    with Client(daemon.address) as writer, Client(daemon.address) as reader:
+        plain, large = reader.get_async(["plain", "large"], 10.0)
+        writer.put("plain", torch.ones(1))
+        writer.put("large", torch.ones(2), metadata=metadata)
+        with plain.result(5) as item:
+            assert item.lease.expires_s == float("inf"), "pinned, when the wait was over"
+        with large.result(5) as item:
+            assert item.metadata == metadata
+            assert item.lease.expires_s < float("inf")
+
+
 def test_a_page_full_of_nonsense_harms_nobody_else(daemon: Daemon) -> None:
     with Client(daemon.address) as rogue, Client(daemon.address) as client:
         words = rogue._session.conversation().index._words

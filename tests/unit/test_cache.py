@@ -37,6 +37,7 @@ from ecd.core.types import (
     Selection,
     SessionEnded,
     SessionId,
+    Stored,
     Waiting,
     Wakeup,
 )
@@ -76,6 +77,7 @@ class ModelSession:
     writers: dict[EntryId, Writer] = field(default_factory=dict)
     readers: dict[LeaseId, Reader] = field(default_factory=dict)
     waits: dict[int, tuple[Key, float, bool]] = field(default_factory=dict)
+    to_pin: set[int] = field(default_factory=set)  # tickets
 
 
 @dataclass
@@ -220,6 +222,11 @@ class CacheMachine(RuleBasedStateMachine):
     def take_wakeups(self, woken: tuple[Wakeup, ...] | list[Wakeup]) -> None:
         for wakeup in woken:
             key, _, _ = self.open[wakeup.session].waits.pop(wakeup.ticket)
+            if wakeup.ticket in self.open[wakeup.session].to_pin:
+                assert wakeup.outcome in (Stored(), Missing())
+                assert (wakeup.outcome == Stored()) == (key in self.stored)
+            if isinstance(wakeup.outcome, Stored):
+                continue
             if isinstance(wakeup.outcome, Leased):
                 self.take_lease(wakeup.session, key, wakeup.outcome)
             elif isinstance(wakeup.outcome, LimitReached):
@@ -582,19 +589,30 @@ class CacheMachine(RuleBasedStateMachine):
         wait_s=st.sampled_from([0.0, 0.0, 3.0, 30.0]),
         only_if_written=st.booleans(),
         known=st.booleans(),
+        to_pin=st.booleans(),
     )
     def acquire(
-        self, data: st.DataObject, key: Key, wait_s: float, only_if_written: bool, known: bool
+        self,
+        data: st.DataObject,
+        key: Key,
+        wait_s: float,
+        only_if_written: bool,
+        known: bool,
+        to_pin: bool,
     ) -> None:
         session = self.any_open(data)
         coming = {*self.stored, *self.writing(), *self.expected}
         if known and coming:
             key = data.draw(st.sampled_from(sorted(coming)))
         model = self.open[session]
-        outcome = self.cache.acquire(session, key, self.now_s, wait_s, only_if_written)
+        outcome = self.cache.acquire(session, key, self.now_s, wait_s, only_if_written, to_pin)
         match outcome:
             case Leased():
+                assert not to_pin
                 self.take_lease(session, key, outcome)
+            case Stored():
+                assert to_pin
+                assert key in self.stored
             case Missing():
                 self.counted["misses"] += 1
                 assert key not in self.stored
@@ -606,6 +624,8 @@ class CacheMachine(RuleBasedStateMachine):
                 assert wait_s > 0.0
                 assert not only_if_written or self.board.is_putting(key) or key in coming
                 model.waits[ticket] = (key, self.now_s + wait_s, only_if_written)
+                if to_pin:
+                    model.to_pin.add(ticket)
             case LimitReached("leases"):
                 assert len(model.readers) == LIMITS.leases_per_session
             case LimitReached("waits"):

@@ -193,6 +193,7 @@ class SessionEvent(google.protobuf.message.Message):
     RENEWED_FIELD_NUMBER: builtins.int
     WAIT_ENDED_FIELD_NUMBER: builtins.int
     LEASES_ENDED_FIELD_NUMBER: builtins.int
+    WAITS_ENDED_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     @property
     def welcome(self) -> global___Welcome: ...
@@ -202,6 +203,8 @@ class SessionEvent(google.protobuf.message.Message):
     def wait_ended(self) -> global___WaitEnded: ...
     @property
     def leases_ended(self) -> global___LeasesEnded: ...
+    @property
+    def waits_ended(self) -> global___WaitsEnded: ...
     def __init__(
         self,
         *,
@@ -210,10 +213,11 @@ class SessionEvent(google.protobuf.message.Message):
         renewed: global___Renewed | None = ...,
         wait_ended: global___WaitEnded | None = ...,
         leases_ended: global___LeasesEnded | None = ...,
+        waits_ended: global___WaitsEnded | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["event", b"event", "leases_ended", b"leases_ended", "renewed", b"renewed", "wait_ended", b"wait_ended", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["event", b"event", "incarnation", b"incarnation", "leases_ended", b"leases_ended", "renewed", b"renewed", "wait_ended", b"wait_ended", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["welcome", "renewed", "wait_ended", "leases_ended"] | None: ...
+    def HasField(self, field_name: typing.Literal["event", b"event", "leases_ended", b"leases_ended", "renewed", b"renewed", "wait_ended", b"wait_ended", "waits_ended", b"waits_ended", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["event", b"event", "incarnation", b"incarnation", "leases_ended", b"leases_ended", "renewed", b"renewed", "wait_ended", b"wait_ended", "waits_ended", b"waits_ended", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["welcome", "renewed", "wait_ended", "leases_ended", "waits_ended"] | None: ...
 
 global___SessionEvent = SessionEvent
 
@@ -361,6 +365,24 @@ class WaitEnded(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["outcome", b"outcome", "ticket", b"ticket"]) -> None: ...
 
 global___WaitEnded = WaitEnded
+
+@typing.final
+class WaitsEnded(google.protobuf.message.Message):
+    """Several at a time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENDED_FIELD_NUMBER: builtins.int
+    @property
+    def ended(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WaitEnded]: ...
+    def __init__(
+        self,
+        *,
+        ended: collections.abc.Iterable[global___WaitEnded] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended"]) -> None: ...
+
+global___WaitsEnded = WaitsEnded
 
 @typing.final
 class LeasesEnded(google.protobuf.message.Message):
@@ -665,11 +687,14 @@ class AcquireRequest(google.protobuf.message.Message):
     WAIT_S_FIELD_NUMBER: builtins.int
     ONLY_IF_WRITTEN_FIELD_NUMBER: builtins.int
     HINTS_FIELD_NUMBER: builtins.int
+    TO_PIN_FIELD_NUMBER: builtins.int
     session: builtins.str
     wait_s: builtins.float
     """0: answer at once; a key that is not here is fetched meanwhile"""
     only_if_written: builtins.bool
     """wait only for keys that somebody is writing, or being fetched"""
+    to_pin: builtins.bool
+    """the client finds and pins in the index what it is told is stored: no lease"""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Key]: ...
     @property
@@ -682,8 +707,9 @@ class AcquireRequest(google.protobuf.message.Message):
         wait_s: builtins.float = ...,
         only_if_written: builtins.bool = ...,
         hints: collections.abc.Iterable[global___Hint] | None = ...,
+        to_pin: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["hints", b"hints", "keys", b"keys", "only_if_written", b"only_if_written", "session", b"session", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hints", b"hints", "keys", b"keys", "only_if_written", b"only_if_written", "session", b"session", "to_pin", b"to_pin", "wait_s", b"wait_s"]) -> None: ...
 
 global___AcquireRequest = AcquireRequest
 
@@ -738,6 +764,7 @@ class AcquireOutcome(google.protobuf.message.Message):
     MISSING_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
     LIMIT_REACHED_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
     @property
     def leased(self) -> global___Leased: ...
     @property
@@ -748,6 +775,10 @@ class AcquireOutcome(google.protobuf.message.Message):
 
     @property
     def limit_reached(self) -> global___LimitReached: ...
+    @property
+    def stored(self) -> global___Stored:
+        """to an Acquire that said `to_pin`"""
+
     def __init__(
         self,
         *,
@@ -755,12 +786,23 @@ class AcquireOutcome(google.protobuf.message.Message):
         missing: global___Missing | None = ...,
         waiting: global___Waiting | None = ...,
         limit_reached: global___LimitReached | None = ...,
+        stored: global___Stored | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["leased", b"leased", "limit_reached", b"limit_reached", "missing", b"missing", "outcome", b"outcome", "waiting", b"waiting"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["leased", b"leased", "limit_reached", b"limit_reached", "missing", b"missing", "outcome", b"outcome", "waiting", b"waiting"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["outcome", b"outcome"]) -> typing.Literal["leased", "missing", "waiting", "limit_reached"] | None: ...
+    def HasField(self, field_name: typing.Literal["leased", b"leased", "limit_reached", b"limit_reached", "missing", b"missing", "outcome", b"outcome", "stored", b"stored", "waiting", b"waiting"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["leased", b"leased", "limit_reached", b"limit_reached", "missing", b"missing", "outcome", b"outcome", "stored", b"stored", "waiting", b"waiting"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["outcome", b"outcome"]) -> typing.Literal["leased", "missing", "waiting", "limit_reached", "stored"] | None: ...
 
 global___AcquireOutcome = AcquireOutcome
+
+@typing.final
+class Stored(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___Stored = Stored
 
 @typing.final
 class Leased(google.protobuf.message.Message):
