@@ -41,9 +41,15 @@ from ecd_proto.shm import (
 GRANULE_BYTES = 4096
 SPINS = 200
 """Looks at the desk, each after letting others run, before they are made further apart."""
+SPINS_TO_RING = 50
+"""Of these, before the bell rings anew: it rang when the put was about to be done."""
 PAUSES_S = (20e-6, 1e-3)
 """First and longest pause between two looks after that."""
 RING_AGAIN_S = 0.01
+
+
+CopyTo = Callable[[memoryview, Callable[[], None]], None]
+"""Fills a writable view of the entry's length; says shortly before the end that it is near."""
 
 
 class What(NamedTuple):
@@ -95,19 +101,19 @@ class Puts:
     def finish(
         self,
         begun: Begun,
-        copy_to: Callable[[], None],
+        copy_to: Callable[[Callable[[], None]], None],
         over: Callable[[], bool],
         timeout_s: float,
     ) -> bool | None:
         """True: stored; False: it was there; None: it takes a call, and nothing has happened.
 
-        `copy_to` writes the bytes; `over` says whether the daemon went away. Raises
-        DaemonUnavailable, after which this session must end, and what `copy_to` raises.
+        `copy_to` writes the bytes, and calls what it is given shortly before the last one; `over`
+        says whether the daemon went away. Raises DaemonUnavailable, after which this session must
+        end, and what `copy_to` raises.
         """
         place, number, _, _ = begun
-        self._ring()  # it wakes up while the bytes are copied
         try:
-            copy_to()
+            copy_to(lambda: self._ring(soon=True))
             self._words[FIRST_PUT_WORD + place * PUT_WORDS + PUT_DONE] = number
             outcome = self._wait(place, number, over, timeout_s)
         except DaemonUnavailable:
@@ -167,12 +173,13 @@ class Puts:
         self._places.append(place)
 
     def _wait(self, place: int, number: int, over: Callable[[], bool], timeout_s: float) -> int:
-        """Ring, and look at the desk until the answer is there."""
+        """Look at the desk until the answer is there; ring if nobody seems to know."""
         desk, word = self._desk, FIRST_ANSWER_WORD + place
-        self._ring()
-        for _ in range(SPINS):
+        for spin in range(SPINS):
             if outcome := answer_to(number, desk[word]):
                 return outcome
+            if spin == SPINS_TO_RING:
+                self._ring()
             os.sched_yield()
         started_s = rung_s = time.monotonic()
         pause_s, longest_s = PAUSES_S
@@ -187,6 +194,6 @@ class Puts:
             pause_s = min(pause_s * 2, longest_s)
         return outcome
 
-    def _ring(self) -> None:
+    def _ring(self, soon: bool = False) -> None:
         with contextlib.suppress(OSError):  # it is deaf for now, or gone: seen by who waits
-            self._bell.send(BELL.pack(self._page_number))
+            self._bell.send(BELL.pack(self._page_number, soon))

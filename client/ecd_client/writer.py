@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +16,7 @@ from ecd_client.errors import (
     PoolFull,
     limit_reached,
 )
-from ecd_client.puts import Begun, What
+from ecd_client.puts import Begun, CopyTo, What
 from ecd_client.reader import Key, Reader, to_key
 from ecd_client.session import Session
 from ecd_proto.contract import DTYPES, nbytes_of
@@ -25,9 +24,6 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_PENDING_PUTS = 256
 """Asynchronous puts in flight before `put_async` refuses."""
-
-CopyTo = Callable[[memoryview], None]
-"""Fills the reserved extent: a writable view of the entry's length."""
 
 
 def describe_entry(
@@ -154,7 +150,7 @@ def _write(conversation: Conversation, reply: pb.ReserveReply, copy_to: CopyTo) 
 def _copy_and_commit(conversation: Conversation, reserved: pb.Reserved, copy_to: CopyTo) -> None:
     session, reservations = conversation.token, [reserved.reservation]
     try:
-        copy_to(conversation.write_view(reserved.extent))
+        copy_to(conversation.write_view(reserved.extent), lambda: None)
     except BaseException:
         abort = pb.AbortRequest(session=session, reservations=reservations)
         conversation.calls.now("abort", abort)

@@ -29,6 +29,8 @@ GRANTED_PUTS = 8
 MIN_GRANT_BYTES, MAX_GRANT_BYTES = 4 << 20, 64 << 20
 MAX_GRANT_SHARE = 1 / 16
 """Of the pool, to one session."""
+SOON_S = 200e-6
+"""How long a put that is said to be near is waited for, awake."""
 MAX_RINGS = 256
 """Taken in one turn of the event loop."""
 
@@ -50,13 +52,14 @@ class Bell:
     def listen(self, rung: Callable[[], None]) -> None:
         asyncio.get_running_loop().add_reader(self._socket.fileno(), rung)
 
-    def take(self) -> set[int]:
-        """The pages that were named since the last call."""
-        pages = set()
+    def take(self) -> dict[int, bool]:
+        """The pages that were named since the last call, and whether for a put that is near."""
+        pages: dict[int, bool] = {}
         with contextlib.suppress(BlockingIOError):
             for _ in range(MAX_RINGS):
                 with contextlib.suppress(struct.error):  # anybody may send anything
-                    pages.add(BELL.unpack(self._socket.recv(BELL.size + 1))[0])
+                    page, soon = BELL.unpack(self._socket.recv(BELL.size + 1))
+                    pages[page] = soon
         return pages
 
     def close(self) -> None:
@@ -101,21 +104,26 @@ class Puts:
             size //= 2
 
     def _rung(self) -> None:
-        for page in self._bell.take():
-            found = self._desks.finished_puts(page)
-            if found is None:
-                continue
-            session, puts = found
-            for put in puts:
-                started_s = time.perf_counter()
-                outcome = self._store(session, put)
-                if self._cache.grant_left(session) < put.content.nbytes:
-                    self.grant(session, put.content.nbytes)
-                self._desks.answer(session, put, outcome)
-                self._observe("Put", time.perf_counter() - started_s)
-            if puts:
-                self._sessions.arm()
-                self._stored()
+        deadline_s = time.perf_counter() + SOON_S
+        for page, soon in self._bell.take().items():
+            while not self._look_at(page) and soon and time.perf_counter() < deadline_s:
+                pass  # going to sleep and waking up would take longer
+
+    def _look_at(self, page: int) -> bool:
+        """Take what was put there. False: nothing."""
+        session, puts = self._desks.finished_puts(page) or (None, [])
+        if session is None or not puts:
+            return False
+        for put in puts:
+            started_s = time.perf_counter()
+            outcome = self._store(session, put)
+            if self._cache.grant_left(session) < put.content.nbytes:
+                self.grant(session, put.content.nbytes)
+            self._desks.answer(session, put, outcome)
+            self._observe("Put", time.perf_counter() - started_s)
+        self._sessions.arm()
+        self._stored()
+        return True
 
     def _store(self, session: SessionId, put: Put) -> int:
         try:

@@ -83,7 +83,7 @@ def test_what_is_being_written_outlives_its_grant(daemon: Daemon) -> None:
     with Client(daemon.address) as client, Client(daemon.address) as other:
         client.put("first", filled(MIB, 1))
 
-        def copy_to(view: memoryview) -> None:
+        def copy_to(view: memoryview, soon: Callable[[], None]) -> None:
             copying.set()
             go_on.wait(20)
             view[:] = b"\x07" * len(view)
@@ -111,7 +111,7 @@ def test_a_copy_that_fails_stores_nothing_and_keeps_nothing(daemon: Daemon) -> N
         client.put("first", filled(MIB, 1))
         what = What("default", "k", "uint8", (MIB,), MIB, b"", 0.0)
 
-        def copy_to(view: memoryview) -> None:
+        def copy_to(view: memoryview, soon: Callable[[], None]) -> None:
             raise OSError("the device is gone")
 
         for _ in range(MAX_PUTS + 1):
