@@ -95,8 +95,10 @@ demo: $(VENV)/.ready  ## a daemon, a producer and a consumer process, and what h
 	@$(BIN)/python docs/examples/demo.py
 
 .PHONY: bench
-bench: $(VENV)/.ready test-system  ## one node, two nodes, the directory, the core at 1k and 1M entries
-	$(BIN)/python benchmarks/run.py --output docs/benchmarks/one-node.md
+bench: $(VENV)/.ready test-system vllm  ## peers on one node, load, first tokens, two nodes, the directory, growth
+	$(BIN)/python benchmarks/run.py --output docs/benchmarks/one-node.md --plot docs/benchmarks/one-node.png
+	$(BIN)/python benchmarks/load.py --output docs/benchmarks/load.md
+	$(BIN)/python benchmarks/ttft.py --output docs/benchmarks/ttft.md
 	$(BIN)/python benchmarks/core_growth.py --output docs/benchmarks/core-growth.md
 	$(BIN)/python benchmarks/fetch.py --output docs/benchmarks/fetch.md
 	$(BIN)/python benchmarks/directory.py --output docs/benchmarks/directory.md

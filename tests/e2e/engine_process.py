@@ -7,6 +7,7 @@ descriptor of its first argument; its second argument is the engine's configurat
 import json
 import os
 import sys
+import time
 
 import numpy as np
 from PIL import Image
@@ -64,8 +65,11 @@ def generate(engine: LLM, command: dict) -> dict:
         )
         for request in command["requests"]
     ]
-    outputs = engine.generate([prompt(r) for r in command["requests"]], sampling, use_tqdm=False)
+    prompts = [prompt(r) for r in command["requests"]]
+    started = time.perf_counter()
+    outputs = engine.generate(prompts, sampling, use_tqdm=False)
     return {
+        "seconds": time.perf_counter() - started,
         "outputs": [
             {
                 "tokens": list(output.outputs[0].token_ids),
@@ -96,6 +100,8 @@ def main() -> None:
             ec_role=setup["role"],
             ec_connector_extra_config=setup.get("extra", {}),
         )
+    if "connector" in setup:
+        kwargs["ec_transfer_config"] = ECTransferConfig(**setup["connector"])
     if "kv" in setup:
         kwargs["kv_transfer_config"] = KVTransferConfig(
             kv_connector="ExampleConnector",
