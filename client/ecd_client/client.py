@@ -183,6 +183,15 @@ class Client:
         """
         return self._reader.get_now(self._key(mm_hash, namespace))
 
+    def is_coming(self, mm_hash: str, *, namespace: str | None = None) -> bool:
+        """Whether `get_async` could find, by asking, what `get_now` did not, in microseconds.
+
+        Somebody may be writing it, or other nodes may have it. False: nobody on this node has it or
+        writes it, and there are no others; look with `get_now` once more, as it may just have come.
+        Raises DaemonUnavailable.
+        """
+        return self._reader.is_coming(self._key(mm_hash, namespace))
+
     def get_async(
         self,
         mm_hashes: Sequence[str],

@@ -19,14 +19,20 @@ from ecd_proto.shm import (
     DESK_BYTES,
     DUPLICATES_WORD,
     FIRST_PIN_WORD,
+    FIRST_PUT_WORD,
     FIRST_USE_WORD,
     INDEX_HEADER_BYTES,
     KEPT_USES,
     MAX_PINS,
+    MAX_PUTS,
     MISSES_WORD,
     PAGE_BYTES,
+    PAGES_WORD,
     PINS_USED_WORD,
+    PUT_ROW,
+    PUT_WORDS,
     REMOVALS_WORD,
+    RESERVATIONS_WORD,
     ROW_BYTES,
     UNLISTED_WORD,
     USED_BYTES_WORD,
@@ -89,14 +95,15 @@ class Index:
             if shape is None or not take_part_in_barriers():
                 return None
             page = Mapping(fds[1], PAGE_BYTES, writable=True, offset=files.pins_offset)
-            index = cls(shape, memory, page)
+            pages = Mapping(fds[1], os.fstat(fds[1]).st_size, writable=False)
+            index = cls(shape, memory, page, pages)
             if files.bell_path:
                 number = files.pins_offset // PAGE_BYTES
                 desk_at = INDEX_HEADER_BYTES + number * DESK_BYTES
                 index.puts = Puts(page, number, memory, desk_at, files.bell_path)
             return index
 
-    def __init__(self, shape: IndexShape, memory: Mapping, page: Mapping) -> None:
+    def __init__(self, shape: IndexShape, memory: Mapping, page: Mapping, pages: Mapping) -> None:
         self.puts: Puts | None = None
         self._shape = shape
         self._header = memory.view(0, INDEX_HEADER_BYTES).cast("Q")
@@ -104,12 +111,28 @@ class Index:
         self._buckets = buckets.cast("I")
         self._rows = memory.view(shape.rows_at, shape.rows * ROW_BYTES)
         self._words = page.view(0, PAGE_BYTES).cast("Q")
+        self._pages = pages.view(0, pages.nbytes).cast("Q")  # of all sessions
         self._lock = threading.Lock()
         self._free = list(range(FIRST_PIN_WORD + MAX_PINS - 1, FIRST_PIN_WORD - 1, -1))
 
     def contains(self, namespace: str, mm_hash: str) -> bool:
         """Raises AskDaemon."""
         return self._find(self._record(namespace, mm_hash)) is not None
+
+    def is_coming(self, namespace: str, mm_hash: str) -> bool:
+        """Whether somebody may be writing the key now. Raises AskDaemon."""
+        if self._header[RESERVATIONS_WORD]:
+            return True
+        record = self._record(namespace, mm_hash)
+        for page in range(self._header[PAGES_WORD]):
+            first = page * PAGE_BYTES // 8 + FIRST_PUT_WORD
+            numbers = self._pages[first : first + MAX_PUTS * PUT_WORDS : PUT_WORDS].tolist()
+            for place, number in enumerate(numbers):
+                if number:
+                    at = first + place * PUT_WORDS + PUT_ROW
+                    if row_has_key(self._pages[at : at + ROW_BYTES // 8].tobytes(), record):
+                        return True
+        return False
 
     def pin(self, namespace: str, mm_hash: str, final: bool) -> tuple[Row, int] | None:
         """The entry's row, and the pin that holds it until `unpin`.

@@ -59,6 +59,15 @@ class Reader:
         except AskDaemon:
             return None
 
+    def is_coming(self, key: Key) -> bool:
+        conversation = self._session.conversation()
+        if conversation.node or conversation.index is None:
+            return True
+        try:
+            return conversation.index.is_coming(*key)
+        except AskDaemon:
+            return True
+
     def get_async(
         self,
         keys: Sequence[Key],

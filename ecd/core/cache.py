@@ -171,6 +171,7 @@ class Cache:
             return PoolFull(content.nbytes, self._allocator.largest_free_bytes, held_bytes)
         entry = Entry(self._index.next_id(), key, content, extent, session, created_s=now_s)
         self._index.add(entry)
+        self._clients.note_reservations(self._index.reservations)
         owner.reservations.add(entry.id)
         self.reserved_bytes += self._allocator.rounded_bytes(content.nbytes)
         return Reserved(entry.id, extent)
@@ -582,6 +583,7 @@ class Cache:
         self._index.publish(entry)
         self._policy.add(entry.id)
         self._clients.show(_info(entry))
+        self._clients.note_reservations(self._index.reservations)
         self._note_change(entry.key, stored=True)
         self.counters.puts += 1
         self.counters.bytes_in += entry.content.nbytes
@@ -598,6 +600,7 @@ class Cache:
 
     def _stop_writing(self, entry: Entry) -> tuple[Wakeup, ...]:
         self._index.stop_writing(entry)
+        self._clients.note_reservations(self._index.reservations)
         self.counters.aborts += 1
         return () if entry.key in self._expected else self._nobody_writes(entry.key)
 

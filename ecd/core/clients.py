@@ -40,6 +40,9 @@ class Clients(Protocol):
     def show(self, info: EntryInfo) -> None:
         """From now on the entry can be found."""
 
+    def note_reservations(self, count: int) -> None:
+        """So many keys are being written by those who asked."""
+
     def hide(self, entry: EntryId) -> None:
         """From now on it cannot: whoever pins it later sees that the pin does not hold."""
 
@@ -69,6 +72,9 @@ class NoClients:
     """Everybody asks."""
 
     def show(self, info: EntryInfo) -> None:
+        pass
+
+    def note_reservations(self, count: int) -> None:
         pass
 
     def hide(self, entry: EntryId) -> None:

@@ -89,6 +89,11 @@ class Index:
     def writing(self, key: Key) -> Entry | None:
         return self._writing.get(key)
 
+    @property
+    def reservations(self) -> int:
+        """How many keys are being written."""
+        return len(self._writing)
+
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._by_id.values())
 

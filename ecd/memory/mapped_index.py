@@ -24,8 +24,10 @@ from ecd_proto.shm import (
     INDEX_HEADER_BYTES,
     INDEX_SUFFIX,
     PAGE_BYTES,
+    PAGES_WORD,
     PINS_SUFFIX,
     REMOVALS_WORD,
+    RESERVATIONS_WORD,
     ROW_BYTES,
     UNLISTED_WORD,
     IndexShape,
@@ -113,6 +115,9 @@ class MappedIndex:
         self._write((number - 1) * ROW_BYTES, pack_row(record, row, self._buckets[bucket]))
         self._buckets[bucket] = number
         self._places[info.entry] = number, bucket
+
+    def note_reservations(self, count: int) -> None:
+        self._header[RESERVATIONS_WORD] = count
 
     def hide(self, entry: EntryId) -> None:
         place = self._places.pop(entry, None)
@@ -213,6 +218,7 @@ class MappedIndex:
         desk = self._desks[number * DESK_BYTES : (number + 1) * DESK_BYTES].cast("Q")
         self._pages[session] = Page(number, words, desk)
         self._sessions[number] = session
+        self._header[PAGES_WORD] = max(self._header[PAGES_WORD], number + 1)
         return number * PAGE_BYTES
 
     def forget(self, session: SessionId) -> None:

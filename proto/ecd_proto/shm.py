@@ -73,6 +73,10 @@ REMOVALS_WORD = 8
 """The 8-byte word of the header that counts removals: odd while one is under way."""
 UNLISTED_WORD = 9
 """The word that counts entries which should have a row and have none, for lack of memory."""
+RESERVATIONS_WORD = 10
+"""The word that counts reservations made by calls: their keys are not in the index as yet."""
+PAGES_WORD = 11
+"""The word that says how many pages of pins have ever been in use, the first ones."""
 
 BUCKET_BYTES = 4
 ROW_BYTES = 512

@@ -170,6 +170,32 @@ def test_who_waits_is_woken_by_a_put_without_a_call(daemon: Daemon) -> None:
         assert daemon.calls("Put") == 1
 
 
+def test_what_is_on_its_way_can_be_seen(daemon: Daemon) -> None:
+    """An engine asks only for what may come: a miss that costs no call costs no step."""
+    copying, go_on = threading.Event(), threading.Event()
+
+    def copy_to(view: memoryview, soon: Callable[[], None]) -> None:
+        copying.set()
+        go_on.wait(20)
+
+    with Client(daemon.address) as writer, Client(daemon.address) as reader:
+        for key in ("by a call", "in granted memory"):
+            assert not reader.is_coming(key)
+            what = What("default", key, "uint8", (MIB,), MIB, b"", 0.0)
+            thread = threading.Thread(target=lambda w=what: writer._writer.put(w, copy_to, 5.0))
+            thread.start()
+            assert copying.wait(5)
+            assert reader.is_coming(key)
+            assert reader.get_now(key) is None
+            go_on.set()
+            thread.join()
+            assert not reader.is_coming(key)
+            reader.get_now(key).close()
+            copying.clear()
+            go_on.clear()
+    assert daemon.calls("Put") == 1
+
+
 def test_nonsense_in_a_page_and_at_the_bell_harms_nobody_else(daemon: Daemon) -> None:
     with Client(daemon.address) as rogue, Client(daemon.address) as client:
         for one in (rogue, client):

@@ -103,9 +103,13 @@ class Board:
         self.garbage: set[EntryId] = set()
         self.grants: dict[SessionId, Extent] = {}  # what is left of them
         self.begun: dict[SessionId, list[Writer]] = {}
+        self.reservations = 0
         self.uses: list[EntryInfo] = []
         self.told: list[EntryInfo] = []
         self.ambush = self.ambushed = False
+
+    def note_reservations(self, count: int) -> None:
+        self.reservations = count
 
     def show(self, info: EntryInfo) -> None:
         self.shown[info.entry] = info
@@ -839,6 +843,7 @@ class CacheMachine(RuleBasedStateMachine):
     def figures_agree(self) -> None:
         everyone = [*self.open.values(), *self.leaving.values()]
         assert self.cache.entries == len(self.stored)
+        assert self.board.reservations == len(self.writing())
         self.cache.look_at_pins()
         alive = set(self.board.shown) | {p.info.entry for p in self.board.pins if p.blocks}
         pinned = len(self.board.pinned() & alive)

@@ -293,13 +293,20 @@ class SchedulerRole:
             return
         try:
             wanted.item = self._client.get_now(wanted.identifier)
+            coming = wanted.item is None and (
+                self._fails or self._client.is_coming(wanted.identifier)
+            )
+            if wanted.item is None and not coming:
+                wanted.item = self._client.get_now(wanted.identifier)
         except EcdError as error:
             self._note_failure(wanted, error)
             return
-        if wanted.item is None:
+        if wanted.item is not None:
+            self._note_hit()
+        elif coming:
             self._to_ask[wanted.identifier] = wanted
         else:
-            self._note_hit()
+            self._note_miss(wanted, "nobody has stored it")
 
     def _send(self) -> None:
         """One message for all that this step did not find, and one for each group of consumers."""
@@ -338,15 +345,18 @@ class SchedulerRole:
             return
         wanted.item = answer.result()
         if wanted.item is None:
-            self.stats.count("misses")
-            self._away = False
-            self._not_there(wanted, wanted.cause)
+            self._note_miss(wanted, wanted.cause)
             return
         self._note_hit()
 
     def _note_hit(self) -> None:
         self._away = False
         self.stats.count("hits")
+
+    def _note_miss(self, wanted: _Wanted, cause: str) -> None:
+        self._away = False
+        self.stats.count("misses")
+        self._not_there(wanted, cause)
 
     def _note_failure(self, wanted: _Wanted, error: BaseException) -> None:
         self.stats.count("failures")
