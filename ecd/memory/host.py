@@ -58,6 +58,7 @@ class HostPool:
         for path in stale:
             logger.info("removing %s, left by a daemon that died", path)
             path.unlink()
+        self._incarnation = incarnation
         self.path = self.directory / f"{incarnation}{POOL_SUFFIX}"
         self.sessions_path = self.directory / f"{incarnation}{SESSIONS_SUFFIX}"
         try:
@@ -98,7 +99,7 @@ class HostPool:
                 raise
             raise PoolError(
                 f"memory ran out after {offset} of {self.nbytes} bytes of {self.path}. "
-                + _advice(self.nbytes)
+                + advice(self.nbytes)
             ) from None
         if not self.writable.populate(offset, nbytes):
             view = self.writable.view(offset, nbytes)
@@ -118,7 +119,9 @@ class HostPool:
         os.close(self._lock_fd)
 
     def _remove_files(self) -> None:
-        for path in (self.path, self.sessions_path, self.directory / LOCK_NAME):
+        """All of this life's: others put theirs beside the pool."""
+        ours = self.directory.glob(f"{self._incarnation}.*")
+        for path in (*ours, self.directory / LOCK_NAME):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
@@ -179,13 +182,14 @@ def _require_space(shm_dir: str, nbytes: int, wait_s: float) -> None:
         if time.monotonic() >= deadline_s:
             raise PoolError(
                 f"the host pool needs {nbytes} bytes in {shm_dir}, which has {free_bytes} free. "
-                + _advice(nbytes)
+                + advice(nbytes)
             )
         logger.info("waiting for clients of the last daemon to let go of its pool")
         time.sleep(0.5)
 
 
-def _advice(nbytes: int) -> str:
+def advice(nbytes: int) -> str:
+    """What to do when the directory has no room for a pool of this size."""
     gib = -(-nbytes // (1 << 30)) + 1
     return (
         "Make the pool smaller (ECD_HOST_POOL_BYTES or --host-pool-bytes), or the file system "

@@ -15,7 +15,7 @@ from pathlib import Path
 from ecd.core.allocator import GRANULE_BYTES
 from ecd.core.clients import Put, Uses
 from ecd.core.types import EntryId, EntryInfo, Extent, Key, SessionId
-from ecd.memory.host import PoolError, create_file
+from ecd.memory.host import PoolError, advice, create_file
 from ecd.memory.page import Page
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm import (
@@ -66,7 +66,10 @@ class MappedIndex:
             self._pins_fd = create_file(self.pins_path, sessions * PAGE_BYTES)
             self._take_memory(self._fd, 0, self.shape.rows_at)
         except OSError as error:
-            raise PoolError(f"the index of the pool cannot be made: {error}") from None
+            raise PoolError(
+                f"the pool's index needs {self.shape.rows_at} bytes more in {directory}: "
+                f"{error.strerror}. {advice(pool_bytes)}"
+            ) from None
         memory = Mapping(self._fd, self.shape.nbytes, writable=True)
         header = pack_index_header(self.shape)
         memory.view(0, len(header))[:] = header
@@ -153,6 +156,7 @@ class MappedIndex:
         for page in self._pages.values():
             pinned.update(page.pinned())
         barrier()
+        pinned.discard(0)  # words that pin nothing
         return {EntryId(entry) for entry in pinned}
 
     def take_uses(self) -> Uses:
@@ -229,8 +233,6 @@ class MappedIndex:
             self._free_pages.append(page.number)
 
     def close(self) -> None:
-        for path in (self.path, self.pins_path):
-            path.unlink(missing_ok=True)
         os.close(self._fd)
         os.close(self._pins_fd)
 

@@ -65,7 +65,6 @@ class Bell:
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
-        self.path.unlink(missing_ok=True)
 
 
 class Desks(Protocol):

@@ -1,0 +1,100 @@
+"""The mapped index from both sides at once: what the daemon shows is what a client finds."""
+
+import errno
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId
+from ecd.memory.mapped_index import CHUNK_ROWS, MappedIndex
+from ecd_client.index import AskDaemon, Index
+from ecd_proto.v1 import cache_pb2 as pb
+
+POOL_BYTES = 64 << 20
+SESSION = SessionId(1)
+
+
+def info(entry: int, name: str) -> EntryInfo:
+    content = Content("int8", (entry,), entry, name.encode(), 0.0)
+    extent = Extent(0, entry * 4096, entry)
+    return EntryInfo(EntryId(entry), Key("n", name), content, extent, 0, 0, 0.0, 0.0, None)
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> Iterator[MappedIndex]:
+    index = MappedIndex(tmp_path, "ab", POOL_BYTES, 4)
+    yield index
+    index.close()
+
+
+@pytest.fixture
+def seen(shown: MappedIndex) -> Index:
+    offset = shown.open_page(SESSION)
+    files = pb.IndexFile(path=str(shown.path), pins_path=str(shown.pins_path), pins_offset=offset)
+    index = Index.open(files)
+    assert index is not None
+    return index
+
+
+def test_what_is_shown_is_found_and_what_is_hidden_is_not(shown: MappedIndex, seen: Index) -> None:
+    """Thousands of entries come and go in a thousand buckets: most share theirs."""
+    chance = random.Random(1)
+    there: dict[str, int] = {}
+    for entry in range(1, 12_000):
+        name = f"k{chance.randrange(6000)}"
+        if name in there:
+            shown.hide(EntryId(there.pop(name)))
+        else:
+            shown.show(info(entry, name))
+            there[name] = entry
+        if entry % 50 == 0:
+            name = f"k{chance.randrange(6000)}"
+            assert seen.contains("n", name) == (name in there)
+    assert len(there) > CHUNK_ROWS
+    for number in range(6000):
+        name = f"k{number}"
+        found = seen.pin("n", name, final=True)
+        assert (found is not None) == (name in there)
+        if found is not None:
+            row, pin = found
+            assert (row.entry, row.nbytes, row.shape) == (there[name],) * 2 + ((there[name],),)
+            assert row.metadata == name.encode()
+            assert shown.pinned() == {there[name]}
+            seen.unpin(pin)
+    assert shown.pinned() == set()
+    uses = shown.take_uses()
+    assert (uses.hits, uses.misses) == (len(there), 6000 - len(there))
+    assert len(shown._free_rows) + len(there) == shown._rows_with_memory, "a row leaked"
+
+
+def test_without_memory_for_a_row_the_daemon_is_asked(
+    shown: MappedIndex, seen: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shown, "_take_memory", full)
+    assert not seen.contains("n", "a")
+    shown.show(info(1, "a"))
+    assert shown.unlisted == 1
+    with pytest.raises(AskDaemon):
+        seen.contains("n", "a")
+    monkeypatch.undo()
+    shown.show(info(2, "b"))
+    assert seen.contains("n", "b")
+    with pytest.raises(AskDaemon):
+        seen.contains("n", "c")
+    shown.hide(EntryId(1))
+    assert not seen.contains("n", "c")
+
+
+def test_a_chain_that_never_ends_is_given_up(shown: MappedIndex, seen: Index) -> None:
+    """Whatever a reader meets while rows move, it comes back."""
+    shown.show(info(1, "a"))
+    shown._buckets[:] = memoryview(b"\1\0\0\0" * len(shown._buckets)).cast("I")
+    shown._row_words[0] = 1
+    with pytest.raises(AskDaemon):
+        seen.contains("n", "b")
+    assert seen.contains("n", "a")
