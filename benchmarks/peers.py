@@ -11,6 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,6 +99,7 @@ class Redis:
     def __init__(self, place: str, nbytes: int) -> None:
         import redis
 
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # it is read only
         self._prefix = f"{nbytes}/"
         self._redis = redis.Redis(unix_socket_path=place)
 
