@@ -154,8 +154,7 @@ class Daemon:
     async def _look_at_readers(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self._cache.note_uses(time.monotonic())
-            self._cache.look_at_pins()
+            self._cache.look_at_readers(time.monotonic())
 
     def _make_server(self) -> Server:
         others = self._cluster or NoOtherNodes()
@@ -264,8 +263,7 @@ class Daemon:
 
     def status(self) -> pb.StatusReply:
         cache, allocator, counters = self._cache, self._cache.allocator, self._cache.counters
-        cache.note_uses(time.monotonic())
-        cache.look_at_pins()
+        cache.look_at_readers(time.monotonic())
         return pb.StatusReply(
             incarnation=self._incarnation,
             name=self._config.name,

@@ -144,8 +144,7 @@ class Index:
             found = self._find(record)
             if found is None:
                 if final:
-                    with self._lock:
-                        self._words[MISSES_WORD] += 1
+                    self._count(MISSES_WORD)
                 return None
             start, bytes_ = found
             row = unpack_row(bytes_)
@@ -160,14 +159,17 @@ class Index:
 
     def note_duplicate(self) -> None:
         """Count a put of what was there."""
-        with self._lock:
-            self._words[DUPLICATES_WORD] += 1
+        self._count(DUPLICATES_WORD)
 
     def unpin(self, pin: int) -> None:
         self._words[pin] = 0
         self._free.append(pin)
 
     # -- steps ---------------------------------------------------------------------------------
+
+    def _count(self, word: int) -> None:
+        with self._lock:
+            self._words[word] += 1
 
     def _record(self, namespace: str, mm_hash: str) -> bytes:
         record = key_record(namespace, mm_hash)

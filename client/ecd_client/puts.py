@@ -114,7 +114,7 @@ class Puts:
         place, number, _, _ = begun
         try:
             copy_to(lambda: self._ring(soon=True))
-            self._words[FIRST_PUT_WORD + place * PUT_WORDS + PUT_DONE] = number
+            self._words[_word_of(place) + PUT_DONE] = number
             outcome = self._wait(place, number, over, timeout_s)
         except DaemonUnavailable:
             raise  # the daemon may still take it: the place stays as it is
@@ -156,7 +156,7 @@ class Puts:
             ),
             0,
         )
-        at = FIRST_PUT_WORD + place * PUT_WORDS
+        at = _word_of(place)
         start = (at + PUT_ROW) * 8
         self._memory[start : start + ROW_BYTES] = row
         self._words[at + PUT_NUMBER] = number
@@ -169,7 +169,7 @@ class Puts:
         return self._desk[GRANT_WORD] == grant
 
     def _leave(self, place: int) -> None:
-        self._words[FIRST_PUT_WORD + place * PUT_WORDS + PUT_NUMBER] = 0
+        self._words[_word_of(place) + PUT_NUMBER] = 0
         self._places.append(place)
 
     def _wait(self, place: int, number: int, over: Callable[[], bool], timeout_s: float) -> int:
@@ -197,3 +197,8 @@ class Puts:
     def _ring(self, soon: bool = False) -> None:
         with contextlib.suppress(OSError):  # it is deaf for now, or gone: seen by who waits
             self._bell.send(BELL.pack(self._page_number, soon))
+
+
+def _word_of(place: int) -> int:
+    """Where in the page a put begins."""
+    return FIRST_PUT_WORD + place * PUT_WORDS

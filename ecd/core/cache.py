@@ -369,6 +369,11 @@ class Cache:
 
     # -- reading without asking ----------------------------------------------------------------
 
+    def look_at_readers(self, now_s: float) -> None:
+        """What was read without asking, and what is being read."""
+        self.note_uses(now_s)
+        self.look_at_pins()
+
     def look_at_pins(self) -> None:
         """Learn who reads what without a lease: a pin holds an entry as a lease does."""
         pinned = self._clients.pinned()
@@ -434,8 +439,7 @@ class Cache:
         dry_run: bool = False,
     ) -> EvictionReport:
         """Evict the selected among the next `limit` entries. A leased one goes when released."""
-        self.note_uses(now_s)
-        self.look_at_pins()
+        self.look_at_readers(now_s)
         if selection.key is not None:
             stored = self._index.stored(selection.key)
             page, next_after = [stored] if stored is not None else [], None
@@ -467,8 +471,7 @@ class Cache:
 
     def trim(self, limit: int, now_s: float) -> bool:
         """Evict up to `limit` of the coldest entries towards the low watermark. True: go on."""
-        self.note_uses(now_s)
-        self.look_at_pins()
+        self.look_at_readers(now_s)
         target_bytes = self.limits.low_watermark * self._allocator.pool_bytes
         excess_bytes = self._allocator.used_bytes - target_bytes
         for _ in range(limit):
@@ -645,9 +648,8 @@ class Cache:
             self._let_go(entry)
 
     def _make_room(self, nbytes: int, now_s: float) -> Extent | None:
-        self.note_uses(now_s)
         self._take_back_grants()
-        self.look_at_pins()
+        self.look_at_readers(now_s)
         extent = self._allocator.allocate(nbytes)
         for _ in range(PLANS):
             if extent is not None:
