@@ -113,6 +113,12 @@ class _Piece:
     offset: int
     nbytes: int
     id: int
+    failed: bool = False
+
+    def hash(self) -> None:
+        if not self.failed:
+            data = _bytes_at(self.reading.target + self.offset, self.nbytes)
+            [self.reading.arrived[self.offset]] = digests(data)
 
 
 @dataclass(eq=False)
@@ -246,9 +252,11 @@ class Engine:
             ended: list[_Ended] = []
             changed = False
             for peer, lineup in list(self._lineups.items()):
-                changed |= self._look_at_pieces(lineup, ended)
-                changed |= self._look_at_proof(lineup, ended)
+                over = self._look_at_pieces(lineup, ended)
+                changed |= bool(over) | self._look_at_proof(lineup, ended)
                 self._begin(peer, lineup, ended)
+                for piece in over:  # while what was begun is on its way
+                    piece.hash()
                 self._sweep(lineup, ended)
                 if lineup.is_empty:
                     del self._lineups[peer]
@@ -274,29 +282,28 @@ class Engine:
                 self._lineups.setdefault(reading.source.engine, _Lineup()).turns.append(reading)
         return True
 
-    def _look_at_pieces(self, lineup: _Lineup, ended: list[_Ended]) -> bool:
-        """Take note of what has arrived or failed. True: something has."""
+    def _look_at_pieces(self, lineup: _Lineup, ended: list[_Ended]) -> list[_Piece]:
+        """Take note of what has arrived or failed, and give it back."""
         still: list[_Piece] = []
+        over: list[_Piece] = []
         for piece in lineup.pieces:
             status = self._status(piece.id)
             if status == 0:
                 still.append(piece)
                 continue
+            over.append(piece)
             reading = piece.reading
             reading.under_way -= 1
             lineup.bytes_under_way -= piece.nbytes
-            if status == 1:
-                at = reading.target + piece.offset
-                [reading.arrived[piece.offset]] = digests(_bytes_at(at, piece.nbytes))
-            else:
+            if status == -1:
+                piece.failed = True
                 reading.failures += 1
                 reading.again.append(piece.offset)
             if not (reading.waits or self._is_over(reading, lineup, ended)):
                 reading.waits = True
                 lineup.turns.append(reading)
-        changed = len(still) < len(lineup.pieces)
         lineup.pieces = still
-        return changed
+        return over
 
     def _is_over(self, reading: Reading, lineup: _Lineup, ended: list[_Ended]) -> bool:
         """Whether no piece of it is to be begun, or under way; then it goes where it belongs."""
