@@ -182,8 +182,9 @@ class Daemon:
                 self._metrics.observe_call,
             )
             service.grant = puts.grant
+            self._sessions.hear = puts.hear
             puts.listen()
-        return Server(service, self._unavailable, self._metrics.observe_call)
+        return Server(service, self._unavailable, self._sessions.hear, self._metrics.observe_call)
 
     def _join(self) -> None:
         """Become one node of several, if so configured. Raises ClusterError and EngineError."""

@@ -10,7 +10,7 @@ with Client(namespace="my-model") as client:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -130,8 +130,7 @@ class Client:
                 f"{dtype} of shape {shape} has {what.nbytes} bytes, not {len(data)}"
             )
 
-        def copy_to(view: memoryview, soon: Callable[[], None]) -> None:
-            soon()
+        def copy_to(view: memoryview) -> None:
             view[:] = data
 
         return self._writer.put(what, copy_to, timeout)

@@ -195,10 +195,14 @@ class Conversation:
             if self.index.contains(what.namespace, what.mm_hash):
                 self.index.note_duplicate()
                 return False
-        return self.index.puts.begin(what)
+        begun = self.index.puts.begin(what)
+        if begun is not None and self.index.is_put_elsewhere(begun.record):
+            self.index.puts.leave(begun)  # the daemon says who of the two writes it
+            return None
+        return begun
 
     def finish_put(self, begun: Begun, copy_to: CopyTo) -> bool | None:
-        """Write it and wait until it is seen. False: it is stored already; None: it takes a call.
+        """Write it and let it be seen. False: it is stored already; None: it takes a call.
 
         Raises DaemonUnavailable.
         """
@@ -206,7 +210,7 @@ class Conversation:
         assert self.index.puts is not None
         return self.index.puts.finish(
             begun,
-            lambda soon: copy_to(self._map_writable().view(begun.offset, begun.nbytes), soon),
+            lambda: copy_to(self._map_writable().view(begun.offset, begun.nbytes)),
             lambda: self._over,
             self.calls.timeout_s,
         )

@@ -10,6 +10,8 @@ import contextlib
 import math
 import os
 import threading
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ecd_client.puts import Puts
@@ -18,6 +20,7 @@ from ecd_proto.shm import (
     BUCKET_BYTES,
     DESK_BYTES,
     DUPLICATES_WORD,
+    FIRST_ANSWER_WORD,
     FIRST_PIN_WORD,
     FIRST_PUT_WORD,
     FIRST_USE_WORD,
@@ -29,8 +32,10 @@ from ecd_proto.shm import (
     PAGE_BYTES,
     PAGES_WORD,
     PINS_USED_WORD,
+    PUT_DONE,
     PUT_ROW,
     PUT_WORDS,
+    PUTS_WORD,
     REMOVALS_WORD,
     RESERVATIONS_WORD,
     ROW_BYTES,
@@ -39,6 +44,7 @@ from ecd_proto.shm import (
     USES_WORD,
     IndexShape,
     Row,
+    answer_to,
     bucket_of,
     key_record,
     next_of,
@@ -57,6 +63,8 @@ if TYPE_CHECKING:
 TRIES = 8
 """Looks at a bucket that changes meanwhile before the daemon is asked."""
 MAX_CHAIN = 256
+LISTED_WITHIN_S = 500e-6
+"""How long who looks for what was just put waits for the daemon to list it, before it asks."""
 _U64 = (1 << 64) - 1
 
 
@@ -99,8 +107,7 @@ class Index:
             index = cls(shape, memory, page, pages)
             if files.bell_path:
                 number = files.pins_offset // PAGE_BYTES
-                desk_at = INDEX_HEADER_BYTES + number * DESK_BYTES
-                index.puts = Puts(page, number, memory, desk_at, files.bell_path)
+                index.puts = Puts(page, number, memory, files.bell_path)
             return index
 
     def __init__(self, shape: IndexShape, memory: Mapping, page: Mapping, pages: Mapping) -> None:
@@ -110,6 +117,7 @@ class Index:
         buckets = memory.view(shape.buckets_at, shape.buckets * BUCKET_BYTES)
         self._buckets = buckets.cast("I")
         self._rows = memory.view(shape.rows_at, shape.rows * ROW_BYTES)
+        self._desks = memory.view(INDEX_HEADER_BYTES, shape.desks * DESK_BYTES).cast("Q")
         self._words = page.view(0, PAGE_BYTES).cast("Q")
         self._pages = pages.view(0, pages.nbytes).cast("Q")  # of all sessions
         self._lock = threading.Lock()
@@ -117,22 +125,24 @@ class Index:
 
     def contains(self, namespace: str, mm_hash: str) -> bool:
         """Raises AskDaemon."""
-        return self._find(self._record(namespace, mm_hash)) is not None
+        record = self._record(namespace, mm_hash)
+        return (
+            self._find(record) is not None
+            or self._is_put(record)
+            or self._find(record) is not None  # it may have been listed before the look at puts
+        )
 
     def is_coming(self, namespace: str, mm_hash: str) -> bool:
         """Whether somebody may be writing the key now. Raises AskDaemon."""
+        record = self._record(namespace, mm_hash)
         if self._header[RESERVATIONS_WORD]:
             return True
-        record = self._record(namespace, mm_hash)
-        for page in range(self._header[PAGES_WORD]):
-            first = page * PAGE_BYTES // 8 + FIRST_PUT_WORD
-            numbers = self._pages[first : first + MAX_PUTS * PUT_WORDS : PUT_WORDS].tolist()
-            for place, number in enumerate(numbers):
-                if number:
-                    at = first + place * PUT_WORDS + PUT_ROW
-                    if row_has_key(self._pages[at : at + ROW_BYTES // 8].tobytes(), record):
-                        return True
-        return False
+        return next(self._puts_of(record), None) is not None
+
+    def is_put_elsewhere(self, record: bytes) -> bool:
+        """Whether another session has announced a put of this key as well."""
+        own = -1 if self.puts is None else self.puts.page_number
+        return next(self._puts_of(record, own), None) is not None
 
     def pin(self, namespace: str, mm_hash: str, final: bool) -> tuple[Row, int] | None:
         """The entry's row, and the pin that holds it until `unpin`.
@@ -141,7 +151,7 @@ class Index:
         """
         record = self._record(namespace, mm_hash)
         for _ in range(TRIES):
-            found = self._find(record)
+            found = self._find(record) or self._find_put(record)
             if found is None:
                 if final:
                     self._count(MISSES_WORD)
@@ -199,6 +209,41 @@ class Index:
                     break
                 number = next_of(row)
         raise AskDaemon
+
+    def _puts_of(self, record: bytes, but: int = -1) -> Iterator[bool]:
+        """For each put of this key without an answer, whether it is done; not of the page `but`."""
+        pages = self._pages
+        for page in range(self._header[PAGES_WORD]):
+            start = page * PAGE_BYTES // 8
+            if not pages[start + PUTS_WORD] or page == but:
+                continue
+            first = start + FIRST_PUT_WORD
+            numbers = pages[first : first + MAX_PUTS * PUT_WORDS : PUT_WORDS].tolist()
+            for place, number in enumerate(numbers):
+                at = first + place * PUT_WORDS
+                answer = page * DESK_BYTES // 8 + FIRST_ANSWER_WORD + place
+                if not number or answer_to(number, self._desks[answer]):
+                    continue
+                if row_has_key(pages[at + PUT_ROW : at + PUT_WORDS].tobytes(), record):
+                    yield pages[at + PUT_DONE] == number
+
+    def _is_put(self, record: bytes) -> bool:
+        """Whether a put of this key is done, and the daemon has yet to list it."""
+        return any(self._puts_of(record))
+
+    def _find_put(self, record: bytes) -> tuple[int, bytes] | None:
+        """`_find` where nothing was found: of what was put a moment ago, or else once more.
+
+        What was listed before the look at puts is not among them any more.
+        """
+        deadline_s = None
+        while self._is_put(record):
+            now_s = time.perf_counter()
+            deadline_s = deadline_s or now_s + LISTED_WITHIN_S
+            if now_s > deadline_s:
+                raise AskDaemon
+            os.sched_yield()
+        return self._find(record)
 
     def _announce(self, entry: int) -> int:
         words = self._words

@@ -6,15 +6,16 @@ that the grant is still there, write.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from math import isfinite
 from typing import NamedTuple
 
 from ecd_client.errors import DaemonUnavailable
+from ecd_proto.contract import MAX_DIMENSIONS
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm import (
     BELL,
@@ -22,12 +23,15 @@ from ecd_proto.shm import (
     FIRST_ANSWER_WORD,
     FIRST_PUT_WORD,
     GRANT_WORD,
+    INDEX_HEADER_BYTES,
     MAX_PUTS,
     PUT_DONE,
     PUT_NUMBER,
     PUT_ROW,
     PUT_WORDS,
+    PUTS_WORD,
     REFUSED,
+    RESERVATIONS_WORD,
     ROW_BYTES,
     STORED,
     Row,
@@ -39,17 +43,17 @@ from ecd_proto.shm import (
 )
 
 GRANULE_BYTES = 4096
+MAX_UNANSWERED = MAX_PUTS // 2
+"""Puts that are done before one of them waits for its answer: the daemon lags behind."""
 SPINS = 200
 """Looks at the desk, each after letting others run, before they are made further apart."""
-SPINS_TO_RING = 50
-"""Of these, before the bell rings anew: it rang when the put was about to be done."""
 PAUSES_S = (20e-6, 1e-3)
 """First and longest pause between two looks after that."""
 RING_AGAIN_S = 0.01
 
 
-CopyTo = Callable[[memoryview, Callable[[], None]], None]
-"""Fills a writable view of the entry's length; says shortly before the end that it is near."""
+CopyTo = Callable[[memoryview], None]
+"""Fills a writable view of the entry's length."""
 
 
 class What(NamedTuple):
@@ -71,21 +75,26 @@ class Begun(NamedTuple):
     number: int
     offset: int
     nbytes: int
+    record: bytes
 
 
 class Puts:
     """One session's. Thread-safe."""
 
-    def __init__(self, page: Mapping, number: int, desk: Mapping, at: int, bell_path: str) -> None:
-        """`page` and `desk` are this session's, the desk `at` its offset. Raises OSError."""
-        self._page_number = number
+    def __init__(self, page: Mapping, number: int, index: Mapping, bell_path: str) -> None:
+        """`page` is this session's, of this number. Raises OSError."""
+        self.page_number = number
         self._memory = page.view(0, page.nbytes)
         self._words = self._memory.cast("Q")
-        self._desk = desk.view(at, DESK_BYTES).cast("Q")
+        self._header = index.view(0, INDEX_HEADER_BYTES).cast("Q")
+        desk_at = INDEX_HEADER_BYTES + number * DESK_BYTES
+        self._desk = index.view(desk_at, DESK_BYTES).cast("Q")
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._bell.connect(bell_path)
         self._lock = threading.Lock()
         self._places = list(range(MAX_PUTS))
+        self._unanswered: list[Begun] = []
+        self._records: set[bytes] = set()  # of what is begun, and has no answer
         self._last = 0
         self._grant = self._cursor = self._end = 0
 
@@ -96,33 +105,43 @@ class Puts:
         must be finished.
         """
         record = key_record(what.namespace, what.mm_hash)
-        return None if record is None else self._begin(what, record)
+        if record is None or not _is_plain(what):
+            return None
+        return self._begin(what, record) or self._begin(what, record)  # the grant may have changed
 
     def finish(
         self,
         begun: Begun,
-        copy_to: Callable[[Callable[[], None]], None],
+        copy_to: Callable[[], None],
         over: Callable[[], bool],
         timeout_s: float,
     ) -> bool | None:
         """True: stored; False: it was there; None: it takes a call, and nothing has happened.
 
-        `copy_to` writes the bytes, and calls what it is given shortly before the last one; `over`
-        says whether the daemon went away. Raises DaemonUnavailable, after which this session must
-        end, and what `copy_to` raises.
+        `copy_to` writes the bytes; `over` says whether the daemon went away. The answer is waited
+        for only where the daemon might refuse. Raises DaemonUnavailable, after which this session
+        must end, and what `copy_to` raises.
         """
-        place, number, _, _ = begun
         try:
-            copy_to(lambda: self._ring(soon=True))
-            self._words[_word_of(place) + PUT_DONE] = number
-            outcome = self._wait(place, number, over, timeout_s)
-        except DaemonUnavailable:
-            raise  # the daemon may still take it: the place stays as it is
+            copy_to()
         except BaseException:
-            self._leave(place)
+            self.leave(begun)
             raise
-        self._leave(place)
+        with self._lock:  # a locked instruction, which completes even a copy past the caches
+            self._words[_word_of(begun.place) + PUT_DONE] = begun.number
+        lags = len(self._unanswered) >= MAX_UNANSWERED
+        if self._ring() and not (lags or self._header[RESERVATIONS_WORD] or over()):
+            with self._lock:
+                self._unanswered.append(begun)
+            return True
+        outcome = self._wait(begun, over, timeout_s)
+        self.leave(begun)
         return None if outcome == REFUSED else outcome == STORED
+
+    def leave(self, begun: Begun) -> None:
+        """It is answered, or comes to nothing."""
+        with self._lock:
+            self._leave(begun)
 
     def close(self) -> None:
         self._bell.close()
@@ -132,21 +151,25 @@ class Puts:
     def _begin(self, what: What, record: bytes) -> Begun | None:
         rounded = max(1, -(-what.nbytes // GRANULE_BYTES)) * GRANULE_BYTES
         with self._lock:
+            self._leave_answered()
             grant = self._desk[GRANT_WORD]
             if grant != self._grant:
                 self._grant, now = grant, unpack_grant(grant)
                 self._cursor, self._end = now.offset, now.offset + now.nbytes
-            if not grant or self._cursor + rounded > self._end or not self._places:
+            fits = grant and self._cursor + rounded <= self._end and self._places
+            if not fits or record in self._records:
                 return None
-            offset, place = self._cursor, self._places.pop()
+            self._last += 1
+            begun = Begun(self._places.pop(), self._last, self._cursor, what.nbytes, record)
+            self._records.add(record)
             self._cursor += rounded
-            self._last = number = self._last + 1
+            self._words[PUTS_WORD] += 1
         row = pack_row(
             record,
             Row(
-                number,
+                begun.number,
                 0,
-                offset,
+                begun.offset,
                 what.nbytes,
                 what.dtype,
                 what.shape,
@@ -156,34 +179,43 @@ class Puts:
             ),
             0,
         )
-        at = _word_of(place)
+        at = _word_of(begun.place)
         start = (at + PUT_ROW) * 8
         self._memory[start : start + ROW_BYTES] = row
-        self._words[at + PUT_NUMBER] = number
+        self._words[at + PUT_NUMBER] = begun.number
         if row_asks(row) or not self._is_granted(grant):
-            self._leave(place)
+            self.leave(begun)
             return None
-        return Begun(place, number, offset, what.nbytes)
+        return begun
 
     def _is_granted(self, grant: int) -> bool:
         return self._desk[GRANT_WORD] == grant
 
-    def _leave(self, place: int) -> None:
-        self._words[_word_of(place) + PUT_NUMBER] = 0
-        self._places.append(place)
+    def _leave_answered(self) -> None:
+        still = []
+        for begun in self._unanswered:
+            if answer_to(begun.number, self._desk[FIRST_ANSWER_WORD + begun.place]):
+                self._leave(begun)
+            else:
+                still.append(begun)
+        self._unanswered = still
 
-    def _wait(self, place: int, number: int, over: Callable[[], bool], timeout_s: float) -> int:
-        """Look at the desk until the answer is there; ring if nobody seems to know."""
-        desk, word = self._desk, FIRST_ANSWER_WORD + place
-        for spin in range(SPINS):
-            if outcome := answer_to(number, desk[word]):
+    def _leave(self, begun: Begun) -> None:
+        self._words[_word_of(begun.place) + PUT_NUMBER] = 0
+        self._words[PUTS_WORD] -= 1
+        self._places.append(begun.place)
+        self._records.discard(begun.record)
+
+    def _wait(self, begun: Begun, over: Callable[[], bool], timeout_s: float) -> int:
+        """Look at the desk until the answer is there; ring again if nobody seems to know."""
+        desk, word = self._desk, FIRST_ANSWER_WORD + begun.place
+        for _ in range(SPINS):
+            if outcome := answer_to(begun.number, desk[word]):
                 return outcome
-            if spin == SPINS_TO_RING:
-                self._ring()
             os.sched_yield()
         started_s = rung_s = time.monotonic()
         pause_s, longest_s = PAUSES_S
-        while not (outcome := answer_to(number, desk[word])):
+        while not (outcome := answer_to(begun.number, desk[word])):
             now_s = time.monotonic()
             if over() or now_s - started_s > timeout_s:
                 raise DaemonUnavailable("the daemon did not take a put in time")
@@ -194,9 +226,24 @@ class Puts:
             pause_s = min(pause_s * 2, longest_s)
         return outcome
 
-    def _ring(self, soon: bool = False) -> None:
-        with contextlib.suppress(OSError):  # it is deaf for now, or gone: seen by who waits
-            self._bell.send(BELL.pack(self._page_number, soon))
+    def _ring(self) -> bool:
+        """False: the daemon is deaf for now, or gone."""
+        try:
+            self._bell.send(BELL.pack(self.page_number))
+        except OSError:
+            return False
+        return True
+
+
+def _is_plain(what: What) -> bool:
+    """Whether the daemon takes it as it is; the call for what is not says what is wrong with it."""
+    return bool(
+        what.namespace
+        and what.mm_hash
+        and len(what.shape) <= MAX_DIMENSIONS
+        and isfinite(what.cost_s)
+        and what.cost_s >= 0.0
+    )
 
 
 def _word_of(place: int) -> int:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ecd_client.errors import InvalidArgument
 from ecd_proto.contract import DTYPES
-
-TAIL_BYTES = 1 << 20
-"""What is copied in about the time that a process takes to wake up."""
 
 _BY_NAME: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
@@ -50,27 +46,18 @@ class Source:
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record(torch.cuda.current_stream(tensor.device))
 
-    def copy_to(self, view: memoryview, soon: Callable[[], None]) -> None:
-        """The one copy: strides, if any, are undone on the way. `soon` is called near its end."""
+    def copy_to(self, view: memoryview) -> None:
+        """The one copy: strides, if any, are undone on the way."""
         dtype, shape = describe(self._tensor)
         target = as_tensor(view, dtype, shape)
         if self._ready is None:
-            if self._tensor.is_contiguous() and view.nbytes > 2 * TAIL_BYTES:
-                source = self._tensor.view(-1).view(torch.uint8)
-                target = target.view(-1).view(torch.uint8)
-                target[:-TAIL_BYTES].copy_(source[:-TAIL_BYTES])
-                soon()
-                target[-TAIL_BYTES:].copy_(source[-TAIL_BYTES:])
-            else:
-                soon()
-                target.copy_(self._tensor)
+            target.copy_(self._tensor)
             return
         stream = _side_stream(self._tensor.device)
         with torch.cuda.stream(stream):
             stream.wait_event(self._ready)
             target.copy_(self._tensor, non_blocking=True)
             self._tensor.record_stream(stream)
-        soon()
         stream.synchronize()
 
 

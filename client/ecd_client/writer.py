@@ -150,7 +150,7 @@ def _write(conversation: Conversation, reply: pb.ReserveReply, copy_to: CopyTo) 
 def _copy_and_commit(conversation: Conversation, reserved: pb.Reserved, copy_to: CopyTo) -> None:
     session, reservations = conversation.token, [reserved.reservation]
     try:
-        copy_to(conversation.write_view(reserved.extent), lambda: None)
+        copy_to(conversation.write_view(reserved.extent))
     except BaseException:
         abort = pb.AbortRequest(session=session, reservations=reservations)
         conversation.calls.now("abort", abort)

@@ -159,6 +159,8 @@ class Cache:
         refusal = self._taken(key)
         if refusal is not None:
             return refusal
+        if self._clients.is_putting(key):
+            return BeingWritten()
         if len(owner.reservations) >= self.limits.reservations_per_session:
             return self._refuse("reservations", self.limits.reservations_per_session)
         if content.nbytes > self._allocator.pool_bytes:
@@ -225,21 +227,23 @@ class Cache:
     def grant(self, session: SessionId, nbytes: int) -> bool:
         """Memory for entries to come, in place of what the session was granted before.
 
-        Only what is free anyway: False, if that has no such piece. It goes back when the session
-        ends, and when room is needed.
+        Only what is free anyway: False, if that has no such piece; then all stays as it was. It
+        goes back when the session ends, and when room is needed.
         """
         if self._sessions.get(session) is None:
             return False
-        self._take_back_grant(session)
         rounded = self._allocator.rounded_bytes(nbytes)
-        if self.granted_bytes + rounded > self.limits.granted_share * self._allocator.pool_bytes:
+        granted = self.granted_bytes + rounded - self._grants.held(session)
+        if granted > self.limits.granted_share * self._allocator.pool_bytes:
             return False
         extent = self._allocator.allocate(rounded)
         if extent is None:
             return False
-        if not self._clients.grant(session, extent):
+        begun = self._clients.grant(session, extent)
+        if begun is None:
             self._allocator.free(extent)
             return False
+        self._grants.give_back(session, begun)
         self._grants.add(session, extent)
         return True
 

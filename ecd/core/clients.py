@@ -55,11 +55,14 @@ class Clients(Protocol):
 
     def take_uses(self) -> Uses: ...
 
-    def grant(self, session: SessionId, extent: Extent) -> bool:
-        """The session may write entries there. False: it cannot be told."""
+    def grant(self, session: SessionId, extent: Extent) -> list[Extent] | None:
+        """The session may write entries there, and begin none where it was granted memory before.
+
+        What it has begun there, or finished and not been told. None: it cannot be told.
+        """
 
     def revoke(self, session: SessionId) -> list[Extent]:
-        """It may begin no more entries there. What it has begun, or finished and not been told."""
+        """It may begin no more entries. What it has begun, or finished and not been told."""
 
     def is_putting(self, key: Key) -> bool:
         """Whether somebody writes this key where memory was granted."""
@@ -86,8 +89,8 @@ class NoClients:
     def take_uses(self) -> Uses:
         return Uses()
 
-    def grant(self, session: SessionId, extent: Extent) -> bool:
-        return False
+    def grant(self, session: SessionId, extent: Extent) -> list[Extent] | None:
+        return None
 
     def revoke(self, session: SessionId) -> list[Extent]:
         return []

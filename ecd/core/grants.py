@@ -36,6 +36,10 @@ class Grants:
         pieces = self._pieces.get(session, {})
         return max((end - start for start, end in pieces.items()), default=0)
 
+    def held(self, session: SessionId) -> int:
+        """All of the session's pieces, in bytes."""
+        return sum(end - start for start, end in self._pieces.get(session, {}).items())
+
     def take(self, session: SessionId, extent: Extent) -> bool:
         """Cut an extent out for an entry. False: it is not in the session's pieces."""
         if extent.pool != 0 or extent.offset % GRANULE_BYTES:

@@ -29,6 +29,7 @@ from ecd_proto.shm import (
     REMOVALS_WORD,
     RESERVATIONS_WORD,
     ROW_BYTES,
+    STORES_IN_ORDER,
     UNLISTED_WORD,
     IndexShape,
     Row,
@@ -155,7 +156,8 @@ class MappedIndex:
         pinned: set[int] = set()
         for page in self._pages.values():
             pinned.update(page.pinned())
-        barrier()
+        if not STORES_IN_ORDER:
+            barrier()
         pinned.discard(0)  # words that pin nothing
         return {EntryId(entry) for entry in pinned}
 
@@ -176,14 +178,20 @@ class MappedIndex:
             sum(uses.duplicates for uses in taken),
         )
 
-    def grant(self, session: SessionId, extent: Extent) -> bool:
+    def grant(self, session: SessionId, extent: Extent) -> list[Extent] | None:
         page = self._pages.get(session)
-        return page is not None and page.grant(extent)
+        if page is None or not page.grant(extent):
+            return None
+        return self._begun(page)
 
     def revoke(self, session: SessionId) -> list[Extent]:
-        """The barrier lets this see what was begun by all who saw the grant before."""
         page = self._pages[session]
         page.revoke()
+        return self._begun(page)
+
+    @staticmethod
+    def _begun(page: Page) -> list[Extent]:
+        """The barrier lets this see what was begun by all who saw the grant before."""
         barrier()
         return page.begun()
 
@@ -198,7 +206,7 @@ class MappedIndex:
         if session is None:
             return None
         puts = self._pages[session].finished_puts()
-        if puts:
+        if puts and not STORES_IN_ORDER:
             barrier()  # what they wrote is there for all who will see the rows
         return session, puts
 

@@ -177,6 +177,7 @@ class CacheService(pb_grpc.CacheServicer):
     ) -> None:
         async for request in request_iterator:
             started_s = time.perf_counter()
+            self._sessions.hear()
             name = request.WhichOneof("call")
             try:
                 if name is None:

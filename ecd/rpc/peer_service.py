@@ -81,6 +81,7 @@ class _Link:
 
     def take(self, request: pb.LinkRequest) -> None:
         """Act on one request. Raises InvalidRequest."""
+        self._sessions.hear()
         match request.WhichOneof("request"):
             case "lease":
                 self._lease(request.lease)

@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 GRANTED_PUTS = 8
 MIN_GRANT_BYTES, MAX_GRANT_BYTES = 4 << 20, 64 << 20
+KEPT_PUTS, KEPT_BYTES = 2, 1 << 20
+"""When less than this is left of a grant a new one takes its place: its client does not wait."""
 MAX_GRANT_SHARE = 1 / 16
 """Of the pool, to one session."""
-SOON_S = 200e-6
-"""How long a put that is said to be near is waited for, awake."""
 MAX_RINGS = 256
 """Taken in one turn of the event loop."""
 
@@ -52,14 +52,13 @@ class Bell:
     def listen(self, rung: Callable[[], None]) -> None:
         asyncio.get_running_loop().add_reader(self._socket.fileno(), rung)
 
-    def take(self) -> dict[int, bool]:
-        """The pages that were named since the last call, and whether for a put that is near."""
-        pages: dict[int, bool] = {}
+    def take(self) -> set[int]:
+        """The pages that were named since the last call."""
+        pages: set[int] = set()
         with contextlib.suppress(BlockingIOError):
             for _ in range(MAX_RINGS):
                 with contextlib.suppress(struct.error):  # anybody may send anything
-                    page, soon = BELL.unpack(self._socket.recv(BELL.size + 1))
-                    pages[page] = soon
+                    pages.update(BELL.unpack(self._socket.recv(BELL.size + 1)))
         return pages
 
     def close(self) -> None:
@@ -92,7 +91,12 @@ class Puts:
         self._bell, self._stored, self._observe = bell, stored, observe
 
     def listen(self) -> None:
-        self._bell.listen(self._rung)
+        self._bell.listen(self.hear)
+
+    def hear(self) -> None:
+        """Take what has been put: before anything is answered that could depend on it."""
+        for page in self._bell.take():
+            self._look_at(page)
 
     def grant(self, session: SessionId, nbytes: int) -> None:
         """Let the session have room for some more puts of this size."""
@@ -102,27 +106,19 @@ class Puts:
         while size >= rounded and not self._cache.grant(session, size):
             size //= 2
 
-    def _rung(self) -> None:
-        deadline_s = time.perf_counter() + SOON_S
-        for page, soon in self._bell.take().items():
-            while not self._look_at(page) and soon and time.perf_counter() < deadline_s:
-                pass  # going to sleep and waking up would take longer
-
-    def _look_at(self, page: int) -> bool:
-        """Take what was put there. False: nothing."""
+    def _look_at(self, page: int) -> None:
         session, puts = self._desks.finished_puts(page) or (None, [])
         if session is None or not puts:
-            return False
+            return
         for put in puts:
             started_s = time.perf_counter()
-            outcome = self._store(session, put)
-            if self._cache.grant_left(session) < put.content.nbytes:
+            self._desks.answer(session, put, self._store(session, put))
+            kept = max(KEPT_PUTS * put.content.nbytes, KEPT_BYTES)
+            if self._cache.grant_left(session) < kept:
                 self.grant(session, put.content.nbytes)
-            self._desks.answer(session, put, outcome)
             self._observe("Put", time.perf_counter() - started_s)
         self._sessions.arm()
         self._stored()
-        return True
 
     def _store(self, session: SessionId, put: Put) -> int:
         try:

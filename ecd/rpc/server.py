@@ -27,9 +27,13 @@ class _Calls(grpc.aio.ServerInterceptor):
     """Refuses calls while the daemon is not serving, names errors, measures time."""
 
     def __init__(
-        self, unavailable: Callable[[], str | None], observe: Callable[[str, float], None]
+        self,
+        unavailable: Callable[[], str | None],
+        hear: Callable[[], None],
+        observe: Callable[[str, float], None],
     ) -> None:
         self._unavailable = unavailable
+        self._hear = hear
         self._observe = observe
         self._handlers: dict[str, Any] = {}  # one wrapped handler a method
 
@@ -64,6 +68,7 @@ class _Calls(grpc.aio.ServerInterceptor):
             if reason is not None:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
             started_s = time.perf_counter()
+            self._hear()
             try:
                 return await behavior(request, context)
             except (InvalidRequest, SessionOver) as error:
@@ -82,10 +87,12 @@ class Server:
         self,
         service: CacheService,
         unavailable: Callable[[], str | None],
+        hear: Callable[[], None],
         observe: Callable[[str, float], None],
     ) -> None:
+        """`hear` is called before each call: what was put before it is stored by then."""
         self._server = grpc.aio.server(
-            interceptors=[_Calls(unavailable, observe)],
+            interceptors=[_Calls(unavailable, hear, observe)],
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

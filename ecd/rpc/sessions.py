@@ -108,6 +108,8 @@ class Sessions:
         self._incarnation = incarnation
         self._daemon, self._node = daemon, node
         self._now_s = now_s
+        self.hear: Callable[[], None] = lambda: None
+        """Takes what was put without a call: before anything that could depend on it."""
         self._by_token: dict[str, Stream] = {}
         self._by_session: dict[SessionId, Stream] = {}
         self._elsewhere: dict[SessionId, Callable[[Wakeup], None]] = {}
@@ -323,6 +325,7 @@ class Sessions:
     # -- the end of a session ------------------------------------------------------------------
 
     def _end(self, stream: Stream) -> None:
+        self.hear()
         del self._by_token[stream.token]
         del self._by_session[stream.session]
         self.deliver(self._cache.leave_session(stream.session))

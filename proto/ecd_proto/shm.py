@@ -66,7 +66,7 @@ def is_session_locked(fd: int, offset: int) -> bool:
 # -- the index -------------------------------------------------------------------------------------
 
 INDEX_MAGIC = b"ecdindex"
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 INDEX_HEADER_BYTES = 4096
 _INDEX_HEADER = struct.Struct("<8sIIQQQQ")  # magic, version, bytes of a row, then IndexShape
 REMOVALS_WORD = 8
@@ -231,6 +231,8 @@ PAGE_BYTES = 5 * 4096
 PINS_USED_WORD = 0
 """How many of the pins were ever used: the daemon looks no further."""
 USES_WORD, USED_BYTES_WORD, MISSES_WORD, DUPLICATES_WORD = 1, 2, 3, 4
+PUTS_WORD = 5
+"""How many of the puts have a number: who looks for one looks no further if none has."""
 FIRST_PIN_WORD = 8
 MAX_PINS = 4096 // 8 - FIRST_PIN_WORD
 FIRST_USE_WORD = 4096 // 8
@@ -246,13 +248,14 @@ FIRST_PUT_WORD = 2 * 4096 // 8
 PUT_WORDS = 8 + ROW_BYTES // 8
 PUT_NUMBER, PUT_DONE, PUT_ROW = 0, 1, 8
 """Words of a put: its number (0: none; never used twice), that number again once the bytes are
-written, and a row that says where they are and what."""
+written, and a row that says where they are and what. A put that is done becomes an entry, unless
+its key is reserved by a call: who finds one without an answer finds the entry a moment later."""
 
 DESK_BYTES = 256
 """What the daemon tells one session: its grant, and the answer to each of its puts."""
 GRANT_WORD, FIRST_ANSWER_WORD = 0, 8
 STORED, DUPLICATE, REFUSED = 1, 2, 3
-BELL = struct.Struct("<I?")  # what is sent to the bell: the number of a page; put soon, or now?
+BELL = struct.Struct("<I")  # what is sent to the bell: the number of a page
 _GRANTS, _STARTS, _SIZES = 1 << 20, 1 << 28, 1 << 16
 
 
@@ -288,6 +291,10 @@ def answer_to(put: int, word: int) -> int:
 
 
 # -- barriers --------------------------------------------------------------------------------------
+
+STORES_IN_ORDER = platform.machine() == "x86_64"
+"""Who sees a store here sees what its thread stored before, and what that thread loaded before was
+loaded (Sewell et al., x86-TSO, CACM 53(7), 2010)."""
 
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
 _QUERY, _BARRIER, _REGISTER = 0, 1 << 1, 1 << 2  # MEMBARRIER_CMD_..._GLOBAL_EXPEDITED

@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +13,11 @@ import pytest
 import torch
 
 from ecd_client import Client, DaemonUnavailable
-from ecd_client.puts import What
+from ecd_client.calls import open_channel
+from ecd_client.puts import MAX_UNANSWERED, What
 from ecd_proto.shm import FIRST_PUT_WORD, MAX_PUTS, PUT_WORDS
+from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.daemon import Daemon, eventually
 
 MIB = 1 << 20
@@ -83,7 +88,7 @@ def test_what_is_being_written_outlives_its_grant(daemon: Daemon) -> None:
     with Client(daemon.address) as client, Client(daemon.address) as other:
         client.put("first", filled(MIB, 1))
 
-        def copy_to(view: memoryview, soon: Callable[[], None]) -> None:
+        def copy_to(view: memoryview) -> None:
             copying.set()
             go_on.wait(20)
             view[:] = b"\x07" * len(view)
@@ -111,7 +116,7 @@ def test_a_copy_that_fails_stores_nothing_and_keeps_nothing(daemon: Daemon) -> N
         client.put("first", filled(MIB, 1))
         what = What("default", "k", "uint8", (MIB,), MIB, b"", 0.0)
 
-        def copy_to(view: memoryview, soon: Callable[[], None]) -> None:
+        def copy_to(view: memoryview) -> None:
             raise OSError("the device is gone")
 
         for _ in range(MAX_PUTS + 1):
@@ -122,22 +127,85 @@ def test_a_copy_that_fails_stores_nothing_and_keeps_nothing(daemon: Daemon) -> N
         daemon.check_nothing_leaked()
 
 
-def test_a_stopped_daemon_costs_a_bounded_wait(daemon: Daemon) -> None:
-    with Client(daemon.address, call_timeout=0.5) as client:
-        client.put("first", filled(MIB, 1))
+def test_whoever_looks_after_a_put_sees_it(daemon: Daemon) -> None:
+    """In memory and by calls, though the daemon lists it a moment later; a last put too."""
+    with Client(daemon.address) as client, Client(daemon.address) as other:
+        stub = pb_grpc.CacheStub(open_channel(daemon.address))
+        client.put("first", filled(5000, 1))
+        for number in range(500):
+            key = f"k{number}"
+            client.put(key, filled(5000, number % 251))
+            match number % 4:
+                case 0:
+                    with other.get(key) as item:
+                        assert (item.tensor == number % 251).all()
+                case 1:
+                    assert other.contains([key]) == [True]
+                case 2:
+                    wanted = [pb.Key(namespace="default", mm_hash=key)]
+                    assert stub.Contains(pb.ContainsRequest(keys=wanted)).contained == [True]
+                case 3:
+                    assert stub.Status(pb.StatusRequest()).entries == number + 2
+        assert daemon.calls("Put") == 500
+        client.put("last", filled(5000, 1))
+        client.close()
+        assert other.contains(["last"]) == [True]
+
+
+def test_what_is_put_while_the_daemon_is_stopped_is_bounded_and_kept(daemon: Daemon) -> None:
+    with (
+        Client(daemon.address, call_timeout=0.5) as client,
+        Client(daemon.address, call_timeout=0.5) as other,
+    ):
+        client.put("first", filled(5000, 1))
+        other.get("first").close()
         os.kill(daemon.pid, signal.SIGSTOP)
+        stored = []
+
+        def put_many() -> None:
+            for number in range(MAX_PUTS):
+                client.put(f"k{number}", filled(5000, number))
+                stored.append(number)
+
         try:
             started = time.monotonic()
             with pytest.raises(DaemonUnavailable, match="in time"):
-                client.put("k", filled(MIB, 1))
+                put_many()
             assert time.monotonic() - started < 3
+            assert stored == list(range(MAX_UNANSWERED))
+            assert other.contains(["k0", "k7", f"k{MAX_PUTS}"]) == [True, True, False]
+            started = time.monotonic()
+            assert other.get_now("k0") is None
+            assert time.monotonic() - started < 0.5
+            assert other.is_coming("k0")
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
         client.wait_connected(10)
+        for number in stored:
+            with client.get(f"k{number}") as item:
+                assert (item.tensor == number).all()
         client.put("k", filled(MIB, 1))
         with client.get("k") as item:
             assert (item.tensor == 1).all()
-        daemon.check_nothing_leaked()
+    daemon.check_nothing_leaked()
+
+
+def test_what_a_killed_client_had_put_is_kept(daemon: Daemon) -> None:
+    program = """
+import os, signal, sys, torch
+from ecd_client import Client
+client = Client(sys.argv[1])
+for number in range(8):
+    client.put(str(number), torch.full((5000,), number, dtype=torch.uint8))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    died = subprocess.run([sys.executable, "-c", program, daemon.address], timeout=60)
+    assert died.returncode == -signal.SIGKILL
+    with Client(daemon.address) as client:
+        for number in range(8):
+            with client.get(str(number)) as item:
+                assert (item.tensor == number).all()
+    daemon.check_nothing_leaked()
 
 
 def test_two_writers_of_one_key_store_one(daemon: Daemon) -> None:
@@ -155,7 +223,11 @@ def test_two_writers_of_one_key_store_one(daemon: Daemon) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert all(a != b for a, b in zip(outcomes[0], outcomes[1], strict=True))
+        assert all(a or b for a, b in zip(outcomes[0], outcomes[1], strict=True))
+        assert daemon.status().counters.puts == 202
+        for number in range(200):
+            with first.get(f"k{number}") as item:
+                assert (item.tensor == number % 251).all()
     daemon.check_nothing_leaked()
 
 
@@ -174,7 +246,7 @@ def test_what_is_on_its_way_can_be_seen(daemon: Daemon) -> None:
     """An engine asks only for what may come: a miss that costs no call costs no step."""
     copying, go_on = threading.Event(), threading.Event()
 
-    def copy_to(view: memoryview, soon: Callable[[], None]) -> None:
+    def copy_to(view: memoryview) -> None:
         copying.set()
         go_on.wait(20)
 
@@ -189,7 +261,7 @@ def test_what_is_on_its_way_can_be_seen(daemon: Daemon) -> None:
             assert reader.get_now(key) is None
             go_on.set()
             thread.join()
-            assert not reader.is_coming(key)
+            eventually(lambda k=key: not reader.is_coming(k))
             reader.get_now(key).close()
             copying.clear()
             go_on.clear()

@@ -103,9 +103,9 @@ def run_worker(address: str, without: str, seed: int) -> None:
     is_granted = ecd_client.puts.Puts._is_granted
 
     def slow_finish(self, begun, copy_to, over, timeout_s):
-        def slow_copy(soon) -> None:
+        def slow_copy() -> None:
             pause()
-            copy_to(soon)
+            copy_to()
             pause()
 
         return finish(self, begun, slow_copy, over, timeout_s)

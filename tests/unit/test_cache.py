@@ -130,9 +130,10 @@ class Board:
         nbytes = sum(info.content.nbytes for info in uses)
         return Uses(tuple(info.entry for info in uses), len(uses), nbytes)
 
-    def grant(self, session: SessionId, extent: Extent) -> bool:
+    def grant(self, session: SessionId, extent: Extent) -> list[Extent] | None:
+        begun = self.revoke(session)
         self.grants[session] = extent
-        return True
+        return begun
 
     def revoke(self, session: SessionId) -> list[Extent]:
         self.grants.pop(session, None)
@@ -338,7 +339,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert was_stored
                 self.counted["duplicates"] += 1
             case BeingWritten():
-                assert key in self.writing()
+                assert key in self.writing() or self.board.is_putting(key)
             case LimitReached():
                 held = len(model.writers) + len(self.set_aside.get(session, ()))
                 assert held == LIMITS.reservations_per_session
@@ -351,6 +352,7 @@ class CacheMachine(RuleBasedStateMachine):
             case Reserved(entry, extent):
                 assert not was_stored
                 assert key not in self.writing()
+                assert not self.board.is_putting(key)
                 assert extent.nbytes == nbytes
                 self.tag += 1
                 writer = Writer(self.tag, key, extent)
@@ -443,6 +445,7 @@ class CacheMachine(RuleBasedStateMachine):
     def grant(self, data: st.DataObject, nbytes: int) -> None:
         session = self.any_open(data)
         stored = set(self.stored)
+        before = self.board.grants.get(session), self.cache.granted_bytes
         if self.cache.grant(session, nbytes):
             extent = self.board.grants.pop(session)
             assert extent.nbytes >= nbytes
@@ -450,8 +453,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.assert_free(extent)
             self.board.grants[session] = extent
         else:
-            left = self.board.grants.get(session)
-            assert left is None or left.nbytes == 0
+            assert before == (self.board.grants.get(session), self.cache.granted_bytes)
         assert self.cache.granted_bytes <= LIMITS.granted_share * self.granules * GRANULE_BYTES + (
             sum(len(self.span(w.extent)) for w in self.begun_writers()) * GRANULE_BYTES
         )
