@@ -21,9 +21,10 @@ from ecd_proto.shm import (
     BELL,
     DESK_BYTES,
     FIRST_ANSWER_WORD,
+    FIRST_GRANT_WORD,
     FIRST_PUT_WORD,
-    GRANT_WORD,
     INDEX_HEADER_BYTES,
+    MAX_GRANTS,
     MAX_PUTS,
     PUT_DONE,
     PUT_NUMBER,
@@ -96,7 +97,8 @@ class Puts:
         self._unanswered: list[Begun] = []
         self._records: set[bytes] = set()  # of what is begun, and has no answer
         self._last = 0
-        self._grant = self._cursor = self._end = 0
+        self._grants = [0] * MAX_GRANTS
+        self._pieces = [(0, 0)] * MAX_GRANTS  # what is left of each: from, to
 
     def begin(self, what: What) -> Begun | None:
         """Announce a put in the granted memory. None: it takes a call.
@@ -149,20 +151,18 @@ class Puts:
     # -- steps ---------------------------------------------------------------------------------
 
     def _begin(self, what: What, record: bytes) -> Begun | None:
-        rounded = max(1, -(-what.nbytes // GRANULE_BYTES)) * GRANULE_BYTES
         with self._lock:
             self._leave_answered()
-            grant = self._desk[GRANT_WORD]
-            if grant != self._grant:
-                self._grant, now = grant, unpack_grant(grant)
-                self._cursor, self._end = now.offset, now.offset + now.nbytes
-            fits = grant and self._cursor + rounded <= self._end and self._places
-            if not fits or record in self._records:
+            if not self._places or record in self._records:
                 return None
+            piece = self._take_piece(max(1, -(-what.nbytes // GRANULE_BYTES)) * GRANULE_BYTES)
+            if piece is None:
+                return None
+            number, offset = piece
+            grant = self._grants[number]
             self._last += 1
-            begun = Begun(self._places.pop(), self._last, self._cursor, what.nbytes, record)
+            begun = Begun(self._places.pop(), self._last, offset, what.nbytes, record)
             self._records.add(record)
-            self._cursor += rounded
             self._words[PUTS_WORD] += 1
         row = pack_row(
             record,
@@ -183,13 +183,27 @@ class Puts:
         start = (at + PUT_ROW) * 8
         self._memory[start : start + ROW_BYTES] = row
         self._words[at + PUT_NUMBER] = begun.number
-        if row_asks(row) or not self._is_granted(grant):
+        if row_asks(row) or not self._is_granted(number, grant):
             self.leave(begun)
             return None
         return begun
 
-    def _is_granted(self, grant: int) -> bool:
-        return self._desk[GRANT_WORD] == grant
+    def _take_piece(self, nbytes: int) -> tuple[int, int] | None:
+        """Cut off the grant: of which of its pieces, and where that is. None: it has no such."""
+        words = self._desk[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
+        for number, word in enumerate(words):
+            if word != self._grants[number]:
+                grant = unpack_grant(word)
+                self._pieces[number] = grant.offset, grant.offset + grant.nbytes
+                self._grants[number] = word
+            start, end = self._pieces[number]
+            if start + nbytes <= end:
+                self._pieces[number] = start + nbytes, end
+                return number, start
+        return None
+
+    def _is_granted(self, number: int, grant: int) -> bool:
+        return self._desk[FIRST_GRANT_WORD + number] == grant
 
     def _leave_answered(self) -> None:
         still = []

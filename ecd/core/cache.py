@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ecd.core.allocator import Allocator
-from ecd.core.clients import Clients, NoClients
+from ecd.core.clients import MAX_PIECES, Clients, NoClients
 from ecd.core.eviction import Lru, Policy, plan
 from ecd.core.grants import Grants
 from ecd.core.index import Entry, Index
@@ -224,28 +224,39 @@ class Cache:
 
     # -- writing without asking ----------------------------------------------------------------
 
-    def grant(self, session: SessionId, nbytes: int) -> bool:
-        """Memory for entries to come, in place of what the session was granted before.
+    def grant(self, session: SessionId, nbytes: int, puts: int) -> bool:
+        """Memory for up to `puts` entries of `nbytes`, in place of what the session was granted.
 
-        Only what is free anyway: False, if that has no such piece; then all stays as it was. It
-        goes back when the session ends, and when room is needed.
+        Only what is free anyway, in MAX_PIECES at most. False: there is none, and all stays as it
+        was. It goes back when the session ends, and when room is needed.
         """
         if self._sessions.get(session) is None:
             return False
         rounded = self._allocator.rounded_bytes(nbytes)
-        granted = self.granted_bytes + rounded - self._grants.held(session)
-        if granted > self.limits.granted_share * self._allocator.pool_bytes:
-            return False
-        extent = self._allocator.allocate(rounded)
-        if extent is None:
-            return False
-        begun = self._clients.grant(session, extent)
+        others = self.granted_bytes - self._grants.held(session)
+        most = int(self.limits.granted_share * self._allocator.pool_bytes) - others
+        pieces = self._free_pieces(rounded, min(puts, most // rounded))
+        begun = self._clients.grant(session, pieces) if pieces else None
         if begun is None:
-            self._allocator.free(extent)
+            for piece in pieces:
+                self._allocator.free(piece)
             return False
         self._grants.give_back(session, begun)
-        self._grants.add(session, extent)
+        for piece in pieces:
+            self._grants.add(session, piece)
         return True
+
+    def _free_pieces(self, nbytes: int, count: int) -> list[Extent]:
+        """Room for up to `count` times `nbytes`, in as few pieces as there can be."""
+        pieces: list[Extent] = []
+        while count > 0 and len(pieces) < MAX_PIECES:
+            fit = min(count, self._allocator.largest_free_bytes // nbytes)
+            piece = self._allocator.allocate(fit * nbytes) if fit else None
+            if piece is None:
+                break
+            pieces.append(piece)
+            count -= fit
+        return pieces
 
     def put(
         self, session: SessionId, key: Key, content: Content, extent: Extent, now_s: float
@@ -261,9 +272,9 @@ class Cache:
         self._index.add(entry)
         return self._publish(entry, now_s, None)
 
-    def grant_left(self, session: SessionId) -> int:
-        """The largest entry that the session can `put`, in bytes."""
-        return self._grants.left(session)
+    def puts_left(self, session: SessionId, nbytes: int) -> int:
+        """How many entries of this size the session can `put`."""
+        return self._grants.room(session, self._allocator.rounded_bytes(nbytes))
 
     @property
     def granted_bytes(self) -> int:

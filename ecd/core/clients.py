@@ -8,10 +8,14 @@ the same way: it is taken back first, and what a writer had announced by then st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId
+
+MAX_PIECES = 16
+"""Of memory, in one grant: a pool that is full has free memory in small pieces."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Clients(Protocol):
 
     def take_uses(self) -> Uses: ...
 
-    def grant(self, session: SessionId, extent: Extent) -> list[Extent] | None:
+    def grant(self, session: SessionId, pieces: Sequence[Extent]) -> list[Extent] | None:
         """The session may write entries there, and begin none where it was granted memory before.
 
         What it has begun there, or finished and not been told. None: it cannot be told.
@@ -89,7 +93,7 @@ class NoClients:
     def take_uses(self) -> Uses:
         return Uses()
 
-    def grant(self, session: SessionId, extent: Extent) -> list[Extent] | None:
+    def grant(self, session: SessionId, pieces: Sequence[Extent]) -> list[Extent] | None:
         return None
 
     def revoke(self, session: SessionId) -> list[Extent]:

@@ -12,7 +12,7 @@ class Grants:
     """What each session may still turn into entries, as pieces of the pool.
 
     A session has one grant that it takes from, and what is left of those before it that it had
-    begun to write to: a few pieces, so that going through them all is cheap.
+    begun to write to: some pieces, so that going through them all is cheap.
     """
 
     def __init__(self, allocator: Allocator) -> None:
@@ -31,10 +31,9 @@ class Grants:
         self._pieces.setdefault(session, {})[start] = end
         self.nbytes += end - start
 
-    def left(self, session: SessionId) -> int:
-        """The largest of the session's pieces, in bytes."""
-        pieces = self._pieces.get(session, {})
-        return max((end - start for start, end in pieces.items()), default=0)
+    def room(self, session: SessionId, nbytes: int) -> int:
+        """For how many extents of so many bytes, whole granules."""
+        return sum((e - s) // nbytes for s, e in self._pieces.get(session, {}).items())
 
     def held(self, session: SessionId) -> int:
         """All of the session's pieces, in bytes."""

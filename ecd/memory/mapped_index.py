@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 from ecd.core.allocator import GRANULE_BYTES
@@ -178,9 +179,9 @@ class MappedIndex:
             sum(uses.duplicates for uses in taken),
         )
 
-    def grant(self, session: SessionId, extent: Extent) -> list[Extent] | None:
+    def grant(self, session: SessionId, pieces: Sequence[Extent]) -> list[Extent] | None:
         page = self._pages.get(session)
-        if page is None or not page.grant(extent):
+        if page is None or not page.grant(pieces):
             return None
         return self._begun(page)
 

@@ -7,17 +7,19 @@ client can be harmed by it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 from ecd.core.clients import Put, Uses
 from ecd.core.types import Content, EntryId, Extent, Key
 from ecd_proto.shm import (
     DUPLICATES_WORD,
     FIRST_ANSWER_WORD,
+    FIRST_GRANT_WORD,
     FIRST_PIN_WORD,
     FIRST_PUT_WORD,
     FIRST_USE_WORD,
-    GRANT_WORD,
     KEPT_USES,
+    MAX_GRANTS,
     MAX_PINS,
     MAX_PUTS,
     PINS_USED_WORD,
@@ -76,16 +78,20 @@ class Page:
 
     # -- writing -------------------------------------------------------------------------------
 
-    def grant(self, extent: Extent) -> bool:
-        self._grants += 1
-        word = pack_grant(Grant(self._grants, extent.offset, extent.nbytes))
-        if word is None:
-            return False
-        self._desk[GRANT_WORD] = word
+    def grant(self, pieces: Sequence[Extent]) -> bool:
+        words = [0] * MAX_GRANTS
+        for place, piece in enumerate(pieces):
+            self._grants += 1
+            word = pack_grant(Grant(self._grants, piece.offset, piece.nbytes))
+            if word is None:
+                return False
+            words[place] = word
+        for place, word in enumerate(words):
+            self._desk[FIRST_GRANT_WORD + place] = word
         return True
 
     def revoke(self) -> None:
-        self._desk[GRANT_WORD] = 0
+        self.grant(())
 
     def begun(self) -> list[Extent]:
         """What its client may be writing to, or has written and was not answered."""

@@ -25,9 +25,8 @@ from ecd_proto.shm import BELL, DUPLICATE, REFUSED, STORED
 
 logger = logging.getLogger(__name__)
 
-GRANTED_PUTS = 8
-MIN_GRANT_BYTES, MAX_GRANT_BYTES = 4 << 20, 64 << 20
-KEPT_PUTS, KEPT_BYTES = 2, 1 << 20
+GRANTED_PUTS, MIN_GRANT_BYTES, MAX_GRANT_BYTES = 8, 4 << 20, 64 << 20
+KEPT_PUTS, KEPT_BYTES = (2, 8), 1 << 20
 """When less than this is left of a grant a new one takes its place: its client does not wait."""
 MAX_GRANT_SHARE = 1 / 16
 """Of the pool, to one session."""
@@ -99,12 +98,13 @@ class Puts:
             self._look_at(page)
 
     def grant(self, session: SessionId, nbytes: int) -> None:
-        """Let the session have room for some more puts of this size."""
+        """Let the session have room for some more puts of this size, unless it has."""
         rounded = self._cache.allocator.rounded_bytes(nbytes)
-        most = min(MAX_GRANT_BYTES, int(MAX_GRANT_SHARE * self._cache.allocator.pool_bytes))
-        size = min(most, max(MIN_GRANT_BYTES, GRANTED_PUTS * rounded))
-        while size >= rounded and not self._cache.grant(session, size):
-            size //= 2
+        fewest, enough = KEPT_PUTS
+        if self._cache.puts_left(session, nbytes) < max(fewest, min(enough, KEPT_BYTES // rounded)):
+            most = min(MAX_GRANT_BYTES, int(MAX_GRANT_SHARE * self._cache.allocator.pool_bytes))
+            puts = max(GRANTED_PUTS, MIN_GRANT_BYTES // rounded)
+            self._cache.grant(session, nbytes, min(puts, most // rounded))
 
     def _look_at(self, page: int) -> None:
         session, puts = self._desks.finished_puts(page) or (None, [])
@@ -113,9 +113,7 @@ class Puts:
         for put in puts:
             started_s = time.perf_counter()
             self._desks.answer(session, put, self._store(session, put))
-            kept = max(KEPT_PUTS * put.content.nbytes, KEPT_BYTES)
-            if self._cache.grant_left(session) < kept:
-                self.grant(session, put.content.nbytes)
+            self.grant(session, put.content.nbytes)
             self._observe("Put", time.perf_counter() - started_s)
         self._sessions.arm()
         self._stored()

@@ -252,8 +252,9 @@ written, and a row that says where they are and what. A put that is done becomes
 its key is reserved by a call: who finds one without an answer finds the entry a moment later."""
 
 DESK_BYTES = 256
-"""What the daemon tells one session: its grant, and the answer to each of its puts."""
-GRANT_WORD, FIRST_ANSWER_WORD = 0, 8
+"""What the daemon tells one session: its grant, in pieces, and the answer to each of its puts."""
+FIRST_GRANT_WORD, FIRST_ANSWER_WORD = 0, 16
+MAX_GRANTS = 16
 STORED, DUPLICATE, REFUSED = 1, 2, 3
 BELL = struct.Struct("<I")  # what is sent to the bell: the number of a page
 _GRANTS, _STARTS, _SIZES = 1 << 20, 1 << 28, 1 << 16

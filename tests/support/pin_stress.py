@@ -60,8 +60,7 @@ def run_daemon(without: str) -> None:
     if without == "lock":
         Sessions._take_back = lambda self, session, pause_s: self._cache.close_session(session)
     if without == "claim":
-        revoke = MappedIndex.revoke
-        MappedIndex.revoke = lambda self, session: revoke(self, session) and []
+        MappedIndex._begun = staticmethod(lambda page: [])
     if without == "hide":
         hide, show, late = MappedIndex.hide, MappedIndex.show, []
 
@@ -100,6 +99,7 @@ def run_worker(address: str, without: str, seed: int) -> None:
     if without == "recheck":
         ecd_client.index.row_mark = lambda row: b""
     finish = ecd_client.puts.Puts.finish
+    take_piece = ecd_client.puts.Puts._take_piece
     is_granted = ecd_client.puts.Puts._is_granted
 
     def slow_finish(self, begun, copy_to, over, timeout_s):
@@ -110,12 +110,18 @@ def run_worker(address: str, without: str, seed: int) -> None:
 
         return finish(self, begun, slow_copy, over, timeout_s)
 
-    def slow_is_granted(self, grant: int) -> bool:
+    def slow_take_piece(self, nbytes: int) -> tuple[int, int] | None:
+        piece = take_piece(self, nbytes)
         for _ in range(5):  # the window is small
             pause()
-        return is_granted(self, grant) or without == "regrant"
+        return piece
+
+    def slow_is_granted(self, number: int, grant: int) -> bool:
+        pause()
+        return is_granted(self, number, grant) or without == "regrant"
 
     ecd_client.puts.Puts.finish = slow_finish
+    ecd_client.puts.Puts._take_piece = slow_take_piece
     ecd_client.puts.Puts._is_granted = slow_is_granted
     counts = dict.fromkeys(("gets", "puts", "misses", "wrong", "broken"), 0)
     told = time.monotonic()

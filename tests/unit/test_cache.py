@@ -5,6 +5,7 @@ a late writer included, and every committed entry and every held lease must stil
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ecd.core.allocator import GRANULE_BYTES
 from ecd.core.cache import Cache
-from ecd.core.clients import Uses
+from ecd.core.clients import MAX_PIECES, Uses
 from ecd.core.types import (
     Aborted,
     AlreadyStored,
@@ -101,7 +102,7 @@ class Board:
         self.shown: dict[EntryId, EntryInfo] = {}
         self.pins: list[Pin] = []
         self.garbage: set[EntryId] = set()
-        self.grants: dict[SessionId, Extent] = {}  # what is left of them
+        self.grants: dict[SessionId, list[Extent]] = {}  # what is left of them
         self.begun: dict[SessionId, list[Writer]] = {}
         self.reservations = 0
         self.uses: list[EntryInfo] = []
@@ -130,9 +131,10 @@ class Board:
         nbytes = sum(info.content.nbytes for info in uses)
         return Uses(tuple(info.entry for info in uses), len(uses), nbytes)
 
-    def grant(self, session: SessionId, extent: Extent) -> list[Extent] | None:
+    def grant(self, session: SessionId, pieces: Sequence[Extent]) -> list[Extent] | None:
+        assert 0 < len(pieces) <= MAX_PIECES
         begun = self.revoke(session)
-        self.grants[session] = extent
+        self.grants[session] = list(pieces)
         return begun
 
     def revoke(self, session: SessionId) -> list[Extent]:
@@ -143,11 +145,12 @@ class Board:
         return any(writer.key == key for writers in self.begun.values() for writer in writers)
 
     def take_from_grant(self, session: SessionId, nbytes: int) -> Extent | None:
-        grant, rounded = self.grants[session], max(1, -(-nbytes // GRANULE_BYTES)) * GRANULE_BYTES
-        if rounded > grant.nbytes:
-            return None
-        self.grants[session] = Extent(0, grant.offset + rounded, grant.nbytes - rounded)
-        return Extent(0, grant.offset, nbytes)
+        rounded = max(1, -(-nbytes // GRANULE_BYTES)) * GRANULE_BYTES
+        for number, piece in enumerate(pieces := self.grants[session]):
+            if rounded <= piece.nbytes:
+                pieces[number] = Extent(0, piece.offset + rounded, piece.nbytes - rounded)
+                return Extent(0, piece.offset, nbytes)
+        return None
 
     def forget(self, session: SessionId) -> None:
         self.grants.pop(session, None)
@@ -369,7 +372,8 @@ class CacheMachine(RuleBasedStateMachine):
             taken |= {g for w in session.writers.values() for g in self.span(w.extent)}
             taken |= {g for r in session.readers.values() for g in self.span(r.extent)}
         taken |= {g for p in self.board.pins if p.held for g in self.span(p.info.extent)}
-        taken |= {g for e in self.board.grants.values() if e.nbytes for g in self.span(e)}
+        pieces = [p for pieces in self.board.grants.values() for p in pieces if p.nbytes]
+        taken |= {g for piece in pieces for g in self.span(piece)}
         taken |= {g for w in self.begun_writers() for g in self.span(w.extent)}
         for writers in self.set_aside.values():
             taken |= {g for w in writers.values() for g in self.span(w.extent)}
@@ -441,17 +445,18 @@ class CacheMachine(RuleBasedStateMachine):
         return [writer for writers in self.board.begun.values() for writer in writers]
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), nbytes=st.integers(1, 6 * GRANULE_BYTES))
-    def grant(self, data: st.DataObject, nbytes: int) -> None:
+    @rule(data=st.data(), nbytes=st.integers(1, 3 * GRANULE_BYTES), puts=st.integers(1, 4))
+    def grant(self, data: st.DataObject, nbytes: int, puts: int) -> None:
         session = self.any_open(data)
         stored = set(self.stored)
         before = self.board.grants.get(session), self.cache.granted_bytes
-        if self.cache.grant(session, nbytes):
-            extent = self.board.grants.pop(session)
-            assert extent.nbytes >= nbytes
-            assert self.cache.grant_left(session) >= nbytes
-            self.assert_free(extent)
-            self.board.grants[session] = extent
+        if self.cache.grant(session, nbytes, puts):
+            pieces = self.board.grants.pop(session)
+            assert all(piece.nbytes >= nbytes for piece in pieces)
+            assert self.cache.puts_left(session, nbytes) > 0
+            for piece in pieces:
+                self.assert_free(piece)
+            self.board.grants[session] = pieces
         else:
             assert before == (self.board.grants.get(session), self.cache.granted_bytes)
         assert self.cache.granted_bytes <= LIMITS.granted_share * self.granules * GRANULE_BYTES + (
