@@ -86,6 +86,17 @@ vllm:  ## build the vLLM environments; without ECD_REQUIRE_VLLM=1 a failure is o
 	    echo "*** vLLM $$version CANNOT BE INSTALLED HERE: its end-to-end tests will NOT run ***"; \
 	    test -z "$$ECD_REQUIRE_VLLM" || exit 1; }; done
 
+# LMCache's engine, for the benchmark alone: without what it needs CUDA or a cloud for.
+.venvs/lmcache/.ready: Makefile
+	@rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q torch==2.13.0
+	$(@D)/bin/pip install -q --no-deps lmcache==0.5.6
+	$(@D)/bin/pip install -q aiofile aiofiles aiohttp blake3 cachetools cryptography msgspec numba nvtx \
+	  'prometheus_client<=0.24.1' 'protobuf<7' psutil py-cpuinfo pyyaml pyzmq requests safetensors \
+	  sortedcontainers transformers rich typer -e .
+	@touch $@
+
 .PHONY: test
 test: check vllm test-system  ## everything that can run without a GPU, real vLLM included
 	$(BIN)/pytest
@@ -95,7 +106,7 @@ demo: $(VENV)/.ready  ## a daemon, a producer and a consumer process, and what h
 	@$(BIN)/python docs/examples/demo.py
 
 .PHONY: bench
-bench: $(VENV)/.ready test-system vllm  ## peers on one node, load, first tokens, two nodes, the directory, growth
+bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one node, load, first tokens, two nodes, the directory, growth
 	$(BIN)/python benchmarks/run.py --output docs/benchmarks/one-node.md --plot docs/benchmarks/one-node.png
 	$(BIN)/python benchmarks/load.py --output docs/benchmarks/load.md
 	$(BIN)/python benchmarks/ttft.py --output docs/benchmarks/ttft.md

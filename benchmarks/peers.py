@@ -9,6 +9,7 @@ import contextlib
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -144,6 +145,83 @@ class Store:
             self._store.register_buffer(tensor.data_ptr(), tensor.nbytes)
 
 
+class LMCache:
+    """LMCache's encoder-cache engine, in one process: memory, and a small disk because it must."""
+
+    def __init__(self, place: str, nbytes: int) -> None:
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.ec_engine import ECCacheEngine
+        from lmcache.v1.metadata import LMCacheMetadata
+
+        shape = (1, 2, 256, 1, 1)  # of a KV cache: it does not matter here
+        metadata = LMCacheMetadata("bench", 1, 1, 0, 0, torch.uint8, shape, role="worker")
+        config = LMCacheEngineConfig.from_defaults(
+            local_cpu=True,
+            max_local_cpu_size=FILES_BYTES / (1 << 30),
+            local_disk=f"{place}/",
+            max_local_disk_size=0.01,
+        )
+        self._engine = ECCacheEngine(config, metadata, torch.uint8)
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        assert self._engine.put(key, tensor.view(1, -1))
+
+    hold = None
+
+    def copy(self, key: str, target: torch.Tensor) -> None:
+        """The engine's own copy: it gives no other."""
+        assert self._engine.get(key, "cpu") is not None
+
+    def contains(self, key: str) -> bool:
+        return bool(self._engine.contains(key))
+
+
+class ExampleConnector:
+    """vLLM's ECExampleConnector: what its worker saves and loads, what its scheduler looks for."""
+
+    def __init__(self, place: str, nbytes: int) -> None:
+        from types import SimpleNamespace
+
+        from vllm.config import ECTransferConfig
+        from vllm.distributed.ec_transfer.ec_connector import example_connector as example
+        from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+
+        path = Path(place) / str(nbytes)
+        path.mkdir(exist_ok=True)
+        transfer = ECTransferConfig(
+            ec_connector="ECExampleConnector",
+            ec_role="ec_both",
+            ec_connector_extra_config={"shared_storage_path": str(path)},
+        )
+        config = SimpleNamespace(ec_transfer_config=transfer, model_config=None)
+        self._example = example
+        self._connector = example.ECExampleConnector(config, ECConnectorRole.WORKER)
+        self._path, self._keep = path, FILES_BYTES // nbytes
+        self._stored: deque[str] = deque()
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        self._connector.save_caches({key: tensor}, key)
+        self._stored.append(key)
+
+    def tidy(self) -> None:
+        """Nothing evicts files."""
+        while len(self._stored) > self._keep:
+            shutil.rmtree(self._path / self._stored.popleft())
+
+    hold = None
+
+    def copy(self, key: str, target: torch.Tensor) -> None:
+        wanted = self._example.ECExampleConnectorMetadata()
+        wanted.add_mm_data(self._example.MMMeta(key, 1))
+        self._connector.bind_connector_metadata(wanted)
+        loaded: dict[str, torch.Tensor] = {}
+        self._connector.start_load_caches(loaded)
+        target.copy_(loaded[key])
+
+    def contains(self, key: str) -> bool:
+        return bool(self._connector.has_cache_item(key))
+
+
 def _store(place: str, segment_bytes: int) -> Any:
     from mooncake.store import MooncakeDistributedStore
 
@@ -158,7 +236,24 @@ PEERS: dict[str, Callable[[str, int], Any]] = {
     "safetensors on tmpfs": Files,
     "Redis, unix socket": Redis,
     "Mooncake Store, tcp": Store,
+    "LMCache's engine, in one process": LMCache,
+    "vLLM's ECExampleConnector": ExampleConnector,
 }
+ALONE = "LMCache's engine, in one process"
+ENVIRONMENTS = Path(__file__).parents[1] / ".venvs"
+
+
+def environment_of(name: str) -> tuple[str, dict[str, str]]:
+    """The interpreter that has what the peer needs, and what to add to its environment."""
+    if name == ALONE:
+        return str(ENVIRONMENTS / "lmcache/bin/python"), {
+            "LMCACHE_LOG_LEVEL": "ERROR",
+            "LMCACHE_TRACK_USAGE": "false",
+        }
+    if name == "vLLM's ECExampleConnector":
+        site = ENVIRONMENTS.parent / "tests/e2e/site"
+        return str(ENVIRONMENTS / "vllm-0.32.0/bin/python"), {"PYTHONPATH": str(site)}
+    return sys.executable, {}
 
 
 @contextlib.contextmanager
@@ -170,7 +265,7 @@ def open_place(name: str, nbytes: int) -> Iterator[str]:
             daemon, address = start_daemon(directory, "ecd", nbytes)
             stack.callback(_end, daemon)
             yield address
-        elif name == "safetensors on tmpfs":
+        elif name in ("safetensors on tmpfs", ALONE, "vLLM's ECExampleConnector"):
             files = tempfile.mkdtemp(dir="/dev/shm", prefix="ecd-bench-")
             stack.callback(shutil.rmtree, files)
             yield files

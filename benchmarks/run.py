@@ -4,16 +4,19 @@
 
 One process writes, another reads, the peer lies between. Every round times a plain copy and the
 operation one after the other, over buffers that rotate, so that neither finds its bytes in the
-processor's caches. Each is done by several processes in turn; the medians of their medians, and the
-ratio of these to the plain copy's in the same run, are printed.
+processor's caches; what copies nothing is timed in a loop of its own. Each is done by several
+processes in turn; the medians of their medians, and the ratio of these to the plain copy's in the
+same run, are printed. LMCache's engine keeps what it has for its own process: there the reader
+reads what it has put itself.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
+import os
+import subprocess
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -21,7 +24,7 @@ from typing import Annotated
 import torch
 import typer
 from common import MIB, machine, markdown, show, timed_us
-from peers import PEERS, open_place
+from peers import ALONE, PEERS, environment_of, open_place
 from rich.console import Console
 
 from ecd_proto.mapping import Mapping
@@ -30,6 +33,8 @@ SIZES = {"64 KiB": 64 << 10, "1 MiB": MIB, "8 MiB": 8 * MIB, "32 MiB": 32 * MIB}
 POOL_BYTES = 1 << 30
 RING_BYTES = POOL_BYTES // 2
 PROCESSES = 3
+SHORT_ROUNDS = 400
+"""Of what copies nothing."""
 OPERATIONS = {
     "put": "until another process can get it",
     "get, private copy": "into memory of the reader's own",
@@ -87,26 +92,45 @@ def read(peer: str, place: str, nbytes: int, rounds: int, turn: int) -> dict[str
     torch.set_num_threads(1)
     client = PEERS[peer](place, nbytes)
     total = rounds_of(rounds, nbytes)
+    if peer == ALONE:  # nobody else can get what it keeps
+        for index in range(total):
+            client.put(f"{turn}-{index}", torch.full((nbytes,), index % 251, dtype=torch.uint8))
     here = [key for i in range(total) if client.contains(key := f"{turn}-{i}")][-200:]
     assert here, f"{peer} has kept nothing"
     time.sleep(2.0)
     sources, targets = Ring(nbytes), Ring(nbytes)
-    took: dict[str, list[float]] = {PLAIN: [], "get, private copy": [], "contains": []}
+    took: dict[str, list[float]] = {PLAIN: [], "get, private copy": []}
     for step in range(total):
         key = here[step % len(here)]
         target, source = targets.take(), sources.take()
         took[PLAIN].append(timed_us(lambda t=target, s=source: t.copy_(s)))
         target = targets.take()
         took["get, private copy"].append(timed_us(lambda k=key, t=target: client.copy(k, t)))
-        took["contains"].append(timed_us(lambda k=key: client.contains(k)))
-        if client.hold is not None:
-            took.setdefault("get, handle", []).append(timed_us(lambda k=key: client.hold(k)))
+    for name, action in (("get, handle", client.hold), ("contains", client.contains)):
+        if action is not None:
+            keys = (here * SHORT_ROUNDS)[:SHORT_ROUNDS]
+            took[name] = [timed_us(partial(action, key)) for key in keys]
     return {name: median(values) for name, values in took.items()}
 
 
-def in_process(work: Callable[..., dict[str, float]], *arguments: object) -> dict[str, float]:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(work, arguments)
+def in_process(work: str, peer: str, *arguments: object) -> dict[str, float]:
+    """What `work` of this module gives in the environment that the peer needs."""
+    python, environment = environment_of(peer)
+    program = (
+        "import json, sys, run; "
+        f"print(json.dumps(run.{work}(*json.loads(sys.argv[1]))), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [python, "-c", program, json.dumps([peer, *arguments])],
+        env=os.environ | environment,
+        cwd=Path(__file__).parent,
+        text=True,
+        capture_output=True,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{peer}:\n{done.stderr}")
+    results: dict[str, float] = json.loads(done.stderr.splitlines()[-1])
+    return results
 
 
 def measure(peer: str, rounds: int, progress: Console) -> dict[str, dict[str, float]]:
@@ -117,8 +141,8 @@ def measure(peer: str, rounds: int, progress: Console) -> dict[str, dict[str, fl
             progress.print(f"{peer}, {name} ...")
             turns = []
             for turn in range(PROCESSES):
-                written = in_process(write, peer, place, nbytes, rounds, turn)
-                turns.append(written | in_process(read, peer, place, nbytes, rounds, turn))
+                written = in_process("write", peer, place, nbytes, rounds, turn)
+                turns.append(written | in_process("read", peer, place, nbytes, rounds, turn))
             results[name] = {key: median(each[key] for each in turns) for key in turns[0]}
     return results
 

@@ -191,15 +191,24 @@ class Conversation:
         """
         if self.index is None or self.index.puts is None:
             return None
-        with contextlib.suppress(AskDaemon):
-            if self.index.contains(what.namespace, what.mm_hash):
-                self.index.note_duplicate()
-                return False
+        if self._is_stored(what):
+            return False
         begun = self.index.puts.begin(what)
         if begun is not None and self.index.is_put_elsewhere(begun.record):
             self.index.puts.leave(begun)  # the daemon says who of the two writes it
             return None
+        if begun is not None and self._is_stored(what):  # while this one was announced
+            self.index.puts.leave(begun)
+            return False
         return begun
+
+    def _is_stored(self, what: What) -> bool:
+        assert self.index is not None
+        with contextlib.suppress(AskDaemon):
+            if self.index.is_listed(what.namespace, what.mm_hash):
+                self.index.note_duplicate()
+                return True
+        return False
 
     def finish_put(self, begun: Begun, copy_to: CopyTo) -> bool | None:
         """Write it and let it be seen. False: it is stored already; None: it takes a call.

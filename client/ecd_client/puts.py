@@ -70,13 +70,17 @@ class What(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A put that is announced: its place among those of its session, and where it writes."""
+    """A put that is announced: its place among those of its session, and where it writes.
+
+    `asks`: somebody who made a call was writing something by then, perhaps the same key.
+    """
 
     place: int
     number: int
     offset: int
     nbytes: int
     record: bytes
+    asks: bool = False
 
 
 class Puts:
@@ -132,7 +136,7 @@ class Puts:
         with self._lock:  # a locked instruction, which completes even a copy past the caches
             self._words[_word_of(begun.place) + PUT_DONE] = begun.number
         lags = len(self._unanswered) >= MAX_UNANSWERED
-        if self._ring() and not (lags or self._header[RESERVATIONS_WORD] or over()):
+        if self._ring() and not (lags or begun.asks or over()):
             with self._lock:
                 self._unanswered.append(begun)
             return True
@@ -186,7 +190,7 @@ class Puts:
         if row_asks(row) or not self._is_granted(number, grant):
             self.leave(begun)
             return None
-        return begun
+        return begun._replace(asks=self._header[RESERVATIONS_WORD] > 0)
 
     def _take_piece(self, nbytes: int) -> tuple[int, int] | None:
         """Cut off the grant: of which of its pieces, and where that is. None: it has no such."""

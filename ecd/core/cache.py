@@ -52,6 +52,8 @@ DEFAULT_LIMITS = Limits()
 
 PLANS = 3
 """How often room is sought again because somebody pinned what was to go."""
+MAX_VICTIMS = 64
+"""Of the room made for one put ahead of need: more would hold up what else there is to do."""
 
 
 @dataclass
@@ -159,23 +161,28 @@ class Cache:
         refusal = self._taken(key)
         if refusal is not None:
             return refusal
-        if self._clients.is_putting(key):
-            return BeingWritten()
         if len(owner.reservations) >= self.limits.reservations_per_session:
             return self._refuse("reservations", self.limits.reservations_per_session)
         if content.nbytes > self._allocator.pool_bytes:
             self.counters.refused["entry_too_large"] += 1
             return EntryTooLarge(content.nbytes, self._allocator.pool_bytes)
-        extent = self._allocator.allocate(content.nbytes) or self._make_room(content.nbytes, now_s)
-        if extent is None:
-            self.counters.refused["pool_full"] += 1
-            held_bytes = self.leased_bytes + self.reserved_bytes
-            return PoolFull(content.nbytes, self._allocator.largest_free_bytes, held_bytes)
-        entry = Entry(self._index.next_id(), key, content, extent, session, created_s=now_s)
-        self._index.add(entry)
-        self._clients.note_reservations(self._index.reservations)
+        # Said before the look: whoever announces a put of the key after that asks how it ended.
+        self._clients.note_reservations(self._index.reservations + 1)
+        try:
+            if self._clients.is_putting(key):
+                return BeingWritten()
+            nbytes = content.nbytes
+            extent = self._allocator.allocate(nbytes) or self._make_room(nbytes, now_s)
+            if extent is None:
+                self.counters.refused["pool_full"] += 1
+                held_bytes = self.leased_bytes + self.reserved_bytes
+                return PoolFull(nbytes, self._allocator.largest_free_bytes, held_bytes)
+            entry = Entry(self._index.next_id(), key, content, extent, session, created_s=now_s)
+            self._index.add(entry)
+        finally:
+            self._clients.note_reservations(self._index.reservations)
         owner.reservations.add(entry.id)
-        self.reserved_bytes += self._allocator.rounded_bytes(content.nbytes)
+        self.reserved_bytes += self._allocator.rounded_bytes(nbytes)
         return Reserved(entry.id, extent)
 
     def commit(
@@ -224,18 +231,18 @@ class Cache:
 
     # -- writing without asking ----------------------------------------------------------------
 
-    def grant(self, session: SessionId, nbytes: int, puts: int) -> bool:
-        """Memory for up to `puts` entries of `nbytes`, in place of what the session was granted.
+    def grant(self, session: SessionId, nbytes: int, least: int, most: int) -> bool:
+        """Memory for up to `most` entries of `nbytes`, in place of what the session was granted.
 
-        Only what is free anyway, in MAX_PIECES at most. False: there is none, and all stays as it
-        was. It goes back when the session ends, and when room is needed.
+        In MAX_PIECES at most: what is free anyway, and for `least` of them room is made, as they
+        are about to come, if that takes few victims. False: there is none, and all stays as it was.
+        It goes back when the session ends, and when room is needed.
         """
         if self._sessions.get(session) is None:
             return False
         rounded = self._allocator.rounded_bytes(nbytes)
-        others = self.granted_bytes - self._grants.held(session)
-        most = int(self.limits.granted_share * self._allocator.pool_bytes) - others
-        pieces = self._free_pieces(rounded, min(puts, most // rounded))
+        share = int(self.limits.granted_share * self._allocator.pool_bytes) - self.granted_bytes
+        pieces = self._pieces(rounded, min(least, share // rounded), min(most, share // rounded))
         begun = self._clients.grant(session, pieces) if pieces else None
         if begun is None:
             for piece in pieces:
@@ -246,16 +253,22 @@ class Cache:
             self._grants.add(session, piece)
         return True
 
-    def _free_pieces(self, nbytes: int, count: int) -> list[Extent]:
-        """Room for up to `count` times `nbytes`, in as few pieces as there can be."""
+    def _pieces(self, nbytes: int, least: int, most: int) -> list[Extent]:
+        """Room for up to `most` times `nbytes`, in as few pieces as there can be."""
         pieces: list[Extent] = []
-        while count > 0 and len(pieces) < MAX_PIECES:
-            fit = min(count, self._allocator.largest_free_bytes // nbytes)
-            piece = self._allocator.allocate(fit * nbytes) if fit else None
+        count = 0
+        while count < most and len(pieces) < MAX_PIECES:
+            fit = min(most - count, self._allocator.largest_free_bytes // nbytes)
+            if fit:
+                piece = self._allocator.allocate(fit * nbytes)
+            elif count < least:
+                fit, piece = 1, self._evict_for(nbytes, MAX_VICTIMS)
+            else:
+                break
             if piece is None:
                 break
             pieces.append(piece)
-            count -= fit
+            count += fit
         return pieces
 
     def put(
@@ -665,17 +678,21 @@ class Cache:
     def _make_room(self, nbytes: int, now_s: float) -> Extent | None:
         self._take_back_grants()
         self.look_at_readers(now_s)
-        extent = self._allocator.allocate(nbytes)
+        return self._allocator.allocate(nbytes) or self._evict_for(nbytes)
+
+    def _evict_for(self, nbytes: int, most: int | None = None) -> Extent | None:
+        """Room for an entry, if that takes no more than `most` victims at a time."""
+        extent = None
         for _ in range(PLANS):
-            if extent is not None:
-                break
             victims = plan(nbytes, self._allocator, self._policy, self._index)
-            if victims is None:
+            if victims is None or (most is not None and len(victims) > most):
                 break
             for victim in victims:
                 self._evict(self._entry(victim), "capacity")
             self.look_at_pins()
             extent = self._allocator.allocate(nbytes)
+            if extent is not None:
+                break
         return extent
 
     def _evict(self, entry: Entry, reason: str) -> None:

@@ -35,10 +35,6 @@ class Grants:
         """For how many extents of so many bytes, whole granules."""
         return sum((e - s) // nbytes for s, e in self._pieces.get(session, {}).items())
 
-    def held(self, session: SessionId) -> int:
-        """All of the session's pieces, in bytes."""
-        return sum(end - start for start, end in self._pieces.get(session, {}).items())
-
     def take(self, session: SessionId, extent: Extent) -> bool:
         """Cut an extent out for an entry. False: it is not in the session's pieces."""
         if extent.pool != 0 or extent.offset % GRANULE_BYTES:

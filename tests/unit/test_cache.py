@@ -445,12 +445,23 @@ class CacheMachine(RuleBasedStateMachine):
         return [writer for writers in self.board.begun.values() for writer in writers]
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), nbytes=st.integers(1, 3 * GRANULE_BYTES), puts=st.integers(1, 4))
-    def grant(self, data: st.DataObject, nbytes: int, puts: int) -> None:
+    @rule(
+        data=st.data(),
+        nbytes=st.integers(1, 3 * GRANULE_BYTES),
+        least=st.integers(0, 2),
+        most=st.integers(1, 4),
+    )
+    def grant(self, data: st.DataObject, nbytes: int, least: int, most: int) -> None:
         session = self.any_open(data)
-        stored = set(self.stored)
+        stored, leased = set(self.stored), self.leased_tags()
         before = self.board.grants.get(session), self.cache.granted_bytes
-        if self.cache.grant(session, nbytes, puts):
+        granted = self.cache.grant(session, nbytes, least, most)
+        evicted = {key for key in stored if not self.cache.contains(key)}
+        assert least or not evicted, "a grant evicted that should not"
+        assert not any(self.stored[key][0] in leased for key in evicted), "a lease was broken"
+        self.counted["capacity"] += len(evicted)
+        self.forget_evicted()
+        if granted:
             pieces = self.board.grants.pop(session)
             assert all(piece.nbytes >= nbytes for piece in pieces)
             assert self.cache.puts_left(session, nbytes) > 0
@@ -462,7 +473,6 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.granted_bytes <= LIMITS.granted_share * self.granules * GRANULE_BYTES + (
             sum(len(self.span(w.extent)) for w in self.begun_writers()) * GRANULE_BYTES
         )
-        assert stored == {key for key in stored if self.cache.contains(key)}, "a grant evicted"
 
     @precondition(lambda self: set(self.board.grants) & set(self.open))
     @rule(data=st.data(), key=keys, nbytes=st.integers(0, 3 * GRANULE_BYTES))
