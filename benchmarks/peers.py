@@ -122,11 +122,19 @@ class Store:
     def __init__(self, place: str, nbytes: int) -> None:
         self._store = _store(place, 0)
         self._prefix = f"{nbytes}/"
+        self._keep = FILES_BYTES // nbytes
+        self._stored: deque[str] = deque()
         self._known: set[int] = set()
 
     def put(self, key: str, tensor: torch.Tensor) -> None:
         self._register(tensor)
         assert self._store.put_from(self._prefix + key, tensor.data_ptr(), tensor.nbytes) == 0
+        self._stored.append(self._prefix + key)
+
+    def tidy(self) -> None:
+        """It evicts behind its puts, and refuses one that comes before that."""
+        while len(self._stored) > self._keep:
+            self._store.remove(self._stored.popleft())
 
     hold = None
 
@@ -296,7 +304,7 @@ def _open_store(directory: Path, nbytes: int, stack: contextlib.ExitStack) -> st
     with (directory / "master.log").open("wb") as log:
         stack.callback(_end, subprocess.Popen([binary, *ports], stdout=log, stderr=log))
     _wait_for(lambda: _answers(rpc))
-    host = _store(f"127.0.0.1:{rpc}", nbytes)
+    host = _store(f"127.0.0.1:{rpc}", 2 * nbytes)
     stack.callback(host.close)
     return f"127.0.0.1:{rpc}"
 

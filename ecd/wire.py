@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from math import isfinite
 
@@ -32,7 +33,7 @@ def check_key(namespace: str, mm_hash: str) -> Key:
             raise InvalidRequest(f"an empty {field}")
         if len(value.encode()) > limit:
             raise InvalidRequest(f"a {field} of {len(value.encode())} bytes; at most {limit}")
-    return Key(namespace, mm_hash)
+    return Key(sys.intern(namespace), mm_hash)  # one copy of it for all entries
 
 
 def content_from(message: pb.Content | Content) -> Content:

@@ -81,7 +81,9 @@ class MappedIndex:
         rows_view = memory.view(self.shape.rows_at, rows * ROW_BYTES)
         self._rows, self._row_words = rows_view, rows_view.cast("Q")
         self._pins = Mapping(self._pins_fd, sessions * PAGE_BYTES, writable=True)
-        self._places: dict[EntryId, tuple[int, int]] = {}  # entry: its row's number, its bucket
+        self._places: dict[
+            EntryId, int
+        ] = {}  # its row's number, and its bucket: as one, for memory
         self._free_rows: list[int] = []
         self._rows_with_memory = 0
         self._pages: OrderedDict[SessionId, Page] = OrderedDict()
@@ -119,7 +121,7 @@ class MappedIndex:
         )
         self._write((number - 1) * ROW_BYTES, pack_row(record, row, self._buckets[bucket]))
         self._buckets[bucket] = number
-        self._places[info.entry] = number, bucket
+        self._places[info.entry] = number << 32 | bucket
 
     def note_reservations(self, count: int) -> None:
         self._header[RESERVATIONS_WORD] = count
@@ -130,7 +132,7 @@ class MappedIndex:
             self._unlisted.discard(entry)
             self._header[UNLISTED_WORD] = self.unlisted
             return
-        number, bucket = place
+        number, bucket = place >> 32, place & 0xFFFFFFFF
         words = self._row_words
         words[(number - 1) * _NEXT_WORDS + _ENTRY_WORD] = 0  # from here on no pin of it holds
         self._header[REMOVALS_WORD] += 1
