@@ -5,9 +5,9 @@
 Real vLLM engines, all alive at once, each in a process of its own: for ecd and for the example
 connector one that encodes and one that consumes, one engine that knows neither, and one with ecd
 that encodes for itself and finds nothing to reuse. Every round takes a new picture of each size
-through all of them, one after the other; the time is that of the last request, from the call to
-the first token. The models are tiny and random: what is compared is what sharing costs, not what
-encoding does. Needs `make vllm`.
+through all of them, one after the other and each first in its turn; the time is that of the last
+request, from the call to the first token. The models are tiny and random: what is compared is what
+sharing costs, not what encoding does. Needs `make vllm`.
 """
 
 from __future__ import annotations
@@ -91,18 +91,18 @@ def main(
             for number in range(rounds + 1):
                 progress.print(f"round {number} ...")
                 for size in SIZES:
-                    seed += 1
+                    seed += 2
                     for each in producers.values():
                         each.generate([ask(size, seed)], max_tokens=1)
                     time.sleep(SAVE_S)
-                    for way, engine in timed.items():
-                        reply = engine.generate([ask(size, seed)], max_tokens=1)
+                    turn = number % len(timed)
+                    for way in [*list(timed)[turn:], *list(timed)[:turn]]:
+                        picture = ask(size, seed + (way == NO_REUSE))  # nobody has seen that one
+                        reply = timed[way].generate([picture], max_tokens=1)
                         # What was shared may have come late, or this measures something else.
                         assert reply["encoded"] == (way in (ALONE, NO_REUSE)), (way, reply)
                         if number:
                             took.setdefault(way, {}).setdefault(size, []).append(reply["seconds"])
-                        if way == ALONE:
-                            seed += 1  # nobody has seen the next one
         finally:
             for engine in (*producers.values(), *timed.values()):
                 engine.close()

@@ -81,9 +81,7 @@ class MappedIndex:
         rows_view = memory.view(self.shape.rows_at, rows * ROW_BYTES)
         self._rows, self._row_words = rows_view, rows_view.cast("Q")
         self._pins = Mapping(self._pins_fd, sessions * PAGE_BYTES, writable=True)
-        self._places: dict[
-            EntryId, int
-        ] = {}  # its row's number, and its bucket: as one, for memory
+        self._places: dict[EntryId, int] = {}  # its row's number, 32 bits, and its bucket
         self._free_rows: list[int] = []
         self._rows_with_memory = 0
         self._pages: OrderedDict[SessionId, Page] = OrderedDict()
