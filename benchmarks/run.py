@@ -1,6 +1,7 @@
 """put, get and contains between two processes: ecd beside its peers and a plain copy.
 
-    python benchmarks/run.py [--peer NAME ...] [--rounds N] [--output FILE.md] [--plot FILE.png]
+    python benchmarks/run.py [--peer NAME ...] [--rounds N] [--processes N] [--output FILE.md]
+        [--plot FILE.png]
 
 One process writes, another reads, the peer lies between. Every round times a plain copy and the
 operation one after the other, over buffers that rotate, so that neither finds its bytes in the
@@ -32,7 +33,6 @@ from ecd_proto.mapping import Mapping
 SIZES = {"64 KiB": 64 << 10, "1 MiB": MIB, "8 MiB": 8 * MIB, "32 MiB": 32 * MIB}
 POOL_BYTES = 1 << 30
 RING_BYTES = POOL_BYTES // 2
-PROCESSES = 3
 SHORT_ROUNDS = 400
 """Of what copies nothing."""
 OPERATIONS = {
@@ -133,14 +133,16 @@ def in_process(work: str, peer: str, *arguments: object) -> dict[str, float]:
     return results
 
 
-def measure(peer: str, rounds: int, progress: Console) -> dict[str, dict[str, float]]:
+def measure(
+    peer: str, rounds: int, processes: int, progress: Console
+) -> dict[str, dict[str, float]]:
     """By size, the medians over some writers and readers, in microseconds."""
     results = {}
     with open_place(peer, POOL_BYTES) as place:
         for name, nbytes in SIZES.items():
             progress.print(f"{peer}, {name} ...")
             turns = []
-            for turn in range(PROCESSES):
+            for turn in range(processes):
                 written = in_process("write", peer, place, nbytes, rounds, turn)
                 turns.append(written | in_process("read", peer, place, nbytes, rounds, turn))
             results[name] = {key: median(each[key] for each in turns) for key in turns[0]}
@@ -204,12 +206,13 @@ def rows_of(results: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
 def main(
     peer: Annotated[list[str] | None, typer.Option(help="Only these; may be repeated.")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds for sizes up to 1 MiB.")] = 400,
+    processes: Annotated[int, typer.Option(help="Writers, and readers, one after another.")] = 3,
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Write a PNG here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     out, progress = Console(highlight=False, width=140), Console(stderr=True)
-    results = {name: measure(name, rounds, progress) for name in peer or PEERS}
+    results = {name: measure(name, rounds, processes, progress) for name in peer or PEERS}
     title = (
         "Medians; in brackets the ratio to a plain copy of the same bytes in the same run: of a "
         "put to a copy into touched shared memory, of a get to one into touched private memory."
