@@ -1,0 +1,171 @@
+"""What a connector costs vLLM's scheduler, for each item: ecd beside the example connector.
+
+    python benchmarks/connector.py [--rounds N] [--output FILE.md]
+
+The calls that a scheduler makes for a request, from its arrival to its end, on the real connector
+classes in vLLM's environment, with a real daemon; what the worker does is not in it. Each round
+takes one request with so many items, all stored or none. Needs `make vllm`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import torch
+import typer
+from common import MIB, machine, markdown, show, start_daemon
+from peers import environment_of
+from rich.console import Console
+
+from ecd_client import Client
+
+ITEMS = (1, 8, 32)
+STORED = 64
+"""Items that are there; a round takes the next ones."""
+TOKENS, WIDTH = 64, 128
+NAMESPACE = "connector"
+EXAMPLE = "vLLM's ECExampleConnector"
+Request = Any
+Step = Callable[[Request], None]
+
+
+def request_of(number: int, identifiers: list[str]) -> Request:
+    features = []
+    for index, identifier in enumerate(identifiers):
+        position = SimpleNamespace(
+            offset=index * TOKENS, length=TOKENS, get_num_embeds=lambda: TOKENS
+        )
+        features.append(SimpleNamespace(identifier=identifier, mm_position=position))
+    return SimpleNamespace(
+        request_id=f"request-{number}",
+        mm_features=features,
+        num_preemptions=0,
+        ec_transfer_params=None,
+        get_num_encoder_embeds=lambda index: TOKENS,
+    )
+
+
+def connector_of(name: str, place: str) -> Any:
+    from vllm.config import ECTransferConfig
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+
+    if name == EXAMPLE:
+        from vllm.distributed.ec_transfer.ec_connector.example_connector import (
+            ECExampleConnector as Connector,
+        )
+
+        extra = {"shared_storage_path": place}
+    else:
+        from ecd_client.vllm import EcdConnector as Connector
+
+        extra = {"ecd_address": place, "ecd_namespace": NAMESPACE}
+    config = SimpleNamespace(
+        ec_transfer_config=ECTransferConfig(
+            ec_connector=name.split()[-1],
+            ec_role="ec_consumer",
+            ec_connector_extra_config=extra,
+        ),
+        model_config=None,
+        lora_config=None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    return Connector(config, ECConnectorRole.SCHEDULER)
+
+
+def steps(connector: Any, request: Request, hit: bool) -> None:
+    """What a scheduler calls for one request, in vLLM's order."""
+    assert connector.ensure_cache_available(request, 0)
+    for index, feature in enumerate(request.mm_features):
+        assert connector.has_cache_item(feature.identifier) == hit
+        connector.update_state_after_alloc(request, index)
+    metadata = connector.build_connector_meta(None)
+    if hasattr(metadata, "loads"):  # as the worker of the only rank reports them
+        done = {f"0/{load.id}" for load in metadata.loads}
+        reported = SimpleNamespace(finished_recving=done, ec_connector_worker_meta=None)
+        connector.update_connector_output(reported)
+    connector.request_finished(request)
+
+
+def work(name: str, place: str, rounds: int) -> dict[str, float]:
+    """Microseconds for each item, by items of a request and whether they are stored."""
+    connector = connector_of(name, place)
+    took: dict[str, list[float]] = {}
+    number = 0
+    for _ in range(rounds):
+        for items in ITEMS:
+            for hit in (True, False):
+                number += 1
+                prefix = "stored" if hit else f"none-{number}"
+                keys = [f"{prefix}-{(number + index) % STORED}" for index in range(items)]
+                request = request_of(number, keys)
+                started_s = time.perf_counter()
+                steps(connector, request, hit)
+                seconds = time.perf_counter() - started_s
+                way = f"{items} {'stored' if hit else 'missing'}"
+                took.setdefault(way, []).append(seconds / items * 1e6)
+    connector.shutdown()
+    return {way: median(values) for way, values in took.items()}
+
+
+def in_vllm(name: str, place: str, rounds: int) -> dict[str, float]:
+    python, environment = environment_of(EXAMPLE)
+    program = (
+        "import json, sys, connector; "
+        "print(json.dumps(connector.work(*json.loads(sys.argv[1]))), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [python, "-c", program, json.dumps([name, place, rounds])],
+        env=os.environ | environment,
+        cwd=Path(__file__).parent,
+        text=True,
+        capture_output=True,
+    )
+    if done.returncode != 0:
+        raise SystemExit(done.stderr)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("{")]
+    results: dict[str, float] = json.loads(lines[-1])
+    return results
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Rounds; the medians are shown.")] = 200,
+    output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
+) -> None:
+    results: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ecd-bench-") as name:
+        directory = Path(name)
+        daemon, address = start_daemon(directory, "ecd", 256 * MIB)
+        try:
+            tensor = torch.zeros(TOKENS, WIDTH)
+            with Client(address, namespace=NAMESPACE) as client:
+                for index in range(STORED):
+                    client.put(f"stored-{index}", tensor)
+                    file = directory / f"stored-{index}" / "encoder_cache.safetensors"
+                    file.parent.mkdir()
+                    file.touch()
+                results["ecd"] = in_vllm("EcdConnector", address, rounds)
+                results[EXAMPLE] = in_vllm(EXAMPLE, str(directory), rounds)
+        finally:
+            daemon.terminate()
+            daemon.wait()
+    ways = list(next(iter(results.values())))
+    rows = [["items of a request", *ways]]
+    rows += [[way, *(f"{us:.1f} us" for us in took.values())] for way, took in results.items()]
+    title = "The scheduler's calls for one item, medians."
+    show(Console(highlight=False, width=120), title, rows)
+    if output is not None:
+        output.write_text(f"{machine()}.\n{title}\n\n{markdown(rows)}")
+
+
+if __name__ == "__main__":
+    sys.exit(typer.run(main))
