@@ -117,8 +117,9 @@ def in_process(work: str, peer: str, *arguments: object) -> dict[str, float]:
     """What `work` of this module gives in the environment that the peer needs."""
     python, environment = environment_of(peer)
     program = (
-        "import json, sys, run; "
-        f"print(json.dumps(run.{work}(*json.loads(sys.argv[1]))), file=sys.stderr)"
+        "import json, os, sys, run; "
+        f"print(json.dumps(run.{work}(*json.loads(sys.argv[1]))), file=sys.stderr, flush=True); "
+        "os._exit(0)"  # LMCache's threads would go on
     )
     done = subprocess.run(
         [python, "-c", program, json.dumps([peer, *arguments])],
