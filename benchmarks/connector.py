@@ -9,13 +9,8 @@ takes one request with so many items, all stored or none. Needs `make vllm`.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -24,7 +19,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from common import MIB, machine, markdown, show, start_daemon
-from peers import environment_of
+from peers import EXAMPLE, run_for
 from rich.console import Console
 
 from ecd_client import Client
@@ -34,9 +29,7 @@ STORED = 64
 """Items that are there; a round takes the next ones."""
 TOKENS, WIDTH = 64, 128
 NAMESPACE = "connector"
-EXAMPLE = "vLLM's ECExampleConnector"
 Request = Any
-Step = Callable[[Request], None]
 
 
 def request_of(number: int, identifiers: list[str]) -> Request:
@@ -89,7 +82,7 @@ def steps(connector: Any, request: Request, hit: bool) -> None:
         assert connector.has_cache_item(feature.identifier) == hit
         connector.update_state_after_alloc(request, index)
     metadata = connector.build_connector_meta(None)
-    if hasattr(metadata, "loads"):  # as the worker of the only rank reports them
+    if hasattr(metadata, "loads"):  # ecd's: its leases end when the only rank reports them
         done = {f"0/{load.id}" for load in metadata.loads}
         reported = SimpleNamespace(finished_recving=done, ec_connector_worker_meta=None)
         connector.update_connector_output(reported)
@@ -117,26 +110,6 @@ def work(name: str, place: str, rounds: int) -> dict[str, float]:
     return {way: median(values) for way, values in took.items()}
 
 
-def in_vllm(name: str, place: str, rounds: int) -> dict[str, float]:
-    python, environment = environment_of(EXAMPLE)
-    program = (
-        "import json, sys, connector; "
-        "print(json.dumps(connector.work(*json.loads(sys.argv[1]))), file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [python, "-c", program, json.dumps([name, place, rounds])],
-        env=os.environ | environment,
-        cwd=Path(__file__).parent,
-        text=True,
-        capture_output=True,
-    )
-    if done.returncode != 0:
-        raise SystemExit(done.stderr)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("{")]
-    results: dict[str, float] = json.loads(lines[-1])
-    return results
-
-
 def main(
     rounds: Annotated[int, typer.Option(help="Rounds; the medians are shown.")] = 200,
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
@@ -153,8 +126,12 @@ def main(
                     file = directory / f"stored-{index}" / "encoder_cache.safetensors"
                     file.parent.mkdir()
                     file.touch()
-                results["ecd"] = in_vllm("EcdConnector", address, rounds)
-                results[EXAMPLE] = in_vllm(EXAMPLE, str(directory), rounds)
+                results["ecd"] = run_for(
+                    EXAMPLE, "connector", "work", "EcdConnector", address, rounds
+                )
+                results[EXAMPLE] = run_for(
+                    EXAMPLE, "connector", "work", EXAMPLE, str(directory), rounds
+                )
         finally:
             daemon.terminate()
             daemon.wait()
@@ -168,4 +145,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(typer.run(main))
+    typer.run(main)

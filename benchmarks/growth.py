@@ -121,7 +121,7 @@ def measure_client(count: int, progress: Console) -> dict[str, float]:
                     put(f"{index:064x}")
                     if index % 100_000 == 99_999:
                         progress.print(f"{index + 1:,} entries ...")
-                time.sleep(1.0)
+                time.sleep(1.0)  # until the last puts are listed, and the page tables filled
                 grown = anonymous_bytes(daemon.pid) + index_bytes(name) - before
                 for step in range(DAEMON_SAMPLES):
                     keys = [f"{chance.randrange(count):064x}" for _ in range(AT_ONCE)]

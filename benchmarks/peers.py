@@ -6,6 +6,8 @@ A `Peer` is one process's view of it; a `Place` is what lies between the process
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shutil
 import socket
 import subprocess
@@ -24,6 +26,8 @@ from common import MIB, start_daemon
 from ecd_client import Client
 
 FILES_BYTES = 512 * MIB
+ALONE = "LMCache's engine, in one process"
+EXAMPLE = "vLLM's ECExampleConnector"
 
 
 class Peer(Protocol):
@@ -244,24 +248,45 @@ PEERS: dict[str, Callable[[str, int], Any]] = {
     "safetensors on tmpfs": Files,
     "Redis, unix socket": Redis,
     "Mooncake Store, tcp": Store,
-    "LMCache's engine, in one process": LMCache,
-    "vLLM's ECExampleConnector": ExampleConnector,
+    ALONE: LMCache,
+    EXAMPLE: ExampleConnector,
 }
-ALONE = "LMCache's engine, in one process"
 ENVIRONMENTS = Path(__file__).parents[1] / ".venvs"
 
 
-def environment_of(name: str) -> tuple[str, dict[str, str]]:
+def _environment_of(name: str) -> tuple[str, dict[str, str]]:
     """The interpreter that has what the peer needs, and what to add to its environment."""
     if name == ALONE:
         return str(ENVIRONMENTS / "lmcache/bin/python"), {
             "LMCACHE_LOG_LEVEL": "ERROR",
             "LMCACHE_TRACK_USAGE": "false",
         }
-    if name == "vLLM's ECExampleConnector":
+    if name == EXAMPLE:
         site = ENVIRONMENTS.parent / "tests/e2e/site"
         return str(ENVIRONMENTS / "vllm-0.32.0/bin/python"), {"PYTHONPATH": str(site)}
     return sys.executable, {}
+
+
+def run_for(peer: str, module: str, function: str, *arguments: object) -> dict[str, float]:
+    """What a function of a module beside this one gives in the environment that the peer needs."""
+    python, environment = _environment_of(peer)
+    program = (
+        f"import json, os, sys, {module}; "
+        f"results = {module}.{function}(*json.loads(sys.argv[1])); "
+        "print(json.dumps(results), file=sys.stderr, flush=True); "
+        "os._exit(0)"  # LMCache's threads would go on
+    )
+    done = subprocess.run(
+        [python, "-c", program, json.dumps(arguments)],
+        env=os.environ | environment,
+        cwd=Path(__file__).parent,
+        text=True,
+        capture_output=True,
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{peer}:\n{done.stderr}")
+    results: dict[str, float] = json.loads(done.stderr.splitlines()[-1])
+    return results
 
 
 @contextlib.contextmanager
@@ -273,7 +298,7 @@ def open_place(name: str, nbytes: int) -> Iterator[str]:
             daemon, address = start_daemon(directory, "ecd", nbytes)
             stack.callback(_end, daemon)
             yield address
-        elif name in ("safetensors on tmpfs", ALONE, "vLLM's ECExampleConnector"):
+        elif name in ("safetensors on tmpfs", ALONE, EXAMPLE):
             files = tempfile.mkdtemp(dir="/dev/shm", prefix="ecd-bench-")
             stack.callback(shutil.rmtree, files)
             yield files

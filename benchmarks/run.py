@@ -14,8 +14,6 @@ reads what it has put itself.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ from typing import Annotated
 import torch
 import typer
 from common import MIB, machine, markdown, show, timed_us
-from peers import ALONE, PEERS, environment_of, open_place
+from peers import ALONE, PEERS, open_place, run_for
 from rich.console import Console
 
 from ecd_proto.mapping import Mapping
@@ -113,27 +111,6 @@ def read(peer: str, place: str, nbytes: int, rounds: int, turn: int) -> dict[str
     return {name: median(values) for name, values in took.items()}
 
 
-def in_process(work: str, peer: str, *arguments: object) -> dict[str, float]:
-    """What `work` of this module gives in the environment that the peer needs."""
-    python, environment = environment_of(peer)
-    program = (
-        "import json, os, sys, run; "
-        f"print(json.dumps(run.{work}(*json.loads(sys.argv[1]))), file=sys.stderr, flush=True); "
-        "os._exit(0)"  # LMCache's threads would go on
-    )
-    done = subprocess.run(
-        [python, "-c", program, json.dumps([peer, *arguments])],
-        env=os.environ | environment,
-        cwd=Path(__file__).parent,
-        text=True,
-        capture_output=True,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{peer}:\n{done.stderr}")
-    results: dict[str, float] = json.loads(done.stderr.splitlines()[-1])
-    return results
-
-
 def measure(
     peer: str, rounds: int, processes: int, progress: Console
 ) -> dict[str, dict[str, float]]:
@@ -144,8 +121,10 @@ def measure(
             progress.print(f"{peer}, {name} ...")
             turns = []
             for turn in range(processes):
-                written = in_process("write", peer, place, nbytes, rounds, turn)
-                turns.append(written | in_process("read", peer, place, nbytes, rounds, turn))
+                written = run_for(peer, "run", "write", peer, place, nbytes, rounds, turn)
+                turns.append(
+                    written | run_for(peer, "run", "read", peer, place, nbytes, rounds, turn)
+                )
             results[name] = {key: median(each[key] for each in turns) for key in turns[0]}
     return results
 

@@ -20,7 +20,7 @@ from ecd_client.index import AskDaemon, Index, Pin
 from ecd_client.puts import Begun, CopyTo, What
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.mapping import Mapping
-from ecd_proto.shm import Row, lock_session
+from ecd_proto.shm import Row, key_record, lock_session
 from ecd_proto.v1 import cache_pb2 as pb
 
 Outbox = queue.SimpleQueue[Any]
@@ -191,21 +191,26 @@ class Conversation:
         """
         if self.index is None or self.index.puts is None:
             return None
-        if self._is_stored(what):
+        record = key_record(what.namespace, what.mm_hash)
+        if record is None:
+            return None
+        if self._is_stored(record):
             return False
-        begun = self.index.puts.begin(what)
-        if begun is not None and self.index.is_put_elsewhere(begun.record):
+        begun = self.index.puts.begin(what, record)
+        if begun is None:
+            return None
+        if self.index.is_put_elsewhere(record):
             self.index.puts.leave(begun)  # the daemon says who of the two writes it
             return None
-        if begun is not None and self._is_stored(what):  # while this one was announced
+        if self._is_stored(record):  # while this one was announced
             self.index.puts.leave(begun)
             return False
         return begun
 
-    def _is_stored(self, what: What) -> bool:
+    def _is_stored(self, record: bytes) -> bool:
         assert self.index is not None
         with contextlib.suppress(AskDaemon):
-            if self.index.is_listed(what.namespace, what.mm_hash):
+            if self.index.is_listed(record):
                 self.index.note_duplicate()
                 return True
         return False

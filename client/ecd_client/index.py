@@ -132,9 +132,9 @@ class Index:
             or self._find(record) is not None  # it may have been listed before the look at puts
         )
 
-    def is_listed(self, namespace: str, mm_hash: str) -> bool:
+    def is_listed(self, record: bytes) -> bool:
         """`contains`, but for what was put a moment ago. Raises AskDaemon."""
-        return self._find(self._record(namespace, mm_hash)) is not None
+        return self._find(record) is not None
 
     def is_coming(self, namespace: str, mm_hash: str) -> bool:
         """Whether somebody may be writing the key now. Raises AskDaemon."""

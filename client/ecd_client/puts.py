@@ -37,7 +37,6 @@ from ecd_proto.shm import (
     STORED,
     Row,
     answer_to,
-    key_record,
     pack_row,
     row_asks,
     unpack_grant,
@@ -104,14 +103,13 @@ class Puts:
         self._grants = [0] * MAX_GRANTS
         self._pieces = [(0, 0)] * MAX_GRANTS  # what is left of each: from, to
 
-    def begin(self, what: What) -> Begun | None:
-        """Announce a put in the granted memory. None: it takes a call.
+    def begin(self, what: What, record: bytes) -> Begun | None:
+        """Announce a put in the granted memory; `record` is its key's. None: it takes a call.
 
         Who waits for a key that somebody writes waits for it from now on. Every put that is begun
         must be finished.
         """
-        record = key_record(what.namespace, what.mm_hash)
-        if record is None or not _is_plain(what):
+        if not _is_plain(what):
             return None
         return self._begin(what, record) or self._begin(what, record)  # the grant may have changed
 

@@ -223,7 +223,7 @@ def test_two_writers_of_one_key_store_one(daemon: Daemon) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert all(a or b for a, b in zip(outcomes[0], outcomes[1], strict=True))
+        assert all(a != b for a, b in zip(outcomes[0], outcomes[1], strict=True))
         assert daemon.status().counters.puts == 202
         for number in range(200):
             with first.get(f"k{number}") as item:
