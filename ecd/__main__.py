@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 from collections.abc import Callable
 from importlib.metadata import version
 from inspect import Parameter, Signature, signature
+from logging.handlers import SysLogHandler
 from pathlib import Path
 from typing import Annotated
 
 import typer
 import uvloop
+from pythonjsonlogger.json import JsonFormatter
 from rich.console import Console
 from rich.table import Table
 
@@ -62,21 +65,44 @@ def _load(file: Path | None, **flags: object) -> tuple[Config, dict[str, str]]:
         raise typer.Exit(2) from None
 
 
+class _ToJournal(logging.Formatter):
+    """Lines as journald takes them: their severity before them (sd-daemon(3)), and no time."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        names = SysLogHandler.priority_map
+        priority = SysLogHandler.priority_names[names.get(record.levelname, "warning")]
+        return f"<{priority}>" + super().format(record).replace("\n", f"\n<{priority}>")
+
+
+def _log_to_stderr(settings: Config) -> None:
+    handler = logging.StreamHandler()
+    stderr = os.fstat(handler.stream.fileno())
+    if settings.log_format == "json":
+        names = {"levelname": "level", "name": "logger", "asctime": "time"}
+        handler.setFormatter(
+            JsonFormatter("%(asctime)s %(levelname)s %(name)s %(message)s", rename_fields=names)
+        )
+    elif os.environ.get("JOURNAL_STREAM") == f"{stderr.st_dev}:{stderr.st_ino}":
+        handler.setFormatter(_ToJournal("%(name)s: %(message)s"))
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
+    logging.getLogger("grpc").setLevel(logging.WARNING)
+
+
 @app.command()
 @_with_flags
 def serve(config: File = None, **flags: str | None) -> None:
-    """Run the daemon until SIGTERM or SIGINT."""
+    """Run the daemon until SIGTERM or SIGINT. SIGHUP reads the file of --config anew."""
     settings, _ = _load(config, **flags)
+    reload = None if config is None else lambda: load(flags, config)[0]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each peer may take 32 connections
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("grpc").setLevel(logging.WARNING)
+    _log_to_stderr(settings)
     for variable in unknown_variables():
         logging.getLogger("ecd").warning("%s is not a setting of ecd; see `ecd config`", variable)
     try:
-        uvloop.run(Daemon(settings).run())
+        uvloop.run(Daemon(settings, reload).run())
     except CANNOT_START as error:
         errors.print(f"ecd cannot serve: {error}", markup=False)
         raise typer.Exit(1) from None

@@ -38,6 +38,8 @@ REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 KERNEL_PORTS = range(32768, 61000)
 """What Linux hands out to outgoing connections: Mooncake ignores a port range that is in here."""
 MIN_ENGINE_PORTS = 2
+RELOADABLE = ("log_level", "peers", "hint_networks", "fetch_timeout_s")
+"""Settings that a running daemon takes over on SIGHUP."""
 
 
 class ConfigError(Exception):
@@ -81,6 +83,11 @@ class Config(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe messages that are logged."
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text",
+        description="How messages are written: for people, and for journald if that reads them, or "
+        "as one JSON object a line.",
     )
     peer_address: str | None = Field(
         default=None,

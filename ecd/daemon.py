@@ -9,11 +9,11 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
 from ecd.cluster.cluster import Cluster
-from ecd.config import Config
+from ecd.config import RELOADABLE, Config, ConfigError
 from ecd.core.cache import DEFAULT_LIMITS, Cache
 from ecd.core.types import SessionId
 from ecd.memory.host import HostPool, default_pool_bytes
@@ -25,6 +25,7 @@ from ecd.rpc.puts import Bell, Puts
 from ecd.rpc.server import Server
 from ecd.rpc.sessions import Sessions
 from ecd.rpc.socket import OwnedSocket
+from ecd.service_manager import ServiceManager
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.shm import BELL_SUFFIX, has_barriers
 from ecd_proto.v1 import cache_pb2 as pb
@@ -48,12 +49,14 @@ class StartError(Exception):
 class Daemon:
     """One daemon life, from `run` to a signal."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, reload: Callable[[], Config] | None = None) -> None:
         """Take the socket's path and the pool's directory.
 
-        Raises SocketError, PoolError and StartError.
+        `reload` reads the settings anew, and raises ConfigError. Raises SocketError, PoolError
+        and StartError.
         """
-        self._config = config
+        self._config, self._reload = config, reload
+        self._manager = ServiceManager()
         self._started_s = time.monotonic()
         self._incarnation = secrets.token_hex(16)
         self._state = State.STATE_POPULATING
@@ -90,11 +93,16 @@ class Daemon:
         self._peer_server: PeerServer | None = None
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; then leave no file behind. Raises what a part raises."""
+        """Serve until SIGTERM or SIGINT; then leave no file behind. Raises what a part raises.
+
+        SIGHUP reloads the settings where they can be read anew, and else is one more such signal.
+        """
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, stop.set)
+        if self._reload is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._read_settings, self._reload)
         try:
             metrics_address = self._metrics.listen(self._config.metrics_address)
             logger.info("metrics on http://%s/metrics", metrics_address)
@@ -111,6 +119,7 @@ class Daemon:
                 )
             finally:
                 self._state = State.STATE_STOPPING
+                self._manager.say("stopping")
                 await server.set_serving(False)
                 logger.info("stopping")
                 self._sessions.end_all()
@@ -127,6 +136,32 @@ class Daemon:
                 self._index.close()
             self._pool.close()
             self._socket.close()
+
+    def _read_settings(self, reload: Callable[[], Config]) -> None:
+        """Take over what can change while the daemon runs, and say what cannot."""
+        try:
+            new = reload()
+        except ConfigError as error:
+            logger.error("the settings stay as they are: %s", error)
+            return
+        old = self._config
+        changed = [
+            name for name in type(new).model_fields if getattr(new, name) != getattr(old, name)
+        ]
+        at_once = [name for name in changed if name in RELOADABLE]
+        if new.directory_kind != old.directory_kind:
+            at_once = [name for name in at_once if name != "peers"]
+        for name in changed:
+            if name in at_once:
+                logger.info("%s is %s now", name, getattr(new, name))
+            else:
+                logger.warning("%s changed: the next start takes it over", name)
+        if not changed:
+            logger.info("no setting has changed")
+        self._config = old.model_copy(update={name: getattr(new, name) for name in at_once})
+        logging.getLogger().setLevel(self._config.log_level.upper())
+        if self._cluster is not None:
+            self._cluster.reload(self._config)
 
     def _make_index(self) -> MappedIndex | None:
         """None: clients ask for everything. Raises PoolError."""
@@ -216,7 +251,9 @@ class Daemon:
             nonlocal last_s
             if time.monotonic() - last_s >= PROGRESS_S:
                 last_s = time.monotonic()
-                logger.info("populating %.0f %%", 100 * nbytes / self._pool.nbytes)
+                percent = 100 * nbytes / self._pool.nbytes
+                logger.info("populating %.0f %%", percent)
+                self._manager.say(f"populating {percent:.0f} %")
 
         await loop.run_in_executor(None, self._pool.populate, progress)
 
@@ -226,7 +263,11 @@ class Daemon:
         self._state = State.STATE_SERVING
         await server.set_serving(True)
         logger.info("serving on %s, incarnation %s", self._config.address, self._incarnation)
-        await (asyncio.Event().wait() if self._cluster is None else self._cluster.run())
+        self._manager.ready()
+        await asyncio.gather(
+            self._manager.keep_alive(lambda: f"serving {self._cache.entries:,} entries"),
+            *(cluster.run() for cluster in (self._cluster,) if cluster is not None),
+        )
 
     def _unavailable(self) -> str | None:
         if self._state == State.STATE_SERVING:

@@ -107,6 +107,17 @@ class Cluster:
         """Raises EngineError: the engine is not what was asked for."""
         await self._engine.verify(self._config.protocol)
 
+    def reload(self, config: Config) -> None:
+        """Take over what may change at any time: the peers asked, hints followed, the deadline."""
+        self._config = config
+        self._may_ask.cache_clear()
+        self._fetcher.timeout_s = config.fetch_timeout_s
+        if isinstance(self._directory, StaticDirectory):
+            self._directory.nodes = self._other_nodes()
+
+    def _other_nodes(self) -> Sequence[str]:
+        return [node for node in self._config.peers if node != self.node]
+
     async def run(self) -> None:
         """Tell the directory and other nodes what changes here, until cancelled."""
         logger.info(
@@ -129,8 +140,7 @@ class Cluster:
             case "none":
                 return NoDirectory()
             case "static":
-                others = [node for node in config.peers if node != self.node]
-                return StaticDirectory(others, self._ask)
+                return StaticDirectory(self._other_nodes(), self._ask)
             case _:
                 assert config.directory is not None
                 return RedisDirectory(

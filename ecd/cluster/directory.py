@@ -81,14 +81,14 @@ class StaticDirectory(NoDirectory):
 
     def __init__(self, nodes: Sequence[str], ask: Ask) -> None:
         self.state = DirectoryState("static")
-        self._nodes = nodes
+        self.nodes = nodes
         self._ask = ask
 
     async def find(self, keys: Sequence[Key]) -> Found:
         """As soon as every key is found somewhere, or every node has answered."""
         self.state.lookups += len(keys)
         found: dict[Key, list[Candidate]] = {}
-        asked = {asyncio.ensure_future(self._ask(node, keys)): node for node in self._nodes}
+        asked = {asyncio.ensure_future(self._ask(node, keys)): node for node in self.nodes}
         try:
             for_whom = set(asked)
             while for_whom and len(found) < len(keys):

@@ -92,7 +92,7 @@ class Fetcher:
         self._cache, self._session, self._memory = cache, session, memory
         self._engine, self._peers, self._find = engine, peers, find
         self._deliver, self._observe = deliver, observe
-        self._zone, self._timeout_s = zone, timeout_s
+        self._zone, self.timeout_s = zone, timeout_s
         self._flights: dict[Key, asyncio.Task[None]] = {}
         self._lookups: dict[Key, asyncio.Future[Sequence[Candidate]]] = {}
         self._background = Background()
@@ -121,7 +121,7 @@ class Fetcher:
         outcome = LATE
         task = asyncio.current_task()
         assert task is not None
-        deadline = asyncio.get_running_loop().call_later(self._timeout_s, task.cancel)
+        deadline = asyncio.get_running_loop().call_later(self.timeout_s, task.cancel)
         try:
             outcome = await self._bring(flight)
         except asyncio.CancelledError:
@@ -187,7 +187,7 @@ class Fetcher:
     async def _bring_from(self, node: str, flight: _Flight) -> str:
         """Raises PeerUnavailable and _Failed."""
         link = await self._peers.link(node)
-        lease = await link.lease(flight.key, self._timeout_s)
+        lease = await link.lease(flight.key, self.timeout_s)
         if lease is None:
             return MISSING
         try:

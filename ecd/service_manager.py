@@ -1,0 +1,41 @@
+"""What systemd is told of the daemon's life, where it runs under it: sd_notify(3)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+
+from systemd_watchdog.systemd_watchdog import WatchDog
+
+STATUS_PERIOD_S = 5.0
+
+
+class ServiceManager:
+    """Does nothing where nobody listens."""
+
+    def __init__(self) -> None:
+        to_manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        to_manager.setblocking(False)  # a manager that does not read holds nothing up
+        self._watchdog = WatchDog(to_manager)
+
+    def say(self, status: str) -> None:
+        """What `systemctl status` shows of the daemon."""
+        with contextlib.suppress(OSError):
+            self._watchdog.status(status)
+
+    def ready(self) -> None:
+        with contextlib.suppress(OSError):
+            self._watchdog.ready()
+
+    async def keep_alive(self, status: Callable[[], str]) -> None:
+        """Say that the event loop runs, as often as the watchdog wants, until cancelled."""
+        if not self._watchdog.is_enabled:
+            await asyncio.Event().wait()
+        period_s = min(STATUS_PERIOD_S, self._watchdog.timeout_td.total_seconds() / 3)
+        while True:
+            self.say(status())
+            with contextlib.suppress(OSError):
+                self._watchdog.notify()
+            await asyncio.sleep(period_s)
