@@ -22,7 +22,7 @@ endef
 system:
 	$(call debian,libibverbs1,ldconfig -p | grep libibverbs.so.1)
 
-# What the tests use besides: a Redis, network namespaces, certificates.
+# What the tests use besides: a Redis, network namespaces, certificates, a systemd.
 .PHONY: test-system
 test-system:
 	$(call debian,redis-server,command -v redis-server)
@@ -30,6 +30,7 @@ test-system:
 	$(call debian,util-linux,command -v setpriv && command -v nsenter)
 	$(call debian,procps,command -v sysctl)
 	$(call debian,openssl,command -v openssl)
+	$(call debian,systemd,test -x /lib/systemd/systemd && command -v systemd-analyze)
 
 $(VENV)/.ready: pyproject.toml | system
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,378 @@
+"""The unit file and the daemon beneath it: notifications, watchdog, reload, logs, real systemd."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ecd_client import Client
+from ecd_proto.v1 import cache_pb2 as pb
+from support.daemon import Daemon, eventually
+
+ROOT = Path(__file__).parents[2]
+UNITS = ROOT / "deploy" / "systemd"
+ECD = Path(sys.executable).with_name("ecd")
+
+
+class Manager:
+    """What listens where systemd would."""
+
+    def __init__(self, directory: Path) -> None:
+        self.address = str(directory / "notify")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(self.address)
+        self.heard: list[str] = []
+
+    def hear(self, timeout_s: float) -> str | None:
+        """The next message; None: there was none for so long."""
+        self._socket.settimeout(timeout_s)
+        try:
+            self.heard.append(self._socket.recv(4096).decode().strip())
+        except TimeoutError:
+            return None
+        return self.heard[-1]
+
+    def wait_for(self, message: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.hear(1.0) != message:
+            assert time.monotonic() < deadline, self.heard
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[Manager]:
+    manager = Manager(tmp_path)
+    yield manager
+    manager.close()
+
+
+def test_ready_is_said_once_the_pool_is_populated(manager: Manager, tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, pool="1GiB", NOTIFY_SOCKET=manager.address, WATCHDOG_USEC="900000")
+    try:
+        daemon.start(wait=False)
+        manager.wait_for("READY=1")
+        assert daemon.status().state == pb.StatusReply.STATE_SERVING
+        before = manager.heard[:-1]
+        assert before, "no word while it populated"
+        assert all(said.startswith("STATUS=populating ") for said in before)
+        manager.wait_for("STATUS=serving 0 entries")
+        with Client(daemon.address) as client:
+            for number in range(1204):
+                client.put_bytes(str(number), b"x", "uint8", (1,))
+            manager.wait_for("STATUS=serving 1,204 entries")
+        daemon.terminate()
+        manager.wait_for("STATUS=stopping")
+    finally:
+        daemon.close()
+
+
+BLOCKED_BY_SIGUSR1 = """
+import asyncio, signal, time, uvloop
+run = uvloop.run
+def run_blockable(main):
+    async def work():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, time.sleep, 3.0)
+        await main
+    run(work())
+uvloop.run = run_blockable
+from ecd.__main__ import main
+main()
+"""
+
+
+def test_the_watchdog_hears_nothing_of_a_blocked_loop(manager: Manager, tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, NOTIFY_SOCKET=manager.address, WATCHDOG_USEC="900000")
+    daemon.command = (sys.executable, "-c", BLOCKED_BY_SIGUSR1, "serve")
+    try:
+        daemon.start()
+        manager.wait_for("WATCHDOG=1")
+        for _ in range(4):
+            manager.wait_for("WATCHDOG=1", 0.9)
+        os.kill(daemon.pid, signal.SIGUSR1)
+        while manager.hear(0.2):
+            pass
+        assert manager.hear(1.5) is None, "it says that it runs, and does not"
+        manager.wait_for("WATCHDOG=1", 5.0)
+    finally:
+        daemon.close()
+
+
+def test_a_daemon_whose_manager_went_away_serves_on(manager: Manager, tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, NOTIFY_SOCKET=manager.address, WATCHDOG_USEC="90000")
+    try:
+        daemon.start()
+        manager.close()
+        os.unlink(manager.address)
+        time.sleep(0.3)
+        assert daemon.status().state == pb.StatusReply.STATE_SERVING
+        assert "Traceback" not in daemon.text()
+    finally:
+        daemon.close()
+
+
+def test_hangup_reloads_what_can_be_and_names_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "ecd.toml"
+    file.write_text('zone = "a"\n')
+    daemon = Daemon(
+        tmp_path,
+        ECD_PEER_ADDRESS="127.0.81.1:9465",
+        ECD_PEERS="127.0.81.2:9465",
+        ECD_ENGINE_PORTS="28000-28031",
+    )
+    daemon.command = (*Daemon.command, "--config", str(file))
+
+    def reload(settings: str, expected: str) -> None:
+        file.write_text(settings)
+        os.kill(daemon.pid, signal.SIGHUP)
+        eventually(lambda: expected in daemon.text(), 5.0, expected)
+
+    try:
+        daemon.start()
+        reload('zone = "a"\n', "no setting has changed")
+        reload('zone = "a"\nfetch_timeout_s = 1.5\n', "fetch_timeout_s is 1.5 now")
+        reload('zone = "b"\n', "zone changed: the next start takes it over")
+        assert "fetch_timeout_s is 5.0 now" in daemon.text()
+        reload("lease_ttl_s = 0.0\n", "the settings stay as they are: lease_ttl_s")
+        reload("nonsense", "the settings stay as they are")
+        file.unlink()
+        os.kill(daemon.pid, signal.SIGHUP)
+        eventually(lambda: f"no such file: {file}" in daemon.text(), 5.0, "it says what is missing")
+        with Client(daemon.address) as client:
+            assert client.get("nobody has it") is None
+    finally:
+        daemon.close()
+
+
+def test_hangup_ends_a_daemon_that_has_no_file(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path).start()
+    os.kill(daemon.pid, signal.SIGHUP)
+    eventually(lambda: not daemon.shm.exists(), 10.0, "its files are gone")
+    daemon.close()
+
+
+def test_lines_carry_their_severity_to_the_journal(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path)
+    daemon.log.touch()
+    there = daemon.log.stat()
+    daemon._settings["JOURNAL_STREAM"] = f"{there.st_dev}:{there.st_ino}"
+    daemon._settings["ECD_MISSPELT"] = "1"
+    try:
+        daemon.start()
+        lines = daemon.text().splitlines()
+        assert "<4>ecd: ECD_MISSPELT is not a setting of ecd; see `ecd config`" in lines
+        assert any(line.startswith("<6>ecd.daemon: serving on ") for line in lines)
+    finally:
+        daemon.close()
+
+
+def test_lines_are_json_where_that_is_wanted(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, ECD_LOG_FORMAT="json")
+    try:
+        daemon.start()
+        lines = [json.loads(line) for line in daemon.text().splitlines()]
+        [serving] = [line for line in lines if line["message"].startswith("serving on ")]
+        assert serving["level"] == "INFO"
+        assert serving["logger"] == "ecd.daemon"
+        assert serving["time"]
+    finally:
+        daemon.close()
+
+
+# -- systemd ---------------------------------------------------------------------------------------
+
+
+def unit(directory: Path, settings: Path) -> Path:
+    """The unit as it is shipped, but for where the daemon and its settings are."""
+    text = (UNITS / "ecd.service").read_text()
+    for there, here in (("/opt/ecd/bin/ecd", ECD), ("/etc/ecd/ecd.toml", settings)):
+        assert text.count(there) == 1
+        text = text.replace(there, str(here))
+    file = directory / "ecd.service"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("devices", [False, True])
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path, devices: bool) -> None:
+    file = unit(tmp_path, tmp_path / "ecd.toml")
+    if devices:
+        (tmp_path / "ecd.service.d").mkdir()
+        shutil.copy(UNITS / "devices.conf", tmp_path / "ecd.service.d")
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", file], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert not re.search(r"ecd\.service|devices\.conf", checked.stderr), checked.stderr
+    exposed = subprocess.run(
+        ["systemd-analyze", "security", "--offline=yes", "--threshold=40", file],
+        capture_output=True,
+        text=True,
+    )
+    assert exposed.returncode == 0, exposed.stdout
+
+
+def test_the_settings_that_are_shipped_are_settings() -> None:
+    shown = subprocess.run(
+        [ECD, "config", "--json", "--config", UNITS / "ecd.toml"], capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+    for line in (UNITS / "ecd.toml").read_text().splitlines():
+        name, equals, _ = line.removeprefix("# ").partition(" = ")
+        assert not equals or name in json.loads(shown.stdout)
+
+
+def test_its_user_and_its_directory_are_made(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    for tool, file in (("systemd-sysusers", "sysusers"), ("systemd-tmpfiles", "tmpfiles")):
+        create = ["--create"] if file == "tmpfiles" else []
+        command = [tool, f"--root={tmp_path}", *create, UNITS / f"ecd.{file}.conf"]
+        made = subprocess.run(command, capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr
+    user = (tmp_path / "etc/passwd").read_text().split(":")
+    directory = (tmp_path / "etc/ecd").stat()
+    assert user[0] == "ecd"
+    assert (directory.st_uid, directory.st_gid) == (0, int(user[3]))
+    assert directory.st_mode & 0o777 == 0o750
+
+
+TARGETS = ("sysinit", "basic", "shutdown", "network-online", "multi-user", "umount", "final")
+BOOT = """
+set -e
+mount --make-rprivate /
+mkdir "$PLACE/keep"
+for path in $SEEN; do  # whatever home they are in, the user ecd may come there
+  ancestor=$path
+  while [ -n "$ancestor" ] && [ -n "$(find "$ancestor" -maxdepth 0 -perm -o=x)" ]; do
+    ancestor=${ancestor%/*}
+  done
+  [ -n "$ancestor" ] || continue
+  mount --bind "$path" "$PLACE/keep"
+  mount -t tmpfs -o mode=755 none "$ancestor"
+  mkdir -p "$path"
+  mount --bind "$PLACE/keep" "$path"
+done
+mount -t tmpfs none /run
+mkdir -p /run/systemd/system /run/settings /run/out
+cp "$PLACE/ecd.toml" /run/settings
+for file in passwd group; do mount --bind "$PLACE/$file" /etc/$file; done
+export container=ecd-test SYSTEMD_UNIT_PATH="$PLACE/units"
+exec /lib/systemd/systemd --system --unit=multi-user.target --show-status=no
+"""
+
+
+class Machine:
+    """systemd as the first process of namespaces of its own, with our unit and nothing else."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        units = place / "units"
+        units.mkdir()
+        for target in TARGETS:
+            (units / f"{target}.target").write_text("[Unit]\nDefaultDependencies=no\n")
+        unit(units, Path("/run/settings/ecd.toml"))
+        (units / "ecd.service.d").mkdir()
+        (units / "ecd.service.d" / "test.conf").write_text(
+            "[Service]\n"
+            "ProtectHome=no\n"  # the tests' Python may be in one
+            f"StandardError=append:{place}/ecd.log\n"
+            "WatchdogSec=2\nTimeoutStartSec=60\n"
+        )
+        (place / "ecd.toml").write_text(
+            'name = "systemd-test"\nhost_pool_bytes = "64MiB"\nmetrics_address = "127.0.0.1:0"\n'
+        )
+        (place / "passwd").write_text(
+            Path("/etc/passwd").read_text() + "ecd:x:993:993::/:/bin/sh\n"
+        )
+        (place / "group").write_text(Path("/etc/group").read_text() + "ecd:x:993:\n")
+        (place / "boot").write_text(BOOT)
+        self._process = subprocess.Popen(
+            [*("unshare", "--pid", "--mount", "--ipc", "--uts", "--fork", "--kill-child"),
+             *("--mount-proc", "sh", place / "boot")],
+            env={
+                "PATH": os.environ["PATH"],
+                "PLACE": str(place),
+                "SEEN": shlex.join([sys.base_prefix, str(ROOT)]),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=(place / "systemd.log").open("w"),
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        eventually(lambda: self.systemctl("is-active", "multi-user.target"), 20.0, "it is up")
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """A command beside its first process."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        first = children.read_text().split()
+        return subprocess.run(
+            ["nsenter", "--target", first[0] if first else "-", "--all", *command],
+            capture_output=True,
+            text=True,
+        )
+
+    def systemctl(self, *arguments: str) -> str:
+        """What it answers; empty if it fails."""
+        done = self.run("systemctl", *arguments)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    def show(self, what: str) -> str:
+        return self.systemctl("show", "ecd", "--value", f"--property={what}")
+
+    def log(self) -> str:
+        return (self.place / "ecd.log").read_text()
+
+    def close(self) -> None:
+        self.systemctl("stop", "ecd")
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    yield machine
+    machine.close()
+
+
+def test_systemd_runs_the_unit(machine: Machine) -> None:
+    started = machine.run("systemctl", "start", "ecd")
+    assert started.returncode == 0, started.stderr + machine.show("Result")
+    assert machine.show("User") == "ecd"
+    eventually(lambda: machine.show("StatusText") == "serving 0 entries", 5.0, "it says so")
+    pid = machine.show("MainPID")
+    status = machine.run(str(ECD)[:-3] + "ecd-cli", "--address", "unix:///run/ecd/ecd.sock",
+                         "--json", "status")  # fmt: skip
+    assert json.loads(status.stdout)["pid"] == int(pid)
+
+    machine.run("sed", "-i", '$ a log_level = "debug"', "/run/settings/ecd.toml")
+    assert machine.run("systemctl", "reload", "ecd").returncode == 0
+    eventually(lambda: "log_level is debug now" in machine.log(), 5.0, "it reloads")
+    assert machine.show("MainPID") == pid
+
+    assert machine.run("systemctl", "restart", "ecd").returncode == 0
+    assert machine.show("MainPID") != pid
+
+    machine.run("kill", "-KILL", machine.show("MainPID"))
+    eventually(lambda: machine.show("NRestarts") == "1", 10.0, "it comes back")
+    eventually(lambda: machine.show("ActiveState") == "active", 20.0, "it serves")
+
+    machine.run("kill", "-STOP", machine.show("MainPID"))
+    eventually(lambda: machine.show("NRestarts") == "2", 20.0, "one that hangs is replaced")
+    eventually(lambda: machine.show("ActiveState") == "active", 20.0, "it serves")
+
+    assert machine.run("systemctl", "stop", "ecd").returncode == 0
+    assert machine.show("ActiveState") == "inactive"
+    assert not list(Path("/dev/shm/ecd-systemd-test").glob("*.pool"))
