@@ -11,8 +11,8 @@ help:  ## show this list
 # $(call debian,PACKAGE,CHECK): Debian's package, unless CHECK says that what it brings is here.
 define debian
 	@{ $(2); } > /dev/null 2>&1 || { echo "installing $(1)"; export DEBIAN_FRONTEND=noninteractive; \
-	  if [ "$$(id -u)" = 0 ]; then apt-get install -qq -y $(1) > /dev/null || { \
-	    apt-get update -qq && apt-get install -qq -y $(1) > /dev/null; }; else false; fi; } || { \
+	  if [ "$$(id -u)" = 0 ]; then apt-get install -qq -y --no-install-recommends $(1) > /dev/null || { \
+	    apt-get update -qq && apt-get install -qq -y --no-install-recommends $(1) > /dev/null; }; else false; fi; } || { \
 	  echo "$(1) is missing and cannot be installed from here. Run: sudo apt-get install $(1)"; \
 	  exit 1; }
 endef
@@ -22,7 +22,8 @@ endef
 system:
 	$(call debian,libibverbs1,ldconfig -p | grep libibverbs.so.1)
 
-# What the tests use besides: a Redis, network namespaces, certificates, a systemd.
+# What the tests use besides: a Redis, network namespaces, certificates, a systemd,
+# a Prometheus.
 .PHONY: test-system
 test-system:
 	$(call debian,redis-server,command -v redis-server)
@@ -30,6 +31,7 @@ test-system:
 	$(call debian,util-linux,command -v setpriv && command -v nsenter)
 	$(call debian,procps,command -v sysctl)
 	$(call debian,openssl,command -v openssl)
+	$(call debian,prometheus,command -v prometheus && command -v promtool)
 	$(call debian,systemd,test -x /lib/systemd/systemd && command -v systemd-analyze)
 
 $(VENV)/.ready: pyproject.toml | system

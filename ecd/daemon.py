@@ -88,7 +88,7 @@ class Daemon:
             config.peer_address or "",
             time.monotonic,
         )
-        self._metrics = Metrics(self._cache, version("ecd"))
+        self._metrics = Metrics(self._cache, self._unlisted, version("ecd"))
         self._cluster: Cluster | None = None
         self._peer_server: PeerServer | None = None
 
@@ -303,6 +303,9 @@ class Daemon:
 
     # -- status --------------------------------------------------------------------------------
 
+    def _unlisted(self) -> int:
+        return self._cache.entries if self._index is None else self._index.unlisted
+
     def status(self) -> pb.StatusReply:
         cache, allocator, counters = self._cache, self._cache.allocator, self._cache.counters
         cache.look_at_readers(time.monotonic())
@@ -328,7 +331,7 @@ class Daemon:
             ),
             node=self._config.peer_address or "",
             entries=cache.entries,
-            unlisted=cache.entries if self._index is None else self._index.unlisted,
+            unlisted=self._unlisted(),
             sessions=cache.sessions,
             leases=cache.leases,
             waits=cache.waits,
@@ -340,6 +343,7 @@ class Daemon:
                 aborts=counters.aborts,
                 bytes_in=counters.bytes_in,
                 bytes_out=counters.bytes_out,
+                saved_s=counters.saved_s,
                 leases_expired=counters.leases_expired,
                 waits_expired=counters.waits_expired,
                 evictions=counters.evictions,

@@ -29,8 +29,8 @@ class MetricsError(Exception):
 class _CoreCollector(Collector):
     """The core counts, this only reads: one integer at a time, from the scraper's thread."""
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+    def __init__(self, cache: Cache, unlisted: Callable[[], int]) -> None:
+        self._cache, self._unlisted = cache, unlisted
 
     def collect(self) -> Iterable[Metric]:
         counters, allocator = self._cache.counters, self._cache.allocator
@@ -42,6 +42,7 @@ class _CoreCollector(Collector):
             ("aborts", "Reservations given up, dead writers' included.", counters.aborts),
             ("bytes_in", "Bytes of committed entries.", counters.bytes_in),
             ("bytes_out", "Bytes of leased entries.", counters.bytes_out),
+            ("saved_seconds", "What the hits had cost to encode.", counters.saved_s),
             ("leases_expired", "Leases that ran out unrenewed.", counters.leases_expired),
             ("waits_expired", "Waits that ran out.", counters.waits_expired),
         ):
@@ -67,6 +68,7 @@ class _CoreCollector(Collector):
             ),
             ("pool_largest_free_bytes", "Largest free extent.", allocator.largest_free_bytes),
             ("entries", "Committed entries.", self._cache.entries),
+            ("unlisted_entries", "Entries that are not in the mapped index.", self._unlisted()),
             ("sessions", "Sessions open or leaving.", self._cache.sessions),
             ("leases", "Leases held.", self._cache.leases),
             ("waits", "Clients' waits for a commit.", self._cache.waits),
@@ -128,9 +130,10 @@ class _PeersCollector(Collector):
 class Metrics:
     """One registry per daemon."""
 
-    def __init__(self, cache: Cache, version: str) -> None:
+    def __init__(self, cache: Cache, unlisted: Callable[[], int], version: str) -> None:
+        """`unlisted` counts the entries that take a call to be found."""
         self.registry = CollectorRegistry()
-        self.registry.register(_CoreCollector(cache))
+        self.registry.register(_CoreCollector(cache, unlisted))
         self._call_seconds = Histogram(
             "ecd_call_seconds",
             "Time the daemon took to answer a call.",

@@ -67,6 +67,7 @@ class Counters:
     aborts: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    saved_s: float = 0.0  # what the hits had cost to encode
     leases_expired: int = 0
     waits_expired: int = 0
     evictions: dict[str, int] = field(
@@ -425,15 +426,19 @@ class Cache:
         self.counters.bytes_out += uses.nbytes
         self.counters.misses += uses.misses
         self.counters.duplicates += uses.duplicates
+        known_s = 0.0
         for used in uses.entries:
             entry = self._index.get(used)
             if entry is None:
                 continue
             entry.hits += 1
             entry.used_s = now_s
+            known_s += entry.content.cost_s
             if self._policy.warmth(used) is not None:
                 self._policy.remove(used)
                 self._policy.add(used)
+        if uses.entries:  # the others cost about as much
+            self.counters.saved_s += known_s * uses.hits / len(uses.entries)
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -653,6 +658,7 @@ class Cache:
         entry.used_s = now_s
         self.counters.hits += 1
         self.counters.bytes_out += entry.content.nbytes
+        self.counters.saved_s += entry.content.cost_s
         lease, expires_s = self._leases.grant(session, entry.id, now_s)
         return Leased(
             lease, entry.key, entry.content, entry.extent, expires_s, entry.id, entry.checksum

@@ -65,6 +65,7 @@ def test_what_is_pinned_outlives_its_eviction_and_no_longer(daemon: Daemon) -> N
         client.put("k", torch.full((1 << 20,), 3, dtype=torch.uint8), metadata=b"m", cost=1.5)
         item = client.get("k")
         assert (item.metadata, item.cost_s) == (b"m", 1.5)
+        assert daemon.status().counters.saved_s == 1.5
         assert daemon.evict_all().leased == 1
         assert not client.contains(["k"])[0]
         client.put("k", torch.full((1 << 20,), 4, dtype=torch.uint8))

@@ -122,6 +122,12 @@ class Daemon:
         with open_channel(self.address) as channel:
             return pb_grpc.CacheStub(channel).Peers(pb.PeersRequest(), timeout=10.0)
 
+    def entries(self) -> list[pb.EntryInfo]:
+        """The first page of them."""
+        with open_channel(self.address) as channel:
+            stub = pb_grpc.CacheStub(channel)
+            return list(stub.List(pb.ListRequest(), timeout=10.0).entries)
+
     def evict_all(self) -> pb.EvictReply:
         with open_channel(self.address) as channel:
             return pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(), timeout=10.0)

@@ -70,7 +70,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         (
             "hits",
             f"{counters.hits:,} of {lookups:,} lookups ({_share(counters.hits, lookups)}), "
-            f"{decimal(counters.bytes_out)}",
+            f"{decimal(counters.bytes_out)}, {_duration(counters.saved_s)} of encoding saved",
         ),
         (
             "puts",

@@ -55,6 +55,11 @@ class EcdConnector(ECConnectorBase):
 
     # -- worker --------------------------------------------------------------------------------
 
+    def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step()
+
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         assert self._worker is not None
         metadata = self._get_connector_metadata()

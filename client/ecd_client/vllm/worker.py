@@ -45,10 +45,15 @@ class WorkerRole:
         self._loaded: set[str] = set()
         self._saves: deque[tuple[Future[bool], int]] = deque()
         self._saving_bytes = 0
+        self._encoding_since_s = monotonic()
         self._rank: int | None = None
 
     def close(self) -> None:
         self._client.close()
+
+    def begin_step(self) -> None:
+        """What is encoded next is encoded from now on."""
+        self._encoding_since_s = monotonic()
 
     # -- loading -------------------------------------------------------------------------------
 
@@ -60,6 +65,7 @@ class WorkerRole:
                 self._stats.count("loads")
                 self._stats.count("loaded_bytes", load.nbytes)
             self._loaded.add(f"{self._tensor_parallel_rank()}/{load.id}")
+        self.begin_step()
 
     def take_loaded(self) -> set[str]:
         loaded, self._loaded = self._loaded, set()
@@ -111,12 +117,16 @@ class WorkerRole:
         if self._tensor_parallel_rank() != 0 or not self._settings.shares(identifier):
             return
         self._reap()
+        # vLLM tells nobody what an item took: of those encoded together the first is charged all.
+        # On a GPU it is the time to launch the work, so at most what the work took.
+        now_s = monotonic()
+        cost_s, self._encoding_since_s = now_s - self._encoding_since_s, now_s
         nbytes = output.numel() * output.element_size()
         if len(self._saves) >= MAX_SAVES or self._saving_bytes + nbytes > MAX_SAVING_BYTES:
             self._drop(identifier, "too many are on the way")
             return
         try:
-            future = self._client.put_async(identifier, output)
+            future = self._client.put_async(identifier, output, cost=cost_s)
         except EcdError as error:
             self._drop(identifier, error)
             return

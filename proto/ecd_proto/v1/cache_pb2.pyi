@@ -1365,6 +1365,7 @@ class Counters(google.protobuf.message.Message):
     WAITS_EXPIRED_FIELD_NUMBER: builtins.int
     EVICTIONS_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    SAVED_S_FIELD_NUMBER: builtins.int
     hits: builtins.int
     misses: builtins.int
     puts: builtins.int
@@ -1374,6 +1375,8 @@ class Counters(google.protobuf.message.Message):
     bytes_out: builtins.int
     leases_expired: builtins.int
     waits_expired: builtins.int
+    saved_s: builtins.float
+    """what the hits had cost to encode"""
     @property
     def evictions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by reason"""
@@ -1396,8 +1399,9 @@ class Counters(google.protobuf.message.Message):
         waits_expired: builtins.int = ...,
         evictions: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         refused: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        saved_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "duplicates", b"duplicates", "evictions", b"evictions", "hits", b"hits", "leases_expired", b"leases_expired", "misses", b"misses", "puts", b"puts", "refused", b"refused", "waits_expired", b"waits_expired"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "duplicates", b"duplicates", "evictions", b"evictions", "hits", b"hits", "leases_expired", b"leases_expired", "misses", b"misses", "puts", b"puts", "refused", b"refused", "saved_s", b"saved_s", "waits_expired", b"waits_expired"]) -> None: ...
 
 global___Counters = Counters
 

@@ -1,0 +1,185 @@
+"""Rules, dashboard and metrics agree: with promtool, Grafana's own types and a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from ecd_client import Client
+from support.daemon import Daemon, eventually
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+RULES = DEPLOY / "prometheus" / "ecd.rules.yml"
+DASHBOARD = DEPLOY / "grafana" / "ecd.json"
+EMPTY_WHEN_WELL = {"Refusals, by cause", "Directory's errors"}
+"""Panels that may have nothing to show."""
+
+
+def queries() -> list[tuple[str, str]]:
+    """Title and expression of every query of the dashboard, for all of its variables."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [
+        (panel["title"], re.sub(r"\$(job|instance)\b", ".*", target["expr"]))
+        for panel in panels
+        for target in panel.get("targets", ())
+    ]
+
+
+def alerts() -> list[str]:
+    return re.findall(r"^      - alert: (\w+)$", RULES.read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Daemon]]:
+    """Two daemons, of which one has fetched from the other."""
+    made = []
+    hosts = "127.0.82.1", "127.0.82.2"
+    for host, other, first in zip(hosts, hosts[::-1], (29000, 29032), strict=True):
+        made.append(
+            Daemon(
+                tmp_path_factory.mktemp(host),
+                ECD_PEER_ADDRESS=f"{host}:9465",
+                ECD_PEERS=f"{other}:9465",
+                ECD_ENGINE_PORTS=f"{first}-{first + 31}",
+            ).start()
+        )
+    yield made
+    for daemon in made:
+        daemon.close()
+
+
+def work(nodes: list[Daemon]) -> None:
+    with Client(nodes[0].address) as writer, Client(nodes[1].address) as reader:
+        for number in range(10):
+            writer.put_bytes(
+                f"{time.monotonic()}-{number}", b"x" * 5000, "uint8", (5000,), cost=0.5
+            )
+        writer.put_bytes("k", b"x" * 5000, "uint8", (5000,), cost=0.5)
+        item = reader.get("k", 5.0)
+        assert item is not None
+        item.close()
+        nodes[1].evict_all()
+
+
+@pytest.fixture(scope="module")
+def exported(nodes: list[Daemon]) -> set[str]:
+    work(nodes)
+    return set(re.findall(r"^(ecd_\w+?)(?:\{.*)? ", nodes[1].metrics(), re.MULTILINE))
+
+
+def test_promtool_finds_nothing_wrong_with_the_rules() -> None:
+    for command in (["check", "rules", RULES], ["test", "rules", "ecd.rules.test.yml"]):
+        checked = subprocess.run(
+            ["promtool", *command], cwd=RULES.parent, capture_output=True, text=True
+        )
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_every_alert_is_seen_to_fire_and_has_its_line_in_the_runbook() -> None:
+    tests = RULES.with_name("ecd.rules.test.yml").read_text()
+    assert len(alerts()) == RULES.read_text().count("runbook:")
+    for alert in alerts():
+        assert re.search(rf'ALERTS{{alertname="{alert}", alertstate="firing".*value: 1', tests), (
+            alert
+        )
+
+
+@pytest.mark.parametrize("source", [RULES, DASHBOARD], ids=["rules", "dashboard"])
+def test_every_metric_that_is_asked_for_is_exported(source: Path, exported: set[str]) -> None:
+    expressions = source.read_text()
+    if source == DASHBOARD:
+        expressions = "\n".join(expression for _, expression in queries())
+    else:
+        expressions = re.sub(r"^ *(runbook|summary):.*$", "", expressions, flags=re.MULTILINE)
+    asked = set(re.findall(r"\becd_\w+", expressions))
+    assert len(asked) > 10
+    assert asked <= exported
+
+
+def test_grafana_knows_every_field_of_the_dashboard() -> None:
+    register_default_plugins()
+    ours = json.loads(DASHBOARD.read_text())
+    known = json.loads(json.dumps(Dashboard.from_json(ours), cls=JSONEncoder))
+
+    def check(mine: object, theirs: object, where: str) -> None:
+        if isinstance(mine, dict):
+            assert isinstance(theirs, dict), where
+            for name, value in mine.items():
+                assert name in theirs, f"{where}: {name}"
+                check(value, theirs[name], f"{where}.{name}")
+        elif isinstance(mine, list):
+            assert isinstance(theirs, list), where
+            for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+                check(one, other, f"{where}[{number}]")
+        else:
+            assert mine == theirs, where
+
+    check(ours, known, "dashboard")
+
+
+def test_prometheus_answers_every_panel(nodes: list[Daemon], tmp_path: Path) -> None:
+    targets = [daemon.metrics_url().split("/")[2] for daemon in nodes]
+    config = tmp_path / "prometheus.yml"
+    config.write_text(
+        f"""
+global: {{ scrape_interval: 500ms, evaluation_interval: 500ms }}
+rule_files: [{RULES}]
+scrape_configs:
+  - job_name: ecd
+    static_configs: [{{ targets: {json.dumps(targets)} }}]
+"""
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    server = subprocess.Popen(
+        [
+            *("prometheus", f"--config.file={config}", f"--storage.tsdb.path={tmp_path}/data"),
+            f"--web.listen-address={address}",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=(tmp_path / "log").open("w"),
+    )
+
+    def ask(expression: str) -> list[dict]:
+        query = urllib.parse.urlencode({"query": expression.replace("$__rate_interval", "30s")})
+        with urllib.request.urlopen(f"http://{address}/api/v1/query?{query}") as answer:
+            reply = json.load(answer)
+        assert reply["status"] == "success"
+        return reply["data"]["result"]
+
+    def scraped() -> bool:
+        try:
+            return len(ask("ecd_info")) == 2
+        except OSError:
+            return False
+
+    try:
+        eventually(scraped, 30.0, "both daemons are scraped")
+        for _ in range(4):
+            work(nodes)
+            time.sleep(0.6)
+        for title, expression in queries():
+            data = ask(expression)
+            assert data or title in EMPTY_WHEN_WELL, (title, expression)
+            if title in ("Hit ratio", "Encoders saved", "Served", "Fetches, by outcome"):
+                assert any(float(series["value"][1]) > 0 for series in data), (title, data)
+        with urllib.request.urlopen(f"http://{address}/api/v1/rules") as answer:
+            [group] = json.load(answer)["data"]["groups"]
+        assert [rule["name"] for rule in group["rules"]] == alerts()
+        assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
+        assert not ask('ALERTS{alertstate="firing"}')
+    finally:
+        server.terminate()
+        server.wait()
