@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from operator import itemgetter
 
 from ecd.core.clients import Put, Uses
 from ecd.core.types import Content, EntryId, Extent, Key
@@ -113,16 +114,17 @@ class Page:
         self._desk[FIRST_ANSWER_WORD + put.place] = pack_answer(put.number, outcome)
 
     def _open_puts(self) -> list[tuple[int, int, int]]:
-        """Places, numbers and what says that they are done, of puts without an answer."""
+        """Places, numbers and what says that they are done, of puts without an answer, in order."""
         numbers = self._words[_NUMBERS].tolist()
         if not any(numbers):
             return []
         dones = self._words[_DONES].tolist()
-        return [
+        found = [
             (place, number, done)
             for place, (number, done) in enumerate(zip(numbers, dones, strict=True))
             if number and not answer_to(number, self._desk[FIRST_ANSWER_WORD + place])
         ]
+        return sorted(found, key=itemgetter(1)) if len(found) > 1 else found
 
     def _read(self, place: int, number: int) -> Put | None:
         start = FIRST_PUT_WORD + place * PUT_WORDS + PUT_ROW
