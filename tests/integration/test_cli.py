@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ecd_client import Client
+from ecd_client.errors import EntryTooLarge
 from support.daemon import Daemon
 
 
@@ -150,3 +155,170 @@ def test_no_daemon_is_exit_code_3(make_daemon: Callable[..., Daemon]) -> None:
         done = cli(make_daemon(), *arguments)
         assert done.returncode == 3, done.stderr
         assert "nothing answers on" in done.stderr
+
+
+# -- looking after it ------------------------------------------------------------------------------
+
+
+def findings(daemon: Daemon, prefix: tuple[str, ...] = ()) -> tuple[int, dict[str, dict]]:
+    """The exit code of `doctor`, and what it found, by check."""
+    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address]
+    done = subprocess.run(
+        [*prefix, *command, "doctor", "--json"], capture_output=True, text=True, timeout=60
+    )
+    assert "Traceback" not in done.stderr
+    found = json.loads(done.stdout)
+    assert all(bool(finding["advice"]) == (finding["state"] != "ok") for finding in found)
+    return done.returncode, {finding["check"]: finding for finding in found}
+
+
+def test_doctor_finds_nothing_wrong_with_a_daemon_that_is_well(daemon: Daemon) -> None:
+    code, found = findings(daemon)
+    assert code == 0
+    for check in ("socket", "daemon", "versions", "reading", "pool", "other nodes"):
+        assert found[check]["state"] == "ok", found[check]
+    assert found["reading"]["found"] == "hits make no call"
+    assert cli(daemon, "doctor").stdout.count("\n") >= len(found)
+
+
+def test_doctor_says_that_there_is_no_daemon(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path)
+    code, found = findings(daemon)
+    assert code == 1
+    assert "there is no" in found["socket"]["found"]
+    daemon.start()
+    daemon.kill()
+    code, found = findings(daemon)
+    assert code == 1
+    assert "a dead daemon left" in found["socket"]["found"]
+    assert found["daemon"]["state"] == "fix"
+    daemon.close()
+
+
+def test_doctor_says_that_a_user_may_not_connect(daemon: Daemon) -> None:
+    os.chown(daemon.address.removeprefix("unix://"), 12345, 12345)
+    weak = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+    code, found = findings(daemon, weak)
+    assert code == 1
+    assert "does not let this user in" in found["socket"]["found"]
+    assert "group" in found["socket"]["advice"]
+
+
+def test_doctor_says_that_a_daemon_is_of_another_version(daemon: Daemon, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m\nv = m.version\n"
+        "m.version = lambda name: '0.0.9' if name == 'ecd' else v(name)\n"
+    )
+    _, found = findings(daemon, ("env", f"PYTHONPATH={tmp_path}"))
+    assert found["versions"]["state"] == "look"
+    assert "client ecd 0.0.9" in found["versions"]["found"]
+
+
+def test_doctor_says_that_the_pool_is_too_small(daemon: Daemon) -> None:
+    with Client(daemon.address) as client, pytest.raises(EntryTooLarge):
+        client.put_bytes("k", bytes(100 << 20), "uint8", (100 << 20,))
+    code, found = findings(daemon)
+    assert code == 1
+    assert found["pool"]["advice"] == "raise ECD_HOST_POOL_BYTES"
+
+
+def test_doctor_says_which_nodes_and_directory_are_away(tmp_path: Path) -> None:
+    daemon = Daemon(
+        tmp_path,
+        ECD_PEER_ADDRESS="127.0.83.1:9465",
+        ECD_ENGINE_PORTS="30000-30031",
+        ECD_DIRECTORY="redis://127.0.83.3:1/0",
+    )
+    try:
+        daemon.start()
+        with Client(daemon.address) as client:
+            assert client.get("k", 1.0, nodes=["127.0.83.2:9465"]) is None
+        code, found = findings(daemon)
+        assert code == 1
+        assert found["peer port"]["state"] == found["engine port"]["state"] == "ok"
+        assert found["directory"]["state"] == "fix"
+        assert found["peers"]["found"].startswith("127.0.83.2:9465: ")
+    finally:
+        daemon.close()
+
+
+def test_bench_measures_and_leaves_everything_as_it_was(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        client.put("k", torch.ones(3))
+        rows = as_json(daemon, "bench", "--rounds", "2")
+        assert [row["size"] for row in rows] == ["64 KiB", "1 MiB"]  # what a pool of 64 MiB takes
+        assert all(row["put_us"] > row["contains_us"] > 0 for row in rows)
+        assert client.contains(["k"]) == [True]
+    assert daemon.status().entries == 1
+    assert "as it was put in" in cli(daemon, "bench", "--rounds", "1").stdout
+
+
+def test_bench_says_that_there_is_no_room(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        client.put("k", torch.zeros(64 * 1023 << 10, dtype=torch.uint8))
+        done = cli(daemon, "bench")
+        assert done.returncode == 1
+        assert "no room" in done.stderr
+        assert client.contains(["k"]) == [True]
+
+
+def test_top_shows_what_happens_now(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        client.put("small", torch.ones(3))
+        client.put("large", torch.ones(3000))
+
+        def work() -> None:
+            while not done.is_set():
+                item = client.get("small")
+                assert item is not None
+                item.close()
+                assert client.get("none") is None
+
+        done = threading.Event()
+        worker = threading.Thread(target=work)
+        worker.start()
+        try:
+            shown = as_json(daemon, "top")
+            text = cli(daemon, "top", "--once").stdout
+        finally:
+            done.set()
+            worker.join()
+    assert shown["per_second"]["hits"] > 10
+    assert 0.4 < shown["per_second"]["hit_ratio"] < 0.6
+    assert [entry["key"]["mm_hash"] for entry in shown["biggest"]] == ["large", "small"]
+    assert [entry["key"]["mm_hash"] for entry in shown["hottest"]] == ["small", "large"]
+    assert "hit ratio" in text
+
+
+def test_top_goes_on_until_it_is_told_to_stop(daemon: Daemon) -> None:
+    """On a terminal of its own; a daemon that goes away ends it with a word."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "top"]
+    running = subprocess.Popen(
+        [*command, "--interval", "0.2"], stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    seen = b""
+    while seen.count(b"lookups/s") < 3:
+        seen += os.read(ours, 65536)
+    running.send_signal(signal.SIGINT)
+    drain = threading.Thread(target=lambda: iter(lambda: os.read(ours, 65536), b""), daemon=True)
+    drain.start()
+    assert running.wait(10.0) == 0
+    os.close(ours)
+
+
+def test_a_shell_can_be_told_to_complete() -> None:
+    command = Path(sys.executable).with_name("ecd-cli")
+    done = subprocess.run(
+        [command],
+        env={
+            "PATH": os.environ["PATH"],
+            "_ECD_CLI_COMPLETE": "complete_bash",
+            "COMP_WORDS": "ecd-cli do",
+            "COMP_CWORD": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert "doctor" in done.stdout.split()

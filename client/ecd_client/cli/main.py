@@ -5,9 +5,11 @@ Exit codes: 0, 1 failed, 2 usage, 3 nothing answers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +17,15 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.live import Live
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its retries are not the user's business
 
 from ecd_client.calls import call, open_channel, resolve
 from ecd_client.cli import files, render
+from ecd_client.cli.bench import measure
+from ecd_client.cli.doctor import BAD, examine
+from ecd_client.cli.top import Top
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
 from ecd_proto.v1 import cache_pb2 as pb
@@ -193,6 +199,72 @@ def evict(
         render.evicted(out, reply, dry_run)
     if key is not None and reply.entries == 0:
         _fail(FAILED, f"no entry {key!r} meets the conditions")
+
+
+@app.command()
+def doctor(context: typer.Context, as_json: AsJson = False) -> None:
+    """Look for what may be wrong, and say what to do about it. 1 if something is."""
+    options: Options = context.obj
+    found = []
+    for finding in examine(options.address):
+        found.append(finding)
+        if not (as_json or options.as_json):
+            render.finding(out, finding)
+    if as_json or options.as_json:
+        render.as_json(out, [vars(finding) for finding in found])
+    if any(finding.state == BAD for finding in found):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def bench(
+    context: typer.Context,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each size; the medians are shown.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Put and get entries of the daemon's own, and check every byte. Evicts nothing else."""
+    options: Options = context.obj
+    room_bytes = options.call("Status", pb.StatusRequest()).pool.largest_free_bytes
+
+    def evict(namespace: str) -> None:
+        options.call("Evict", pb.EvictRequest(namespace=namespace))
+
+    with errors.status("putting and getting ...") as progress:
+        rows = []
+        for row in measure(options.address, room_bytes, rounds, evict):
+            rows.append(row)
+            progress.update(f"{row.size} is done ...")
+    if not rows:
+        _fail(FAILED, "there is no room for it without evicting anything: ecd-cli evict first")
+    if as_json or options.as_json:
+        render.as_json(out, [vars(row) for row in rows])
+    else:
+        render.measured(out, rows)
+
+
+@app.command()
+def top(
+    context: typer.Context,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between looks.")] = 1.0,
+    rows: Annotated[int, typer.Option(min=1, help="Entries shown of each kind.")] = 10,
+    once: Annotated[bool, typer.Option("--once", help="One look, and end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What happens now: rates, hit ratio, hottest and biggest entries, peers. Ctrl-C ends it."""
+    options: Options = context.obj
+    look = Top(options.call, lambda: _entries(options, pb.ListRequest(limit=1000)), rows)
+    if as_json or options.as_json or once or not out.is_terminal:
+        look.look()
+        time.sleep(interval)
+        if as_json or options.as_json:
+            render.as_json(out, look.as_json())
+        else:
+            out.print(look.frame())
+        return
+    with contextlib.suppress(KeyboardInterrupt), Live(look.frame(), console=out) as live:
+        while True:
+            time.sleep(interval)
+            live.update(look.frame(), refresh=True)
 
 
 def _confirm(options: Options, request: pb.EvictRequest) -> None:

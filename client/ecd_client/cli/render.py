@@ -9,8 +9,11 @@ from typing import Any
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
+from ecd_client.cli.bench import Measured
+from ecd_client.cli.doctor import BAD, DOUBTFUL, GOOD, Finding
 from ecd_proto.v1 import cache_pb2 as pb
 
 
@@ -53,9 +56,9 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("name", reply.name),
         ("node", reply.node or "alone"),
         ("incarnation", reply.incarnation),
-        ("state", f"{state}, up {_duration(reply.uptime_s)}"),
+        ("state", f"{state}, up {duration(reply.uptime_s)}"),
         ("pool", f"{decimal(pool.pool_bytes)} in {pool.path}"),
-        ("used", f"{decimal(pool.used_bytes)} ({_share(pool.used_bytes, pool.pool_bytes)})"),
+        ("used", f"{decimal(pool.used_bytes)} ({share(pool.used_bytes, pool.pool_bytes)})"),
         (
             "of which",
             f"{decimal(pool.leased_bytes)} leased, {decimal(pool.reserved_bytes)} being written",
@@ -69,8 +72,8 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("clients", f"{reply.sessions} sessions, {reply.leases} leases, {reply.waits} waits"),
         (
             "hits",
-            f"{counters.hits:,} of {lookups:,} lookups ({_share(counters.hits, lookups)}), "
-            f"{decimal(counters.bytes_out)}, {_duration(counters.saved_s)} of encoding saved",
+            f"{counters.hits:,} of {lookups:,} lookups ({share(counters.hits, lookups)}), "
+            f"{decimal(counters.bytes_out)}, {duration(counters.saved_s)} of encoding saved",
         ),
         (
             "puts",
@@ -99,7 +102,7 @@ def peers(out: Console, reply: pb.PeersReply) -> None:
     directory = reply.directory
     known = f"{directory.kind}, {'up' if directory.up else 'DOWN: ' + directory.last_error}"
     if directory.unpublished:
-        known += f", {directory.unpublished:,} changes untold for {_duration(directory.lag_s)}"
+        known += f", {directory.unpublished:,} changes untold for {duration(directory.lag_s)}"
     rows = [
         ("node", reply.node),
         ("engine", f"{reply.engine} over {reply.protocol}"),
@@ -109,6 +112,10 @@ def peers(out: Console, reply: pb.PeersReply) -> None:
         ("retries", f"{reply.read_retries:,} reads"),
     ]
     _facts(out, rows)
+    out.print(peers_table(reply))
+
+
+def peers_table(reply: pb.PeersReply) -> Table:
     table = Table(
         *("peer", "state", "incarnation", "over", "zone", "round trip", "reads", "bytes"),
         *("failed", "last error"),
@@ -127,7 +134,7 @@ def peers(out: Console, reply: pb.PeersReply) -> None:
             f"{peer.failed_reads:,}",
             peer.last_error,
         )
-    out.print(table)
+    return table
 
 
 def entries(out: Console, found: list[pb.EntryInfo], more: bool) -> None:
@@ -143,12 +150,36 @@ def entries(out: Console, found: list[pb.EntryInfo], more: bool) -> None:
             decimal(entry.content.nbytes),
             str(entry.leases),
             str(entry.hits),
-            _duration(entry.age_s),
-            _duration(entry.idle_s),
+            duration(entry.age_s),
+            duration(entry.idle_s),
         )
     out.print(table)
     if more:
         out.print(f"The first {len(found)} entries; --limit shows more.")
+
+
+COLOURS = {GOOD: "green", DOUBTFUL: "yellow", BAD: "red"}
+
+
+def finding(out: Console, found: Finding) -> None:
+    colour = COLOURS[found.state]
+    out.print(f"[{colour}]{found.state:>4}[/]  [bold]{found.check}[/]: {escape(found.found)}")
+    if found.advice:
+        out.print(f"      {escape(found.advice)}")
+
+
+def measured(out: Console, rows: list[Measured]) -> None:
+    table = Table("", *(row.size for row in rows))
+    for name, what in (
+        ("put_us", "put"),
+        ("read_us", "get, copied out"),
+        ("copy_us", "a copy within this process"),
+        ("get_us", "get, handle only"),
+        ("contains_us", "contains"),
+    ):
+        table.add_row(what, *(f"{getattr(row, name):,.0f} us" for row in rows))
+    out.print(table)
+    out.print("Medians. Every byte came back as it was put in.")
 
 
 def evicted(out: Console, reply: pb.EvictReply, dry_run: bool) -> None:
@@ -160,7 +191,7 @@ def describe(reply: pb.EvictReply) -> str:
     return f"{text}; {reply.leased:,} of them when their leases end" if reply.leased else text
 
 
-def _share(part: float, whole: float) -> str:
+def share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
@@ -168,7 +199,7 @@ def _counts(counts: Any) -> str:
     return ", ".join(f"{n:,} {name}" for name, n in sorted(counts.items()) if n) or "none"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

@@ -1,0 +1,96 @@
+"""`ecd-cli bench`: how fast this daemon is from here, and whether what comes back is right."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from ecd_client.client import Client
+from ecd_client.errors import EcdError
+from ecd_client.item import Item
+
+SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "8 MiB": 8 << 20, "32 MiB": 32 << 20}
+KEYS = 4
+"""Entries of a size that are there at a time: the caches do not hold all of the large ones."""
+Evict = Callable[[str], None]
+"""Evicts a namespace."""
+
+
+class WrongBytes(EcdError):
+    """What came back is not what was put in."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians, in microseconds. `copy_us` is one of the same bytes within this process."""
+
+    size: str
+    nbytes: int
+    put_us: float
+    get_us: float
+    read_us: float
+    contains_us: float
+    copy_us: float
+
+
+def measure(address: str, room_bytes: int, rounds: int, evict: Evict) -> Iterator[Measured]:
+    """Of each size of which some entries fit into `room_bytes`, so that nothing is evicted.
+
+    Raises WrongBytes, and EcdError.
+    """
+    namespace = f"ecd-cli bench {secrets.token_hex(4)}"
+    with Client(address, namespace=namespace, name="ecd-cli bench", prefault=True) as client:
+        try:
+            for size, nbytes in SIZES.items():
+                if 2 * KEYS * nbytes <= room_bytes:
+                    yield _measure(client, size, nbytes, rounds, lambda: evict(namespace))
+        finally:
+            evict(namespace)
+
+
+def _measure(
+    client: Client, size: str, nbytes: int, rounds: int, evict: Callable[[], None]
+) -> Measured:
+    took: dict[str, list[float]] = {name: [] for name in ("put", "get", "read", "contains", "copy")}
+    contents = [os.urandom(nbytes) for _ in range(KEYS)]
+    target = memoryview(bytearray(nbytes))
+
+    def timed(name: str, work: Callable[..., object], *arguments: object) -> None:
+        started_s = time.perf_counter()
+        work(*arguments)
+        took[name].append((time.perf_counter() - started_s) * 1e6)
+
+    def copy(source: bytes | memoryview) -> None:
+        target[:] = source
+
+    def read(key: str) -> None:
+        with _get(client, key) as item:
+            copy(item.view)
+
+    for number in range(rounds + 1):
+        keyed = {f"{size}-{number}-{key}": content for key, content in enumerate(contents)}
+        for key, content in keyed.items():
+            timed("put", client.put_bytes, key, content, "uint8", (nbytes,))
+        for key, content in keyed.items():
+            timed("contains", client.contains, [key])
+            timed("get", lambda k: _get(client, k).close(), key)
+            timed("read", read, key)
+            if target != content:
+                raise WrongBytes(f"{size}: other bytes came back than were put in")
+            timed("copy", copy, content)
+        evict()
+    # The first round finds everything cold.
+    medians = {name: median(values[KEYS:]) for name, values in took.items()}
+    names = ("put", "get", "read", "contains", "copy")
+    return Measured(size, nbytes, *(medians[name] for name in names))
+
+
+def _get(client: Client, key: str) -> Item:
+    item = client.get(key)
+    if item is None:
+        raise WrongBytes(f"{key} was put and is not there")
+    return item

