@@ -60,11 +60,14 @@ class Config(BaseSettings):
         description="Tells daemons on one node apart.",
     )
     shm_dir: str = Field(default="/dev/shm", description="A tmpfs directory for the host pool.")
-    host_pool_bytes: ByteSize | None = Field(
+    host_pool_bytes: (
+        Annotated[ByteSize, Field(ge=1 << 20)]
+        | Annotated[str, Field(pattern=r"^[1-9]\d?%$")]
+        | None
+    ) = Field(
         default=None,
-        ge=1 << 20,
-        description="Size of the host pool, such as 4GiB. "
-        "By default a quarter of what shm_dir has free, at most 4 GiB.",
+        description="Size of the host pool, such as 4GiB, or a share of shm_dir's size, such as "
+        "75%. By default a quarter of what shm_dir has free, at most 4 GiB.",
     )
     group: str | None = Field(
         default=None,
@@ -74,6 +77,12 @@ class Config(BaseSettings):
         default="127.0.0.1:9464",
         pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):\d{1,5}$",
         description="host:port of /metrics. Port 0: any free one.",
+    )
+    health_address: str | None = Field(
+        default=None,
+        pattern=NODE_PATTERN,
+        description="host:port of gRPC's health service alone, for those who cannot ask on the "
+        "socket, such as Kubernetes' probes. By default there is none.",
     )
     lease_ttl_s: float = Field(
         default=30.0,
@@ -158,6 +167,12 @@ class Config(BaseSettings):
         ),
         description="Networks that hints in requests may point into. Nodes in peers always may.",
     )
+
+    @field_validator("host_pool_bytes", mode="before")
+    @classmethod
+    def _quantity(cls, value: object) -> object:
+        """As Kubernetes writes sizes, too: 4Gi."""
+        return f"{value}B" if isinstance(value, str) and value.endswith("i") else value
 
     @field_validator("peers", "hint_networks", mode="before")
     @classmethod
@@ -279,7 +294,7 @@ def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, st
         return Config(**merged), origins
     except ValidationError as error:
         lines = [
-            f"{'.'.join(map(str, wrong['loc']))} (from {origins[str(wrong['loc'][0])]}): "
+            f"{wrong['loc'][0]} (from {origins[str(wrong['loc'][0])]}): "
             f"{wrong['msg']}, got {_shown(wrong)!r}"
             if wrong["loc"]
             else wrong["msg"].removeprefix("Value error, ")

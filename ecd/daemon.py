@@ -16,7 +16,7 @@ from ecd.cluster.cluster import Cluster
 from ecd.config import RELOADABLE, Config, ConfigError
 from ecd.core.cache import DEFAULT_LIMITS, Cache
 from ecd.core.types import SessionId
-from ecd.memory.host import HostPool, default_pool_bytes
+from ecd.memory.host import HostPool, pool_bytes
 from ecd.memory.mapped_index import MappedIndex
 from ecd.metrics import Metrics
 from ecd.rpc.cache_service import CacheService, NoOtherNodes
@@ -62,10 +62,10 @@ class Daemon:
         self._state = State.STATE_POPULATING
         self._version = f"ecd {version('ecd')}"
         gid = _gid(config.group)
-        nbytes = config.host_pool_bytes or default_pool_bytes(config.shm_dir)
+        nbytes = pool_bytes(config.host_pool_bytes, config.shm_dir)
         self._socket = OwnedSocket(config.address)
         try:
-            self._pool = HostPool(config.shm_dir, config.name, self._incarnation, int(nbytes))
+            self._pool = HostPool(config.shm_dir, config.name, self._incarnation, nbytes)
         except BaseException:
             self._socket.close()
             raise
@@ -79,7 +79,7 @@ class Daemon:
             self._socket.close()
             raise
         self._gid = gid
-        self._cache = Cache(int(nbytes), config.lease_ttl_s, DEFAULT_LIMITS, clients=self._index)
+        self._cache = Cache(nbytes, config.lease_ttl_s, DEFAULT_LIMITS, clients=self._index)
         self._sessions = Sessions(
             self._cache,
             self,
@@ -108,9 +108,9 @@ class Daemon:
             logger.info("metrics on http://%s/metrics", metrics_address)
             self._join()
             server = self._make_server()
-            await server.start(self._socket.target)
-            self._socket.grant(self._gid)
             try:
+                await server.start(self._socket.target, self._config.health_address)
+                self._socket.grant(self._gid)
                 await _first_of(
                     stop.wait(),
                     self._serve(server),

@@ -127,9 +127,20 @@ class HostPool:
             self.directory.rmdir()
 
 
-def default_pool_bytes(shm_dir: str) -> int:
-    """A quarter of what the directory has free, at most 4 GiB, in whole MiB."""
-    return min(_free_bytes(shm_dir) // 4, 4 << 30) >> 20 << 20
+def pool_bytes(wanted: int | str | None, shm_dir: str) -> int:
+    """As configured: bytes, a share of the directory's size ("75%"), or by default.
+
+    That is a quarter of what the directory has free, at most 4 GiB. Shares are whole MiB. Raises
+    PoolError.
+    """
+    if isinstance(wanted, int):
+        return wanted
+    space = _space(shm_dir)
+    if wanted is None:
+        nbytes = min(space.f_bavail * space.f_frsize // 4, 4 << 30)
+    else:
+        nbytes = space.f_blocks * space.f_frsize * int(wanted.removesuffix("%")) // 100
+    return nbytes >> 20 << 20
 
 
 def _take_directory(directory: Path) -> int:
@@ -165,20 +176,19 @@ def create_file(path: Path, nbytes: int = 0) -> int:
     return fd
 
 
-def _free_bytes(shm_dir: str) -> int:
+def _space(shm_dir: str) -> os.statvfs_result:
     try:
-        stat = os.statvfs(shm_dir)
+        return os.statvfs(shm_dir)
     except OSError as error:
         raise PoolError(
             f"{shm_dir} cannot be used: {error.strerror}. ECD_SHM_DIR or --shm-dir must name a "
             "directory on tmpfs; /dev/shm is the usual one"
         ) from None
-    return stat.f_bavail * stat.f_frsize
 
 
 def _require_space(shm_dir: str, nbytes: int, wait_s: float) -> None:
     deadline_s = time.monotonic() + wait_s
-    while (free_bytes := _free_bytes(shm_dir)) < nbytes:
+    while (free_bytes := (space := _space(shm_dir)).f_bavail * space.f_frsize) < nbytes:
         if time.monotonic() >= deadline_s:
             raise PoolError(
                 f"the host pool needs {nbytes} bytes in {shm_dir}, which has {free_bytes} free. "

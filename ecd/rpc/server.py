@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ecd.rpc.cache_service import CacheService
 from ecd.rpc.convert import STATUS, SessionOver
+from ecd.rpc.socket import SocketError
 from ecd.wire import InvalidRequest
 from ecd_proto.contract import MAX_MESSAGE_BYTES
 from ecd_proto.v1 import cache_pb2 as pb
@@ -99,16 +100,29 @@ class Server:
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ],
         )
+        self._probed: Any = None
         self._health = health.aio.HealthServicer()
         pb_grpc.add_CacheServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    async def start(self, target: str) -> None:
+    async def start(self, target: str, health_address: str | None) -> None:
+        """Raises SocketError: the health service cannot be had on its address."""
         self._server.add_insecure_port(target)
         await self.set_serving(False)
         await self._server.start()
+        if health_address is not None:
+            self._probed = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
+            try:
+                self._probed.add_insecure_port(health_address)
+            except RuntimeError:
+                raise SocketError(
+                    f"the health service cannot listen on {health_address}: the port is taken, or "
+                    "the address is not this machine's. Choose another with ECD_HEALTH_ADDRESS"
+                ) from None
+            await self._probed.start()
 
     async def set_serving(self, serving: bool) -> None:
         """What the health service answers."""
@@ -120,3 +134,5 @@ class Server:
     async def stop(self, grace_s: float) -> None:
         """Let calls in flight finish, for `grace_s` at most."""
         await self._server.stop(grace_s)
+        if self._probed is not None:
+            await self._probed.stop(0)

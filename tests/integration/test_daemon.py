@@ -93,6 +93,8 @@ def test_too_little_shared_memory_says_what_to_do(tmp_path: Path) -> None:
     [
         (["--host-pool-bytes", "lots"], {}, 2, "host_pool_bytes (from flag)"),
         ([], {"ECD_HOST_POOL_BYTES": "-1"}, 2, "host_pool_bytes (from environment)"),
+        (["--host-pool-bytes", "100%"], {}, 2, "host_pool_bytes (from flag)"),
+        (["--health-address", "203.0.113.1:9"], {}, 1, "ECD_HEALTH_ADDRESS"),
         (["--lease-ttl-s", "0"], {}, 2, "lease_ttl_s (from flag)"),
         (["--log-level", "loud"], {}, 2, "log_level (from flag)"),
         (["--name", "../up"], {}, 2, "name (from flag)"),
@@ -180,6 +182,42 @@ def test_populating_is_told_and_nothing_is_served_before(
     assert re.search(r"populating \d+ %", daemon.text())
     blocks = next(daemon.shm.glob("*.pool")).stat().st_blocks * 512
     assert blocks == 2 << 30, "every page is there before the first client"
+
+
+def test_a_probe_on_the_network_is_told_what_the_socket_says(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    daemon = make_daemon("1GiB", ECD_HEALTH_ADDRESS=address).start(wait=False)
+    statuses = health_pb2.HealthCheckResponse
+    with grpc.insecure_channel(address) as channel:
+        probe, seen = health_pb2_grpc.HealthStub(channel), set()
+        while (
+            status := probe.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True).status
+        ) != statuses.SERVING:
+            seen.add(status)
+        assert seen == {statuses.NOT_SERVING}
+        assert daemon.status().state == pb.StatusReply.STATE_SERVING
+        with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+            pb_grpc.CacheStub(channel).Status(pb.StatusRequest())
+
+
+@pytest.mark.parametrize(
+    ("said", "nbytes"), [("32Mi", 32 << 20), ("32MiB", 32 << 20), ("50%", 64 << 20)]
+)
+def test_a_pool_is_sized_as_one_says(
+    tmp_path: Path, make_daemon: Callable[..., Daemon], said: str, nbytes: int
+) -> None:
+    place = tmp_path / "shm"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "none", place], check=True)
+    try:
+        daemon = make_daemon(said, ECD_SHM_DIR=str(place)).start()
+        assert daemon.status().pool.pool_bytes == nbytes
+        daemon.close()
+    finally:
+        subprocess.run(["umount", place], check=True)
 
 
 # -- what clients may get wrong --------------------------------------------------------------------
