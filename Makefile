@@ -23,7 +23,7 @@ system:
 	$(call debian,libibverbs1,ldconfig -p | grep libibverbs.so.1)
 
 # What the tests use besides: a Redis, network namespaces, certificates, a systemd,
-# a Prometheus.
+# a Prometheus, kubectl (1.27 or newer).
 .PHONY: test-system
 test-system:
 	$(call debian,redis-server,command -v redis-server)
@@ -32,6 +32,7 @@ test-system:
 	$(call debian,procps,command -v sysctl)
 	$(call debian,openssl,command -v openssl)
 	$(call debian,prometheus,command -v prometheus && command -v promtool)
+	$(call debian,kubernetes-client,command -v kubectl)
 	$(call debian,systemd,test -x /lib/systemd/systemd && command -v systemd-analyze)
 
 $(VENV)/.ready: pyproject.toml | system

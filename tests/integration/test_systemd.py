@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -20,6 +19,7 @@ import pytest
 from ecd_client import Client
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon, eventually
+from support.nodes import LET_OTHERS_IN, SEEN
 
 ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "deploy" / "systemd"
@@ -250,22 +250,11 @@ def test_its_user_and_its_directory_are_made(tmp_path: Path) -> None:
 
 
 TARGETS = ("sysinit", "basic", "shutdown", "network-online", "multi-user", "umount", "final")
-BOOT = """
+BOOT = f"""
 set -e
 mount --make-rprivate /
 mkdir "$PLACE/keep"
-for path in $SEEN; do  # whatever home they are in, the user ecd may come there
-  ancestor=$path
-  while [ -n "$ancestor" ] && [ -n "$(find "$ancestor" -maxdepth 0 -perm -o=x)" ]; do
-    ancestor=${ancestor%/*}
-  done
-  [ -n "$ancestor" ] || continue
-  mount --bind "$path" "$PLACE/keep"
-  mount -t tmpfs -o mode=755 none "$ancestor"
-  mkdir -p "$path"
-  mount --bind "$PLACE/keep" "$path"
-done
-mount -t tmpfs none /run
+{LET_OTHERS_IN}mount -t tmpfs none /run
 mkdir -p /run/systemd/system /run/settings /run/out
 cp "$PLACE/ecd.toml" /run/settings
 for file in passwd group; do mount --bind "$PLACE/$file" /etc/$file; done
@@ -293,6 +282,7 @@ class Machine:
         )
         (place / "ecd.toml").write_text(
             'name = "systemd-test"\nhost_pool_bytes = "64MiB"\nmetrics_address = "127.0.0.1:0"\n'
+            'peer_address = "127.0.84.1:9465"\nengine_ports = "31000-31031"\n'
         )
         (place / "passwd").write_text(
             Path("/etc/passwd").read_text() + "ecd:x:993:993::/:/bin/sh\n"
@@ -305,7 +295,7 @@ class Machine:
             env={
                 "PATH": os.environ["PATH"],
                 "PLACE": str(place),
-                "SEEN": shlex.join([sys.base_prefix, str(ROOT)]),
+                "SEEN": SEEN,
             },
             stdin=subprocess.DEVNULL,
             stdout=(place / "systemd.log").open("w"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import subprocess
 import sys
 import time
@@ -20,6 +21,23 @@ from support.daemon import Daemon
 
 NETWORK = "10.77.0"
 CLIENT = Path(__file__).with_name("node_client.py")
+
+LET_OTHERS_IN = """
+for path in $SEEN; do  # whoever's home they are in, other users may come there
+  ancestor=$path
+  while [ -n "$ancestor" ] && [ -n "$(find "$ancestor" -maxdepth 0 -perm -o=x)" ]; do
+    ancestor=${ancestor%/*}
+  done
+  [ -n "$ancestor" ] || continue
+  mount --bind "$path" "$PLACE/keep"
+  mount -t tmpfs -o mode=755 none "$ancestor"
+  mkdir -p "$path"
+  mount --bind "$PLACE/keep" "$path"
+done
+"""
+"""For a shell in a mount namespace of its own, where $PLACE/keep is a directory."""
+SEEN = shlex.join([sys.base_prefix, str(Path(__file__).parents[2])])
+"""What a daemon needs to see: Python and this tree."""
 
 
 class Node:
