@@ -61,8 +61,14 @@ check-proto: $(PROTO_VENV)/.ready  ## is the checked-in protobuf code what the g
 	@for f in $$(cd build/proto && find . -type f); do \
 	  cmp -s build/proto/$$f proto/$$f || { echo "proto/$$f is stale: run make proto"; exit 1; }; done
 
+.PHONY: docs
+docs: $(VENV)/.ready  ## write the references anew, and build the site into build/site
+	$(BIN)/python docs/reference.py
+	$(BIN)/mkdocs build --strict -d build/site
+
 .PHONY: check
-check: $(VENV)/.ready check-proto  ## lint, format, types, import direction
+check: $(VENV)/.ready check-proto  ## lint, format, types, import direction, references
+	$(BIN)/python docs/reference.py --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

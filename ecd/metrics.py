@@ -58,9 +58,21 @@ class _CoreCollector(Collector):
         for name, text, value in (
             ("pool_bytes", "Size of the pool.", allocator.pool_bytes),
             ("pool_used_bytes", "Bytes in extents.", self._cache.used_bytes),
-            ("pool_granted_bytes", "Given to writers ahead of need.", self._cache.granted_bytes),
-            ("pool_reserved_bytes", "Of these, being written.", self._cache.reserved_bytes),
-            ("pool_leased_bytes", "Of these, under a lease.", self._cache.leased_bytes),
+            (
+                "pool_granted_bytes",
+                "Bytes given to writers ahead of need.",
+                self._cache.granted_bytes,
+            ),
+            (
+                "pool_reserved_bytes",
+                "Bytes of the pool that are being written.",
+                self._cache.reserved_bytes,
+            ),
+            (
+                "pool_leased_bytes",
+                "Bytes of the pool that somebody reads.",
+                self._cache.leased_bytes,
+            ),
             (
                 "pool_free_bytes",
                 "Bytes in no extent; those granted are among them.",
@@ -95,32 +107,44 @@ class _PeersCollector(Collector):
             ("read_retries", "Reads that failed and were tried again.", status.read_retries),
             ("set_aside", "Fetches given up while a read was under way.", status.set_aside),
             ("directory_lookups", "Keys asked of the directory.", directory.lookups),
-            ("directory_errors", "Questions it did not answer in time.", directory.errors),
+            (
+                "directory_errors",
+                "Questions the directory did not answer in time.",
+                directory.errors,
+            ),
         ):
             yield CounterMetricFamily(f"ecd_{name}", text, value=value)
         for name, text, gauge in (
             ("flights", "Fetches under way.", status.flights),
             (
                 "set_aside_bytes",
-                "Given up, but a read may still write there.",
+                "Bytes of fetches given up to which a read may still write.",
                 status.set_aside_bytes,
             ),
             ("directory_up", "Whether the directory answers.", directory.up),
-            ("directory_unpublished", "Changes not yet told.", directory.unpublished),
-            ("directory_lag_seconds", "Age of the oldest of them.", directory.lag_s),
+            (
+                "directory_unpublished",
+                "Changes the directory was not yet told.",
+                directory.unpublished,
+            ),
+            ("directory_lag_seconds", "Age of the oldest change not yet told.", directory.lag_s),
         ):
             yield GaugeMetricFamily(f"ecd_{name}", text, value=float(gauge))
         for name, text, field in (
             ("peer_reads", "Entries read from a peer.", "reads"),
-            ("peer_read_bytes", "Bytes of these.", "read_bytes"),
-            ("peer_failed_reads", "Reads that failed; most are tried again.", "failed_reads"),
+            ("peer_read_bytes", "Bytes read from a peer.", "read_bytes"),
+            (
+                "peer_failed_reads",
+                "Reads from a peer that failed; most are tried again.",
+                "failed_reads",
+            ),
         ):
             family = CounterMetricFamily(f"ecd_{name}", text, labels=["peer"])
             for peer in status.peers:
                 family.add_metric([peer.node], getattr(peer, field))
             yield family
         connected = GaugeMetricFamily(
-            "ecd_peer_connected", "Whether there is a link.", labels=["peer"]
+            "ecd_peer_connected", "Whether there is a link to the peer.", labels=["peer"]
         )
         for peer in status.peers:
             connected.add_metric([peer.node], float(peer.state == "connected"))
@@ -155,7 +179,7 @@ class Metrics:
         )
         self._fetch_bytes = Histogram(
             "ecd_fetch_bytes",
-            "Sizes of these entries.",
+            "Sizes of entries brought from other nodes.",
             buckets=FETCH_BUCKETS_BYTES,
             registry=self.registry,
         )

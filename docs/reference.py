@@ -1,0 +1,95 @@
+"""Writes docs/configuration.md and docs/metrics.md from the code.
+
+python docs/reference.py [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from ecd.config import ENV_PREFIX, RELOADABLE, Config
+from ecd.core.cache import Cache
+from ecd.metrics import Metrics
+from ecd_proto.v1 import cache_pb2 as pb
+
+DOCS = Path(__file__).parent
+CONFIGURATION = """# Settings
+
+`ecd config` prints the effective ones, and where each came from. Flags (`--lease-ttl-s`) come
+before variables, those before the TOML file of `--config`, that before the defaults. Those marked
+with R are taken over by a running daemon on SIGHUP, if it has such a file.
+
+"""
+METRICS = """# Metrics
+
+On `metrics_address`, for Prometheus. Those about peers, fetches and the directory are there once
+the daemon has a `peer_address`.
+
+"""
+DEFAULTS = {"address": "`unix:///run/ecd/ecd.sock` for root, else in `$XDG_RUNTIME_DIR`"}
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(
+        f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n" for line in lines
+    )
+
+
+def default(name: str, setting: FieldInfo) -> str:
+    if name in DEFAULTS:
+        return DEFAULTS[name]
+    value = setting.get_default()
+    if value is None or value == "" or value == () or value == {}:
+        return ""
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f"`{shown}`"
+
+
+def configuration() -> str:
+    rows = (
+        (
+            f"`{name}`",
+            f"`{ENV_PREFIX}{name.upper()}`",
+            default(name, setting),
+            "R" if name in RELOADABLE else "",
+            setting.description or "",
+        )
+        for name, setting in Config.model_fields.items()
+    )
+    return CONFIGURATION + table(("setting", "variable", "default", "", "meaning"), rows)
+
+
+def metrics() -> str:
+    registry = Metrics(Cache(1 << 20), lambda: 0, "0")
+    registry.observe_call("Get", 0.0)
+    reply = pb.PeersReply(fetches={"fetched": 1}, peers=[pb.PeerStatus(node="a:1")])
+    registry.watch_peers(lambda: reply)
+    rows = []
+    for family in registry.registry.collect():
+        labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)
+        labels.pop("le", None)
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        named = ", ".join(f"`{label}`" for label in labels)
+        rows.append((f"`{name}`", family.type, named, family.documentation))
+    return METRICS + table(("metric", "kind", "labels", "meaning"), sorted(rows))
+
+
+def main() -> None:
+    stale = []
+    for name, text in (("configuration.md", configuration()), ("metrics.md", metrics())):
+        file = DOCS / name
+        if not file.exists() or file.read_text() != text:
+            stale.append(f"docs/{name}")
+            if "--check" not in sys.argv:
+                file.write_text(text)
+    if stale and "--check" in sys.argv:
+        sys.exit(f"{', '.join(stale)}: not what the code says. Run make docs")
+
+
+if __name__ == "__main__":
+    main()
