@@ -91,10 +91,11 @@ VLLM_READY := $(VLLM_VERSIONS:%=.venvs/vllm-%/.ready)
 
 .PHONY: vllm
 vllm:  ## build the vLLM environments; without ECD_REQUIRE_VLLM=1 a failure is only said
-	@for version in $(VLLM_VERSIONS); do \
+	@for version in $(VLLM_VERSIONS); do { \
 	  $(MAKE) --no-print-directory .venvs/vllm-$$version/.ready || { \
 	    echo "*** vLLM $$version CANNOT BE INSTALLED HERE: its end-to-end tests will NOT run ***"; \
-	    test -z "$$ECD_REQUIRE_VLLM" || exit 1; }; done
+	    test -z "$$ECD_REQUIRE_VLLM"; }; } & builds="$$builds $$!"; done; \
+	  for build in $$builds; do wait $$build || exit 1; done
 
 # LMCache's engine, for the benchmark alone: without what it needs CUDA or a cloud for.
 .venvs/lmcache/.ready: Makefile

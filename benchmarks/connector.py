@@ -9,6 +9,7 @@ takes one request with so many items, all stored or none. Needs `make vllm`.
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -133,7 +134,7 @@ def main(
                     EXAMPLE, "connector", "work", EXAMPLE, str(directory), rounds
                 )
         finally:
-            daemon.terminate()
+            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
             daemon.wait()
     ways = list(next(iter(results.values())))
     rows = [["items of a request", *ways]]

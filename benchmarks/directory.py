@@ -9,6 +9,7 @@ measured here.
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import tempfile
 import time
@@ -164,7 +165,7 @@ def main(
             asyncio.run(measure_redis(rows))
             asyncio.run(measure_links(rows, "127.0.0.2:9465", daemon.pid))
         finally:
-            daemon.terminate()
+            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
             daemon.wait()
             server.terminate()
             server.wait()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import signal
 import socket
 import tempfile
 import threading
@@ -268,7 +269,7 @@ class Ecd:
         for client in (self._has, self._wants):
             client.close()
         for daemon in self._daemons:
-            daemon.terminate()
+            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
             daemon.wait()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -133,7 +134,7 @@ def measure_client(count: int, progress: Console) -> dict[str, float]:
                 for step in range(PUTS):
                     took["put"].append(timed_us(lambda s=step: put(f"new-{s}")))
         finally:
-            daemon.terminate()
+            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
             daemon.wait()
     return {name: median(values) for name, values in took.items()} | {"memory": grown / count}
 
@@ -157,7 +158,7 @@ def measure_ready(pool_bytes: int) -> dict[str, float]:
             started_s = time.perf_counter()
             daemon, _ = start_daemon(Path(directory), "ready", pool_bytes)
             ready.append(time.perf_counter() - started_s)
-            daemon.terminate()
+            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
             daemon.wait()
     return {"touching the pages": median(touched), "a daemon, until it serves": median(ready)}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -135,7 +136,7 @@ def run(
                 cpu = (sum(process.cpu_times()[:2]) - before) / seconds
                 results = [each.get() for each in running]
         finally:
-            daemon.terminate()
+            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
             daemon.wait()
     return {name: [us for each in results for us in each[name]] for name in results[0]}, cpu
 

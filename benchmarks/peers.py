@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -335,7 +336,7 @@ def _open_store(directory: Path, nbytes: int, stack: contextlib.ExitStack) -> st
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
+    process.send_signal(signal.SIGINT)  # a daemon then leaves nothing for a next start
     process.wait()
 
 

@@ -13,6 +13,7 @@ sharing costs, not what encoding does. Needs `make vllm`.
 from __future__ import annotations
 
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -106,7 +107,7 @@ def main(
         finally:
             for engine in (*producers.values(), *timed.values()):
                 engine.close()
-            daemon.terminate()
+            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
             daemon.wait()
     rows = [["", *SIZES]]
     for way, sizes in took.items():

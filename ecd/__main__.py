@@ -23,6 +23,7 @@ from ecd.cluster.cluster import ClusterError
 from ecd.cluster.engine import EngineError
 from ecd.config import Config, ConfigError, load, unknown_variables, without_password
 from ecd.daemon import Daemon, StartError
+from ecd.memory import host
 from ecd.memory.host import PoolError
 from ecd.metrics import MetricsError
 from ecd.rpc.peer_service import PeerServerError
@@ -92,7 +93,13 @@ def _log_to_stderr(settings: Config) -> None:
 
 @app.command()
 @_with_flags
-def serve(config: File = None, **flags: str | None) -> None:
+def serve(
+    config: File = None,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Take over nothing of what the last daemon left.")
+    ] = False,
+    **flags: str | None,
+) -> None:
     """Run the daemon until SIGTERM or SIGINT. SIGHUP reads the file of --config anew."""
     settings, _ = _load(config, **flags)
     reload = None if config is None else lambda: load(flags, config)[0]
@@ -102,10 +109,22 @@ def serve(config: File = None, **flags: str | None) -> None:
     for variable in unknown_variables():
         logging.getLogger("ecd").warning("%s is not a setting of ecd; see `ecd config`", variable)
     try:
-        uvloop.run(Daemon(settings, reload).run())
+        uvloop.run(Daemon(settings, reload, cold).run())
     except CANNOT_START as error:
         errors.print(f"ecd cannot serve: {error}", markup=False)
         raise typer.Exit(1) from None
+
+
+@app.command()
+def clear(config: File = None) -> None:
+    """Remove what a daemon left for the next one: its memory is free again."""
+    settings, _ = _load(config)
+    try:
+        nbytes = host.clear(settings.shm_dir, settings.name)
+    except PoolError as error:
+        errors.print(f"nothing is removed: {error}", markup=False)
+        raise typer.Exit(1) from None
+    Console(highlight=False).print(f"removed {nbytes / (1 << 30):.2f} GiB")
 
 
 @app.command("config")

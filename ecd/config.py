@@ -69,6 +69,11 @@ class Config(BaseSettings):
         description="Size of the host pool, such as 4GiB, or a share of shm_dir's size, such as "
         "75%. By default a quarter of what shm_dir has free, at most 4 GiB.",
     )
+    warm_restart: bool = Field(
+        default=True,
+        description="On SIGTERM leave the pool and its index to the next start, and take over what "
+        "the last daemon left.",
+    )
     group: str | None = Field(
         default=None,
         description="A group whose members may connect, for engines that run as other users.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import grp
 import logging
 import os
@@ -12,11 +13,12 @@ import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
+from ecd.cluster.checksum import Checksums
 from ecd.cluster.cluster import Cluster
 from ecd.config import RELOADABLE, Config, ConfigError
 from ecd.core.cache import DEFAULT_LIMITS, Cache
-from ecd.core.types import SessionId
-from ecd.memory.host import HostPool, pool_bytes
+from ecd.core.types import EntryId, SessionId
+from ecd.memory.host import HostPool
 from ecd.memory.mapped_index import MappedIndex
 from ecd.metrics import Metrics
 from ecd.rpc.cache_service import CacheService, NoOtherNodes
@@ -26,6 +28,7 @@ from ecd.rpc.server import Server
 from ecd.rpc.sessions import Sessions
 from ecd.rpc.socket import OwnedSocket
 from ecd.service_manager import ServiceManager
+from ecd.takeover import Takeover
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.shm import BELL_SUFFIX, has_barriers
 from ecd_proto.v1 import cache_pb2 as pb
@@ -36,6 +39,7 @@ GRACE_S = 5.0
 """How long calls in flight may take after the daemon was told to stop."""
 
 PROGRESS_S = 0.5
+CHECKSUM_PAGE = 1000
 LOOK_S = 0.25
 """How often those who read without a call are looked at when nothing else asks for it."""
 
@@ -49,11 +53,13 @@ class StartError(Exception):
 class Daemon:
     """One daemon life, from `run` to a signal."""
 
-    def __init__(self, config: Config, reload: Callable[[], Config] | None = None) -> None:
+    def __init__(
+        self, config: Config, reload: Callable[[], Config] | None = None, cold: bool = False
+    ) -> None:
         """Take the socket's path and the pool's directory.
 
-        `reload` reads the settings anew, and raises ConfigError. Raises SocketError, PoolError
-        and StartError.
+        `reload` reads the settings anew, and raises ConfigError; with `cold` nothing of the last
+        daemon is taken over. Raises SocketError, PoolError and StartError.
         """
         self._config, self._reload = config, reload
         self._manager = ServiceManager()
@@ -62,10 +68,15 @@ class Daemon:
         self._state = State.STATE_POPULATING
         self._version = f"ecd {version('ecd')}"
         gid = _gid(config.group)
-        nbytes = pool_bytes(config.host_pool_bytes, config.shm_dir)
         self._socket = OwnedSocket(config.address)
         try:
-            self._pool = HostPool(config.shm_dir, config.name, self._incarnation, nbytes)
+            self._pool = HostPool(
+                config.shm_dir,
+                config.name,
+                self._incarnation,
+                config.host_pool_bytes,
+                cold or not config.warm_restart,
+            )
         except BaseException:
             self._socket.close()
             raise
@@ -79,7 +90,10 @@ class Daemon:
             self._socket.close()
             raise
         self._gid = gid
-        self._cache = Cache(nbytes, config.lease_ttl_s, DEFAULT_LIMITS, clients=self._index)
+        self._cache = Cache(
+            self._pool.nbytes, config.lease_ttl_s, DEFAULT_LIMITS, clients=self._index
+        )
+        self._checksums = Checksums(self._cache, self._pool.readable)
         self._sessions = Sessions(
             self._cache,
             self,
@@ -91,16 +105,29 @@ class Daemon:
         self._metrics = Metrics(self._cache, self._unlisted, version("ecd"))
         self._cluster: Cluster | None = None
         self._peer_server: PeerServer | None = None
+        self._stored = asyncio.Event()
+        self._keep = False
+        self._takeover: Takeover | None = None
+        before = self._pool.before
+        if before is not None and self._index is not None:
+            self._takeover = Takeover(
+                self._cache,
+                self._checksums,
+                before,
+                self._sessions.deliver,
+                self._index.note_unseen,
+            )
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; then leave no file behind. Raises what a part raises.
+        """Serve until SIGTERM or SIGINT. Raises what a part raises.
 
+        After SIGTERM the pool and its index are left to the next life, else no file is.
         SIGHUP reloads the settings where they can be read anew, and else is one more such signal.
         """
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, self._stop, number, stop)
         if self._reload is not None:
             loop.add_signal_handler(signal.SIGHUP, self._read_settings, self._reload)
         try:
@@ -118,6 +145,7 @@ class Daemon:
                     self._metrics.watch_loop(),
                 )
             finally:
+                self._keep &= self._state == State.STATE_SERVING
                 self._state = State.STATE_STOPPING
                 self._manager.say("stopping")
                 await server.set_serving(False)
@@ -126,6 +154,9 @@ class Daemon:
                 await asyncio.gather(
                     server.stop(GRACE_S), *(s.stop(GRACE_S) for s in (self._peer_server,) if s)
                 )
+                if self._keep:
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(self._note_all_checksums(), GRACE_S)
         finally:
             self._metrics.close()
             if self._cluster is not None:
@@ -134,8 +165,34 @@ class Daemon:
                 self._bell.close()
             if self._index is not None:
                 self._index.close()
-            self._pool.close()
+            if self._takeover is not None and not self._keep:
+                self._takeover.give_up()
+            self._checksums.close()
+            self._pool.close(keep=self._keep)
             self._socket.close()
+
+    def _stop(self, number: int, stop: asyncio.Event) -> None:
+        self._keep = number == signal.SIGTERM and self._config.warm_restart
+        stop.set()
+
+    async def _note_checksums(self) -> None:
+        """Of what is stored, for the next life; the cluster does that for its own sake."""
+        self._cache.take_changes()
+        while True:
+            await self._stored.wait()
+            self._stored.clear()
+            for key, stored in self._cache.take_changes().items():
+                if stored:
+                    await self._checksums.note(key)
+                    await asyncio.sleep(0)
+
+    async def _note_all_checksums(self) -> None:
+        after: EntryId | None = EntryId(0)
+        while after is not None:
+            entries, after = self._cache.page(after, CHECKSUM_PAGE)
+            for entry in entries:
+                await self._checksums.note(entry.key)
+            await asyncio.sleep(0)
 
     def _read_settings(self, reload: Callable[[], Config]) -> None:
         """Take over what can change while the daemon runs, and say what cannot."""
@@ -172,7 +229,11 @@ class Daemon:
             )
             return None
         return MappedIndex(
-            self._pool.directory, self._incarnation, self._pool.nbytes, DEFAULT_LIMITS.sessions
+            self._pool.directory,
+            self._incarnation,
+            self._pool.nbytes,
+            DEFAULT_LIMITS.sessions,
+            1 if self._pool.before is None else self._pool.before.life + 1,
         )
 
     def _make_bell(self) -> Bell | None:
@@ -192,7 +253,7 @@ class Daemon:
             self._cache.look_at_readers(time.monotonic())
 
     def _make_server(self) -> Server:
-        others = self._cluster or NoOtherNodes()
+        others = self._cluster or NoOtherNodes(self._stored.set)
         service = CacheService(
             self._cache,
             self._sessions,
@@ -202,6 +263,8 @@ class Daemon:
             self.status,
             self._metrics.observe_call,
         )
+        if self._takeover is not None:
+            service.settle = self._takeover.settle
         if self._index is not None and self._bell is not None:
 
             def stored() -> None:
@@ -229,6 +292,7 @@ class Daemon:
         self._cluster = Cluster(
             config,
             self._cache,
+            self._checksums,
             self._pool.readable,
             self._pool.writable,
             self._incarnation,
@@ -266,7 +330,8 @@ class Daemon:
         self._manager.ready()
         await asyncio.gather(
             self._manager.keep_alive(lambda: f"serving {self._cache.entries:,} entries"),
-            *(cluster.run() for cluster in (self._cluster,) if cluster is not None),
+            self._note_checksums() if self._cluster is None else self._cluster.run(),
+            *(takeover.run() for takeover in (self._takeover,) if takeover is not None),
         )
 
     def _unavailable(self) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -98,7 +99,7 @@ def main() -> None:
             status = [sys.executable, "-m", "ecd_client.cli.main", "status"]
             subprocess.run(status, env=environment, check=True)
         finally:
-            daemon.terminate()
+            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
             daemon.wait()
 
 

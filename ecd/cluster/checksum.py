@@ -6,13 +6,21 @@ while the rest is on its way.
 
 from __future__ import annotations
 
+import asyncio
 import struct
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
+from ecd.core.cache import Cache
+from ecd.core.types import EntryId, Extent, Key, Leased
+from ecd_proto.mapping import Mapping
+
 PIECE_BYTES = 1 << 20
 """Part of the contract between daemons (peer.proto, PeerLeased.checksum)."""
+INLINE_BYTES = 1 << 20
+"""Entries up to here are hashed on the event loop: it takes less than handing them over."""
 
 
 def digests(data: memoryview) -> list[int]:
@@ -27,3 +35,56 @@ def fold(pieces: Sequence[int]) -> int:
     """The checksum of a whole entry, from the digests of its pieces in order."""
     folded: int = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(pieces)}Q", *pieces))
     return folded
+
+
+class Checksums:
+    """Of what is stored here, computed once each; one per daemon, on its event loop."""
+
+    def __init__(self, cache: Cache, memory: Mapping) -> None:
+        self._cache, self._memory = cache, memory
+        self._hashing: dict[EntryId, asyncio.Future[int]] = {}
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="ecd-checksum")
+
+    def of(self, leased: Leased) -> int | Awaitable[int]:
+        """Of a leased entry; at once where it is known."""
+        if leased.checksum is not None:
+            return leased.checksum
+        return self._checksum(leased.entry, leased.extent)
+
+    async def note(self, key: Key) -> None:
+        """Make sure that what is stored for the key has one."""
+        info = self._cache.look(key)
+        if info is not None and info.checksum is None:
+            checksum = self._checksum(info.entry, info.extent)
+            if not isinstance(checksum, int):
+                await checksum
+
+    async def compute(self, extent: Extent) -> int:
+        """Of whatever lies there."""
+        if extent.nbytes <= INLINE_BYTES:
+            await asyncio.sleep(0)
+            return fold(digests(self._memory.view(extent.offset, extent.nbytes)))
+        return await self._hand_over(extent)
+
+    def _hand_over(self, extent: Extent) -> asyncio.Future[int]:
+        view = self._memory.view(extent.offset, extent.nbytes)
+        return asyncio.get_running_loop().run_in_executor(self._hasher, lambda: fold(digests(view)))
+
+    def close(self) -> None:
+        self._hasher.shutdown(wait=False, cancel_futures=True)
+
+    def _checksum(self, entry: EntryId, extent: Extent) -> int | Awaitable[int]:
+        """Of an entry; what it turns out to be is forgotten if the entry has gone meanwhile."""
+        if extent.nbytes <= INLINE_BYTES:
+            checksum = fold(digests(self._memory.view(extent.offset, extent.nbytes)))
+            self._cache.note_checksum(entry, checksum)
+            return checksum
+        if entry not in self._hashing:
+            computing = self._hashing[entry] = self._hand_over(extent)
+            computing.add_done_callback(lambda done: self._hashed(entry, done))
+        return asyncio.shield(self._hashing[entry])
+
+    def _hashed(self, entry: EntryId, done: asyncio.Future[int]) -> None:
+        del self._hashing[entry]
+        if not done.cancelled():
+            self._cache.note_checksum(entry, done.result())

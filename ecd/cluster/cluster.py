@@ -7,14 +7,13 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from ipaddress import IPv4Address
 
 import grpc
 
 from ecd.cluster.background import Background
-from ecd.cluster.checksum import digests, fold
+from ecd.cluster.checksum import Checksums
 from ecd.cluster.directory import Directory, NoDirectory, StaticDirectory
 from ecd.cluster.engine import Engine
 from ecd.cluster.fetcher import Fetcher
@@ -29,8 +28,6 @@ from ecd_proto.v1 import cache_pb2, peer_pb2
 
 logger = logging.getLogger(__name__)
 
-INLINE_BYTES = 1 << 20
-"""Entries up to here are hashed on the event loop: it takes less than handing them over."""
 MAX_OFFERS = 4096
 OFFER_TTL_S = 60.0
 """How long an offer of a key that is not stored yet is kept."""
@@ -48,6 +45,7 @@ class Cluster:
         self,
         config: Config,
         cache: Cache,
+        checksums: Checksums,
         readable: Mapping,
         writable: Mapping,
         incarnation: str,
@@ -63,17 +61,15 @@ class Cluster:
         assert config.peer_address is not None
         self.node = config.peer_address
         self._config, self._cache, self._observe = config, cache, observe
+        self._checksums = checksums
         self._incarnation, self._daemon = incarnation, daemon
         self._changed = asyncio.Event()
         self._may_ask = lru_cache(maxsize=1024)(self._may_ask_uncached)
         self._offers: OrderedDict[Key, tuple[tuple[str, ...], float]] = OrderedDict()
-        self._hashing: dict[EntryId, asyncio.Future[int]] = {}
-        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="ecd-checksum")
         self._background = Background()
         session = cache.open_session()
         assert not isinstance(session, LimitReached)
         self.server_credentials, credentials = _credentials(config)
-        self._memory = readable
         host = self.node.rpartition(":")[0]
         self._engine = Engine(
             host,
@@ -131,7 +127,6 @@ class Cluster:
         await self._directory.close()
         await self._peers.close()
         await self._background.close()
-        self._hasher.shutdown(wait=False, cancel_futures=True)
         self._engine.close()
 
     def _make_directory(self) -> Directory:
@@ -219,35 +214,13 @@ class Cluster:
 
     def checksum_of(self, leased: Leased) -> int | Awaitable[int]:
         """Of a leased entry; at once where it is known."""
-        if leased.checksum is not None:
-            return leased.checksum
-        return self._checksum(leased.entry, leased.extent)
+        return self._checksums.of(leased)
 
     def offered(self, keys: Sequence[Key], node: str) -> None:
         """A node has these keys and expects us to want them."""
         if self._may_ask(node):
             for key in keys:
                 self._fetcher.want(key, (node,))
-
-    def _checksum(self, entry: EntryId, extent: Extent) -> int | Awaitable[int]:
-        """Of an entry; what it turns out to be is forgotten if the entry has gone meanwhile."""
-        view = self._memory.view(extent.offset, extent.nbytes)
-        if extent.nbytes <= INLINE_BYTES:
-            checksum = fold(digests(view))
-            self._cache.note_checksum(entry, checksum)
-            return checksum
-        if entry not in self._hashing:
-            computing = asyncio.get_running_loop().run_in_executor(
-                self._hasher, lambda: fold(digests(view))
-            )
-            self._hashing[entry] = computing
-            computing.add_done_callback(lambda done: self._hashed(entry, done))
-        return asyncio.shield(self._hashing[entry])
-
-    def _hashed(self, entry: EntryId, done: asyncio.Future[int]) -> None:
-        del self._hashing[entry]
-        if not done.cancelled():
-            self._cache.note_checksum(entry, done.result())
 
     # -- the background ------------------------------------------------------------------------
 
@@ -262,16 +235,9 @@ class Cluster:
                 for key, stored in batch.items():
                     if stored:
                         self._offer_stored(key)
-                        await self._hash(key)
+                        await self._checksums.note(key)
                 self._directory.publish(batch)
                 await asyncio.sleep(0)
-
-    async def _hash(self, key: Key) -> None:
-        info = self._cache.look(key)
-        if info is not None and info.checksum is None:
-            checksum = self._checksum(info.entry, info.extent)
-            if not isinstance(checksum, int):
-                await checksum
 
     def _offer_stored(self, key: Key) -> None:
         nodes, until_s = self._offers.pop(key, ((), 0.0))

@@ -106,6 +106,22 @@ class Allocator:
         self._used_granules += wanted
         return Extent(self._pool, start * GRANULE_BYTES, nbytes)
 
+    def allocate_at(self, extent: Extent) -> bool:
+        """Take this extent, beyond all that are taken. False: it is not free, or not on a page."""
+        start, size = extent.offset // GRANULE_BYTES, self._round_up(extent.nbytes)
+        tail = self._free_by_end.get(self._granules, self._granules)
+        if extent.offset % GRANULE_BYTES or start < tail or start + size > self._granules:
+            return False
+        self._remove_free(tail, self._granules - tail)
+        if start > tail:
+            self._add_free(tail, start - tail)
+        if start + size < self._granules:
+            self._add_free(start + size, self._granules - start - size)
+        self._used[start] = size
+        self._used_by_end[start + size] = start
+        self._used_granules += size
+        return True
+
     def free(self, extent: Extent) -> None:
         """Give an extent back. Raises KeyError if it is not an allocated one."""
         start = extent.offset // GRANULE_BYTES

@@ -230,6 +230,24 @@ class Cache:
         entry.step(EntryEvent.WRITER_GONE)
         self._give_back_reservation(entry)
 
+    def adopt(
+        self, session: SessionId, key: Key, content: Content, extent: Extent
+    ) -> EntryId | None:
+        """Reserve what a daemon before this one had stored there, until somebody has looked at it.
+
+        Before anything else is stored, in order of extents. None: its place or its key is taken.
+        """
+        owner = self._sessions.get(session)
+        assert owner is not None
+        if self._index.writing(key) is not None or not self._allocator.allocate_at(extent):
+            return None
+        entry = Entry(self._index.next_id(), key, content, extent, session)
+        self._index.add(entry)
+        self._clients.note_reservations(self._index.reservations)
+        owner.reservations.add(entry.id)
+        self.reserved_bytes += self._allocator.rounded_bytes(content.nbytes)
+        return entry.id
+
     # -- writing without asking ----------------------------------------------------------------
 
     def grant(self, session: SessionId, nbytes: int, least: int, most: int) -> bool:
@@ -395,6 +413,7 @@ class Cache:
         found = self._index.get(entry)
         if found is not None:
             found.checksum = checksum
+            self._clients.prove(entry, checksum)
 
     # -- reading without asking ----------------------------------------------------------------
 

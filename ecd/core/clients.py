@@ -47,6 +47,9 @@ class Clients(Protocol):
     def note_reservations(self, count: int) -> None:
         """So many keys are being written by those who asked."""
 
+    def prove(self, entry: EntryId, checksum: int) -> None:
+        """What the entry's bytes add up to: for a daemon after this one."""
+
     def hide(self, entry: EntryId) -> None:
         """From now on it cannot: whoever pins it later sees that the pin does not hold."""
 
@@ -82,6 +85,9 @@ class NoClients:
         pass
 
     def note_reservations(self, count: int) -> None:
+        pass
+
+    def prove(self, entry: EntryId, checksum: int) -> None:
         pass
 
     def hide(self, entry: EntryId) -> None:

@@ -14,9 +14,11 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ecd.memory import takeover
+from ecd.memory.takeover import KEPT_SUFFIXES, Before
 from ecd_proto.mapping import CHUNK_BYTES, Mapping
 from ecd_proto.shm import (
     LOCK_NAME,
@@ -40,37 +42,62 @@ class PoolError(Exception):
 class HostPool:
     """Owns the daemon's directory in shared memory and the files in it."""
 
-    def __init__(self, shm_dir: str, name: str, incarnation: str, nbytes: int) -> None:
-        """Take the directory, clean up after dead daemons and create the pool, still unpopulated.
+    def __init__(
+        self, shm_dir: str, name: str, incarnation: str, wanted: int | str | None, cold: bool
+    ) -> None:
+        """Take the directory, and the pool that lies there or a new one, still unpopulated.
 
-        Raises PoolError: the directory is another daemon's or cannot be used, or space is short.
+        `wanted` is its size, as configured; with `cold` it is a new one in any case. Raises
+        PoolError: the directory is another daemon's or cannot be used, or space is short.
         """
-        self.nbytes = nbytes
-        self.populated_bytes = 0
         self.directory = pool_dir(shm_dir, name)
         self._lock_fd = _take_directory(self.directory)
-        ours = "|".join(map(re.escape, SUFFIXES))
-        stale = [
-            path
-            for path in self.directory.iterdir()
-            if re.fullmatch(rf"[0-9a-f]+({ours})", path.name)
-        ]
-        for path in stale:
-            logger.info("removing %s, left by a daemon that died", path)
-            path.unlink()
         self._incarnation = incarnation
         self.path = self.directory / f"{incarnation}{POOL_SUFFIX}"
         self.sessions_path = self.directory / f"{incarnation}{SESSIONS_SUFFIX}"
         try:
-            _require_space(shm_dir, nbytes, wait_s=SPACE_WAIT_S if stale else 0.0)
-            self._fd = create_file(self.path, nbytes)
-            self.writable = Mapping(self._fd, nbytes, writable=True)
-            self.readable = Mapping(self._fd, nbytes, writable=False)
+            nbytes = None if wanted is None else pool_bytes(wanted, shm_dir)
+            self.before = None if cold else self._find(nbytes)
+            removed = self._remove_stale()
+            if self.before is not None:
+                self.nbytes = self.populated_bytes = self.before.nbytes
+                os.link(self.before.pool, self.path)
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            else:
+                self.nbytes = pool_bytes(None, shm_dir) if nbytes is None else nbytes
+                self.populated_bytes = 0
+                _require_space(shm_dir, self.nbytes, wait_s=SPACE_WAIT_S if removed else 0.0)
+                self._fd = create_file(self.path, self.nbytes)
+            self.writable = Mapping(self._fd, self.nbytes, writable=True)
+            self.readable = Mapping(self._fd, self.nbytes, writable=False)
             self._sessions_fd = create_file(self.sessions_path)
         except BaseException:
             self._remove_files()
             raise
         self.inode = os.fstat(self._fd).st_ino
+
+    def _find(self, nbytes: int | None) -> Before | None:
+        found = takeover.find(self.directory, nbytes)
+        if isinstance(found, str):
+            logger.warning("what the last daemon left in %s is lost: %s", self.directory, found)
+            return None
+        return found
+
+    def _remove_stale(self) -> bool:
+        """Remove what dead daemons left and this one does not take over. Whether there was any."""
+        lives = () if self.before is None else self.before.lives
+        kept = {index.stem for _, index in lives}
+        stale = [
+            path
+            for path in self.directory.iterdir()
+            if path.suffix in SUFFIXES
+            and re.fullmatch(r"[0-9a-f]+", path.stem)
+            and not (path.stem in kept and path.suffix in KEPT_SUFFIXES)
+        ]
+        for path in stale:
+            logger.info("removing %s, left by a daemon before this one", path)
+            path.unlink()
+        return bool(stale)
 
     def grant_group(self, gid: int) -> None:
         """Let members of a group open the files."""
@@ -84,6 +111,8 @@ class HostPool:
         `progress` is told the populated bytes after each chunk. Raises PoolError when memory
         runs out on the way.
         """
+        if self.before is not None:
+            return  # it is
         for offset in range(0, self.nbytes, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, self.nbytes - offset)
             self._populate_chunk(offset, nbytes)
@@ -111,20 +140,42 @@ class HostPool:
         """Whether the client of this session may still touch the pool."""
         return is_session_locked(self._sessions_fd, offset)
 
-    def close(self) -> None:
-        """Unlink the files and let go of the directory. Clients keep what they have mapped."""
-        self._remove_files()
+    def close(self, keep: bool = False) -> None:
+        """Let go of the directory, and unlink the files unless a later life is to find them.
+
+        Clients keep what they have mapped.
+        """
+        self._remove_files(KEPT_SUFFIXES if keep else ())
         os.close(self._fd)
         os.close(self._sessions_fd)
         os.close(self._lock_fd)
 
-    def _remove_files(self) -> None:
-        """All of this life's: others put theirs beside the pool."""
+    def _remove_files(self, kept: Sequence[str] = ()) -> None:
+        """Of this life's, and others put theirs beside the pool, all but those."""
         ours = self.directory.glob(f"{self._incarnation}.*")
         for path in (*ours, self.directory / LOCK_NAME):
-            path.unlink(missing_ok=True)
+            if path.suffix not in kept:
+                path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
+
+
+def clear(shm_dir: str, name: str) -> int:
+    """Remove what the last daemon of this name left; the bytes of it. Raises PoolError."""
+    directory = pool_dir(shm_dir, name)
+    if not directory.is_dir():
+        return 0
+    lock_fd = _take_directory(directory)
+    nbytes = 0
+    for path in directory.iterdir():
+        if path.suffix in SUFFIXES or path.name == LOCK_NAME:
+            stat = path.stat()
+            nbytes += stat.st_blocks * 512 // stat.st_nlink
+            path.unlink()
+    os.close(lock_fd)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+    return nbytes
 
 
 def pool_bytes(wanted: int | str | None, shm_dir: str) -> int:

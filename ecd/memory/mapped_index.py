@@ -24,12 +24,14 @@ from ecd_proto.shm import (
     DESK_BYTES,
     INDEX_HEADER_BYTES,
     INDEX_SUFFIX,
+    LIFE_WORD,
     PAGE_BYTES,
     PAGES_WORD,
     PINS_SUFFIX,
     REMOVALS_WORD,
     RESERVATIONS_WORD,
     ROW_BYTES,
+    ROW_PROOF_WORD,
     STORES_IN_ORDER,
     UNLISTED_WORD,
     IndexShape,
@@ -55,12 +57,15 @@ _NEXT_WORDS, _ENTRY_WORD = ROW_BYTES // 8, 2
 class MappedIndex:
     """Rows for every stored entry, and a page of pins for each session."""
 
-    def __init__(self, directory: Path, incarnation: str, pool_bytes: int, sessions: int) -> None:
-        """Raises PoolError."""
+    def __init__(
+        self, directory: Path, incarnation: str, pool_bytes: int, sessions: int, life: int = 1
+    ) -> None:
+        """`life` counts the daemons that have had the pool. Raises PoolError."""
         rows = pool_bytes // GRANULE_BYTES
         buckets = max(MIN_BUCKETS, 1 << (rows - 1).bit_length())
         self.shape = IndexShape(buckets, rows, random_prime(), sessions)
         self._unlisted: set[EntryId] = set()
+        self._unseen = 0
         self.path = directory / f"{incarnation}{INDEX_SUFFIX}"
         self.pins_path = directory / f"{incarnation}{PINS_SUFFIX}"
         try:
@@ -76,6 +81,7 @@ class MappedIndex:
         header = pack_index_header(self.shape)
         memory.view(0, len(header))[:] = header
         self._header = memory.view(0, INDEX_HEADER_BYTES).cast("Q")
+        self._header[LIFE_WORD] = life
         self._desks = memory.view(INDEX_HEADER_BYTES, sessions * DESK_BYTES)
         self._buckets = memory.view(self.shape.buckets_at, buckets * BUCKET_BYTES).cast("I")
         rows_view = memory.view(self.shape.rows_at, rows * ROW_BYTES)
@@ -102,7 +108,7 @@ class MappedIndex:
         number = self._take_row()
         if number is None:
             self._unlisted.add(info.entry)
-            self._header[UNLISTED_WORD] = self.unlisted
+            self._note_unlisted()
             return
         bucket = bucket_of(record, self.shape)
         content, extent = info.content, info.extent
@@ -120,6 +126,21 @@ class MappedIndex:
         self._write((number - 1) * ROW_BYTES, pack_row(record, row, self._buckets[bucket]))
         self._buckets[bucket] = number
         self._places[info.entry] = number << 32 | bucket
+        if info.checksum is not None:
+            self.prove(info.entry, info.checksum)
+
+    def prove(self, entry: EntryId, checksum: int) -> None:
+        place = self._places.get(entry)
+        if place is not None:
+            self._row_words[((place >> 32) - 1) * _NEXT_WORDS + ROW_PROOF_WORD] = checksum
+
+    def note_unseen(self, count: int) -> None:
+        """So many entries were taken over and nobody has looked at them: who misses one asks."""
+        self._unseen = count
+        self._note_unlisted()
+
+    def _note_unlisted(self) -> None:
+        self._header[UNLISTED_WORD] = self.unlisted + self._unseen
 
     def note_reservations(self, count: int) -> None:
         self._header[RESERVATIONS_WORD] = count
@@ -128,7 +149,7 @@ class MappedIndex:
         place = self._places.pop(entry, None)
         if place is None:
             self._unlisted.discard(entry)
-            self._header[UNLISTED_WORD] = self.unlisted
+            self._note_unlisted()
             return
         number, bucket = place >> 32, place & 0xFFFFFFFF
         words = self._row_words

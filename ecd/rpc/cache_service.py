@@ -54,13 +54,13 @@ class OtherNodes(Protocol):
 class NoOtherNodes:
     """A daemon that serves its node alone."""
 
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
+
     def want(self, key: Key, hints: Sequence[str]) -> None:
         pass
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
-        pass
-
-    def changed(self) -> None:
         pass
 
     def status(self) -> pb.PeersReply:
@@ -89,6 +89,8 @@ class CacheService(pb_grpc.CacheServicer):
         self._observe = observe
         self.grant: Callable[[SessionId, int], None] = lambda *_: None
         """Told what a session reserved by a call: it may put more of that size without one."""
+        self.settle: Callable[[Sequence[Key] | None], Awaitable[None]] | None = None
+        """Finds out what of these keys, or of all, the daemon before this one has left."""
         self._trimming = False
         self._exchanged: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {
             "reserve": self.Reserve,
@@ -108,6 +110,7 @@ class CacheService(pb_grpc.CacheServicer):
         session = self._sessions.attached(request.session)
         check_batch(request.items)
         items = [(key_from(item.key), content_from(item.content)) for item in request.items]
+        await self._settle([key for key, _ in items])
         outcomes = [
             self._cache.reserve(session, key, content, self._now_s()) for key, content in items
         ]
@@ -148,6 +151,7 @@ class CacheService(pb_grpc.CacheServicer):
         check_batch(request.keys)
         wait_s = seconds_from(request.wait_s, "wait_s")
         keys = [key_from(key) for key in request.keys]
+        await self._settle(keys)
         if wait_s > 0.0:
             hints = {hint.index: hint.nodes for hint in request.hints}
             for index, key in enumerate(keys):
@@ -192,11 +196,14 @@ class CacheService(pb_grpc.CacheServicer):
 
     async def Contains(self, request: pb.ContainsRequest, context: Ctx) -> pb.ContainsReply:
         check_batch(request.keys)
-        contained = [self._cache.contains(key_from(key)) for key in request.keys]
+        keys = [key_from(key) for key in request.keys]
+        await self._settle(keys)
+        contained = [self._cache.contains(key) for key in keys]
         return pb.ContainsReply(incarnation=self._incarnation, contained=contained)
 
     async def Evict(self, request: pb.EvictRequest, context: Ctx) -> pb.EvictReply:
         selection = selection_from(request)
+        await self._settle(None if selection.key is None else [selection.key])
         reply = pb.EvictReply(incarnation=self._incarnation)
         after: EntryId | None = EntryId(0)
         while after is not None:
@@ -234,6 +241,10 @@ class CacheService(pb_grpc.CacheServicer):
         reply = self._others.status()
         reply.incarnation = self._incarnation
         return reply
+
+    async def _settle(self, keys: Sequence[Key] | None) -> None:
+        if self.settle is not None:
+            await self.settle(keys)
 
     def trim_soon(self) -> None:
         """Make room ahead of need, if it is getting short."""

@@ -58,7 +58,16 @@ def lock_session(fd: int, offset: int) -> None:
 
 def is_session_locked(fd: int, offset: int) -> bool:
     """Whether a client, as seen from another open file description, holds its session's byte."""
-    flock = _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0)
+    return _is_locked(fd, offset, 1)
+
+
+def is_any_session_locked(fd: int) -> bool:
+    """Whether any client of the daemon whose file this is may still touch its pool."""
+    return _is_locked(fd, 0, 0)  # to the end
+
+
+def _is_locked(fd: int, offset: int, nbytes: int) -> bool:
+    flock = _FLOCK.pack(fcntl.F_WRLCK, 0, offset, nbytes, 0)
     found: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, flock))[0]
     return found != fcntl.F_UNLCK
 
@@ -66,7 +75,7 @@ def is_session_locked(fd: int, offset: int) -> bool:
 # -- the index -------------------------------------------------------------------------------------
 
 INDEX_MAGIC = b"ecdindex"
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 INDEX_HEADER_BYTES = 4096
 _INDEX_HEADER = struct.Struct("<8sIIQQQQ")  # magic, version, bytes of a row, then IndexShape
 REMOVALS_WORD = 8
@@ -77,6 +86,8 @@ RESERVATIONS_WORD = 10
 """The word that counts reservations made by calls: their keys are not in the index as yet."""
 PAGES_WORD = 11
 """The word that says how many pages of pins have ever been in use, the first ones."""
+LIFE_WORD = 12
+"""The word that counts the daemons which have had the pool, one after the other."""
 
 BUCKET_BYTES = 4
 ROW_BYTES = 512
@@ -85,12 +96,17 @@ _ROW = struct.Struct("<QQQQQdHBBHH4x")
 
 The key's record and what else varies in length follow: the shape, the metadata.
 """
+ROW_PROOF_WORD = ROW_BYTES // 8 - 1
+"""The last word of a row: the checksum of the entry's bytes, 0 until the daemon has read them.
+
+For the daemon alone, which may write it at any time: the row's own checksum leaves it out.
+"""
 _NEXT = struct.Struct("<Q")
 _MARK = slice(8, 24)  # checksum and entry: two rows that agree in these are one
-_CHECKED_FROM = 16
+_CHECKED = slice(16, 8 * ROW_PROOF_WORD)
 _RECORD_AT = _ROW.size
 _LENGTHS = struct.Struct("<HH")  # of namespace and mm_hash, before them
-_MAX_RECORD = ROW_BYTES - _RECORD_AT - 64
+_MAX_RECORD = _CHECKED.stop - _RECORD_AT - 64
 _DTYPES = tuple(DTYPES)
 
 
@@ -169,15 +185,15 @@ def random_prime() -> int:
 def pack_row(record: bytes, row: Row, next_row: int) -> bytes:
     """The bytes of a row. What does not fit is left out, and `ask` set."""
     rest = struct.pack(f"<{len(row.shape)}Q", *row.shape) + row.metadata
-    ask = _RECORD_AT + len(record) + len(rest) > ROW_BYTES
+    ask = _RECORD_AT + len(record) + len(rest) > _CHECKED.stop
     dimensions, metadata_bytes = len(row.shape), len(row.metadata)
     if ask:
         rest, dimensions, metadata_bytes = b"", 0, 0
     place = (row.entry, row.offset, row.nbytes, row.cost_s, row.pool)
     kind = (_DTYPES.index(row.dtype), dimensions, metadata_bytes, ask)
-    checked = _ROW.pack(0, 0, *place, *kind)[_CHECKED_FROM:] + record + rest
-    checked = checked.ljust(ROW_BYTES - _CHECKED_FROM, b"\0")
-    return struct.pack("<QQ", next_row, crc32(checked)) + checked
+    checked = _ROW.pack(0, 0, *place, *kind)[_CHECKED.start :] + record + rest
+    checked = checked.ljust(_CHECKED.stop - _CHECKED.start, b"\0")
+    return struct.pack("<QQ", next_row, crc32(checked)) + checked + bytes(8)
 
 
 def row_asks(row: bytes) -> bool:
@@ -192,7 +208,13 @@ def row_has_key(row: bytes, record: bytes) -> bool:
 def row_is_whole(row: bytes) -> bool:
     """False for one that was read while it was written, or that lists nothing."""
     checksum, entry = struct.unpack_from("<QQ", row, 8)
-    return entry != 0 and bool(checksum == crc32(row[_CHECKED_FROM:]))
+    return entry != 0 and bool(checksum == crc32(row[_CHECKED]))
+
+
+def row_proof(row: bytes) -> int:
+    """The checksum of the entry's bytes; 0: nobody has read them yet."""
+    proof: int = struct.unpack_from("<Q", row, 8 * ROW_PROOF_WORD)[0]
+    return proof
 
 
 def row_mark(row: bytes | memoryview) -> bytes:

@@ -26,6 +26,7 @@ def make_peer(make_daemon: Callable[..., Daemon]) -> Callable[..., Daemon]:
             "ECD_PEER_ADDRESS": node,
             "ECD_PEER_TOKEN": TOKEN,
             "ECD_ENGINE_PORTS": f"{first}-{first + 15}",
+            "ECD_WARM_RESTART": "false",  # a node that restarts has lost what it had
         }
         daemon = make_daemon(pool, **{**clustered, **settings})
         daemon.peer = node
@@ -66,7 +67,9 @@ def on_node(tmp_path: Path) -> Iterator[Callable[..., tuple[NodeDaemon, NodeClie
     clients: list[NodeClient] = []
 
     def make(node: Node, pool: str = "64MiB", **settings: str) -> tuple[NodeDaemon, NodeClient]:
-        daemons.append(NodeDaemon(node, tmp_path, pool, **settings))
+        daemons.append(
+            NodeDaemon(node, tmp_path, pool, **{"ECD_WARM_RESTART": "false", **settings})
+        )
         daemons[-1].start()
         clients.append(NodeClient(daemons[-1]))
         return daemons[-1], clients[-1]

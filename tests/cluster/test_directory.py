@@ -257,6 +257,22 @@ def test_a_node_that_restarts_is_another_incarnation(
     eventually(lambda: look(there, "k"), 15)
 
 
+def test_what_a_node_takes_over_is_found_again(
+    make_peer: MakePeer, client_of: ClientOf, redis: RedisServer
+) -> None:
+    a = make_peer(ECD_DIRECTORY=url(redis), ECD_WARM_RESTART="true").start()
+    b = make_peer(ECD_DIRECTORY=url(redis)).start()
+    here, there = client_of(a), client_of(b)
+    store(here, "k")
+    eventually(lambda: len(known(redis, "k")) == 1)
+    time.sleep(0.3)  # it is hashed
+    a.kill()
+    a.start()
+    here = client_of(a)
+    eventually(lambda: here.incarnation in known(redis, "k"))
+    eventually(lambda: look(there, "k"), 15)
+
+
 # -- kinds of Redis --------------------------------------------------------------------------------
 
 

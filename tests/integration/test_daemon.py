@@ -409,8 +409,9 @@ def test_metrics_tell_what_happened(daemon: Daemon, client: Client) -> None:
 
 
 def test_sigterm_during_work_loses_no_read_and_leaves_nothing(
-    daemon: Daemon, tmp_path: Path
+    make_daemon: Callable[..., Daemon],
 ) -> None:
+    daemon = make_daemon(ECD_WARM_RESTART="false").start()
     tensors = {f"k{i}": torch.full((1 << 20,), i, dtype=torch.uint8) for i in range(8)}
     with Client(daemon.address) as client:
         for key, tensor in tensors.items():
@@ -459,7 +460,7 @@ def test_sigterm_during_work_loses_no_read_and_leaves_nothing(
         assert not thread.is_alive()
     assert wrong == []
     assert not daemon.shm.exists()
-    assert [path.name for path in tmp_path.iterdir()] == [daemon.log.name]
+    assert [path.name for path in daemon.directory.iterdir()] == [daemon.log.name]
     assert "Traceback" not in daemon.text()
     with pytest.raises(ProcessLookupError):
         os.killpg(daemon.pid, 0)

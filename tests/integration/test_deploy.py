@@ -253,8 +253,16 @@ def sidecar(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         stderr=subprocess.STDOUT,
     )
     yield process, log
+    for child in daemons(process):  # it changed its user, so it does not die with its parent
+        os.kill(child, signal.SIGKILL)
     process.kill()
     process.wait()
+
+
+def daemons(process: subprocess.Popen[bytes]) -> list[int]:
+    """The children of a process."""
+    file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(child) for child in file.read_text().split()] if file.exists() else []
 
 
 PROBE = """
@@ -270,8 +278,8 @@ def test_the_sidecar_runs_as_its_manifest_says(
 ) -> None:
     process, log = sidecar
     eventually(lambda: '"serving on ' in log.read_text(), 30.0, log.read_text())
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    inside = ["nsenter", "--target", children[0], "--mount", "--net"]
+    [daemon] = daemons(process)
+    inside = ["nsenter", "--target", str(daemon), "--mount", "--net"]
     probe = subprocess.run([*inside, sys.executable, "-c", PROBE], capture_output=True, text=True)
     assert probe.stdout.strip() == str(health_pb2.HealthCheckResponse.SERVING), probe.stderr
     cli = Path(sys.executable).with_name("ecd-cli")
@@ -281,12 +289,12 @@ def test_the_sidecar_runs_as_its_manifest_says(
     assert told["pool"]["pool_bytes"] == 96 << 20
     assert told["pool"]["path"].startswith("/run/ecd/")
     assert told["node"] == "127.0.0.1:9465"
-    owner = Path(f"/proc/{children[0]}/status").read_text()
+    owner = Path(f"/proc/{daemon}/status").read_text()
     assert re.search(r"^Uid:\t10001\t", owner, re.MULTILINE)
     assert re.search(r"^CapEff:\t0+$", owner, re.MULTILINE)
     bench = subprocess.run([*inside, *command, "bench", "--rounds", "1"], capture_output=True)
     assert bench.returncode == 0, bench.stderr
-    os.kill(int(children[0]), signal.SIGTERM)
+    os.kill(daemon, signal.SIGTERM)
     assert process.wait(20.0) == 0, log.read_text()
     for line in log.read_text().splitlines():
         if line.startswith("{"):

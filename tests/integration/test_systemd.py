@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from ecd_client import Client
 from ecd_proto.v1 import cache_pb2 as pb
@@ -343,8 +345,8 @@ def test_systemd_runs_the_unit(machine: Machine) -> None:
     assert machine.show("User") == "ecd"
     eventually(lambda: machine.show("StatusText") == "serving 0 entries", 5.0, "it says so")
     pid = machine.show("MainPID")
-    status = machine.run(str(ECD)[:-3] + "ecd-cli", "--address", "unix:///run/ecd/ecd.sock",
-                         "--json", "status")  # fmt: skip
+    cli = [f"{ECD}-cli", "--address", "unix:///run/ecd/ecd.sock"]
+    status = machine.run(*cli, "--json", "status")
     assert json.loads(status.stdout)["pid"] == int(pid)
 
     machine.run("sed", "-i", '$ a log_level = "debug"', "/run/settings/ecd.toml")
@@ -352,8 +354,13 @@ def test_systemd_runs_the_unit(machine: Machine) -> None:
     eventually(lambda: "log_level is debug now" in machine.log(), 5.0, "it reloads")
     assert machine.show("MainPID") == pid
 
+    file = str(machine.place / "k.safetensors")
+    save_file({"k": torch.arange(1000)}, file)
+    assert machine.run(*cli, "put", "k", file).returncode == 0
     assert machine.run("systemctl", "restart", "ecd").returncode == 0
     assert machine.show("MainPID") != pid
+    assert machine.run(*cli, "get", "k", "-o", file).returncode == 0, "a restart keeps the cache"
+    assert torch.equal(load_file(file)["embedding"], torch.arange(1000))
 
     machine.run("kill", "-KILL", machine.show("MainPID"))
     eventually(lambda: machine.show("NRestarts") == "1", 10.0, "it comes back")
@@ -365,4 +372,6 @@ def test_systemd_runs_the_unit(machine: Machine) -> None:
 
     assert machine.run("systemctl", "stop", "ecd").returncode == 0
     assert machine.show("ActiveState") == "inactive"
-    assert not list(Path("/dev/shm/ecd-systemd-test").glob("*.pool"))
+    cleared = machine.run(str(ECD), "clear", "--config", "/run/settings/ecd.toml")
+    assert cleared.stdout == "removed 0.06 GiB\n", cleared.stderr
+    assert not Path("/dev/shm/ecd-systemd-test").exists()

@@ -1,7 +1,7 @@
 """The allocator against a bitmap that cannot be wrong."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
@@ -97,3 +97,23 @@ def test_fragmentation_is_reported() -> None:
     assert allocator.free_bytes == 2 * GRANULE_BYTES
     assert allocator.largest_free_bytes == GRANULE_BYTES
     assert allocator.fragmentation == 0.5
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40 * GRANULE_BYTES)), max_size=50))
+def test_extents_are_taken_where_they_lie_or_not_at_all(gaps: list[tuple[int, int]]) -> None:
+    allocator = Allocator(300 * GRANULE_BYTES)
+    taken: list[Extent] = []
+    offset = 0
+    for gap, nbytes in gaps:
+        extent = Extent(0, offset + gap * GRANULE_BYTES, nbytes)
+        end = extent.offset + allocator.rounded_bytes(nbytes)
+        assert allocator.allocate_at(extent) == (end <= allocator.pool_bytes)
+        assert not allocator.allocate_at(extent), "it is taken, or beyond the end"
+        assert not allocator.allocate_at(Extent(0, end + 1, 1)), "not on a page"
+        if end <= allocator.pool_bytes:
+            taken.append(extent)
+            offset = end
+        allocator.check()
+    for extent in taken:
+        allocator.free(extent)
+    assert allocator.is_one_free_extent

@@ -115,6 +115,9 @@ class Board:
     def show(self, info: EntryInfo) -> None:
         self.shown[info.entry] = info
 
+    def prove(self, entry: EntryId, checksum: int) -> None:
+        assert entry in self.shown
+
     def hide(self, entry: EntryId) -> None:
         for pin in self.pins:
             if self.ambush and pin.info.entry == entry and not pin.set:
@@ -929,3 +932,36 @@ def test_who_waits_for_an_expected_key_outlasts_a_writer_that_gives_up() -> None
     assert isinstance(waiting, Waiting)
     assert cache.abort(writer, reserved.entry) == Aborted(), "it may still come from elsewhere"
     assert cache.stop_expecting(key) == (Wakeup(reader, waiting.ticket, Missing()),)
+
+
+def test_what_a_life_before_left_is_seen_by_nobody_until_it_is_committed() -> None:
+    board = Board()
+    cache = Cache(64 * GRANULE_BYTES, clients=board)
+    session, reader = cache.open_session(), cache.open_session()
+    assert not isinstance(session, LimitReached)
+    assert not isinstance(reader, LimitReached)
+    content = Content("int8", (5000,), 5000)
+    keys = [Key("n", name) for name in ("right", "wrong", "over it")]
+    places = [Extent(0, number * GRANULE_BYTES, 5000) for number in (3, 7, 8)]
+    adopted = [
+        cache.adopt(session, key, content, place) for key, place in zip(keys, places, strict=True)
+    ]
+    assert adopted[2] is None, "its place is another's"
+    assert cache.adopt(session, keys[0], content, Extent(0, 20 * GRANULE_BYTES, 5000)) is None
+    cache.check()
+    assert cache.entries == 0
+    assert cache.acquire(reader, keys[0], 0.0) == Missing()
+    assert cache.reserve(reader, keys[0], content, 0.0) == BeingWritten()
+    waiting = cache.acquire(reader, keys[1], 0.0, 5.0, only_if_written=True)
+    assert isinstance(waiting, Waiting)
+    right, wrong, _ = adopted
+    assert right is not None
+    assert wrong is not None
+    cache.commit(session, right, 1.0, 77)
+    aborted = cache.abort(session, wrong)
+    assert isinstance(aborted, Aborted)
+    assert [wakeup.outcome for wakeup in aborted.woken] == [Missing()]
+    leased = cache.acquire(reader, keys[0], 1.0)
+    assert isinstance(leased, Leased)
+    assert (leased.extent, leased.checksum) == (places[0], 77)
+    cache.check()
