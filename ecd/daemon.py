@@ -39,6 +39,10 @@ GRACE_S = 5.0
 """How long calls in flight may take after the daemon was told to stop."""
 
 PROGRESS_S = 0.5
+CHECKSUM_PAUSE_S = 0.1
+"""How long what was put may wait for its checksum: puts go first."""
+CHECKSUM_TURN = 8
+"""Small entries hashed before the event loop gets its turn."""
 CHECKSUM_PAGE = 1000
 LOOK_S = 0.25
 """How often those who read without a call are looked at when nothing else asks for it."""
@@ -177,13 +181,17 @@ class Daemon:
 
     async def _note_checksums(self) -> None:
         """Of what is stored, for the next life; the cluster does that for its own sake."""
+        if not self._config.warm_restart:
+            await asyncio.Event().wait()
         self._cache.take_changes()
         while True:
             await self._stored.wait()
+            await asyncio.sleep(CHECKSUM_PAUSE_S)
             self._stored.clear()
-            for key, stored in self._cache.take_changes().items():
-                if stored:
-                    await self._checksums.note(key)
+            changes = self._cache.take_changes()
+            for number, key in enumerate([key for key, stored in changes.items() if stored]):
+                await self._checksums.note(key)
+                if number % CHECKSUM_TURN == 0:
                     await asyncio.sleep(0)
 
     async def _note_all_checksums(self) -> None:

@@ -61,7 +61,6 @@ class HostPool:
             removed = self._remove_stale()
             if self.before is not None:
                 self.nbytes = self.populated_bytes = self.before.nbytes
-                os.link(self.before.pool, self.path)
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             else:
                 self.nbytes = pool_bytes(None, shm_dir) if nbytes is None else nbytes
@@ -77,7 +76,12 @@ class HostPool:
         self.inode = os.fstat(self._fd).st_ino
 
     def _find(self, nbytes: int | None) -> Before | None:
-        found = takeover.find(self.directory, nbytes)
+        try:
+            found = takeover.find(self.directory, nbytes)
+            if isinstance(found, Before):
+                os.link(found.pool, self.path)
+        except OSError as error:
+            found = str(error)
         if isinstance(found, str):
             logger.warning("what the last daemon left in %s is lost: %s", self.directory, found)
             return None
@@ -86,7 +90,7 @@ class HostPool:
     def _remove_stale(self) -> bool:
         """Remove what dead daemons left and this one does not take over. Whether there was any."""
         lives = () if self.before is None else self.before.lives
-        kept = {index.stem for _, index in lives}
+        kept = {self._incarnation, *(index.stem for _, index in lives)}
         stale = [
             path
             for path in self.directory.iterdir()

@@ -69,6 +69,7 @@ class Before:
 
     def entries(self) -> tuple[list[Left], int]:
         """What can be taken over, in order of extents; how many rows were in doubt."""
+        logger.info("reading what the last daemon had stored")
         doubtful = 0
         by_key: dict[Key, Left] = {}
         for life, index in self.lives:
@@ -125,6 +126,8 @@ def _let_go(sessions: Sequence[Path]) -> bool:
     deadline_s = time.monotonic() + WAIT_S
     fds = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in sessions]
     try:
+        if any(map(is_any_session_locked, fds)):
+            logger.info("waiting for clients of the last daemon to let go of its pool")
         while any(map(is_any_session_locked, fds)):
             if time.monotonic() > deadline_s:
                 return False
