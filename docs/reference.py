@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and docs/metrics.md from the code.
+"""Writes docs/configuration.md, docs/metrics.md and docs/runbook.md from the code and the rules.
 
 python docs/reference.py [--check]
 """
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import yaml
 from pydantic.fields import FieldInfo
 
 from ecd.config import ENV_PREFIX, RELOADABLE, Config
@@ -28,6 +29,13 @@ METRICS = """# Metrics
 
 On `metrics_address`, for Prometheus. Those about peers, fetches and the directory are there once
 the daemon has a `peer_address`.
+
+"""
+RULES = DOCS.parent / "deploy" / "prometheus" / "ecd.rules.yml"
+RUNBOOK = """# Runbook
+
+The alerts of `deploy/prometheus/ecd.rules.yml`, and what to do. None of them means wrong bytes or
+an engine that is down: without ecd an engine encodes for itself.
 
 """
 DEFAULTS = {"address": "`unix:///run/ecd/ecd.sock` for root, else in `$XDG_RUNTIME_DIR`"}
@@ -79,9 +87,27 @@ def metrics() -> str:
     return METRICS + table(("metric", "kind", "labels", "meaning"), sorted(rows))
 
 
+def runbook() -> str:
+    rows = (
+        (
+            f"`{rule['alert']}`",
+            rule["labels"]["severity"],
+            rule["annotations"]["runbook"],
+        )
+        for group in yaml.safe_load(RULES.read_text())["groups"]
+        for rule in group["rules"]
+    )
+    return RUNBOOK + table(("alert", "severity", "what to do"), rows)
+
+
 def main() -> None:
+    pages = {
+        "configuration.md": configuration(),
+        "metrics.md": metrics(),
+        "runbook.md": runbook(),
+    }
     stale = []
-    for name, text in (("configuration.md", configuration()), ("metrics.md", metrics())):
+    for name, text in pages.items():
         file = DOCS / name
         if not file.exists() or file.read_text() != text:
             stale.append(f"docs/{name}")

@@ -86,7 +86,8 @@ done
 systemctl() { echo "systemctl $*"; }
 %s
 id ecd
-stat -c '%%n %%U %%G %%a' /etc/ecd /etc/ecd/ecd.toml /etc/systemd/system/ecd.service
+cd /etc
+stat -c '%%n %%U %%G %%a' ecd ecd/ecd.env ecd/ecd.toml systemd/system/ecd.service
 """
 
 
@@ -102,6 +103,7 @@ def test_the_unit_is_installed_as_the_page_says(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "systemctl enable --now ecd" in lines
-    assert "/etc/ecd root ecd 750" in lines
-    assert "/etc/ecd/ecd.toml root ecd 640" in lines
-    assert "/etc/systemd/system/ecd.service root root 644" in lines
+    assert "ecd root ecd 750" in lines
+    assert "ecd/ecd.env root root 600" in lines
+    assert "ecd/ecd.toml root ecd 640" in lines
+    assert "systemd/system/ecd.service root root 644" in lines
