@@ -17,7 +17,7 @@ from ecd.cluster.checksum import Checksums
 from ecd.cluster.cluster import Cluster
 from ecd.config import RELOADABLE, Config, ConfigError
 from ecd.core.cache import DEFAULT_LIMITS, Cache
-from ecd.core.types import EntryId, SessionId
+from ecd.core.types import SessionId
 from ecd.memory.host import HostPool
 from ecd.memory.mapped_index import MappedIndex
 from ecd.metrics import Metrics
@@ -39,11 +39,6 @@ GRACE_S = 5.0
 """How long calls in flight may take after the daemon was told to stop."""
 
 PROGRESS_S = 0.5
-CHECKSUM_PAUSE_S = 0.1
-"""How long what was put may wait for its checksum: puts go first."""
-CHECKSUM_TURN = 8
-"""Small entries hashed before the event loop gets its turn."""
-CHECKSUM_PAGE = 1000
 LOOK_S = 0.25
 """How often those who read without a call are looked at when nothing else asks for it."""
 
@@ -160,7 +155,7 @@ class Daemon:
                 )
                 if self._keep:
                     with contextlib.suppress(asyncio.TimeoutError):
-                        await asyncio.wait_for(self._note_all_checksums(), GRACE_S)
+                        await asyncio.wait_for(self._checksums.complete(), GRACE_S)
         finally:
             self._metrics.close()
             if self._cluster is not None:
@@ -179,28 +174,10 @@ class Daemon:
         self._keep = number == signal.SIGTERM and self._config.warm_restart
         stop.set()
 
-    async def _note_checksums(self) -> None:
-        """Of what is stored, for the next life; the cluster does that for its own sake."""
-        if not self._config.warm_restart:
-            await asyncio.Event().wait()
-        self._cache.take_changes()
-        while True:
-            await self._stored.wait()
-            await asyncio.sleep(CHECKSUM_PAUSE_S)
-            self._stored.clear()
-            changes = self._cache.take_changes()
-            for number, key in enumerate([key for key, stored in changes.items() if stored]):
-                await self._checksums.note(key)
-                if number % CHECKSUM_TURN == 0:
-                    await asyncio.sleep(0)
-
-    async def _note_all_checksums(self) -> None:
-        after: EntryId | None = EntryId(0)
-        while after is not None:
-            entries, after = self._cache.page(after, CHECKSUM_PAGE)
-            for entry in entries:
-                await self._checksums.note(entry.key)
-            await asyncio.sleep(0)
+    async def _follow_puts(self) -> None:
+        """The cluster hashes what is put for its own sake; without one it is for the next life."""
+        if self._config.warm_restart:
+            await self._checksums.follow(self._stored)
 
     def _read_settings(self, reload: Callable[[], Config]) -> None:
         """Take over what can change while the daemon runs, and say what cannot."""
@@ -338,7 +315,7 @@ class Daemon:
         self._manager.ready()
         await asyncio.gather(
             self._manager.keep_alive(lambda: f"serving {self._cache.entries:,} entries"),
-            self._note_checksums() if self._cluster is None else self._cluster.run(),
+            self._follow_puts() if self._cluster is None else self._cluster.run(),
             *(takeover.run() for takeover in (self._takeover,) if takeover is not None),
         )
 

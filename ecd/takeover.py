@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ecd.cluster.checksum import Checksums
 from ecd.core.cache import Cache
 from ecd.core.types import Aborted, Committed, EntryId, Key, LimitReached, Wakeup
-from ecd.memory.takeover import Before, Left
+from ecd.memory.before import Before, Left
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,11 @@ PIECE_BYTES = 1 << 20
 """Part of the contract between daemons (peer.proto, PeerLeased.checksum)."""
 INLINE_BYTES = 1 << 20
 """Entries up to here are hashed on the event loop: it takes less than handing them over."""
+PAUSE_S = 0.1
+"""How long what was put may wait for its checksum: puts go first."""
+TURN = 8
+"""Small entries hashed before the event loop gets its turn."""
+PAGE = 1000
 
 
 def digests(data: memoryview) -> list[int]:
@@ -50,6 +55,28 @@ class Checksums:
         if leased.checksum is not None:
             return leased.checksum
         return self._checksum(leased.entry, leased.extent)
+
+    async def follow(self, stored: asyncio.Event) -> None:
+        """Note those of what is put, in batches behind it, until cancelled."""
+        self._cache.take_changes()  # from here on they are noted
+        while True:
+            await stored.wait()
+            await asyncio.sleep(PAUSE_S)
+            stored.clear()
+            await self._note_all([key for key, is_ in self._cache.take_changes().items() if is_])
+
+    async def complete(self) -> None:
+        """Note those of whatever has none yet."""
+        after: EntryId | None = EntryId(0)
+        while after is not None:
+            entries, after = self._cache.page(after, PAGE)
+            await self._note_all([entry.key for entry in entries])
+
+    async def _note_all(self, keys: Sequence[Key]) -> None:
+        for number, key in enumerate(keys):
+            await self.note(key)
+            if number % TURN == 0:
+                await asyncio.sleep(0)
 
     async def note(self, key: Key) -> None:
         """Make sure that what is stored for the key has one."""

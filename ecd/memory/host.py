@@ -1,7 +1,7 @@
-"""The host pool: one tmpfs file per daemon life, populated before serving, mapped by clients.
+"""The host pool: a tmpfs file, populated before serving, mapped by clients.
 
-The file is made anew by every start and only ever unlinked, so that a client that still maps an
-old one keeps reading the bytes that were there.
+A start makes it anew, or takes over what the life before it left (`before.py`). A file is only ever
+unlinked, so that a client that still maps an old one keeps reading the bytes that were there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ecd.memory import takeover
-from ecd.memory.takeover import KEPT_SUFFIXES, Before
+from ecd.memory import before
+from ecd.memory.before import KEPT_SUFFIXES, Before
 from ecd_proto.mapping import CHUNK_BYTES, Mapping
 from ecd_proto.shm import (
     LOCK_NAME,
@@ -77,7 +77,7 @@ class HostPool:
 
     def _find(self, nbytes: int | None) -> Before | None:
         try:
-            found = takeover.find(self.directory, nbytes)
+            found = before.find(self.directory, nbytes)
             if isinstance(found, Before):
                 os.link(found.pool, self.path)
         except OSError as error:

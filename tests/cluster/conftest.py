@@ -67,9 +67,7 @@ def on_node(tmp_path: Path) -> Iterator[Callable[..., tuple[NodeDaemon, NodeClie
     clients: list[NodeClient] = []
 
     def make(node: Node, pool: str = "64MiB", **settings: str) -> tuple[NodeDaemon, NodeClient]:
-        daemons.append(
-            NodeDaemon(node, tmp_path, pool, **{"ECD_WARM_RESTART": "false", **settings})
-        )
+        daemons.append(NodeDaemon(node, tmp_path, pool, **settings))
         daemons[-1].start()
         clients.append(NodeClient(daemons[-1]))
         return daemons[-1], clients[-1]

@@ -117,7 +117,11 @@ class NodeDaemon(Daemon):
     """A daemon on a node; its socket is a path that every namespace sees."""
 
     def __init__(self, node: Node, directory: Path, pool: str = "64MiB", **settings: str) -> None:
-        clustered = {"ECD_PEER_ADDRESS": node.peer, "ECD_PEER_TOKEN": "a secret of the test"}
+        clustered = {
+            "ECD_PEER_ADDRESS": node.peer,
+            "ECD_PEER_TOKEN": "a secret of the test",
+            "ECD_WARM_RESTART": "false",  # what it leaves is in a /dev/shm that is not ours
+        }
         super().__init__(directory, pool, **{**clustered, **settings})
         self.node = node
         self.prefix = node.prefix
