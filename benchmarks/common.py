@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -49,6 +50,12 @@ def start_daemon(
     return daemon, address
 
 
+def end_daemon(daemon: subprocess.Popen[bytes]) -> None:
+    """With SIGINT: then it leaves nothing for a next start."""
+    daemon.send_signal(signal.SIGINT)
+    daemon.wait()
+
+
 def machine() -> str:
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -65,6 +72,15 @@ def show(out: Console, title: str, rows: list[list[str]]) -> None:
     for row in rows[1:]:
         table.add_row(*row)
     out.print(table)
+
+
+def report(
+    title: str, rows: list[list[str]], output: Path | None, width: int, where: str = ""
+) -> None:
+    """One table on the screen and, if so wanted, as Markdown under the machine's description."""
+    show(Console(highlight=False, width=width), title, rows)
+    if output is not None:
+        output.write_text(f"{machine()}{where}.\n{title}\n\n{markdown(rows)}")
 
 
 def markdown(rows: list[list[str]]) -> str:

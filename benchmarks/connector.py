@@ -9,7 +9,6 @@ takes one request with so many items, all stored or none. Needs `make vllm`.
 
 from __future__ import annotations
 
-import signal
 import tempfile
 import time
 from pathlib import Path
@@ -19,9 +18,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from common import MIB, machine, markdown, show, start_daemon
+from common import MIB, end_daemon, report, start_daemon
 from peers import EXAMPLE, run_for
-from rich.console import Console
 
 from ecd_client import Client
 
@@ -134,15 +132,12 @@ def main(
                     EXAMPLE, "connector", "work", EXAMPLE, str(directory), rounds
                 )
         finally:
-            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
-            daemon.wait()
+            end_daemon(daemon)
     ways = list(next(iter(results.values())))
     rows = [["items of a request", *ways]]
     rows += [[way, *(f"{us:.1f} us" for us in took.values())] for way, took in results.items()]
     title = "The scheduler's calls for one item, medians."
-    show(Console(highlight=False, width=120), title, rows)
-    if output is not None:
-        output.write_text(f"{machine()}.\n{title}\n\n{markdown(rows)}")
+    report(title, rows, output, width=120)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ measured here.
 from __future__ import annotations
 
 import asyncio
-import signal
 import subprocess
 import tempfile
 import time
@@ -20,7 +19,7 @@ from typing import Annotated
 
 import psutil
 import typer
-from common import machine, markdown, show, start_daemon
+from common import end_daemon, machine, markdown, show, start_daemon
 from redis import Redis
 from rich.console import Console
 
@@ -165,8 +164,7 @@ def main(
             asyncio.run(measure_redis(rows))
             asyncio.run(measure_links(rows, "127.0.0.2:9465", daemon.pid))
         finally:
-            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
-            daemon.wait()
+            end_daemon(daemon)
             server.terminate()
             server.wait()
     show(Console(highlight=False), "Costs of finding entries on other nodes", rows)

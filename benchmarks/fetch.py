@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-import signal
 import socket
 import tempfile
 import threading
@@ -25,7 +24,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from common import MIB, machine, markdown, show, start_daemon
+from common import MIB, end_daemon, report, start_daemon
 from rich.console import Console
 
 from ecd_client import Client
@@ -269,8 +268,7 @@ class Ecd:
         for client in (self._has, self._wants):
             client.close()
         for daemon in self._daemons:
-            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
-            daemon.wait()
+            end_daemon(daemon)
 
 
 def main(
@@ -338,9 +336,7 @@ def main(
         added.append(f"{median(more) * 1e6:,.0f} us")
     rows += [best, added]
     title = "Time and throughput of one entry, medians of rounds."
-    show(Console(highlight=False, width=170), title, rows)
-    if output is not None:
-        output.write_text(f"{machine()}, over loopback.\n{title}\n\n{markdown(rows)}")
+    report(title, rows, output, width=170, where=", over loopback")
 
 
 if __name__ == "__main__":

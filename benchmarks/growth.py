@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 import re
-import signal
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from statistics import median
 from typing import Annotated
 
 import typer
-from common import machine, markdown, show, start_daemon, timed_us
+from common import end_daemon, machine, markdown, show, start_daemon, timed_us
 from rich.console import Console
 
 from ecd.core.allocator import GRANULE_BYTES
@@ -134,8 +133,7 @@ def measure_client(count: int, progress: Console) -> dict[str, float]:
                 for step in range(PUTS):
                     took["put"].append(timed_us(lambda s=step: put(f"new-{s}")))
         finally:
-            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
-            daemon.wait()
+            end_daemon(daemon)
     return {name: median(values) for name, values in took.items()} | {"memory": grown / count}
 
 
@@ -158,8 +156,7 @@ def measure_ready(pool_bytes: int) -> dict[str, float]:
             started_s = time.perf_counter()
             daemon, _ = start_daemon(Path(directory), "ready", pool_bytes)
             ready.append(time.perf_counter() - started_s)
-            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
-            daemon.wait()
+            end_daemon(daemon)
     return {"touching the pages": median(touched), "a daemon, until it serves": median(ready)}
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
-import signal
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Annotated, Any
 
 import psutil
 import typer
-from common import MIB, machine, markdown, show, start_daemon
+from common import MIB, end_daemon, machine, markdown, show, start_daemon
 from rich.console import Console
 
 from ecd_client import Client
@@ -136,8 +135,7 @@ def run(
                 cpu = (sum(process.cpu_times()[:2]) - before) / seconds
                 results = [each.get() for each in running]
         finally:
-            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
-            daemon.wait()
+            end_daemon(daemon)
     return {name: [us for each in results for us in each[name]] for name in results[0]}, cpu
 
 

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from common import MIB, start_daemon
+from common import MIB, end_daemon, start_daemon
 
 from ecd_client import Client
 
@@ -297,7 +296,7 @@ def open_place(name: str, nbytes: int) -> Iterator[str]:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if name == "ecd":
             daemon, address = start_daemon(directory, "ecd", nbytes)
-            stack.callback(_end, daemon)
+            stack.callback(end_daemon, daemon)
             yield address
         elif name in ("safetensors on tmpfs", ALONE, EXAMPLE):
             files = tempfile.mkdtemp(dir="/dev/shm", prefix="ecd-bench-")
@@ -336,7 +335,7 @@ def _open_store(directory: Path, nbytes: int, stack: contextlib.ExitStack) -> st
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGINT)  # a daemon then leaves nothing for a next start
+    process.terminate()
     process.wait()
 
 

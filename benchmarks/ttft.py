@@ -13,7 +13,6 @@ sharing costs, not what encoding does. Needs `make vllm`.
 from __future__ import annotations
 
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from statistics import median
 from typing import Annotated
 
 import typer
-from common import MIB, machine, markdown, show, start_daemon
+from common import MIB, end_daemon, report, start_daemon
 from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -107,8 +106,7 @@ def main(
         finally:
             for engine in (*producers.values(), *timed.values()):
                 engine.close()
-            daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
-            daemon.wait()
+            end_daemon(daemon)
     rows = [["", *SIZES]]
     for way, sizes in took.items():
         cells = []
@@ -121,9 +119,7 @@ def main(
         "Time to the first token, medians; in brackets the median of the ratio to the engine "
         "without a connector, round by round."
     )
-    show(Console(highlight=False, width=140), title, rows)
-    if output is not None:
-        output.write_text(f"{machine()}, vLLM {version}.\n{title}\n\n{markdown(rows)}")
+    report(title, rows, output, width=140, where=f", vLLM {version}")
 
 
 if __name__ == "__main__":

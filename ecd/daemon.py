@@ -164,8 +164,6 @@ class Daemon:
                 self._bell.close()
             if self._index is not None:
                 self._index.close()
-            if self._takeover is not None and not self._keep:
-                self._takeover.give_up()
             self._checksums.close()
             self._pool.close(keep=self._keep)
             self._socket.close()

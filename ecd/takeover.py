@@ -14,7 +14,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ecd.cluster.checksum import Checksums
 from ecd.core.cache import Cache
-from ecd.core.types import Aborted, Committed, EntryId, Key, LimitReached, Wakeup
+from ecd.core.types import (
+    Aborted,
+    Abortion,
+    Commitment,
+    Committed,
+    EntryId,
+    Key,
+    LimitReached,
+    Wakeup,
+)
 from ecd.memory.before import Before, Left
 
 logger = logging.getLogger(__name__)
@@ -75,10 +84,6 @@ class Takeover:
         while self._unseen or self._looks:
             await self._look(next(iter(self._unseen or self._looks)))
 
-    def give_up(self) -> None:
-        """The life before leaves nothing, whatever was looked at."""
-        self._before.remove()
-
     async def _look(self, key: Key) -> None:
         if key in self._unseen:
             entry, left = self._unseen.pop(key)
@@ -89,18 +94,15 @@ class Takeover:
     async def _verify(self, entry: EntryId, left: Left) -> None:
         try:
             checksum = await self._checksums.compute(left.extent)
-            outcome: Committed | Aborted
+            outcome: Commitment | Abortion
             if checksum == left.proof:
-                committed = self._cache.commit(self._session, entry, time.monotonic(), checksum)
-                assert isinstance(committed, Committed)
-                outcome = committed
+                outcome = self._cache.commit(self._session, entry, time.monotonic(), checksum)
                 self._kept += 1
             else:
-                aborted = self._cache.abort(self._session, entry)
-                assert isinstance(aborted, Aborted)
-                outcome = aborted
+                outcome = self._cache.abort(self._session, entry)
                 self._dropped += 1
                 logger.warning("the bytes of %s are not what they were: dropped", left.key.mm_hash)
+            assert isinstance(outcome, Committed | Aborted)
             self._deliver(outcome.woken)
         finally:
             del self._looks[left.key]

@@ -70,7 +70,7 @@ class Checksums:
         after: EntryId | None = EntryId(0)
         while after is not None:
             entries, after = self._cache.page(after, PAGE)
-            await self._note_all([entry.key for entry in entries])
+            await self._note_all([entry.key for entry in entries if entry.checksum is None])
 
     async def _note_all(self, keys: Sequence[Key]) -> None:
         for number, key in enumerate(keys):
@@ -90,12 +90,14 @@ class Checksums:
         """Of whatever lies there."""
         if extent.nbytes <= INLINE_BYTES:
             await asyncio.sleep(0)
-            return fold(digests(self._memory.view(extent.offset, extent.nbytes)))
+            return self._read(extent)
         return await self._hand_over(extent)
 
     def _hand_over(self, extent: Extent) -> asyncio.Future[int]:
-        view = self._memory.view(extent.offset, extent.nbytes)
-        return asyncio.get_running_loop().run_in_executor(self._hasher, lambda: fold(digests(view)))
+        return asyncio.get_running_loop().run_in_executor(self._hasher, self._read, extent)
+
+    def _read(self, extent: Extent) -> int:
+        return fold(digests(self._memory.view(extent.offset, extent.nbytes)))
 
     def close(self) -> None:
         self._hasher.shutdown(wait=False, cancel_futures=True)
@@ -103,7 +105,7 @@ class Checksums:
     def _checksum(self, entry: EntryId, extent: Extent) -> int | Awaitable[int]:
         """Of an entry; what it turns out to be is forgotten if the entry has gone meanwhile."""
         if extent.nbytes <= INLINE_BYTES:
-            checksum = fold(digests(self._memory.view(extent.offset, extent.nbytes)))
+            checksum = self._read(extent)
             self._cache.note_checksum(entry, checksum)
             return checksum
         if entry not in self._hashing:

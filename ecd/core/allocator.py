@@ -101,9 +101,7 @@ class Allocator:
         self._remove_free(start, size)
         if size > wanted:
             self._add_free(start + wanted, size - wanted)
-        self._used[start] = wanted
-        self._used_by_end[start + wanted] = start
-        self._used_granules += wanted
+        self._add_used(start, wanted)
         return Extent(self._pool, start * GRANULE_BYTES, nbytes)
 
     def allocate_at(self, extent: Extent) -> bool:
@@ -117,9 +115,7 @@ class Allocator:
             self._add_free(tail, start - tail)
         if start + size < self._granules:
             self._add_free(start + size, self._granules - start - size)
-        self._used[start] = size
-        self._used_by_end[start + size] = start
-        self._used_granules += size
+        self._add_used(start, size)
         return True
 
     def free(self, extent: Extent) -> None:
@@ -199,9 +195,10 @@ class Allocator:
     def is_one_free_extent(self) -> bool:
         return self._free == {0: self._granules}
 
-    def rounded_bytes(self, nbytes: int) -> int:
+    @staticmethod
+    def rounded_bytes(nbytes: int) -> int:
         """What an extent of `nbytes` really takes from the pool."""
-        return self._round_up(nbytes) * GRANULE_BYTES
+        return Allocator._round_up(nbytes) * GRANULE_BYTES
 
     def check(self) -> None:
         """Raise AssertionError unless the extents tile the pool and every index agrees. O(n)."""
@@ -223,6 +220,11 @@ class Allocator:
             by_size.setdefault(size, set()).add(start)
         assert {n: set(s) for n, s in self._starts_by_size.items()} == by_size
         assert self._sizes.largest() == max(by_size, default=None)
+
+    def _add_used(self, start: int, size: int) -> None:
+        self._used[start] = size
+        self._used_by_end[start + size] = start
+        self._used_granules += size
 
     # -- free extents --------------------------------------------------------------------------
 

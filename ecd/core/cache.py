@@ -11,7 +11,7 @@ from ecd.core.eviction import Lru, Policy, plan
 from ecd.core.grants import Grants
 from ecd.core.index import Entry, Index
 from ecd.core.leases import Leases
-from ecd.core.sessions import Sessions
+from ecd.core.sessions import Session, Sessions
 from ecd.core.states import EntryEvent, EntryState
 from ecd.core.types import (
     Aborted,
@@ -178,13 +178,9 @@ class Cache:
                 self.counters.refused["pool_full"] += 1
                 held_bytes = self.leased_bytes + self.reserved_bytes
                 return PoolFull(nbytes, self._allocator.largest_free_bytes, held_bytes)
-            entry = Entry(self._index.next_id(), key, content, extent, session, created_s=now_s)
-            self._index.add(entry)
+            return Reserved(self._open(owner, key, content, extent, now_s), extent)
         finally:
             self._clients.note_reservations(self._index.reservations)
-        owner.reservations.add(entry.id)
-        self.reserved_bytes += self._allocator.rounded_bytes(nbytes)
-        return Reserved(entry.id, extent)
 
     def commit(
         self,
@@ -241,12 +237,9 @@ class Cache:
         assert owner is not None
         if self._index.writing(key) is not None or not self._allocator.allocate_at(extent):
             return None
-        entry = Entry(self._index.next_id(), key, content, extent, session)
-        self._index.add(entry)
+        entry = self._open(owner, key, content, extent, 0.0)
         self._clients.note_reservations(self._index.reservations)
-        owner.reservations.add(entry.id)
-        self.reserved_bytes += self._allocator.rounded_bytes(content.nbytes)
-        return entry.id
+        return entry
 
     # -- writing without asking ----------------------------------------------------------------
 
@@ -624,6 +617,16 @@ class Cache:
             return None
         owner.reservations.remove(reservation)
         return entry
+
+    def _open(
+        self, owner: Session, key: Key, content: Content, extent: Extent, now_s: float
+    ) -> EntryId:
+        """A reservation of this extent, on its session's books."""
+        entry = Entry(self._index.next_id(), key, content, extent, owner.id, created_s=now_s)
+        self._index.add(entry)
+        owner.reservations.add(entry.id)
+        self.reserved_bytes += self._allocator.rounded_bytes(content.nbytes)
+        return entry.id
 
     def _taken(self, key: Key) -> AlreadyStored | BeingWritten | None:
         if self._index.stored(key) is not None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ecd.core.allocator import GRANULE_BYTES
+from ecd.core.allocator import GRANULE_BYTES, Allocator
 from ecd.core.types import Content, Extent, Key
 from ecd.wire import InvalidRequest, check_key, content_from
 from ecd_proto.shm import (
@@ -189,4 +189,4 @@ def _left(row: bytes, life: int, pool_bytes: int) -> Left | None:
 
 
 def _end(extent: Extent) -> int:
-    return extent.offset + max(1, -(-extent.nbytes // GRANULE_BYTES)) * GRANULE_BYTES
+    return extent.offset + Allocator.rounded_bytes(extent.nbytes)

@@ -149,6 +149,8 @@ class HostPool:
 
         Clients keep what they have mapped.
         """
+        if self.before is not None and not keep:
+            self.before.remove()
         self._remove_files(KEPT_SUFFIXES if keep else ())
         os.close(self._fd)
         os.close(self._sessions_fd)

