@@ -73,7 +73,7 @@ def configuration() -> str:
 
 
 def metrics() -> str:
-    registry = Metrics(Cache(1 << 20), lambda: 0, "0")
+    registry = Metrics(Cache(1 << 20), lambda: 0, lambda: 0, "0")
     registry.observe_call("Get", 0.0)
     reply = pb.PeersReply(fetches={"fetched": 1}, peers=[pb.PeerStatus(node="a:1")])
     registry.watch_peers(lambda: reply)

@@ -101,7 +101,9 @@ class Daemon:
             config.peer_address or "",
             time.monotonic,
         )
-        self._metrics = Metrics(self._cache, self._unlisted, version("ecd"))
+        self._metrics = Metrics(
+            self._cache, lambda: self._sessions.clients, self._unlisted, version("ecd")
+        )
         self._cluster: Cluster | None = None
         self._peer_server: PeerServer | None = None
         self._stored = asyncio.Event()
@@ -380,7 +382,7 @@ class Daemon:
             node=self._config.peer_address or "",
             entries=cache.entries,
             unlisted=self._unlisted(),
-            sessions=cache.sessions,
+            sessions=self._sessions.clients,
             leases=cache.leases,
             waits=cache.waits,
             counters=pb.Counters(

@@ -29,8 +29,10 @@ class MetricsError(Exception):
 class _CoreCollector(Collector):
     """The core counts, this only reads: one integer at a time, from the scraper's thread."""
 
-    def __init__(self, cache: Cache, unlisted: Callable[[], int]) -> None:
-        self._cache, self._unlisted = cache, unlisted
+    def __init__(
+        self, cache: Cache, clients: Callable[[], int], unlisted: Callable[[], int]
+    ) -> None:
+        self._cache, self._clients, self._unlisted = cache, clients, unlisted
 
     def collect(self) -> Iterable[Metric]:
         counters, allocator = self._cache.counters, self._cache.allocator
@@ -81,7 +83,7 @@ class _CoreCollector(Collector):
             ("pool_largest_free_bytes", "Largest free extent.", allocator.largest_free_bytes),
             ("entries", "Committed entries.", self._cache.entries),
             ("unlisted_entries", "Entries that are not in the mapped index.", self._unlisted()),
-            ("sessions", "Sessions open or leaving.", self._cache.sessions),
+            ("sessions", "Sessions of clients, open or leaving.", self._clients()),
             ("leases", "Leases held.", self._cache.leases),
             ("waits", "Clients' waits for a commit.", self._cache.waits),
         ):
@@ -154,10 +156,16 @@ class _PeersCollector(Collector):
 class Metrics:
     """One registry per daemon."""
 
-    def __init__(self, cache: Cache, unlisted: Callable[[], int], version: str) -> None:
-        """`unlisted` counts the entries that take a call to be found."""
+    def __init__(
+        self,
+        cache: Cache,
+        clients: Callable[[], int],
+        unlisted: Callable[[], int],
+        version: str,
+    ) -> None:
+        """`clients` counts their sessions, `unlisted` entries that take a call to be found."""
         self.registry = CollectorRegistry()
-        self.registry.register(_CoreCollector(cache, unlisted))
+        self.registry.register(_CoreCollector(cache, clients, unlisted))
         self._call_seconds = Histogram(
             "ecd_call_seconds",
             "Time the daemon took to answer a call.",

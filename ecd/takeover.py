@@ -67,6 +67,8 @@ class Takeover:
         logger.info("%d entries of the last daemon are to be looked at", len(self._unseen))
         await self.settle(None)
         self._before.remove()
+        self._cache.leave_session(self._session)
+        self._cache.close_session(self._session)
         self._over = True
         logger.info(
             "took over %d entries of the last daemon, dropped %d in doubt, in %.1f s",

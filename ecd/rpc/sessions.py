@@ -117,6 +117,12 @@ class Sessions:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._stopping = False
+        self._leaving = 0
+
+    @property
+    def clients(self) -> int:
+        """Sessions of clients, open or leaving; the daemon's own and its peers' apart."""
+        return len(self._by_session) + self._leaving
 
     # -- for the batch calls -------------------------------------------------------------------
 
@@ -329,6 +335,7 @@ class Sessions:
         del self._by_token[stream.token]
         del self._by_session[stream.session]
         self.deliver(self._cache.leave_session(stream.session))
+        self._leaving += 1
         self._take_back(stream.session, RECHECK_S[0])
 
     def _take_back(self, session: SessionId, pause_s: float) -> None:
@@ -339,6 +346,7 @@ class Sessions:
             loop = asyncio.get_running_loop()
             loop.call_later(pause_s, self._take_back, session, pause_s * 2)
             return
+        self._leaving -= 1
         self._cache.close_session(session)
         logger.debug("session %d closed", session)
 

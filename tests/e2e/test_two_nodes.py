@@ -111,8 +111,7 @@ def serving(
             daemon._settings |= settings
             daemon.start()
         for daemon in daemons:
-            # The fetches' own session, and the engine's two.
-            eventually(lambda daemon=daemon: daemon.status().sessions >= 3, 20, "the engine")
+            eventually(lambda daemon=daemon: daemon.status().sessions == 2, 20, "the engine")
         return daemons
 
     return start

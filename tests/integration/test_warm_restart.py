@@ -83,7 +83,8 @@ def test_what_was_stored_is_there_again(make_daemon: MakeDaemon, how: str) -> No
             assert not client.put_bytes("k0", b"x", "uint8", (1,)), "it is there already"
             time.sleep(0.3)
         assert all(check(client, f"of life {life}", 100) for life in range(3))
-        assert daemon.status().entries == len(SIZES) + 3
+        status = daemon.status()
+        assert (status.entries, status.sessions) == (len(SIZES) + 3, 1)
         assert len(files(daemon, ".pool")) == len(files(daemon, ".index")) == 1
     daemon.check_nothing_leaked()
 
