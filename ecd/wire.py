@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from functools import lru_cache
 from math import isfinite
 
 from ecd.core.types import Content, Key
@@ -37,25 +38,28 @@ def check_key(namespace: str, mm_hash: str) -> Key:
 
 
 def content_from(message: pb.Content | Content) -> Content:
-    shape = tuple(message.shape)
     if message.dtype not in contract.DTYPES:
         raise InvalidRequest(
             f"unknown dtype {message.dtype[:32]!r}; known are {', '.join(contract.DTYPES)}"
         )
-    if len(shape) > contract.MAX_DIMENSIONS:
-        raise InvalidRequest(f"{len(shape)} dimensions; at most {contract.MAX_DIMENSIONS}")
-    expected = contract.nbytes_of(message.dtype, shape)
-    if message.nbytes != expected:
-        raise InvalidRequest(
-            f"{message.dtype} of shape {shape} has {expected} bytes, not {message.nbytes}"
-        )
+    if len(message.shape) > contract.MAX_DIMENSIONS:
+        raise InvalidRequest(f"{len(message.shape)} dimensions; at most {contract.MAX_DIMENSIONS}")
+    dtype, shape, nbytes = _tensor(message.dtype, tuple(message.shape))
+    if message.nbytes != nbytes:
+        raise InvalidRequest(f"{dtype} of shape {shape} has {nbytes} bytes, not {message.nbytes}")
     if len(message.metadata) > contract.MAX_METADATA_BYTES:
         raise InvalidRequest(
             f"{len(message.metadata)} bytes of metadata; at most {contract.MAX_METADATA_BYTES}"
         )
     if not (isfinite(message.cost_s) and message.cost_s >= 0.0):
         raise InvalidRequest(f"cost_s is {message.cost_s}; it must be 0 or more")
-    return Content(message.dtype, shape, message.nbytes, message.metadata, message.cost_s)
+    return Content(dtype, shape, nbytes, message.metadata, message.cost_s)
+
+
+@lru_cache(maxsize=8192)
+def _tensor(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
+    """One copy for all entries that have it, with its bytes."""
+    return dtype, shape, contract.nbytes_of(dtype, shape)
 
 
 def seconds_from(seconds: float, name: str) -> float:

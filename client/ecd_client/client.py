@@ -224,7 +224,7 @@ class Client:
 
     def contains(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> list[bool]:
         """Which of the keys are stored on this node now. Raises EcdError."""
-        return self._reader.contains([self._key(mm_hash, namespace) for mm_hash in mm_hashes])
+        return self._reader.contains(self.namespace if namespace is None else namespace, mm_hashes)
 
     # -- life ----------------------------------------------------------------------------------
 

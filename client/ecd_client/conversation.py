@@ -20,7 +20,7 @@ from ecd_client.index import AskDaemon, Index, Pin
 from ecd_client.puts import Begun, CopyTo, What
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.mapping import Mapping
-from ecd_proto.shm import Row, key_record, lock_session
+from ecd_proto.shm import Row, lock_session
 from ecd_proto.v1 import cache_pb2 as pb
 
 Outbox = queue.SimpleQueue[Any]
@@ -191,7 +191,10 @@ class Conversation:
         """
         if self.index is None or self.index.puts is None:
             return None
-        record = key_record(what.namespace, what.mm_hash)
+        try:
+            record = self.index.record(what.namespace, what.mm_hash)
+        except AskDaemon:
+            return None
         if record is None:
             return None
         if self._is_stored(record):

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ecd_client.puts import Puts
@@ -19,6 +19,7 @@ from ecd_proto.mapping import Mapping
 from ecd_proto.shm import (
     BUCKET_BYTES,
     DESK_BYTES,
+    DESKS_AT,
     DUPLICATES_WORD,
     FIRST_ANSWER_WORD,
     FIRST_PIN_WORD,
@@ -29,6 +30,8 @@ from ecd_proto.shm import (
     MAX_PINS,
     MAX_PUTS,
     MISSES_WORD,
+    NAMES_AT,
+    NAMES_BYTES,
     PAGE_BYTES,
     PAGES_WORD,
     PINS_USED_WORD,
@@ -43,6 +46,7 @@ from ecd_proto.shm import (
     USED_BYTES_WORD,
     USES_WORD,
     IndexShape,
+    Names,
     Row,
     answer_to,
     bucket_of,
@@ -117,20 +121,27 @@ class Index:
         buckets = memory.view(shape.buckets_at, shape.buckets * BUCKET_BYTES)
         self._buckets = buckets.cast("I")
         self._rows = memory.view(shape.rows_at, shape.rows * ROW_BYTES)
-        self._desks = memory.view(INDEX_HEADER_BYTES, shape.desks * DESK_BYTES).cast("Q")
+        self._names = Names(memory.view(NAMES_AT, NAMES_BYTES))
+        self._desks = memory.view(DESKS_AT, shape.desks * DESK_BYTES).cast("Q")
         self._words = page.view(0, PAGE_BYTES).cast("Q")
         self._pages = pages.view(0, pages.nbytes).cast("Q")  # of all sessions
         self._lock = threading.Lock()
         self._free = list(range(FIRST_PIN_WORD + MAX_PINS - 1, FIRST_PIN_WORD - 1, -1))
 
-    def contains(self, namespace: str, mm_hash: str) -> bool:
-        """Raises AskDaemon."""
-        record = self._record(namespace, mm_hash)
-        return (
-            self._find(record) is not None
-            or self._is_put(record)
-            or self._find(record) is not None  # it may have been listed before the look at puts
-        )
+    def contains(self, namespace: str, mm_hashes: Sequence[str]) -> list[bool]:
+        """Which of them are stored. Raises AskDaemon."""
+        found, find = [], self._find
+        for mm_hash in mm_hashes:
+            record = self.record(namespace, mm_hash)
+            found.append(
+                record is not None
+                and (
+                    find(record) is not None
+                    or self._is_put(record)
+                    or find(record) is not None  # listed before the look at puts, maybe
+                )
+            )
+        return found
 
     def is_listed(self, record: bytes) -> bool:
         """`contains`, but for what was put a moment ago. Raises AskDaemon."""
@@ -138,10 +149,10 @@ class Index:
 
     def is_coming(self, namespace: str, mm_hash: str) -> bool:
         """Whether somebody may be writing the key now. Raises AskDaemon."""
-        record = self._record(namespace, mm_hash)
+        record = self.record(namespace, mm_hash)
         if self._header[RESERVATIONS_WORD]:
             return True
-        return next(self._puts_of(record), None) is not None
+        return record is not None and next(self._puts_of(record), None) is not None
 
     def is_put_elsewhere(self, record: bytes) -> bool:
         """Whether another session has announced a put of this key as well."""
@@ -153,10 +164,10 @@ class Index:
 
         None: it is not stored; if that is `final`, it is counted as a miss. Raises AskDaemon.
         """
-        record = self._record(namespace, mm_hash)
+        record = self.record(namespace, mm_hash)
         for _ in range(TRIES):
-            found = self._find(record) or self._find_put(record)
-            if found is None:
+            found = record and (self._find(record) or self._find_put(record))
+            if not found:
                 if final:
                     self._count(MISSES_WORD)
                 return None
@@ -170,6 +181,19 @@ class Index:
                 return row, pin
             self.unpin(pin)
         raise AskDaemon
+
+    def record(self, namespace: str, mm_hash: str) -> bytes | None:
+        """What the key's row has. None: its namespace has none. Raises AskDaemon."""
+        number = self._names.numbers.get(namespace)
+        if number is None:
+            unlisted = self._header[UNLISTED_WORD]
+            number = self._names.number_of(namespace)
+            if number == 0 and not unlisted and namespace and mm_hash:
+                return None
+        record = number and key_record(number, mm_hash)
+        if not record or not mm_hash:
+            raise AskDaemon  # a long key, or one that it refuses
+        return record
 
     def note_duplicate(self) -> None:
         """Count a put of what was there."""
@@ -185,26 +209,15 @@ class Index:
         with self._lock:
             self._words[word] += 1
 
-    def _record(self, namespace: str, mm_hash: str) -> bytes:
-        record = key_record(namespace, mm_hash)
-        if record is None or not namespace or not mm_hash:
-            raise AskDaemon  # a long key, or one that it refuses
-        return record
-
     def _find(self, record: bytes) -> tuple[int, bytes] | None:
         """Where the row of this key lies, and its bytes. None: it has none, and is not stored."""
         bucket = bucket_of(record, self._shape)
         rows, header = self._rows, self._header
         for _ in range(TRIES):
-            removals = header[REMOVALS_WORD]
+            removals, unlisted = header[REMOVALS_WORD], header[UNLISTED_WORD]
             number = self._buckets[bucket]
-            for _ in range(MAX_CHAIN):
-                if not number:
-                    if header[UNLISTED_WORD]:
-                        raise AskDaemon
-                    if header[REMOVALS_WORD] == removals and not removals & 1:
-                        return None
-                    break
+            passed = 0
+            while number and passed < MAX_CHAIN:
                 start = (number - 1) * ROW_BYTES
                 row = rows[start : start + ROW_BYTES].tobytes()
                 if row_has_key(row, record):
@@ -212,6 +225,12 @@ class Index:
                         return start, row
                     break
                 number = next_of(row)
+                passed += 1
+            if not number:
+                if unlisted:
+                    break
+                if header[REMOVALS_WORD] == removals and not removals & 1:
+                    return None
         raise AskDaemon
 
     def _puts_of(self, record: bytes, but: int = -1) -> Iterator[bool]:

@@ -20,6 +20,7 @@ from ecd_proto.mapping import Mapping
 from ecd_proto.shm import (
     BELL,
     DESK_BYTES,
+    DESKS_AT,
     FIRST_ANSWER_WORD,
     FIRST_GRANT_WORD,
     FIRST_PUT_WORD,
@@ -91,7 +92,7 @@ class Puts:
         self._memory = page.view(0, page.nbytes)
         self._words = self._memory.cast("Q")
         self._header = index.view(0, INDEX_HEADER_BYTES).cast("Q")
-        desk_at = INDEX_HEADER_BYTES + number * DESK_BYTES
+        desk_at = DESKS_AT + number * DESK_BYTES
         self._desk = index.view(desk_at, DESK_BYTES).cast("Q")
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._bell.connect(bell_path)

@@ -37,11 +37,13 @@ class Reader:
 
     def get(self, key: Key, timeout: float, nodes: Sequence[str]) -> Item | None:
         """One key, waiting up to `timeout` s for it; None: it is not there."""
-        _check_wait(timeout)
+        final = timeout == 0.0
+        if not final:
+            _check_wait(timeout)
         conversation = self._session.conversation()
         try:
-            item = _pinned(conversation, key, final=timeout == 0.0)
-            if item is not None or timeout == 0.0:
+            item = _pinned(conversation, key, final)
+            if item is not None or final:
                 return item
         except AskDaemon:
             pass
@@ -111,15 +113,17 @@ class Reader:
             item.close()
         return item is not None
 
-    def contains(self, keys: Sequence[Key]) -> list[bool]:
+    def contains(self, namespace: str, mm_hashes: Sequence[str]) -> list[bool]:
         conversation = self._session.conversation()
         if conversation.index is not None:
-            with contextlib.suppress(AskDaemon):
-                contains = conversation.index.contains
-                return [contains(namespace, mm_hash) for namespace, mm_hash in keys]
+            try:
+                return conversation.index.contains(namespace, mm_hashes)
+            except AskDaemon:
+                pass
+        keys = [pb.Key(namespace=namespace, mm_hash=mm_hash) for mm_hash in mm_hashes]
         contained: list[bool] = []
         for start in range(0, len(keys), MAX_BATCH):
-            request = pb.ContainsRequest(keys=map(to_key, keys[start : start + MAX_BATCH]))
+            request = pb.ContainsRequest(keys=keys[start : start + MAX_BATCH])
             contained.extend(conversation.calls.now("contains", request).contained)
         return contained
 

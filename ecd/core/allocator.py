@@ -1,13 +1,16 @@
 """Best-fit allocation of variable-size extents from one pool.
 
-Best fit with immediate coalescing by boundary tags (Knuth, TAOCP vol. 1, 2.5). Free extents are
-found by size through a tree of 64-bit words, each bit of which says that something lies below
-it: a fixed-fanout simplification of van Emde Boas' priority queue (1977). With sizes counted in
-granules the tree is at most five levels deep for a terabyte, so allocate and free are
-O(log64 of the pool's granules) however many extents there are.
+Best fit with immediate coalescing of neighbours (Knuth, TAOCP vol. 1, 2.5), which are linked in
+the order of their places. Free blocks are found by size through a tree of 64-bit words, each bit
+of which says that something lies below it: a fixed-fanout simplification of van Emde Boas'
+priority queue (1977). With sizes counted in granules the tree is at most five levels deep for a
+terabyte, so allocate and free are O(log64 of the pool's granules) however many extents there are.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 from ecd.core.types import Extent
 
@@ -68,105 +71,100 @@ class _SizeSet:
         return value
 
 
-class Allocator:
-    """Extents of one pool of `pool_bytes`, rounded down to whole granules.
+class Block:
+    """A piece of the pool between its neighbours, in granules."""
 
-    `allocate` fails only if no free extent is large enough.
+    __slots__ = ("after", "before", "granules", "is_free", "owner", "start")
+
+    def __init__(self, start: int, granules: int, is_free: bool) -> None:
+        self.start, self.granules, self.is_free = start, granules, is_free
+        self.before: Block | None = None
+        self.after: Block | None = None
+        self.owner: Any = None
+        """Whatever the caller keeps there."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.granules
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the pool."""
+        return self.granules * GRANULE_BYTES
+
+    def extent(self, nbytes: int | None = None) -> Extent:
+        """Its first `nbytes`, or all of it."""
+        return Extent(0, self.start * GRANULE_BYTES, self.nbytes if nbytes is None else nbytes)
+
+
+class Allocator:
+    """Blocks of one pool of `pool_bytes`, rounded down to whole granules.
+
+    `allocate` fails only if no free block is large enough.
     """
 
-    def __init__(self, pool_bytes: int, pool: int = 0) -> None:
+    def __init__(self, pool_bytes: int) -> None:
         granules = pool_bytes // GRANULE_BYTES
         if granules <= 0:
             raise ValueError(f"a pool needs at least {GRANULE_BYTES} bytes, not {pool_bytes}")
-        self._pool = pool
         self._granules = granules
-        self._used: dict[int, int] = {}  # start -> granules
-        self._used_by_end: dict[int, int] = {}  # end -> start
-        self._free: dict[int, int] = {}
-        self._free_by_end: dict[int, int] = {}
-        self._starts_by_size: dict[int, dict[int, None]] = {}
+        self._free: dict[int, dict[Block, None]] = {}  # by size
         self._sizes = _SizeSet(granules + 1)
         self._used_granules = 0
-        self._add_free(0, granules)
+        self._last = Block(0, granules, is_free=True)
+        self._add_free(self._last)
 
     # -- operations --------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int) -> Extent | None:
-        """The tightest free extent that holds `nbytes`, or None; then nothing has changed."""
-        wanted = self._round_up(nbytes)
+    def allocate(self, nbytes: int) -> Block | None:
+        """The head of the tightest free block that holds `nbytes`.
+
+        None: there is none, and nothing has changed.
+        """
+        wanted = _granules_of(nbytes)
         size = self._sizes.at_least(wanted)
-        if size is None:
+        return None if size is None else self._take(next(iter(self._free[size])), wanted)
+
+    def allocate_at(self, extent: Extent) -> Block | None:
+        """Take this extent, beyond all that are taken. None: it is not free, or not on a page."""
+        start, wanted = extent.offset // GRANULE_BYTES, _granules_of(extent.nbytes)
+        tail = self._last
+        if extent.offset % GRANULE_BYTES or not tail.is_free:
             return None
-        start = next(iter(self._starts_by_size[size]))
-        self._remove_free(start, size)
-        if size > wanted:
-            self._add_free(start + wanted, size - wanted)
-        self._add_used(start, wanted)
-        return Extent(self._pool, start * GRANULE_BYTES, nbytes)
+        if start < tail.start or start + wanted > tail.end:
+            return None
+        if start > tail.start:
+            self._remove_free(tail)
+            gap, tail = tail, self._cut(tail, start)
+            self._add_free(gap)
+            self._add_free(tail)
+        return self._take(tail, wanted)
 
-    def allocate_at(self, extent: Extent) -> bool:
-        """Take this extent, beyond all that are taken. False: it is not free, or not on a page."""
-        start, size = extent.offset // GRANULE_BYTES, self._round_up(extent.nbytes)
-        tail = self._free_by_end.get(self._granules, self._granules)
-        if extent.offset % GRANULE_BYTES or start < tail or start + size > self._granules:
-            return False
-        self._remove_free(tail, self._granules - tail)
-        if start > tail:
-            self._add_free(tail, start - tail)
-        if start + size < self._granules:
-            self._add_free(start + size, self._granules - start - size)
-        self._add_used(start, size)
-        return True
+    def free(self, block: Block) -> None:
+        """Give a block back. Raises KeyError if it is not an allocated one."""
+        if block.is_free:
+            raise KeyError(block.start)
+        self._used_granules -= block.granules
+        merged = Block(block.start, block.granules, is_free=True)
+        merged.before, merged.after = block.before, block.after
+        block.is_free = True
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.is_free:
+                self._remove_free(neighbour)
+                merged.start = min(merged.start, neighbour.start)
+                merged.granules += neighbour.granules
+                if neighbour is block.before:
+                    merged.before = neighbour.before
+                else:
+                    merged.after = neighbour.after
+        self._link(merged)
+        self._add_free(merged)
 
-    def free(self, extent: Extent) -> None:
-        """Give an extent back. Raises KeyError if it is not an allocated one."""
-        start = extent.offset // GRANULE_BYTES
-        size = self._used.pop(start)
-        del self._used_by_end[start + size]
-        self._used_granules -= size
-        before = self._free_by_end.get(start)
-        if before is not None:
-            merged = self._free[before]
-            self._remove_free(before, merged)
-            start, size = before, size + merged
-        after = self._free.get(start + size)
-        if after is not None:
-            self._remove_free(start + size, after)
-            size += after
-        self._add_free(start, size)
-
-    def split(self, offset: int, at: int) -> None:
-        """Make two of the allocated extent at `offset`; the second starts at `at`."""
-        start, middle = offset // GRANULE_BYTES, at // GRANULE_BYTES
-        end = start + self._used[start]
-        assert start < middle < end, f"granule {middle} is not inside {start} to {end}"
-        self._used[start], self._used[middle] = middle - start, end - middle
-        self._used_by_end[middle], self._used_by_end[end] = start, middle
-
-    # -- what lies around an extent, for eviction ----------------------------------------------
-
-    def span(self, offset: int) -> tuple[int, int]:
-        """First byte and end of the allocated extent at `offset`, rounding included."""
-        start = offset // GRANULE_BYTES
-        return offset, (start + self._used[start]) * GRANULE_BYTES
-
-    def free_before(self, offset: int) -> int:
-        """Free bytes that end at `offset`."""
-        start = self._free_by_end.get(offset // GRANULE_BYTES)
-        return 0 if start is None else self._free[start] * GRANULE_BYTES
-
-    def free_after(self, offset: int) -> int:
-        """Free bytes that start at `offset`."""
-        return self._free.get(offset // GRANULE_BYTES, 0) * GRANULE_BYTES
-
-    def used_before(self, offset: int) -> int | None:
-        """Offset of the allocated extent that ends at `offset`."""
-        start = self._used_by_end.get(offset // GRANULE_BYTES)
-        return None if start is None else start * GRANULE_BYTES
-
-    def used_after(self, offset: int) -> int | None:
-        """`offset`, if an allocated extent starts there."""
-        return offset if offset // GRANULE_BYTES in self._used else None
+    def split(self, block: Block, at: int) -> Block:
+        """Make two of an allocated block; the second starts at granule `at`."""
+        assert not block.is_free
+        assert block.start < at < block.end, f"granule {at} is not inside {block.start} to ..."
+        return self._cut(block, at)
 
     # -- figures -------------------------------------------------------------------------------
 
@@ -193,62 +191,90 @@ class Allocator:
 
     @property
     def is_one_free_extent(self) -> bool:
-        return self._free == {0: self._granules}
+        return self._last.is_free and self._last.granules == self._granules
 
     @staticmethod
     def rounded_bytes(nbytes: int) -> int:
         """What an extent of `nbytes` really takes from the pool."""
-        return Allocator._round_up(nbytes) * GRANULE_BYTES
+        return _granules_of(nbytes) * GRANULE_BYTES
 
     def check(self) -> None:
-        """Raise AssertionError unless the extents tile the pool and every index agrees. O(n)."""
-        position, was_free = 0, False
-        for start, size, is_free in sorted(
-            [(s, n, True) for s, n in self._free.items()]
-            + [(s, n, False) for s, n in self._used.items()]
-        ):
-            assert start == position, f"a gap or an overlap at granule {position}"
-            assert size > 0, f"an empty extent at granule {start}"
-            assert not (was_free and is_free), f"neighbours not merged at granule {start}"
-            position, was_free = start + size, is_free
-        assert position == self._granules, "the extents do not cover the pool"
-        assert self._used_granules == sum(self._used.values())
-        for starts, by_end in ((self._free, self._free_by_end), (self._used, self._used_by_end)):
-            assert by_end == {start + size: start for start, size in starts.items()}
-        by_size: dict[int, set[int]] = {}
-        for start, size in self._free.items():
-            by_size.setdefault(size, set()).add(start)
-        assert {n: set(s) for n, s in self._starts_by_size.items()} == by_size
-        assert self._sizes.largest() == max(by_size, default=None)
+        """Raise AssertionError unless the blocks tile the pool and every index agrees. O(n)."""
+        position, used, free = self._granules, 0, set()
+        after: Block | None = None
+        for block in self._backwards():
+            assert block.after is after
+            assert block.end == position, f"a gap or an overlap at granule {position}"
+            assert block.granules > 0, f"an empty block at granule {position}"
+            assert after is None or not (block.is_free and after.is_free), "neighbours not merged"
+            if block.is_free:
+                assert block in self._free[block.granules]
+                free.add(block)
+            else:
+                used += block.granules
+            position, after = block.start, block
+        assert position == 0, "the blocks do not cover the pool"
+        assert self._used_granules == used
+        assert all(self._free.values()), "an empty group was kept"
+        assert free == {block for blocks in self._free.values() for block in blocks}
+        assert self._sizes.largest() == max(self._free, default=None)
 
-    def _add_used(self, start: int, size: int) -> None:
-        self._used[start] = size
-        self._used_by_end[start + size] = start
-        self._used_granules += size
+    def _backwards(self) -> Iterator[Block]:
+        block: Block | None = self._last
+        while block is not None:
+            yield block
+            block = block.before
 
-    # -- free extents --------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------
 
-    @staticmethod
-    def _round_up(nbytes: int) -> int:
-        if nbytes < 0:
-            raise ValueError(f"a negative size: {nbytes}")
-        return max(1, -(-nbytes // GRANULE_BYTES))
+    def _take(self, free: Block, wanted: int) -> Block:
+        """The head of a free block. What was handed out once is never handed out again."""
+        self._remove_free(free)
+        taken = Block(free.start, wanted, is_free=False)
+        taken.before, taken.after = free.before, free.after
+        if free.granules > wanted:
+            free.start += wanted
+            free.granules -= wanted
+            taken.after = free
+            self._add_free(free)
+        self._link(taken)
+        self._used_granules += wanted
+        return taken
 
-    def _add_free(self, start: int, size: int) -> None:
-        self._free[start] = size
-        self._free_by_end[start + size] = start
-        starts = self._starts_by_size.get(size)
-        if starts is None:
-            self._starts_by_size[size] = {start: None}
-            self._sizes.add(size)
+    def _cut(self, block: Block, at: int) -> Block:
+        """Its tail, from granule `at`, as a block of its own and of the same kind."""
+        tail = Block(at, block.end - at, block.is_free)
+        block.granules = at - block.start
+        tail.before, tail.after = block, block.after
+        self._link(tail)
+        return tail
+
+    def _link(self, block: Block) -> None:
+        """Tell its neighbours of it."""
+        if block.before is not None:
+            block.before.after = block
+        if block.after is not None:
+            block.after.before = block
         else:
-            starts[start] = None
+            self._last = block
 
-    def _remove_free(self, start: int, size: int) -> None:
-        del self._free[start]
-        del self._free_by_end[start + size]
-        starts = self._starts_by_size[size]
-        del starts[start]
-        if not starts:
-            del self._starts_by_size[size]
-            self._sizes.remove(size)
+    def _add_free(self, block: Block) -> None:
+        blocks = self._free.get(block.granules)
+        if blocks is None:
+            self._free[block.granules] = {block: None}
+            self._sizes.add(block.granules)
+        else:
+            blocks[block] = None
+
+    def _remove_free(self, block: Block) -> None:
+        blocks = self._free[block.granules]
+        del blocks[block]
+        if not blocks:
+            del self._free[block.granules]
+            self._sizes.remove(block.granules)
+
+
+def _granules_of(nbytes: int) -> int:
+    if nbytes < 0:
+        raise ValueError(f"a negative size: {nbytes}")
+    return max(1, -(-nbytes // GRANULE_BYTES))

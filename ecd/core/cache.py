@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ecd.core.allocator import Allocator
+from ecd.core.allocator import Allocator, Block
 from ecd.core.clients import MAX_PIECES, Clients, NoClients
 from ecd.core.eviction import Lru, Policy, plan
 from ecd.core.grants import Grants
@@ -173,12 +173,13 @@ class Cache:
             if self._clients.is_putting(key):
                 return BeingWritten()
             nbytes = content.nbytes
-            extent = self._allocator.allocate(nbytes) or self._make_room(nbytes, now_s)
-            if extent is None:
+            block = self._allocator.allocate(nbytes) or self._make_room(nbytes, now_s)
+            if block is None:
                 self.counters.refused["pool_full"] += 1
                 held_bytes = self.leased_bytes + self.reserved_bytes
                 return PoolFull(nbytes, self._allocator.largest_free_bytes, held_bytes)
-            return Reserved(self._open(owner, key, content, extent, now_s), extent)
+            entry = self._open(owner, key, content, block, now_s)
+            return Reserved(entry.id, entry.extent)
         finally:
             self._clients.note_reservations(self._index.reservations)
 
@@ -193,7 +194,7 @@ class Cache:
         entry = self._reservation(session, reservation)
         if entry is None:
             return NotReserved()
-        self.reserved_bytes -= self._allocator.rounded_bytes(entry.content.nbytes)
+        self.reserved_bytes -= entry.block.nbytes
         return self._publish(entry, now_s, checksum)
 
     def abort(self, session: SessionId, reservation: EntryId) -> Abortion:
@@ -235,11 +236,12 @@ class Cache:
         """
         owner = self._sessions.get(session)
         assert owner is not None
-        if self._index.writing(key) is not None or not self._allocator.allocate_at(extent):
+        block = None if self._index.writing(key) else self._allocator.allocate_at(extent)
+        if block is None:
             return None
-        entry = self._open(owner, key, content, extent, 0.0)
+        entry = self._open(owner, key, content, block, 0.0)
         self._clients.note_reservations(self._index.reservations)
-        return entry
+        return entry.id
 
     # -- writing without asking ----------------------------------------------------------------
 
@@ -255,7 +257,8 @@ class Cache:
         rounded = self._allocator.rounded_bytes(nbytes)
         share = int(self.limits.granted_share * self._allocator.pool_bytes) - self.granted_bytes
         pieces = self._pieces(rounded, min(least, share // rounded), min(most, share // rounded))
-        begun = self._clients.grant(session, pieces) if pieces else None
+        extents = [piece.extent() for piece in pieces]
+        begun = self._clients.grant(session, extents) if pieces else None
         if begun is None:
             for piece in pieces:
                 self._allocator.free(piece)
@@ -265,9 +268,9 @@ class Cache:
             self._grants.add(session, piece)
         return True
 
-    def _pieces(self, nbytes: int, least: int, most: int) -> list[Extent]:
+    def _pieces(self, nbytes: int, least: int, most: int) -> list[Block]:
         """Room for up to `most` times `nbytes`, in as few pieces as there can be."""
-        pieces: list[Extent] = []
+        pieces: list[Block] = []
         count = 0
         while count < most and len(pieces) < MAX_PIECES:
             fit = min(most - count, self._allocator.largest_free_bytes // nbytes)
@@ -287,13 +290,15 @@ class Cache:
         self, session: SessionId, key: Key, content: Content, extent: Extent, now_s: float
     ) -> Commitment | AlreadyStored | BeingWritten:
         """Make an entry of what the session has written where it was granted memory."""
-        if self._sessions.get(session) is None or not self._grants.take(session, extent):
+        owner = self._sessions.get(session)
+        block = None if owner is None else self._grants.take(session, extent)
+        if block is None:
             return NotReserved()
         refusal = self._taken(key)
         if refusal is not None:
-            self._allocator.free(extent)
+            self._allocator.free(block)
             return refusal
-        entry = Entry(self._index.next_id(), key, content, extent, session)
+        entry = Entry(self._index.next_id(), *key, content, block, session)
         self._index.add(entry)
         return self._publish(entry, now_s, None)
 
@@ -406,7 +411,7 @@ class Cache:
         found = self._index.get(entry)
         if found is not None:
             found.checksum = checksum
-            self._clients.prove(entry, checksum)
+            self._clients.prove(entry, found.key, checksum)
 
     # -- reading without asking ----------------------------------------------------------------
 
@@ -446,9 +451,9 @@ class Cache:
             entry.hits += 1
             entry.used_s = now_s
             known_s += entry.content.cost_s
-            if self._policy.warmth(used) is not None:
-                self._policy.remove(used)
-                self._policy.add(used)
+            if self._policy.warmth(entry) is not None:
+                self._policy.remove(entry)
+                self._policy.add(entry)
         if uses.entries:  # the others cost about as much
             self.counters.saved_s += known_s * uses.hits / len(uses.entries)
 
@@ -520,11 +525,10 @@ class Cache:
         target_bytes = self.limits.low_watermark * self._allocator.pool_bytes
         excess_bytes = self._allocator.used_bytes - target_bytes
         for _ in range(limit):
-            coldest = next(self._policy.coldest(), None)
-            if coldest is None or excess_bytes <= 0:
+            entry = next(self._policy.coldest(), None)
+            if entry is None or excess_bytes <= 0:
                 break
-            entry = self._entry(coldest)
-            excess_bytes -= self._allocator.rounded_bytes(entry.content.nbytes)
+            excess_bytes -= entry.block.nbytes
             self._evict(entry, "watermark")
         self.look_at_pins()
         return next(self._policy.coldest(), None) is not None and (
@@ -580,11 +584,11 @@ class Cache:
         reserved_bytes = leased_bytes = 0
         reservations = set()
         for entry in self._index:
-            nbytes = self._allocator.rounded_bytes(entry.content.nbytes)
-            assert self._allocator.span(entry.extent.offset)[1] == entry.extent.offset + nbytes
+            nbytes = entry.block.nbytes
+            assert nbytes == self._allocator.rounded_bytes(entry.content.nbytes)
             assert entry.leases == counts.pop(entry.id, 0)
             evictable = entry.state is EntryState.COMMITTED and entry.leases == 0
-            assert (self._policy.warmth(entry.id) is not None) == evictable
+            assert (self._policy.warmth(entry) is not None) == evictable
             if entry.state in (EntryState.RESERVED, EntryState.ORPHANED):
                 reservations.add(entry.id)
                 reserved_bytes += nbytes
@@ -595,7 +599,7 @@ class Cache:
         assert reservations == self._sessions.reservations()
         assert (reserved_bytes, leased_bytes) == (self.reserved_bytes, self.leased_bytes)
         self._grants.check()
-        used_bytes = sum(self._allocator.rounded_bytes(e.content.nbytes) for e in self._index)
+        used_bytes = sum(entry.block.nbytes for entry in self._index)
         assert used_bytes + self.granted_bytes == self._allocator.used_bytes, (
             "an extent without an entry"
         )
@@ -619,14 +623,14 @@ class Cache:
         return entry
 
     def _open(
-        self, owner: Session, key: Key, content: Content, extent: Extent, now_s: float
-    ) -> EntryId:
-        """A reservation of this extent, on its session's books."""
-        entry = Entry(self._index.next_id(), key, content, extent, owner.id, created_s=now_s)
+        self, owner: Session, key: Key, content: Content, block: Block, now_s: float
+    ) -> Entry:
+        """A reservation of this block, on its session's books."""
+        entry = Entry(self._index.next_id(), *key, content, block, owner.id, created_s=now_s)
         self._index.add(entry)
         owner.reservations.add(entry.id)
-        self.reserved_bytes += self._allocator.rounded_bytes(content.nbytes)
-        return entry.id
+        self.reserved_bytes += block.nbytes
+        return entry
 
     def _taken(self, key: Key) -> AlreadyStored | BeingWritten | None:
         if self._index.stored(key) is not None:
@@ -639,7 +643,7 @@ class Cache:
         entry.created_s = entry.used_s = now_s
         entry.checksum = checksum
         self._index.publish(entry)
-        self._policy.add(entry.id)
+        self._policy.add(entry)
         self._clients.show(_info(entry))
         self._clients.note_reservations(self._index.reservations)
         self._note_change(entry.key, stored=True)
@@ -668,9 +672,9 @@ class Cache:
         return tuple(Wakeup(wait.session, wait.ticket, Missing()) for wait in given_up)
 
     def _give_back_reservation(self, entry: Entry) -> None:
-        self.reserved_bytes -= self._allocator.rounded_bytes(entry.content.nbytes)
+        self.reserved_bytes -= entry.block.nbytes
         self._index.remove(entry)
-        self._allocator.free(entry.extent)
+        self._allocator.free(entry.block)
 
     def _lease(self, session: SessionId, entry: Entry, now_s: float) -> Leased | LimitReached:
         if self._leases.count(session) >= self.limits.leases_per_session:
@@ -689,49 +693,49 @@ class Cache:
     def _hold(self, entry: Entry) -> None:
         if entry.leases == 0:
             if entry.state is EntryState.COMMITTED:
-                self._policy.remove(entry.id)
-            self.leased_bytes += self._allocator.rounded_bytes(entry.content.nbytes)
+                self._policy.remove(entry)
+            self.leased_bytes += entry.block.nbytes
         entry.leases += 1
 
     def _unhold(self, entry: Entry) -> None:
         entry.leases -= 1
         if entry.leases:
             return
-        self.leased_bytes -= self._allocator.rounded_bytes(entry.content.nbytes)
+        self.leased_bytes -= entry.block.nbytes
         if entry.state is EntryState.COMMITTED:
-            self._policy.add(entry.id)
+            self._policy.add(entry)
         else:
             self._let_go(entry)
 
-    def _make_room(self, nbytes: int, now_s: float) -> Extent | None:
+    def _make_room(self, nbytes: int, now_s: float) -> Block | None:
         self._take_back_grants()
         self.look_at_readers(now_s)
         return self._allocator.allocate(nbytes) or self._evict_for(nbytes)
 
-    def _evict_for(self, nbytes: int, most: int | None = None) -> Extent | None:
+    def _evict_for(self, nbytes: int, most: int | None = None) -> Block | None:
         """Room for an entry, if that takes no more than `most` victims at a time."""
-        extent = None
+        block = None
         for _ in range(PLANS):
-            victims = plan(nbytes, self._allocator, self._policy, self._index)
+            victims = plan(nbytes, self._allocator, self._policy)
             if victims is None or (most is not None and len(victims) > most):
                 break
             for victim in victims:
-                self._evict(self._entry(victim), "capacity")
+                self._evict(victim, "capacity")
             self.look_at_pins()
-            extent = self._allocator.allocate(nbytes)
-            if extent is not None:
+            block = self._allocator.allocate(nbytes)
+            if block is not None:
                 break
-        return extent
+        return block
 
     def _evict(self, entry: Entry, reason: str) -> None:
         """Its extent is free after the next look at the pins, unless somebody holds it."""
         self.counters.evictions[reason] += 1
         entry.step(EntryEvent.EVICT)
         self._index.hide(entry)
-        self._clients.hide(entry.id)
+        self._clients.hide(entry.id, entry.key)
         self._note_change(entry.key, stored=False)
         if entry.leases == 0:
-            self._policy.remove(entry.id)
+            self._policy.remove(entry)
         self._evicted.append(entry)
 
     def _note_change(self, key: Key, stored: bool) -> None:
@@ -741,7 +745,7 @@ class Cache:
     def _let_go(self, entry: Entry) -> None:
         entry.step(EntryEvent.LAST_RELEASE)
         self._index.remove(entry)
-        self._allocator.free(entry.extent)
+        self._allocator.free(entry.block)
 
     def _refuse(self, what: str, limit: int) -> LimitReached:
         self.counters.refused[what] += 1

@@ -47,10 +47,10 @@ class Clients(Protocol):
     def note_reservations(self, count: int) -> None:
         """So many keys are being written by those who asked."""
 
-    def prove(self, entry: EntryId, checksum: int) -> None:
+    def prove(self, entry: EntryId, key: Key, checksum: int) -> None:
         """What the entry's bytes add up to: for a daemon after this one."""
 
-    def hide(self, entry: EntryId) -> None:
+    def hide(self, entry: EntryId, key: Key) -> None:
         """From now on it cannot: whoever pins it later sees that the pin does not hold."""
 
     def pinned(self) -> set[EntryId]:
@@ -87,10 +87,10 @@ class NoClients:
     def note_reservations(self, count: int) -> None:
         pass
 
-    def prove(self, entry: EntryId, checksum: int) -> None:
+    def prove(self, entry: EntryId, key: Key, checksum: int) -> None:
         pass
 
-    def hide(self, entry: EntryId) -> None:
+    def hide(self, entry: EntryId, key: Key) -> None:
         pass
 
     def pinned(self) -> set[EntryId]:

@@ -8,13 +8,12 @@ the coldest entries and takes the one that gives up the fewest bytes.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
 from typing import Protocol
 
 from ecd.core.allocator import Allocator
-from ecd.core.types import EntryId
+from ecd.core.index import Entry
 
 ANCHORS = 16
 """Windows compared before the best is taken."""
@@ -26,61 +25,67 @@ MAX_ANCHORS = 512
 class Policy(Protocol):
     """Ranks the entries that may go. Every operation is O(1) or O(log n)."""
 
-    def add(self, entry: EntryId) -> None:
+    def add(self, entry: Entry) -> None:
         """`entry` was just used and may go from now on."""
 
-    def remove(self, entry: EntryId) -> None:
-        """`entry` is leased or gone. Raises KeyError if it was not ranked."""
+    def remove(self, entry: Entry) -> None:
+        """`entry`, which was ranked, is leased or gone."""
 
-    def coldest(self) -> Iterator[EntryId]:
+    def coldest(self) -> Iterator[Entry]:
         """The entries that may go, the first to go first."""
 
-    def warmth(self, entry: EntryId) -> float | None:
+    def warmth(self, entry: Entry) -> float | None:
         """Larger means later to go; None: `entry` may not go."""
 
 
 class Lru:
-    """Least recently used first."""
+    """Least recently used first: a list through the entries themselves."""
 
     def __init__(self) -> None:
-        self._used: OrderedDict[EntryId, int] = OrderedDict()
-        self._clock = 0
+        self._coldest: Entry | None = None
+        self._warmest: Entry | None = None
 
-    def add(self, entry: EntryId) -> None:
-        self._clock += 1
-        self._used[entry] = self._clock
-        self._used.move_to_end(entry)
+    def add(self, entry: Entry) -> None:
+        entry.colder = self._warmest
+        if self._warmest is None:
+            self._coldest = entry
+        else:
+            self._warmest.warmer = entry
+        self._warmest = entry
 
-    def remove(self, entry: EntryId) -> None:
-        del self._used[entry]
+    def remove(self, entry: Entry) -> None:
+        colder, warmer = entry.colder, entry.warmer
+        if colder is None:
+            self._coldest = warmer
+        else:
+            colder.warmer = warmer
+        if warmer is None:
+            self._warmest = colder
+        else:
+            warmer.colder = colder
+        entry.colder = entry.warmer = None
 
-    def coldest(self) -> Iterator[EntryId]:
-        return iter(self._used)
+    def coldest(self) -> Iterator[Entry]:
+        entry = self._coldest
+        while entry is not None:
+            yield entry
+            entry = entry.warmer
 
-    def warmth(self, entry: EntryId) -> float | None:
-        return self._used.get(entry)
-
-
-class Placement(Protocol):
-    """Where entries lie: what the plan needs to know of the index."""
-
-    def offset_of(self, entry: EntryId) -> int: ...
-
-    def entry_at(self, offset: int) -> EntryId | None: ...
+    def warmth(self, entry: Entry) -> float | None:
+        ranked = entry.colder is not None or entry is self._coldest
+        return entry.used_s if ranked else None
 
 
-def plan(
-    nbytes: int, allocator: Allocator, policy: Policy, placement: Placement
-) -> list[EntryId] | None:
+def plan(nbytes: int, allocator: Allocator, policy: Policy) -> list[Entry] | None:
     """Entries whose eviction makes room for `nbytes` in one piece; None: no such set was found.
 
     Changes nothing. Looks at no more than MAX_ANCHORS windows.
     """
     wanted = allocator.rounded_bytes(nbytes)
-    best: list[EntryId] | None = None
+    best: list[Entry] | None = None
     best_cost = allocator.pool_bytes + 1
     for tried, anchor in enumerate(islice(policy.coldest(), MAX_ANCHORS), start=1):
-        found = _window(wanted, anchor, best_cost, allocator, policy, placement)
+        found = _window(wanted, anchor, best_cost, policy)
         if found is not None:
             best, best_cost = found
         if best is not None and tried >= ANCHORS:
@@ -89,36 +94,34 @@ def plan(
 
 
 def _window(
-    wanted: int,
-    anchor: EntryId,
-    cost_limit: int,
-    allocator: Allocator,
-    policy: Policy,
-    placement: Placement,
-) -> tuple[list[EntryId], int] | None:
+    wanted: int, anchor: Entry, cost_limit: int, policy: Policy
+) -> tuple[list[Entry], int] | None:
     """Victims around `anchor` and the bytes they give up, if that is below `cost_limit`."""
-    low, high = allocator.span(placement.offset_of(anchor))
-    victims, cost = [anchor], high - low
+    victims, cost = [anchor], anchor.block.nbytes
+    before, after, free = anchor.block.before, anchor.block.after, 0
     while True:
-        low -= allocator.free_before(low)
-        high += allocator.free_after(high)
+        if before is not None and before.is_free:
+            free += before.nbytes
+            before = before.before
+        if after is not None and after.is_free:
+            free += after.nbytes
+            after = after.after
         if cost >= cost_limit:
             return None
-        if high - low >= wanted:
+        if cost + free >= wanted:
             return victims, cost
         sides = [
-            (warmth, entry, offset)
-            for offset in (allocator.used_before(low), allocator.used_after(high))
-            if offset is not None
-            for entry in (placement.entry_at(offset),)
-            if entry is not None
-            for warmth in (policy.warmth(entry),)
-            if warmth is not None
+            (warmth, entry.id, block)
+            for block in (before, after)
+            if block is not None and isinstance(entry := block.owner, Entry)
+            if (warmth := policy.warmth(entry)) is not None
         ]
         if not sides:
             return None
-        _, victim, offset = min(sides)
-        victims.append(victim)
-        start, end = allocator.span(offset)
-        cost += end - start
-        low, high = min(low, start), max(high, end)
+        _, _, block = min(sides)
+        victims.append(block.owner)
+        cost += block.nbytes
+        if block is before:
+            before = block.before
+        else:
+            after = block.after

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ecd.core.allocator import GRANULE_BYTES, Allocator
+from ecd.core.allocator import GRANULE_BYTES, Allocator, Block
 from ecd.core.types import Extent, SessionId
 
 
@@ -18,7 +18,7 @@ class Grants:
     def __init__(self, allocator: Allocator) -> None:
         self.nbytes = 0
         self._allocator = allocator
-        self._pieces: dict[SessionId, dict[int, int]] = {}  # start: end
+        self._pieces: dict[SessionId, dict[Block, None]] = {}
 
     def __contains__(self, session: SessionId) -> bool:
         return session in self._pieces
@@ -26,51 +26,52 @@ class Grants:
     def sessions(self) -> list[SessionId]:
         return list(self._pieces)
 
-    def add(self, session: SessionId, extent: Extent) -> None:
-        start, end = self._allocator.span(extent.offset)
-        self._pieces.setdefault(session, {})[start] = end
-        self.nbytes += end - start
+    def add(self, session: SessionId, piece: Block) -> None:
+        self._pieces.setdefault(session, {})[piece] = None
+        self.nbytes += piece.nbytes
 
     def room(self, session: SessionId, nbytes: int) -> int:
         """For how many extents of so many bytes, whole granules."""
-        return sum((e - s) // nbytes for s, e in self._pieces.get(session, {}).items())
+        return sum(piece.nbytes // nbytes for piece in self._pieces.get(session, ()))
 
-    def take(self, session: SessionId, extent: Extent) -> bool:
-        """Cut an extent out for an entry. False: it is not in the session's pieces."""
+    def take(self, session: SessionId, extent: Extent) -> Block | None:
+        """Cut an extent out for an entry. None: it is not in the session's pieces."""
         if extent.pool != 0 or extent.offset % GRANULE_BYTES:
-            return False
-        start, end = extent.offset, extent.offset + self._allocator.rounded_bytes(extent.nbytes)
-        for piece, piece_end in self._pieces.get(session, {}).items():
-            if piece <= start and end <= piece_end:
-                self._cut(session, piece, start, end)
-                return True
-        return False
+            return None
+        start = extent.offset // GRANULE_BYTES
+        end = start + self._allocator.rounded_bytes(extent.nbytes) // GRANULE_BYTES
+        for piece in self._pieces.get(session, ()):
+            if piece.start <= start and end <= piece.end:
+                return self._cut(session, piece, start, end)
+        return None
 
     def give_back(self, session: SessionId, keep: Iterable[Extent] = ()) -> None:
         """Free all that the session was granted, but for what it has begun to write to."""
-        kept = [extent for extent in keep if self.take(session, extent)]
-        for start, end in self._pieces.pop(session, {}).items():
-            self.nbytes -= end - start
-            self._allocator.free(Extent(0, start, end - start))
-        for extent in kept:
-            self.add(session, extent)
+        kept = [self.take(session, extent) for extent in keep]
+        for piece in self._pieces.pop(session, ()):
+            self.nbytes -= piece.nbytes
+            self._allocator.free(piece)
+        for block in kept:
+            if block is not None:
+                self.add(session, block)
 
-    def _cut(self, session: SessionId, piece: int, start: int, end: int) -> None:
+    def _cut(self, session: SessionId, piece: Block, start: int, end: int) -> Block:
         pieces = self._pieces[session]
-        piece_end = pieces.pop(piece)
-        if piece < start:
-            self._allocator.split(piece, start)
-            pieces[piece] = start
-        if end < piece_end:
-            self._allocator.split(start, end)
-            pieces[end] = piece_end
+        del pieces[piece]
+        wanted = piece
+        if piece.start < start:
+            wanted = self._allocator.split(piece, start)
+            pieces[piece] = None
+        if end < wanted.end:
+            pieces[self._allocator.split(wanted, end)] = None
         if not pieces:
             del self._pieces[session]
-        self.nbytes -= end - start
+        self.nbytes -= wanted.nbytes
+        return wanted
 
     def check(self) -> None:
-        """Raise AssertionError unless every piece is allocated as one. O(n)."""
-        spans = [span for pieces in self._pieces.values() for span in pieces.items()]
+        """Raise AssertionError unless every piece is allocated, and no entry's. O(n)."""
+        pieces = [piece for pieces in self._pieces.values() for piece in pieces]
         assert all(self._pieces.values()), "an empty group was kept"
-        assert all(self._allocator.span(start) == (start, end) for start, end in spans)
-        assert self.nbytes == sum(end - start for start, end in spans)
+        assert not any(piece.is_free or piece.owner for piece in pieces)
+        assert self.nbytes == sum(piece.nbytes for piece in pieces)

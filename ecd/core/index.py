@@ -1,23 +1,25 @@
-"""Entries by key, by place and by age of commit."""
+"""Entries by key and by age of commit."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ecd.core.allocator import Block
 from ecd.core.states import ENTRY, EntryEvent, EntryState, apply
 from ecd.core.types import Content, EntryId, Extent, Key, SessionId
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """One entry's life. Its state changes only through `step`."""
 
     id: EntryId
-    key: Key
+    namespace: str
+    mm_hash: str
     content: Content
-    extent: Extent
+    block: Block = field(repr=False)
     writer: SessionId
     state: EntryState = EntryState.RESERVED
     leases: int = 0
@@ -25,6 +27,16 @@ class Entry:
     created_s: float = 0.0
     used_s: float = 0.0
     checksum: int | None = None  # unknown until somebody has read all of it
+    colder: Entry | None = field(default=None, repr=False)  # neighbours in the policy's order
+    warmer: Entry | None = field(default=None, repr=False)
+
+    @property
+    def key(self) -> Key:
+        return Key(self.namespace, self.mm_hash)
+
+    @property
+    def extent(self) -> Extent:
+        return self.block.extent(self.content.nbytes)
 
     def step(self, event: EntryEvent) -> None:
         self.state = apply(ENTRY, self.state, event)
@@ -39,8 +51,8 @@ class Index:
 
     def __init__(self) -> None:
         self._by_id: dict[EntryId, Entry] = {}
-        self._by_offset: dict[int, EntryId] = {}
-        self._stored: dict[Key, Entry] = {}
+        self._stored: dict[str, dict[str, Entry]] = {}  # by namespace, by mm_hash
+        self._count = 0
         self._writing: dict[Key, Entry] = {}
         self._order: list[EntryId] = []  # committed ids, ascending, some of them dead
         self._last_id = 0
@@ -52,13 +64,13 @@ class Index:
     def add(self, entry: Entry) -> None:
         """Take in a new reservation."""
         self._by_id[entry.id] = entry
-        self._by_offset[entry.extent.offset] = entry.id
+        entry.block.owner = entry
         self._writing[entry.key] = entry
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry whose extent was given back."""
         del self._by_id[entry.id]
-        del self._by_offset[entry.extent.offset]
+        entry.block.owner = None
 
     def publish(self, entry: Entry) -> None:
         """From now on `entry` answers for its key. Its id is new, so that ids order by commit."""
@@ -66,8 +78,8 @@ class Index:
         del self._by_id[entry.id]
         entry.id = self.next_id()
         self._by_id[entry.id] = entry
-        self._by_offset[entry.extent.offset] = entry.id
-        self._stored[entry.key] = entry
+        self._stored.setdefault(entry.namespace, {})[entry.mm_hash] = entry
+        self._count += 1
         self._order.append(entry.id)
 
     def stop_writing(self, entry: Entry) -> None:
@@ -76,15 +88,20 @@ class Index:
 
     def hide(self, entry: Entry) -> None:
         """`entry` answers for its key no longer."""
-        del self._stored[entry.key]
-        if len(self._order) > 64 and len(self._order) > 2 * len(self._stored):
+        of_namespace = self._stored[entry.namespace]
+        del of_namespace[entry.mm_hash]
+        if not of_namespace:
+            del self._stored[entry.namespace]
+        self._count -= 1
+        if len(self._order) > 64 and len(self._order) > 2 * self._count:
             self._order = [entry for entry in self._order if entry in self._by_id]
 
     def get(self, entry: EntryId) -> Entry | None:
         return self._by_id.get(entry)
 
     def stored(self, key: Key) -> Entry | None:
-        return self._stored.get(key)
+        of_namespace = self._stored.get(key.namespace)
+        return None if of_namespace is None else of_namespace.get(key.mm_hash)
 
     def writing(self, key: Key) -> Entry | None:
         return self._writing.get(key)
@@ -99,7 +116,7 @@ class Index:
 
     def __len__(self) -> int:
         """How many entries are committed."""
-        return len(self._stored)
+        return self._count
 
     def page(self, after: EntryId | None, limit: int) -> tuple[list[Entry], EntryId | None]:
         """Up to `limit` committed entries in order of commit, and where the next page starts.
@@ -116,23 +133,17 @@ class Index:
                 found.append(entry)
         return found, None
 
-    # -- for the eviction plan -----------------------------------------------------------------
-
-    def offset_of(self, entry: EntryId) -> int:
-        return self._by_id[entry].extent.offset
-
-    def entry_at(self, offset: int) -> EntryId | None:
-        """None: what is taken there is granted, and no entry's as yet."""
-        return self._by_offset.get(offset)
-
     def check(self) -> None:
         """Raise AssertionError unless all views of the entries agree. O(n log n)."""
         for entry in self._by_id.values():
-            assert self._by_offset[entry.extent.offset] == entry.id
-            assert (self._stored.get(entry.key) is entry) == (entry.state is EntryState.COMMITTED)
+            assert entry.block.owner is entry
+            assert not entry.block.is_free
+            assert (self.stored(entry.key) is entry) == (entry.state is EntryState.COMMITTED)
             assert (self._writing.get(entry.key) is entry) == (entry.state is EntryState.RESERVED)
-        assert len(self._by_offset) == len(self._by_id)
-        for by_key in (self._stored, self._writing):
-            assert all(self._by_id[entry.id] is entry for entry in by_key.values())
+        assert all(self._stored.values()), "an empty group was kept"
+        stored = [entry for group in self._stored.values() for entry in group.values()]
+        assert len(stored) == self._count
+        for entry in (*stored, *self._writing.values()):
+            assert self._by_id[entry.id] is entry
         assert self._order == sorted(self._order)
-        assert {entry.id for entry in self._stored.values()} <= set(self._order)
+        assert {entry.id for entry in stored} <= set(self._order)

@@ -23,9 +23,12 @@ from ecd_proto.shm import (
     INDEX_HEADER_BYTES,
     INDEX_SUFFIX,
     LIFE_WORD,
+    NAMES_AT,
+    NAMES_BYTES,
     POOL_SUFFIX,
     ROW_BYTES,
     SESSIONS_SUFFIX,
+    Names,
     is_any_session_locked,
     row_is_whole,
     row_proof,
@@ -153,6 +156,8 @@ def _rows(index: Path, life: int, pool_bytes: int) -> Iterator[Left | None]:
     with index.open("rb") as file:
         shape = unpack_index_header(file.read(INDEX_HEADER_BYTES))
         assert shape is not None
+        file.seek(NAMES_AT)
+        names = Names(memoryview(file.read(NAMES_BYTES).ljust(NAMES_BYTES, b"\0")))
         size = os.fstat(file.fileno()).st_size
         if shape.rows_at >= size:
             return
@@ -167,16 +172,17 @@ def _rows(index: Path, life: int, pool_bytes: int) -> Iterator[Left | None]:
             for start in range(0, len(chunk) - ROW_BYTES + 1, ROW_BYTES):
                 row = chunk[start : start + ROW_BYTES]
                 if any(row[16:24]):  # the entry's number
-                    yield _left(row, life, pool_bytes)
+                    yield _left(row, names, life, pool_bytes)
 
 
-def _left(row: bytes, life: int, pool_bytes: int) -> Left | None:
+def _left(row: bytes, names: Names, life: int, pool_bytes: int) -> Left | None:
     proof = row_proof(row)
     if not row_is_whole(row) or not proof:
         return None
     try:
         said = unpack_row(row)
-        key = check_key(*unpack_key(row))
+        namespace, mm_hash = unpack_key(row)
+        key = check_key(names.name_of(namespace), mm_hash)
         content = content_from(
             Content(said.dtype, said.shape, said.nbytes, said.metadata, said.cost_s)
         )

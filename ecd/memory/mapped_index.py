@@ -22,9 +22,12 @@ from ecd_proto.mapping import Mapping
 from ecd_proto.shm import (
     BUCKET_BYTES,
     DESK_BYTES,
+    DESKS_AT,
     INDEX_HEADER_BYTES,
     INDEX_SUFFIX,
     LIFE_WORD,
+    NAMES_AT,
+    NAMES_BYTES,
     PAGE_BYTES,
     PAGES_WORD,
     PINS_SUFFIX,
@@ -35,6 +38,7 @@ from ecd_proto.shm import (
     STORES_IN_ORDER,
     UNLISTED_WORD,
     IndexShape,
+    Names,
     Row,
     barrier,
     bucket_of,
@@ -51,7 +55,7 @@ CHUNK_ROWS = 2048
 """Rows whose memory is taken at a time."""
 MAX_USES = 1024
 """Ranked anew at a time."""
-_NEXT_WORDS, _ENTRY_WORD = ROW_BYTES // 8, 2
+_ROW_WORDS, _ENTRY_WORD = ROW_BYTES // 8, 2
 
 
 class MappedIndex:
@@ -82,12 +86,12 @@ class MappedIndex:
         memory.view(0, len(header))[:] = header
         self._header = memory.view(0, INDEX_HEADER_BYTES).cast("Q")
         self._header[LIFE_WORD] = life
-        self._desks = memory.view(INDEX_HEADER_BYTES, sessions * DESK_BYTES)
+        self._names = Names(memory.view(NAMES_AT, NAMES_BYTES))
+        self._desks = memory.view(DESKS_AT, sessions * DESK_BYTES)
         self._buckets = memory.view(self.shape.buckets_at, buckets * BUCKET_BYTES).cast("I")
         rows_view = memory.view(self.shape.rows_at, rows * ROW_BYTES)
         self._rows, self._row_words = rows_view, rows_view.cast("Q")
         self._pins = Mapping(self._pins_fd, sessions * PAGE_BYTES, writable=True)
-        self._places: dict[EntryId, int] = {}  # its row's number, 32 bits, and its bucket
         self._free_rows: list[int] = []
         self._rows_with_memory = 0
         self._pages: OrderedDict[SessionId, Page] = OrderedDict()
@@ -102,9 +106,9 @@ class MappedIndex:
     # -- what the core says --------------------------------------------------------------------
 
     def show(self, info: EntryInfo) -> None:
-        record = key_record(*info.key)
+        record = self._record(info.key)
         if record is None:
-            return
+            return  # who looks for it knows that it has to ask
         number = self._take_row()
         if number is None:
             self._unlisted.add(info.entry)
@@ -125,14 +129,13 @@ class MappedIndex:
         )
         self._write((number - 1) * ROW_BYTES, pack_row(record, row, self._buckets[bucket]))
         self._buckets[bucket] = number
-        self._places[info.entry] = number << 32 | bucket
         if info.checksum is not None:
-            self.prove(info.entry, info.checksum)
+            self._row_words[(number - 1) * _ROW_WORDS + ROW_PROOF_WORD] = info.checksum
 
-    def prove(self, entry: EntryId, checksum: int) -> None:
-        place = self._places.get(entry)
-        if place is not None:
-            self._row_words[((place >> 32) - 1) * _NEXT_WORDS + ROW_PROOF_WORD] = checksum
+    def prove(self, entry: EntryId, key: Key, checksum: int) -> None:
+        _, _, number = self._place_of(entry, key)
+        if number:
+            self._row_words[(number - 1) * _ROW_WORDS + ROW_PROOF_WORD] = checksum
 
     def note_unseen(self, count: int) -> None:
         """So many entries were taken over and nobody has looked at them: who misses one asks."""
@@ -145,24 +148,20 @@ class MappedIndex:
     def note_reservations(self, count: int) -> None:
         self._header[RESERVATIONS_WORD] = count
 
-    def hide(self, entry: EntryId) -> None:
-        place = self._places.pop(entry, None)
-        if place is None:
+    def hide(self, entry: EntryId, key: Key) -> None:
+        bucket, before, number = self._place_of(entry, key)
+        if not number:
             self._unlisted.discard(entry)
             self._note_unlisted()
             return
-        number, bucket = place >> 32, place & 0xFFFFFFFF
         words = self._row_words
-        words[(number - 1) * _NEXT_WORDS + _ENTRY_WORD] = 0  # from here on no pin of it holds
+        words[(number - 1) * _ROW_WORDS + _ENTRY_WORD] = 0  # from here on no pin of it holds
         self._header[REMOVALS_WORD] += 1
-        after = words[(number - 1) * _NEXT_WORDS]
-        before = self._buckets[bucket]
-        if before == number:
-            self._buckets[bucket] = after
+        after = words[(number - 1) * _ROW_WORDS]
+        if before:
+            words[(before - 1) * _ROW_WORDS] = after
         else:
-            while (following := words[(before - 1) * _NEXT_WORDS]) != number:
-                before = following
-            words[(before - 1) * _NEXT_WORDS] = after
+            self._buckets[bucket] = after
         self._header[REMOVALS_WORD] += 1
         self._free_rows.append(number)
 
@@ -250,7 +249,7 @@ class MappedIndex:
         self._free_pages.pop()
         words = self._pins.view(number * PAGE_BYTES, PAGE_BYTES).cast("Q")
         desk = self._desks[number * DESK_BYTES : (number + 1) * DESK_BYTES].cast("Q")
-        self._pages[session] = Page(number, words, desk)
+        self._pages[session] = Page(number, words, desk, self._names)
         self._sessions[number] = session
         self._header[PAGES_WORD] = max(self._header[PAGES_WORD], number + 1)
         return number * PAGE_BYTES
@@ -267,6 +266,23 @@ class MappedIndex:
         os.close(self._pins_fd)
 
     # -- rows ----------------------------------------------------------------------------------
+
+    def _record(self, key: Key) -> bytes | None:
+        """None: its key has no row, as everybody knows."""
+        namespace = self._names.add(key.namespace)
+        return None if namespace is None else key_record(namespace, key.mm_hash)
+
+    def _place_of(self, entry: EntryId, key: Key) -> tuple[int, int, int]:
+        """The entry's bucket, the row before its own there, and its row; 0 for what it has not."""
+        record = self._record(key)
+        if record is None:
+            return 0, 0, 0
+        bucket = bucket_of(record, self.shape)
+        before, number = 0, self._buckets[bucket]
+        words = self._row_words
+        while number and words[(number - 1) * _ROW_WORDS + _ENTRY_WORD] != entry:
+            before, number = number, words[(number - 1) * _ROW_WORDS]
+        return bucket, before, number
 
     def _write(self, start: int, row: bytes) -> None:
         """In whatever order: who reads meanwhile sees by the checksum that it is not whole."""

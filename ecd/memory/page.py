@@ -31,6 +31,7 @@ from ecd_proto.shm import (
     ROW_BYTES,
     USES_WORD,
     Grant,
+    Names,
     answer_to,
     pack_answer,
     pack_grant,
@@ -50,8 +51,8 @@ _DONES = slice(FIRST_PUT_WORD + PUT_DONE, _PUTS_END, PUT_WORDS)
 class Page:
     """Both as words of 8 bytes."""
 
-    def __init__(self, number: int, words: memoryview, desk: memoryview) -> None:
-        self.number = number
+    def __init__(self, number: int, words: memoryview, desk: memoryview, names: Names) -> None:
+        self.number, self._names = number, names
         self._words, self._desk = words, desk
         self._counted = [0, 0, 0, 0]
         self._grants = 0
@@ -133,10 +134,11 @@ class Page:
             return None
         try:
             said = unpack_row(row)
+            namespace, mm_hash = unpack_key(row)
             return Put(
                 place,
                 number,
-                Key(*unpack_key(row)),
+                Key(self._names.name_of(namespace), mm_hash),
                 Content(said.dtype, said.shape, said.nbytes, said.metadata, said.cost_s),
                 Extent(said.pool, said.offset, said.nbytes),
             )

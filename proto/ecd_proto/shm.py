@@ -15,9 +15,9 @@ A client's byte lock is an open file description lock (Linux, `fcntl(2)`). The k
 when the last process that shares the description is gone, so that holding it proves that the
 client may still touch the pool, however its stream ended.
 
-The index is a hash table: a header, buckets that hold the number of a first row (from 1; 0: none),
-rows that each hold the number of the next one. A row is found, pinned and read without a lock and
-without a call; docs/reading-without-a-call.md says why that is safe.
+The index is a hash table: a header, the namespaces, buckets that hold the number of a first row
+(from 1; 0: none), rows that each hold the number of the next one. A row is found, pinned and read
+without a lock and without a call; docs/reading-without-a-call.md says why that is safe.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ import os
 import platform
 import secrets
 import struct
+import threading
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
-from ecd_proto.contract import DTYPES
+from ecd_proto.contract import DTYPES, MAX_DIMENSIONS, MAX_NAMESPACE_BYTES
 
 LOCK_NAME = "lock"
 POOL_SUFFIX = ".pool"
@@ -75,7 +76,7 @@ def _is_locked(fd: int, offset: int, nbytes: int) -> bool:
 # -- the index -------------------------------------------------------------------------------------
 
 INDEX_MAGIC = b"ecdindex"
-INDEX_VERSION = 3
+INDEX_VERSION = 4
 INDEX_HEADER_BYTES = 4096
 _INDEX_HEADER = struct.Struct("<8sIIQQQQ")  # magic, version, bytes of a row, then IndexShape
 REMOVALS_WORD = 8
@@ -89,9 +90,12 @@ PAGES_WORD = 11
 LIFE_WORD = 12
 """The word that counts the daemons which have had the pool, one after the other."""
 
+NAMES_AT, NAMES_BYTES = INDEX_HEADER_BYTES, 64 << 10
+DESKS_AT = NAMES_AT + NAMES_BYTES
+
 BUCKET_BYTES = 4
-ROW_BYTES = 512
-_ROW = struct.Struct("<QQQQQdHBBHH4x")
+ROW_BYTES = 256
+_ROW = struct.Struct("<QQQQQdHBBHH")
 """next row, checksum, entry, offset, nbytes, cost, pool, dtype, dimensions, metadata's bytes, ask.
 
 The key's record and what else varies in length follow: the shape, the metadata.
@@ -102,11 +106,13 @@ ROW_PROOF_WORD = ROW_BYTES // 8 - 1
 For the daemon alone, which may write it at any time: the row's own checksum leaves it out.
 """
 _NEXT = struct.Struct("<Q")
+_MARKED = struct.Struct("<QQ")
 _MARK = slice(8, 24)  # checksum and entry: two rows that agree in these are one
 _CHECKED = slice(16, 8 * ROW_PROOF_WORD)
 _RECORD_AT = _ROW.size
-_LENGTHS = struct.Struct("<HH")  # of namespace and mm_hash, before them
-_MAX_RECORD = _CHECKED.stop - _RECORD_AT - 64
+_RECORD = struct.Struct("<HH")  # the namespace's number, the mm_hash's bytes, which follow
+_MAX_RECORD = _CHECKED.stop - _RECORD_AT - 32
+_SHAPES = tuple(struct.Struct(f"<{dimensions}Q") for dimensions in range(MAX_DIMENSIONS + 1))
 _DTYPES = tuple(DTYPES)
 
 
@@ -120,7 +126,7 @@ class IndexShape(NamedTuple):
 
     @property
     def buckets_at(self) -> int:
-        return INDEX_HEADER_BYTES + self.desks * DESK_BYTES
+        return DESKS_AT + self.desks * DESK_BYTES
 
     @property
     def rows_at(self) -> int:
@@ -157,21 +163,25 @@ def unpack_index_header(header: bytes) -> IndexShape | None:
     return IndexShape(*shape)
 
 
-def key_record(namespace: str, mm_hash: str) -> bytes | None:
-    """The key as a row holds it, whole. None: it is too long for a row, and has none."""
-    first, second = namespace.encode(), mm_hash.encode()
-    nbytes = _LENGTHS.size + len(first) + len(second)
-    if nbytes > _MAX_RECORD:
+def key_record(namespace: int, mm_hash: str) -> bytes | None:
+    """The key as a row holds it, whole; `namespace` is its number in `Names`.
+
+    None: it is too long for a row, and has none.
+    """
+    encoded = mm_hash.encode()
+    if len(encoded) > _MAX_RECORD - _RECORD.size:
         return None
-    return _LENGTHS.pack(len(first), len(second)) + first + second
+    return _RECORD.pack(namespace, len(encoded)) + encoded
 
 
 def bucket_of(record: bytes, shape: IndexShape) -> int:
     """By the remainder of a prime that nobody knows (Karp and Rabin, 1987).
 
-    So nobody can choose keys that all fall into one bucket.
+    So nobody can choose keys that all fall into one bucket; shifted, as a short key is its own
+    remainder.
     """
-    return int.from_bytes(record, "little") % shape.prime & (shape.buckets - 1)
+    buckets, _, prime, _ = shape
+    return (int.from_bytes(record, "little") << 64) % prime & buckets - 1
 
 
 def random_prime() -> int:
@@ -184,7 +194,7 @@ def random_prime() -> int:
 
 def pack_row(record: bytes, row: Row, next_row: int) -> bytes:
     """The bytes of a row. What does not fit is left out, and `ask` set."""
-    rest = struct.pack(f"<{len(row.shape)}Q", *row.shape) + row.metadata
+    rest = _SHAPES[len(row.shape)].pack(*row.shape) + row.metadata
     ask = _RECORD_AT + len(record) + len(rest) > _CHECKED.stop
     dimensions, metadata_bytes = len(row.shape), len(row.metadata)
     if ask:
@@ -193,7 +203,79 @@ def pack_row(record: bytes, row: Row, next_row: int) -> bytes:
     kind = (_DTYPES.index(row.dtype), dimensions, metadata_bytes, ask)
     checked = _ROW.pack(0, 0, *place, *kind)[_CHECKED.start :] + record + rest
     checked = checked.ljust(_CHECKED.stop - _CHECKED.start, b"\0")
-    return struct.pack("<QQ", next_row, crc32(checked)) + checked + bytes(8)
+    return _MARKED.pack(next_row, crc32(checked)) + checked + bytes(8)
+
+
+class Names:
+    """The namespaces of an index: few, and too long for each row to hold its own.
+
+    The table begins with the bytes that are in use of it; then each name, behind its checksum and
+    its length. Names are only ever added, by the daemon, and their numbers count from 1.
+    """
+
+    _HEAD = struct.Struct("<IH")
+    _USED = struct.Struct("<Q")
+
+    def __init__(self, table: memoryview) -> None:
+        self._table = table
+        self._used = self._USED.size
+        self._names: list[str] = []
+        self.numbers: dict[str, int] = {}
+        """Those that were read so far."""
+        self._lock = threading.Lock()
+
+    def number_of(self, name: str) -> int | None:
+        """0: nothing of this namespace is in the index. None: that cannot be told."""
+        number = self.numbers.get(name)
+        if number is None:
+            with self._lock:
+                whole = self._read()
+                number = self.numbers.get(name, 0 if whole and self._has_room() else None)
+        return number
+
+    def name_of(self, number: int) -> str:
+        """Raises IndexError: no namespace has it."""
+        if number > len(self._names):
+            with self._lock:
+                self._read()
+        if number < 1:
+            raise IndexError(number)
+        return self._names[number - 1]
+
+    def add(self, name: str) -> int | None:
+        """Its number, for the daemon. None: the table is full, and stays so."""
+        number = self.number_of(name)
+        if number == 0:
+            encoded = name.encode()
+            head = self._HEAD.pack(crc32(encoded), len(encoded))
+            end = self._used + len(head) + len(encoded)
+            self._table[self._used : end] = head + encoded
+            self._table[: self._USED.size] = self._USED.pack(end)
+            number = self.number_of(name)
+        return number
+
+    def _has_room(self) -> bool:
+        return self._used + self._HEAD.size + MAX_NAMESPACE_BYTES <= len(self._table)
+
+    def _read(self) -> bool:
+        """Take in what was added. False: it is not all there as yet, or not what it was."""
+        end = max(self._used, self._USED.unpack_from(self._table)[0])
+        while self._used < end:
+            start = self._used + self._HEAD.size
+            if start > len(self._table):
+                return False
+            checksum, nbytes = self._HEAD.unpack_from(self._table, self._used)
+            encoded = bytes(self._table[start : start + nbytes])
+            if not encoded or len(encoded) != nbytes or crc32(encoded) != checksum:
+                return False
+            try:
+                name = encoded.decode()
+            except UnicodeDecodeError:
+                return False
+            self._names.append(name)
+            self.numbers[name] = len(self._names)
+            self._used = start + nbytes
+        return True
 
 
 def row_asks(row: bytes) -> bool:
@@ -207,7 +289,7 @@ def row_has_key(row: bytes, record: bytes) -> bool:
 
 def row_is_whole(row: bytes) -> bool:
     """False for one that was read while it was written, or that lists nothing."""
-    checksum, entry = struct.unpack_from("<QQ", row, 8)
+    checksum, entry = _MARKED.unpack_from(row, 8)
     return entry != 0 and bool(checksum == crc32(row[_CHECKED]))
 
 
@@ -227,11 +309,11 @@ def next_of(row: bytes) -> int:
     return number
 
 
-def unpack_key(row: bytes) -> tuple[str, str]:
-    """Raises UnicodeDecodeError and struct.error: not what `pack_row` made."""
-    first, second = _LENGTHS.unpack_from(row, _RECORD_AT)
-    at = _RECORD_AT + _LENGTHS.size
-    return row[at : at + first].decode(), row[at + first : at + first + second].decode()
+def unpack_key(row: bytes) -> tuple[int, str]:
+    """The namespace's number and the mm_hash. Raises UnicodeDecodeError: not from `pack_row`."""
+    namespace, nbytes = _RECORD.unpack_from(row, _RECORD_AT)
+    at = _RECORD_AT + _RECORD.size
+    return namespace, row[at : at + nbytes].decode()
 
 
 def unpack_row(row: bytes) -> Row:
@@ -239,8 +321,8 @@ def unpack_row(row: bytes) -> Row:
     _, _, entry, offset, nbytes, cost_s, pool, dtype, dimensions, metadata_bytes, ask = (
         _ROW.unpack_from(row)
     )
-    at = _RECORD_AT + _LENGTHS.size + sum(_LENGTHS.unpack_from(row, _RECORD_AT))
-    shape = struct.unpack_from(f"<{dimensions}Q", row, at)
+    at = _RECORD_AT + _RECORD.size + _RECORD.unpack_from(row, _RECORD_AT)[1]
+    shape = _SHAPES[dimensions].unpack_from(row, at)
     at += 8 * dimensions
     metadata = row[at : at + metadata_bytes]
     return Row(entry, pool, offset, nbytes, _DTYPES[dtype], shape, metadata, cost_s, bool(ask))

@@ -183,4 +183,4 @@ def test_threads_share_one_page(daemon: Daemon) -> None:
         index = client._session.conversation().index
         assert len(index._free) == MAX_PINS
         with pytest.raises(AskDaemon):
-            index.contains("default", "")
+            index.contains("default", [""])

@@ -67,10 +67,10 @@ def run_daemon(without: str) -> None:
         def show_then_hide(self, info) -> None:
             show(self, info)
             while late:
-                hide(self, late.pop())
+                hide(self, *late.pop())
 
         MappedIndex.show = show_then_hide
-        MappedIndex.hide = lambda self, entry: late.append(entry)
+        MappedIndex.hide = lambda self, entry, key: late.append((entry, key))
     sys.argv = ["ecd", "serve"]
     main()
 

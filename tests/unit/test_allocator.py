@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from ecd.core.allocator import GRANULE_BYTES, Allocator
+from ecd.core.allocator import GRANULE_BYTES, Allocator, Block
 from ecd.core.types import Extent
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    extents = Bundle("extents")
+    blocks = Bundle("blocks")
 
     @initialize(granules=st.integers(1, 5000))
     def create(self, granules: int) -> None:
@@ -28,19 +28,19 @@ class AllocatorMachine(RuleBasedStateMachine):
         return [run for run in runs if run]
 
     @rule(
-        target=extents,
+        target=blocks,
         nbytes=st.one_of(st.integers(0, 20 * GRANULE_BYTES), st.integers(0, 6000 * GRANULE_BYTES)),
     )
-    def allocate(self, nbytes: int) -> Extent | None:
+    def allocate(self, nbytes: int) -> Block | None:
         wanted = max(1, -(-nbytes // GRANULE_BYTES))
         runs = self.runs()
-        extent = self.allocator.allocate(nbytes)
-        if extent is None:
+        block = self.allocator.allocate(nbytes)
+        if block is None:
             assert wanted > max(runs, default=0), "a fitting hole was refused"
             return None
-        assert extent.nbytes == nbytes
-        start, rest = divmod(extent.offset, GRANULE_BYTES)
-        assert rest == 0
+        start = block.start
+        assert block.granules == wanted
+        assert block.extent(nbytes) == Extent(0, start * GRANULE_BYTES, nbytes)
         assert not any(self.taken[start : start + wanted]), "overlaps a live extent"
         self.taken[start : start + wanted] = [True] * wanted
         left = sorted(self.runs())
@@ -49,18 +49,29 @@ class AllocatorMachine(RuleBasedStateMachine):
         if tightest > wanted:
             runs.append(tightest - wanted)
         assert left == sorted(runs), "not the tightest hole, or not cut from its edge"
-        return extent
+        return block
 
-    @rule(extent=consumes(extents))
-    def free(self, extent: Extent | None) -> None:
-        if extent is None:
+    @rule(target=blocks, block=consumes(blocks), share=st.floats(0, 1))
+    def split(self, block: Block | None, share: float) -> Block | None:
+        if block is None or block.granules == 1:
+            return block
+        start, end = block.start, block.end
+        middle = start + 1 + int(share * (block.granules - 2))
+        tail = self.allocator.split(block, middle)
+        assert (block.start, block.end, tail.start, tail.end) == (start, middle, middle, end)
+        self.allocator.free(block)
+        self.taken[start:middle] = [False] * (middle - start)
+        return tail
+
+    @rule(block=consumes(blocks))
+    def free(self, block: Block | None) -> None:
+        if block is None:
             return
-        self.allocator.free(extent)
-        start = extent.offset // GRANULE_BYTES
-        wanted = max(1, -(-extent.nbytes // GRANULE_BYTES))
-        self.taken[start : start + wanted] = [False] * wanted
+        start, end = block.start, block.end
+        self.allocator.free(block)
+        self.taken[start:end] = [False] * (end - start)
         with pytest.raises(KeyError):
-            self.allocator.free(extent)
+            self.allocator.free(block)
 
     @invariant()
     def figures_agree(self) -> None:
@@ -89,11 +100,11 @@ def test_a_negative_size_is_refused() -> None:
 
 def test_fragmentation_is_reported() -> None:
     allocator = Allocator(4 * GRANULE_BYTES)
-    extents = [allocator.allocate(GRANULE_BYTES) for _ in range(4)]
+    blocks = [allocator.allocate(GRANULE_BYTES) for _ in range(4)]
     assert allocator.fragmentation == 0.0
-    for extent in (extents[0], extents[2]):
-        assert extent is not None
-        allocator.free(extent)
+    for block in (blocks[0], blocks[2]):
+        assert block is not None
+        allocator.free(block)
     assert allocator.free_bytes == 2 * GRANULE_BYTES
     assert allocator.largest_free_bytes == GRANULE_BYTES
     assert allocator.fragmentation == 0.5
@@ -102,18 +113,20 @@ def test_fragmentation_is_reported() -> None:
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40 * GRANULE_BYTES)), max_size=50))
 def test_extents_are_taken_where_they_lie_or_not_at_all(gaps: list[tuple[int, int]]) -> None:
     allocator = Allocator(300 * GRANULE_BYTES)
-    taken: list[Extent] = []
+    taken: list[Block] = []
     offset = 0
     for gap, nbytes in gaps:
         extent = Extent(0, offset + gap * GRANULE_BYTES, nbytes)
         end = extent.offset + allocator.rounded_bytes(nbytes)
-        assert allocator.allocate_at(extent) == (end <= allocator.pool_bytes)
+        block = allocator.allocate_at(extent)
+        assert (block is not None) == (end <= allocator.pool_bytes)
         assert not allocator.allocate_at(extent), "it is taken, or beyond the end"
         assert not allocator.allocate_at(Extent(0, end + 1, 1)), "not on a page"
-        if end <= allocator.pool_bytes:
-            taken.append(extent)
+        if block is not None:
+            assert block.extent(nbytes) == extent
+            taken.append(block)
             offset = end
         allocator.check()
-    for extent in taken:
-        allocator.free(extent)
+    for block in taken:
+        allocator.free(block)
     assert allocator.is_one_free_extent

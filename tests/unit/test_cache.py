@@ -115,10 +115,11 @@ class Board:
     def show(self, info: EntryInfo) -> None:
         self.shown[info.entry] = info
 
-    def prove(self, entry: EntryId, checksum: int) -> None:
-        assert entry in self.shown
+    def prove(self, entry: EntryId, key: Key, checksum: int) -> None:
+        assert self.shown[entry].key == key
 
-    def hide(self, entry: EntryId) -> None:
+    def hide(self, entry: EntryId, key: Key) -> None:
+        assert self.shown[entry].key == key
         for pin in self.pins:
             if self.ambush and pin.info.entry == entry and not pin.set:
                 self.ambushed = True

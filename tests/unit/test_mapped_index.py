@@ -16,10 +16,10 @@ POOL_BYTES = 64 << 20
 SESSION = SessionId(1)
 
 
-def info(entry: int, name: str) -> EntryInfo:
+def info(entry: int, name: str, namespace: str = "n") -> EntryInfo:
     content = Content("int8", (entry,), entry, name.encode(), 0.0)
     extent = Extent(0, entry * 4096, entry)
-    return EntryInfo(EntryId(entry), Key("n", name), content, extent, 0, 0, 0.0, 0.0, None)
+    return EntryInfo(EntryId(entry), Key(namespace, name), content, extent, 0, 0, 0.0, 0.0, None)
 
 
 @pytest.fixture
@@ -45,13 +45,13 @@ def test_what_is_shown_is_found_and_what_is_hidden_is_not(shown: MappedIndex, se
     for entry in range(1, 12_000):
         name = f"k{chance.randrange(6000)}"
         if name in there:
-            shown.hide(EntryId(there.pop(name)))
+            shown.hide(EntryId(there.pop(name)), Key("n", name))
         else:
             shown.show(info(entry, name))
             there[name] = entry
         if entry % 50 == 0:
             name = f"k{chance.randrange(6000)}"
-            assert seen.contains("n", name) == (name in there)
+            assert seen.contains("n", [name]) == [name in there]
     assert len(there) > CHUNK_ROWS
     for number in range(6000):
         name = f"k{number}"
@@ -76,18 +76,31 @@ def test_without_memory_for_a_row_the_daemon_is_asked(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shown, "_take_memory", full)
-    assert not seen.contains("n", "a")
+    assert seen.contains("n", ["a"]) == [False]
     shown.show(info(1, "a"))
     assert shown.unlisted == 1
     with pytest.raises(AskDaemon):
-        seen.contains("n", "a")
+        seen.contains("n", ["a"])
     monkeypatch.undo()
     shown.show(info(2, "b"))
-    assert seen.contains("n", "b")
+    assert seen.contains("n", ["b"]) == [True]
     with pytest.raises(AskDaemon):
-        seen.contains("n", "c")
-    shown.hide(EntryId(1))
-    assert not seen.contains("n", "c")
+        seen.contains("n", ["c"])
+    shown.hide(EntryId(1), Key("n", "a"))
+    assert seen.contains("n", ["c"]) == [False]
+
+
+def test_of_a_namespace_without_a_number_the_daemon_is_asked(
+    shown: MappedIndex, seen: Index
+) -> None:
+    assert seen.contains("n", ["a"]) == [False], "nothing of it is stored"
+    names = [f"{number:01000}" for number in range(70)]
+    for entry, name in enumerate(names, 1):
+        shown.show(info(entry, "a", name))
+    assert seen.contains(names[0], ["a", "b"]) == [True, False]
+    for key in ((names[-1], "a"), ("n", "a"), (names[0], "h" * 300)):
+        with pytest.raises(AskDaemon):
+            seen.contains(key[0], [key[1]])
 
 
 def test_a_chain_that_never_ends_is_given_up(shown: MappedIndex, seen: Index) -> None:
@@ -96,5 +109,5 @@ def test_a_chain_that_never_ends_is_given_up(shown: MappedIndex, seen: Index) ->
     shown._buckets[:] = memoryview(b"\1\0\0\0" * len(shown._buckets)).cast("I")
     shown._row_words[0] = 1
     with pytest.raises(AskDaemon):
-        seen.contains("n", "b")
-    assert seen.contains("n", "a")
+        seen.contains("n", ["b"])
+    assert seen.contains("n", ["a"]) == [True]

@@ -2,9 +2,13 @@
 
 import random
 
+import pytest
+
 from ecd_proto.shm import (
+    NAMES_BYTES,
     ROW_BYTES,
     IndexShape,
+    Names,
     Row,
     bucket_of,
     key_record,
@@ -19,21 +23,21 @@ from ecd_proto.shm import (
 )
 
 ROW = Row(7, 0, 4096, 96, "bfloat16", (4, 12), b"grid", 0.25, False)
-RECORD = key_record("model|main", "abc")
+RECORD = key_record(3, "abc")
 assert RECORD is not None
 
 
 def test_the_layout_is_what_other_versions_expect() -> None:
     """Whoever changes these bytes raises INDEX_VERSION: older clients then ask for everything."""
     assert pack_index_header(IndexShape(1024, 16, 7, 2)).hex() == (
-        "65636469" "6e646578" "03000000" "00020000"
+        "65636469" "6e646578" "04000000" "00010000"
         "0004000000000000" "1000000000000000" "0700000000000000" "0200000000000000"
     )  # fmt: skip
     assert pack_row(RECORD, ROW, 3)[:112].hex() == (
         "0300000000000000" "CHECKSUM" "0700000000000000" "0010000000000000" "6000000000000000"
-        "000000000000d03f" "0000" "02" "02" "0400" "0000" "00000000"
-        "0a000300" "6d6f64656c7c6d61696e" "616263" "0400000000000000" "0c00000000000000"
-        "67726964" "000000000000000000000000000000"
+        "000000000000d03f" "0000" "02" "02" "0400" "0000"
+        "03000300" "616263" "0400000000000000" "0c00000000000000"
+        "67726964" "0000000000000000000000000000000000000000000000000000000000"
     ).replace("CHECKSUM", pack_row(RECORD, ROW, 3)[8:16].hex())[:224]  # fmt: skip
 
 
@@ -64,11 +68,12 @@ def test_what_does_not_fit_is_to_be_asked_for() -> None:
     asked = unpack_row(pack_row(RECORD, ROW._replace(metadata=bytes(4096)), 0))
     assert asked.ask
     assert asked.entry == ROW.entry
-    assert key_record("n", "h" * 1000) is None
+    assert key_record(1, "h" * 1000) is None
+    assert key_record(1, "h" * 128) is not None, "longer than any hash"
 
 
-def test_keys_that_join_to_the_same_text_differ() -> None:
-    one, other = key_record("ab", "c"), key_record("a", "bc")
+def test_keys_that_begin_alike_differ() -> None:
+    one, other = key_record(1, "ab"), key_record(1, "abc")
     assert one is not None
     assert other is not None
     assert not row_has_key(pack_row(one, ROW, 0), other)
@@ -78,7 +83,7 @@ def test_keys_that_join_to_the_same_text_differ() -> None:
 def test_a_row_that_is_half_written_is_never_whole() -> None:
     """Any mixture of two rows, word by word, as a reader may copy it."""
     chance = random.Random(1)
-    other = key_record("model|main", "abd")
+    other = key_record(3, "abd")
     assert other is not None
     old = pack_row(RECORD, ROW, 3)
     new = pack_row(other, ROW._replace(entry=8, offset=8192, metadata=b"more"), 4)
@@ -98,3 +103,37 @@ def test_a_row_that_is_half_written_is_never_whole() -> None:
             bytes(mixed)
         ) != unpack_row(new)
     assert without_a_checksum, "the checksum was never what told"
+
+
+def test_a_namespace_keeps_its_number() -> None:
+    table = memoryview(bytearray(NAMES_BYTES))
+    daemon, client = Names(table), Names(table)
+    assert client.number_of("a") == 0
+    assert [daemon.add(name) for name in ("a", "model \u2713" * 70, "a", "b")] == [1, 2, 1, 3]
+    assert [client.number_of(name) for name in ("b", "a", "c")] == [3, 1, 0]
+    assert client.name_of(2) == "model \u2713" * 70
+    for number in (0, 4, 65535):
+        with pytest.raises(IndexError):
+            client.name_of(number)
+
+
+def test_a_table_that_is_full_says_so() -> None:
+    table = memoryview(bytearray(NAMES_BYTES))
+    daemon, client = Names(table), Names(table)
+    numbers = [daemon.add(f"{number:01000}") for number in range(100)]
+    known = sum(number is not None for number in numbers)
+    assert numbers == [*range(1, known + 1), *[None] * (100 - known)]
+    assert 60 < known < 66
+    assert client.number_of(f"{known - 1:01000}") == known
+    assert client.number_of(f"{known:01000}") is None, "the daemon may have it, unlisted"
+
+
+def test_a_namespace_that_is_half_written_is_not_known() -> None:
+    table = memoryview(bytearray(NAMES_BYTES))
+    Names(table).add("a")
+    for at in (8, 14):
+        spoilt = memoryview(bytearray(table))
+        spoilt[at] ^= 0x10
+        assert Names(spoilt).number_of("a") is None
+        with pytest.raises(IndexError):
+            Names(spoilt).name_of(1)
