@@ -245,7 +245,7 @@ class Cache:
 
     # -- writing without asking ----------------------------------------------------------------
 
-    def grant(self, session: SessionId, nbytes: int, least: int, most: int) -> bool:
+    def grant(self, session: SessionId, nbytes: int, least: int, most: int, now_s: float) -> bool:
         """Memory for up to `most` entries of `nbytes`, in place of what the session was granted.
 
         In MAX_PIECES at most: what is free anyway, and for `least` of them room is made, as they
@@ -256,7 +256,8 @@ class Cache:
             return False
         rounded = self._allocator.rounded_bytes(nbytes)
         share = int(self.limits.granted_share * self._allocator.pool_bytes) - self.granted_bytes
-        pieces = self._pieces(rounded, min(least, share // rounded), min(most, share // rounded))
+        least, most = min(least, share // rounded), min(most, share // rounded)
+        pieces = self._pieces(rounded, least, most, now_s)
         extents = [piece.extent() for piece in pieces]
         begun = self._clients.grant(session, extents) if pieces else None
         if begun is None:
@@ -268,7 +269,7 @@ class Cache:
             self._grants.add(session, piece)
         return True
 
-    def _pieces(self, nbytes: int, least: int, most: int) -> list[Block]:
+    def _pieces(self, nbytes: int, least: int, most: int, now_s: float) -> list[Block]:
         """Room for up to `most` times `nbytes`, in as few pieces as there can be."""
         pieces: list[Block] = []
         count = 0
@@ -277,6 +278,7 @@ class Cache:
             if fit:
                 piece = self._allocator.allocate(fit * nbytes)
             elif count < least:
+                self.note_uses(now_s)  # what was read a moment ago is not what goes
                 fit, piece = 1, self._evict_for(nbytes, MAX_VICTIMS)
             else:
                 break

@@ -104,7 +104,8 @@ class Puts:
         if self._cache.puts_left(session, nbytes) < max(fewest, min(enough, KEPT_BYTES // rounded)):
             most = min(MAX_GRANT_BYTES, int(MAX_GRANT_SHARE * self._cache.allocator.pool_bytes))
             puts = max(GRANTED_PUTS, MIN_GRANT_BYTES // rounded)
-            self._cache.grant(session, nbytes, fewest, min(puts, most // rounded))
+            most = min(puts, most // rounded)
+            self._cache.grant(session, nbytes, fewest, most, time.monotonic())
 
     def _look_at(self, page: int) -> None:
         session, puts = self._desks.finished_puts(page) or (None, [])

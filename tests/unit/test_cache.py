@@ -459,7 +459,7 @@ class CacheMachine(RuleBasedStateMachine):
         session = self.any_open(data)
         stored, leased = set(self.stored), self.leased_tags()
         before = self.board.grants.get(session), self.cache.granted_bytes
-        granted = self.cache.grant(session, nbytes, least, most)
+        granted = self.cache.grant(session, nbytes, least, most, self.now_s)
         evicted = {key for key in stored if not self.cache.contains(key)}
         assert least or not evicted, "a grant evicted that should not"
         assert not any(self.stored[key][0] in leased for key in evicted), "a lease was broken"
