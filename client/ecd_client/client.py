@@ -174,22 +174,13 @@ class Client:
         """
         return self._reader.get(self._key(mm_hash, namespace), timeout, nodes)
 
-    def get_now(self, mm_hash: str, *, namespace: str | None = None) -> Item | None:
+    def get_now(self, mm_hash: str, *, namespace: str | None = None) -> tuple[Item | None, bool]:
         """`get` of what is found in memory, in microseconds whatever the daemon does.
 
-        None: it is not stored, or only a call can tell, such as `get_async`. Raises
-        DaemonUnavailable.
+        None, and whether `get_async` could find it by asking: somebody may be writing it, other
+        nodes may have it, or only a call can tell. Raises DaemonUnavailable.
         """
         return self._reader.get_now(self._key(mm_hash, namespace))
-
-    def is_coming(self, mm_hash: str, *, namespace: str | None = None) -> bool:
-        """Whether `get_async` could find, by asking, what `get_now` did not, in microseconds.
-
-        Somebody may be writing it, or other nodes may have it. False: nobody on this node has it or
-        writes it, and there are no others; look with `get_now` once more, as it may just have come.
-        Raises DaemonUnavailable.
-        """
-        return self._reader.is_coming(self._key(mm_hash, namespace))
 
     def get_async(
         self,

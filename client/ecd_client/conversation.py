@@ -85,6 +85,7 @@ class Conversation:
         with contextlib.ExitStack() as opened:
             self.pool_fd = os.open(welcome.pool.path, os.O_RDWR | os.O_CLOEXEC)
             opened.callback(os.close, self.pool_fd)
+            self.pool_fd_path = f"/proc/{os.getpid()}/fd/{self.pool_fd}"
             if os.fstat(self.pool_fd).st_ino != welcome.pool.inode:
                 raise FileNotFoundError(f"{welcome.pool.path} is not the daemon's file")
             lock_fd = os.open(welcome.lock_path, os.O_RDWR | os.O_CLOEXEC)
@@ -167,15 +168,15 @@ class Conversation:
             self._leases[lease.id] = lease
         return lease
 
-    def pin(self, namespace: str, mm_hash: str, final: bool) -> Pin | None:
+    def pin(self, namespace: str, mm_hash: str, final: bool, or_coming: bool = False) -> Pin | None:
         """Hold an entry without a call. None: it is not stored; `final`: that is a miss.
 
-        Raises AskDaemon.
+        Raises AskDaemon; with `or_coming` also where somebody may be writing it.
         """
         if self.index is None or not self.use():
             raise AskDaemon
         try:
-            found = self.index.pin(namespace, mm_hash, final)
+            found = self.index.pin(namespace, mm_hash, final, or_coming)
         except AskDaemon:
             self.unuse()
             raise

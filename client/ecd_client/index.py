@@ -70,6 +70,7 @@ MAX_CHAIN = 256
 LISTED_WITHIN_S = 500e-6
 """How long who looks for what was just put waits for the daemon to list it, before it asks."""
 _U64 = (1 << 64) - 1
+_PAGE_WORDS = PAGE_BYTES // 8
 
 
 class AskDaemon(Exception):
@@ -147,26 +148,26 @@ class Index:
         """`contains`, but for what was put a moment ago. Raises AskDaemon."""
         return self._find(record) is not None
 
-    def is_coming(self, namespace: str, mm_hash: str) -> bool:
-        """Whether somebody may be writing the key now. Raises AskDaemon."""
-        record = self.record(namespace, mm_hash)
-        if self._header[RESERVATIONS_WORD]:
-            return True
-        return record is not None and next(self._puts_of(record), None) is not None
-
     def is_put_elsewhere(self, record: bytes) -> bool:
         """Whether another session has announced a put of this key as well."""
         own = -1 if self.puts is None else self.puts.page_number
         return next(self._puts_of(record, own), None) is not None
 
-    def pin(self, namespace: str, mm_hash: str, final: bool) -> tuple[Row, int] | None:
+    def pin(
+        self, namespace: str, mm_hash: str, final: bool, or_coming: bool = False
+    ) -> tuple[Row, int] | None:
         """The entry's row, and the pin that holds it until `unpin`.
 
-        None: it is not stored; if that is `final`, it is counted as a miss. Raises AskDaemon.
+        None: it is not stored; if that is `final`, it is counted as a miss. Raises AskDaemon; with
+        `or_coming` also where somebody may be writing it.
         """
         record = self.record(namespace, mm_hash)
         for _ in range(TRIES):
-            found = record and (self._find(record) or self._find_put(record))
+            found = record and self._find(record)
+            if not found and or_coming and self._header[RESERVATIONS_WORD]:
+                break
+            if not found and record:
+                found = self._find_put(record, or_coming)
             if not found:
                 if final:
                     self._count(MISSES_WORD)
@@ -236,11 +237,11 @@ class Index:
     def _puts_of(self, record: bytes, but: int = -1) -> Iterator[bool]:
         """For each put of this key without an answer, whether it is done; not of the page `but`."""
         pages = self._pages
-        for page in range(self._header[PAGES_WORD]):
-            start = page * PAGE_BYTES // 8
-            if not pages[start + PUTS_WORD] or page == but:
+        used = self._header[PAGES_WORD] * _PAGE_WORDS
+        for page, puts in enumerate(pages[PUTS_WORD:used:_PAGE_WORDS].tolist()):
+            if not puts or page == but:
                 continue
-            first = start + FIRST_PUT_WORD
+            first = page * _PAGE_WORDS + FIRST_PUT_WORD
             numbers = pages[first : first + MAX_PUTS * PUT_WORDS : PUT_WORDS].tolist()
             for place, number in enumerate(numbers):
                 at = first + place * PUT_WORDS
@@ -254,13 +255,18 @@ class Index:
         """Whether a put of this key is done, and the daemon has yet to list it."""
         return any(self._puts_of(record))
 
-    def _find_put(self, record: bytes) -> tuple[int, bytes] | None:
+    def _find_put(self, record: bytes, or_coming: bool) -> tuple[int, bytes] | None:
         """`_find` where nothing was found: of what was put a moment ago, or else once more.
 
-        What was listed before the look at puts is not among them any more.
+        What was listed before the look at puts is not among them any more. Raises AskDaemon; with
+        `or_coming` also where a put of it is not done.
         """
         deadline_s = None
-        while self._is_put(record):
+        while puts := list(self._puts_of(record)):
+            if not any(puts):
+                if or_coming:
+                    raise AskDaemon
+                break
             now_s = time.perf_counter()
             deadline_s = deadline_s or now_s + LISTED_WITHIN_S
             if now_s > deadline_s:

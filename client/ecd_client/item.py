@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 from typing import TYPE_CHECKING
 
 from ecd_client.errors import LeaseExpired
@@ -23,8 +23,7 @@ class Item:
     def __init__(self, namespace: str, mm_hash: str, lease: Lease | Pin) -> None:
         self.namespace, self.mm_hash = namespace, mm_hash
         self._lease = lease
-        self._close = weakref.finalize(self, lease.end)
-        self._close.atexit = False
+        self._open = {"lease": lease}
 
     @property
     def dtype(self) -> str:
@@ -81,7 +80,7 @@ class Item:
 
     def check(self) -> None:
         """Raise LeaseExpired unless the lease holds now."""
-        if not self._close.alive:
+        if not self._open:
             raise LeaseExpired(f"the item {self.mm_hash!r} was closed")
         if not self._lease.holds:
             raise LeaseExpired(
@@ -91,7 +90,13 @@ class Item:
 
     def close(self) -> None:
         """End the lease. Views of the item are invalid from now on."""
-        self._close()
+        lease = self._open.pop("lease", None)  # None: closed, perhaps by another thread
+        if lease is not None:
+            lease.end()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the daemon sees the end of the process
+            self.close()
 
     def __enter__(self) -> Item:
         return self

@@ -54,21 +54,14 @@ class Reader:
         question.settle(reply.outcomes)
         return _result(conversation, found, timeout)
 
-    def get_now(self, key: Key) -> Item | None:
-        """What is found without a call; None: it is not stored, or only a call can tell."""
-        try:
-            return _pinned(self._session.conversation(), key, final=False)
-        except AskDaemon:
-            return None
-
-    def is_coming(self, key: Key) -> bool:
+    def get_now(self, key: Key) -> tuple[Item | None, bool]:
+        """What is found without a call; else None, and whether one could find it."""
         conversation = self._session.conversation()
-        if conversation.node or conversation.index is None:
-            return True
         try:
-            return conversation.index.is_coming(*key)
+            item = _pinned(conversation, key, final=False, or_coming=True)
         except AskDaemon:
-            return True
+            return None, True
+        return item, item is None and bool(conversation.node)
 
     def get_async(
         self,
@@ -134,9 +127,11 @@ def close_unseen(found: Found) -> None:
         item.close()
 
 
-def _pinned(conversation: Conversation, key: Key, final: bool) -> Item | None:
+def _pinned(
+    conversation: Conversation, key: Key, final: bool, or_coming: bool = False
+) -> Item | None:
     """What the index has. Raises AskDaemon."""
-    pin = conversation.pin(*key, final)
+    pin = conversation.pin(*key, final, or_coming)
     return None if pin is None else Item(*key, pin)
 
 

@@ -175,9 +175,8 @@ def test_what_is_put_while_the_daemon_is_stopped_is_bounded_and_kept(daemon: Dae
             assert stored == list(range(MAX_UNANSWERED))
             assert other.contains(["k0", "k7", f"k{MAX_PUTS}"]) == [True, True, False]
             started = time.monotonic()
-            assert other.get_now("k0") is None
+            assert other.get_now("k0") == (None, True)
             assert time.monotonic() - started < 0.5
-            assert other.is_coming("k0")
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
         client.wait_connected(10)
@@ -252,17 +251,15 @@ def test_what_is_on_its_way_can_be_seen(daemon: Daemon) -> None:
 
     with Client(daemon.address) as writer, Client(daemon.address) as reader:
         for key in ("by a call", "in granted memory"):
-            assert not reader.is_coming(key)
+            assert reader.get_now(key) == (None, False)
             what = What("default", key, "uint8", (MIB,), MIB, b"", 0.0)
             thread = threading.Thread(target=lambda w=what: writer._writer.put(w, copy_to, 5.0))
             thread.start()
             assert copying.wait(5)
-            assert reader.is_coming(key)
-            assert reader.get_now(key) is None
+            assert reader.get_now(key) == (None, True)
             go_on.set()
             thread.join()
-            eventually(lambda k=key: not reader.is_coming(k))
-            reader.get_now(key).close()
+            eventually(lambda k=key: reader.get_now(k)[0] is not None)
             copying.clear()
             go_on.clear()
     assert daemon.calls("Put") == 1

@@ -34,7 +34,9 @@ def nodes_in(params: object) -> dict[str, list[str]]:
 
 def consumers_in(params: object) -> list[str]:
     """The nodes that will want the request's items."""
-    consumers = params.get(CONSUMERS) if isinstance(params, dict) else None
+    if not isinstance(params, dict):
+        return []
+    consumers = params.get(CONSUMERS)
     return _nodes(consumers if isinstance(consumers, list) else [consumers])
 
 

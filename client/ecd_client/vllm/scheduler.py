@@ -8,12 +8,12 @@ still has the item ahead of it, and while a load of it is on its way to the work
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from bisect import bisect_right
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.logger import init_logger
@@ -48,7 +48,7 @@ User: TypeAlias = "tuple[str, int] | int"
 """Who needs an item: the index of one request's item, or a load."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Wanted:
     """An item that somebody still needs. `expected`: the embeddings each user counts on."""
 
@@ -57,13 +57,14 @@ class _Wanted:
     nodes: list[str] = field(default_factory=list)  # that are said to have it
     answer: Future[Item | None] | None = None
     item: Item | None = None
+    length: int = -1  # of the item: its embeddings
     missing: bool = False
     mismatched: bool = False
     cause: str = "it was not looked up yet"
     ask_again_s: float = 0.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Request:
     """What one unfinished request needs, in the order of its prompt."""
 
@@ -77,7 +78,7 @@ class _Request:
     failed: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Loading:
     wanted: _Wanted
     missing_ranks: set[int]
@@ -143,9 +144,10 @@ class SchedulerRole:
             state.given.clear()
             state.deadline_s = time.monotonic() + self._settings.load_timeout_s
         done = bisect_right(state.ends, num_computed_tokens)
-        for index, identifier, _ in state.items[state.done : done]:
-            self._leave(self._wanted.get(identifier), (request.request_id, index))
-        state.done = done
+        if done != state.done:
+            for index, identifier, _ in state.items[state.done : done]:
+                self._leave(self._wanted.get(identifier), (request.request_id, index))
+            state.done = done
         if done == len(state.items):
             return True
         return not state.failed and self._all_settled(request.request_id, state)
@@ -237,16 +239,17 @@ class SchedulerRole:
             return ""
 
     def _all_settled(self, request_id: str, state: _Request) -> bool:
-        ahead = [item for item in state.items[state.done :] if item[0] not in state.given]
-        open_items = [self._want(request_id, state, *item) for item in ahead]
-        expectations = [expected for _, _, expected in ahead]
-        for wanted in open_items:
+        ahead = []
+        for index, identifier, expected in state.items[state.done :]:
+            if index not in state.given:
+                ahead.append((self._want(request_id, state, index, identifier, expected), expected))
+        for wanted, _ in ahead:
             self._look(wanted)
-        late = time.monotonic() >= state.deadline_s
         settled = True
-        for wanted, expected in zip(open_items, expectations, strict=True):
+        for wanted, expected in ahead:
             if wanted.missing or self._serves(wanted, ENOUGH_LEFT):
                 continue
+            late = time.monotonic() >= state.deadline_s
             if wanted.item is not None:
                 self._note_mismatch(wanted)
                 settled = settled and not self._fails
@@ -257,7 +260,7 @@ class SchedulerRole:
                 self._note_away("it did not answer in time")
                 self._give_up(wanted, "ecd did not answer in time")
                 wanted.missing = True
-            if self._fails and (late or (wanted.item and wanted.item.shape[:1] != (expected,))):
+            if self._fails and (late or (wanted.item and wanted.length != expected)):
                 self._fail(request_id, state, wanted)
                 return False
         return settled
@@ -288,22 +291,17 @@ class SchedulerRole:
             or wanted.answer is not None
             or wanted.missing
             or wanted.identifier in self._to_ask
-            or time.monotonic() < wanted.ask_again_s
+            or (wanted.ask_again_s and time.monotonic() < wanted.ask_again_s)
         ):
             return
         try:
-            wanted.item = self._client.get_now(wanted.identifier)
-            coming = wanted.item is None and (
-                self._fails or self._client.is_coming(wanted.identifier)
-            )
-            if wanted.item is None and not coming:
-                wanted.item = self._client.get_now(wanted.identifier)
+            item, may_come = self._client.get_now(wanted.identifier)
         except EcdError as error:
             self._note_failure(wanted, error)
             return
-        if wanted.item is not None:
-            self._note_hit()
-        elif coming:
+        if item is not None:
+            self._note_hit(wanted, item)
+        elif may_come or self._fails:
             self._to_ask[wanted.identifier] = wanted
         else:
             self._note_miss(wanted, "nobody has stored it")
@@ -311,8 +309,7 @@ class SchedulerRole:
     def _send(self) -> None:
         """One message for all that this step did not find, and one for each group of consumers."""
         asked, self._to_ask = self._to_ask, {}
-        unique = [wanted for wanted in asked.values() if wanted.expected]
-        if unique:
+        if unique := [wanted for wanted in asked.values() if wanted.expected]:
             self._ask(unique)
         offers, self._to_offer = self._to_offer, {}
         for consumers, identifiers in offers.items():
@@ -343,13 +340,14 @@ class SchedulerRole:
         if error is not None:
             self._note_failure(wanted, error)
             return
-        wanted.item = answer.result()
-        if wanted.item is None:
+        item = answer.result()
+        if item is None:
             self._note_miss(wanted, wanted.cause)
             return
-        self._note_hit()
+        self._note_hit(wanted, item)
 
-    def _note_hit(self) -> None:
+    def _note_hit(self, wanted: _Wanted, item: Item) -> None:
+        wanted.item, wanted.length = item, next(iter(item.shape), -1)
         self._away = False
         self.stats.count("hits")
 
@@ -371,11 +369,9 @@ class SchedulerRole:
     def _serves(self, wanted: _Wanted, share_left: float) -> bool:
         """Whether the item is here and is what each of its users expects."""
         item = wanted.item
-        return (
-            item is not None
-            and _has_left(item, share_left)
-            and all(item.shape[:1] == (expected,) for expected in wanted.expected.values())
-        )
+        if item is None or not _has_left(item, share_left):
+            return False
+        return all(map(wanted.length.__eq__, wanted.expected.values()))
 
     def _fail(self, request_id: str, state: _Request, wanted: _Wanted) -> None:
         self.stats.count("unavailable")
@@ -439,6 +435,8 @@ class SchedulerRole:
 
 def _has_left(item: Item, share: float) -> bool:
     lease = item.lease
+    if lease.expires_s == inf:
+        return True
     left_s = lease.expires_s - time.monotonic()
     return left_s >= share * lease.conversation.lease_ttl_s
 
@@ -452,7 +450,7 @@ def _load(load: int, wanted: _Wanted) -> Load:
         identifier=wanted.identifier,
         incarnation=conversation.incarnation,
         pool_path=conversation.pool_path,
-        pool_fd_path=f"/proc/{os.getpid()}/fd/{conversation.pool_fd}",
+        pool_fd_path=conversation.pool_fd_path,
         pool_bytes=conversation.pool_bytes,
         offset=lease.extent.offset,
         nbytes=lease.extent.nbytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorMetadata,
@@ -12,8 +13,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from ecd_client.vllm.stats import EcdStats
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """One leased extent that every worker is to copy into its encoder cache.
 
     `expires_s` is on the node's monotonic clock; the scheduler keeps the lease, renewed, until
