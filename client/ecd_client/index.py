@@ -123,6 +123,7 @@ class Index:
         self._buckets = buckets.cast("I")
         self._rows = memory.view(shape.rows_at, shape.rows * ROW_BYTES)
         self._names = Names(memory.view(NAMES_AT, NAMES_BYTES))
+        self._numbers = self._names.numbers
         self._desks = memory.view(DESKS_AT, shape.desks * DESK_BYTES).cast("Q")
         self._words = page.view(0, PAGE_BYTES).cast("Q")
         self._pages = pages.view(0, pages.nbytes).cast("Q")  # of all sessions
@@ -185,7 +186,7 @@ class Index:
 
     def record(self, namespace: str, mm_hash: str) -> bytes | None:
         """What the key's row has. None: its namespace has none. Raises AskDaemon."""
-        number = self._names.numbers.get(namespace)
+        number = self._numbers.get(namespace)
         if number is None:
             unlisted = self._header[UNLISTED_WORD]
             number = self._names.number_of(namespace)
