@@ -164,12 +164,13 @@ class Index:
         """
         record = self.record(namespace, mm_hash)
         for _ in range(TRIES):
-            found = record and self._find(record)
-            if not found and or_coming and self._header[RESERVATIONS_WORD]:
-                break
-            if not found and record:
-                found = self._find_put(record, or_coming)
-            if not found:
+            found = None if record is None else self._find(record)
+            if found is None:
+                if or_coming and self._header[RESERVATIONS_WORD]:
+                    break
+                if record is not None:
+                    found = self._find_put(record, or_coming)
+            if found is None:
                 if final:
                     self._count(MISSES_WORD)
                 return None

@@ -646,9 +646,10 @@ class Cache:
         entry.checksum = checksum
         self._index.publish(entry)
         self._policy.add(entry)
-        self._clients.show(_info(entry))
+        info = _info(entry)
+        self._clients.show(info)
         self._clients.note_reservations(self._index.reservations)
-        self._note_change(entry.key, stored=True)
+        self._note_change(info.key, stored=True)
         self.counters.puts += 1
         self.counters.bytes_in += entry.content.nbytes
         return Committed(
@@ -658,7 +659,7 @@ class Cache:
                     wait.ticket,
                     Stored() if wait.to_pin else self._lease(wait.session, entry, now_s),
                 )
-                for wait in self._waits.take_for_key(entry.key)
+                for wait in self._waits.take_for_key(info.key)
             )
         )
 
@@ -734,8 +735,9 @@ class Cache:
         self.counters.evictions[reason] += 1
         entry.step(EntryEvent.EVICT)
         self._index.hide(entry)
-        self._clients.hide(entry.id, entry.key)
-        self._note_change(entry.key, stored=False)
+        key = entry.key
+        self._clients.hide(entry.id, key)
+        self._note_change(key, stored=False)
         if entry.leases == 0:
             self._policy.remove(entry)
         self._evicted.append(entry)
