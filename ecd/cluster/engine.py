@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import json
 import os
 import queue
-import struct
 import threading
 import time
 from collections import deque
@@ -24,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ecd.cluster.checksum import PIECE_BYTES, digests
+from ecd.cluster.handshake import describe
 from ecd_proto.mapping import Mapping
 
 MAX_READS_PER_PEER = 64
@@ -40,12 +39,11 @@ BYTES_PER_S = 4e9
 IDENTITY_BYTES = 16
 PROOFS = 4096
 """Looks at identities under way at one time, one a peer; dead peers hold theirs for a while."""
+TOGETHER_S = 0.02
+"""A read and a look at the identity that both began and ended within this are of one node: none
+dies, starts anew and answers on its old port in less."""
 SWEEP_S = 0.05
 PR_SET_TIMERSLACK = 29
-HANDSHAKE_TIMEOUT_S = 1.0
-MAX_HANDSHAKE_BYTES = 1 << 20
-METADATA = b"\x01"
-"""The handshake's request for a node's description."""
 
 VARIABLES = {
     "MC_LOG_LEVEL": "ERROR",
@@ -97,6 +95,7 @@ class Reading:
     under_way: int = 0
     waits: bool = True  # for its turn
     arrived: dict[int, int] = field(default_factory=dict)  # digests by offset
+    proven_until_s: float = 0.0  # if all of it has arrived by then, at the first attempt
 
     def give_up(self) -> None:
         """Begin no more of it."""
@@ -123,12 +122,18 @@ class _Piece:
 
 @dataclass(eq=False)
 class _Proof:
-    """A read of a node's identity, begun after these readings' last bytes had arrived."""
+    """A read of a node's identity, begun after these readings' last bytes had arrived.
+
+    An early one was begun with them: it can prove them, if all of it is quick, or nothing.
+    """
 
     readings: list[Reading]
     slot: int
+    early: bool
+    begun_s: float
     id: int = 0
     failures: int = 0
+    arrived: list[Reading] = field(default_factory=list)  # before it, if it is an early one
 
 
 @dataclass(eq=False)
@@ -147,7 +152,8 @@ class _Lineup:
         return not (self.turns or self.pieces or self.unproven or self.proof)
 
 
-_Ended = tuple[Reading, "list[int] | str"]
+_Ended = tuple[Reading, "str | None"]
+"""A reading that is over, and why it failed."""
 """The digests, or why there are none."""
 
 
@@ -213,9 +219,9 @@ class Engine:
     def read(self, source: Source, target: int) -> Reading:
         """Bring the bytes of `source` to the address `target`, and make sure whose they were.
 
-        The identity is read after the last byte has arrived: a node that restarted on its old
-        ports answers for its old self until then. Pieces that fail are read again at once, as
-        often as there may be connections that have died.
+        The identity is read after the last byte has arrived, for a node that restarted answers on
+        its old ports; of small reads at the same time, where that is enough (TOGETHER_S). Pieces
+        that fail are read again at once, as often as there may be connections that have died.
         """
         reading = Reading(source, target, self._loop.create_future())
         self._submitted.put(reading)
@@ -314,11 +320,23 @@ class Engine:
         if reading.again or reading.fresh < reading.source.nbytes:
             return False
         if reading.under_way == 0:
-            lineup.unproven.append(reading)
+            proof = lineup.proof
+            if proof is not None and proof.early and reading in proof.readings:
+                proof.arrived.append(reading)
+            else:
+                self._prove(reading, lineup, ended)
         return True
+
+    @staticmethod
+    def _prove(reading: Reading, lineup: _Lineup, ended: list[_Ended]) -> None:
+        if reading.failures == 0 and time.monotonic() < reading.proven_until_s:
+            ended.append((reading, None))
+        else:
+            lineup.unproven.append(reading)
 
     def _begin(self, peer: str, lineup: _Lineup, ended: list[_Ended]) -> None:
         """Begin as many pieces as may be under way, one of each reading in turn, and a proof."""
+        whole: list[Reading] = []
         while lineup.turns and len(lineup.pieces) < MAX_READS_PER_PEER:
             reading = lineup.turns[0]
             if self._is_over(reading, lineup, ended):
@@ -338,13 +356,17 @@ class Engine:
             lineup.pieces.append(_Piece(reading, offset, nbytes, began))
             lineup.bytes_under_way += nbytes
             reading.under_way += 1
+            if nbytes == reading.source.nbytes:
+                whole.append(reading)
             lineup.turns.rotate(-1)
-        if lineup.unproven and lineup.proof is None and self._slots:
+        unproven = lineup.unproven or whole
+        if unproven and lineup.proof is None and self._slots:
             # One look at the identity proves all that had arrived before.
-            first = lineup.unproven[0].source
-            alike = [r for r in lineup.unproven if _same_node(r.source, first)]
+            first = unproven[0].source
+            alike = [r for r in unproven if _same_node(r.source, first)]
+            early = unproven is whole
+            lineup.proof = _Proof(alike, self._slots.pop(), early, time.monotonic())
             lineup.unproven = [r for r in lineup.unproven if not _same_node(r.source, first)]
-            lineup.proof = _Proof(alike, self._slots.pop())
             self._begin_proof(peer, lineup.proof)
 
     def _sweep(self, lineup: _Lineup, ended: list[_Ended]) -> None:
@@ -371,19 +393,23 @@ class Engine:
         if status == 0:
             return False
         source = proof.readings[0].source
-        if status == -1 and proof.failures < LANES:
+        if status == -1 and proof.failures < LANES and not proof.early:
             proof.failures += 1
             proof.readings[0].failures += 1
             self._begin_proof(source.engine, proof)
             return True
         at = self._scratch.address + proof.slot * IDENTITY_BYTES
         proven = status == 1 and bytes(_bytes_at(at, IDENTITY_BYTES)) == source.identity
-        why = "another node's memory" if status == 1 else f"{proof.failures} reads failed"
-        for reading in proof.readings:
-            in_order = [digest for _, digest in sorted(reading.arrived.items())]
-            ended.append((reading, in_order if proven else why))
         self._slots.append(proof.slot)
         lineup.proof = None
+        if proof.early:
+            for reading in proof.readings:
+                reading.proven_until_s = proof.begun_s + TOGETHER_S if proven else 0.0
+            for reading in proof.arrived:
+                self._prove(reading, lineup, ended)
+            return True
+        why = "another node's memory" if status == 1 else f"{proof.failures} reads failed"
+        ended.extend((reading, None if proven else why) for reading in proof.readings)
         return True
 
     def _submit(self, peer: str, target: int, source: int, nbytes: int) -> int:
@@ -411,13 +437,14 @@ def _bytes_at(address: int, nbytes: int) -> memoryview:
 
 
 def _settle(ended: list[_Ended]) -> None:
-    for reading, outcome in ended:
+    for reading, failure in ended:
         if reading.ended.done():
             continue
-        if isinstance(outcome, str):
-            reading.ended.set_exception(ReadFailed(outcome))
+        if failure is not None:
+            reading.ended.set_exception(ReadFailed(failure))
         else:
-            reading.ended.set_result(outcome)
+            in_order = sorted(reading.arrived.items())
+            reading.ended.set_result([digest for _, digest in in_order])
 
 
 def _start(
@@ -444,55 +471,3 @@ def _start(
             "free, or ECD_DEVICE is not a device of this machine"
         )
     return engine
-
-
-async def describe(endpoint: str) -> dict[str, Any]:
-    """What the engine at host:port says of itself: protocol, data port, registered memory.
-
-    Speaks Mooncake's own handshake, whose library call holds the interpreter while it waits.
-    Raises OSError: it cannot be reached within HANDSHAKE_TIMEOUT_S, or does not speak it.
-    """
-    host, _, port = endpoint.rpartition(":")
-    try:
-        return await asyncio.wait_for(_describe(host, int(port)), HANDSHAKE_TIMEOUT_S)
-    except asyncio.TimeoutError:
-        raise TimeoutError(f"{endpoint} did not answer within {HANDSHAKE_TIMEOUT_S} s") from None
-
-
-async def _describe(host: str, port: int) -> dict[str, Any]:
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        asked = METADATA + b"{}"
-        writer.write(struct.pack("<Q", len(asked)) + asked)
-        (length,) = struct.unpack("<Q", await reader.readexactly(8))
-        if not 0 < length <= MAX_HANDSHAKE_BYTES:
-            raise OSError(f"{host}:{port} does not speak Mooncake's handshake")
-        answer = json.loads((await reader.readexactly(length))[1:])
-        if not isinstance(answer, dict):
-            raise OSError(f"{host}:{port} does not speak Mooncake's handshake")
-        return answer
-    except (asyncio.IncompleteReadError, ValueError):
-        raise OSError(f"{host}:{port} does not speak Mooncake's handshake") from None
-    finally:
-        writer.close()
-
-
-async def probe(endpoint: str) -> str:
-    """The protocol of the engine at host:port, once both its ports are seen to answer.
-
-    First contact of the engine itself with an address that does not answer would hold up every
-    other transfer. Raises OSError.
-    """
-    described = await describe(endpoint)
-    protocol = str(described.get("protocol"))
-    if protocol == "tcp":
-        host, port = described.get("tcp_data_host"), described.get("tcp_data_port")
-        if not (isinstance(host, str) and isinstance(port, int) and 0 < port < 65536):
-            raise OSError(f"{endpoint} names no data port")
-        connecting = asyncio.open_connection(host, port)
-        try:
-            _, writer = await asyncio.wait_for(connecting, HANDSHAKE_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            raise TimeoutError(f"data port {host}:{port} of {endpoint} does not answer") from None
-        writer.close()
-    return protocol

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from ecd.cluster.background import Background
-from ecd.cluster.engine import probe
+from ecd.cluster.handshake import probe
 from ecd.core.types import Content, Key
 from ecd.wire import InvalidRequest, content_from, to_key
 from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH, MAX_MESSAGE_BYTES, NODE_PATTERN, proof
@@ -31,7 +31,7 @@ ANSWER_TIMEOUT_S = 1.0
 """How long a peer may take to answer, waits apart, before the link to it is given up."""
 BACKOFF_S = (0.25, 10.0)
 """First and longest time for which a peer that did not answer is not asked again."""
-RELEASE_PAUSE_S = 0.005
+RELEASE_PAUSE_S = 0.05
 """How long the ends of leases are collected before they are told."""
 MAX_UNSENT = 1024
 """Requests that wait for a peer to read; offers beyond are dropped."""

@@ -81,7 +81,6 @@ class _Link:
 
     def take(self, request: pb.LinkRequest) -> None:
         """Act on one request. Raises InvalidRequest."""
-        self._sessions.hear()
         match request.WhichOneof("request"):
             case "lease":
                 self._lease(request.lease)
@@ -102,6 +101,9 @@ class _Link:
                 raise InvalidRequest("an unknown request on a link")
 
     def _has(self, key: Key) -> bool:
+        if self._cache.contains(key):
+            return True
+        self._sessions.hear()  # it may have been put a moment ago
         return self._cache.contains(key) or self._cache.is_being_written(key)
 
     def _lease(self, request: pb.LeaseKeys) -> None:

@@ -143,7 +143,7 @@ class Restarting:
     def engine(self) -> dict:
         """Ports of the daemon's engine."""
         code = (
-            "import asyncio, json, sys; from ecd.cluster.engine import describe; "
+            "import asyncio, json, sys; from ecd.cluster.handshake import describe; "
             "print(json.dumps(asyncio.run(describe(sys.argv[1]))))"
         )
         return json.loads(self.near.run(sys.executable, "-c", code, self.has.peers().engine))
@@ -254,6 +254,25 @@ def test_a_read_that_was_given_up_and_completes_late_harms_nobody(
     assert asker.ask("put", key="now", nbytes=50 * MIB, seed=7)["stored"]
     assert asker.get("now", timeout=0.0, seed=7)["right"]
     near.throttle("10gbit")
+    for daemon in (has, wants):
+        daemon.check_nothing_leaked()
+
+
+def test_a_read_too_slow_for_a_proof_that_began_with_it(
+    pair: tuple[Node, Node], on_node: OnNode
+) -> None:
+    """It takes longer than a look at the peer's identity may count for: there is another look."""
+    near, far = pair
+    has, owner = on_node(near, "16MiB")
+    wants, asker = on_node(far, "16MiB")
+    owner.put("slow", MIB, seed=1)
+    near.throttle("80mbit")
+    reply = asker.get("slow", nodes=[near.peer])
+    assert reply["right"]
+    assert reply["seconds"] > 0.05
+    near.throttle("10gbit")
+    [peer] = wants.peers().peers
+    assert (peer.reads, peer.failed_reads) == (1, 0)
     for daemon in (has, wants):
         daemon.check_nothing_leaked()
 
