@@ -72,7 +72,7 @@ class _Request:
     items: list[tuple[int, str, int]]  # index in mm_features, identifier, number of embeddings
     deadline_s: float
     preemptions: int
-    nodes: dict[str, list[str]]  # by identifier, where the request says that it is
+    nodes: dict[str, list[str]] = field(default_factory=dict)  # where it says that items are
     done: int = 0  # items that the request has computed past
     given: set[int] = field(default_factory=set)  # indices whose item was handed to a load
     failed: bool = False
@@ -105,7 +105,7 @@ class SchedulerRole:
         self._settings = settings
         self._fails = settings.on_unavailable == FAIL
         self._is_producer, self._is_consumer = is_producer, is_consumer
-        self._workers = workers
+        self._ranks = frozenset(range(workers))
         self._metadata = PlaceholderMetadata(model_config)
         self._client = Client(
             settings.address,
@@ -171,7 +171,7 @@ class SchedulerRole:
         load = _load(self._last_load, wanted)
         self._new_loads.append(load)
         wanted.expected[load.id] = load.shape[0]
-        self._loading[load.id] = _Loading(wanted, set(range(self._workers)), time.monotonic())
+        self._loading[load.id] = _Loading(wanted, set(self._ranks), time.monotonic())
         state = self._requests.get(request.request_id)
         if state is not None:
             state.given.add(index)
@@ -179,7 +179,8 @@ class SchedulerRole:
 
     def take_loads(self) -> list[Load]:
         """What the workers are to load in the step just scheduled; tells the daemon of the step."""
-        self._send()
+        if self._to_ask or self._to_offer:
+            self._send()
         while self._loading:
             oldest, loading = next(iter(self._loading.items()))
             if time.monotonic() - loading.since_s < MAX_LOAD_S:
@@ -224,13 +225,15 @@ class SchedulerRole:
                 position = feature.mm_position
                 ends.append(position.offset + position.length)
                 items.append((index, feature.identifier, position.get_num_embeds()))
-        consumers = consumers_in(request.ec_transfer_params)
-        if self._is_producer and consumers and items:
-            offered = self._to_offer.setdefault(tuple(consumers), [])
-            offered.extend(identifier for _, identifier, _ in items)
         deadline_s = time.monotonic() + self._settings.load_timeout_s
-        nodes = nodes_in(request.ec_transfer_params)
-        return _Request(ends, items, deadline_s, request.num_preemptions, nodes)
+        state = _Request(ends, items, deadline_s, request.num_preemptions)
+        if params := request.ec_transfer_params:
+            state.nodes = nodes_in(params)
+            consumers = consumers_in(params)
+            if self._is_producer and consumers and items:
+                offered = self._to_offer.setdefault(tuple(consumers), [])
+                offered.extend(identifier for _, identifier, _ in items)
+        return state
 
     def _node(self) -> str:
         try:
@@ -278,12 +281,14 @@ class SchedulerRole:
             else:
                 wanted = self._wanted[identifier] = _Wanted(identifier)
         wanted.expected[user] = expected
-        wanted.nodes = state.nodes.get(identifier, wanted.nodes)
+        if state.nodes:
+            wanted.nodes = state.nodes.get(identifier, wanted.nodes)
         return wanted
 
     def _look(self, wanted: _Wanted) -> None:
         """See whether the item is there; what memory does not show goes into the next message."""
-        self._take_answer(wanted)
+        if wanted.answer is not None:
+            self._take_answer(wanted)
         if wanted.item is not None and not _has_left(wanted.item, ENOUGH_LEFT):
             self._give_up(wanted, "its lease ran out: the daemon is away")
         if (
@@ -333,9 +338,11 @@ class SchedulerRole:
             wanted.cause = "nobody has stored it"
 
     def _take_answer(self, wanted: _Wanted) -> None:
-        if wanted.answer is None or not wanted.answer.done():
+        answer = wanted.answer
+        assert answer is not None
+        if not answer.done():
             return
-        answer, wanted.answer = wanted.answer, None
+        wanted.answer = None
         error = answer.exception()
         if error is not None:
             self._note_failure(wanted, error)
@@ -444,17 +451,17 @@ def _has_left(item: Item, share: float) -> bool:
 def _load(load: int, wanted: _Wanted) -> Load:
     assert wanted.item is not None
     lease = wanted.item.lease
-    conversation = lease.conversation
-    return Load(
-        id=load,
-        identifier=wanted.identifier,
-        incarnation=conversation.incarnation,
-        pool_path=conversation.pool_path,
-        pool_fd_path=conversation.pool_fd_path,
-        pool_bytes=conversation.pool_bytes,
-        offset=lease.extent.offset,
-        nbytes=lease.extent.nbytes,
-        dtype=wanted.item.dtype,
-        shape=wanted.item.shape,
-        expires_s=lease.expires_s,
+    conversation, content, extent = lease.conversation, lease.content, lease.extent
+    return Load(  # in order, as naming each takes longer than all the rest
+        load,
+        wanted.identifier,
+        conversation.incarnation,
+        conversation.pool_path,
+        conversation.pool_fd_path,
+        conversation.pool_bytes,
+        extent.offset,
+        extent.nbytes,
+        content.dtype,
+        tuple(content.shape),
+        lease.expires_s,
     )

@@ -82,7 +82,7 @@ class Settings:
         weights, so their items are shared only in a namespace that somebody chose.
         """
         return (
-            _PER_PROCESS.match(identifier) is None
+            not ("renderer" in identifier and _PER_PROCESS.match(identifier))
             and not (self.private_adapters and ":" in identifier)
             and 0 < len(identifier.encode()) <= MAX_MM_HASH_BYTES
         )
