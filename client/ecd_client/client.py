@@ -146,15 +146,17 @@ class Client:
     ) -> Future[bool]:
         """`put` without waiting: the space is asked for at once, the copy made on the side.
 
-        The tensor must not be written to until the future is done. A key that another client is
-        writing is left to it (False). Raises InvalidArgument, DaemonUnavailable, and EcdError
-        when MAX_PENDING_PUTS are in flight; the future raises EcdError.
+        What is small and on the host is copied before this returns, if memory was granted for it:
+        that takes less than handing it over. The tensor must not be written to until the future
+        is done. A key that another client is writing is left to it (False). Raises
+        InvalidArgument, DaemonUnavailable, and EcdError when MAX_PENDING_PUTS are in flight; the
+        future raises EcdError.
         """
         from ecd_client.tensors import Source, describe
 
         dtype, shape = describe(tensor)
         what = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
-        return self._writer.put_async(what, Source(tensor).copy_to)
+        return self._writer.put_async(what, Source(tensor).copy_to, tensor.is_cpu)
 
     # -- reading -------------------------------------------------------------------------------
 

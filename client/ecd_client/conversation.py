@@ -186,7 +186,7 @@ class Conversation:
         return Pin(self, self.index, *found)
 
     def begin_put(self, what: What) -> Begun | bool | None:
-        """What `finish_put` takes; False: it is stored already; None: it takes a call.
+        """What `write_put` takes; False: it is stored already; None: it takes a call.
 
         For those who `use` the conversation.
         """
@@ -219,19 +219,24 @@ class Conversation:
                 return True
         return False
 
-    def finish_put(self, begun: Begun, copy_to: CopyTo) -> bool | None:
-        """Write it and let it be seen. False: it is stored already; None: it takes a call.
+    def write_put(self, begun: Begun, copy_to: CopyTo) -> bool:
+        """Write it and let it be seen. False: there is an answer to wait for."""
+        assert self.index is not None
+        assert self.index.puts is not None
+        return self.index.puts.write(
+            begun,
+            lambda: copy_to(self._map_writable().view(begun.offset, begun.nbytes)),
+            lambda: self._over,
+        )
+
+    def answer_to_put(self, begun: Begun) -> bool | None:
+        """True: stored; False: it was there already; None: it takes a call.
 
         Raises DaemonUnavailable.
         """
         assert self.index is not None
         assert self.index.puts is not None
-        return self.index.puts.finish(
-            begun,
-            lambda: copy_to(self._map_writable().view(begun.offset, begun.nbytes)),
-            lambda: self._over,
-            self.calls.timeout_s,
-        )
+        return self.index.puts.answer(begun, lambda: self._over, self.calls.timeout_s)
 
     def release(self, lease: Lease) -> None:
         """End a lease; nobody waits for the daemon's answer."""

@@ -74,7 +74,7 @@ class Item:
         """A private copy on `device`, good for ever. Raises LeaseExpired."""
         from ecd_client.tensors import private_copy
 
-        copy = private_copy(self.tensor, device)
+        copy = private_copy(self.view, self.dtype, self.shape, device)
         self.check()  # the lease held until every byte was read
         return copy
 

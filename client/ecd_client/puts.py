@@ -80,7 +80,7 @@ class Begun(NamedTuple):
     offset: int
     nbytes: int
     record: bytes
-    asks: bool = False
+    asks: bool
 
 
 class Puts:
@@ -114,18 +114,11 @@ class Puts:
             return None
         return self._begin(what, record) or self._begin(what, record)  # the grant may have changed
 
-    def finish(
-        self,
-        begun: Begun,
-        copy_to: Callable[[], None],
-        over: Callable[[], bool],
-        timeout_s: float,
-    ) -> bool | None:
-        """True: stored; False: it was there; None: it takes a call, and nothing has happened.
+    def write(self, begun: Begun, copy_to: Callable[[], None], over: Callable[[], bool]) -> bool:
+        """Have `copy_to` write the bytes, and let the entry be seen. Raises what that raises.
 
-        `copy_to` writes the bytes; `over` says whether the daemon went away. The answer is waited
-        for only where the daemon might refuse. Raises DaemonUnavailable, after which this session
-        must end, and what `copy_to` raises.
+        True: that was all. False: there is an `answer` to wait for, as the daemon might refuse,
+        lags behind or is, by `over`, gone.
         """
         try:
             copy_to()
@@ -135,10 +128,17 @@ class Puts:
         with self._lock:  # a locked instruction, which completes even a copy past the caches
             self._words[_word_of(begun.place) + PUT_DONE] = begun.number
         lags = len(self._unanswered) >= MAX_UNANSWERED
-        if self._ring() and not (lags or begun.asks or over()):
-            with self._lock:
-                self._unanswered.append(begun)
-            return True
+        if not self._ring() or lags or begun.asks or over():
+            return False
+        with self._lock:
+            self._unanswered.append(begun)
+        return True
+
+    def answer(self, begun: Begun, over: Callable[[], bool], timeout_s: float) -> bool | None:
+        """True: stored; False: it was there; None: it takes a call, and nothing has happened.
+
+        Raises DaemonUnavailable, after which this session must end.
+        """
         outcome = self._wait(begun, over, timeout_s)
         self.leave(begun)
         return None if outcome == REFUSED else outcome == STORED
@@ -164,32 +164,22 @@ class Puts:
             number, offset = piece
             grant = self._grants[number]
             self._last += 1
-            begun = Begun(self._places.pop(), self._last, offset, what.nbytes, record)
+            put, place = self._last, self._places.pop()
             self._records.add(record)
             self._words[PUTS_WORD] += 1
-        row = pack_row(
-            record,
-            Row(
-                begun.number,
-                0,
-                begun.offset,
-                what.nbytes,
-                what.dtype,
-                what.shape,
-                what.metadata,
-                what.cost_s,
-                False,
-            ),
-            0,
-        )
-        at = _word_of(begun.place)
+        _, _, dtype, shape, nbytes, metadata, cost_s = what
+        content = Row(put, 0, offset, nbytes, dtype, shape, metadata, cost_s, False)
+        row = pack_row(record, content, 0)
+        at = _word_of(place)
         start = (at + PUT_ROW) * 8
         self._memory[start : start + ROW_BYTES] = row
-        self._words[at + PUT_NUMBER] = begun.number
+        self._words[at + PUT_NUMBER] = put
+        asks = self._header[RESERVATIONS_WORD] > 0
+        begun = Begun(place, put, offset, nbytes, record, asks)
         if row_asks(row) or not self._is_granted(number, grant):
             self.leave(begun)
             return None
-        return begun._replace(asks=self._header[RESERVATIONS_WORD] > 0)
+        return begun
 
     def _take_piece(self, nbytes: int) -> tuple[int, int] | None:
         """Cut off the grant: of which of its pieces, and where that is. None: it has no such."""

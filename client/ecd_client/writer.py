@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from ecd_client.conversation import Conversation
@@ -24,6 +25,8 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_PENDING_PUTS = 256
 """Asynchronous puts in flight before `put_async` refuses."""
+COPIED_HERE_BYTES = 256 << 10
+"""Of `put_async`: waking another thread takes about as long as copying these."""
 
 
 def describe_entry(
@@ -63,8 +66,8 @@ class Writer:
             conversation = self._session.use()
             try:
                 with conversation.whole_or_abandoned():
-                    begun = conversation.begin_put(what)
-                    stored = _finish(conversation, what, begun, None, copy_to)
+                    put = _Put(conversation, what, copy_to, conversation.begin_put(what))
+                    stored = put.finish()
             finally:
                 conversation.unuse()
             if stored is not None:
@@ -75,48 +78,96 @@ class Writer:
             if self._reader.wait_for_writer((what.namespace, what.mm_hash), left_s):
                 return False
 
-    def put_async(self, what: What, copy_to: CopyTo) -> Future[bool]:
-        """Announced or reserved at once, copied on the side; what another writes is left to it."""
+    def put_async(self, what: What, copy_to: CopyTo, on_host: bool) -> Future[bool]:
+        """Announced or reserved at once, copied on the side; what another writes is left to it.
+
+        Small entries that are `on_host` are copied here, if that is in granted memory.
+        """
         conversation = self._session.use()
         if not self._slots.acquire(blocking=False):
             conversation.unuse()
             raise EcdError(f"{MAX_PENDING_PUTS} puts are in flight: wait for one of them")
-        begun, reply = conversation.begin_put(what), None
-        if begun is None:
-            reply = conversation.calls.later("reserve", _reserve(conversation, what))
+        put = _Put(conversation, what, copy_to, conversation.begin_put(what))
+        if put.begun is None:
+            put.reply = conversation.calls.later("reserve", _reserve(conversation, what))
+        elif put.begun is False or (on_host and what.nbytes <= COPIED_HERE_BYTES):
+            ended = put.try_now()
+            if ended is not None:
+                self._let_go(put)
+                return ended
+        return self._side.submit(self._finish, put)
 
-        def finish() -> bool:
-            try:
-                with conversation.whole_or_abandoned():
-                    return _finish(conversation, what, begun, reply, copy_to) or False
-            finally:
-                conversation.unuse()
-                self._slots.release()
+    def _finish(self, put: _Put) -> bool:
+        try:
+            with put.conversation.whole_or_abandoned():
+                return put.finish() or False
+        finally:
+            self._let_go(put)
 
-        return self._side.submit(finish)
+    def _let_go(self, put: _Put) -> None:
+        put.conversation.unuse()
+        self._slots.release()
 
     def close(self) -> None:
         """Finish the puts in flight."""
         self._side.shutdown(wait=True)
 
 
-def _finish(
-    conversation: Conversation,
-    what: What,
-    begun: Begun | bool | None,
-    reply: Any,
-    copy_to: CopyTo,
-) -> bool | None:
-    """What came of a put: in granted memory if it was begun there, else by calls.
+@dataclass(eq=False)
+class _Put:
+    """One put on its way."""
 
-    `reply` is the future of a Reserve that was sent already. None: another client writes it.
-    """
-    stored = conversation.finish_put(begun, copy_to) if isinstance(begun, Begun) else begun
-    if stored is not None:
-        return stored
-    request = _reserve(conversation, what)
-    reserved = conversation.calls.now("reserve", request) if reply is None else reply.result()
-    return _write(conversation, reserved, copy_to)
+    conversation: Conversation
+    what: What
+    copy_to: CopyTo
+    begun: Begun | bool | None  # what Conversation.begin_put says
+    reply: Any = None  # of a Reserve that was sent already
+    written: bool = False
+
+    def try_now(self) -> Future[bool] | None:
+        """What came of it, if that can be had without waiting."""
+        try:
+            stored = self.write()
+        except Exception as error:
+            failed: Future[bool] = Future()
+            failed.set_exception(error)
+            return failed
+        return None if stored is None else _DONE[stored]
+
+    def write(self) -> bool | None:
+        """What came of it, if that is known now. Raises what `copy_to` raises."""
+        if not isinstance(self.begun, Begun):
+            return self.begun
+        if self.written:
+            return None
+        self.written = True
+        return self.conversation.write_put(self.begun, self.copy_to) or None
+
+    def finish(self) -> bool | None:
+        """What came of it, in granted memory if it was begun there, else by calls.
+
+        None: another client writes it.
+        """
+        stored = self.write()
+        if stored is None and isinstance(self.begun, Begun):
+            stored = self.conversation.answer_to_put(self.begun)
+        if stored is not None:
+            return stored
+        conversation = self.conversation
+        if self.reply is None:
+            reserved = conversation.calls.now("reserve", _reserve(conversation, self.what))
+        else:
+            reserved = self.reply.result()
+        return _write(conversation, reserved, self.copy_to)
+
+
+def _done(stored: bool) -> Future[bool]:
+    done: Future[bool] = Future()
+    done.set_result(stored)
+    return done
+
+
+_DONE = {stored: _done(stored) for stored in (True, False)}
 
 
 def _write(conversation: Conversation, reply: pb.ReserveReply, copy_to: CopyTo) -> bool | None:

@@ -165,7 +165,7 @@ def test_an_entry_that_is_being_written_is_waited_for(
     there.get("nothing", 0.1, nodes=[here.node])  # the link is there
     torch.Tensor.copy_ = slow_copy
     try:
-        stored = here.put_async("k", torch.full((1000,), 3.0))
+        stored = here.put_async("k", torch.full((1000, 2), 3.0)[:, 0])  # torch copies that
         eventually(lambda: a.status().pool.reserved_bytes > 0)
         started = time.monotonic()
         with there.get("k", 5.0, nodes=[here.node]) as item:

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.tensors import as_tensor, private_copy
+from ecd_client.tensors import private_copy
 from ecd_client.vllm.settings import Settings
 from ecd_client.vllm.stats import EcdStats
 from ecd_client.vllm.transfer import Load
@@ -47,6 +47,7 @@ class WorkerRole:
         self._saving_bytes = 0
         self._encoding_since_s = monotonic()
         self._rank: int | None = None
+        self._device: torch.device | None = None
 
     def close(self) -> None:
         self._client.close()
@@ -72,10 +73,10 @@ class WorkerRole:
         return loaded
 
     def _copy(self, load: Load) -> torch.Tensor:
-        device = _device()
+        device = self._device = self._device or _device()
         try:
             view = self._pool(load).view(load.offset, load.nbytes)
-            copy = private_copy(as_tensor(view, load.dtype, load.shape), device)
+            copy = private_copy(view, load.dtype, load.shape, device)
             if monotonic() < load.expires_s:
                 return copy
             cause = "its lease may have run out before this step"
@@ -113,7 +114,7 @@ class WorkerRole:
     # -- saving --------------------------------------------------------------------------------
 
     def save(self, identifier: str, output: torch.Tensor) -> None:
-        """Store one encoder output; copied on the side, so that the step goes on."""
+        """Store one encoder output; what takes long is done on the side, and the step goes on."""
         if self._tensor_parallel_rank() != 0 or not self._settings.shares(identifier):
             return
         self._reap()
@@ -163,11 +164,11 @@ class WorkerRole:
         return self._rank
 
 
-def _device() -> torch.device | str:
+def _device() -> torch.device:
     """Where this worker's encoder cache lies."""
     from vllm.platforms import current_platform
 
     device: Any = current_platform.device_type
     if current_platform.is_cuda_alike():
-        return f"{device}:{current_platform.current_device()}"
-    return str(device)
+        return torch.device(f"{device}:{current_platform.current_device()}")
+    return torch.device(device)
