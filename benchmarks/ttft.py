@@ -2,20 +2,22 @@
 
     python benchmarks/ttft.py [--rounds N] [--version 0.32.0] [--output FILE.md]
 
-Real vLLM engines, all alive at once, each in a process of its own: for ecd and for the example
-connector one that encodes and one that consumes, one engine that knows neither, and one with ecd
-that encodes for itself and finds nothing to reuse. Every round takes a new picture of each size
-through all of them, one after the other and each first in its turn; the time is that of the last
-request, from the call to the first token. The models are tiny and random: what is compared is what
-sharing costs, not what encoding does. Needs `make vllm`.
+Real vLLM engines, each in a process of its own: one that encodes for others, one that consumes, one
+that does both, and one that knows no connector. The first three switch from way to way
+(`switching.py`), so that ways are compared within one process. Every way gets new pictures of each
+size, one after the other in random order; the time is from the call to the first token. The models
+are tiny and random: what is compared is what sharing costs, not what encoding does. Needs `make
+vllm`.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -25,101 +27,153 @@ from common import MIB, end_daemon, report, start_daemon
 from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from e2e.engines import Engine, make_model, python_of
+from e2e.engines import HERE, Engine, make_model, python_of
 
-SIZES = ("112x112", "224x224", "448x448", "896x896")
+SIZES = {"112x112": 16, "224x224": 12, "448x448": 8, "896x896": 4}
+"""Pictures of each size in a round, for each way."""
 SAVE_S = 0.3
-"""Between the producer's answer and the consumer's request: no save is waited for."""
-ECD, EXAMPLE, ALONE, NO_REUSE = "ecd", "ECExampleConnector", "no connector", "ecd, nothing reused"
+"""Between the producer's last answer and the first request: no save is waited for."""
+ECD, EXAMPLE, NOTHING = "EcdConnector", "ECExampleConnector", "Nothing"
+CONSUMER, BOTH, PLAIN = "ec_consumer", "ec_both", "no connector"
+TIMED = {
+    "ecd": (CONSUMER, ECD, True),
+    "ECExampleConnector": (CONSUMER, EXAMPLE, True),
+    "nothing": (CONSUMER, NOTHING, False),
+    "ecd, nothing reused": (BOTH, ECD, False),
+    "nothing, in that engine": (BOTH, NOTHING, False),
+    "an engine without a connector": (PLAIN, NOTHING, False),
+}
+"""The engine, the way, and whether the picture was encoded elsewhere before."""
+COMPARED = {
+    "ecd : ECExampleConnector": ("ecd", "ECExampleConnector"),
+    "ecd : nothing": ("ecd", "nothing"),
+    "ecd, nothing reused : nothing": ("ecd, nothing reused", "nothing, in that engine"),
+}
+RESAMPLES = 1000
+
+Took = dict[str, dict[str, list[float]]]
+"""Seconds by way and size, in order of turns; each turn has one of each way."""
 
 
-def connector(name: str, role: str, place: str) -> dict:
-    if name == EXAMPLE:
-        kind = {"ec_connector": name, "ec_connector_extra_config": {"shared_storage_path": place}}
-    else:
-        kind = {
-            "ec_connector": "EcdConnector",
-            "ec_connector_module_path": "ecd_client.vllm",
-            "ec_connector_extra_config": {"ecd_address": place},
-        }
-    return {**kind, "ec_role": role}
+def start(version: str, model: Path, directory: Path, daemon: str) -> dict[str, Engine]:
+    files = directory / "files"
+    files.mkdir()
+    extra = {"ecd_address": daemon, "shared_storage_path": str(files)}
+    path = os.pathsep.join([str(HERE / "site"), str(Path(__file__).parent)])
 
-
-def start(
-    version: str, model: Path, directory: Path, daemon: str
-) -> tuple[dict[str, Engine], dict[str, Engine]]:
-    """Those that encode for others, and those whose first token is timed."""
-    place = {ECD: daemon, EXAMPLE: str(directory / "files")}
-    Path(place[EXAMPLE]).mkdir()
-
-    def engine(name: str, role: str | None) -> Engine:
+    def engine(role: str) -> Engine:
         setup: dict = {"model": str(model), "engine": {"enable_prefix_caching": False}}
-        if role is not None:
-            setup["connector"] = connector(name, role, place.get(name, daemon))
-        log = directory / f"{name}-{role}.log".replace(" ", "-")
-        return Engine(version, log, setup).wait_ready()
+        if role != PLAIN:
+            setup["connector"] = {
+                "ec_connector": "Switching",
+                "ec_connector_module_path": "switching",
+                "ec_connector_extra_config": extra,
+                "ec_role": role,
+            }
+        log = directory / f"{role}.log".replace(" ", "-")
+        return Engine(version, log, setup, PYTHONPATH=path).wait_ready()
 
-    producers = {name: engine(name, "ec_producer") for name in (ECD, EXAMPLE)}
-    timed = {name: engine(name, "ec_consumer") for name in (ECD, EXAMPLE)}
-    timed[ALONE] = engine(ALONE, None)
-    timed[NO_REUSE] = engine(NO_REUSE, "ec_both")
-    return producers, timed
+    return {role: engine(role) for role in ("ec_producer", CONSUMER, BOTH, PLAIN)}
 
 
-def ask(size: str, seed: int) -> dict:
+def ask(engine: Engine, way: str, size: str, seed: int) -> dict:
     width, height = map(int, size.split("x"))
-    return {"text": "what is in this picture?", "images": [[width, height, seed]]}
+    request = {
+        "text": "what is in this picture?",
+        "images": [[width, height, seed]],
+        "ec_transfer_params": {"way": way},
+    }
+    return engine.generate([request], max_tokens=1)
+
+
+def nothing_yet() -> Took:
+    return {name: {size: [] for size in SIZES} for name in TIMED}
+
+
+def one_round(engines: dict[str, Engine], seeds: Iterator[int]) -> Took:
+    """Some pictures of each size for each way."""
+    took = nothing_yet()
+    turns = []
+    for size, count in SIZES.items():
+        for _ in range(count):
+            turn = [(name, size, next(seeds)) for name in TIMED]
+            random.shuffle(turn)
+            turns.append(turn)
+    random.shuffle(turns)
+    requests = [request for turn in turns for request in turn]
+    for name, size, seed in requests:
+        _, way, encoded_before = TIMED[name]
+        if encoded_before:
+            ask(engines["ec_producer"], way, size, seed)
+    time.sleep(SAVE_S)
+    for name, size, seed in requests:
+        engine, way, encoded_before = TIMED[name]
+        reply = ask(engines[engine], way, size, seed)
+        # What was shared may have come late, or this measures something else.
+        assert reply["encoded"] == (not encoded_before), (name, reply)
+        took[name][size].append(reply["seconds"])
+    return took
+
+
+def ratio(took: Took, sizes: Sequence[str], ways: tuple[str, str]) -> str:
+    """The median of the ratio turn by turn, and the middle 95 % of that in resamples.
+
+    Of several sizes: each counts by what it takes.
+    """
+    pairs = {size: list(zip(*(took[way][size] for way in ways), strict=True)) for size in sizes}
+
+    def once(resample: bool) -> float:
+        one_s = other_s = 0.0
+        for size in sizes:
+            chosen = random.choices(pairs[size], k=len(pairs[size])) if resample else pairs[size]
+            base_s = median(other for _, other in chosen)
+            one_s += base_s * median(one / other for one, other in chosen)
+            other_s += base_s
+        return one_s / other_s
+
+    resampled = sorted(once(True) for _ in range(RESAMPLES))
+    low, high = resampled[RESAMPLES // 40], resampled[-RESAMPLES // 40 - 1]
+    return f"{once(False):.3f} ({low:.3f} to {high:.3f})"
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Pictures of each size.")] = 15,
+    rounds: Annotated[int, typer.Option(help="Of the pictures in SIZES, for each way.")] = 12,
     version: Annotated[str, typer.Option(help="Of vLLM.")] = "0.32.0",
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
 ) -> None:
     if not python_of(version).exists():
         raise SystemExit(f"vLLM {version} is not installed: run make vllm")
     progress = Console(stderr=True)
-    took: dict[str, dict[str, list[float]]] = {}
+    took = nothing_yet()
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ecd-bench-") as name:
         directory = Path(name)
         daemon, address = start_daemon(directory, "ecd", 512 * MIB)
-        progress.print("starting six engines ...")
+        progress.print("starting four engines ...")
         model = make_model(version, "qwen2_5_vl", directory / "model")
-        producers, timed = start(version, model, directory, address)
+        engines = start(version, model, directory, address)
+        seeds = iter(range(random.randrange(1 << 20), 1 << 30))
         try:
-            seed = random.randrange(1 << 20)
             for number in range(rounds + 1):
                 progress.print(f"round {number} ...")
-                for size in SIZES:
-                    seed += 2
-                    for each in producers.values():
-                        each.generate([ask(size, seed)], max_tokens=1)
-                    time.sleep(SAVE_S)
-                    turn = number % len(timed)
-                    for way in [*list(timed)[turn:], *list(timed)[:turn]]:
-                        picture = ask(size, seed + (way == NO_REUSE))  # nobody has seen that one
-                        reply = timed[way].generate([picture], max_tokens=1)
-                        # What was shared may have come late, or this measures something else.
-                        assert reply["encoded"] == (way in (ALONE, NO_REUSE)), (way, reply)
-                        if number:
-                            took.setdefault(way, {}).setdefault(size, []).append(reply["seconds"])
+                for way, sizes in one_round(engines, seeds).items():
+                    for size, seconds in sizes.items():
+                        took[way][size] += seconds if number else []  # the first warms up
         finally:
-            for engine in (*producers.values(), *timed.values()):
+            for engine in engines.values():
                 engine.close()
             end_daemon(daemon)
-    rows = [["", *SIZES]]
+    rows = [["", *SIZES, "one of each size"]]
     for way, sizes in took.items():
-        cells = []
-        for size, values in sizes.items():
-            pairs = zip(values, took[ALONE][size], strict=True)
-            ratio = median(mine / plain for mine, plain in pairs)
-            cells.append(f"{median(values) * 1e3:.1f} ms ({ratio:.2f}x)")
-        rows.append([way, *cells])
+        each = [median(values) * 1e3 for values in sizes.values()]
+        rows.append([way, *(f"{ms:.1f} ms" for ms in (*each, sum(each)))])
+    for title, ways in COMPARED.items():
+        columns = [*([size] for size in SIZES), list(SIZES)]
+        rows.append([title, *(ratio(took, sizes, ways) for sizes in columns)])
     title = (
-        "Time to the first token, medians; in brackets the median of the ratio to the engine "
-        "without a connector, round by round."
+        "Time to the first token, medians; then medians of the ratio turn by turn, in brackets the "
+        "middle 95 % of these in resamples (bootstrap)."
     )
-    report(title, rows, output, width=140, where=f", vLLM {version}")
+    report(title, rows, output, width=170, where=f", vLLM {version}")
 
 
 if __name__ == "__main__":
