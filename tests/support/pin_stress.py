@@ -98,17 +98,17 @@ def run_worker(address: str, without: str, seed: int) -> None:
     ecd_client.conversation.Index = SlowIndex
     if without == "recheck":
         ecd_client.index.row_mark = lambda row: b""
-    finish = ecd_client.puts.Puts.finish
+    write = ecd_client.puts.Puts.write
     take_piece = ecd_client.puts.Puts._take_piece
     is_granted = ecd_client.puts.Puts._is_granted
 
-    def slow_finish(self, begun, copy_to, over, timeout_s):
+    def slow_write(self, begun, copy_to, over):
         def slow_copy() -> None:
             pause()
             copy_to()
             pause()
 
-        return finish(self, begun, slow_copy, over, timeout_s)
+        return write(self, begun, slow_copy, over)
 
     def slow_take_piece(self, nbytes: int) -> tuple[int, int] | None:
         piece = take_piece(self, nbytes)
@@ -120,7 +120,7 @@ def run_worker(address: str, without: str, seed: int) -> None:
         pause()
         return is_granted(self, number, grant) or without == "regrant"
 
-    ecd_client.puts.Puts.finish = slow_finish
+    ecd_client.puts.Puts.write = slow_write
     ecd_client.puts.Puts._take_piece = slow_take_piece
     ecd_client.puts.Puts._is_granted = slow_is_granted
     counts = dict.fromkeys(("gets", "puts", "misses", "wrong", "broken"), 0)
