@@ -128,7 +128,7 @@ class _Put:
         """What came of it, if that can be had without waiting."""
         try:
             stored = self.write()
-        except Exception as error:
+        except Exception as error:  # told by the future, as from the side
             failed: Future[bool] = Future()
             failed.set_exception(error)
             return failed

@@ -81,7 +81,7 @@ class Settings:
         Adapters of the vision tower are known by names that another engine may give to other
         weights, so their items are shared only in a namespace that somebody chose.
         """
-        return (
+        return (  # for every item of every request: most need no look by the pattern
             not ("renderer" in identifier and _PER_PROCESS.match(identifier))
             and not (self.private_adapters and ":" in identifier)
             and 0 < len(identifier.encode()) <= MAX_MM_HASH_BYTES
