@@ -128,6 +128,7 @@ class _Proof:
     An early one was begun with them: it can prove them, if all of it is quick, or nothing.
     """
 
+    source: Source
     readings: list[Reading]
     slot: int
     early: bool
@@ -366,12 +367,12 @@ class Engine:
             first = unproven[0].source
             alike = [r for r in unproven if _same_node(r.source, first)]
             early = unproven is whole
-            lineup.proof = _Proof(alike, self._slots.pop(), early, time.monotonic())
+            lineup.proof = _Proof(first, alike, self._slots.pop(), early, time.monotonic())
             lineup.unproven = [r for r in lineup.unproven if not _same_node(r.source, first)]
             self._begin_proof(peer, lineup.proof)
 
     def _sweep(self, lineup: _Lineup, ended: list[_Ended]) -> None:
-        """Now and then, end what was given up before its turn: it need not wait for a dead peer."""
+        """Now and then, end what was given up and is not under way: no dead peer holds it up."""
         now_s = time.monotonic()
         if now_s - lineup.swept_s < SWEEP_S:
             return
@@ -380,11 +381,16 @@ class Engine:
             lineup.turns.remove(reading)
             reading.waits = False
             self._is_over(reading, lineup, ended)
+        proof = lineup.proof
+        proving = [] if proof is None else proof.arrived if proof.early else proof.readings
+        for readings in (lineup.unproven, proving):
+            for reading in [r for r in readings if not r.wanted]:
+                readings.remove(reading)
+                ended.append((reading, "given up"))
 
     def _begin_proof(self, peer: str, proof: _Proof) -> None:
         target = self._scratch.address + proof.slot * IDENTITY_BYTES
-        source = proof.readings[0].source
-        proof.id = self._submit(peer, target, source.identity_address, IDENTITY_BYTES)
+        proof.id = self._submit(peer, target, proof.source.identity_address, IDENTITY_BYTES)
 
     def _look_at_proof(self, lineup: _Lineup, ended: list[_Ended]) -> bool:
         proof = lineup.proof
@@ -393,14 +399,13 @@ class Engine:
         status = self._status(proof.id)
         if status == 0:
             return False
-        source = proof.readings[0].source
-        if status == -1 and proof.failures < LANES and not proof.early:
+        if status == -1 and proof.failures < LANES and proof.readings and not proof.early:
             proof.failures += 1
             proof.readings[0].failures += 1
-            self._begin_proof(source.engine, proof)
+            self._begin_proof(proof.source.engine, proof)
             return True
         at = self._scratch.address + proof.slot * IDENTITY_BYTES
-        proven = status == 1 and bytes(_bytes_at(at, IDENTITY_BYTES)) == source.identity
+        proven = status == 1 and bytes(_bytes_at(at, IDENTITY_BYTES)) == proof.source.identity
         self._slots.append(proof.slot)
         lineup.proof = None
         if proof.early:

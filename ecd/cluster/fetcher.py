@@ -216,17 +216,19 @@ class Fetcher:
         try:
             while True:
                 reading = self._read(lease, reserved)
+                either = reading.ended, lease.link.gone
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if not lease.link.alive:
+                    raise _Failed(FAILED)
+                if not lease.holds:
+                    peer.last_error = "its lease ran out during a read"
+                    raise _Failed(STALE)
                 try:
-                    pieces = await asyncio.shield(reading.ended)
+                    pieces = reading.ended.result()
                     break
                 except ReadFailed as error:
                     peer.last_error = str(error)
-                    if not lease.holds:
-                        raise _Failed(FAILED) from None
                 await asyncio.sleep(RETRY_PAUSE_S)
-            if not lease.holds:
-                peer.last_error = "it went away, or its lease ran out, during a read"
-                raise _Failed(STALE)
             if fold(pieces) != lease.checksum:
                 peer.last_error = f"sent {reserved.extent.nbytes} bytes that are not the entry's"
                 raise _Failed(CORRUPT)

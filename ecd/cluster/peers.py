@@ -100,11 +100,11 @@ class Peer:
 
 
 class Link:
-    """One conversation with a peer, from its description until it breaks."""
+    """One conversation with a peer, from its description until it breaks: then `gone` is done."""
 
     def __init__(self, peer: Peer, channel: Any, call: Any, description: pb.NodeDescription):
         self.peer, self.description = peer, description
-        self.alive = True
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._channel, self._call = channel, call
         self._tickets = itertools.count(1)
         self._open: dict[int, tuple[asyncio.Future[Any], float]] = {}
@@ -114,6 +114,10 @@ class Link:
         self._something = asyncio.Event()
         self._background = Background()
         self._tasks = [asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())]
+
+    @property
+    def alive(self) -> bool:
+        return not self.gone.done()
 
     async def lease(self, key: Key, wait_s: float) -> PeerLease | None:
         """A lease on the key, waiting for whoever is writing it there. Raises PeerUnavailable."""
@@ -162,7 +166,7 @@ class Link:
     async def close(self) -> None:
         """End the conversation; what is asked for ends with PeerUnavailable."""
         if self.alive:
-            self.alive = False
+            self.gone.set_result(None)
             self.peer.link = None
             for task in self._tasks:
                 if task is not asyncio.current_task():

@@ -1,8 +1,9 @@
 """A node that speaks the real protocol, with a real engine, and lies.
 
-    python lying_peer.py NODE PORTS LIE
+    python lying_peer.py NODE PORTS LIE [SECONDS]
 
-Has every key that is asked of it: NBYTES of the seed 1. LIE names what is wrong with its answer.
+Has every key that is asked of it: NBYTES of the seed 1. LIE names what is wrong with its answer;
+one that dies with the lease does so SECONDS after the answer.
 """
 
 import asyncio
@@ -40,15 +41,16 @@ LIES = {
 }
 """What is wrong with a lease; those below are wrong elsewhere."""
 OTHER_LIES = (
-    *("another incarnation", "no identity", "a lease of no time", "a dead engine", "no engine"),
+    *("another incarnation", "no identity", "an identity nowhere", "a lease of no time"),
+    *("a dead engine", "no engine"),
     *("another protocol", "another contract", "no answer", "an answer to nobody", "hangs up"),
     *("dies with the lease", "refuses"),
 )
 
 
 class LyingPeer(pb_grpc.PeerServicer):
-    def __init__(self, node: str, ports: str, lie: str) -> None:
-        self.node, self.lie = node, lie
+    def __init__(self, node: str, ports: str, lie: str, dies_after_s: str = "0.001") -> None:
+        self.node, self.lie, self.dies_after_s = node, lie, float(dies_after_s)
         self.incarnation = secrets.token_hex(16)
         host = node.partition(":")[0]
         self.memory = Mapping.of_memory(4 << 20)
@@ -79,6 +81,8 @@ class LyingPeer(pb_grpc.PeerServicer):
                 told.incarnation = secrets.token_hex(16)
             case "no identity":
                 told.incarnation, told.identity_address = "not hex", 0
+            case "an identity nowhere":
+                told.identity_address = 4096
             case "a lease of no time":
                 told.lease_ttl_s = 0.0
             case "a dead engine":
@@ -120,18 +124,17 @@ class LyingPeer(pb_grpc.PeerServicer):
             outcomes = pb.LeaseOutcomes(outcomes=map(self.leased, tickets))
             await context.write(pb.LinkReply(leases=outcomes))
             if self.lie == "dies with the lease":
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(self.dies_after_s)
                 os._exit(9)
 
 
 async def main() -> None:
-    node, ports, lie = sys.argv[1:]
-    assert lie in LIES or lie in OTHER_LIES
-    peer = LyingPeer(node, ports, lie)
+    peer = LyingPeer(*sys.argv[1:])
+    assert peer.lie in LIES or peer.lie in OTHER_LIES
     await peer.engine.verify("tcp")
     server = grpc.aio.server()
     pb_grpc.add_PeerServicer_to_server(peer, server)
-    server.add_insecure_port(node)
+    server.add_insecure_port(peer.node)
     await server.start()
     print("ready", flush=True)
     await server.wait_for_termination()
