@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import grp
 import logging
 import os
@@ -309,6 +310,8 @@ class Daemon:
         if self._cluster is not None and self._peer_server is not None:
             await self._peer_server.start(self._cluster.node)
             await self._cluster.verify()
+        gc.collect()
+        gc.freeze()  # or all that was imported is looked through now and then: tens of ms
         self._state = State.STATE_SERVING
         await server.set_serving(True)
         logger.info("serving on %s, incarnation %s", self._config.address, self._incarnation)
