@@ -148,9 +148,9 @@ class Client:
 
         What is small and on the host is copied before this returns, if memory was granted for it:
         that takes less than handing it over. The tensor must not be written to until the future
-        is done. A key that another client is writing is left to it (False). Raises
-        InvalidArgument, DaemonUnavailable, and EcdError when MAX_PENDING_PUTS are in flight; the
-        future raises EcdError.
+        is done, and it cannot be cancelled. A key that another client is writing is left to it
+        (False). Raises InvalidArgument, DaemonUnavailable, and EcdError when MAX_PENDING_PUTS are
+        in flight; the future raises EcdError.
         """
         from ecd_client.tensors import Source, describe
 

@@ -95,14 +95,23 @@ class Writer:
             if ended is not None:
                 self._let_go(put)
                 return ended
-        return self._side.submit(self._finish, put)
+        future: Future[bool] = Future()
+        future.set_running_or_notify_cancel()  # others wait for what is announced: no way back
+        self._side.submit(self._finish, put, future)
+        return future
 
-    def _finish(self, put: _Put) -> bool:
+    def _finish(self, put: _Put, future: Future[bool]) -> None:
+        stored, failure = False, None
         try:
             with put.conversation.whole_or_abandoned():
-                return put.finish() or False
-        finally:
-            self._let_go(put)
+                stored = put.finish() or False
+        except BaseException as error:
+            failure = error
+        self._let_go(put)
+        if failure is None:
+            future.set_result(stored)
+        else:
+            future.set_exception(failure)
 
     def _let_go(self, put: _Put) -> None:
         put.conversation.unuse()

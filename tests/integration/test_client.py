@@ -139,6 +139,15 @@ def test_puts_on_the_side(client: Client, daemon: Daemon) -> None:
     assert daemon.status().pool.reserved_bytes == 0
 
 
+def test_a_put_on_the_side_is_not_cancelled(client: Client) -> None:
+    """Others wait for what is announced; and what was given up half-way would stay taken."""
+    tensor = torch.zeros(300 << 10, dtype=torch.uint8)  # too large to be copied on the spot
+    for turn in range(6):  # more than may be in flight at one time
+        futures = [client.put_async(f"k{turn}-{number}", tensor) for number in range(50)]
+        assert not any(future.cancel() for future in futures)
+        assert all(future.result(20) for future in futures)
+
+
 def test_two_writers_of_one_key(daemon: Daemon) -> None:
     """The first commit wins; the second is told before it copies, or waits for the first."""
     shape = (4 << 20,)
