@@ -64,15 +64,19 @@ class EcdPromMetrics(ECConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
+        counters = {
             name: self._counter_cls(
                 name=f"vllm:ecd_{name}", documentation=text, labelnames=labelnames
             )
             for name, text in COUNTERS.items()
         }
+        self._counters = {
+            engine: {name: counter.labels(*labels) for name, counter in counters.items()}
+            for engine, labels in per_engine_labelvalues.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine_idx]
+        counters = self._counters[engine_idx]
         for name, value in transfer_stats_data.items():
-            if name in self._counters:
-                self._counters[name].labels(*labels).inc(value)
+            if name in counters:
+                counters[name].inc(value)
