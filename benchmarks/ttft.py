@@ -4,10 +4,11 @@
 
 Real vLLM engines, each in a process of its own: one that encodes for others, one that consumes, one
 that does both, and one that knows no connector. The first three switch from way to way
-(`switching.py`), so that ways are compared within one process. Every way gets new pictures of each
-size, one after the other in random order; the time is from the call to the first token. The models
-are tiny and random: what is compared is what sharing costs, not what encoding does. Needs `make
-vllm`.
+(`switching.py`), so that ways are compared within one process. The consumer is asked for the same
+pictures again and again, and forgets their embeddings each time; what is not reused is new each
+time. Requests go one after the other in random order; the time is from the call to the first token.
+The models are tiny and random: what is compared is what sharing costs, not what encoding does.
+Needs `make vllm`.
 """
 
 from __future__ import annotations
@@ -29,30 +30,36 @@ from rich.console import Console
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from e2e.engines import HERE, Engine, make_model, python_of
 
-SIZES = {"112x112": 16, "224x224": 12, "448x448": 8, "896x896": 4}
-"""Pictures of each size in a round, for each way."""
-SAVE_S = 0.3
+SIZES = ("112x112", "224x224", "448x448", "896x896")
+PICTURES = 8
+"""Of each size, that come back."""
+SAVE_S = 1.0
 """Between the producer's last answer and the first request: no save is waited for."""
 ECD, EXAMPLE, NOTHING = "EcdConnector", "ECExampleConnector", "Nothing"
 CONSUMER, BOTH, PLAIN = "ec_consumer", "ec_both", "no connector"
 TIMED = {
-    "ecd": (CONSUMER, ECD, True),
-    "ECExampleConnector": (CONSUMER, EXAMPLE, True),
-    "nothing": (CONSUMER, NOTHING, False),
-    "ecd, nothing reused": (BOTH, ECD, False),
-    "nothing, in that engine": (BOTH, NOTHING, False),
-    "an engine without a connector": (PLAIN, NOTHING, False),
+    "ecd": (CONSUMER, ECD),
+    "ECExampleConnector": (CONSUMER, EXAMPLE),
+    "nothing": (CONSUMER, NOTHING),
+    "ecd, nothing reused": (BOTH, ECD),
+    "nothing, in that engine": (BOTH, NOTHING),
+    "an engine without a connector": (PLAIN, NOTHING),
 }
-"""The engine, the way, and whether the picture was encoded elsewhere before."""
+"""The engine and the way."""
 COMPARED = {
     "ecd : ECExampleConnector": ("ecd", "ECExampleConnector"),
-    "ecd : nothing": ("ecd", "nothing"),
     "ecd, nothing reused : nothing": ("ecd, nothing reused", "nothing, in that engine"),
 }
+TURNS = (
+    (("ecd", "ECExampleConnector"), (32, 32, 32, 64)),
+    (("nothing",), (8, 8, 4, 4)),
+    ((*COMPARED["ecd, nothing reused : nothing"], "an engine without a connector"), (16, 12, 8, 4)),
+)
+"""What is asked for in turn, and how many turns of each size a round has."""
 RESAMPLES = 1000
 
 Took = dict[str, dict[str, list[float]]]
-"""Seconds by way and size, in order of turns; each turn has one of each way."""
+"""Seconds by way and size, in order of turns."""
 
 
 def start(version: str, model: Path, directory: Path, daemon: str) -> dict[str, Engine]:
@@ -77,41 +84,53 @@ def start(version: str, model: Path, directory: Path, daemon: str) -> dict[str, 
 
 
 def ask(engine: Engine, way: str, size: str, seed: int) -> dict:
+    """For the first token, of an engine that has no embedding of its own."""
     width, height = map(int, size.split("x"))
     request = {
         "text": "what is in this picture?",
         "images": [[width, height, seed]],
         "ec_transfer_params": {"way": way},
     }
+    engine.send({"do": "forget"})
+    engine.receive()
     return engine.generate([request], max_tokens=1)
+
+
+def encode(producer: Engine, seeds: Iterator[int]) -> dict[str, list[int]]:
+    """Pictures of each size that have been encoded, and saved in both ways."""
+    pictures = {size: [next(seeds) for _ in range(PICTURES)] for size in SIZES}
+    for size in SIZES:
+        for seed in pictures[size]:
+            for way in (ECD, EXAMPLE):
+                assert ask(producer, way, size, seed)["encoded"]
+    time.sleep(SAVE_S)
+    return pictures
 
 
 def nothing_yet() -> Took:
     return {name: {size: [] for size in SIZES} for name in TIMED}
 
 
-def one_round(engines: dict[str, Engine], seeds: Iterator[int]) -> Took:
-    """Some pictures of each size for each way."""
+def one_round(
+    engines: dict[str, Engine], pictures: dict[str, list[int]], seeds: Iterator[int]
+) -> Took:
+    """All turns, in random order, and in random order within each."""
     took = nothing_yet()
-    turns = []
-    for size, count in SIZES.items():
-        for _ in range(count):
-            turn = [(name, size, next(seeds)) for name in TIMED]
-            random.shuffle(turn)
-            turns.append(turn)
-    random.shuffle(turns)
-    requests = [request for turn in turns for request in turn]
-    for name, size, seed in requests:
-        _, way, encoded_before = TIMED[name]
-        if encoded_before:
-            ask(engines["ec_producer"], way, size, seed)
-    time.sleep(SAVE_S)
-    for name, size, seed in requests:
-        engine, way, encoded_before = TIMED[name]
-        reply = ask(engines[engine], way, size, seed)
-        # What was shared may have come late, or this measures something else.
-        assert reply["encoded"] == (not encoded_before), (name, reply)
-        took[name][size].append(reply["seconds"])
+    turns = [
+        (ways, size)
+        for ways, counts in TURNS
+        for size, count in zip(SIZES, counts, strict=True)
+        for _ in range(count)
+    ]
+    for ways, size in random.sample(turns, len(turns)):
+        old = random.choice(pictures[size])
+        for name in random.sample(ways, len(ways)):
+            engine, way = TIMED[name]
+            reply = ask(engines[engine], way, size, old if engine == CONSUMER else next(seeds))
+            shared = engine == CONSUMER and way != NOTHING
+            # What was shared may have come late, or this measures something else.
+            assert reply["encoded"] == (not shared), (name, reply)
+            took[name][size].append(reply["seconds"])
     return took
 
 
@@ -137,7 +156,7 @@ def ratio(took: Took, sizes: Sequence[str], ways: tuple[str, str]) -> str:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Of the pictures in SIZES, for each way.")] = 12,
+    rounds: Annotated[int, typer.Option(help="Of all TURNS.")] = 12,
     version: Annotated[str, typer.Option(help="Of vLLM.")] = "0.32.0",
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
 ) -> None:
@@ -153,9 +172,10 @@ def main(
         engines = start(version, model, directory, address)
         seeds = iter(range(random.randrange(1 << 20), 1 << 30))
         try:
+            pictures = encode(engines["ec_producer"], seeds)
             for number in range(rounds + 1):
                 progress.print(f"round {number} ...")
-                for way, sizes in one_round(engines, seeds).items():
+                for way, sizes in one_round(engines, pictures, seeds).items():
                     for size, seconds in sizes.items():
                         took[way][size] += seconds if number else []  # the first warms up
         finally:

@@ -117,6 +117,9 @@ def main() -> None:
         match command["do"]:
             case "generate":
                 reply = generate(engine, command)
+            case "forget":
+                engine.llm_engine.reset_encoder_cache()
+                reply = {}
             case "metrics":
                 metrics = engine.get_metrics()
                 reply = {
