@@ -156,7 +156,7 @@ def ratio(took: Took, sizes: Sequence[str], ways: tuple[str, str]) -> str:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Of all TURNS.")] = 12,
+    rounds: Annotated[int, typer.Option(help="Of all TURNS.")] = 24,
     version: Annotated[str, typer.Option(help="Of vLLM.")] = "0.32.0",
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
 ) -> None:
