@@ -420,9 +420,9 @@ def test_sigterm_during_work_loses_no_read_and_leaves_nothing(
     reads = 0
     over = threading.Event()
 
-    def read() -> None:
+    def read(reader: Client) -> None:
         nonlocal reads
-        with Client(daemon.address) as reader:
+        with reader:
             while True:
                 for key, tensor in tensors.items():
                     try:
@@ -440,8 +440,8 @@ def test_sigterm_during_work_loses_no_read_and_leaves_nothing(
                     item.close()
                     reads += 1
 
-    def write() -> None:
-        with Client(daemon.address) as writer:
+    def write(writer: Client) -> None:
+        with writer:
             index = 0
             while not over.is_set():
                 index += 1
@@ -450,7 +450,10 @@ def test_sigterm_during_work_loses_no_read_and_leaves_nothing(
                 except EcdError:
                     return
 
-    threads = [threading.Thread(target=read) for _ in range(4)] + [threading.Thread(target=write)]
+    threads = [
+        threading.Thread(target=work, args=(Client(daemon.address),))
+        for work in (*[read] * 4, write)
+    ]
     for thread in threads:
         thread.start()
     eventually(lambda: reads > 50, 30)
