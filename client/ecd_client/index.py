@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,7 @@ MAX_CHAIN = 256
 LISTED_WITHIN_S = 500e-6
 """How long who looks for what was just put waits for the daemon to list it, before it asks."""
 _U64 = (1 << 64) - 1
+_row_at = struct.Struct(f"{ROW_BYTES}s").unpack_from
 _PAGE_WORDS = PAGE_BYTES // 8
 
 
@@ -222,7 +224,7 @@ class Index:
             passed = 0
             while number and passed < MAX_CHAIN:
                 start = (number - 1) * ROW_BYTES
-                row = rows[start : start + ROW_BYTES].tobytes()
+                row: bytes = _row_at(rows, start)[0]
                 if row_has_key(row, record):
                     if row_is_whole(row):
                         return start, row

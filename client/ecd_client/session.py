@@ -57,8 +57,9 @@ class Session:
 
     def conversation(self, wait_s: float = 0.0) -> Conversation:
         """The open conversation, waiting for it that long. Raises DaemonUnavailable: why not."""
-        if (conversation := self.current) is not None:
-            return conversation
+        conversation = self._conversation
+        if conversation is not None and not conversation.abandoned:
+            return conversation  # `current`, without another call: every get and put is here
         with self._changed:
             self._changed.wait_for(lambda: self.current or self._closed.is_set(), wait_s)
             conversation = self.current

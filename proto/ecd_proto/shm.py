@@ -105,6 +105,7 @@ ROW_PROOF_WORD = ROW_BYTES // 8 - 1
 
 For the daemon alone, which may write it at any time: the row's own checksum leaves it out.
 """
+_number = int.from_bytes
 _NEXT = struct.Struct("<Q")
 _MARKED = struct.Struct("<QQ")
 _MARK = slice(8, 24)  # checksum and entry: two rows that agree in these are one
@@ -181,7 +182,7 @@ def bucket_of(record: bytes, shape: IndexShape) -> int:
     remainder.
     """
     buckets, _, prime, _ = shape
-    return (int.from_bytes(record, "little") << 64) % prime & buckets - 1
+    return (_number(record, "little") << 64) % prime & buckets - 1
 
 
 def random_prime() -> int:
