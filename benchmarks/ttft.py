@@ -51,7 +51,7 @@ COMPARED = {
     "ecd, nothing reused : nothing": ("ecd, nothing reused", "nothing, in that engine"),
 }
 TURNS = (
-    (("ecd", "ECExampleConnector"), (32, 32, 32, 64)),
+    (COMPARED["ecd : ECExampleConnector"], (32, 32, 32, 64)),
     (("nothing",), (8, 8, 4, 4)),
     ((*COMPARED["ecd, nothing reused : nothing"], "an engine without a connector"), (16, 12, 8, 4)),
 )

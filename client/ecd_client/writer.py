@@ -97,21 +97,21 @@ class Writer:
                 return ended
         future: Future[bool] = Future()
         future.set_running_or_notify_cancel()  # others wait for what is announced: no way back
-        self._side.submit(self._finish, put, future)
+        self._side.submit(self._tell, put, future)
         return future
 
-    def _finish(self, put: _Put, future: Future[bool]) -> None:
-        stored, failure = False, None
+    def _tell(self, put: _Put, future: Future[bool]) -> None:
+        try:
+            future.set_result(self._finish(put))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _finish(self, put: _Put) -> bool:
         try:
             with put.conversation.whole_or_abandoned():
-                stored = put.finish() or False
-        except BaseException as error:
-            failure = error
-        self._let_go(put)
-        if failure is None:
-            future.set_result(stored)
-        else:
-            future.set_exception(failure)
+                return put.finish() or False
+        finally:
+            self._let_go(put)
 
     def _let_go(self, put: _Put) -> None:
         put.conversation.unuse()

@@ -220,7 +220,7 @@ class Fetcher:
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not lease.link.alive:
                     raise _Failed(FAILED)
-                if not lease.holds:
+                if lease.ran_out:
                     peer.last_error = "its lease ran out during a read"
                     raise _Failed(STALE)
                 try:

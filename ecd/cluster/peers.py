@@ -63,8 +63,8 @@ class PeerLease:
     until_s: float
 
     @property
-    def holds(self) -> bool:
-        return self.link.alive and time.monotonic() < self.until_s
+    def ran_out(self) -> bool:
+        return time.monotonic() >= self.until_s
 
 
 @dataclass(eq=False)
