@@ -156,15 +156,17 @@ def test_config_says_where_each_value_comes_from(tmp_path: Path) -> None:
 def test_populating_is_told_and_nothing_is_served_before(
     make_daemon: Callable[..., Daemon],
 ) -> None:
-    daemon = make_daemon("2GiB").start(wait=False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        probed = f"127.0.0.1:{free.getsockname()[1]}"
+    daemon = make_daemon("2GiB", ECD_HEALTH_ADDRESS=probed).start(wait=False)
     eventually(lambda: "populating" in daemon.text(), 20)
-    eventually(lambda: Path(daemon.address.removeprefix("unix://")).exists(), 20)
     seen: list[int] = []
     hello = pb.SessionRequest(hello=pb.Hello(contract_version=CONTRACT_VERSION))
-    with open_channel(daemon.address) as channel:
-        stub, healthy = pb_grpc.CacheStub(channel), health_pb2_grpc.HealthStub(channel)
+    with open_channel(daemon.address) as channel, grpc.insecure_channel(probed) as network:
+        stub = pb_grpc.CacheStub(channel)
+        probes = [health_pb2_grpc.HealthStub(each) for each in (channel, network)]
         while stub.Status(pb.StatusRequest(), wait_for_ready=True).state == 1:
-            check = healthy.Check(health_pb2.HealthCheckRequest())
+            checks = [probe.Check(health_pb2.HealthCheckRequest()) for probe in probes]
             try:
                 next(stub.Session(iter([hello])))
                 refusal = ""
@@ -173,34 +175,19 @@ def test_populating_is_told_and_nothing_is_served_before(
             status = stub.Status(pb.StatusRequest())
             if status.state == 1:  # it was all the while
                 seen.append(status.populated_bytes)
-                assert check.status == health_pb2.HealthCheckResponse.NOT_SERVING
+                for check in checks:
+                    assert check.status == health_pb2.HealthCheckResponse.NOT_SERVING
                 assert re.search(r"populating its pool: \d+ %", refusal)
             time.sleep(0.05)
         assert len(set(seen)) > 2, "progress"
-        check = healthy.Check(health_pb2.HealthCheckRequest(service="ecd.v1.Cache"))
-        assert check.status == health_pb2.HealthCheckResponse.SERVING
+        for probe in probes:
+            check = probe.Check(health_pb2.HealthCheckRequest(service="ecd.v1.Cache"))
+            assert check.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+            pb_grpc.CacheStub(network).Status(pb.StatusRequest())
     assert re.search(r"populating \d+ %", daemon.text())
     blocks = next(daemon.shm.glob("*.pool")).stat().st_blocks * 512
     assert blocks == 2 << 30, "every page is there before the first client"
-
-
-def test_a_probe_on_the_network_is_told_what_the_socket_says(
-    make_daemon: Callable[..., Daemon],
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    daemon = make_daemon("1GiB", ECD_HEALTH_ADDRESS=address).start(wait=False)
-    statuses = health_pb2.HealthCheckResponse
-    with grpc.insecure_channel(address) as channel:
-        probe, seen = health_pb2_grpc.HealthStub(channel), set()
-        while (
-            status := probe.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True).status
-        ) != statuses.SERVING:
-            seen.add(status)
-        assert seen == {statuses.NOT_SERVING}
-        assert daemon.status().state == pb.StatusReply.STATE_SERVING
-        with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
-            pb_grpc.CacheStub(channel).Status(pb.StatusRequest())
 
 
 @pytest.mark.parametrize(
