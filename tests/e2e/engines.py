@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,10 +36,19 @@ def installed(version: str) -> str:
     return version
 
 
+@cache
+def scratch() -> str:
+    """Where vLLM leaves sockets, stores and compiled code behind: it goes with this process."""
+    directory = tempfile.mkdtemp(prefix="ecd-vllm-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
 def environment(**extra: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ECD_", "PYTHON", "VLLM"))}
     return kept | {
         "PYTHONPATH": str(HERE / "site"),
+        "TMPDIR": scratch(),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
