@@ -17,7 +17,8 @@ from ecd.cluster.checksum import Checksums
 from ecd.cluster.directory import Directory, NoDirectory, StaticDirectory
 from ecd.cluster.engine import Engine
 from ecd.cluster.fetcher import Fetcher
-from ecd.cluster.peers import Peers, PeerUnavailable
+from ecd.cluster.link import PeerUnavailable
+from ecd.cluster.peers import Peers
 from ecd.cluster.redis_directory import RedisDirectory
 from ecd.config import Config
 from ecd.core.cache import Cache

@@ -18,7 +18,8 @@ from ecd.cluster.background import Background
 from ecd.cluster.checksum import fold
 from ecd.cluster.directory import Candidate, Found
 from ecd.cluster.engine import Engine, ReadFailed, Reading, Source
-from ecd.cluster.peers import PeerLease, Peers, PeerUnavailable
+from ecd.cluster.link import PeerLease, PeerUnavailable
+from ecd.cluster.peers import Peers
 from ecd.core.cache import Cache
 from ecd.core.types import (
     Aborted,

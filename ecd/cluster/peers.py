@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import logging
 import re
 import secrets
 import time
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,23 +15,16 @@ import grpc
 
 from ecd.cluster.background import Background
 from ecd.cluster.handshake import probe
-from ecd.core.types import Content, Key
-from ecd.wire import InvalidRequest, content_from, to_key
-from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH, MAX_MESSAGE_BYTES, NODE_PATTERN, proof
+from ecd.cluster.link import Link, PeerUnavailable
+from ecd_proto.contract import CONTRACT_VERSION, MAX_MESSAGE_BYTES, NODE_PATTERN, proof
 from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 1.0
-ANSWER_TIMEOUT_S = 1.0
-"""How long a peer may take to answer, waits apart, before the link to it is given up."""
 BACKOFF_S = (0.25, 10.0)
 """First and longest time for which a peer that did not answer is not asked again."""
-RELEASE_PAUSE_S = 0.05
-"""How long the ends of leases are collected before they are told."""
-MAX_UNSENT = 1024
-"""Requests that wait for a peer to read; offers beyond are dropped."""
 MAX_PEERS = 1024
 """Nodes remembered; the one not used for longest is forgotten."""
 OPTIONS = [
@@ -45,26 +35,6 @@ OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
-
-
-class PeerUnavailable(Exception):
-    """The node cannot be asked now; the message says why."""
-
-
-@dataclass(frozen=True)
-class PeerLease:
-    """An entry that a peer keeps for us; `until_s`, on our monotonic clock, is never too late."""
-
-    link: Link
-    id: int
-    content: Content
-    address: int
-    checksum: int
-    until_s: float
-
-    @property
-    def ran_out(self) -> bool:
-        return time.monotonic() >= self.until_s
 
 
 @dataclass(eq=False)
@@ -97,158 +67,6 @@ class Peer:
         first_s, longest_s = BACKOFF_S
         self.backoff_s = min(max(2 * self.backoff_s, first_s), longest_s)
         self.retry_at_s = time.monotonic() + self.backoff_s
-
-
-class Link:
-    """One conversation with a peer, from its description until it breaks: then `gone` is done."""
-
-    def __init__(self, peer: Peer, channel: Any, call: Any, description: pb.NodeDescription):
-        self.peer, self.description = peer, description
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._channel, self._call = channel, call
-        self._tickets = itertools.count(1)
-        self._open: dict[int, tuple[asyncio.Future[Any], float]] = {}
-        self._leases: list[pb.LeaseKey] = []
-        self._releases: list[int] = []
-        self._others: deque[pb.LinkRequest] = deque()
-        self._something = asyncio.Event()
-        self._background = Background()
-        self._tasks = [asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())]
-
-    @property
-    def alive(self) -> bool:
-        return not self.gone.done()
-
-    async def lease(self, key: Key, wait_s: float) -> PeerLease | None:
-        """A lease on the key, waiting for whoever is writing it there. Raises PeerUnavailable."""
-        asked_s = time.monotonic()
-        ticket, answer = self._ask()
-        self._leases.append(pb.LeaseKey(ticket=ticket, key=to_key(key), wait_s=wait_s))
-        self._something.set()
-        outcome = await self._answer(answer, wait_s)
-        if outcome.WhichOneof("outcome") != "leased":
-            return None
-        leased = outcome.leased
-        try:
-            content = content_from(leased.content)
-        except InvalidRequest as error:
-            self.release(leased.lease)
-            raise PeerUnavailable(f"{self.peer.node} leased what cannot be: {error}") from None
-        until_s = asked_s + self.description.lease_ttl_s
-        return PeerLease(self, leased.lease, content, leased.address, leased.checksum, until_s)
-
-    async def find(self, keys: Sequence[Key]) -> Sequence[bool]:
-        """Which of the keys are there, or on their way. Raises PeerUnavailable."""
-        found: list[bool] = []
-        for start in range(0, len(keys), MAX_BATCH):
-            ticket, answer = self._ask()
-            batch = map(to_key, keys[start : start + MAX_BATCH])
-            self._send(pb.LinkRequest(find=pb.FindKeys(ticket=ticket, keys=batch)))
-            found.extend((await self._answer(answer, 0.0)).found)
-        return found
-
-    def release(self, lease: int) -> None:
-        """End a lease, soon: nobody waits for that, and a message costs as much as for many."""
-        if not self._releases:
-            asyncio.get_running_loop().call_later(RELEASE_PAUSE_S, self._send_releases)
-        self._releases.append(lease)
-
-    def _send_releases(self) -> None:
-        ended, self._releases = self._releases, []
-        for start in range(0, len(ended), MAX_BATCH):
-            batch = pb.ReleaseLeases(leases=ended[start : start + MAX_BATCH])
-            self._send(pb.LinkRequest(release=batch))
-
-    def offer(self, keys: Sequence[Key]) -> None:
-        if len(self._others) < MAX_UNSENT:
-            self._send(pb.LinkRequest(offer=pb.OfferKeys(keys=map(to_key, keys))))
-
-    async def close(self) -> None:
-        """End the conversation; what is asked for ends with PeerUnavailable."""
-        if self.alive:
-            self.gone.set_result(None)
-            self.peer.link = None
-            for task in self._tasks:
-                if task is not asyncio.current_task():
-                    task.cancel()
-            for answer, _ in self._open.values():
-                if not answer.done():
-                    answer.set_exception(PeerUnavailable(f"{self.peer.node} went away"))
-                    answer.exception()  # whoever asked may have gone
-            self._open.clear()
-            self._call.cancel()
-            await self._channel.close()
-
-    def _ask(self) -> tuple[int, asyncio.Future[Any]]:
-        if not self.alive:
-            raise PeerUnavailable(f"{self.peer.node} went away")
-        ticket = next(self._tickets)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._open[ticket] = answer, time.monotonic()
-        return ticket, answer
-
-    async def _answer(self, answer: asyncio.Future[Any], wait_s: float) -> Any:
-        """What is answered, in time. Raises PeerUnavailable."""
-        loop = asyncio.get_running_loop()
-        late = loop.call_later(wait_s + ANSWER_TIMEOUT_S, self._give_up, answer)
-        try:
-            return await answer
-        finally:
-            late.cancel()
-
-    def _give_up(self, answer: asyncio.Future[Any]) -> None:
-        """A peer that leaves one question unanswered has all others taken back."""
-        if not answer.done():
-            answer.set_exception(PeerUnavailable(f"{self.peer.node} does not answer"))
-            self.peer.failed("it did not answer in time")
-            self._background.spawn(self.close())
-
-    def _send(self, request: pb.LinkRequest) -> None:
-        self._others.append(request)
-        self._something.set()
-
-    async def _write(self) -> None:
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-            while True:
-                await self._something.wait()
-                self._something.clear()
-                while (request := self._next_request()) is not None:
-                    await self._call.write(request)
-        await self.close()
-
-    def _next_request(self) -> pb.LinkRequest | None:
-        if self._leases:
-            batch, self._leases = self._leases[:MAX_BATCH], self._leases[MAX_BATCH:]
-            return pb.LinkRequest(lease=pb.LeaseKeys(keys=batch))
-        return self._others.popleft() if self._others else None
-
-    async def _read(self) -> None:
-        cause = "it ended the conversation"
-        try:
-            while (reply := await self._call.read()) is not grpc.aio.EOF:
-                match reply.WhichOneof("reply"):
-                    case "leases":
-                        for outcome in reply.leases.outcomes:
-                            self._leased(outcome)
-                    case "found":
-                        self._settle(reply.found.ticket, reply.found)
-        except grpc.RpcError as error:
-            cause = error.details() or error.code().name
-        if self.alive:
-            self.peer.failed(cause)
-        await self.close()
-
-    def _leased(self, outcome: pb.LeaseOutcome) -> None:
-        if not self._settle(outcome.ticket, outcome) and outcome.WhichOneof("outcome") == "leased":
-            self.release(outcome.leased.lease)
-
-    def _settle(self, ticket: int, result: object) -> bool:
-        answer, asked_s = self._open.pop(ticket, (None, 0.0))
-        if answer is None or answer.done():
-            return False  # nobody waits for it any more
-        self.peer.round_trip_s = time.monotonic() - asked_s
-        answer.set_result(result)
-        return True
 
 
 def _check(said: pb.NodeDescription) -> None:
