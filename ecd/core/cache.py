@@ -406,7 +406,7 @@ class Cache:
         return None if entry is None else _info(entry)
 
     def is_being_written(self, key: Key) -> bool:
-        return self._index.writing(key) is not None
+        return self._index.writing(key) is not None or self._clients.is_putting(key)
 
     def note_checksum(self, entry: EntryId, checksum: int) -> None:
         """Remember what the entry's bytes add up to, for as long as it lives."""

@@ -530,7 +530,8 @@ class CacheMachine(RuleBasedStateMachine):
     def hash(self, key: Key) -> None:
         info = self.cache.look(key)
         assert (info is not None) == (key in self.stored)
-        assert self.cache.is_being_written(key) == (key in self.writing())
+        on_its_way = key in self.writing() or self.board.is_putting(key)
+        assert self.cache.is_being_written(key) == on_its_way
         if info is not None:
             tag, extent, content, _ = self.stored[key]
             assert (info.key, info.extent, info.content) == (key, extent, content)
