@@ -26,7 +26,8 @@ from rich.console import Console
 from ecd.cluster.directory import StaticDirectory
 from ecd.cluster.peers import Peers
 from ecd.cluster.redis_directory import RedisDirectory
-from ecd.core.types import EntryId, Key
+from ecd.core.types import EntryId, Extent, Key
+from ecd_proto.contract import Hint
 
 PORT = 16399
 ENTRIES = 100_000
@@ -43,6 +44,10 @@ def keys(count: int, first: int = 0) -> list[Key]:
 
 def no_page(after: EntryId, limit: int) -> tuple[list[Key], EntryId | None]:
     return [], None
+
+
+def extent(key: Key) -> Extent:
+    return Extent(0, 3 << 30, 10 << 20)
 
 
 async def timed_us(action: Callable[[], Awaitable[object]], times: int = 300) -> float:
@@ -63,7 +68,7 @@ async def measure_redis(rows: Rows) -> None:
     redis = Redis(port=PORT)
     url = f"redis://127.0.0.1:{PORT}/0"
     asking, holding = (
-        RedisDirectory(url, "bench", f"10.0.0.{n}:1", f"{n:032x}", "", lambda: 0, no_page)
+        RedisDirectory(url, "bench", f"10.0.0.{n}:1", f"{n:032x}", "", lambda: 0, no_page, extent)
         for n in range(2)
     )
     running = [asyncio.ensure_future(node.run()) for node in (asking, holding)]
@@ -132,7 +137,7 @@ async def measure_links(rows: Rows, address: str, pid: int) -> None:
         ["the same, CPU of the node that asks", f"{ask_us:.0f} us"],
     ]
 
-    async def ask(node: str, wanted: Sequence[Key]) -> Sequence[bool]:
+    async def ask(node: str, wanted: Sequence[Key]) -> Sequence[Hint | None]:
         return await (await askers[int(node)].link(address)).find(wanted)
 
     for count in (10, 100):

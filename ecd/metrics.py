@@ -107,7 +107,13 @@ class _PeersCollector(Collector):
         directory = status.directory
         for name, text, value in (
             ("read_retries", "Reads that failed and were tried again.", status.read_retries),
-            ("set_aside", "Fetches given up while a read was under way.", status.set_aside),
+            ("reads_ahead", "Reads begun by a hint, before their lease.", status.reads_ahead),
+            (
+                "reads_ahead_used",
+                "Of those begun before their lease, the reads that brought the entry.",
+                status.reads_ahead_used,
+            ),
+            ("set_aside", "Reads given up while they were under way.", status.set_aside),
             ("directory_lookups", "Keys asked of the directory.", directory.lookups),
             (
                 "directory_errors",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from math import isfinite
 
-from ecd.core.types import Content, Key
+from ecd.core.types import Content, Extent, Key
 from ecd_proto import contract
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -60,6 +60,25 @@ def content_from(message: pb.Content | Content) -> Content:
 def _tensor(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
     """One copy for all entries that have it, with its bytes."""
     return dtype, shape, contract.nbytes_of(dtype, shape)
+
+
+def hints_from(message: pb.Hint) -> list[contract.Hint]:
+    nodes = message.nodes[: contract.MAX_HINTS]
+    places = places_from(message.extents, len(nodes))
+    return [contract.Hint(node, *place) for node, place in zip(nodes, places, strict=True)]
+
+
+def places_from(extents: Sequence[pb.Extent], count: int) -> list[tuple[int, int]]:
+    """Offset and bytes of each of so many; no bytes where nothing is said."""
+    said = [(extent.offset, extent.nbytes) for extent in extents[:count]]
+    return said + [(0, 0)] * (count - len(said))
+
+
+def to_extents(places: Iterable[Extent | None]) -> list[pb.Extent]:
+    return [
+        pb.Extent() if place is None else pb.Extent(offset=place.offset, nbytes=place.nbytes)
+        for place in places
+    ]
 
 
 def seconds_from(seconds: float, name: str) -> float:

@@ -10,12 +10,14 @@ from ecd_client.errors import (
     PoolFull,
 )
 from ecd_client.item import Item
+from ecd_proto.contract import Hint
 
 __all__ = [
     "Client",
     "DaemonUnavailable",
     "EcdError",
     "EntryTooLarge",
+    "Hint",
     "InvalidArgument",
     "Item",
     "LeaseExpired",

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from ecd_client.calls import CALL_TIMEOUT_S, resolve
 from ecd_client.errors import InvalidArgument
 from ecd_client.item import Item
-from ecd_client.reader import Key, Reader, to_key
+from ecd_client.reader import Key, Nodes, Reader, to_key
 from ecd_client.session import Session
 from ecd_client.writer import Writer, describe_entry
+from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -81,6 +82,14 @@ class Client:
         Whoever wants this node's entries elsewhere gives it as `nodes` to a `get` there.
         """
         return self._session.conversation().node
+
+    def hint(self, mm_hash: str, *, namespace: str | None = None) -> Hint | None:
+        """This node, and where the entry lies here if memory shows that: for `nodes` elsewhere.
+
+        It says nothing about how long that stays so. None: other nodes do not reach this one.
+        Raises DaemonUnavailable.
+        """
+        return self._reader.hint(self._key(mm_hash, namespace))
 
     def wait_connected(self, timeout: float) -> None:
         """Wait until the daemon answers. Raises DaemonUnavailable after `timeout` seconds."""
@@ -166,13 +175,14 @@ class Client:
         timeout: float = 0.0,
         *,
         namespace: str | None = None,
-        nodes: Sequence[str] = (),
+        nodes: Nodes = (),
     ) -> Item | None:
         """A lease on the entry, waiting up to `timeout` seconds for somebody to store it.
 
         With a timeout, and a daemon that has peers, an entry that is not on this node is brought
-        from another: from `nodes` (host:port), which are likely to have it, or from wherever the
-        daemon's directory knows it. None: it is not there. Raises EcdError.
+        from another: from `nodes` (host:port, or what `hint` said there), which are likely to have
+        it, or from wherever the daemon's directory knows it. None: it is not there. Raises
+        EcdError.
         """
         return self._reader.get(self._key(mm_hash, namespace), timeout, nodes)
 
@@ -191,7 +201,7 @@ class Client:
         *,
         only_if_written: bool = False,
         namespace: str | None = None,
-        nodes: Sequence[Sequence[str]] = (),
+        nodes: Sequence[Nodes] = (),
     ) -> list[Future[Item | None]]:
         """`get` of many, without waiting: one future each, done at most `timeout` s later.
 

@@ -147,6 +147,17 @@ class Index:
             )
         return found
 
+    def extent(self, namespace: str, mm_hash: str) -> tuple[int, int] | None:
+        """Offset and bytes of what is listed, or being put: nothing holds it. Raises AskDaemon."""
+        record = self.record(namespace, mm_hash)
+        if record is None:
+            return None
+        listed = self._find(record)
+        rows = [row for _, row in self._puts_of(record)] if listed is None else [listed[1]]
+        for row in map(unpack_row, filter(row_is_whole, rows)):
+            return row.offset, row.nbytes
+        return None
+
     def is_listed(self, record: bytes) -> bool:
         """`contains`, but for what was put a moment ago. Raises AskDaemon."""
         return self._find(record) is not None
@@ -238,8 +249,11 @@ class Index:
                     return None
         raise AskDaemon
 
-    def _puts_of(self, record: bytes, but: int = -1) -> Iterator[bool]:
-        """For each put of this key without an answer, whether it is done; not of the page `but`."""
+    def _puts_of(self, record: bytes, but: int = -1) -> Iterator[tuple[bool, bytes]]:
+        """For each put of this key without an answer, whether it is done, and its row.
+
+        Not of the page `but`.
+        """
         pages = self._pages
         used = self._header[PAGES_WORD] * _PAGE_WORDS
         for page, puts in enumerate(pages[PUTS_WORD:used:_PAGE_WORDS].tolist()):
@@ -252,12 +266,13 @@ class Index:
                 answer = page * DESK_BYTES // 8 + FIRST_ANSWER_WORD + place
                 if not number or answer_to(number, self._desks[answer]):
                     continue
-                if row_has_key(pages[at + PUT_ROW : at + PUT_WORDS].tobytes(), record):
-                    yield pages[at + PUT_DONE] == number
+                row = pages[at + PUT_ROW : at + PUT_WORDS].tobytes()
+                if row_has_key(row, record):
+                    yield pages[at + PUT_DONE] == number, row
 
     def _is_put(self, record: bytes) -> bool:
         """Whether a put of this key is done, and the daemon has yet to list it."""
-        return any(self._puts_of(record))
+        return any(done for done, _ in self._puts_of(record))
 
     def _find_put(self, record: bytes, or_coming: bool) -> tuple[int, bytes] | None:
         """`_find` where nothing was found: of what was put a moment ago, or else once more.
@@ -266,7 +281,7 @@ class Index:
         `or_coming` also where a put of it is not done.
         """
         deadline_s = None
-        while puts := list(self._puts_of(record)):
+        while puts := [done for done, _ in self._puts_of(record)]:
             if not any(puts):
                 if or_coming:
                     raise AskDaemon

@@ -16,17 +16,25 @@ from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, limi
 from ecd_client.index import AskDaemon
 from ecd_client.item import Item
 from ecd_client.session import Session
-from ecd_proto.contract import MAX_BATCH
+from ecd_proto.contract import MAX_BATCH, Hint
 from ecd_proto.v1 import cache_pb2 as pb
 
 Key = tuple[str, str]
 """Namespace and mm_hash."""
 Found = Future[Item | None]
+Nodes = Sequence[str | Hint]
+"""Of one key, the likeliest first."""
 
 
 def to_key(key: Key) -> pb.Key:
     namespace, mm_hash = key
     return pb.Key(namespace=namespace, mm_hash=mm_hash)
+
+
+def _to_hint(index: int, nodes: Nodes) -> pb.Hint:
+    hints = [Hint(node) if isinstance(node, str) else node for node in nodes]
+    extents = [pb.Extent(offset=hint.offset, nbytes=hint.nbytes) for hint in hints]
+    return pb.Hint(index=index, nodes=[hint.node for hint in hints], extents=extents)
 
 
 class Reader:
@@ -35,7 +43,7 @@ class Reader:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def get(self, key: Key, timeout: float, nodes: Sequence[str]) -> Item | None:
+    def get(self, key: Key, timeout: float, nodes: Nodes) -> Item | None:
         """One key, waiting up to `timeout` s for it; None: it is not there."""
         final = timeout == 0.0
         if not final:
@@ -68,7 +76,7 @@ class Reader:
         keys: Sequence[Key],
         timeout: float,
         only_if_written: bool,
-        hints: Sequence[Sequence[str]] = (),
+        hints: Sequence[Nodes] = (),
     ) -> list[Found]:
         """A future for each key, done at most `timeout` s later."""
         _check_wait(timeout)
@@ -105,6 +113,16 @@ class Reader:
         if item is not None:
             item.close()
         return item is not None
+
+    def hint(self, key: Key) -> Hint | None:
+        conversation = self._session.conversation()
+        if not conversation.node:
+            return None
+        extent = None
+        if conversation.index is not None:
+            with contextlib.suppress(AskDaemon):
+                extent = conversation.index.extent(*key)
+        return Hint(conversation.node, *(extent or ()))
 
     def contains(self, namespace: str, mm_hashes: Sequence[str]) -> list[bool]:
         conversation = self._session.conversation()
@@ -149,7 +167,7 @@ class _Question:
     founds: Sequence[Found]
     timeout: float
     only_if_written: bool = False
-    hints: Sequence[Sequence[str]] = ()
+    hints: Sequence[Nodes] = ()
     leases: bool = False  # even if this client can pin
 
     def request(self) -> pb.AcquireRequest:
@@ -158,7 +176,7 @@ class _Question:
             keys=map(to_key, self.keys),
             wait_s=self.timeout,
             only_if_written=self.only_if_written,
-            hints=[pb.Hint(index=i, nodes=nodes) for i, nodes in enumerate(self.hints) if nodes],
+            hints=[_to_hint(index, nodes) for index, nodes in enumerate(self.hints) if nodes],
             to_pin=self.conversation.index is not None and not self.leases,
         )
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Mapping as MappingOf
 from functools import lru_cache
 from ipaddress import IPv4Address
 
@@ -23,7 +24,7 @@ from ecd.cluster.redis_directory import RedisDirectory
 from ecd.config import Config
 from ecd.core.cache import Cache
 from ecd.core.types import EntryId, Extent, Key, Leased, LimitReached, Wakeup
-from ecd_proto.contract import CONTRACT_VERSION, MAX_HINTS
+from ecd_proto.contract import CONTRACT_VERSION, MAX_HINTS, Hint
 from ecd_proto.mapping import Mapping
 from ecd_proto.v1 import cache_pb2, peer_pb2
 
@@ -147,13 +148,14 @@ class Cluster:
                     config.zone,
                     lambda: self._cache.leases,
                     self._page,
+                    self._cache.extent,
                 )
 
     # -- what engines on this node ask for -----------------------------------------------------
 
-    def want(self, key: Key, hints: Sequence[str]) -> None:
+    def want(self, key: Key, hints: Sequence[Hint]) -> None:
         """Somebody waits for the key: bring it here, if it is not here or on its way."""
-        self._fetcher.want(key, [node for node in hints[:MAX_HINTS] if self._may_ask(node)])
+        self._fetcher.want(key, [hint for hint in hints if self._may_ask(hint.node)])
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         """Tell these nodes of these keys: now, or when they are stored."""
@@ -208,6 +210,8 @@ class Cluster:
             identity_address=self._engine.identity_address,
             lease_ttl_s=self._cache.lease_ttl_s,
             leases=self._cache.leases,
+            pool_address=self._registered.address,
+            pool_bytes=self._registered.nbytes,
         )
 
     def address_of(self, extent: Extent) -> int:
@@ -217,11 +221,14 @@ class Cluster:
         """Of a leased entry; at once where it is known."""
         return self._checksums.of(leased)
 
-    def offered(self, keys: Sequence[Key], node: str) -> None:
+    def is_guessed(self, key: Key) -> bool:
+        return key in self._fetcher.guessed
+
+    def offered(self, found: MappingOf[Key, Hint]) -> None:
         """A node has these keys and expects us to want them."""
-        if self._may_ask(node):
-            for key in keys:
-                self._fetcher.want(key, (node,))
+        for key, hint in found.items():
+            if self._may_ask(hint.node):
+                self._fetcher.want(key, [hint])
 
     # -- the background ------------------------------------------------------------------------
 
@@ -248,11 +255,12 @@ class Cluster:
 
     async def _send_offer(self, node: str, keys: Sequence[Key]) -> None:
         try:
-            (await self._peers.link(node)).offer(keys)
+            link = await self._peers.link(node)
+            link.offer({key: self._cache.extent(key) for key in keys})
         except PeerUnavailable as error:
             logger.debug("an offer is lost: %s", error)
 
-    async def _ask(self, node: str, keys: Sequence[Key]) -> Sequence[bool]:
+    async def _ask(self, node: str, keys: Sequence[Key]) -> Sequence[Hint | None]:
         try:
             return await (await self._peers.link(node)).find(keys)
         except PeerUnavailable as error:
@@ -286,6 +294,8 @@ class Cluster:
             set_aside_bytes=counters.set_aside_bytes,
             set_aside=counters.set_aside,
             read_retries=counters.retries,
+            reads_ahead=counters.ahead,
+            reads_ahead_used=counters.ahead_used,
             peers=[
                 cache_pb2.PeerStatus(
                     node=peer.node,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ecd.core.types import Key
+from ecd_proto.contract import Hint
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A node that may hold a key. `load`: leases that other nodes held there, when it last said."""
 
-    node: str
+    hint: Hint
     zone: str = ""
     load: int = 0
 
@@ -72,8 +72,8 @@ class NoDirectory:
         pass
 
 
-Ask = Callable[[str, Sequence[Key]], Awaitable[Sequence[bool]]]
-"""Asks one node which of the keys it has. Raises nothing: a node that is away has none."""
+Ask = Callable[[str, Sequence[Key]], Awaitable[Sequence[Hint | None]]]
+"""Asks one node where it has each of the keys. Raises nothing: a node that is away has none."""
 
 
 class StaticDirectory(NoDirectory):
@@ -88,15 +88,15 @@ class StaticDirectory(NoDirectory):
         """As soon as every key is found somewhere, or every node has answered."""
         self.state.lookups += len(keys)
         found: dict[Key, list[Candidate]] = {}
-        asked = {asyncio.ensure_future(self._ask(node, keys)): node for node in self.nodes}
+        asked = [asyncio.ensure_future(self._ask(node, keys)) for node in self.nodes]
         try:
             for_whom = set(asked)
             while for_whom and len(found) < len(keys):
                 done, for_whom = await asyncio.wait(for_whom, return_when=asyncio.FIRST_COMPLETED)
                 for answer in done:
-                    for key, has in zip(keys, answer.result(), strict=False):
-                        if has:
-                            found.setdefault(key, []).append(Candidate(asked[answer]))
+                    for key, hint in zip(keys, answer.result(), strict=False):
+                        if hint is not None:
+                            found.setdefault(key, []).append(Candidate(hint))
         finally:
             for answer in asked:
                 answer.cancel()

@@ -41,7 +41,7 @@ PROOFS = 4096
 """Looks at identities under way at one time, one a peer; dead peers hold theirs for a while."""
 TOGETHER_S = 0.02
 """From an early look at the identity to the last byte of what it is to prove. What was answered
-before the look is the node's, as its lease is older; and none dies, starts anew and answers on its
+before the look is the node's, as its link is older; and none dies, starts anew and answers on its
 old port in less than this."""
 SWEEP_S = 0.05
 PR_SET_TIMERSLACK = 29

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
+from collections.abc import Mapping as MappingOf
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from ecd.cluster.background import Background
-from ecd.core.types import Content, Key
-from ecd.wire import InvalidRequest, content_from, to_key
-from ecd_proto.contract import MAX_BATCH
+from ecd.core.types import Content, Extent, Key
+from ecd.wire import InvalidRequest, content_from, places_from, to_extents, to_key
+from ecd_proto.contract import MAX_BATCH, Hint
 from ecd_proto.v1 import peer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -35,11 +36,18 @@ class PeerUnavailable(Exception):
 
 
 @dataclass(frozen=True)
+class Question:
+    """A lease that a peer was asked for, and what it answers."""
+
+    asked_s: float
+    wait_s: float
+    answer: asyncio.Future[pb.LeaseOutcome]
+
+
+@dataclass(frozen=True)
 class PeerLease:
     """An entry that a peer keeps for us; `until_s`, on our monotonic clock, is never too late."""
 
-    link: Link
-    id: int
     content: Content
     address: int
     checksum: int
@@ -70,39 +78,58 @@ class Link:
     def alive(self) -> bool:
         return not self.gone.done()
 
-    async def lease(self, key: Key, wait_s: float) -> PeerLease | None:
-        """A lease on the key, waiting for whoever is writing it there. Raises PeerUnavailable."""
+    def ask_lease(self, key: Key, wait_s: float) -> Question:
+        """Ask for a lease on the key, to be waited for with `lease` and ended with `end`.
+
+        The peer waits at most `wait_s` for whoever is writing it there. Raises PeerUnavailable.
+        """
         asked_s = time.monotonic()
         ticket, answer = self._ask()
         self._leases.append(pb.LeaseKey(ticket=ticket, key=to_key(key), wait_s=wait_s))
         self._something.set()
-        outcome = await self._answer(answer, wait_s)
+        return Question(asked_s, wait_s, answer)
+
+    async def lease(self, question: Question) -> PeerLease | None:
+        """What was asked for; None: it is not there. Raises PeerUnavailable."""
+        outcome = await self._answer(question.answer, question.wait_s)
         if outcome.WhichOneof("outcome") != "leased":
             return None
         leased = outcome.leased
         try:
             content = content_from(leased.content)
         except InvalidRequest as error:
-            self.release(leased.lease)
             raise PeerUnavailable(f"{self.peer.node} leased what cannot be: {error}") from None
-        until_s = asked_s + self.description.lease_ttl_s
-        return PeerLease(self, leased.lease, content, leased.address, leased.checksum, until_s)
+        until_s = question.asked_s + self.description.lease_ttl_s
+        return PeerLease(content, leased.address, leased.checksum, until_s)
 
-    async def find(self, keys: Sequence[Key]) -> Sequence[bool]:
+    def end(self, question: Question) -> None:
+        """The lease, if it is granted or will be, is of no more use."""
+        answer = question.answer
+        if answer.done() and not answer.cancelled() and answer.exception() is None:
+            self._give_back(answer.result())
+        answer.cancel()
+
+    async def find(self, keys: Sequence[Key]) -> Sequence[Hint | None]:
         """Which of the keys are there, or on their way. Raises PeerUnavailable."""
-        found: list[bool] = []
+        found: list[Hint | None] = []
         for start in range(0, len(keys), MAX_BATCH):
             ticket, answer = self._ask()
             batch = map(to_key, keys[start : start + MAX_BATCH])
             self._send(pb.LinkRequest(find=pb.FindKeys(ticket=ticket, keys=batch)))
-            found.extend((await self._answer(answer, 0.0)).found)
+            reply = await self._answer(answer, 0.0)
+            places = places_from(reply.extents, len(reply.found))
+            found.extend(
+                Hint(self.peer.node, *place) if has else None
+                for has, place in zip(reply.found, places, strict=True)
+            )
         return found
 
-    def release(self, lease: int) -> None:
+    def _give_back(self, outcome: pb.LeaseOutcome) -> None:
         """End a lease, soon: nobody waits for that, and a message costs as much as for many."""
-        if not self._releases:
-            asyncio.get_running_loop().call_later(RELEASE_PAUSE_S, self._send_releases)
-        self._releases.append(lease)
+        if outcome.WhichOneof("outcome") == "leased":
+            if not self._releases:
+                asyncio.get_running_loop().call_later(RELEASE_PAUSE_S, self._send_releases)
+            self._releases.append(outcome.leased.lease)
 
     def _send_releases(self) -> None:
         ended, self._releases = self._releases, []
@@ -110,9 +137,10 @@ class Link:
             batch = pb.ReleaseLeases(leases=ended[start : start + MAX_BATCH])
             self._send(pb.LinkRequest(release=batch))
 
-    def offer(self, keys: Sequence[Key]) -> None:
+    def offer(self, stored: MappingOf[Key, Extent | None]) -> None:
         if len(self._others) < MAX_UNSENT:
-            self._send(pb.LinkRequest(offer=pb.OfferKeys(keys=map(to_key, keys))))
+            keys, extents = map(to_key, stored), to_extents(stored.values())
+            self._send(pb.LinkRequest(offer=pb.OfferKeys(keys=keys, extents=extents)))
 
     async def close(self) -> None:
         """End the conversation; what is asked for ends with PeerUnavailable."""
@@ -180,7 +208,8 @@ class Link:
                 match reply.WhichOneof("reply"):
                     case "leases":
                         for outcome in reply.leases.outcomes:
-                            self._leased(outcome)
+                            if not self._settle(outcome.ticket, outcome):
+                                self._give_back(outcome)
                     case "found":
                         self._settle(reply.found.ticket, reply.found)
         except grpc.RpcError as error:
@@ -188,10 +217,6 @@ class Link:
         if self.alive:
             self.peer.failed(cause)
         await self.close()
-
-    def _leased(self, outcome: pb.LeaseOutcome) -> None:
-        if not self._settle(outcome.ticket, outcome) and outcome.WhichOneof("outcome") == "leased":
-            self.release(outcome.leased.lease)
 
     def _settle(self, ticket: int, result: object) -> bool:
         answer, asked_s = self._open.pop(ticket, (None, 0.0))

@@ -1,7 +1,8 @@
 """A directory in Redis, that of one server or of a Redis Cluster.
 
 `ecd:<cluster>:e:<digest of the key>`  a hash with one field for each node that holds the key: the
-                                       node's incarnation. Expires after ROW_TTL_S, and is written
+                                       node's incarnation, and where in its pool, as
+                                       `<offset>+<bytes>`. Expires after ROW_TTL_S, and is written
                                        again before that.
 `ecd:<cluster>:n:<incarnation>`        who that is, as JSON. Expires after NODE_TTL_S: with it every
                                        row of the node is void.
@@ -19,7 +20,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -28,8 +29,8 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
 from ecd.cluster.directory import Candidate, DirectoryState, Found
-from ecd.core.types import EntryId, Key
-from ecd_proto.contract import NODE_PATTERN
+from ecd.core.types import EntryId, Extent, Key
+from ecd_proto.contract import NODE_PATTERN, Hint
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +63,12 @@ class RedisDirectory:
         zone: str,
         load: Callable[[], int],
         page: Page,
+        extent: Callable[[Key], Extent | None],
     ) -> None:
         self.state = DirectoryState("redis", up=False)
         self._prefix = f"ecd:{cluster}"
         self._node, self._incarnation, self._zone = node, incarnation, zone
-        self._load, self._page = load, page
+        self._load, self._page, self._extent = load, page, extent
         self._redis: Any = _client(url)
         self._unpublished: dict[Key, bool] = {}
         self._oldest_s: float | None = None
@@ -94,17 +96,19 @@ class RedisDirectory:
     async def _find(self, keys: Sequence[Key]) -> Found:
         pipeline = self._redis.pipeline(transaction=False)
         for key in keys:
-            pipeline.hkeys(self._row(key))
+            pipeline.hgetall(self._row(key))
+        own = self._incarnation.encode()
         rows = [
-            random.sample(names, min(len(names), MAX_CANDIDATES))
-            for names in (
-                [name.decode() for name in row if name.decode() != self._incarnation]
-                for row in await pipeline.execute()
-            )
+            {name.decode(): row[name] for name in _some(row.keys() - {own})}
+            for row in await pipeline.execute()
         ]
         await self._learn({name for row in rows for name in row})
         return {
-            key: [node for name in row if (node := self._nodes[name][0]) is not None]
+            key: [
+                Candidate(Hint(node.hint.node, *_place(at)), node.zone, node.load)
+                for name, at in row.items()
+                if (node := self._nodes[name][0]) is not None
+            ]
             for key, row in zip(keys, rows, strict=True)
             if row
         }
@@ -191,7 +195,8 @@ class RedisDirectory:
         for key, stored in batch.items():
             row = self._row(key)
             if stored:
-                pipeline.hset(row, self._incarnation, "")
+                at = self._extent(key)
+                pipeline.hset(row, self._incarnation, f"{at.offset}+{at.nbytes}" if at else "")
                 pipeline.expire(row, ROW_TTL_S)
             else:
                 pipeline.hdel(row, self._incarnation)
@@ -239,13 +244,23 @@ def _client(url: str) -> Any:
     return Redis.from_url(url, **options)
 
 
+def _some(names: Collection[bytes]) -> Collection[bytes]:
+    return names if len(names) <= MAX_CANDIDATES else random.sample(list(names), MAX_CANDIDATES)
+
+
+def _place(said: bytes) -> tuple[int, int]:
+    """Offset and bytes; no bytes: not known, or not one of ours."""
+    found = re.fullmatch(rb"([0-9]{1,18})\+([0-9]{1,18})", said)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
 def _candidate(record: bytes | None) -> Candidate | None:
     """What a node's record says; None: there is none, or it is not one of ours."""
     try:
         fields = json.loads(record or b"null")
         if not re.fullmatch(NODE_PATTERN, fields["node"]):
             return None
-        return Candidate(fields["node"], str(fields["zone"]), int(fields["load"]))
+        return Candidate(Hint(fields["node"]), str(fields["zone"]), int(fields["load"]))
     except (ValueError, TypeError, KeyError):
         return None
 

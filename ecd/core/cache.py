@@ -189,11 +189,18 @@ class Cache:
         reservation: EntryId,
         now_s: float,
         checksum: int | None = None,
+        content: Content | None = None,
     ) -> Commitment:
-        """Make the entry visible, and lease it to everyone who waited for its key."""
+        """Make the entry visible, and lease it to everyone who waited for its key.
+
+        `content` is for who reserved by the number of bytes alone, before knowing what they are.
+        """
         entry = self._reservation(session, reservation)
         if entry is None:
             return NotReserved()
+        if content is not None:
+            assert content.nbytes == entry.content.nbytes
+            entry.content = content
         self.reserved_bytes -= entry.block.nbytes
         return self._publish(entry, now_s, checksum)
 
@@ -404,6 +411,11 @@ class Cache:
         """What is stored for the key, if anything. Counts as no use of it."""
         entry = self._index.stored(key)
         return None if entry is None else _info(entry)
+
+    def extent(self, key: Key) -> Extent | None:
+        """Where it is stored, if it is."""
+        entry = self._index.stored(key)
+        return None if entry is None else entry.extent
 
     def is_being_written(self, key: Key) -> bool:
         return self._index.writing(key) is not None or self._clients.is_putting(key)

@@ -20,8 +20,15 @@ from ecd.rpc.convert import (
     to_reserve_outcome,
 )
 from ecd.rpc.sessions import Context, Sessions
-from ecd.wire import InvalidRequest, check_batch, content_from, key_from, seconds_from
-from ecd_proto.contract import MAX_PAGE
+from ecd.wire import (
+    InvalidRequest,
+    check_batch,
+    content_from,
+    hints_from,
+    key_from,
+    seconds_from,
+)
+from ecd_proto.contract import MAX_PAGE, Hint
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
@@ -39,7 +46,7 @@ Ctx = grpc.aio.ServicerContext[Any, Any]
 class OtherNodes(Protocol):
     """What the service needs of the nodes around this one."""
 
-    def want(self, key: Key, hints: Sequence[str]) -> None:
+    def want(self, key: Key, hints: Sequence[Hint]) -> None:
         """Somebody waits for the key: bring it here, if it is not here or on its way."""
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
@@ -57,7 +64,7 @@ class NoOtherNodes:
     def __init__(self, changed: Callable[[], None]) -> None:
         self.changed = changed
 
-    def want(self, key: Key, hints: Sequence[str]) -> None:
+    def want(self, key: Key, hints: Sequence[Hint]) -> None:
         pass
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
@@ -153,7 +160,7 @@ class CacheService(pb_grpc.CacheServicer):
         keys = [key_from(key) for key in request.keys]
         await self._settle(keys)
         if wait_s > 0.0:
-            hints = {hint.index: hint.nodes for hint in request.hints}
+            hints = {hint.index: hints_from(hint) for hint in request.hints}
             for index, key in enumerate(keys):
                 self._others.want(key, hints.get(index, ()))
             for _ in range(TURNS_TO_ASK):

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, Protocol
 
 import grpc
@@ -24,8 +24,16 @@ from ecd.core.types import (
     Wakeup,
 )
 from ecd.rpc.sessions import HELLO_TIMEOUT_S, Sessions
-from ecd.wire import InvalidRequest, check_batch, key_from, seconds_from, to_content
-from ecd_proto.contract import CONTRACT_VERSION, MAX_MESSAGE_BYTES, proof
+from ecd.wire import (
+    InvalidRequest,
+    check_batch,
+    key_from,
+    places_from,
+    seconds_from,
+    to_content,
+    to_extents,
+)
+from ecd_proto.contract import CONTRACT_VERSION, MAX_MESSAGE_BYTES, Hint, proof
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
@@ -55,7 +63,10 @@ class Memory(Protocol):
     def checksum_of(self, leased: Leased) -> int | Awaitable[int]:
         """At once where it is known."""
 
-    def offered(self, keys: Sequence[Key], node: str) -> None:
+    def is_guessed(self, key: Key) -> bool:
+        """Whether it is being written, but by a read that no other node has confirmed as yet."""
+
+    def offered(self, found: Mapping[Key, Hint]) -> None:
         """A node has these keys and expects us to want them."""
 
 
@@ -90,13 +101,17 @@ class _Link:
             case "find":
                 check_batch(request.find.keys)
                 keys = [key_from(key) for key in request.find.keys]
-                found = [self._has(key) for key in keys]
-                self._post(
-                    pb.LinkReply(found=pb.FoundKeys(ticket=request.find.ticket, found=found))
-                )
+                found = [self._has(key) for key in keys]  # what that hears of has its extent too
+                extents = to_extents(map(self._cache.extent, keys))
+                reply = pb.FoundKeys(ticket=request.find.ticket, found=found, extents=extents)
+                self._post(pb.LinkReply(found=reply))
             case "offer":
                 check_batch(request.offer.keys)
-                self._memory.offered([key_from(key) for key in request.offer.keys], self.node)
+                keys = [key_from(key) for key in request.offer.keys]
+                places = places_from(request.offer.extents, len(keys))
+                self._memory.offered(
+                    {key: Hint(self.node, *at) for key, at in zip(keys, places, strict=True)}
+                )
             case _:
                 raise InvalidRequest("an unknown request on a link")
 
@@ -104,7 +119,9 @@ class _Link:
         if self._cache.contains(key):
             return True
         self._sessions.hear()  # it may have been put a moment ago
-        return self._cache.contains(key) or self._cache.is_being_written(key)
+        if self._cache.contains(key):
+            return True
+        return self._cache.is_being_written(key) and not self._memory.is_guessed(key)
 
     def _lease(self, request: pb.LeaseKeys) -> None:
         check_batch(request.keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+from typing import NamedTuple
 
 CONTRACT_VERSION = 1
 """Raised when a client of the version before could misread an answer; additions do not count."""
@@ -37,6 +38,17 @@ MAX_HINTS = 8
 """Nodes named for one key."""
 NODE_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}):\d{1,5}$"
 """A node's name: the host:port of its Peer service, an IPv4 address or a host name."""
+
+
+class Hint(NamedTuple):
+    """A node that is likely to have an entry, host:port, and the entry's extent in its pool.
+
+    With the extent (`nbytes` above 0) the bytes are read while the node is asked for them.
+    """
+
+    node: str
+    offset: int = 0
+    nbytes: int = 0
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:

@@ -221,22 +221,28 @@ def test_rows_that_lead_nowhere_cost_a_miss(two: Two, redis: RedisServer) -> Non
     nowhere = json.dumps({"node": "unix:///run/other.sock", "zone": "", "load": 0})
     redis.ask("set", "ecd:default:n:" + "5" * 32, nowhere)
     redis.ask("hset", row("no node"), "5" * 32, "")
-    redis.ask("hset", row("evicted long ago"), here.incarnation, "")
-    redis.ask("hset", row("another life"), "1" * 32, "")
-    redis.ask("hset", row("a dead node"), "2" * 32, "")
+    redis.ask("hset", row("evicted long ago"), here.incarnation, "4096+400")
+    redis.ask("hset", row("another life"), "1" * 32, "0+1000")
+    redis.ask("hset", row("a dead node"), "2" * 32, "0+1000")
     redis.ask("hset", row("nonsense"), "3" * 32, "", "no incarnation at all", "x")
+    places = ["-1+5", "+", "1e3+7", "99999999999999999+999", "9" * 400 + "+1", "0+0"]
+    for number, place in enumerate(places):
+        redis.ask("hset", row(f"nowhere {number}"), here.incarnation, place)
     redis.ask("hset", row("a node that is gone"), "4" * 32, "")
     redis.ask("set", row("of another type"), "x")
     for key in (
         *("evicted long ago", "another life", "a dead node", "nonsense", "a node that is gone"),
         *("no node", "of another type", "a dead node"),
+        *(f"nowhere {number}" for number in range(len(places))),
     ):
         assert not look(there, key), key
     time.sleep(1.1)  # the row of another type made Redis answer with an error
     store(here, "k")
     redis.ask("hset", row("k"), "2" * 32, "", "4" * 32, "")
     eventually(lambda: here.incarnation in known(redis, "k"))
+    before = b.peers().reads_ahead_used
     assert look(there, "k"), "one right row among wrong ones is enough"
+    assert b.peers().reads_ahead_used == before + 1, "the row says where it lies"
     for daemon in (a, b):
         daemon.check_nothing_leaked()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ecd_client import Client
+from ecd_client import Client, Hint
 from support.daemon import Daemon, eventually
 from support.lying_peer import LIES, NBYTES, OTHER_LIES
 from support.node_client import content
@@ -227,12 +227,14 @@ def test_nodes_that_expect_a_key_from_each_other_do_not_wait(
     with Client(a.address) as here, Client(b.address) as there:
         for attempt in range(10):
             started = time.monotonic()
+            hints = [Hint(node, 0, 1000 * attempt) for node in (b.peer, a.peer)]
             both = [
-                client.get_async([f"k{attempt}"], 5.0, only_if_written=True)[0]
-                for client in (here, there)
+                client.get_async([f"k{attempt}"], 5.0, only_if_written=True, nodes=[[hint]])[0]
+                for client, hint in zip((here, there), hints, strict=True)
             ]
             assert [found.result(6) for found in both] == [None, None]
             assert time.monotonic() - started < 2
+    assert a.peers().reads_ahead + b.peers().reads_ahead > 0
 
 
 # -- a peer that lies ------------------------------------------------------------------------------
@@ -264,10 +266,11 @@ def lying_peers(lies: Mapping[int, Sequence[str]]) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def liar(request: pytest.FixtureRequest) -> Iterator[str]:
-    number = [*LIES, *OTHER_LIES].index(request.param)
-    with lying_peers({number: [request.param]}) as [node]:
-        yield node
+def liar(request: pytest.FixtureRequest) -> Iterator[str | Hint]:
+    lie, ahead = request.param
+    number = [*LIES, *OTHER_LIES].index(lie)
+    with lying_peers({number + 120 * ahead: [lie]}) as [node]:
+        yield Hint(node, 0, NBYTES) if ahead else node
 
 
 @pytest.fixture(scope="module")
@@ -284,37 +287,57 @@ def believer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon,
     daemon.close()
 
 
-@pytest.mark.parametrize("liar", [*LIES, *OTHER_LIES], indirect=True)
+LIES_TO_THOSE_AHEAD = (
+    *LIES,
+    *("another incarnation", "an identity nowhere", "a lease of no time", "no answer"),
+    *("an answer to nobody", "hangs up", "dies with the lease"),
+)
+
+
+@pytest.mark.parametrize(
+    "liar",
+    [(lie, False) for lie in (*LIES, *OTHER_LIES)] + [(lie, True) for lie in LIES_TO_THOSE_AHEAD],
+    indirect=True,
+    ids=lambda param: param[0] + " to those ahead" * param[1],
+)
 def test_a_peer_that_lies(
-    liar: str, believer: tuple[Daemon, Client], request: pytest.FixtureRequest
+    liar: str | Hint, believer: tuple[Daemon, Client], request: pytest.FixtureRequest
 ) -> None:
     daemon, client = believer
     started = time.monotonic()
     [found] = client.get_async([f"from {liar}"], 5.5, only_if_written=True, nodes=[[liar]])
     item = found.result(BOUND_S)
     assert time.monotonic() - started < BOUND_S
-    lie = request.node.callspec.params["liar"]
+    lie, ahead = request.node.callspec.params["liar"]
     if item is not None:
-        assert lie in ("truth", "dies with the lease")  # which may be too late to matter
+        late = "dies with the lease", *["wrong bytes"] * ahead
+        assert lie in ("truth", *late)  # which may be too late to matter
         assert bytes(item.view) == content(NBYTES, 1).numpy().tobytes()
         item.close()
     else:
         assert lie != "truth"
-        [peer] = [peer for peer in daemon.peers().peers if peer.node == liar]
+        node = liar.node if ahead else liar
+        [peer] = [peer for peer in daemon.peers().peers if peer.node == node]
         assert peer.last_error or sum(daemon.peers().fetches.values()) > 0
     assert client.put("mine", content(1000, 3)), "the daemon serves on"
     daemon.check_nothing_leaked(within_s=5.0)
     assert "Traceback" not in daemon.text()
 
 
-def test_peers_that_die_at_any_moment_of_a_read(believer: tuple[Daemon, Client]) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_peers_that_die_at_any_moment_of_a_read(
+    believer: tuple[Daemon, Client], ahead: bool
+) -> None:
     """Before its first byte, amid its pieces, or before the look at whose they were."""
     daemon, client = believer
-    deaths = {100 + step: ("dies with the lease", str(step * 0.0005)) for step in range(1, 9)}
+    deaths = {
+        100 + 50 * ahead + step: ("dies with the lease", str(step * 0.0005)) for step in range(1, 9)
+    }
     with lying_peers(deaths) as nodes:
         for node in nodes:
             started = time.monotonic()
-            [found] = client.get_async([f"of {node}"], 5.5, only_if_written=True, nodes=[[node]])
+            hint = Hint(node, 0, NBYTES * ahead)
+            [found] = client.get_async([f"of {node}"], 5.5, only_if_written=True, nodes=[[hint]])
             item = found.result(BOUND_S)
             assert time.monotonic() - started < 2.0, "nobody waits for who is known to be gone"
             if item is not None:

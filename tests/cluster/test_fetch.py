@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 import torch
 
-from ecd_client import Client
+from ecd_client import Client, Hint, PoolFull
 from support.daemon import Daemon, eventually
 
 MakePeer = Callable[..., Daemon]
@@ -148,6 +150,7 @@ def test_static_peers_are_asked_at_one_time(make_peer: MakePeer, client_of: Clie
     assert found.result(3) is None
     assert time.monotonic() - started < 1.5, "a node that is away is not asked again and again"
     assert asking.peers().directory.kind == "static"
+    assert asking.peers().reads_ahead_used == 2
 
 
 def test_an_entry_that_is_being_written_is_waited_for(
@@ -170,13 +173,17 @@ def test_an_entry_that_is_being_written_is_waited_for(
             stored = here.put_async(key, column)
             if key == "by a call":
                 eventually(lambda: a.status().pool.reserved_bytes > 0)
+            hint = here.hint(key)
+            assert (hint.nbytes > 0) == (key == "in granted memory")
             started = time.monotonic()
-            with there.get(key, 5.0, nodes=[here.node]) as item:
+            with there.get(key, 5.0, nodes=[hint]) as item:
                 assert (item.tensor == 3.0).all()
             assert time.monotonic() - started > 0.3, "it was not stored when it was asked for"
             assert stored.result(5)
     finally:
         torch.Tensor.copy_ = original
+    status = b.peers()
+    assert (status.reads_ahead, status.reads_ahead_used) == (1, 0), "what lay there before"
 
 
 def test_offers_bring_entries_ahead_of_need(make_peer: MakePeer, client_of: ClientOf) -> None:
@@ -191,6 +198,143 @@ def test_offers_bring_entries_ahead_of_need(make_peer: MakePeer, client_of: Clie
     with there.get("after") as item:
         assert (item.tensor == 2.0).all()
     assert fetched(b) == 2
+    assert b.peers().reads_ahead_used == 2
+
+
+# -- hints that say where an entry lies ------------------------------------------------------------
+
+LARGEST_AHEAD = 8 << 20
+
+
+def random_bytes(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+def test_what_a_hint_locates_is_read_before_it_is_leased(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    a, b = make_peer().start(), make_peer().start()
+    here, there = client_of(a), client_of(b)
+    tensors = {
+        str(nbytes): random_bytes(nbytes)
+        for nbytes in (1, 4096, 65537, (1 << 20) + 1, LARGEST_AHEAD, LARGEST_AHEAD + 1)
+    }
+    for key, tensor in tensors.items():
+        here.put(key, tensor.view(1, -1), metadata=key.encode(), cost=0.25)
+    hints = {key: here.hint(key) for key in tensors}
+    for key, tensor in tensors.items():
+        assert (hints[key].node, hints[key].nbytes) == (here.node, tensor.nbytes)
+        with there.get(key, 5.0, nodes=[hints[key]]) as item:
+            assert item.shape == (1, tensor.nbytes), "what it is comes with the lease"
+            assert (item.metadata, item.cost_s) == (key.encode(), 0.25)
+            assert torch.equal(item.tensor[0], tensor)
+    status = b.peers()
+    assert (status.reads_ahead, status.reads_ahead_used) == (len(tensors) - 1,) * 2
+    assert status.peers[0].reads == len(tensors)
+    assert here.hint("nothing") == (here.node, 0, 0)
+    for daemon in (a, b):
+        daemon.check_nothing_leaked()
+
+
+def test_hints_that_hold_no_more_cost_a_read(make_peer: MakePeer, client_of: ClientOf) -> None:
+    a, b = make_peer().start(), make_peer().start()
+    here, there = client_of(a), client_of(b)
+    here.put("moved", random_bytes(1 << 20))
+    here.put("gone", random_bytes(1 << 20))
+    hints = {key: here.hint(key) for key in ("moved", "gone")}
+    a.evict_all()
+    here.put("in its place", random_bytes(3 << 20))
+    moved = random_bytes(1 << 20)
+    here.put("moved", moved)
+    here.put("other bytes", random_bytes(1 << 20))
+    assert here.hint("moved").offset != hints["moved"].offset
+    hints["other bytes"] = here.hint("moved")
+    hints["another size"] = here.hint("moved")
+    here.put("another size", random_bytes(1 << 19))
+    for key, hint in hints.items():
+        [found] = there.get_async([key], 5.0, only_if_written=True, nodes=[[hint]])
+        item = found.result(6)
+        if key == "gone":
+            assert item is None
+            continue
+        with item, here.get(key) as original:
+            assert torch.equal(item.tensor, original.tensor), key
+    with there.get("moved") as item:
+        assert torch.equal(item.tensor, moved)
+    status = b.peers()
+    assert (status.reads_ahead, status.reads_ahead_used) == (4, 0)
+    assert status.fetches["corrupt"] == 0, "the node has done nothing wrong"
+    for daemon in (a, b):
+        daemon.check_nothing_leaked()
+
+
+def test_hints_that_cannot_be_are_hints_of_a_node(make_peer: MakePeer, client_of: ClientOf) -> None:
+    a, b = make_peer().start(), make_peer().start()
+    here, there = client_of(a), client_of(b)
+    extents = [
+        *((64 << 20, 1), ((64 << 20) - 10, 100), (1 << 63, 1), ((1 << 64) - 1, (1 << 64) - 1)),
+        *((0, 0), (5, 0), (0, LARGEST_AHEAD + 1), (0, 1 << 60)),
+    ]
+    for number, extent in enumerate(extents):
+        here.put(f"k{number}", torch.full((100,), float(number)))
+        with there.get(f"k{number}", 5.0, nodes=[Hint(here.node, *extent)]) as item:
+            assert (item.tensor == number).all()
+    assert b.peers().reads_ahead == 0
+    hint = here.hint("k0")
+    a.evict_all()
+    here.put("k", torch.ones(1000))
+    [found] = there.get_async(["k"], 5.0, nodes=[[hint._replace(offset=hint.offset + 1)]])
+    with found.result(6) as item:  # between two entries
+        assert (item.tensor == 1).all()
+    for daemon in (a, b):
+        daemon.check_nothing_leaked()
+
+
+def test_hints_grow_old_while_they_are_followed(make_peer: MakePeer, client_of: ClientOf) -> None:
+    """Of a pool too small for its keys, whose places are other keys' all the time."""
+    a, b = make_peer("16MiB").start(), make_peer().start()
+    here, there = client_of(a), client_of(b)
+    draw = random.Random(1)
+    tensors = {
+        f"k{number}": random_bytes(draw.choice([64 << 10, 200_000, 1 << 20, 3 << 20]))
+        for number in range(60)
+    }
+    told: dict[str, list[Hint]] = {}
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.is_set():
+            key = random.choice(list(tensors))
+            with contextlib.suppress(PoolFull):  # of what the other node has leased
+                here.put(key, tensors[key])
+            told[key] = [*told.get(key, [])[-2:], here.hint(key)]
+
+    side = ThreadPoolExecutor(1)
+    writing = side.submit(write)
+    try:
+        eventually(lambda: len(told) > 40)
+        right = 0
+        until_s = time.monotonic() + 5.0
+        while time.monotonic() < until_s:
+            keys = draw.sample(sorted(told), 4)
+            nodes = [[draw.choice(told[key])] for key in keys]
+            founds = there.get_async(keys, 5.0, only_if_written=True, nodes=nodes)
+            for key, found in zip(keys, founds, strict=True):
+                if (item := found.result(6)) is not None:
+                    with item:
+                        assert torch.equal(item.tensor, tensors[key]), key
+                    right += 1
+            b.evict_all()
+    finally:
+        over.set()
+        side.shutdown()
+    writing.result()
+    status = b.peers()
+    assert right > 100
+    assert 0 < status.reads_ahead_used < status.reads_ahead
+    assert (status.fetches["corrupt"], status.fetches["fetched"]) == (0, right)
+    for daemon in (a, b):
+        daemon.check_nothing_leaked()
 
 
 # -- bounds ----------------------------------------------------------------------------------------

@@ -141,6 +141,7 @@ def test_the_consumer_uses_what_another_machine_encoded(
     eventually(lambda: has.status().entries == len(PICTURES))
     eventually(lambda: has.peers().directory.unpublished == 0)
     if directory == "none":  # what a proxy hands from one engine to the next
+        produced = producer.generate(requests, max_tokens=1)  # of what is stored, it says where
         requests = [
             {**request, "ec_transfer_params": output["ec_transfer_params"]}
             for request, output in zip(requests, produced["outputs"], strict=True)
@@ -148,6 +149,7 @@ def test_the_consumer_uses_what_another_machine_encoded(
         with_images = [r["ec_transfer_params"] for r in requests if r["images"]]
         for params in with_images:
             assert all(item["ecd_node"] == has.node.peer for item in params.values())
+            assert all(item["ecd_extent"][1] > 0 for item in params.values())
             assert all("metadata" in item for item in params.values())
     consumed = consumer.generate(requests)
     assert tokens(consumed) == tokens(expected)
@@ -156,6 +158,8 @@ def test_the_consumer_uses_what_another_machine_encoded(
     assert status.fetches["fetched"] == len(PICTURES)
     [peer] = [peer for peer in status.peers if peer.node == has.node.peer]
     assert peer.reads == len(PICTURES)
+    ahead = len(PICTURES)
+    assert (status.reads_ahead, status.reads_ahead_used) == (ahead, ahead)
     again = consumer.generate(requests)
     assert (tokens(again), again["encoded"]) == (tokens(expected), 0)
     assert wants.peers().fetches["fetched"] == len(PICTURES), "it is local from then on"
@@ -190,8 +194,12 @@ def test_hints_that_are_nonsense_hurt_nobody(
         {"ecd_consumers": 7, "x": None},
         {"ecd_consumers": ["", "a b", "10.77.0.200:1", None] * 50},
         {"ec_items": [1, {"mm_hash": 3}, {"mm_hash": "x", "ecd_node": 5}]},
-        {"ec_items": "x", "y": {"ecd_node": "10.77.0.200:9465"}},
-        {},
+        {"ec_items": "x", "y": {"ecd_node": "10.77.0.200:9465", "ecd_extent": [-1, 2.5]}},
+        {
+            "ec_items": [
+                {"mm_hash": "x", "ecd_node": "10.77.0.1:9465", "ecd_extent": [0, (1 << 64) - 1]}
+            ]
+        },
     ]
     asked = [{**r, "ec_transfer_params": p} for r, p in zip(requests, nonsense, strict=True)]
     expected = tokens(plain.generate(requests))

@@ -75,6 +75,8 @@ class LyingPeer(pb_grpc.PeerServicer):
             protocol="tcp",
             identity_address=self.engine.identity_address,
             lease_ttl_s=30.0,
+            pool_address=self.memory.address,
+            pool_bytes=4 << 20,
         )
         match self.lie:
             case "another incarnation":

@@ -419,14 +419,16 @@ class CacheMachine(RuleBasedStateMachine):
             for t, wait in m.waits.items()
             if wait[0] == writer.key
         }
-        content = Content(
-            "int8", (writer.extent.nbytes,), writer.extent.nbytes, writer.key.mm_hash.encode()
-        )
+        nbytes = writer.extent.nbytes
+        content = Content("int8", (nbytes,), nbytes, writer.key.mm_hash.encode())
+        learned = Content("bool", (1, nbytes), nbytes, b"", 2.0) if writer.tag % 3 == 0 else None
+        content = learned or content
         self.stored[writer.key] = (writer.tag, writer.extent, content, self.now_s)
         self.committed_s[writer.key] = self.warm_s[writer.tag] = self.now_s
         # Some writers know the checksum; of other entries it is found out later, or never.
         self.checksums[writer.tag] = writer.tag if writer.tag % 2 else None
-        outcome = self.cache.commit(session, reservation, self.now_s, self.checksums[writer.tag])
+        checksum = self.checksums[writer.tag]
+        outcome = self.cache.commit(session, reservation, self.now_s, checksum, learned)
         assert isinstance(outcome, Committed)
         self.committed(writer, outcome, waiting)
         assert self.cache.commit(session, reservation, self.now_s) == NotReserved()

@@ -24,10 +24,11 @@ from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
 from ecd_client.item import Item
 from ecd_client.reader import close_unseen
 from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST, PlaceholderMetadata
-from ecd_client.vllm.hints import add_node, consumers_in, nodes_in
+from ecd_client.vllm.hints import add_hints, consumers_in, hints_in
 from ecd_client.vllm.settings import FAIL, Settings
 from ecd_client.vllm.stats import EcdStats
 from ecd_client.vllm.transfer import Load
+from ecd_proto.contract import Hint
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -54,7 +55,7 @@ class _Wanted:
 
     identifier: str
     expected: dict[User, int] = field(default_factory=dict)
-    nodes: list[str] = field(default_factory=list)  # that are said to have it
+    hints: list[Hint] = field(default_factory=list)  # nodes that are said to have it
     answer: Future[Item | None] | None = None
     item: Item | None = None
     length: int = -1  # of the item: its embeddings
@@ -72,7 +73,7 @@ class _Request:
     items: list[tuple[int, str, int]]  # index in mm_features, identifier, number of embeddings
     deadline_s: float
     preemptions: int
-    nodes: dict[str, list[str]] = field(default_factory=dict)  # where it says that items are
+    hints: dict[str, list[Hint]] = field(default_factory=dict)  # where it says that items are
     done: int = 0  # items that the request has computed past
     given: set[int] = field(default_factory=set)  # indices whose item was handed to a load
     failed: bool = False
@@ -212,8 +213,8 @@ class SchedulerRole:
         if not self._is_producer:
             return None
         params = self._metadata.of(request.mm_features)
-        if params and state is not None and (node := self._node()):
-            add_node(params, node, (identifier for _, identifier, _ in state.items))
+        if params and state is not None:
+            add_hints(params, self._hints(identifier for _, identifier, _ in state.items))
         return params
 
     # -- steps ---------------------------------------------------------------------------------
@@ -228,18 +229,18 @@ class SchedulerRole:
         deadline_s = time.monotonic() + self._settings.load_timeout_s
         state = _Request(ends, items, deadline_s, request.num_preemptions)
         if params := request.ec_transfer_params:
-            state.nodes = nodes_in(params)
+            state.hints = hints_in(params)
             consumers = consumers_in(params)
             if self._is_producer and consumers and items:
                 offered = self._to_offer.setdefault(tuple(consumers), [])
                 offered.extend(identifier for _, identifier, _ in items)
         return state
 
-    def _node(self) -> str:
-        try:
-            return self._client.node
-        except DaemonUnavailable:
-            return ""
+    def _hints(self, identifiers: Iterable[str]) -> dict[str, Hint]:
+        with contextlib.suppress(DaemonUnavailable):
+            found = {identifier: self._client.hint(identifier) for identifier in identifiers}
+            return {identifier: hint for identifier, hint in found.items() if hint}
+        return {}
 
     def _all_settled(self, request_id: str, state: _Request) -> bool:
         ahead = []
@@ -281,8 +282,8 @@ class SchedulerRole:
             else:
                 wanted = self._wanted[identifier] = _Wanted(identifier)
         wanted.expected[user] = expected
-        if state.nodes:
-            wanted.nodes = state.nodes.get(identifier, wanted.nodes)
+        if state.hints:
+            wanted.hints = state.hints.get(identifier, wanted.hints)
         return wanted
 
     def _look(self, wanted: _Wanted) -> None:
@@ -327,7 +328,7 @@ class SchedulerRole:
                 [wanted.identifier for wanted in unique],
                 self._settings.load_timeout_s,
                 only_if_written=not self._fails,
-                nodes=[wanted.nodes for wanted in unique],
+                nodes=[wanted.hints for wanted in unique],
             )
         except EcdError as error:
             for wanted in unique:

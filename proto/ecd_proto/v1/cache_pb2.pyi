@@ -715,25 +715,31 @@ global___AcquireRequest = AcquireRequest
 
 @typing.final
 class Hint(google.protobuf.message.Message):
-    """Which nodes are likely to have a key."""
+    """Which nodes are likely to have a key, and where in their pools."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
+    EXTENTS_FIELD_NUMBER: builtins.int
     index: builtins.int
     """in AcquireRequest.keys"""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """host:port of Peer services, the likeliest first"""
 
+    @property
+    def extents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Extent]:
+        """of each of the nodes; none, or one of no bytes: not known"""
+
     def __init__(
         self,
         *,
         index: builtins.int = ...,
         nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        extents: collections.abc.Iterable[global___Extent] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["index", b"index", "nodes", b"nodes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extents", b"extents", "index", b"index", "nodes", b"nodes"]) -> None: ...
 
 global___Hint = Hint
 
@@ -1487,6 +1493,8 @@ class PeersReply(google.protobuf.message.Message):
     SET_ASIDE_BYTES_FIELD_NUMBER: builtins.int
     SET_ASIDE_FIELD_NUMBER: builtins.int
     READ_RETRIES_FIELD_NUMBER: builtins.int
+    READS_AHEAD_FIELD_NUMBER: builtins.int
+    READS_AHEAD_USED_FIELD_NUMBER: builtins.int
     PEERS_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     node: builtins.str
@@ -1503,6 +1511,10 @@ class PeersReply(google.protobuf.message.Message):
     """how often that has happened"""
     read_retries: builtins.int
     """reads that failed and were tried again"""
+    reads_ahead: builtins.int
+    """reads begun before the lease, where a hint had said"""
+    reads_ahead_used: builtins.int
+    """of those, how many brought what was then leased"""
     @property
     def directory(self) -> global___DirectoryStatus: ...
     @property
@@ -1524,10 +1536,12 @@ class PeersReply(google.protobuf.message.Message):
         set_aside_bytes: builtins.int = ...,
         set_aside: builtins.int = ...,
         read_retries: builtins.int = ...,
+        reads_ahead: builtins.int = ...,
+        reads_ahead_used: builtins.int = ...,
         peers: collections.abc.Iterable[global___PeerStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["directory", b"directory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["directory", b"directory", "engine", b"engine", "fetches", b"fetches", "flights", b"flights", "incarnation", b"incarnation", "node", b"node", "peers", b"peers", "protocol", b"protocol", "read_retries", b"read_retries", "set_aside", b"set_aside", "set_aside_bytes", b"set_aside_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["directory", b"directory", "engine", b"engine", "fetches", b"fetches", "flights", b"flights", "incarnation", b"incarnation", "node", b"node", "peers", b"peers", "protocol", b"protocol", "read_retries", b"read_retries", "reads_ahead", b"reads_ahead", "reads_ahead_used", b"reads_ahead_used", "set_aside", b"set_aside", "set_aside_bytes", b"set_aside_bytes"]) -> None: ...
 
 global___PeersReply = PeersReply
 

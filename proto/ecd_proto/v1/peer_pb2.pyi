@@ -41,6 +41,8 @@ class NodeDescription(google.protobuf.message.Message):
     IDENTITY_ADDRESS_FIELD_NUMBER: builtins.int
     LEASE_TTL_S_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
+    POOL_ADDRESS_FIELD_NUMBER: builtins.int
+    POOL_BYTES_FIELD_NUMBER: builtins.int
     contract_version: builtins.int
     daemon: builtins.str
     """name and version, for people"""
@@ -59,6 +61,9 @@ class NodeDescription(google.protobuf.message.Message):
     lease_ttl_s: builtins.float
     leases: builtins.int
     """held by other nodes now: how busy it is"""
+    pool_address: builtins.int
+    """The pool in registered memory: what a hint says of an entry's extent counts from there."""
+    pool_bytes: builtins.int
     def __init__(
         self,
         *,
@@ -72,8 +77,10 @@ class NodeDescription(google.protobuf.message.Message):
         identity_address: builtins.int = ...,
         lease_ttl_s: builtins.float = ...,
         leases: builtins.int = ...,
+        pool_address: builtins.int = ...,
+        pool_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "daemon", b"daemon", "engine", b"engine", "identity_address", b"identity_address", "incarnation", b"incarnation", "lease_ttl_s", b"lease_ttl_s", "leases", b"leases", "node", b"node", "protocol", b"protocol", "zone", b"zone"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "daemon", b"daemon", "engine", b"engine", "identity_address", b"identity_address", "incarnation", b"incarnation", "lease_ttl_s", b"lease_ttl_s", "leases", b"leases", "node", b"node", "pool_address", b"pool_address", "pool_bytes", b"pool_bytes", "protocol", b"protocol", "zone", b"zone"]) -> None: ...
 
 global___NodeDescription = NodeDescription
 
@@ -186,16 +193,22 @@ class FoundKeys(google.protobuf.message.Message):
 
     TICKET_FIELD_NUMBER: builtins.int
     FOUND_FIELD_NUMBER: builtins.int
+    EXTENTS_FIELD_NUMBER: builtins.int
     ticket: builtins.int
     @property
     def found(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]: ...
+    @property
+    def extents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ecd_proto.v1.cache_pb2.Extent]:
+        """of each of the keys; none, or one of no bytes: not stored"""
+
     def __init__(
         self,
         *,
         ticket: builtins.int = ...,
         found: collections.abc.Iterable[builtins.bool] | None = ...,
+        extents: collections.abc.Iterable[ecd_proto.v1.cache_pb2.Extent] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["found", b"found", "ticket", b"ticket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extents", b"extents", "found", b"found", "ticket", b"ticket"]) -> None: ...
 
 global___FoundKeys = FoundKeys
 
@@ -341,13 +354,19 @@ class OfferKeys(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: builtins.int
+    EXTENTS_FIELD_NUMBER: builtins.int
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ecd_proto.v1.cache_pb2.Key]: ...
+    @property
+    def extents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ecd_proto.v1.cache_pb2.Extent]:
+        """of each of the keys"""
+
     def __init__(
         self,
         *,
         keys: collections.abc.Iterable[ecd_proto.v1.cache_pb2.Key] | None = ...,
+        extents: collections.abc.Iterable[ecd_proto.v1.cache_pb2.Extent] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extents", b"extents", "keys", b"keys"]) -> None: ...
 
 global___OfferKeys = OfferKeys
