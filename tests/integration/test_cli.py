@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -295,15 +296,20 @@ def test_top_goes_on_until_it_is_told_to_stop(daemon: Daemon) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "top"]
     running = subprocess.Popen(
-        [*command, "--interval", "0.2"], stdin=theirs, stdout=theirs, stderr=theirs
+        [*command, "--interval", "0.2"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as below nohup
     )
     os.close(theirs)
     seen = b""
     while seen.count(b"lookups/s") < 3:
         seen += os.read(ours, 65536)
     running.send_signal(signal.SIGINT)
-    drain = threading.Thread(target=lambda: iter(lambda: os.read(ours, 65536), b""), daemon=True)
-    drain.start()
+    with contextlib.suppress(OSError):  # that nobody holds the other end any more
+        while os.read(ours, 65536):
+            pass
     assert running.wait(10.0) == 0
     os.close(ours)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -261,8 +263,15 @@ def top(
         else:
             out.print(look.frame())
         return
+    over = threading.Event()
+
+    def stop(*_: object) -> None:
+        over.set()  # an exception in a finalizer goes nowhere
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop)
     with contextlib.suppress(KeyboardInterrupt), Live(look.frame(), console=out) as live:
-        while True:
+        while not over.is_set():
             time.sleep(interval)
             live.update(look.frame(), refresh=True)
 
