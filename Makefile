@@ -110,7 +110,7 @@ vllm:  ## build the vLLM environments; without ECD_REQUIRE_VLLM=1 a failure is o
 
 .PHONY: test
 test: check vllm test-system  ## everything that can run without a GPU, real vLLM included
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 .PHONY: demo
 demo: $(VENV)/.ready  ## a daemon, a producer and a consumer process, and what happened

@@ -4,9 +4,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from ecd_client import Client
 from support.daemon import Daemon
+
+
+class Scheduling(LoadScopeScheduling):
+    """For several workers: what shares addresses or engines stays with one of them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        directory = file.rpartition("/")[0]
+        return directory if directory in ("tests/cluster", "tests/e2e") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
+    config.option.loadscopereorder = False  # the two that take longest come first
+    return Scheduling(config, log)
 
 
 @pytest.fixture
