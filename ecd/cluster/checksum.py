@@ -1,7 +1,6 @@
 """What proves that an entry arrived as it left: XXH3 (Collet, 64 bits), in pieces.
 
-An entry is hashed in pieces, so that what has arrived is hashed, still in the processor's cache,
-while the rest is on its way.
+An entry is hashed in pieces, so that what has arrived is hashed while the rest is on its way.
 """
 
 from __future__ import annotations

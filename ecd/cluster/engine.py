@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Mapping as MappingOf
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +28,14 @@ from ecd_proto.mapping import Mapping
 
 MAX_READS_PER_PEER = 64
 """Under way at one time; a peer's queue that overflows may never work again."""
-MAX_BYTES_PER_PEER = 8 << 20
-"""Under way at one time, unless one piece is more: what the caches still hold when it is hashed."""
+READ_BYTES = 8 << 20
+"""Larger entries are read in pieces: one is hashed while the next ones are on their way."""
+MAX_LARGE_READS_PER_PEER = 4
+"""Of these, those of more than PIECE_BYTES; the others do not wait for them."""
+HASHERS = 2
+"""Threads that hash what is more than one of its digests."""
+HASHERS_NICENESS = 10
+"""Mooncake's threads go first: where they wait for hashing, the other end idles meanwhile."""
 LANES = 16
 """TCP connections a peer; one that died fails one read before it is made anew."""
 PAUSE_S = (5e-6, 500e-6)
@@ -95,7 +102,8 @@ class Reading:
     again: list[int] = field(default_factory=list)  # offsets of pieces that failed
     under_way: int = 0
     waits: bool = True  # for its turn
-    arrived: dict[int, int] = field(default_factory=dict)  # digests by offset
+    hashing: dict[int, Future[list[int]]] = field(default_factory=dict)  # by offset
+    arrived: dict[int, list[int]] = field(default_factory=dict)  # digests by offset
     proven_until_s: float = 0.0  # if all of it has arrived by then, at the first attempt
 
     def give_up(self) -> None:
@@ -106,6 +114,22 @@ class Reading:
     def failed(self) -> bool:
         return not self.wanted or self.failures > LANES
 
+    @property
+    def is_large(self) -> bool:
+        return self.source.nbytes > PIECE_BYTES
+
+    def hash(self, offset: int, nbytes: int) -> list[int]:
+        """The digests of a piece that has arrived, if anybody wants them."""
+        return digests(_bytes_at(self.target + offset, nbytes)) if self.wanted else []
+
+    def is_hashed(self) -> bool:
+        """Whether all that has arrived is; if so, it is in `arrived`."""
+        if not all(piece.done() for piece in self.hashing.values()):
+            return False
+        self.arrived.update((offset, piece.result()) for offset, piece in self.hashing.items())
+        self.hashing.clear()
+        return True
+
 
 @dataclass(eq=False)
 class _Piece:
@@ -113,12 +137,6 @@ class _Piece:
     offset: int
     nbytes: int
     id: int
-    failed: bool = False
-
-    def hash(self) -> None:
-        if not self.failed:
-            data = _bytes_at(self.reading.target + self.offset, self.nbytes)
-            [self.reading.arrived[self.offset]] = digests(data)
 
 
 @dataclass(eq=False)
@@ -142,8 +160,10 @@ class _Proof:
 class _Lineup:
     """The readings of one engine, which take turns, and what is under way for them."""
 
-    turns: deque[Reading] = field(default_factory=deque)
+    small: deque[Reading] = field(default_factory=deque)
+    large: deque[Reading] = field(default_factory=deque)
     pieces: list[_Piece] = field(default_factory=list)
+    large_under_way: int = 0
     bytes_under_way: int = 0
     unproven: list[Reading] = field(default_factory=list)
     proof: _Proof | None = None
@@ -151,12 +171,14 @@ class _Lineup:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.turns or self.pieces or self.unproven or self.proof)
+        return not (self.small or self.large or self.pieces or self.unproven or self.proof)
+
+    def line_up(self, reading: Reading) -> None:
+        (self.large if reading.is_large else self.small).append(reading)
 
 
 _Ended = tuple[Reading, "str | None"]
 """A reading that is over, and why it failed."""
-"""The digests, or why there are none."""
 
 
 class Engine:
@@ -181,6 +203,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._submitted: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
         self._lineups: dict[str, _Lineup] = {}
+        self._hasher = ThreadPoolExecutor(HASHERS, "ecd-hash", _let_others_go_first)
         self._scratch = Mapping.of_memory(PROOFS * IDENTITY_BYTES)
         self._slots = list(range(PROOFS))
         self.failed: asyncio.Future[None] = self._loop.create_future()
@@ -234,6 +257,7 @@ class Engine:
         if self._thread.is_alive():
             self._submitted.put(None)
             self._thread.join()
+        self._hasher.shutdown(cancel_futures=True)
         del self._engine
 
     # -- the thread that polls -----------------------------------------------------------------
@@ -251,25 +275,23 @@ class Engine:
     def _poll(self) -> None:
         _sleep_precisely()
         changed_s = time.monotonic()
+        ended: list[_Ended] = []
         while True:
-            idle = not self._lineups
+            idle = not (self._lineups or ended)
             if not self._take_submitted(wait=idle):
                 return
             if idle:
                 changed_s = time.monotonic()
-            ended: list[_Ended] = []
             changed = False
             for peer, lineup in list(self._lineups.items()):
-                over = self._look_at_pieces(lineup, ended)
-                changed |= bool(over) | self._look_at_proof(lineup, ended)
+                changed |= self._look_at_pieces(lineup, ended) | self._look_at_proof(lineup, ended)
                 self._begin(peer, lineup, ended)
-                for piece in over:  # while what was begun is on its way
-                    piece.hash()
                 self._sweep(lineup, ended)
                 if lineup.is_empty:
                     del self._lineups[peer]
-            if ended:
-                self._tell(_settle, ended)
+            if over := [end for end in ended if end[0].is_hashed()]:
+                self._tell(_settle, over)
+                ended = [end for end in ended if end not in over]
             if changed:
                 changed_s = time.monotonic()
             self._pause(time.monotonic() - changed_s)
@@ -287,31 +309,35 @@ class Engine:
                 wait = False
                 if reading is None:
                     return False
-                self._lineups.setdefault(reading.source.engine, _Lineup()).turns.append(reading)
+                self._lineups.setdefault(reading.source.engine, _Lineup()).line_up(reading)
         return True
 
-    def _look_at_pieces(self, lineup: _Lineup, ended: list[_Ended]) -> list[_Piece]:
-        """Take note of what has arrived or failed, and give it back."""
+    def _look_at_pieces(self, lineup: _Lineup, ended: list[_Ended]) -> bool:
+        """Take note of what has arrived or failed; whether anything has."""
         still: list[_Piece] = []
-        over: list[_Piece] = []
         for piece in lineup.pieces:
             status = self._status(piece.id)
             if status == 0:
                 still.append(piece)
                 continue
-            over.append(piece)
             reading = piece.reading
             reading.under_way -= 1
             lineup.bytes_under_way -= piece.nbytes
+            lineup.large_under_way -= reading.is_large
             if status == -1:
-                piece.failed = True
                 reading.failures += 1
                 reading.again.append(piece.offset)
+            elif reading.is_large:
+                hashing = self._hasher.submit(reading.hash, piece.offset, piece.nbytes)
+                reading.hashing[piece.offset] = hashing
+            else:
+                reading.arrived[piece.offset] = reading.hash(piece.offset, piece.nbytes)
             if not (reading.waits or self._is_over(reading, lineup, ended)):
                 reading.waits = True
-                lineup.turns.append(reading)
+                lineup.line_up(reading)
+        changed = len(still) < len(lineup.pieces)
         lineup.pieces = still
-        return over
+        return changed
 
     def _is_over(self, reading: Reading, lineup: _Lineup, ended: list[_Ended]) -> bool:
         """Whether no piece of it is to be begun, or under way; then it goes where it belongs."""
@@ -339,28 +365,10 @@ class Engine:
     def _begin(self, peer: str, lineup: _Lineup, ended: list[_Ended]) -> None:
         """Begin as many pieces as may be under way, one of each reading in turn, and a proof."""
         whole: list[Reading] = []
-        while lineup.turns and len(lineup.pieces) < MAX_READS_PER_PEER:
-            reading = lineup.turns[0]
-            if self._is_over(reading, lineup, ended):
-                lineup.turns.popleft().waits = False
-                continue
-            offset = reading.again[-1] if reading.again else reading.fresh
-            nbytes = min(PIECE_BYTES, reading.source.nbytes - offset)
-            if lineup.pieces and lineup.bytes_under_way + nbytes > MAX_BYTES_PER_PEER:
-                break
-            if reading.again:
-                reading.again.pop()
-            else:
-                reading.fresh += nbytes
-            began = self._submit(
-                peer, reading.target + offset, reading.source.address + offset, nbytes
-            )
-            lineup.pieces.append(_Piece(reading, offset, nbytes, began))
-            lineup.bytes_under_way += nbytes
-            reading.under_way += 1
-            if nbytes == reading.source.nbytes:
-                whole.append(reading)
-            lineup.turns.rotate(-1)
+        while lineup.small and len(lineup.pieces) < MAX_READS_PER_PEER - MAX_LARGE_READS_PER_PEER:
+            self._begin_next(peer, lineup, lineup.small, whole, ended)
+        while lineup.large and lineup.large_under_way < MAX_LARGE_READS_PER_PEER:
+            self._begin_next(peer, lineup, lineup.large, whole, ended)
         unproven = lineup.unproven or whole
         if unproven and lineup.proof is None and self._slots:
             # One look at the identity proves all that had arrived before.
@@ -371,16 +379,42 @@ class Engine:
             lineup.unproven = [r for r in lineup.unproven if not _same_node(r.source, first)]
             self._begin_proof(peer, lineup.proof)
 
+    def _begin_next(
+        self,
+        peer: str,
+        lineup: _Lineup,
+        turns: deque[Reading],
+        whole: list[Reading],
+        ended: list[_Ended],
+    ) -> None:
+        """Begin a piece of the reading whose turn it is; those that are one piece are `whole`."""
+        reading = turns[0]
+        if self._is_over(reading, lineup, ended):
+            turns.popleft().waits = False
+            return
+        turns.rotate(-1)
+        offset = reading.again.pop() if reading.again else reading.fresh
+        nbytes = min(READ_BYTES, reading.source.nbytes - offset)
+        reading.fresh = max(reading.fresh, offset + nbytes)
+        began = self._submit(peer, reading.target + offset, reading.source.address + offset, nbytes)
+        lineup.pieces.append(_Piece(reading, offset, nbytes, began))
+        lineup.bytes_under_way += nbytes
+        lineup.large_under_way += reading.is_large
+        reading.under_way += 1
+        if nbytes == reading.source.nbytes:
+            whole.append(reading)
+
     def _sweep(self, lineup: _Lineup, ended: list[_Ended]) -> None:
         """Now and then, end what was given up and is not under way: no dead peer holds it up."""
         now_s = time.monotonic()
         if now_s - lineup.swept_s < SWEEP_S:
             return
         lineup.swept_s = now_s
-        for reading in [r for r in lineup.turns if r.failed]:
-            lineup.turns.remove(reading)
-            reading.waits = False
-            self._is_over(reading, lineup, ended)
+        for turns in (lineup.small, lineup.large):
+            for reading in [r for r in turns if r.failed]:
+                turns.remove(reading)
+                reading.waits = False
+                self._is_over(reading, lineup, ended)
         proof = lineup.proof
         proving = [] if proof is None else proof.arrived if proof.early else proof.readings
         for readings in (lineup.unproven, proving):
@@ -434,6 +468,11 @@ def _sleep_precisely() -> None:
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
+def _let_others_go_first() -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), HASHERS_NICENESS)
+
+
 def _same_node(one: Source, other: Source) -> bool:
     return (one.identity_address, one.identity) == (other.identity_address, other.identity)
 
@@ -450,7 +489,7 @@ def _settle(ended: list[_Ended]) -> None:
             reading.ended.set_exception(ReadFailed(failure))
         else:
             in_order = sorted(reading.arrived.items())
-            reading.ended.set_result([digest for _, digest in in_order])
+            reading.ended.set_result([digest for _, piece in in_order for digest in piece])
 
 
 def _start(

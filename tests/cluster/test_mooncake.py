@@ -232,14 +232,14 @@ def test_more_requests_than_a_peers_queue_holds(make_peer: MakePeer, client_of: 
 def test_a_read_that_was_given_up_and_completes_late_harms_nobody(
     pair: tuple[Node, Node], on_node: OnNode
 ) -> None:
-    """Given up after 1 s, complete after 3: its extent is nobody else's in between."""
+    """Given up after 1 s, complete seconds later: its extent is nobody else's in between."""
     near, far = pair
     has, owner = on_node(near, "64MiB")
     wants, asker = on_node(far, "64MiB", ECD_FETCH_TIMEOUT_S="1")
     owner.put("big", 48 * MIB, seed=1)
     owner.put("small")
     assert asker.get("small", nodes=[near.peer])["right"]
-    near.throttle("16mbit", limit="64kb")
+    near.throttle("64mbit")
     reply = asker.get("big", nodes=[near.peer])
     assert reply["found"] is False
     assert reply["seconds"] < 2
@@ -254,6 +254,33 @@ def test_a_read_that_was_given_up_and_completes_late_harms_nobody(
     assert asker.ask("put", key="now", nbytes=50 * MIB, seed=7)["stored"]
     assert asker.get("now", timeout=0.0, seed=7)["right"]
     near.throttle("10gbit")
+    for daemon in (has, wants):
+        daemon.check_nothing_leaked()
+
+
+def test_a_small_read_does_not_wait_for_a_large_one(
+    pair: tuple[Node, Node], on_node: OnNode
+) -> None:
+    """What is under way of the large one takes 6 s."""
+    near, far = pair
+    has, owner = on_node(near, "64MiB")
+    wants, asker = on_node(far, "64MiB", ECD_FETCH_TIMEOUT_S="20")
+    for key, nbytes in (("first", 4096), ("large", 40 * MIB), ("small", 65536)):
+        owner.put(key, nbytes, seed=1)
+    assert asker.get("first", nodes=[near.peer])["right"]
+    near.throttle("40mbit")
+    other = NodeClient(wants)
+    other.send("get", key="large", timeout=25.0, nodes=[near.peer], seed=1)
+    eventually(lambda: any(peer.in_flight for peer in wants.peers().peers), 10, "it is under way")
+    time.sleep(0.2)
+    reply = asker.get("small", nodes=[near.peer])
+    assert reply["right"]
+    assert reply["seconds"] < 3
+    [peer] = wants.peers().peers
+    assert peer.in_flight == 1, "the large one is still on its way"
+    near.throttle("10gbit")
+    assert other.receive()["right"]
+    other.close()
     for daemon in (has, wants):
         daemon.check_nothing_leaked()
 
