@@ -270,7 +270,8 @@ class Fetcher:
                 self._begin(arrival, link)
             assert arrival.reading is not None
             ended = arrival.reading.ended
-            await asyncio.wait((ended, link.gone), return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                await asyncio.wait((ended, link.gone), return_when=asyncio.FIRST_COMPLETED)
             if not link.alive:
                 raise _Failed(FAILED)
             if lease.ran_out:
