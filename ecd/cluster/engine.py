@@ -289,9 +289,13 @@ class Engine:
                 self._sweep(lineup, ended)
                 if lineup.is_empty:
                     del self._lineups[peer]
-            if over := [end for end in ended if end[0].is_hashed()]:
+            over: list[_Ended] = []
+            unhashed: list[_Ended] = []
+            for end in ended:
+                (over if end[0].is_hashed() else unhashed).append(end)
+            ended = unhashed
+            if over:
                 self._tell(_settle, over)
-                ended = [end for end in ended if end not in over]
             if changed:
                 changed_s = time.monotonic()
             self._pause(time.monotonic() - changed_s)
@@ -364,11 +368,13 @@ class Engine:
 
     def _begin(self, peer: str, lineup: _Lineup, ended: list[_Ended]) -> None:
         """Begin as many pieces as may be under way, one of each reading in turn, and a proof."""
-        whole: list[Reading] = []
+        before = len(lineup.pieces)
         while lineup.small and len(lineup.pieces) < MAX_READS_PER_PEER - MAX_LARGE_READS_PER_PEER:
-            self._begin_next(peer, lineup, lineup.small, whole, ended)
+            self._begin_next(peer, lineup, lineup.small, ended)
         while lineup.large and lineup.large_under_way < MAX_LARGE_READS_PER_PEER:
-            self._begin_next(peer, lineup, lineup.large, whole, ended)
+            self._begin_next(peer, lineup, lineup.large, ended)
+        begun = lineup.pieces[before:]
+        whole = [piece.reading for piece in begun if piece.nbytes == piece.reading.source.nbytes]
         unproven = lineup.unproven or whole
         if unproven and lineup.proof is None and self._slots:
             # One look at the identity proves all that had arrived before.
@@ -380,14 +386,9 @@ class Engine:
             self._begin_proof(peer, lineup.proof)
 
     def _begin_next(
-        self,
-        peer: str,
-        lineup: _Lineup,
-        turns: deque[Reading],
-        whole: list[Reading],
-        ended: list[_Ended],
+        self, peer: str, lineup: _Lineup, turns: deque[Reading], ended: list[_Ended]
     ) -> None:
-        """Begin a piece of the reading whose turn it is; those that are one piece are `whole`."""
+        """Begin a piece of the reading whose turn it is, unless none is left to begin."""
         reading = turns[0]
         if self._is_over(reading, lineup, ended):
             turns.popleft().waits = False
@@ -401,8 +402,6 @@ class Engine:
         lineup.bytes_under_way += nbytes
         lineup.large_under_way += reading.is_large
         reading.under_way += 1
-        if nbytes == reading.source.nbytes:
-            whole.append(reading)
 
     def _sweep(self, lineup: _Lineup, ended: list[_Ended]) -> None:
         """Now and then, end what was given up and is not under way: no dead peer holds it up."""
