@@ -13,6 +13,7 @@ from logging.handlers import SysLogHandler
 from pathlib import Path
 from typing import Annotated
 
+import grpc
 import typer
 import uvloop
 from pythonjsonlogger.json import JsonFormatter
@@ -75,6 +76,18 @@ class _ToJournal(logging.Formatter):
         return f"<{priority}>" + super().format(record).replace("\n", f"\n<{priority}>")
 
 
+def _abandoned_answer(record: logging.LogRecord) -> bool:
+    """A line, and no traceback, for an answer whose caller was gone before it could be sent.
+
+    gRPC itself leaves it out where it hears of the end of the call first.
+    """
+    if record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError):
+        record.msg, record.args = f"an answer was not sent: {record.getMessage()}", ()
+        record.exc_info = None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return True
+
+
 def _log_to_stderr(settings: Config) -> None:
     handler = logging.StreamHandler()
     stderr = os.fstat(handler.stream.fileno())
@@ -89,6 +102,7 @@ def _log_to_stderr(settings: Config) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
     logging.getLogger("grpc").setLevel(logging.WARNING)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_abandoned_answer)
 
 
 @app.command()

@@ -325,6 +325,32 @@ def test_impossible_requests_are_refused_and_change_nothing(
     assert (status.entries, status.pool.used_bytes) == (0, 0)
 
 
+def test_an_answer_whose_caller_has_gone_is_a_line_of_log() -> None:
+    """gRPC raises it where the call's end is heard of after the failed write: by chance."""
+    script = """
+import logging
+from grpc._cython.cygrpc import ExecuteBatchError
+from ecd.__main__ import _log_to_stderr
+from ecd.config import Config
+_log_to_stderr(Config())
+for error in (ExecuteBatchError("no"), ValueError("yes")):
+    try:
+        raise error
+    except Exception:
+        logging.getLogger("grpc._cython.cygrpc").exception("raised by [%s]", "/Exchange")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, check=True
+    )
+    gone, other = done.stderr.splitlines()[0], done.stderr.partition("\n")[2]
+    assert gone.endswith(
+        "WARNING grpc._cython.cygrpc: an answer was not sent: raised by [/Exchange]"
+    )
+    assert "ERROR grpc._cython.cygrpc: raised by [/Exchange]\nTraceback" in other
+    assert other.count("Traceback") == 1
+    assert other.endswith("ValueError: yes\n")
+
+
 def test_garbage_on_the_socket_harms_nobody(daemon: Daemon, client: Client) -> None:
     path = daemon.address.removeprefix("unix://")
     client.put("k", torch.ones(10))
