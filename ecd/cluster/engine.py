@@ -47,9 +47,9 @@ IDENTITY_BYTES = 16
 PROOFS = 4096
 """Looks at identities under way at one time, one a peer; dead peers hold theirs for a while."""
 TOGETHER_S = 0.02
-"""From an early look at the identity to the last byte of what it is to prove. What was answered
-before the look is the node's, as its link is older; and none dies, starts anew and answers on its
-old port in less than this."""
+"""From asking a node for a lease to the last byte of what is then its own: if it answers, it was
+alive when it was asked, and none dies, starts anew and answers on its old port in less than this.
+"""
 SWEEP_S = 0.05
 PR_SET_TIMERSLACK = 29
 
@@ -94,6 +94,7 @@ class Reading:
 
     source: Source
     target: int
+    asked_s: float
     ended: asyncio.Future[list[int]]
     failures: int = 0
     wanted: bool = True
@@ -104,7 +105,6 @@ class Reading:
     waits: bool = True  # for its turn
     hashing: dict[int, Future[list[int]]] = field(default_factory=dict)  # by offset
     arrived: dict[int, list[int]] = field(default_factory=dict)  # digests by offset
-    proven_until_s: float = 0.0  # if all of it has arrived by then, at the first attempt
 
     def give_up(self) -> None:
         """Begin no more of it."""
@@ -141,19 +141,13 @@ class _Piece:
 
 @dataclass(eq=False)
 class _Proof:
-    """A read of a node's identity, begun after these readings' last bytes had arrived.
-
-    An early one was begun with them: it can prove them, if all of it is quick, or nothing.
-    """
+    """A read of a node's identity, begun after these readings' last bytes had arrived."""
 
     source: Source
     readings: list[Reading]
     slot: int
-    early: bool
-    begun_s: float
     id: int = 0
     failures: int = 0
-    arrived: list[Reading] = field(default_factory=list)  # before it, if it is an early one
 
 
 @dataclass(eq=False)
@@ -206,6 +200,8 @@ class Engine:
         self._hasher = ThreadPoolExecutor(HASHERS, "ecd-hash", _let_others_go_first)
         self._scratch = Mapping.of_memory(PROOFS * IDENTITY_BYTES)
         self._slots = list(range(PROOFS))
+        self._proven: dict[str, bytes] = {}
+        """What was last read as the identity of each peer."""
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._registered: list[Mapping] = []
         self.protocol = ""
@@ -241,14 +237,16 @@ class Engine:
             raise EngineError(f"Mooncake does not register {nbytes} bytes; memlock may be too low")
         self._registered.append(memory)  # stays mapped as long as others may read it
 
-    def read(self, source: Source, target: int) -> Reading:
+    def read(self, source: Source, target: int, asked_s: float) -> Reading:
         """Bring the bytes of `source` to the address `target`, and make sure whose they were.
 
-        The identity is read after the last byte has arrived, for a node that restarted answers on
-        its old ports; of small reads at the same time, where that is enough (TOGETHER_S). Pieces
-        that fail are read again at once, as often as there may be connections that have died.
+        A node that restarted answers on its old ports, so its identity is read after the last byte
+        has arrived. That is left out where it has been seen before and the node itself vouches for
+        what has arrived by now: `asked_s`, of the monotonic clock, is when it was asked for the
+        lease without which nobody looks at these bytes (TOGETHER_S). Pieces that fail are read
+        again at once, as often as there may be connections that have died.
         """
-        reading = Reading(source, target, self._loop.create_future())
+        reading = Reading(source, target, asked_s, self._loop.create_future())
         self._submitted.put(reading)
         return reading
 
@@ -352,36 +350,28 @@ class Engine:
         if reading.again or reading.fresh < reading.source.nbytes:
             return False
         if reading.under_way == 0:
-            proof = lineup.proof
-            if proof is not None and proof.early and reading in proof.readings:
-                proof.arrived.append(reading)
+            if self._is_vouched_for(reading):
+                ended.append((reading, None))
             else:
-                self._prove(reading, lineup, ended)
+                lineup.unproven.append(reading)
         return True
 
-    @staticmethod
-    def _prove(reading: Reading, lineup: _Lineup, ended: list[_Ended]) -> None:
-        if reading.failures == 0 and time.monotonic() < reading.proven_until_s:
-            ended.append((reading, None))
-        else:
-            lineup.unproven.append(reading)
+    def _is_vouched_for(self, reading: Reading) -> bool:
+        seen = self._proven.get(reading.source.engine) == reading.source.identity
+        in_time = time.monotonic() < reading.asked_s + TOGETHER_S
+        return seen and in_time and reading.failures == 0
 
     def _begin(self, peer: str, lineup: _Lineup, ended: list[_Ended]) -> None:
         """Begin as many pieces as may be under way, one of each reading in turn, and a proof."""
-        before = len(lineup.pieces)
         while lineup.small and len(lineup.pieces) < MAX_READS_PER_PEER - MAX_LARGE_READS_PER_PEER:
             self._begin_next(peer, lineup, lineup.small, ended)
         while lineup.large and lineup.large_under_way < MAX_LARGE_READS_PER_PEER:
             self._begin_next(peer, lineup, lineup.large, ended)
-        begun = lineup.pieces[before:]
-        whole = [piece.reading for piece in begun if piece.nbytes == piece.reading.source.nbytes]
-        unproven = lineup.unproven or whole
-        if unproven and lineup.proof is None and self._slots:
+        if lineup.unproven and lineup.proof is None and self._slots:
             # One look at the identity proves all that had arrived before.
-            first = unproven[0].source
-            alike = [r for r in unproven if _same_node(r.source, first)]
-            early = unproven is whole
-            lineup.proof = _Proof(first, alike, self._slots.pop(), early, time.monotonic())
+            first = lineup.unproven[0].source
+            alike = [r for r in lineup.unproven if _same_node(r.source, first)]
+            lineup.proof = _Proof(first, alike, self._slots.pop())
             lineup.unproven = [r for r in lineup.unproven if not _same_node(r.source, first)]
             self._begin_proof(peer, lineup.proof)
 
@@ -414,8 +404,7 @@ class Engine:
                 turns.remove(reading)
                 reading.waits = False
                 self._is_over(reading, lineup, ended)
-        proof = lineup.proof
-        proving = [] if proof is None else proof.arrived if proof.early else proof.readings
+        proving = lineup.proof.readings if lineup.proof else []
         for readings in (lineup.unproven, proving):
             for reading in [r for r in readings if not r.wanted]:
                 readings.remove(reading)
@@ -432,21 +421,18 @@ class Engine:
         status = self._status(proof.id)
         if status == 0:
             return False
-        if status == -1 and proof.failures < LANES and proof.readings and not proof.early:
+        if status == -1 and proof.failures < LANES and proof.readings:
             proof.failures += 1
             proof.readings[0].failures += 1
             self._begin_proof(proof.source.engine, proof)
             return True
         at = self._scratch.address + proof.slot * IDENTITY_BYTES
-        proven = status == 1 and bytes(_bytes_at(at, IDENTITY_BYTES)) == proof.source.identity
         self._slots.append(proof.slot)
         lineup.proof = None
-        if proof.early:
-            for reading in proof.readings:
-                reading.proven_until_s = proof.begun_s + TOGETHER_S if proven else 0.0
-            for reading in proof.arrived:
-                self._prove(reading, lineup, ended)
-            return True
+        proven = False
+        if status == 1:
+            seen = self._proven[proof.source.engine] = bytes(_bytes_at(at, IDENTITY_BYTES))
+            proven = seen == proof.source.identity
         why = "another node's memory" if status == 1 else f"{proof.failures} reads failed"
         ended.extend((reading, None if proven else why) for reading in proof.readings)
         return True

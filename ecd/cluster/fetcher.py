@@ -215,7 +215,7 @@ class Fetcher:
         question = link.ask_lease(flight.key, self.timeout_s)
         arrival: _Arrival | None = None
         try:
-            arrival = await self._read_ahead(link, hint, flight.key)
+            arrival = await self._read_ahead(link, hint, flight.key, question.asked_s)
             lease = await link.lease(question)
             self.guessed.discard(flight.key)
             if lease is None:
@@ -243,7 +243,9 @@ class Fetcher:
 
     # -- one entry -----------------------------------------------------------------------------
 
-    async def _read_ahead(self, link: Link, hint: Hint, key: Key) -> _Arrival | None:
+    async def _read_ahead(
+        self, link: Link, hint: Hint, key: Key, asked_s: float
+    ) -> _Arrival | None:
         """Begin to read what the hint says, once the node has been asked."""
         described = link.description
         fits = hint.offset + hint.nbytes <= described.pool_bytes
@@ -258,7 +260,7 @@ class Fetcher:
         self.counters.ahead += 1
         self.guessed.add(key)
         arrival = _Arrival(outcome, described.pool_address + hint.offset)
-        self._begin(arrival, link)
+        self._begin(arrival, link, asked_s)
         return arrival
 
     async def _take_in(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
@@ -267,7 +269,7 @@ class Fetcher:
         ahead = arrival.reading is not None
         while True:
             if arrival.reading is None:
-                self._begin(arrival, link)
+                self._begin(arrival, link, lease.asked_s)
             assert arrival.reading is not None
             ended = arrival.reading.ended
             if not ended.done():
@@ -298,7 +300,7 @@ class Fetcher:
         peer.reads += 1
         peer.read_bytes += reserved.extent.nbytes
 
-    def _begin(self, arrival: _Arrival, link: Link) -> None:
+    def _begin(self, arrival: _Arrival, link: Link, asked_s: float) -> None:
         peer, described, extent = link.peer, link.description, arrival.reserved.extent
         source = Source(
             described.engine,
@@ -307,7 +309,7 @@ class Fetcher:
             described.identity_address,
             bytes.fromhex(described.incarnation),
         )
-        reading = self._engine.read(source, self._memory.address + extent.offset)
+        reading = self._engine.read(source, self._memory.address + extent.offset, asked_s)
         peer.in_flight += 1
 
         def over(ended: asyncio.Future[list[int]]) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from ecd_client import Client, Hint
 from support.daemon import Daemon, eventually
-from support.lying_peer import LIES, NBYTES, OTHER_LIES
+from support.lying_peer import LATER, LIES, NBYTES, OTHER_LIES
 from support.node_client import content
 from support.nodes import Node, NodeClient, NodeDaemon
 
@@ -322,6 +322,21 @@ def test_a_peer_that_lies(
     assert client.put("mine", content(1000, 3)), "the daemon serves on"
     daemon.check_nothing_leaked(within_s=5.0)
     assert "Traceback" not in daemon.text()
+
+
+def test_a_peer_once_proven_that_answers_late_is_looked_at_again(
+    believer: tuple[Daemon, Client],
+) -> None:
+    """Its lease vouches for what has come soon after it was asked for; this comes after that."""
+    daemon, client = believer
+    with lying_peers({99: [LATER, "0.1"]}) as [node]:
+        items = [client.get(f"{key} of {node}", 5.0, nodes=[node]) for key in ("first", "second")]
+        assert bytes(items[0].view) == content(NBYTES, 1).numpy().tobytes()
+        items[0].close()
+        assert items[1] is None
+        [peer] = [peer for peer in daemon.peers().peers if peer.node == node]
+        assert "another node's memory" in peer.last_error
+        daemon.check_nothing_leaked(within_s=5.0)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -285,21 +285,23 @@ def test_a_small_read_does_not_wait_for_a_large_one(
         daemon.check_nothing_leaked()
 
 
-def test_a_read_too_slow_for_a_proof_that_began_with_it(
+def test_a_read_too_slow_for_its_lease_to_vouch_for_it(
     pair: tuple[Node, Node], on_node: OnNode
 ) -> None:
-    """It takes longer than a look at the peer's identity may count for: there is another look."""
+    """There is a look at the peer's identity after it, though there was one before."""
     near, far = pair
     has, owner = on_node(near, "16MiB")
     wants, asker = on_node(far, "16MiB")
+    owner.put("quick")
     owner.put("slow", MIB, seed=1)
+    assert asker.get("quick", nodes=[near.peer])["right"]
     near.throttle("80mbit")
     reply = asker.get("slow", nodes=[near.peer])
     assert reply["right"]
     assert reply["seconds"] > 0.05
     near.throttle("10gbit")
     [peer] = wants.peers().peers
-    assert (peer.reads, peer.failed_reads) == (1, 0)
+    assert (peer.reads, peer.failed_reads) == (2, 0)
     for daemon in (has, wants):
         daemon.check_nothing_leaked()
 

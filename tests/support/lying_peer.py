@@ -3,7 +3,8 @@
     python lying_peer.py NODE PORTS LIE [SECONDS]
 
 Has every key that is asked of it: NBYTES of the seed 1. LIE names what is wrong with its answer;
-one that dies with the lease does so SECONDS after the answer.
+one that dies with the lease does so SECONDS after the answer, and one whose memory is another's
+from the second lease on takes SECONDS to answer that.
 """
 
 import asyncio
@@ -46,17 +47,23 @@ OTHER_LIES = (
     *("another protocol", "another contract", "no answer", "an answer to nobody", "hangs up"),
     *("dies with the lease", "refuses"),
 )
+LATER = "another's memory from the second lease on"
 
 
 class LyingPeer(pb_grpc.PeerServicer):
-    def __init__(self, node: str, ports: str, lie: str, dies_after_s: str = "0.001") -> None:
-        self.node, self.lie, self.dies_after_s = node, lie, float(dies_after_s)
+    def __init__(self, node: str, ports: str, lie: str, seconds: str = "0.001") -> None:
+        self.node, self.lie, self.seconds = node, lie, float(seconds)
         self.incarnation = secrets.token_hex(16)
+        self.leases = 0
         host = node.partition(":")[0]
         self.memory = Mapping.of_memory(4 << 20)
         self.memory.view(0, NBYTES)[:] = content(NBYTES, 1).numpy().tobytes()
         self.engine = Engine(host, "tcp", "", ports, {}, bytes.fromhex(self.incarnation))
         self.engine.register(self.memory, 4 << 20)
+        self.identity_address = self.engine.identity_address
+        if lie == LATER:
+            self.identity_address = self.memory.address + NBYTES
+            self.memory.view(NBYTES, 16)[:] = bytes.fromhex(self.incarnation)
 
     def spoil(self) -> None:
         ctypes.c_ubyte.from_address(self.memory.address + NBYTES - 1).value ^= 1
@@ -73,7 +80,7 @@ class LyingPeer(pb_grpc.PeerServicer):
             incarnation=self.incarnation,
             engine=self.engine.endpoint,
             protocol="tcp",
-            identity_address=self.engine.identity_address,
+            identity_address=self.identity_address,
             lease_ttl_s=30.0,
             pool_address=self.memory.address,
             pool_bytes=4 << 20,
@@ -123,16 +130,20 @@ class LyingPeer(pb_grpc.PeerServicer):
             tickets = [item.ticket for item in request.lease.keys]
             if self.lie == "an answer to nobody":
                 tickets = [ticket + 1000 for ticket in tickets for _ in range(100)]
+            if self.lie == LATER and self.leases > 0:
+                self.memory.view(NBYTES, 16)[:] = bytes(16)
+                await asyncio.sleep(self.seconds)
+            self.leases += 1
             outcomes = pb.LeaseOutcomes(outcomes=map(self.leased, tickets))
             await context.write(pb.LinkReply(leases=outcomes))
             if self.lie == "dies with the lease":
-                await asyncio.sleep(self.dies_after_s)
+                await asyncio.sleep(self.seconds)
                 os._exit(9)
 
 
 async def main() -> None:
     peer = LyingPeer(*sys.argv[1:])
-    assert peer.lie in LIES or peer.lie in OTHER_LIES
+    assert peer.lie in (*LIES, *OTHER_LIES, LATER)
     await peer.engine.verify("tcp")
     server = grpc.aio.server()
     pb_grpc.add_PeerServicer_to_server(peer, server)
