@@ -46,7 +46,7 @@ BYTES_PER_S = 4e9
 IDENTITY_BYTES = 16
 PROOFS = 4096
 """Looks at identities under way at one time, one a peer; dead peers hold theirs for a while."""
-TOGETHER_S = 0.02
+VOUCHED_S = 0.02
 """From asking a node for a lease to the last byte of what is then its own: if it answers, it was
 alive when it was asked, and none dies, starts anew and answers on its old port in less than this.
 """
@@ -241,10 +241,10 @@ class Engine:
         """Bring the bytes of `source` to the address `target`, and make sure whose they were.
 
         A node that restarted answers on its old ports, so its identity is read after the last byte
-        has arrived. That is left out where it has been seen before and the node itself vouches for
-        what has arrived by now: `asked_s`, of the monotonic clock, is when it was asked for the
-        lease without which nobody looks at these bytes (TOGETHER_S). Pieces that fail are read
-        again at once, as often as there may be connections that have died.
+        has arrived. Not so where it was seen before and all has arrived within VOUCHED_S of
+        `asked_s`: when, on the monotonic clock, the node was asked for the lease without which
+        nobody looks at these bytes. Pieces that fail are read again at once, as often as there may
+        be connections that have died.
         """
         reading = Reading(source, target, asked_s, self._loop.create_future())
         self._submitted.put(reading)
@@ -358,7 +358,7 @@ class Engine:
 
     def _is_vouched_for(self, reading: Reading) -> bool:
         seen = self._proven.get(reading.source.engine) == reading.source.identity
-        in_time = time.monotonic() < reading.asked_s + TOGETHER_S
+        in_time = time.monotonic() < reading.asked_s + VOUCHED_S
         return seen and in_time and reading.failures == 0
 
     def _begin(self, peer: str, lineup: _Lineup, ended: list[_Ended]) -> None:
