@@ -314,8 +314,8 @@ def test_hints_grow_old_while_they_are_followed(make_peer: MakePeer, client_of: 
     try:
         eventually(lambda: len(told) > 40)
         right = 0
-        until_s = time.monotonic() + 5.0
-        while time.monotonic() < until_s:
+        until_s = time.monotonic() + 60.0
+        while right < 200 and time.monotonic() < until_s:
             keys = draw.sample(sorted(told), 4)
             nodes = [[draw.choice(told[key])] for key in keys]
             founds = there.get_async(keys, 5.0, only_if_written=True, nodes=nodes)
@@ -330,7 +330,7 @@ def test_hints_grow_old_while_they_are_followed(make_peer: MakePeer, client_of: 
         side.shutdown()
     writing.result()
     status = b.peers()
-    assert right > 100
+    assert right >= 200
     assert 0 < status.reads_ahead_used < status.reads_ahead
     assert (status.fetches["corrupt"], status.fetches["fetched"]) == (0, right)
     for daemon in (a, b):

@@ -265,9 +265,11 @@ def test_a_small_read_does_not_wait_for_a_large_one(
     near, far = pair
     has, owner = on_node(near, "64MiB")
     wants, asker = on_node(far, "64MiB", ECD_FETCH_TIMEOUT_S="20")
-    for key, nbytes in (("first", 4096), ("large", 40 * MIB), ("small", 65536)):
+    for key, nbytes in (("first", 4096), ("large", 40 * MIB), ("small", 4096)):
         owner.put(key, nbytes, seed=1)
     assert asker.get("first", nodes=[near.peer])["right"]
+    # Else the large one's connections fill the queue, and what is lost of the small one is late.
+    near.run("sysctl", "-qw", "net.ipv4.tcp_wmem=4096 16384 131072")
     near.throttle("40mbit")
     other = NodeClient(wants)
     other.send("get", key="large", timeout=25.0, nodes=[near.peer], seed=1)
