@@ -75,6 +75,7 @@ class _Arrival:
 
     reserved: Reserved
     address: int
+    asked_s: float  # when its lease was asked for
     reading: Reading | None = None
 
     def is_of(self, lease: PeerLease) -> bool:
@@ -230,7 +231,7 @@ class Fetcher:
                     return LOCAL
                 if not isinstance(outcome, Reserved):
                     return NO_ROOM
-                arrival = _Arrival(outcome, lease.address)
+                arrival = _Arrival(outcome, lease.address, question.asked_s)
             await self._take_in(arrival, link, lease)
             self._observe(time.perf_counter() - flight.started_s, content.nbytes)
             arrival = None
@@ -259,8 +260,8 @@ class Fetcher:
             return None
         self.counters.ahead += 1
         self.guessed.add(key)
-        arrival = _Arrival(outcome, described.pool_address + hint.offset)
-        self._begin(arrival, link, asked_s)
+        arrival = _Arrival(outcome, described.pool_address + hint.offset, asked_s)
+        self._begin(arrival, link)
         return arrival
 
     async def _take_in(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
@@ -269,7 +270,7 @@ class Fetcher:
         ahead = arrival.reading is not None
         while True:
             if arrival.reading is None:
-                self._begin(arrival, link, lease.asked_s)
+                self._begin(arrival, link)
             assert arrival.reading is not None
             ended = arrival.reading.ended
             if not ended.done():
@@ -300,7 +301,7 @@ class Fetcher:
         peer.reads += 1
         peer.read_bytes += reserved.extent.nbytes
 
-    def _begin(self, arrival: _Arrival, link: Link, asked_s: float) -> None:
+    def _begin(self, arrival: _Arrival, link: Link) -> None:
         peer, described, extent = link.peer, link.description, arrival.reserved.extent
         source = Source(
             described.engine,
@@ -309,7 +310,8 @@ class Fetcher:
             described.identity_address,
             bytes.fromhex(described.incarnation),
         )
-        reading = self._engine.read(source, self._memory.address + extent.offset, asked_s)
+        target = self._memory.address + extent.offset
+        reading = self._engine.read(source, target, arrival.asked_s)
         peer.in_flight += 1
 
         def over(ended: asyncio.Future[list[int]]) -> None:

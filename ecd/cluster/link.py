@@ -51,7 +51,6 @@ class PeerLease:
     content: Content
     address: int
     checksum: int
-    asked_s: float
     until_s: float
 
     @property
@@ -101,7 +100,7 @@ class Link:
         except InvalidRequest as error:
             raise PeerUnavailable(f"{self.peer.node} leased what cannot be: {error}") from None
         until_s = question.asked_s + self.description.lease_ttl_s
-        return PeerLease(content, leased.address, leased.checksum, question.asked_s, until_s)
+        return PeerLease(content, leased.address, leased.checksum, until_s)
 
     def end(self, question: Question) -> None:
         """The lease, if it is granted or will be, is of no more use."""
