@@ -102,7 +102,7 @@ class Reading:
     fresh: int = 0  # offset of the next piece
     again: list[int] = field(default_factory=list)  # offsets of pieces that failed
     under_way: int = 0
-    waits: bool = True  # for its turn
+    waits: bool = False  # for its turn
     hashing: dict[int, Future[list[int]]] = field(default_factory=dict)  # by offset
     arrived: dict[int, list[int]] = field(default_factory=dict)  # digests by offset
 
@@ -113,6 +113,11 @@ class Reading:
     @property
     def failed(self) -> bool:
         return not self.wanted or self.failures > LANES
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether every piece of it has been."""
+        return not self.again and self.fresh >= self.source.nbytes
 
     @property
     def is_large(self) -> bool:
@@ -168,6 +173,7 @@ class _Lineup:
         return not (self.small or self.large or self.pieces or self.unproven or self.proof)
 
     def line_up(self, reading: Reading) -> None:
+        reading.waits = True
         (self.large if reading.is_large else self.small).append(reading)
 
 
@@ -335,7 +341,6 @@ class Engine:
             else:
                 reading.arrived[piece.offset] = reading.hash(piece.offset, piece.nbytes)
             if not (reading.waits or self._is_over(reading, lineup, ended)):
-                reading.waits = True
                 lineup.line_up(reading)
         changed = len(still) < len(lineup.pieces)
         lineup.pieces = still
@@ -347,7 +352,7 @@ class Engine:
             if reading.under_way == 0:
                 ended.append((reading, f"{reading.failures} reads failed"))
             return True
-        if reading.again or reading.fresh < reading.source.nbytes:
+        if not reading.is_begun:
             return False
         if reading.under_way == 0:
             if self._is_vouched_for(reading):
@@ -378,12 +383,11 @@ class Engine:
     def _begin_next(
         self, peer: str, lineup: _Lineup, turns: deque[Reading], ended: list[_Ended]
     ) -> None:
-        """Begin a piece of the reading whose turn it is, unless none is left to begin."""
-        reading = turns[0]
+        """Begin a piece of the reading whose turn it is, unless that was given up."""
+        reading = turns.popleft()
+        reading.waits = False
         if self._is_over(reading, lineup, ended):
-            turns.popleft().waits = False
             return
-        turns.rotate(-1)
         offset = reading.again.pop() if reading.again else reading.fresh
         nbytes = min(READ_BYTES, reading.source.nbytes - offset)
         reading.fresh = max(reading.fresh, offset + nbytes)
@@ -392,6 +396,8 @@ class Engine:
         lineup.bytes_under_way += nbytes
         lineup.large_under_way += reading.is_large
         reading.under_way += 1
+        if not reading.is_begun:
+            lineup.line_up(reading)
 
     def _sweep(self, lineup: _Lineup, ended: list[_Ended]) -> None:
         """Now and then, end what was given up and is not under way: no dead peer holds it up."""

@@ -287,6 +287,27 @@ def test_a_small_read_does_not_wait_for_a_large_one(
         daemon.check_nothing_leaked()
 
 
+def test_what_has_arrived_does_not_wait_for_others_to_begin(
+    pair: tuple[Node, Node], on_node: OnNode
+) -> None:
+    """Four large reads are under way at a time, and twelve wait for their turn."""
+    near, far = pair
+    has, owner = on_node(near, "64MiB")
+    wants, asker = on_node(far, "64MiB", ECD_FETCH_TIMEOUT_S="20")
+    keys = [f"k{number}" for number in range(16)]
+    for key in keys:
+        owner.put(key, 2 * MIB)
+    near.throttle("64mbit")
+    asker.send("get_many", keys=keys, timeout=25.0, nodes=[near.peer])
+    eventually(lambda: wants.peers().fetches["fetched"], 10, "one has arrived")
+    [peer] = wants.peers().peers
+    assert peer.in_flight > 4, "others have not begun"
+    near.throttle("10gbit")
+    assert asker.receive() == {"found": [True] * len(keys)}
+    for daemon in (has, wants):
+        daemon.check_nothing_leaked()
+
+
 def test_a_read_too_slow_for_its_lease_to_vouch_for_it(
     pair: tuple[Node, Node], on_node: OnNode
 ) -> None:
