@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import queue
 import threading
@@ -128,12 +129,8 @@ class Reading:
         return digests(_bytes_at(self.target + offset, nbytes)) if self.wanted else []
 
     def is_hashed(self) -> bool:
-        """Whether all that has arrived is; if so, it is in `arrived`."""
-        if not all(piece.done() for piece in self.hashing.values()):
-            return False
-        self.arrived.update((offset, piece.result()) for offset, piece in self.hashing.items())
-        self.hashing.clear()
-        return True
+        """Whether all that has arrived is."""
+        return all(piece.done() and not piece.cancelled() for piece in self.hashing.values())
 
 
 @dataclass(eq=False)
@@ -163,7 +160,8 @@ class _Lineup:
     large: deque[Reading] = field(default_factory=deque)
     pieces: list[_Piece] = field(default_factory=list)
     large_under_way: int = 0
-    bytes_under_way: int = 0
+    bytes_under_way: list[int] = field(default_factory=lambda: [0, 0])  # of small ones, of large
+    changed_s: float = 0.0
     unproven: list[Reading] = field(default_factory=list)
     proof: _Proof | None = None
     swept_s: float = 0.0
@@ -171,6 +169,12 @@ class _Lineup:
     @property
     def is_empty(self) -> bool:
         return not (self.small or self.large or self.pieces or self.unproven or self.proof)
+
+    def pause(self, now_s: float) -> float:
+        """Until the next look at what is under way: at the small ones, where there are any."""
+        nbytes = self.bytes_under_way[False] or self.bytes_under_way[True]
+        wanted_s = max(nbytes / BYTES_PER_S, now_s - self.changed_s) / LOOKS
+        return min(max(wanted_s, PAUSE_S[0]), PAUSE_S[1])
 
     def line_up(self, reading: Reading) -> None:
         reading.waits = True
@@ -278,50 +282,51 @@ class Engine:
 
     def _poll(self) -> None:
         _sleep_precisely()
-        changed_s = time.monotonic()
-        ended: list[_Ended] = []
-        while True:
-            idle = not (self._lineups or ended)
-            if not self._take_submitted(wait=idle):
-                return
-            if idle:
-                changed_s = time.monotonic()
-            changed = False
+        while self._take_submitted(self._pause()):
+            ended: list[_Ended] = []
             for peer, lineup in list(self._lineups.items()):
-                changed |= self._look_at_pieces(lineup, ended) | self._look_at_proof(lineup, ended)
+                self._look_at_pieces(lineup, ended)
+                self._look_at_proof(lineup, ended)
                 self._begin(peer, lineup, ended)
                 self._sweep(lineup, ended)
                 if lineup.is_empty:
                     del self._lineups[peer]
-            over: list[_Ended] = []
-            unhashed: list[_Ended] = []
-            for end in ended:
-                (over if end[0].is_hashed() else unhashed).append(end)
-            ended = unhashed
-            if over:
-                self._tell(_settle, over)
-            if changed:
-                changed_s = time.monotonic()
-            self._pause(time.monotonic() - changed_s)
+            self._report(ended)
 
-    def _pause(self, since_s: float) -> None:
-        nbytes = sum(lineup.bytes_under_way for lineup in self._lineups.values())
-        wanted_s = max(nbytes / BYTES_PER_S, since_s) / LOOKS
-        time.sleep(min(max(wanted_s, PAUSE_S[0]), PAUSE_S[1]))
+    def _pause(self) -> float | None:
+        """Until the next look; None: there is nothing to look at."""
+        now_s = time.monotonic()
+        return min((lineup.pause(now_s) for lineup in self._lineups.values()), default=None)
 
-    def _take_submitted(self, wait: bool) -> bool:
-        """Line up what was asked for since the last look. False: the engine closes."""
+    def _take_submitted(self, wait_s: float | None) -> bool:
+        """Line up what is asked for, waiting for the first of it. False: the engine closes."""
         with contextlib.suppress(queue.Empty):
             while True:
-                reading = self._submitted.get(block=wait)
-                wait = False
+                reading = self._submitted.get(timeout=wait_s)
+                wait_s = 0.0
                 if reading is None:
                     return False
                 self._lineups.setdefault(reading.source.engine, _Lineup()).line_up(reading)
         return True
 
-    def _look_at_pieces(self, lineup: _Lineup, ended: list[_Ended]) -> bool:
-        """Take note of what has arrived or failed; whether anything has."""
+    def _report(self, ended: list[_Ended]) -> None:
+        """Say what is over, of each reading when all that has arrived of it is hashed."""
+        over: list[_Ended] = []
+        for end in ended:
+            if end[0].is_hashed():
+                over.append(end)
+            else:
+                for piece in end[0].hashing.values():
+                    piece.add_done_callback(functools.partial(self._report_hashed, end))
+        if over:
+            self._tell(_settle, over)
+
+    def _report_hashed(self, end: _Ended, _: Future[list[int]]) -> None:
+        if end[0].is_hashed():
+            self._tell(_settle, [end])
+
+    def _look_at_pieces(self, lineup: _Lineup, ended: list[_Ended]) -> None:
+        """Take note of what has arrived or failed."""
         still: list[_Piece] = []
         for piece in lineup.pieces:
             status = self._status(piece.id)
@@ -330,7 +335,7 @@ class Engine:
                 continue
             reading = piece.reading
             reading.under_way -= 1
-            lineup.bytes_under_way -= piece.nbytes
+            lineup.bytes_under_way[reading.is_large] -= piece.nbytes
             lineup.large_under_way -= reading.is_large
             if status == -1:
                 reading.failures += 1
@@ -342,9 +347,9 @@ class Engine:
                 reading.arrived[piece.offset] = reading.hash(piece.offset, piece.nbytes)
             if not (reading.waits or self._is_over(reading, lineup, ended)):
                 lineup.line_up(reading)
-        changed = len(still) < len(lineup.pieces)
+        if len(still) < len(lineup.pieces):
+            lineup.changed_s = time.monotonic()
         lineup.pieces = still
-        return changed
 
     def _is_over(self, reading: Reading, lineup: _Lineup, ended: list[_Ended]) -> bool:
         """Whether no piece of it is to be begun, or under way; then it goes where it belongs."""
@@ -378,7 +383,7 @@ class Engine:
             alike = [r for r in lineup.unproven if _same_node(r.source, first)]
             lineup.proof = _Proof(first, alike, self._slots.pop())
             lineup.unproven = [r for r in lineup.unproven if not _same_node(r.source, first)]
-            self._begin_proof(peer, lineup.proof)
+            self._begin_proof(lineup, lineup.proof)
 
     def _begin_next(
         self, peer: str, lineup: _Lineup, turns: deque[Reading], ended: list[_Ended]
@@ -393,7 +398,8 @@ class Engine:
         reading.fresh = max(reading.fresh, offset + nbytes)
         began = self._submit(peer, reading.target + offset, reading.source.address + offset, nbytes)
         lineup.pieces.append(_Piece(reading, offset, nbytes, began))
-        lineup.bytes_under_way += nbytes
+        lineup.bytes_under_way[reading.is_large] += nbytes
+        lineup.changed_s = time.monotonic()
         lineup.large_under_way += reading.is_large
         reading.under_way += 1
         if not reading.is_begun:
@@ -416,22 +422,25 @@ class Engine:
                 readings.remove(reading)
                 ended.append((reading, "given up"))
 
-    def _begin_proof(self, peer: str, proof: _Proof) -> None:
-        target = self._scratch.address + proof.slot * IDENTITY_BYTES
-        proof.id = self._submit(peer, target, proof.source.identity_address, IDENTITY_BYTES)
+    def _begin_proof(self, lineup: _Lineup, proof: _Proof) -> None:
+        source, target = proof.source, self._scratch.address + proof.slot * IDENTITY_BYTES
+        proof.id = self._submit(source.engine, target, source.identity_address, IDENTITY_BYTES)
+        lineup.bytes_under_way[False] += IDENTITY_BYTES
+        lineup.changed_s = time.monotonic()
 
-    def _look_at_proof(self, lineup: _Lineup, ended: list[_Ended]) -> bool:
+    def _look_at_proof(self, lineup: _Lineup, ended: list[_Ended]) -> None:
         proof = lineup.proof
         if proof is None:
-            return False
+            return
         status = self._status(proof.id)
         if status == 0:
-            return False
+            return
+        lineup.bytes_under_way[False] -= IDENTITY_BYTES
         if status == -1 and proof.failures < LANES and proof.readings:
             proof.failures += 1
             proof.readings[0].failures += 1
-            self._begin_proof(proof.source.engine, proof)
-            return True
+            self._begin_proof(lineup, proof)
+            return
         at = self._scratch.address + proof.slot * IDENTITY_BYTES
         self._slots.append(proof.slot)
         lineup.proof = None
@@ -441,7 +450,6 @@ class Engine:
             proven = seen == proof.source.identity
         why = "another node's memory" if status == 1 else f"{proof.failures} reads failed"
         ended.extend((reading, None if proven else why) for reading in proof.readings)
-        return True
 
     def _submit(self, peer: str, target: int, source: int, nbytes: int) -> int:
         """Begin one read. One entry an id: the engine reports the first entry's status for all."""
@@ -479,7 +487,8 @@ def _settle(ended: list[_Ended]) -> None:
         if failure is not None:
             reading.ended.set_exception(ReadFailed(failure))
         else:
-            in_order = sorted(reading.arrived.items())
+            hashed = {offset: piece.result() for offset, piece in reading.hashing.items()}
+            in_order = sorted((reading.arrived | hashed).items())
             reading.ended.set_result([digest for _, piece in in_order for digest in piece])
 
 
