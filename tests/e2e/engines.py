@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -125,6 +127,7 @@ class Engine:
         return self.log.read_text(errors="replace")
 
     def close(self) -> None:
+        shared = set(self._shared_memory())
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -133,6 +136,16 @@ class Engine:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._replies.close()
+        for file in shared:  # vLLM's ranks leave theirs behind
+            file.unlink(missing_ok=True)
+
+    def _shared_memory(self) -> Iterator[Path]:
+        """What vLLM's processes have made in /dev/shm to talk to each other."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(process.name)) == self._process.pid:
+                    found = re.findall(r"/dev/shm/vllm_dist\S+", (process / "maps").read_text())
+                    yield from map(Path, found)
 
     def _read(self, timeout: float) -> dict:
         deadline = time.monotonic() + timeout
