@@ -91,7 +91,7 @@ class Cluster:
             cache,
             session,
             writable,
-            self._engine,
+            self._engine.reads,
             self._peers,
             self._directory.find,
             deliver,
@@ -122,7 +122,7 @@ class Cluster:
             "peers on %s, engine on %s over %s, directory %s",
             *(self.node, self._engine.endpoint, self._engine.protocol, self._directory.state.kind),
         )
-        await asyncio.gather(self._directory.run(), self._publish(), self._engine.failed)
+        await asyncio.gather(self._directory.run(), self._publish(), self._engine.reads.failed)
 
     async def close(self) -> None:
         await self._fetcher.close()

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from ecd.cluster.background import Background
 from ecd.cluster.checksum import fold
 from ecd.cluster.directory import Candidate, Found
-from ecd.cluster.engine import Engine, ReadFailed, Reading, Source
 from ecd.cluster.link import Link, PeerLease, PeerUnavailable
 from ecd.cluster.peers import Peers
+from ecd.cluster.reads import ReadFailed, Reading, Reads, Source
 from ecd.core.cache import Cache
 from ecd.core.types import (
     Aborted,
@@ -105,7 +105,7 @@ class Fetcher:
         cache: Cache,
         session: SessionId,
         memory: Mapping,
-        engine: Engine,
+        reads: Reads,
         peers: Peers,
         find: Callable[[Sequence[Key]], Awaitable[Found]],
         deliver: Callable[[Iterable[Wakeup]], None],
@@ -116,7 +116,7 @@ class Fetcher:
         """`session` owns the reservations; `observe` is told seconds and bytes of each fetch."""
         self.counters = FetchCounters(Counter(dict.fromkeys(OUTCOMES, 0)))
         self._cache, self._session, self._memory = cache, session, memory
-        self._engine, self._peers, self._find = engine, peers, find
+        self._reads, self._peers, self._find = reads, peers, find
         self._deliver, self._observe = deliver, observe
         self._zone, self.timeout_s = zone, timeout_s
         self.guessed: set[Key] = set()
@@ -316,7 +316,7 @@ class Fetcher:
             bytes.fromhex(described.incarnation),
         )
         target = self._memory.address + extent.offset
-        reading = self._engine.read(source, target, arrival.asked_s)
+        reading = self._reads.read(source, target, arrival.asked_s)
         peer.in_flight += 1
 
         def over(ended: asyncio.Future[list[int]]) -> None:
