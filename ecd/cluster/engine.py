@@ -51,11 +51,15 @@ class Engine:
         self.protocol = ""
         self._engine = start_transfer_engine(host, protocol, device, ports, variables)
         self.endpoint = f"{host}:{self._engine.get_rpc_port()}"
+        self.reads = Reads(self._engine)
+        is_tcp = protocol == "tcp"
         page_bytes = os.sysconf("SC_PAGESIZE")
-        page = Mapping.of_memory(page_bytes, identity, writable=False)
+        # Devices register only what they may write to, and read only into what is registered.
+        page = Mapping.of_memory(page_bytes, identity, writable=not is_tcp)
         self.identity_address = page.address
         self.register(page, page_bytes)
-        self.reads = Reads(self._engine)
+        if not is_tcp:
+            self.register(self.reads.scratch, self.reads.scratch.nbytes)
 
     async def verify(self, protocol: str) -> None:
         """Start reading, if what Mooncake installed is what was asked for. Raises EngineError.

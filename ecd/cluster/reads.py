@@ -179,7 +179,8 @@ class Reads:
         self._submitted: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
         self._lineups: dict[str, _Lineup] = {}
         self._hasher = ThreadPoolExecutor(HASHERS, "ecd-hash", _let_others_go_first)
-        self._scratch = Mapping.of_memory(PROOFS * IDENTITY_BYTES)
+        self.scratch = Mapping.of_memory(PROOFS * IDENTITY_BYTES)
+        """Where identities are read to."""
         self._slots = list(range(PROOFS))
         self._proven: dict[str, bytes] = {}
         """What was last read as the identity of each peer."""
@@ -365,7 +366,7 @@ class Reads:
                 ended.append((reading, "given up"))
 
     def _begin_proof(self, lineup: _Lineup, proof: _Proof) -> None:
-        source, target = proof.source, self._scratch.address + proof.slot * IDENTITY_BYTES
+        source, target = proof.source, self.scratch.address + proof.slot * IDENTITY_BYTES
         proof.id = self._submit(source.engine, target, source.identity_address, IDENTITY_BYTES)
         lineup.bytes_under_way[False] += IDENTITY_BYTES
         lineup.changed_s = time.monotonic()
@@ -383,7 +384,7 @@ class Reads:
             proof.readings[0].failures += 1
             self._begin_proof(lineup, proof)
             return
-        at = self._scratch.address + proof.slot * IDENTITY_BYTES
+        at = self.scratch.address + proof.slot * IDENTITY_BYTES
         self._slots.append(proof.slot)
         lineup.proof = None
         proven = False

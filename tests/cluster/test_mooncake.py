@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -405,3 +406,43 @@ def test_an_intruder_reads_every_registered_byte_and_can_write_none(
     assert b"\xee" * 64 not in after
     b = make_peer().start()
     assert got(client_of(b), "k", here.node) == secret.numpy().tobytes(), "and it serves on"
+
+
+ENGINE = """
+import asyncio, json, sys
+from pathlib import Path
+from ecd.cluster.engine import Engine
+from ecd.cluster.handshake import describe
+
+def access(address):
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(at, 16) for at in line.split()[0].split("-"))
+        if first <= address < last:
+            return line.split()[1][:2]
+
+async def main():
+    engine = Engine("127.0.0.1", sys.argv[1], "", "18200-18231", {}, b"i" * 16)
+    buffers = (await describe(engine.endpoint))["buffers"]
+    places = {"identity": engine.identity_address, "scratch": engine.reads.scratch.address}
+    registered = {b["addr"] for b in buffers}
+    print(json.dumps({n: (a in registered, access(a)) for n, a in places.items()}))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("protocol", "identity", "scratch"),
+    [("tcp", (True, "r-"), (False, "rw")), ("rdma", (True, "rw"), (True, "rw"))],
+)
+def test_devices_get_memory_that_they_can_register_and_read_into(
+    protocol: str, identity: tuple[bool, str], scratch: tuple[bool, str]
+) -> None:
+    """Where there is no device, what is registered can still be seen: Mooncake takes tcp then."""
+    ran = subprocess.run(
+        [sys.executable, "-c", ENGINE, protocol], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout.splitlines()[-1])
+    assert (*told["identity"],) == identity
+    assert (*told["scratch"],) == scratch
