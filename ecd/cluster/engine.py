@@ -11,7 +11,8 @@ from collections.abc import Mapping as MappingOf
 from typing import Any
 
 from ecd.cluster.handshake import describe
-from ecd.cluster.reads import LANES, Reads
+from ecd.cluster.lineup import LANES
+from ecd.cluster.reads import Reads
 from ecd_proto.mapping import Mapping
 
 VARIABLES = {

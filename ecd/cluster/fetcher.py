@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from ecd.cluster.background import Background
 from ecd.cluster.checksum import fold
 from ecd.cluster.directory import Candidate, Found
+from ecd.cluster.lineup import Reading, Source
 from ecd.cluster.link import Link, PeerLease, PeerUnavailable
 from ecd.cluster.peers import Peers
-from ecd.cluster.reads import ReadFailed, Reading, Reads, Source
+from ecd.cluster.reads import ReadFailed, Reads
 from ecd.core.cache import Cache
 from ecd.core.types import (
     Aborted,
