@@ -84,7 +84,7 @@ class Cluster:
         # Over tcp a peer could write to whatever is registered; the kernel lets it only read this.
         one_sided = readable if config.protocol == "tcp" else writable
         self._registered = one_sided
-        self._engine.register(one_sided, one_sided.nbytes)
+        self._engine.register(one_sided)
         self._peers = Peers(self.node, daemon, config.protocol, config.token, credentials)
         self._directory = self._make_directory()
         self._fetcher = Fetcher(

@@ -54,13 +54,12 @@ class Engine:
         self.endpoint = f"{host}:{self._engine.get_rpc_port()}"
         self.reads = Reads(self._engine)
         is_tcp = protocol == "tcp"
-        page_bytes = os.sysconf("SC_PAGESIZE")
         # Devices register only what they may write to, and read only into what is registered.
-        page = Mapping.of_memory(page_bytes, identity, writable=not is_tcp)
+        page = Mapping.of_memory(os.sysconf("SC_PAGESIZE"), identity, writable=not is_tcp)
         self.identity_address = page.address
-        self.register(page, page_bytes)
+        self.register(page)
         if not is_tcp:
-            self.register(self.reads.scratch, self.reads.scratch.nbytes)
+            self.register(self.reads.scratch)
 
     async def verify(self, protocol: str) -> None:
         """Start reading, if what Mooncake installed is what was asked for. Raises EngineError.
@@ -80,10 +79,12 @@ class Engine:
             )
         self.reads.start()
 
-    def register(self, memory: Mapping, nbytes: int) -> None:
+    def register(self, memory: Mapping) -> None:
         """Let other nodes read this memory. Raises EngineError."""
-        if self._engine.register_memory(memory.address, nbytes) != 0:
-            raise EngineError(f"Mooncake does not register {nbytes} bytes; memlock may be too low")
+        if self._engine.register_memory(memory.address, memory.nbytes) != 0:
+            raise EngineError(
+                f"Mooncake does not register {memory.nbytes} bytes; memlock may be too low"
+            )
         self._registered.append(memory)  # stays mapped as long as others may read it
 
     def close(self) -> None:

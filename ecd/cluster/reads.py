@@ -49,7 +49,7 @@ class Reads:
         self._thread = threading.Thread(target=self._run, name="ecd-reads", daemon=True)
 
     def start(self) -> None:
-        """Begin what was asked for, and is."""
+        """Read what is asked for, and what was asked for before this."""
         self._thread.start()
 
     def read(self, source: Source, target: int, asked_s: float) -> Reading:

@@ -59,7 +59,7 @@ class LyingPeer(pb_grpc.PeerServicer):
         self.memory = Mapping.of_memory(4 << 20)
         self.memory.view(0, NBYTES)[:] = content(NBYTES, 1).numpy().tobytes()
         self.engine = Engine(host, "tcp", "", ports, {}, bytes.fromhex(self.incarnation))
-        self.engine.register(self.memory, 4 << 20)
+        self.engine.register(self.memory)
         self.identity_address = self.engine.identity_address
         if lie == LATER:
             self.identity_address = self.memory.address + NBYTES
