@@ -308,8 +308,11 @@ class Daemon:
         await loop.run_in_executor(None, self._pool.populate, progress)
 
         if self._cluster is not None and self._peer_server is not None:
-            await self._peer_server.start(self._cluster.node)
-            await self._cluster.verify()
+            self._peer_server.bind(self._cluster.node)
+            logger.info("registering the pool with Mooncake")
+            self._manager.say("registering the pool")
+            await self._cluster.start()
+            await self._peer_server.start()
         gc.collect()
         gc.freeze()  # or all that was imported is looked through now and then: tens of ms
         self._state = State.STATE_SERVING

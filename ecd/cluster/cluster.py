@@ -55,7 +55,7 @@ class Cluster:
         deliver: Callable[[Iterable[Wakeup]], None],
         observe: Callable[[float, int], None],
     ) -> None:
-        """Start the engine, for `run`. Blocking, for some milliseconds.
+        """Start the engine, for `start`. Blocking, for some milliseconds.
 
         `readable` is what other nodes may read, `writable` what they never can write to. Raises
         ClusterError and EngineError.
@@ -82,9 +82,7 @@ class Cluster:
             bytes.fromhex(incarnation),
         )
         # Over tcp a peer could write to whatever is registered; the kernel lets it only read this.
-        one_sided = readable if config.protocol == "tcp" else writable
-        self._registered = one_sided
-        self._engine.register(one_sided)
+        self._registered = readable if config.protocol == "tcp" else writable
         self._peers = Peers(self.node, daemon, config.protocol, config.token, credentials)
         self._directory = self._make_directory()
         self._fetcher = Fetcher(
@@ -101,9 +99,13 @@ class Cluster:
         )
         cache.take_changes()  # from here on they are noted
 
-    async def verify(self) -> None:
-        """Raises EngineError: the engine is not what was asked for."""
+    async def start(self) -> None:
+        """Let other nodes read the pool, for `run`. Raises EngineError.
+
+        A device pins all of it, and nothing else runs here meanwhile: populate it before.
+        """
         await self._engine.verify(self._config.protocol)
+        self._engine.register(self._registered)
 
     def reload(self, config: Config) -> None:
         """Take over what may change at any time: the peers asked, hints followed, the deadline."""

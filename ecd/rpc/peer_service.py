@@ -313,8 +313,8 @@ class PeerServer:
         )
         pb_grpc.add_PeerServicer_to_server(service, self._server)
 
-    async def start(self, address: str) -> None:
-        """Raises PeerServerError."""
+    def bind(self, address: str) -> None:
+        """Take the address, for `start`. Raises PeerServerError."""
         try:
             if self._credentials is None:
                 self._server.add_insecure_port(address)
@@ -325,6 +325,8 @@ class PeerServer:
                 f"cannot listen for peers on {address}: it is not an address of this machine, or "
                 "something listens there. ECD_PEER_ADDRESS is where other nodes reach this one"
             ) from None
+
+    async def start(self) -> None:
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
