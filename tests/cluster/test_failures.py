@@ -19,7 +19,7 @@ import pytest
 from ecd_client import Client, Hint
 from support.daemon import Daemon, eventually
 from support.lying_peer import LATER, LIES, NBYTES, OTHER_LIES
-from support.node_client import content
+from support.node_client import content, put
 from support.nodes import Node, NodeClient, NodeDaemon
 
 BOUND_S = 6.0
@@ -312,14 +312,14 @@ def test_a_peer_that_lies(
     if item is not None:
         late = "dies with the lease", *["wrong bytes"] * ahead
         assert lie in ("truth", *late)  # which may be too late to matter
-        assert bytes(item.view) == content(NBYTES, 1).numpy().tobytes()
+        assert bytes(item.view) == content(NBYTES, 1)
         item.close()
     else:
         assert lie != "truth"
         node = liar.node if ahead else liar
         [peer] = [peer for peer in daemon.peers().peers if peer.node == node]
         assert peer.last_error or sum(daemon.peers().fetches.values()) > 0
-    assert client.put("mine", content(1000, 3)), "the daemon serves on"
+    assert put(client, "mine", 1000, 3), "the daemon serves on"
     daemon.check_nothing_leaked(within_s=5.0)
     assert "Traceback" not in daemon.text()
 
@@ -331,7 +331,7 @@ def test_a_peer_once_proven_that_answers_late_is_looked_at_again(
     daemon, client = believer
     with lying_peers({99: [LATER, "0.1"]}) as [node]:
         items = [client.get(f"{key} of {node}", 5.0, nodes=[node]) for key in ("first", "second")]
-        assert bytes(items[0].view) == content(NBYTES, 1).numpy().tobytes()
+        assert bytes(items[0].view) == content(NBYTES, 1)
         items[0].close()
         assert items[1] is None
         [peer] = [peer for peer in daemon.peers().peers if peer.node == node]
@@ -356,7 +356,7 @@ def test_peers_that_die_at_any_moment_of_a_read(
             item = found.result(BOUND_S)
             assert time.monotonic() - started < 2.0, "nobody waits for who is known to be gone"
             if item is not None:
-                assert bytes(item.view) == content(NBYTES, 1).numpy().tobytes()
+                assert bytes(item.view) == content(NBYTES, 1)
                 item.close()
         daemon.check_nothing_leaked(within_s=5.0)
         assert daemon.peers().set_aside_bytes == 0

@@ -21,7 +21,7 @@ import pytest
 
 from ecd_client import Client
 from support.daemon import Daemon, eventually
-from support.node_client import content
+from support.node_client import content, put
 from support.nodes import Node, NodeClient, NodeDaemon
 
 MakePeer = Callable[..., Daemon]
@@ -41,10 +41,6 @@ def got(client: Client, key: str, node: str) -> bytes | None:
         return None
     with item:
         return bytes(item.view)
-
-
-def expected(nbytes: int, seed: int) -> bytes:
-    return content(nbytes, seed).numpy().tobytes()
 
 
 def lanes_of(daemon: Daemon, port: int) -> list[int]:
@@ -96,14 +92,14 @@ def test_connections_that_died_fail_one_read_each_and_no_fetch(
     here, there = client_of(a), client_of(b)
     data_port = handshake(a.peers().engine)["tcp_data_port"]
     for number in range(40):
-        here.put(f"k{number}", content(MIB, number))
+        put(here, f"k{number}", MIB, number)
     founds = there.get_async([f"k{n}" for n in range(20)], 5.0, nodes=[[here.node]] * 20)
     for found in founds:
         found.result(10).close()
     assert len(lanes_of(b, data_port)) > 1
     for number in range(20, 26):
         assert cut(b, data_port) > 0
-        assert got(there, f"k{number}", here.node) == expected(MIB, number)
+        assert got(there, f"k{number}", here.node) == content(MIB, number)
     status = b.peers()
     [peer] = status.peers
     assert peer.failed_reads > 0, "the cost is in the metrics"
@@ -222,8 +218,8 @@ def test_more_requests_than_a_peers_queue_holds(make_peer: MakePeer, client_of: 
         if not waiting:
             break
     assert not waiting
-    here.put("after", content(MIB, 5))
-    assert got(there, "after", here.node) == expected(MIB, 5), "the queue still works"
+    put(here, "after", MIB, 5)
+    assert got(there, "after", here.node) == content(MIB, 5), "the queue still works"
     status = b.peers()
     assert status.fetches["late"] == status.fetches["read failed"] == 0
     for daemon in (a, b):
@@ -336,11 +332,11 @@ def test_idle_connections_still_work(make_peer: MakePeer, client_of: ClientOf, i
     a, b = make_peer("128MiB").start(), make_peer("128MiB").start()
     here, there = client_of(a), client_of(b)
     for number in range(4):
-        here.put(f"k{number}", content(8 * MIB, number))
-    assert got(there, "k0", here.node) == expected(8 * MIB, 0)
+        put(here, f"k{number}", 8 * MIB, number)
+    assert got(there, "k0", here.node) == content(8 * MIB, 0)
     time.sleep(idle_s)
     for number in range(1, 4):
-        assert got(there, f"k{number}", here.node) == expected(8 * MIB, number)
+        assert got(there, f"k{number}", here.node) == content(8 * MIB, number)
     assert b.peers().fetches["fetched"] == 4
 
 
@@ -391,21 +387,21 @@ def test_an_intruder_reads_every_registered_byte_and_can_write_none(
     a = make_peer().start()
     here = client_of(a)
     secret = content(MIB, 9)
-    here.put("k", secret)
+    put(here, "k", MIB, 9)
     told = handshake(a.peers().engine)
     host, port = told["tcp_data_host"], told["tcp_data_port"]
     pool = max(told["buffers"], key=lambda buffer: buffer["length"])
     read = one_sided(host, port, 0, pool["addr"], b"", pool["length"])
-    assert secret.numpy().tobytes() in read, "nobody asks who reads"
+    assert secret in read, "nobody asks who reads"
     one_sided(host, port, 1, pool["addr"], b"\xee" * MIB, MIB)
     for buffer in told["buffers"]:
         one_sided(host, port, 1, buffer["addr"], b"\xee" * 16, 16)
     with here.get("k") as item:
-        assert bytes(item.view) == secret.numpy().tobytes(), "written from outside"
+        assert bytes(item.view) == secret, "written from outside"
     after = one_sided(host, port, 0, pool["addr"], b"", pool["length"])
     assert b"\xee" * 64 not in after
     b = make_peer().start()
-    assert got(client_of(b), "k", here.node) == secret.numpy().tobytes(), "and it serves on"
+    assert got(client_of(b), "k", here.node) == secret, "and it serves on"
 
 
 ENGINE = """

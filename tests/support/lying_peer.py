@@ -57,7 +57,7 @@ class LyingPeer(pb_grpc.PeerServicer):
         self.leases = 0
         host = node.partition(":")[0]
         self.memory = Mapping.of_memory(4 << 20)
-        self.memory.view(0, NBYTES)[:] = content(NBYTES, 1).numpy().tobytes()
+        self.memory.view(0, NBYTES)[:] = content(NBYTES, 1)
         self.engine = Engine(host, "tcp", "", ports, {}, bytes.fromhex(self.incarnation))
         self.engine.register(self.memory)
         self.identity_address = self.engine.identity_address

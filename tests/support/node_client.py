@@ -4,18 +4,20 @@ python node_client.py ADDRESS
 """
 
 import json
+import random
 import sys
 import time
-
-import torch
 
 from ecd_client import Client, EcdError
 
 
-def content(nbytes: int, seed: int) -> torch.Tensor:
+def content(nbytes: int, seed: int) -> bytes:
     """The bytes that a seed stands for."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return random.Random(seed).randbytes(nbytes)
+
+
+def put(client: Client, key: str, nbytes: int, seed: int) -> bool:
+    return client.put_bytes(key, content(nbytes, seed), "uint8", (nbytes,))
 
 
 def get(client: Client, command: dict) -> dict:
@@ -29,15 +31,15 @@ def get(client: Client, command: dict) -> dict:
     if item is None:
         return {"found": False, "seconds": seconds}
     with item:
-        right = torch.equal(item.tensor, content(item.nbytes, command["seed"]))
+        right = item.view == content(item.nbytes, command["seed"])
     return {"found": True, "right": right, "seconds": seconds}
 
 
 def answer(client: Client, command: dict) -> dict:
     match command["do"]:
         case "put":
-            tensor = content(command["nbytes"], command["seed"])
-            return {"stored": client.put(command["key"], tensor)}
+            stored = put(client, command["key"], command["nbytes"], command["seed"])
+            return {"stored": stored}
         case "get":
             return get(client, command)
         case "get_many":

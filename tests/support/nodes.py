@@ -142,7 +142,6 @@ class NodeClient:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert self._read(60.0) == "ready"
 
