@@ -10,18 +10,27 @@ from xdist.scheduler import LoadScopeScheduling
 from ecd_client import Client
 from support.daemon import Daemon
 
+LONGEST = ("tests/cluster", "tests/e2e", "tests/integration/test_warm_restart.py")
+
+
+def scope(nodeid: str) -> str:
+    """What stays with one of several workers, as it shares addresses or engines."""
+    file = nodeid.partition("::")[0]
+    directory = file.rpartition("/")[0]
+    return directory if directory in LONGEST else file
+
 
 class Scheduling(LoadScopeScheduling):
-    """For several workers: what shares addresses or engines stays with one of them."""
-
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        directory = file.rpartition("/")[0]
-        return directory if directory in ("tests/cluster", "tests/e2e") else file
+        return scope(nodeid)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: (*LONGEST, scope(item.nodeid)).index(scope(item.nodeid)))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
-    config.option.loadscopereorder = False  # the two that take longest come first
+    config.option.loadscopereorder = False  # what takes longest comes first
     return Scheduling(config, log)
 
 
