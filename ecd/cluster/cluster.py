@@ -100,12 +100,9 @@ class Cluster:
         cache.take_changes()  # from here on they are noted
 
     async def start(self) -> None:
-        """Let other nodes read the pool, for `run`. Raises EngineError.
-
-        A device pins all of it, and nothing else runs here meanwhile: populate it before.
-        """
+        """Let other nodes read the pool, which is populated, for `run`. Raises EngineError."""
         await self._engine.verify(self._config.protocol)
-        self._engine.register(self._registered)
+        await self._engine.register(self._registered)
 
     def reload(self, config: Config) -> None:
         """Take over what may change at any time: the peers asked, hints followed, the deadline."""

@@ -6,6 +6,7 @@ in docs/mooncake.md.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping as MappingOf
 from typing import Any
@@ -48,7 +49,6 @@ class Engine:
 
         Raises EngineError. Blocking, for some milliseconds.
         """
-        self._registered: list[Mapping] = []
         self.protocol = ""
         self._engine = start_transfer_engine(host, protocol, device, ports, variables)
         self.endpoint = f"{host}:{self._engine.get_rpc_port()}"
@@ -57,20 +57,14 @@ class Engine:
         # Devices register only what they may write to, and read only into what is registered.
         page = Mapping.of_memory(os.sysconf("SC_PAGESIZE"), identity, writable=not is_tcp)
         self.identity_address = page.address
-        self.register(page)
-        if not is_tcp:
-            self.register(self.reads.scratch)
+        self._registered = [page] if is_tcp else [page, self.reads.scratch]
 
     async def verify(self, protocol: str) -> None:
         """Start reading, if what Mooncake installed is what was asked for. Raises EngineError.
 
         Mooncake falls back to tcp without a word.
         """
-        try:
-            described = await describe(self.endpoint)
-        except OSError as error:
-            raise EngineError(f"Mooncake does not answer on {self.endpoint}: {error}") from None
-        self.protocol = str(described.get("protocol"))
+        self.protocol = str((await self._describe()).get("protocol"))
         if self.protocol != protocol:
             raise EngineError(
                 f"ECD_PROTOCOL is {protocol}, but Mooncake installed {self.protocol}: this machine "
@@ -79,13 +73,30 @@ class Engine:
             )
         self.reads.start()
 
-    def register(self, memory: Mapping) -> None:
-        """Let other nodes read this memory. Raises EngineError."""
-        if self._engine.register_memory(memory.address, memory.nbytes) != 0:
+    async def register(self, pool: Mapping) -> None:
+        """Let other nodes read the pool, and whose it is. Raises EngineError.
+
+        In a thread, as a device pins all of it: some seconds for a large one.
+        """
+        self._registered.append(pool)  # stays mapped as long as others may read it
+        addresses = [memory.address for memory in self._registered]
+        sizes = [memory.nbytes for memory in self._registered]
+        loop = asyncio.get_running_loop()
+        # `register_memory` would hold the interpreter. This does not, but returns 0 as well where a
+        # device refuses.
+        register = self._engine.batch_register_memory
+        failed = await loop.run_in_executor(None, register, addresses, sizes)
+        told = {buffer["addr"] for buffer in (await self._describe()).get("buffers") or ()}
+        if failed or not told.issuperset(addresses):
             raise EngineError(
-                f"Mooncake does not register {memory.nbytes} bytes; memlock may be too low"
+                f"Mooncake does not register {sum(sizes)} bytes; memlock may be too low"
             )
-        self._registered.append(memory)  # stays mapped as long as others may read it
+
+    async def _describe(self) -> dict[str, Any]:
+        try:
+            return await describe(self.endpoint)
+        except OSError as error:
+            raise EngineError(f"Mooncake does not answer on {self.endpoint}: {error}") from None
 
     def close(self) -> None:
         """Stop reading. Readings that are open stay open."""

@@ -407,8 +407,9 @@ def test_an_intruder_reads_every_registered_byte_and_can_write_none(
 ENGINE = """
 import asyncio, json, sys
 from pathlib import Path
-from ecd.cluster.engine import Engine
+from ecd.cluster.engine import Engine, EngineError
 from ecd.cluster.handshake import describe
+from ecd_proto.mapping import Mapping
 
 def access(address):
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -418,10 +419,16 @@ def access(address):
 
 async def main():
     engine = Engine("127.0.0.1", sys.argv[1], "", "18200-18231", {}, b"i" * 16)
+    pool = Mapping.of_memory(1 << 20)
+    await engine.register(pool)
     buffers = (await describe(engine.endpoint))["buffers"]
     places = {"identity": engine.identity_address, "scratch": engine.reads.scratch.address}
     registered = {b["addr"] for b in buffers}
     print(json.dumps({n: (a in registered, access(a)) for n, a in places.items()}))
+    try:
+        await engine.register(pool)
+    except EngineError as error:
+        print(error)
 
 asyncio.run(main())
 """
@@ -439,6 +446,8 @@ def test_devices_get_memory_that_they_can_register_and_read_into(
         [sys.executable, "-c", ENGINE, protocol], capture_output=True, text=True, timeout=60
     )
     assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout.splitlines()[-1])
+    told, refused = ran.stdout.splitlines()[-2:]
+    told = json.loads(told)
     assert (*told["identity"],) == identity
     assert (*told["scratch"],) == scratch
+    assert "does not register" in refused, "what is registered already"

@@ -59,7 +59,6 @@ class LyingPeer(pb_grpc.PeerServicer):
         self.memory = Mapping.of_memory(4 << 20)
         self.memory.view(0, NBYTES)[:] = content(NBYTES, 1)
         self.engine = Engine(host, "tcp", "", ports, {}, bytes.fromhex(self.incarnation))
-        self.engine.register(self.memory)
         self.identity_address = self.engine.identity_address
         if lie == LATER:
             self.identity_address = self.memory.address + NBYTES
@@ -145,6 +144,7 @@ async def main() -> None:
     peer = LyingPeer(*sys.argv[1:])
     assert peer.lie in (*LIES, *OTHER_LIES, LATER)
     await peer.engine.verify("tcp")
+    await peer.engine.register(peer.memory)
     server = grpc.aio.server()
     pb_grpc.add_PeerServicer_to_server(peer, server)
     server.add_insecure_port(peer.node)
