@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,7 +45,7 @@ def start_engine(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., Engine]]:
     """Engines of this module's version and daemon, ended with the module."""
-    engines: list[Engine] = []
+    number = itertools.count()
 
     def start(
         role: str | None = None,
@@ -65,13 +67,13 @@ def start_engine(
         setup["encoder_less"] = encoder_less
         if kv is not None:
             setup["kv"] = kv
-        log = tmp_path_factory.mktemp("engine") / f"{role}-{len(engines)}.log"
-        engines.append(Engine(version, log, setup, daemon.prefix, **(environ or {})))
-        return engines[-1]
+        log = tmp_path_factory.mktemp("engine") / f"{role}-{next(number)}.log"
+        started = Engine(version, log, setup, daemon.prefix, **(environ or {}))
+        engines.callback(started.close)
+        return started
 
-    yield start
-    for engine in engines:
-        engine.close()
+    with contextlib.ExitStack() as engines:
+        yield start
 
 
 @pytest.fixture(scope="module")

@@ -127,17 +127,20 @@ class Engine:
         return self.log.read_text(errors="replace")
 
     def close(self) -> None:
+        """It has to end, and without an error: what is loaded into it must not stand in the way."""
         shared = set(self._shared_memory())
         if self._process.stdin is not None:
             self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(60)
+        ended = self._process.poll()
+        if ended is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._replies.close()
         for file in shared:  # vLLM's ranks leave theirs behind
             file.unlink(missing_ok=True)
+        assert ended == 0 or not self._ready, f"the engine's end: {ended}\n{self.text()[-6000:]}"
 
     def _shared_memory(self) -> Iterator[Path]:
         """What vLLM's processes have made in /dev/shm to talk to each other."""
