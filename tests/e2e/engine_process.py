@@ -4,15 +4,21 @@ Reads one JSON command a line from standard input, writes one JSON reply a line 
 descriptor of its first argument; its second argument is the engine's configuration.
 """
 
+import gc
 import json
 import os
 import sys
 import time
 
+gc.disable()  # or what is imported is looked through now, at every shutdown and at the end: seconds
+
 import numpy as np
 from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.config import ECTransferConfig, KVTransferConfig
+
+gc.freeze()
+gc.enable()
 
 encoded: list[int] = []
 may_encode = True
@@ -129,6 +135,7 @@ def main() -> None:
                 }
         print(json.dumps(reply), file=replies)
     engine.llm_engine.engine_core.shutdown()
+    gc.freeze()
 
 
 if __name__ == "__main__":
