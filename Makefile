@@ -119,12 +119,13 @@ demo: $(VENV)/.ready  ## a daemon, a producer and a consumer process, and what h
 	@$(BIN)/python docs/examples/demo.py
 
 .PHONY: bench
-bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one node, load, first tokens, two nodes, the directory, growth
+bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one node, load, first tokens, two nodes, the directory, growth, the event loop
 	$(BIN)/python benchmarks/run.py --output docs/benchmarks/one-node.md --plot docs/benchmarks/one-node.png
 	$(BIN)/python benchmarks/load.py --output docs/benchmarks/load.md
 	$(BIN)/python benchmarks/ttft.py --output docs/benchmarks/ttft.md
 	$(BIN)/python benchmarks/connector.py --output docs/benchmarks/connector.md
 	$(BIN)/python benchmarks/growth.py --output docs/benchmarks/growth.md
+	$(BIN)/python benchmarks/loop.py --output docs/benchmarks/loop.md
 	$(BIN)/python benchmarks/fetch.py --output docs/benchmarks/fetch.md
 	$(BIN)/python benchmarks/directory.py --output docs/benchmarks/directory.md
 

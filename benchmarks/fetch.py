@@ -195,6 +195,7 @@ class Ecd:
                 POOL_BYTES,
                 ECD_PEER_ADDRESS=f"{host}:9465",
                 ECD_ENGINE_PORTS=f"{first}-{first + 31}",
+                ECD_HINT_NETWORKS="127.0.0.0/8",
                 ECD_METRICS_ADDRESS=f"127.0.0.1:{METRICS_PORT if name == 'wants' else 0}",
                 **token,
             )

@@ -76,7 +76,7 @@ def metrics() -> str:
     registry = Metrics(Cache(1 << 20), lambda: 0, lambda: 0, "0")
     registry.observe_call("Get", 0.0)
     reply = pb.PeersReply(fetches={"fetched": 1}, peers=[pb.PeerStatus(node="a:1")])
-    registry.watch_peers(lambda: reply)
+    registry.watch_peers(lambda: reply, lambda: (0, 0), set)
     rows = []
     for family in registry.registry.collect():
         labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)

@@ -1,4 +1,4 @@
-"""`ecd serve` and `ecd config`."""
+"""`ecd serve`, `ecd clear` and `ecd config`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from typing import Annotated
 import grpc
 import typer
 import uvloop
+from google.protobuf.message import DecodeError
 from pythonjsonlogger.json import JsonFormatter
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ecd.cluster.cluster import ClusterError
 from ecd.cluster.engine import EngineError
-from ecd.config import Config, ConfigError, load, unknown_variables, without_password
+from ecd.config import SECRETS, Config, ConfigError, load, unknown_variables
 from ecd.daemon import Daemon, StartError
-from ecd.memory import host
-from ecd.memory.host import PoolError
+from ecd.memory.pool_dir import PoolError, clear
 from ecd.metrics import MetricsError
+from ecd.redaction import without_secrets
 from ecd.rpc.peer_service import PeerServerError
 from ecd.rpc.socket import SocketError
+from ecd_proto.leftovers import leftovers
 
 CANNOT_START = (
     *(SocketError, PoolError, MetricsError, StartError),
@@ -52,6 +55,7 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
             annotation=Annotated[str | None, typer.Option(help=setting.description)],
         )
         for name, setting in _FIELDS.items()
+        if name not in SECRETS
     ]
     own = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "flags"]
     command.__signature__ = Signature([*own, *flags])  # type: ignore[attr-defined]
@@ -63,7 +67,7 @@ def _load(file: Path | None, **flags: object) -> tuple[Config, dict[str, str]]:
     try:
         return load(flags, file)
     except ConfigError as error:
-        errors.print(f"[red]configuration:[/] {error}", markup=True)
+        errors.print(Text.assemble(("configuration:", "red"), f" {error}"))
         raise typer.Exit(2) from None
 
 
@@ -76,15 +80,21 @@ class _ToJournal(logging.Formatter):
         return f"<{priority}>" + super().format(record).replace("\n", f"\n<{priority}>")
 
 
-def _abandoned_answer(record: logging.LogRecord) -> bool:
-    """A line, and no traceback, for an answer whose caller was gone before it could be sent.
+def _others_errors(record: logging.LogRecord) -> bool:
+    """Make one line, without a traceback, of what a caller did and gRPC reports as our error.
 
-    gRPC itself leaves it out where it hears of the end of the call first.
+    An answer has no caller any more (gRPC itself is silent where it hears of the end of the call
+    first), or what came is no message.
     """
-    if record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError):
-        record.msg, record.args = f"an answer was not sent: {record.getMessage()}", ()
-        record.exc_info = None
-        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, grpc.aio.InternalError):
+        record.msg = f"an answer was not sent: {record.getMessage()}"
+    elif isinstance(error, DecodeError | UnicodeDecodeError):
+        record.msg = f"what came is no message: {error}"
+    else:
+        return True
+    record.args, record.exc_info = (), None
+    record.levelno, record.levelname = logging.WARNING, "WARNING"
     return True
 
 
@@ -102,7 +112,8 @@ def _log_to_stderr(settings: Config) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
     logging.getLogger("grpc").setLevel(logging.WARNING)
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_abandoned_answer)
+    for name in ("grpc._cython.cygrpc", "grpc._common"):
+        logging.getLogger(name).addFilter(_others_errors)
 
 
 @app.command()
@@ -112,9 +123,15 @@ def serve(
     cold: Annotated[
         bool, typer.Option("--cold", help="Take over nothing of what the last daemon left.")
     ] = False,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Leave the pool to the next start: warm_restart=true.")
+    ] = False,
     **flags: str | None,
 ) -> None:
     """Run the daemon until SIGTERM or SIGINT. SIGHUP reads the file of --config anew."""
+    os.umask(os.umask(0o022) | 0o022)  # nobody else connects before the socket has its mode
+    if warm:
+        flags["warm_restart"] = "true"
     settings, _ = _load(config, **flags)
     reload = None if config is None else lambda: load(flags, config)[0]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -129,16 +146,37 @@ def serve(
         raise typer.Exit(1) from None
 
 
-@app.command()
-def clear(config: File = None) -> None:
+@app.command("clear")
+def clear_left(
+    config: File = None,
+    name: Annotated[str | None, typer.Option(help="The daemon's. Default: as configured.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Of every daemon that has ended.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
     """Remove what a daemon left for the next one: its memory is free again."""
-    settings, _ = _load(config)
-    try:
-        nbytes = host.clear(settings.shm_dir, settings.name)
-    except PoolError as error:
-        errors.print(f"nothing is removed: {error}", markup=False)
-        raise typer.Exit(1) from None
-    Console(highlight=False).print(f"removed {nbytes / (1 << 30):.2f} GiB")
+    settings, _ = _load(config, name=name)
+    shm_dir = settings.shm_dir
+    found = {left.name: left for left in leftovers(shm_dir)} if every else {}
+    freed: dict[str, int] = {}
+    refused: dict[str, str] = {}
+    for each in found if every else (settings.name,):
+        try:
+            freed[each] = clear(shm_dir, each)
+        except PoolError as error:
+            refused[each] = str(error)
+    out = Console(highlight=False, soft_wrap=True)
+    if as_json:
+        rows: list[dict[str, object]] = [{"name": k, "freed_bytes": v} for k, v in freed.items()]
+        out.print_json(json.dumps(rows + [{"name": k, "error": v} for k, v in refused.items()]))
+    else:
+        for each in sorted(found.keys() & freed.keys()):
+            out.print(f"removed {found[each]}", markup=False)
+        for why in refused.values():
+            errors.print(f"nothing is removed: {why}", markup=False)
+        if freed or not refused:
+            out.print(f"removed {sum(freed.values()) / (1 << 30):.2f} GiB")
+    if refused:
+        raise typer.Exit(1)
 
 
 @app.command("config")
@@ -148,10 +186,9 @@ def show_config(
 ) -> None:
     """Print the effective settings and where each came from."""
     settings, origins = _load(config)
-    values = settings.model_dump(mode="json")
-    values["directory"] = without_password(settings.directory)
+    values = without_secrets(settings.model_dump(mode="json"))
     for variable in unknown_variables():
-        errors.print(f"{variable} is set, but is not a setting of ecd")
+        errors.print(f"{variable} is set, but is not a setting of ecd", markup=False)
     out = Console(highlight=False)
     if as_json:
         rows = {name: {"value": values[name], "origin": origins[name]} for name in values}
@@ -162,7 +199,8 @@ def show_config(
     table.columns[1].overflow = "fold"
     for name, value in values.items():
         meaning = _FIELDS[name].description or ""
-        table.add_row(name, "" if value is None else str(value), origins[name], meaning)
+        shown = "" if value is None else str(value)
+        table.add_row(name, Text(shown), Text(origins[name]), meaning)
     out.print(table)
 
 

@@ -29,6 +29,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from ecd.redaction import without_password, without_secret_variables
 from ecd_proto.contract import NODE_PATTERN, default_address
 
 ENV_PREFIX = "ECD_"
@@ -38,6 +39,8 @@ REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 KERNEL_PORTS = range(32768, 61000)
 """What Linux hands out to outgoing connections: Mooncake ignores a port range that is in here."""
 MIN_ENGINE_PORTS = 2
+SECRETS = ("peer_token",)
+"""Settings without a flag: every user of the machine can read a process's arguments."""
 RELOADABLE = ("log_level", "peers", "hint_networks", "fetch_timeout_s")
 """Settings that a running daemon takes over on SIGHUP."""
 
@@ -69,14 +72,22 @@ class Config(BaseSettings):
         description="Size of the host pool, such as 4GiB, or a share of shm_dir's size, such as "
         "75%. By default a quarter of what shm_dir has free, at most 4 GiB.",
     )
-    warm_restart: bool = Field(
-        default=True,
-        description="On SIGTERM leave the pool and its index to the next start, and take over what "
-        "the last daemon left.",
+    warm_restart: bool | None = Field(
+        default=None,
+        description="true: on SIGTERM leave the pool and its index to the next start. false: leave "
+        "nothing, and take over nothing of what the last daemon left. auto, the default: leave "
+        "them where systemd or Kubernetes starts the daemon again, and take over what was left.",
+    )
+    leftover_max_age_s: float = Field(
+        default=3600.0,
+        ge=0.0,
+        description="A start removes what this user's daemons of other names left in shm_dir so "
+        "long ago. 0: never.",
     )
     group: str | None = Field(
         default=None,
-        description="A group whose members may connect, for engines that run as other users.",
+        description="A group, by name or number, whose members may connect, for engines that run "
+        "as other users. Without one this user alone may.",
     )
     metrics_address: str = Field(
         default="127.0.0.1:9464",
@@ -167,11 +178,15 @@ class Config(BaseSettings):
         description="Allow peers without token and TLS on an address that is not loopback.",
     )
     hint_networks: Annotated[tuple[IPv4Network, ...], NoDecode] = Field(
-        default=tuple(
-            map(IPv4Network, ("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"))
-        ),
-        description="Networks that hints in requests may point into. Nodes in peers always may.",
+        default=(),
+        description="Networks that hints in requests may point into, beside the nodes that peers "
+        "or the directory name. By default none.",
     )
+
+    @field_validator("warm_restart", mode="before")
+    @classmethod
+    def _auto(cls, value: object) -> object:
+        return None if value == "auto" else value
 
     @field_validator("host_pool_bytes", mode="before")
     @classmethod
@@ -190,8 +205,7 @@ class Config(BaseSettings):
     @classmethod
     def _variables(cls, value: object) -> object:
         if isinstance(value, str):
-            pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-            value = {name.strip(): setting.strip() for name, _, setting in pairs}
+            value = _pairs(value)
         if isinstance(value, dict) and not all(str(n).startswith("MC_") for n in value):
             raise ValueError("Mooncake's variables begin with MC_")
         return value
@@ -199,15 +213,21 @@ class Config(BaseSettings):
     @field_validator("peers")
     @classmethod
     def _nodes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for node in value:
-            if not re.fullmatch(NODE_PATTERN, node):
-                raise ValueError(f"{node!r} is not host:port")
+        if not all(re.fullmatch(NODE_PATTERN, node) for node in value):
+            raise ValueError("each must be host:port")
         return value
 
     @field_validator("directory")
     @classmethod
     def _known_directory(cls, value: str | None) -> str | None:
-        if value not in (None, "none", "static") and urlsplit(value).scheme not in REDIS_SCHEMES:
+        if value in (None, "none", "static"):
+            return value
+        try:
+            parts = urlsplit(value)
+            _ = parts.port
+        except ValueError:  # which may quote the password
+            raise ValueError("not a URL: in a password / ? # @ are %2F %3F %23 %40") from None
+        if parts.scheme not in REDIS_SCHEMES:
             raise ValueError(f"none, static or a URL of {', '.join(REDIS_SCHEMES)}")
         return value
 
@@ -266,17 +286,15 @@ class Config(BaseSettings):
         return value
 
 
-def without_password(url: str | None) -> str | None:
-    """A directory as it may be shown."""
-    return re.sub(r"//[^/@]*@", "//***@", url) if url else url
-
-
 def is_loopback(node: str) -> bool:
     host = node.rpartition(":")[0]
     try:
         return IPv4Address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+_READABLE = "(from flag): every user of the machine can read a flag"
 
 
 def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, str]]:
@@ -290,6 +308,17 @@ def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, st
         sources[str(file)] = _read(file)
     sources["environment"] = EnvSettingsSource(Config)()
     sources["flag"] = {name: value for name, value in flags.items() if value is not None}
+    url, variables = (sources["flag"].get(name) for name in ("directory", "mooncake"))
+    if without_password(url) != url:
+        raise ConfigError(
+            f"directory {_READABLE}, so that it may hold a host, a port and a database and nothing "
+            "else. Use ECD_DIRECTORY or the file"
+        )
+    given = _pairs(variables or "")
+    if without_secret_variables(given) != given:
+        raise ConfigError(
+            f"mooncake {_READABLE}, so that it may hold no secret. Use ECD_MOONCAKE or the file"
+        )
     origins = dict.fromkeys(Config.model_fields, "default")
     merged: dict[str, Any] = {}
     for origin, values in sources.items():
@@ -309,8 +338,19 @@ def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, st
 
 
 def _shown(wrong: ErrorDetails) -> object:
-    """The value that is wrong, unless it is a secret."""
-    return "a secret" if wrong["loc"][0] in ("peer_token", "directory") else wrong["input"]
+    """The value that is wrong, unless it is a secret or may be one.
+
+    Where the name is misspelt, it may; and where the value looks like a URL, whatever the name.
+    """
+    name, value = wrong["loc"][0], wrong["input"]
+    secret = name in (*SECRETS, "directory", "mooncake") or name not in Config.model_fields
+    return "a secret" if secret or re.search("://|@", str(value)) else value
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """Variables as A=1,B=2 has them."""
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    return {name.strip(): setting.strip() for name, _, setting in pairs}
 
 
 def unknown_variables() -> list[str]:

@@ -21,6 +21,7 @@ from ecd.core.cache import DEFAULT_LIMITS, Cache
 from ecd.core.types import SessionId
 from ecd.memory.host import HostPool
 from ecd.memory.mapped_index import MappedIndex
+from ecd.memory.pool_dir import clear_others
 from ecd.metrics import Metrics
 from ecd.rpc.cache_service import CacheService, NoOtherNodes
 from ecd.rpc.peer_service import PeerServer, PeerService
@@ -28,9 +29,10 @@ from ecd.rpc.puts import Bell, Puts
 from ecd.rpc.server import Server
 from ecd.rpc.sessions import Sessions
 from ecd.rpc.socket import OwnedSocket
-from ecd.service_manager import ServiceManager
+from ecd.service_manager import ServiceManager, is_supervised
 from ecd.takeover import Takeover
 from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.leftovers import TOUCH_S
 from ecd_proto.shm import BELL_SUFFIX, has_barriers
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -70,12 +72,14 @@ class Daemon:
         gid = _gid(config.group)
         self._socket = OwnedSocket(config.address)
         try:
+            clear_others(config.shm_dir, config.name, config.leftover_max_age_s)
             self._pool = HostPool(
                 config.shm_dir,
                 config.name,
                 self._incarnation,
                 config.host_pool_bytes,
-                cold or not config.warm_restart,
+                cold or config.warm_restart is False,
+                gid,
             )
         except BaseException:
             self._socket.close()
@@ -83,8 +87,6 @@ class Daemon:
         try:
             self._index = self._make_index()
             self._bell = self._make_bell()
-            if gid is not None:
-                self._pool.grant_group(gid)
         except BaseException:
             self._pool.close()
             self._socket.close()
@@ -108,7 +110,7 @@ class Daemon:
         self._cluster: Cluster | None = None
         self._peer_server: PeerServer | None = None
         self._stored = asyncio.Event()
-        self._keep = False
+        self._keep = self._has_served = False
         self._takeover: Takeover | None = None
         before = self._pool.before
         if before is not None and self._index is not None:
@@ -119,11 +121,13 @@ class Daemon:
                 self._sessions.deliver,
                 self._index.note_unseen,
             )
+            self._index.note_taken()
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Raises what a part raises.
 
-        After SIGTERM the pool and its index are left to the next life, else no file is.
+        After SIGTERM the pool and its index are left to the next incarnation if one is expected,
+        else no file is. A daemon that never served leaves what it found.
         SIGHUP reloads the settings where they can be read anew, and else is one more such signal.
         """
         stop = asyncio.Event()
@@ -138,16 +142,16 @@ class Daemon:
             self._join()
             server = self._make_server()
             try:
-                await server.start(self._socket.target, self._config.health_address)
-                self._socket.grant(self._gid)
+                await server.start(self._socket, self._gid, self._config.health_address)
                 await _first_of(
                     stop.wait(),
                     self._serve(server),
                     self._look_at_readers(),
                     self._metrics.watch_loop(),
+                    self._show_life(),
                 )
             finally:
-                self._keep &= self._state == State.STATE_SERVING
+                self._keep &= self._has_served
                 self._state = State.STATE_STOPPING
                 self._manager.say("stopping")
                 await server.set_serving(False)
@@ -168,16 +172,19 @@ class Daemon:
             if self._index is not None:
                 self._index.close()
             self._checksums.close()
+            if self._has_served and not self._keep and self._pool.before is not None:
+                self._pool.before.remove()
             self._pool.close(keep=self._keep)
             self._socket.close()
 
     def _stop(self, number: int, stop: asyncio.Event) -> None:
-        self._keep = number == signal.SIGTERM and self._config.warm_restart
+        warm = self._config.warm_restart
+        self._keep = number == signal.SIGTERM and (is_supervised() if warm is None else warm)
         stop.set()
 
     async def _follow_puts(self) -> None:
         """The cluster hashes what is put for its own sake; without one it is for the next life."""
-        if self._config.warm_restart:
+        if self._config.warm_restart is not False:
             await self._checksums.follow(self._stored)
 
     def _read_settings(self, reload: Callable[[], Config]) -> None:
@@ -224,11 +231,13 @@ class Daemon:
 
     def _make_bell(self) -> Bell | None:
         """None: every put is a call."""
-        path = self._pool.directory / f"{self._incarnation}{BELL_SUFFIX}"
+        path = self._pool.directory.path / f"{self._incarnation}{BELL_SUFFIX}"
         if self._index is None:
             return None
         try:
-            return Bell(path)
+            bell = Bell(path)
+            self._pool.directory.share(path.name)
+            return bell
         except OSError as error:
             logger.warning("no socket at %s: %s. Every put is a call", path, error)
             return None
@@ -236,7 +245,16 @@ class Daemon:
     async def _look_at_readers(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self._cache.look_at_readers(time.monotonic())
+            settled = self._cache.look_at_readers(time.monotonic())
+            while not settled:
+                await self._sessions.turns.next()
+                settled = self._cache.look_at_pins()
+
+    async def _show_life(self) -> None:
+        """Keep the directory's time recent: after a SIGKILL it says since when nobody uses it."""
+        while True:
+            self._pool.directory.touch()
+            await asyncio.sleep(TOUCH_S)
 
     def _make_server(self) -> Server:
         others = self._cluster or NoOtherNodes(self._stored.set)
@@ -266,9 +284,11 @@ class Daemon:
                 self._metrics.observe_call,
             )
             service.grant = puts.grant
-            self._sessions.hear = puts.hear
+            self._sessions.puts = puts
             puts.listen()
-        return Server(service, self._unavailable, self._sessions.hear, self._metrics.observe_call)
+        return Server(
+            service, self._unavailable, self._sessions.catch_up, self._metrics.observe_call
+        )
 
     def _join(self) -> None:
         """Become one node of several, if so configured. Raises ClusterError and EngineError."""
@@ -286,7 +306,8 @@ class Daemon:
             self._sessions.deliver,
             self._metrics.observe_fetch,
         )
-        self._metrics.watch_peers(self._cluster.status)
+        cluster = self._cluster
+        self._metrics.watch_peers(cluster.status, cluster.hints, cluster.never_reached)
         service = PeerService(
             self._cache, self._sessions, self._cluster, config.peer_address, config.token
         )
@@ -315,6 +336,9 @@ class Daemon:
             await self._peer_server.start()
         gc.collect()
         gc.freeze()  # or all that was imported is looked through now and then: tens of ms
+        if self._pool.before is not None and self._takeover is None:
+            self._pool.before.remove()  # no index will tell a later start what has been reused
+        self._has_served = True
         self._state = State.STATE_SERVING
         await server.set_serving(True)
         logger.info("serving on %s, incarnation %s", self._config.address, self._incarnation)
@@ -422,8 +446,8 @@ async def _first_of(*awaitables: Awaitable[object]) -> None:
 
 
 def _gid(group: str | None) -> int | None:
-    if group is None:
-        return None
+    if group is None or group.isdecimal():
+        return None if group is None else int(group)
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:

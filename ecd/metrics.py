@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Generic, TypeVar
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_server
@@ -20,21 +24,59 @@ LATENCY_BUCKETS_S = (
 )
 FETCH_BUCKETS_BYTES = tuple(float(1 << power) for power in range(12, 33, 2))
 LAG_PERIOD_S = 0.25
+Loop = Callable[[], asyncio.AbstractEventLoop | None]
+"""The daemon's, while it runs."""
+SCRAPE_S = 1.0
 
 
 class MetricsError(Exception):
     """The metrics port cannot be had; the message says what to change."""
 
 
+Figures = TypeVar("Figures")
+
+
+class _OnLoop(Generic[Figures]):
+    """Figures for the scraper's thread, taken on the event loop: nothing changes meanwhile.
+
+    A loop that does not come round within SCRAPE_S has the last ones told again.
+    """
+
+    def __init__(self, take: Callable[[], Figures], loop: Loop) -> None:
+        self._take, self._loop = take, loop
+        self._last: Figures | None = None
+
+    def get(self) -> Figures | None:
+        loop = self._loop()
+        if loop is None:
+            return self._take()
+        taken: Future[Figures] = Future()
+
+        def take() -> None:
+            try:
+                taken.set_result(self._take())
+            except Exception as error:
+                taken.set_exception(error)
+
+        with contextlib.suppress(FutureTimeoutError, RuntimeError):  # of a loop that is closed
+            loop.call_soon_threadsafe(take)
+            self._last = taken.result(SCRAPE_S)
+        return self._last
+
+
 class _CoreCollector(Collector):
-    """The core counts, this only reads: one integer at a time, from the scraper's thread."""
+    """The core counts, this only reads."""
 
     def __init__(
-        self, cache: Cache, clients: Callable[[], int], unlisted: Callable[[], int]
+        self, cache: Cache, clients: Callable[[], int], unlisted: Callable[[], int], loop: Loop
     ) -> None:
         self._cache, self._clients, self._unlisted = cache, clients, unlisted
+        self._figures = _OnLoop(lambda: list(self._metrics()), loop)
 
     def collect(self) -> Iterable[Metric]:
+        return self._figures.get() or ()
+
+    def _metrics(self) -> Iterable[Metric]:
         counters, allocator = self._cache.counters, self._cache.allocator
         for name, text, value in (
             ("hits", "Leases granted: an entry was there.", counters.hits),
@@ -93,11 +135,21 @@ class _CoreCollector(Collector):
 class _PeersCollector(Collector):
     """What the daemon says of other nodes, one line of `ecd-cli peers` at a time."""
 
-    def __init__(self, status: Callable[[], pb.PeersReply]) -> None:
-        self._status = status
+    def __init__(
+        self,
+        status: Callable[[], pb.PeersReply],
+        hints: Callable[[], tuple[int, int]],
+        never_reached: Callable[[], Collection[str]],
+        loop: Loop,
+    ) -> None:
+        self._figures = _OnLoop(lambda: (status(), hints(), never_reached()), loop)
 
     def collect(self) -> Iterable[Metric]:
-        status = self._status()
+        figures = self._figures.get()
+        if figures is None:
+            return
+        status, (ignored, refused), never_reached = figures
+        peers = [peer for peer in status.peers if peer.node not in never_reached]
         fetches = CounterMetricFamily(
             "ecd_fetches", "Entries that were to come from another node.", labels=["outcome"]
         )
@@ -106,6 +158,12 @@ class _PeersCollector(Collector):
         yield fetches
         directory = status.directory
         for name, text, value in (
+            ("hints_ignored", "Hints to nodes that nothing allows to ask.", ignored),
+            (
+                "hints_refused",
+                "Hints and offers not followed: too many lead to nodes never reached.",
+                refused,
+            ),
             ("read_retries", "Reads that failed and were tried again.", status.read_retries),
             ("reads_ahead", "Reads begun by a hint, before their lease.", status.reads_ahead),
             (
@@ -136,6 +194,11 @@ class _PeersCollector(Collector):
                 directory.unpublished,
             ),
             ("directory_lag_seconds", "Age of the oldest change not yet told.", directory.lag_s),
+            (
+                "peers_never_reached",
+                "Nodes that hints or the directory name, and that never answered.",
+                len(never_reached),
+            ),
         ):
             yield GaugeMetricFamily(f"ecd_{name}", text, value=float(gauge))
         for name, text, field in (
@@ -148,13 +211,13 @@ class _PeersCollector(Collector):
             ),
         ):
             family = CounterMetricFamily(f"ecd_{name}", text, labels=["peer"])
-            for peer in status.peers:
+            for peer in peers:
                 family.add_metric([peer.node], getattr(peer, field))
             yield family
         connected = GaugeMetricFamily(
             "ecd_peer_connected", "Whether there is a link to the peer.", labels=["peer"]
         )
-        for peer in status.peers:
+        for peer in peers:
             connected.add_metric([peer.node], float(peer.state == "connected"))
         yield connected
 
@@ -171,7 +234,8 @@ class Metrics:
     ) -> None:
         """`clients` counts their sessions, `unlisted` entries that take a call to be found."""
         self.registry = CollectorRegistry()
-        self.registry.register(_CoreCollector(cache, clients, unlisted))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.registry.register(_CoreCollector(cache, clients, unlisted, lambda: self._loop))
         self._call_seconds = Histogram(
             "ecd_call_seconds",
             "Time the daemon took to answer a call.",
@@ -202,7 +266,11 @@ class Metrics:
         self._server: tuple[WSGIServer, threading.Thread] | None = None
 
     def listen(self, address: str) -> str:
-        """Serve /metrics; the address that is really used. Raises MetricsError."""
+        """Serve /metrics of this event loop; the address that is really used.
+
+        Raises MetricsError.
+        """
+        self._loop = asyncio.get_running_loop()
         host, _, port = address.rpartition(":")
         try:
             self._server = start_http_server(int(port), host.strip("[]"), self.registry)
@@ -220,9 +288,18 @@ class Metrics:
         self._fetch_seconds.observe(seconds)
         self._fetch_bytes.observe(nbytes)
 
-    def watch_peers(self, status: Callable[[], pb.PeersReply]) -> None:
-        """Export what the daemon knows of other nodes."""
-        self.registry.register(_PeersCollector(status))
+    def watch_peers(
+        self,
+        status: Callable[[], pb.PeersReply],
+        hints: Callable[[], tuple[int, int]],
+        never_reached: Callable[[], Collection[str]],
+    ) -> None:
+        """Export what the daemon knows of other nodes.
+
+        `hints` counts those ignored and those refused; nodes that were `never_reached`, and that
+        the settings do not name, have no label of their own: anybody could make them up.
+        """
+        self.registry.register(_PeersCollector(status, hints, never_reached, lambda: self._loop))
 
     async def watch_loop(self) -> None:
         """Measure the event loop's lag, for as long as the daemon runs."""

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 
 from systemd_watchdog.systemd_watchdog import WatchDog
 
 STATUS_PERIOD_S = 5.0
+
+
+def is_supervised() -> bool:
+    """Whether systemd or Kubernetes runs this daemon, and so starts it again."""
+    return any(map(os.environ.get, ("NOTIFY_SOCKET", "KUBERNETES_SERVICE_HOST")))
 
 
 class ServiceManager:

@@ -1,8 +1,9 @@
-"""Taking over what the life before had stored: no reader sees an entry whose bytes nobody checked.
+"""Taking over what the life before had stored.
 
 Its rows become reservations at the start, so that nothing else is stored in their places. Each is
 committed when its bytes are what its row says, and aborted otherwise: whoever asks for one has it
-looked at first, the others are in the background.
+looked at first, the others are in the background. What says nothing of its bytes is committed at
+once: there is nothing to compare, and a daemon after this one must find it in this one's index.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from ecd.cluster.checksum import Checksums
 from ecd.core.cache import Cache
 from ecd.core.types import (
     Aborted,
-    Abortion,
-    Commitment,
     Committed,
     EntryId,
     Key,
@@ -46,6 +45,8 @@ class Takeover:
         session = cache.open_session()
         assert not isinstance(session, LimitReached)
         self._session = session
+        self._kept = 0
+        self._unproved: list[Key] = []
         left, self._dropped = before.entries()
         adopted: list[tuple[EntryId, Left]] = []
         for each in left:
@@ -54,10 +55,15 @@ class Takeover:
                 self._dropped += 1
             else:
                 adopted.append((entry, each))
-        adopted.sort(key=lambda pair: (pair[1].life, pair[1].entry))  # as they were stored
-        self._unseen = {each.key: (entry, each) for entry, each in adopted}
+        adopted.sort(key=lambda pair: (pair[1].life, pair[1].put, pair[1].number))  # as stored
+        self._unseen: dict[Key, tuple[EntryId, Left]] = {}
+        for entry, each in adopted:
+            if each.proof:
+                self._unseen[each.key] = entry, each
+            else:
+                self._commit(entry, None)
+                self._unproved.append(each.key)
         self._looks: dict[Key, asyncio.Task[None]] = {}
-        self._kept = 0
         self._over = False
         note_unseen(len(self._unseen))
 
@@ -70,6 +76,7 @@ class Takeover:
         self._cache.leave_session(self._session)
         self._cache.close_session(self._session)
         self._over = True
+        await self._checksums.note_all(self._unproved)
         logger.info(
             "took over %d entries of the last daemon, dropped %d in doubt, in %.1f s",
             *(self._kept, self._dropped, time.monotonic() - started_s),
@@ -96,16 +103,20 @@ class Takeover:
     async def _verify(self, entry: EntryId, left: Left) -> None:
         try:
             checksum = await self._checksums.compute(left.extent)
-            outcome: Commitment | Abortion
             if checksum == left.proof:
-                outcome = self._cache.commit(self._session, entry, time.monotonic(), checksum)
-                self._kept += 1
-            else:
-                outcome = self._cache.abort(self._session, entry)
-                self._dropped += 1
-                logger.warning("the bytes of %s are not what they were: dropped", left.key.mm_hash)
-            assert isinstance(outcome, Committed | Aborted)
+                self._commit(entry, checksum)
+                return
+            outcome = self._cache.abort(self._session, entry)
+            assert isinstance(outcome, Aborted)
+            self._dropped += 1
+            logger.warning("the bytes of %s are not what they were: dropped", left.key.mm_hash)
             self._deliver(outcome.woken)
         finally:
             del self._looks[left.key]
             self._note_unseen(len(self._unseen) + len(self._looks))
+
+    def _commit(self, entry: EntryId, checksum: int | None) -> None:
+        outcome = self._cache.commit(self._session, entry, time.monotonic(), checksum)
+        assert isinstance(outcome, Committed)
+        self._kept += 1
+        self._deliver(outcome.woken)

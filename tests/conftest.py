@@ -10,7 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 from ecd_client import Client
 from support.daemon import Daemon
 
-LONGEST = ("tests/cluster", "tests/e2e", "tests/integration/test_warm_restart.py")
+LONGEST = ("tests/cluster", "tests/e2e", "tests/fuzz", "tests/integration/test_warm_restart.py")
 
 
 def scope(nodeid: str) -> str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import queue
+import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import grpc
@@ -16,6 +21,8 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 CALL_TIMEOUT_S = 5.0
 """How long the daemon may take to answer one call, waits apart."""
+MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
+"""What an exchange adds to a request has room beside it."""
 JOIN_S = 1.0
 
 Reply = TypeVar("Reply")
@@ -41,6 +48,33 @@ def open_channel(address: str) -> grpc.Channel:
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ],
     )
+
+
+def open_file(path: str, flags: int, uid: int | None = None) -> int:
+    """Open a file that the daemon named: a regular file of user `uid`, and no symbolic link.
+
+    A daemon could lead its clients to their own files, or to another daemon's, otherwise. Raises
+    OSError.
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and uid in (None, found.st_uid):
+        return fd
+    os.close(fd)
+    cause = f"not a file of the owner of the daemon's socket (uid {uid})"
+    raise PermissionError(errno.EPERM, cause, path)
+
+
+def socket_owner(address: str) -> int:
+    """The user whose socket lies there. Raises OSError: no socket does.
+
+    A symbolic link is not followed: it could lead to another daemon's socket.
+    """
+    path = re.sub(r"^unix:(//)?", "", address)
+    found = os.lstat(path)
+    if not stat.S_ISSOCK(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, "not a socket", path)
+    return found.st_uid
 
 
 def call(
@@ -95,10 +129,17 @@ class Calls:
 
     def later(self, name: str, request: Any) -> Any:
         """gRPC's future of the reply to a request that has this name in ExchangeRequest."""
+        try:
+            _check_size(request)
+        except InvalidArgument as error:
+            refused: Future[Any] = Future()
+            refused.set_exception(error)
+            return refused
         return getattr(self._stub, name.title()).future(request, timeout=self.timeout_s)
 
     def now(self, name: str, request: Any) -> Any:
         """The reply to a request that has this name in ExchangeRequest. Raises EcdError."""
+        _check_size(request)
         if self._over or not self._lock.acquire(blocking=False):
             method = getattr(self._stub, name.title())
             return call(method, request, self.address, self.timeout_s)
@@ -149,6 +190,13 @@ class Calls:
         self._requests.put(None)
         if self._replies is not None:
             self._replies.cancel()
+
+
+def _check_size(request: Any) -> None:
+    """Raises InvalidArgument: gRPC would refuse it as it refuses what breaks a conversation."""
+    nbytes = request.ByteSize()
+    if nbytes > MAX_REQUEST_BYTES:
+        raise InvalidArgument(f"a message of {nbytes} bytes; at most {MAX_REQUEST_BYTES}")
 
 
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}

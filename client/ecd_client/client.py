@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 class Client:
     """A connection to this node's daemon. Thread-safe; one per process is enough.
 
+    A client, with its items and futures, belongs to the process that made it. A child that needs
+    one is started with multiprocessing's spawn or forkserver, or forked before its parent has one.
+
     After a restart of the daemon it connects again by itself; until then calls raise
     DaemonUnavailable at once.
     """
@@ -229,10 +232,19 @@ class Client:
         """Which of the keys are stored on this node now. Raises EcdError."""
         return self._reader.contains(self.namespace if namespace is None else namespace, mm_hashes)
 
+    def is_shown(self, mm_hash: str, *, namespace: str | None = None) -> bool:
+        """Whether memory shows the entry stored here, or being copied to where it will lie.
+
+        No call is made: what only the daemon could tell is not shown. Raises DaemonUnavailable.
+        """
+        return self._reader.is_shown(self._key(mm_hash, namespace))
+
     # -- life ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Finish the puts in flight and end the session. Items of this client end with it."""
+        if self._session.is_cut_off:
+            return
         self._writer.close()
         self._session.close()
 

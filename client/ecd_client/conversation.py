@@ -14,7 +14,8 @@ from typing import Any
 
 import grpc
 
-from ecd_client.calls import Calls
+from ecd_client import forks
+from ecd_client.calls import Calls, open_file
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.index import AskDaemon, Index, Pin
 from ecd_client.puts import Begun, CopyTo, What
@@ -56,9 +57,13 @@ class Conversation:
         outbox: Outbox,
         first: pb.SessionEvent,
         sent_s: float,
+        uid: int,
         prefault: bool,
     ) -> None:
-        """`first` is the Welcome that answers the Hello of `sent_s`. Raises OSError: no files."""
+        """`first` is the Welcome that answers the Hello of `sent_s`; its files are to be `uid`'s.
+
+        Raises OSError: they are not, or there are none.
+        """
         welcome = first.welcome
         self.token = welcome.session
         self.incarnation = first.incarnation
@@ -80,20 +85,21 @@ class Conversation:
         self._releasing = False
         self._users = 1  # the stream, every item and every put in flight
         self._over = False
-        self.abandoned = False
+        self.abandoned = self.is_cut_off = False
         self._writable: Mapping | None = None
-        with contextlib.ExitStack() as opened:
-            self.pool_fd = os.open(welcome.pool.path, os.O_RDWR | os.O_CLOEXEC)
+        with forks.steady, contextlib.ExitStack() as opened:
+            self.pool_fd = open_file(welcome.pool.path, os.O_RDWR, uid)
             opened.callback(os.close, self.pool_fd)
             self.pool_fd_path = f"/proc/{os.getpid()}/fd/{self.pool_fd}"
             if os.fstat(self.pool_fd).st_ino != welcome.pool.inode:
                 raise FileNotFoundError(f"{welcome.pool.path} is not the daemon's file")
-            lock_fd = os.open(welcome.lock_path, os.O_RDWR | os.O_CLOEXEC)
+            lock_fd = open_file(welcome.lock_path, os.O_RDWR, uid)
             opened.callback(os.close, lock_fd)
             lock_session(lock_fd, welcome.lock_offset)
             self._readable = Mapping(self.pool_fd, self.pool_bytes, writable=False)
-            self.index = Index.open(welcome.index) if welcome.HasField("index") else None
+            self.index = Index.open(welcome.index, uid) if welcome.HasField("index") else None
             self._files = opened.pop_all()
+            forks.add(self)
         self._prefault = prefault
         if prefault:
             self._readable.populate_soon()
@@ -124,8 +130,8 @@ class Conversation:
 
     # -- memory --------------------------------------------------------------------------------
 
-    def read_view(self, extent: pb.Extent | Row) -> memoryview:
-        return self._readable.view(extent.offset, extent.nbytes)
+    def read_view(self, extent: pb.Extent | Row, keeps: object = None) -> memoryview:
+        return self._readable.view(extent.offset, extent.nbytes, keeps)
 
     def write_view(self, extent: pb.Extent) -> memoryview:
         return self._map_writable().view(extent.offset, extent.nbytes)
@@ -151,9 +157,27 @@ class Conversation:
             self._users -= 1
             last = self._users == 0
         if last:
+            self._close_files()
+
+    def _close_files(self) -> None:
+        with forks.steady:
             if self.index is not None and self.index.puts is not None:
                 self.index.puts.close()
             self._files.close()
+
+    def cut_off(self) -> None:
+        """In a forked child: the session is the parent's, and this process does not keep it alive.
+
+        What the parent has pinned stays mapped, for views made before: they are right for as long
+        as the parent keeps their items.
+        """
+        self._lock = threading.RLock()
+        self._over = self.abandoned = self.is_cut_off = True
+        if self._writable is not None:
+            self._writable.cut_off()
+        if self.index is not None:
+            self.index.cut_off()
+        self._close_files()
 
     # -- leases --------------------------------------------------------------------------------
 
@@ -177,13 +201,21 @@ class Conversation:
             raise AskDaemon
         try:
             found = self.index.pin(namespace, mm_hash, final, or_coming)
-        except AskDaemon:
+        except BaseException:  # Ctrl-C too
             self.unuse()
             raise
         if found is None:
             self.unuse()
             return None
-        return Pin(self, self.index, *found)
+        row, pin = found
+        try:
+            if row.offset + row.nbytes > self.pool_bytes:
+                raise AskDaemon
+            return Pin(self, self.index, row, pin)
+        except BaseException:
+            self.index.unpin(pin)
+            self.unuse()
+            raise
 
     def begin_put(self, what: What) -> Begun | bool | None:
         """What `write_put` takes; False: it is stored already; None: it takes a call.

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ecd_client.calls import open_file
 from ecd_client.puts import Puts
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm import (
@@ -98,16 +99,21 @@ class Index:
     """The mapped index, and this session's page of pins. Thread-safe."""
 
     @classmethod
-    def open(cls, files: pb.IndexFile) -> Index | None:
-        """None: this process cannot use it, and asks for everything. Raises OSError."""
+    def open(cls, files: pb.IndexFile, uid: int | None = None) -> Index | None:
+        """The files must be those of user `uid`. Raises OSError.
+
+        None: this process cannot use them, and asks for everything.
+        """
         with contextlib.ExitStack() as opened:
             fds = []
             for path, flags in ((files.path, os.O_RDONLY), (files.pins_path, os.O_RDWR)):
-                fds.append(os.open(path, flags | os.O_CLOEXEC))
+                fds.append(open_file(path, flags, uid))
                 opened.callback(os.close, fds[-1])
             memory = Mapping(fds[0], os.fstat(fds[0]).st_size, writable=False)
             shape = unpack_index_header(memory.view(0, INDEX_HEADER_BYTES).tobytes())
             if shape is None or not take_part_in_barriers():
+                return None
+            if not shape.fits(memory.nbytes, os.fstat(fds[1]).st_size):
                 return None
             page = Mapping(fds[1], PAGE_BYTES, writable=True, offset=files.pins_offset)
             pages = Mapping(fds[1], os.fstat(fds[1]).st_size, writable=False)
@@ -127,6 +133,7 @@ class Index:
         self._names = Names(memory.view(NAMES_AT, NAMES_BYTES))
         self._numbers = self._names.numbers
         self._desks = memory.view(DESKS_AT, shape.desks * DESK_BYTES).cast("Q")
+        self._page = page
         self._words = page.view(0, PAGE_BYTES).cast("Q")
         self._pages = pages.view(0, pages.nbytes).cast("Q")  # of all sessions
         self._lock = threading.Lock()
@@ -154,8 +161,10 @@ class Index:
             return None
         listed = self._find(record)
         rows = [row for _, row in self._puts_of(record)] if listed is None else [listed[1]]
-        for row in map(unpack_row, filter(row_is_whole, rows)):
-            return row.offset, row.nbytes
+        for row in filter(row_is_whole, rows):
+            with contextlib.suppress(struct.error, IndexError):  # a put's row is another client's
+                said = unpack_row(row)
+                return said.offset, said.nbytes
         return None
 
     def is_listed(self, record: bytes) -> bool:
@@ -188,13 +197,20 @@ class Index:
                     self._count(MISSES_WORD)
                 return None
             start, bytes_ = found
-            row = unpack_row(bytes_)
+            try:
+                row = unpack_row(bytes_)
+            except (IndexError, struct.error):
+                break
             if row.ask:
                 break
             pin = self._announce(row.entry)
-            if row_mark(self._rows[start : start + ROW_BYTES]) == row_mark(bytes_):
-                self._note_use(row)
-                return row, pin
+            try:
+                if row_mark(self._rows[start : start + ROW_BYTES]) == row_mark(bytes_):
+                    self._note_use(row)
+                    return row, pin
+            except BaseException:  # Ctrl-C
+                self.unpin(pin)
+                raise
             self.unpin(pin)
         raise AskDaemon
 
@@ -219,6 +235,13 @@ class Index:
         self._words[pin] = 0
         self._free.append(pin)
 
+    def cut_off(self) -> None:
+        """In a forked child: its pins and puts are its own, and nobody sees them."""
+        self._page.cut_off()
+        self._lock = threading.Lock()
+        if self.puts is not None:
+            self.puts.cut_off()
+
     # -- steps ---------------------------------------------------------------------------------
 
     def _count(self, word: int) -> None:
@@ -228,12 +251,12 @@ class Index:
     def _find(self, record: bytes) -> tuple[int, bytes] | None:
         """Where the row of this key lies, and its bytes. None: it has none, and is not stored."""
         bucket = bucket_of(record, self._shape)
-        rows, header = self._rows, self._header
+        rows, header, last = self._rows, self._header, self._shape.rows
         for _ in range(TRIES):
             removals, unlisted = header[REMOVALS_WORD], header[UNLISTED_WORD]
             number = self._buckets[bucket]
             passed = 0
-            while number and passed < MAX_CHAIN:
+            while 0 < number <= last and passed < MAX_CHAIN:
                 start = (number - 1) * ROW_BYTES
                 row: bytes = _row_at(rows, start)[0]
                 if row_has_key(row, record):

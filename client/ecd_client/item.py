@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
+from ecd_client import forks
 from ecd_client.errors import LeaseExpired
 
 if TYPE_CHECKING:
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 class Item:
     """A leased entry: its bytes stay what they are until the item is closed.
 
-    Use it as a context manager, or call `close`. The lease is renewed in the background.
+    Use it as a context manager, or call `close`. An item that is neither lives as long as it or
+    one of its views and tensors is referred to. The lease is renewed in the background.
     """
 
     def __init__(self, namespace: str, mm_hash: str, lease: Lease | Pin) -> None:
@@ -57,14 +60,14 @@ class Item:
     def view(self) -> memoryview:
         """The bytes in the pool, for reading only. Raises LeaseExpired."""
         self.check()
-        return self._lease.conversation.read_view(self._lease.extent)
+        return self._lease.conversation.read_view(self._lease.extent, self)
 
     @property
     def tensor(self) -> torch.Tensor:
         """A CPU tensor of `shape` and `dtype` over the pool's bytes: no copy.
 
         For reading only: the memory is mapped read-only, and writing to it ends the process.
-        Valid until the item is closed. Raises LeaseExpired.
+        Valid until the item is closed, and in this process alone. Raises LeaseExpired.
         """
         from ecd_client.tensors import as_tensor  # torch is imported by those who use it
 
@@ -82,6 +85,8 @@ class Item:
         """Raise LeaseExpired unless the lease holds now."""
         if not self._open:
             raise LeaseExpired(f"the item {self.mm_hash!r} was closed")
+        if self._lease.conversation.is_cut_off:
+            raise LeaseExpired(f"{self.mm_hash!r} was leased before a fork: get it in the child")
         if not self._lease.holds:
             raise LeaseExpired(
                 f"the lease on {self.mm_hash!r} ran out: the daemon was away, or this process "
@@ -89,13 +94,15 @@ class Item:
             )
 
     def close(self) -> None:
-        """End the lease. Views of the item are invalid from now on."""
+        """End the lease now. Views of the item may show another entry's bytes from now on."""
         lease = self._open.pop("lease", None)  # None: closed, perhaps by another thread
         if lease is not None:
             lease.end()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # the daemon sees the end of the process
+        # The daemon sees the end of the process; in a child that was forked just now the lease is
+        # the parent's.
+        if self._open and not sys.is_finalizing() and os.getpid() == forks.pid:
             self.close()
 
     def __enter__(self) -> Item:

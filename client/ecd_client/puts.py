@@ -151,9 +151,14 @@ class Puts:
     def close(self) -> None:
         self._bell.close()
 
+    def cut_off(self) -> None:
+        self._lock = threading.Lock()
+
     # -- steps ---------------------------------------------------------------------------------
 
     def _begin(self, what: What, record: bytes) -> Begun | None:
+        # One put at a time up to its recheck: no other thread is given memory that a stale claim
+        # lies in.
         with self._lock:
             self._leave_answered()
             if not self._places or record in self._records:
@@ -167,19 +172,19 @@ class Puts:
             put, place = self._last, self._places.pop()
             self._records.add(record)
             self._words[PUTS_WORD] += 1
-        _, _, dtype, shape, nbytes, metadata, cost_s = what
-        content = Row(put, 0, offset, nbytes, dtype, shape, metadata, cost_s, False)
-        row = pack_row(record, content, 0)
-        at = _word_of(place)
-        start = (at + PUT_ROW) * 8
-        self._memory[start : start + ROW_BYTES] = row
-        self._words[at + PUT_NUMBER] = put
-        asks = self._header[RESERVATIONS_WORD] > 0
-        begun = Begun(place, put, offset, nbytes, record, asks)
-        if row_asks(row) or not self._is_granted(number, grant):
-            self.leave(begun)
-            return None
-        return begun
+            _, _, dtype, shape, nbytes, metadata, cost_s = what
+            content = Row(put, 0, offset, nbytes, dtype, shape, metadata, cost_s, False)
+            row = pack_row(record, content, 0)
+            at = _word_of(place)
+            start = (at + PUT_ROW) * 8
+            self._memory[start : start + ROW_BYTES] = row
+            self._words[at + PUT_NUMBER] = put
+            asks = self._header[RESERVATIONS_WORD] > 0
+            begun = Begun(place, put, offset, nbytes, record, asks)
+            if row_asks(row) or not self._is_granted(number, grant):
+                self._leave(begun)
+                return None
+            return begun
 
     def _take_piece(self, nbytes: int) -> tuple[int, int] | None:
         """Cut off the grant: of which of its pieces, and where that is. None: it has no such."""

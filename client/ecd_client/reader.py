@@ -10,17 +10,26 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
+from ecd_client import forks
 from ecd_client.calls import late
 from ecd_client.conversation import Conversation
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, limit_reached
 from ecd_client.index import AskDaemon
 from ecd_client.item import Item
 from ecd_client.session import Session
-from ecd_proto.contract import MAX_BATCH, Hint
+from ecd_proto.contract import (
+    MAX_BATCH,
+    MAX_HINTS,
+    MAX_MM_HASH_BYTES,
+    MAX_NAMESPACE_BYTES,
+    MAX_NODE_LENGTH,
+    Hint,
+)
 from ecd_proto.v1 import cache_pb2 as pb
 
 Key = tuple[str, str]
 """Namespace and mm_hash."""
+KEY_LIMITS = MAX_NAMESPACE_BYTES, MAX_MM_HASH_BYTES
 Found = Future[Item | None]
 Nodes = Sequence[str | Hint]
 """Of one key, the likeliest first."""
@@ -32,7 +41,9 @@ def to_key(key: Key) -> pb.Key:
 
 
 def _to_hint(index: int, nodes: Nodes) -> pb.Hint:
-    hints = [Hint(node) if isinstance(node, str) else node for node in nodes]
+    """As much of it as a daemon reads."""
+    hints = [Hint(node) if isinstance(node, str) else node for node in nodes[:MAX_HINTS]]
+    hints = [hint for hint in hints if len(hint.node) <= MAX_NODE_LENGTH]
     extents = [pb.Extent(offset=hint.offset, nbytes=hint.nbytes) for hint in hints]
     return pb.Hint(index=index, nodes=[hint.node for hint in hints], extents=extents)
 
@@ -80,19 +91,25 @@ class Reader:
     ) -> list[Found]:
         """A future for each key, done at most `timeout` s later."""
         _check_wait(timeout)
-        founds: list[Found] = [Future() for _ in keys]
+        founds: list[forks.Pending[Item | None]] = [forks.Pending() for _ in keys]
         conversation = self._session.conversation()
         open_ = []
         for index, key in enumerate(keys):
             try:
+                _check_key(key)
                 item = _pinned(conversation, key, final=timeout == 0.0)
             except AskDaemon:
                 open_.append(index)
+                continue
+            except InvalidArgument as error:  # the other keys are none the worse for it
+                founds[index].set_exception(error)
                 continue
             if item is None and timeout > 0.0:
                 open_.append(index)
             else:
                 founds[index].set_result(item)
+        for index in open_:
+            forks.add(founds[index])
         for start in range(0, len(open_), MAX_BATCH):
             batch = open_[start : start + MAX_BATCH]
             _Question(
@@ -103,7 +120,7 @@ class Reader:
                 only_if_written,
                 [hints[index] for index in batch] if hints else (),
             ).ask()
-        return founds
+        return list(founds)
 
     def wait_for_writer(self, key: Key, timeout: float) -> bool:
         """Wait while somebody is writing the key. True: it is stored now."""
@@ -118,11 +135,10 @@ class Reader:
         conversation = self._session.conversation()
         if not conversation.node:
             return None
-        extent = None
-        if conversation.index is not None:
-            with contextlib.suppress(AskDaemon):
-                extent = conversation.index.extent(*key)
-        return Hint(conversation.node, *(extent or ()))
+        return Hint(conversation.node, *(_extent(conversation, key) or ()))
+
+    def is_shown(self, key: Key) -> bool:
+        return _extent(self._session.conversation(), key) is not None
 
     def contains(self, namespace: str, mm_hashes: Sequence[str]) -> list[bool]:
         conversation = self._session.conversation()
@@ -145,12 +161,37 @@ def close_unseen(found: Found) -> None:
         item.close()
 
 
+def _extent(conversation: Conversation, key: Key) -> tuple[int, int] | None:
+    """Where the entry lies, or is being put, if memory shows that."""
+    with contextlib.suppress(AskDaemon):
+        if conversation.index is not None:
+            return conversation.index.extent(*key)
+    return None
+
+
 def _pinned(
     conversation: Conversation, key: Key, final: bool, or_coming: bool = False
 ) -> Item | None:
     """What the index has. Raises AskDaemon."""
     pin = conversation.pin(*key, final, or_coming)
-    return None if pin is None else Item(*key, pin)
+    if pin is None:
+        return None
+    try:
+        return Item(*key, pin)
+    except BaseException:  # Ctrl-C
+        pin.end()
+        raise
+
+
+def _check_key(key: Key) -> None:
+    """Raises InvalidArgument: the daemon would refuse the whole call that has it."""
+    for name, value, limit in zip(("namespace", "mm_hash"), key, KEY_LIMITS, strict=True):
+        try:
+            nbytes = len(value.encode()) if len(value) <= limit else len(value)
+        except UnicodeEncodeError:
+            raise InvalidArgument(f"the {name} is not text") from None
+        if not 0 < nbytes <= limit:
+            raise InvalidArgument(f"a {name} of {nbytes} bytes; 1 to {limit} are allowed")
 
 
 def _check_wait(timeout: float) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import grpc
 
-from ecd_client.calls import Calls, GrpcThreads, open_channel, translate, unreachable
+from ecd_client import forks
+from ecd_client.calls import Calls, GrpcThreads, open_channel, socket_owner, translate, unreachable
 from ecd_client.conversation import Conversation, Outbox
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_proto.contract import CONTRACT_VERSION
@@ -31,11 +32,22 @@ PAUSE_S = 0.25
 CHECK_S = 0.25
 """How often a call is checked for being overdue."""
 
+NOT_IN_A_CHILD = (
+    "this process was forked from one that had a client, and gRPC does not survive that: start it "
+    "with multiprocessing's spawn or forkserver, or make the parent's first client after the fork"
+)
+"""Of grpcio 1.85: the child's channel never connects, or gRPC aborts the process."""
+
+_kept: list[Session] = []
+"""Sessions of a parent process, kept because the end of gRPC's objects might wait for ever."""
+
 
 class Session:
     """Keeps one conversation with the daemon, on a thread of its own."""
 
     def __init__(self, address: str, name: str, prefault: bool, call_timeout_s: float) -> None:
+        if forks.is_child:
+            raise DaemonUnavailable(NOT_IN_A_CHILD)
         self._address, self._name, self._prefault = address, name, prefault
         self._call_timeout_s = call_timeout_s
         self._channel = open_channel(address)
@@ -46,7 +58,9 @@ class Session:
         self._closed = threading.Event()
         self._stream: Any = None
         self._threads = GrpcThreads()
+        self.is_cut_off = False
         self._thread = threading.Thread(target=self._run, name="ecd-session", daemon=True)
+        forks.add(self)
         self._thread.start()
 
     @property
@@ -60,6 +74,8 @@ class Session:
         conversation = self._conversation
         if conversation is not None and not conversation.abandoned:
             return conversation  # `current`, without another call: every get and put is here
+        if self.is_cut_off:
+            raise forks.before_fork()
         with self._changed:
             self._changed.wait_for(lambda: self.current or self._closed.is_set(), wait_s)
             conversation = self.current
@@ -76,7 +92,15 @@ class Session:
             raise DaemonUnavailable(f"the daemon on {self._address} just went away")
         return conversation
 
+    def cut_off(self) -> None:
+        """In a forked child: gRPC's objects here are not touched again, not even to end them."""
+        self.is_cut_off, self._conversation = True, None
+        _kept.append(self)
+        forks.close_connections(self._address.removeprefix("unix:").removeprefix("//"))
+
     def close(self) -> None:
+        if self.is_cut_off:
+            return
         self._closed.set()
         with self._changed:
             stream = self._stream
@@ -98,7 +122,7 @@ class Session:
                     self._cause = DaemonUnavailable(f"connecting anew to {self._address}")
                 else:
                     self._cause = translate(error, self._address)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 self._cause = DaemonUnavailable(
                     f"the daemon answers on {self._address}, but its pool cannot be mapped: "
                     f"{error}. Engine and daemon must share the directory of ECD_SHM_DIR and "
@@ -119,6 +143,7 @@ class Session:
 
     def _converse(self) -> None:
         outbox: Outbox = queue.SimpleQueue()
+        uid = socket_owner(self._address)  # before the daemon has been asked for anything
         with self._changed:
             if self._closed.is_set():
                 return
@@ -131,7 +156,7 @@ class Session:
             for event in stream:
                 if conversation is None:
                     conversation = Conversation(
-                        calls, stream, outbox, event, sent_s, self._prefault
+                        calls, stream, outbox, event, sent_s, uid, self._prefault
                     )
                     outbox.put(conversation)
                     self._announce(conversation)

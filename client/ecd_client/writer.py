@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from ecd_client import forks
 from ecd_client.conversation import Conversation
 from ecd_client.errors import (
     DaemonUnavailable,
@@ -95,7 +97,8 @@ class Writer:
             if ended is not None:
                 self._let_go(put)
                 return ended
-        future: Future[bool] = Future()
+        future: forks.Pending[bool] = forks.Pending()
+        forks.add(future)
         future.set_running_or_notify_cancel()  # others wait for what is announced: no way back
         self._side.submit(self._tell, put, future)
         return future
@@ -176,7 +179,12 @@ def _done(stored: bool) -> Future[bool]:
     return done
 
 
-_DONE = {stored: _done(stored) for stored in (True, False)}
+def _both_done() -> dict[bool, Future[bool]]:
+    return {stored: _done(stored) for stored in (True, False)}
+
+
+_DONE = _both_done()
+os.register_at_fork(after_in_child=lambda: _DONE.update(_both_done()))  # their locks may be held
 
 
 def _write(conversation: Conversation, reply: pb.ReserveReply, copy_to: CopyTo) -> bool | None:

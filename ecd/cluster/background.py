@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 
 class Background:
-    """Keeps tasks from being collected while they run, and ends them with their owner."""
+    """Keeps tasks from being collected while they run, and ends them with their owner.
+
+    What a task raises is logged.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -16,8 +22,13 @@ class Background:
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task in the background failed", exc_info=error)
 
     async def close(self) -> None:
         tasks = list(self._tasks)

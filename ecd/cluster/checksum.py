@@ -62,16 +62,16 @@ class Checksums:
             await stored.wait()
             await asyncio.sleep(PAUSE_S)
             stored.clear()
-            await self._note_all([key for key, is_ in self._cache.take_changes().items() if is_])
+            await self.note_all([key for key, is_ in self._cache.take_changes().items() if is_])
 
     async def complete(self) -> None:
         """Note those of whatever has none yet."""
         after: EntryId | None = EntryId(0)
         while after is not None:
             entries, after = self._cache.page(after, PAGE)
-            await self._note_all([entry.key for entry in entries if entry.checksum is None])
+            await self.note_all([entry.key for entry in entries if entry.checksum is None])
 
-    async def _note_all(self, keys: Sequence[Key]) -> None:
+    async def note_all(self, keys: Sequence[Key]) -> None:
         for number, key in enumerate(keys):
             await self.note(key)
             if number % TURN == 0:

@@ -8,13 +8,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from collections.abc import Mapping as MappingOf
-from functools import lru_cache
-from ipaddress import IPv4Address
 
 import grpc
 
+from ecd.cluster.admission import Admission, Admitted
 from ecd.cluster.background import Background
-from ecd.cluster.checksum import Checksums
+from ecd.cluster.checksum import TURN, Checksums
 from ecd.cluster.directory import Directory, NoDirectory, StaticDirectory
 from ecd.cluster.engine import Engine
 from ecd.cluster.fetcher import Fetcher
@@ -66,8 +65,7 @@ class Cluster:
         self._checksums = checksums
         self._incarnation, self._daemon = incarnation, daemon
         self._changed = asyncio.Event()
-        self._may_ask = lru_cache(maxsize=1024)(self._may_ask_uncached)
-        self._offers: OrderedDict[Key, tuple[tuple[str, ...], float]] = OrderedDict()
+        self._offers: OrderedDict[Key, tuple[Sequence[Admitted], float]] = OrderedDict()
         self._background = Background()
         session = cache.open_session()
         assert not isinstance(session, LimitReached)
@@ -84,13 +82,16 @@ class Cluster:
         # Over tcp a peer could write to whatever is registered; the kernel lets it only read this.
         self._registered = readable if config.protocol == "tcp" else writable
         self._peers = Peers(self.node, daemon, config.protocol, config.token, credentials)
+        self._peers.configured = config.peers
         self._directory = self._make_directory()
+        self._admission = Admission(self.node, config, self._peers, self._directory)
         self._fetcher = Fetcher(
             cache,
             session,
             writable,
             self._engine.reads,
             self._peers,
+            self._admission.admit,
             self._directory.find,
             deliver,
             self._note_fetch,
@@ -107,7 +108,8 @@ class Cluster:
     def reload(self, config: Config) -> None:
         """Take over what may change at any time: the peers asked, hints followed, the deadline."""
         self._config = config
-        self._may_ask.cache_clear()
+        self._admission.reload(config)
+        self._peers.configured = config.peers
         self._fetcher.timeout_s = config.fetch_timeout_s
         if isinstance(self._directory, StaticDirectory):
             self._directory.nodes = self._other_nodes()
@@ -154,24 +156,28 @@ class Cluster:
 
     def want(self, key: Key, hints: Sequence[Hint]) -> None:
         """Somebody waits for the key: bring it here, if it is not here or on its way."""
-        self._fetcher.want(key, [hint for hint in hints if self._may_ask(hint.node)])
+        self._fetcher.want(key, hints)
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         """Tell these nodes of these keys: now, or when they are stored."""
-        allowed = tuple(node for node in nodes[:MAX_HINTS] if self._may_ask(node))
-        now_s = time.monotonic()
+        self._background.spawn(self._offer(keys, [Hint(node) for node in nodes[:MAX_HINTS]]))
+
+    async def _offer(self, keys: Sequence[Key], nodes: Sequence[Hint]) -> None:
+        admitted = await self._admission.admit(nodes)
+        if not admitted:
+            return
+        until_s = time.monotonic() + OFFER_TTL_S
         stored = [key for key in keys if self._cache.contains(key)]
-        for node in allowed:
-            if stored:
-                self._background.spawn(self._send_offer(node, stored))
-        for key in keys:
-            if allowed and key not in stored:
-                self._offers[key] = allowed, now_s + OFFER_TTL_S
-                self._offers.move_to_end(key)
+        for key in set(keys).difference(stored):
+            self._offers[key] = admitted, until_s
+            self._offers.move_to_end(key)
         while self._offers and (
-            len(self._offers) > MAX_OFFERS or next(iter(self._offers.values()))[1] < now_s
+            len(self._offers) > MAX_OFFERS
+            or next(iter(self._offers.values()))[1] < time.monotonic()
         ):
             self._offers.popitem(last=False)
+        if stored:
+            await asyncio.gather(*(self._send_offer(to, stored) for to in admitted))
 
     def changed(self) -> None:
         """Something was stored here, or evicted."""
@@ -180,20 +186,6 @@ class Cluster:
     def _note_fetch(self, seconds: float, nbytes: int) -> None:
         self._observe(seconds, nbytes)
         self.changed()
-
-    def _may_ask_uncached(self, node: str) -> bool:
-        """Hints come in requests, from whoever sends those: not every address is followed."""
-        if node == self.node:
-            return False
-        if node in self._config.peers:
-            return True
-        host, _, port = node.rpartition(":")
-        try:
-            address = IPv4Address(host)
-        except ValueError:
-            return False
-        in_network = any(address in network for network in self._config.hint_networks)
-        return in_network and port.isascii() and port.isdecimal() and 0 < int(port) < 65536
 
     # -- what other nodes ask for --------------------------------------------------------------
 
@@ -223,11 +215,12 @@ class Cluster:
     def is_guessed(self, key: Key) -> bool:
         return key in self._fetcher.guessed
 
-    def offered(self, found: MappingOf[Key, Hint]) -> None:
+    async def offered(self, found: MappingOf[Key, Hint]) -> None:
         """A node has these keys and expects us to want them."""
-        for key, hint in found.items():
-            if self._may_ask(hint.node):
-                self._fetcher.want(key, [hint])
+        for number, (key, hint) in enumerate(found.items()):
+            self._fetcher.want(key, [hint])
+            if number % TURN == 0:
+                await asyncio.sleep(0)
 
     # -- the background ------------------------------------------------------------------------
 
@@ -239,10 +232,12 @@ class Cluster:
             changes = list(self._cache.take_changes().items())
             for start in range(0, len(changes), PUBLISH_BATCH):
                 batch = dict(changes[start : start + PUBLISH_BATCH])
-                for key, stored in batch.items():
+                for number, (key, stored) in enumerate(batch.items()):
                     if stored:
                         self._offer_stored(key)
                         await self._checksums.note(key)
+                    if number % TURN == 0:
+                        await asyncio.sleep(0)
                 self._directory.publish(batch)
                 await asyncio.sleep(0)
 
@@ -252,9 +247,9 @@ class Cluster:
             for node in nodes:
                 self._background.spawn(self._send_offer(node, [key]))
 
-    async def _send_offer(self, node: str, keys: Sequence[Key]) -> None:
+    async def _send_offer(self, to: Admitted, keys: Sequence[Key]) -> None:
         try:
-            link = await self._peers.link(node)
+            link = await self._peers.link(to.hint.node, to.hinted)
             link.offer({key: self._cache.extent(key) for key in keys})
         except PeerUnavailable as error:
             logger.debug("an offer is lost: %s", error)
@@ -272,6 +267,15 @@ class Cluster:
         return [entry.key for entry in entries], next_after
 
     # -- for operators -------------------------------------------------------------------------
+
+    def hints(self) -> tuple[int, int]:
+        """Those ignored, and those refused as there are too many."""
+        return self._admission.ignored, self._peers.refused
+
+    def never_reached(self) -> set[str]:
+        """Nodes that hints or the directory name, the settings do not, and that never answered."""
+        configured = self._config.peers
+        return {p.node for p in self._peers if not p.was_reached and p.node not in configured}
 
     def status(self) -> cache_pb2.PeersReply:
         state, counters = self._directory.state, self._fetcher.counters

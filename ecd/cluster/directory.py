@@ -43,6 +43,9 @@ class Directory(Protocol):
     async def find(self, keys: Sequence[Key]) -> Found:
         """Who may hold these keys, in one batch, within a bounded time."""
 
+    async def knows(self, node: str) -> bool:
+        """Whether a living node of the cluster is reached at this host:port, as soon as `find`."""
+
     def publish(self, changes: Mapping[Key, bool]) -> None:
         """These keys are stored here (True) or not any more; told to others in the background."""
 
@@ -61,6 +64,9 @@ class NoDirectory:
 
     async def find(self, keys: Sequence[Key]) -> Found:
         return {}
+
+    async def knows(self, node: str) -> bool:
+        return False
 
     def publish(self, changes: Mapping[Key, bool]) -> None:
         pass

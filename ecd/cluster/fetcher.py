@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from ecd.cluster.admission import Admitted
 from ecd.cluster.background import Background
 from ecd.cluster.checksum import fold
 from ecd.cluster.directory import Candidate, Found
@@ -31,10 +32,13 @@ from ecd.core.types import (
     Committed,
     Content,
     Key,
+    MakingRoom,
+    Reservation,
     Reserved,
     SessionId,
     Wakeup,
 )
+from ecd.turns import Turns
 from ecd_proto.contract import Hint
 from ecd_proto.mapping import Mapping
 
@@ -44,6 +48,8 @@ MAX_FLIGHTS = 1024
 """Keys on their way here; more are misses."""
 MAX_SOURCES = 4
 """Nodes that one flight asks for a lease before it gives up."""
+MAX_HINTED = 2
+"""Of these, those of hints that come before the directory's: whoever hints may be wrong."""
 AHEAD_BYTES = 8 << 20
 """Up to here an entry is read before it is leased: beyond, the lease takes a tenth of the time."""
 READ_FIRST_BYTES = 1 << 20
@@ -55,8 +61,11 @@ RETRY_PAUSE_S = 0.1
 
 FETCHED, MISSING, LOCAL = "fetched", "missing", "written here"
 UNREACHABLE, FAILED, CORRUPT, STALE = "unreachable", "read failed", "corrupt", "stale"
-NO_ROOM, LATE, REFUSED = "no room", "late", "too many"
-OUTCOMES = FETCHED, MISSING, LOCAL, UNREACHABLE, FAILED, CORRUPT, STALE, NO_ROOM, LATE, REFUSED
+NO_ROOM, LATE, REFUSED, ERROR = "no room", "late", "too many", "error"
+OUTCOMES = (
+    *(FETCHED, MISSING, LOCAL, UNREACHABLE, FAILED, CORRUPT, STALE),
+    *(NO_ROOM, LATE, REFUSED, ERROR),
+)
 _FINAL = {FETCHED, LOCAL, NO_ROOM}
 """Outcomes of one node after which no other is asked."""
 
@@ -108,6 +117,7 @@ class Fetcher:
         memory: Mapping,
         reads: Reads,
         peers: Peers,
+        admit: Callable[[Sequence[Hint]], Awaitable[Sequence[Admitted]]],
         find: Callable[[Sequence[Key]], Awaitable[Found]],
         deliver: Callable[[Iterable[Wakeup]], None],
         observe: Callable[[float, int], None],
@@ -117,13 +127,14 @@ class Fetcher:
         """`session` owns the reservations; `observe` is told seconds and bytes of each fetch."""
         self.counters = FetchCounters(Counter(dict.fromkeys(OUTCOMES, 0)))
         self._cache, self._session, self._memory = cache, session, memory
-        self._reads, self._peers, self._find = reads, peers, find
+        self._reads, self._peers, self._admit, self._find = reads, peers, admit, find
         self._deliver, self._observe = deliver, observe
         self._zone, self.timeout_s = zone, timeout_s
         self.guessed: set[Key] = set()
         """Read before they are leased: two nodes may guess the same key at each other."""
         self._flights: dict[Key, asyncio.Task[None]] = {}
         self._lookups: dict[Key, asyncio.Future[Sequence[Candidate]]] = {}
+        self._turns = Turns()
         self._background = Background()
 
     @property
@@ -131,7 +142,10 @@ class Fetcher:
         return len(self._flights)
 
     def want(self, key: Key, hints: Sequence[Hint]) -> None:
-        """Try to bring the key here, unless it is here or on its way."""
+        """Try to bring the key here, unless it is here or on its way.
+
+        Hints are from whoever sends requests: those that `admit` lets pass are followed.
+        """
         if not self._cache.wants(key):
             return
         if len(self._flights) >= MAX_FLIGHTS:
@@ -155,6 +169,9 @@ class Fetcher:
             outcome = await self._bring(flight)
         except asyncio.CancelledError:
             logger.warning("%s was not fetched in time", flight.key.mm_hash)
+        except Exception:
+            outcome = ERROR
+            logger.exception("%s was not fetched", flight.key.mm_hash)
         finally:
             deadline.cancel()
             del self._flights[flight.key]
@@ -165,15 +182,16 @@ class Fetcher:
         """Ask the hinted nodes, then those that the directory knows; how that went."""
         asked: set[str] = set()
         outcome = MISSING
-        for source in (self._hinted, self._looked_up):
-            for hint in await source(flight):
+        hints = await self._admit(flight.hints)
+        for some in (hints[:MAX_HINTED], None, hints[MAX_HINTED:]):
+            for hint, hinted in await self._looked_up(flight) if some is None else some:
                 if hint.node in asked:
                     continue
                 if len(asked) == MAX_SOURCES:
                     return outcome
                 asked.add(hint.node)
                 try:
-                    found = await self._bring_from(hint, flight)
+                    found = await self._bring_from(hint, hinted, flight)
                 except PeerUnavailable as error:
                     logger.debug("%s: %s", flight.key.mm_hash, error)
                     found = UNREACHABLE
@@ -185,10 +203,7 @@ class Fetcher:
                 outcome = found if found != MISSING else outcome
         return outcome
 
-    async def _hinted(self, flight: _Flight) -> Sequence[Hint]:
-        return flight.hints
-
-    async def _looked_up(self, flight: _Flight) -> Sequence[Hint]:
+    async def _looked_up(self, flight: _Flight) -> Sequence[Admitted]:
         """Nodes that the directory knows, this zone's first, the least busy first."""
         if not self._lookups:
             asyncio.get_running_loop().call_soon(self._look_up)
@@ -197,25 +212,28 @@ class Fetcher:
 
         def rank(candidate: Candidate) -> tuple[bool, int, int]:
             elsewhere = bool(self._zone) and candidate.zone != self._zone
-            return elsewhere, self._peers.get(candidate.hint.node).in_flight, candidate.load
+            return elsewhere, self._peers.in_flight(candidate.hint.node), candidate.load
 
-        return [candidate.hint for candidate in sorted(candidates, key=rank)]
+        return [Admitted(candidate.hint) for candidate in sorted(candidates, key=rank)]
 
     def _look_up(self) -> None:
         """One question to the directory for all that was asked in this turn of the loop."""
         lookups, self._lookups = self._lookups, {}
 
         async def answer() -> None:
-            found = await self._find(list(lookups))
-            for key, waiting in lookups.items():
-                if not waiting.done():
-                    waiting.set_result(found.get(key, ()))
+            found: Found = {}
+            try:
+                found = await self._find(list(lookups))
+            finally:
+                for key, waiting in lookups.items():
+                    if not waiting.done():
+                        waiting.set_result(found.get(key, ()))
 
         self._background.spawn(answer())
 
-    async def _bring_from(self, hint: Hint, flight: _Flight) -> str:
+    async def _bring_from(self, hint: Hint, hinted: bool, flight: _Flight) -> str:
         """Raises PeerUnavailable and _Failed."""
-        link = await self._peers.link(hint.node)
+        link = await self._peers.link(hint.node, hinted)
         question = link.ask_lease(flight.key, self.timeout_s)
         arrival: _Arrival | None = None
         try:
@@ -229,7 +247,7 @@ class Fetcher:
                 self._give_up(arrival)
                 arrival = None
             if arrival is None:
-                outcome = self._cache.reserve(self._session, flight.key, content, time.monotonic())
+                outcome = await self._reserve(flight.key, content)
                 if isinstance(outcome, AlreadyStored | BeingWritten):
                     return LOCAL
                 if not isinstance(outcome, Reserved):
@@ -259,7 +277,7 @@ class Fetcher:
         for _ in range(0 if is_first else TURNS_TO_ASK):
             await asyncio.sleep(0)
         unknown = Content("uint8", (hint.nbytes,), hint.nbytes)
-        outcome = self._cache.reserve(self._session, key, unknown, time.monotonic())
+        outcome = await self._reserve(key, unknown)
         if not isinstance(outcome, Reserved):
             return None
         self.counters.ahead += 1
@@ -269,6 +287,19 @@ class Fetcher:
         if is_first:
             time.sleep(0)  # or the thread that reads waits until the question has gone out
         return arrival
+
+    async def _reserve(self, key: Key, content: Content) -> Reservation:
+        """In turns: a thousand flights may have been answered in one message."""
+        await self._turns.any()
+        pace = self._turns.pace()
+        with self._cache.reserving() as look:
+            await pace.through(look)
+            while True:
+                now_s = time.monotonic()
+                outcome = self._cache.reserve(self._session, key, content, now_s, looked=True)
+                if not isinstance(outcome, MakingRoom):
+                    return outcome
+                await pace.turn()
 
     async def _take_in(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
         """Read, verify and commit what was leased. Raises _Failed."""

@@ -22,6 +22,8 @@ async def describe(endpoint: str) -> dict[str, Any]:
     Raises OSError: it cannot be reached within TIMEOUT_S, or does not speak it.
     """
     host, _, port = endpoint.rpartition(":")
+    if not 0 < int(port) < 65536:
+        raise OSError(f"{endpoint} has no such port")
     try:
         return await asyncio.wait_for(_describe(host, int(port)), TIMEOUT_S)
     except asyncio.TimeoutError:
@@ -40,14 +42,14 @@ async def _describe(host: str, port: int) -> dict[str, Any]:
         if not isinstance(answer, dict):
             raise OSError(f"{host}:{port} does not speak Mooncake's handshake")
         return answer
-    except (asyncio.IncompleteReadError, ValueError):
+    except (asyncio.IncompleteReadError, ValueError, RecursionError):
         raise OSError(f"{host}:{port} does not speak Mooncake's handshake") from None
     finally:
         writer.close()
 
 
 async def probe(endpoint: str) -> str:
-    """The protocol of the engine at host:port, once both its ports are seen to answer.
+    """The protocol of the engine at host:port, once both its ports are seen to answer there.
 
     First contact of the engine itself with an address that does not answer would hold up every
     other transfer. Raises OSError.
@@ -58,6 +60,8 @@ async def probe(endpoint: str) -> str:
         host, port = described.get("tcp_data_host"), described.get("tcp_data_port")
         if not (isinstance(host, str) and isinstance(port, int) and 0 < port < 65536):
             raise OSError(f"{endpoint} names no data port")
+        if host != endpoint.rpartition(":")[0]:
+            raise OSError(f"{endpoint} names a data port on another machine, {host[:256]}")
         connecting = asyncio.open_connection(host, port)
         try:
             _, writer = await asyncio.wait_for(connecting, TIMEOUT_S)

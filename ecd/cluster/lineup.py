@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,8 @@ from typing import Any
 
 from ecd.cluster.checksum import PIECE_BYTES, digests
 from ecd_proto.mapping import Mapping
+
+logger = logging.getLogger(__name__)
 
 MAX_READS_PER_PEER = 64
 """Under way at one time; a peer's queue that overflows may never work again."""
@@ -135,7 +138,13 @@ class Transfers:
 
     def submit(self, peer: str, target: int, source: int, nbytes: int) -> int:
         """Begin one read. One entry an id: the engine reports the first entry's status for all."""
-        began: int = self._mooncake.batch_transfer_async_read(peer, [target], [source], [nbytes])
+        try:
+            began: int = self._mooncake.batch_transfer_async_read(
+                peer, [target], [source], [nbytes]
+            )
+        except Exception:  # it fails as one that was begun does
+            logger.exception("Mooncake does not take a read from %s", peer)
+            return 0
         return began
 
     def status(self, began: int) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping as MappingOf
@@ -23,8 +23,12 @@ from ecd_proto.v1 import peer_pb2 as pb
 if TYPE_CHECKING:
     from ecd.cluster.peers import Peer
 
+logger = logging.getLogger(__name__)
+
 ANSWER_TIMEOUT_S = 1.0
 """How long a peer may take to answer, waits apart, before the link to it is given up."""
+ADDRESSES = 1 << 64
+"""No memory ends beyond."""
 RELEASE_PAUSE_S = 0.05
 """How long the ends of leases are collected before they are told."""
 MAX_UNSENT = 1024
@@ -66,17 +70,22 @@ class Link:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._channel, self._call = channel, call
         self._tickets = itertools.count(1)
-        self._open: dict[int, tuple[asyncio.Future[Any], float]] = {}
+        self._open: dict[int, tuple[type[Any], asyncio.Future[Any], float]] = {}
         self._leases: list[pb.LeaseKey] = []
         self._releases: list[int] = []
         self._others: deque[pb.LinkRequest] = deque()
         self._something = asyncio.Event()
         self._background = Background()
-        self._tasks = [asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())]
+        self._tasks = [self._background.spawn(self._write()), self._background.spawn(self._read())]
 
     @property
     def alive(self) -> bool:
         return not self.gone.done()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether answers are outstanding."""
+        return bool(self._open)
 
     def ask_lease(self, key: Key, wait_s: float) -> Question:
         """Ask for a lease on the key, to be waited for with `lease` and ended with `end`.
@@ -84,7 +93,7 @@ class Link:
         The peer waits at most `wait_s` for whoever is writing it there. Raises PeerUnavailable.
         """
         asked_s = time.monotonic()
-        ticket, answer = self._ask()
+        ticket, answer = self._ask(pb.LeaseOutcome)
         self._leases.append(pb.LeaseKey(ticket=ticket, key=to_key(key), wait_s=wait_s))
         self._something.set()
         return Question(asked_s, wait_s, answer)
@@ -97,6 +106,8 @@ class Link:
         leased = outcome.leased
         try:
             content = content_from(leased.content)
+            if leased.address + content.nbytes > ADDRESSES:
+                raise InvalidRequest(f"no memory ends {content.nbytes} bytes after that address")
         except InvalidRequest as error:
             raise PeerUnavailable(f"{self.peer.node} leased what cannot be: {error}") from None
         until_s = question.asked_s + self.description.lease_ttl_s
@@ -113,7 +124,7 @@ class Link:
         """Which of the keys are there, or on their way. Raises PeerUnavailable."""
         found: list[Hint | None] = []
         for start in range(0, len(keys), MAX_BATCH):
-            ticket, answer = self._ask()
+            ticket, answer = self._ask(pb.FoundKeys)
             batch = map(to_key, keys[start : start + MAX_BATCH])
             self._send(pb.LinkRequest(find=pb.FindKeys(ticket=ticket, keys=batch)))
             reply = await self._answer(answer, 0.0)
@@ -150,7 +161,7 @@ class Link:
             for task in self._tasks:
                 if task is not asyncio.current_task():
                     task.cancel()
-            for answer, _ in self._open.values():
+            for _, answer, _ in self._open.values():
                 if not answer.done():
                     answer.set_exception(PeerUnavailable(f"{self.peer.node} went away"))
                     answer.exception()  # whoever asked may have gone
@@ -158,12 +169,13 @@ class Link:
             self._call.cancel()
             await self._channel.close()
 
-    def _ask(self) -> tuple[int, asyncio.Future[Any]]:
+    def _ask(self, kind: type[Any]) -> tuple[int, asyncio.Future[Any]]:
+        """The ticket of a question, and its answer: a message of that kind."""
         if not self.alive:
             raise PeerUnavailable(f"{self.peer.node} went away")
         ticket = next(self._tickets)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._open[ticket] = answer, time.monotonic()
+        self._open[ticket] = kind, answer, time.monotonic()
         return ticket, answer
 
     async def _answer(self, answer: asyncio.Future[Any], wait_s: float) -> Any:
@@ -187,13 +199,16 @@ class Link:
         self._something.set()
 
     async def _write(self) -> None:
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+        try:
             while True:
                 await self._something.wait()
                 self._something.clear()
                 while (request := self._next_request()) is not None:
                     await self._call.write(request)
-        await self.close()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the link is over
+        finally:
+            await self.close()
 
     def _next_request(self) -> pb.LinkRequest | None:
         if self._leases:
@@ -205,6 +220,9 @@ class Link:
         cause = "it ended the conversation"
         try:
             while (reply := await self._call.read()) is not grpc.aio.EOF:
+                if reply is None:  # what gRPC could not decode
+                    cause = "it sent what is no message"
+                    break
                 match reply.WhichOneof("reply"):
                     case "leases":
                         for outcome in reply.leases.outcomes:
@@ -214,14 +232,21 @@ class Link:
                         self._settle(reply.found.ticket, reply.found)
         except grpc.RpcError as error:
             cause = error.details() or error.code().name
-        if self.alive:
-            self.peer.failed(cause)
-        await self.close()
+        except Exception as error:
+            cause = f"it cannot be understood: {error}"
+            logger.exception("peer %s", self.peer.node)
+        finally:
+            if self.alive:
+                self.peer.failed(cause)
+            await self.close()
 
     def _settle(self, ticket: int, result: object) -> bool:
-        answer, asked_s = self._open.pop(ticket, (None, 0.0))
+        kind, answer, asked_s = self._open.pop(ticket, (None, None, 0.0))
         if answer is None or answer.done():
             return False  # nobody waits for it any more
+        if kind is not type(result):
+            answer.set_exception(PeerUnavailable(f"{self.peer.node} answered another question"))
+            return False
         self.peer.round_trip_s = time.monotonic() - asked_s
         answer.set_result(result)
         return True

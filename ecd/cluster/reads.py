@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import queue
 import threading
@@ -19,6 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ecd.cluster.lineup import Ended, Lineup, Reading, Source, Transfers
+
+logger = logging.getLogger(__name__)
 
 HASHERS = 2
 """Threads that hash what is more than one of its digests."""
@@ -147,7 +150,12 @@ def _settle(ended: list[Ended]) -> None:
             continue
         if failure is not None:
             reading.ended.set_exception(ReadFailed(failure))
-        else:
+            continue
+        try:
             hashed = {offset: piece.result() for offset, piece in reading.hashing.items()}
-            in_order = sorted((reading.arrived | hashed).items())
-            reading.ended.set_result([digest for _, piece in in_order for digest in piece])
+        except Exception as error:
+            logger.exception("what a read brought cannot be hashed")
+            reading.ended.set_exception(ReadFailed(str(error)))
+            continue
+        in_order = sorted((reading.arrived | hashed).items())
+        reading.ended.set_result([digest for _, piece in in_order for digest in piece])

@@ -6,9 +6,12 @@
                                        again before that.
 `ecd:<cluster>:n:<incarnation>`        who that is, as JSON. Expires after NODE_TTL_S: with it every
                                        row of the node is void.
+`ecd:<cluster>:a:<host:port>`          the incarnation of the node that is reached there. Expires
+                                       with the node's record.
 
 Changes are written behind, in pipelines. What is lost on either side, by a Redis that restarts
-empty for example, is written again.
+empty for example, is written again. Others write here too: whatever cannot be one of our rows is
+passed over, and costs nothing but itself. So nothing is read whole that may be of any size.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ import asyncio
 import hashlib
 import json
 import logging
-import random
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Mapping as MappingOf
 from itertools import islice
 from typing import Any
 
@@ -45,7 +48,24 @@ BATCH = 512
 MAX_UNPUBLISHED = 1 << 18
 """Changes that wait for Redis; with more, all entries are told again instead."""
 MAX_CANDIDATES = 16
+MAX_KNOWN = 4096
+"""Nodes whose records are remembered, and addresses, each for NODE_CACHE_S."""
+MAX_RECORD_BYTES = 1024
+SOME_OF_ROW = """
+if redis.call('type', KEYS[1]).ok ~= 'hash' then return {} end
+local some = {}
+for _, name in ipairs(redis.call('hrandfield', KEYS[1], ARGV[1])) do
+  if #name == 32 and redis.call('hstrlen', KEYS[1], name) <= 37 then
+    table.insert(some, name)
+    table.insert(some, redis.call('hget', KEYS[1], name))
+  end
+end
+return some
+"""
+"""Fields of a row that may be ours, and what they say, however many and long its fields are."""
 DOWN = (RedisError, OSError, asyncio.TimeoutError)
+
+INCARNATION = re.compile(rb"[0-9a-f]{32}")
 
 Page = Callable[[EntryId, int], tuple[list[Key], "EntryId | None"]]
 """Some of the entries stored here, after a place, and where to go on."""
@@ -80,56 +100,100 @@ class RedisDirectory:
         self._silent_until_s = 0.0
         self._pause_s = 0.0
         self._nodes: dict[str, tuple[Candidate | None, float]] = {}
+        self._addresses: dict[str, tuple[bool, float]] = {}
+        self._asking: dict[str, asyncio.Task[bool]] = {}  # by address
 
     # -- reading -------------------------------------------------------------------------------
 
     async def find(self, keys: Sequence[Key]) -> Found:
         self.state.lookups += len(keys)
-        if time.monotonic() < self._silent_until_s:
+        if self._is_silent:
             return {}
         try:
             return await asyncio.wait_for(self._find(keys), LOOKUP_TIMEOUT_S)
-        except DOWN as error:
+        except Exception as error:
             self._failed(error)
             return {}
+
+    async def knows(self, node: str) -> bool:
+        now_s = time.monotonic()
+        known, until_s = self._addresses.get(node, (False, 0.0))
+        if now_s < until_s or self._is_silent:
+            return known
+        if node not in self._asking:
+            if len(self._addresses) + len(self._asking) >= MAX_KNOWN:
+                self._addresses = _fresh(self._addresses, now_s)
+            if len(self._addresses) + len(self._asking) >= MAX_KNOWN:
+                return known
+            asking = self._asking[node] = asyncio.ensure_future(self._look_at(node))
+            asking.add_done_callback(lambda _: self._asking.pop(node))
+        return await asyncio.shield(self._asking[node])
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether Redis has failed a moment ago, and nobody waits for it."""
+        return time.monotonic() < self._silent_until_s
+
+    async def _look_at(self, node: str) -> bool:
+        """Whether a node is reached there; what was last known, if Redis does not answer."""
+        known = self._addresses.get(node, (False, 0.0))[0]
+        try:
+            asked = self._redis.exists(self._address(node))
+            known = bool(await asyncio.wait_for(asked, LOOKUP_TIMEOUT_S))
+        except Exception as error:
+            self._failed(error)
+        self._addresses[node] = known, time.monotonic() + NODE_CACHE_S
+        return known
 
     async def _find(self, keys: Sequence[Key]) -> Found:
         pipeline = self._redis.pipeline(transaction=False)
         for key in keys:
-            pipeline.hgetall(self._row(key))
-        own = self._incarnation.encode()
+            pipeline.eval(SOME_OF_ROW, 1, self._row(key), MAX_CANDIDATES)
         rows = [
-            {name.decode(): row[name] for name in _some(row.keys() - {own})}
-            for row in await pipeline.execute()
+            {
+                name.decode(): at
+                for name, at in zip(row[::2], row[1::2], strict=True)
+                if INCARNATION.fullmatch(name) and name.decode() != self._incarnation
+            }
+            for row in await _execute(pipeline)
         ]
-        await self._learn({name for row in rows for name in row})
+        nodes = await self._learn({name for row in rows for name in row})
         return {
             key: [
                 Candidate(Hint(node.hint.node, *_place(at)), node.zone, node.load)
                 for name, at in row.items()
-                if (node := self._nodes[name][0]) is not None
+                if (node := nodes[name]) is not None
             ]
             for key, row in zip(keys, rows, strict=True)
             if row
         }
 
-    async def _learn(self, incarnations: set[str]) -> None:
-        """Who these are: dead ones are nobody."""
+    async def _learn(self, incarnations: set[str]) -> MappingOf[str, Candidate | None]:
+        """Who each of these is: dead ones are nobody."""
         now_s = time.monotonic()
-        self._nodes = {name: node for name, node in self._nodes.items() if node[1] > now_s}
-        unknown = sorted(incarnations - self._nodes.keys())
+        nodes = {
+            name: node
+            for name in incarnations
+            for node, until_s in (self._nodes.get(name, (None, 0.0)),)
+            if now_s < until_s
+        }
+        unknown = sorted(incarnations - nodes.keys())
         if not unknown:
-            return
+            return nodes
         pipeline = self._redis.pipeline(transaction=False)
         for incarnation in unknown:
-            pipeline.get(self._record(incarnation))
-        until_s = now_s + NODE_CACHE_S
-        for incarnation, record in zip(unknown, await pipeline.execute(), strict=True):
-            self._nodes[incarnation] = _candidate(record), until_s
+            pipeline.getrange(self._record(incarnation), 0, MAX_RECORD_BYTES)
+        records = await _execute(pipeline, or_else=b"")
+        learned = dict(zip(unknown, map(_candidate, records), strict=True))
+        if len(self._nodes) + len(learned) > MAX_KNOWN:
+            self._nodes = _fresh(self._nodes, now_s)
+        for name, node in islice(learned.items(), MAX_KNOWN - len(self._nodes)):
+            self._nodes[name] = node, now_s + NODE_CACHE_S
+        return nodes | learned
 
     # -- writing -------------------------------------------------------------------------------
 
-    def publish(self, changes: Mapping[Key, bool]) -> None:
+    def publish(self, changes: MappingOf[Key, bool]) -> None:
         if not changes:
             return
         self._unpublished.update(changes)
@@ -151,16 +215,17 @@ class RedisDirectory:
                 self._changed.clear()
                 self.state.up, self._pause_s = True, 0.0
                 await _event(self._changed, self._beat_s - time.monotonic())
-            except DOWN as error:
+            except Exception as error:
                 self._failed(error)
                 await asyncio.sleep(self._pause_s)
 
     async def close(self) -> None:
+        pipeline = self._redis.pipeline(transaction=False)
+        for name in (self._record(self._incarnation), self._address(self._node)):
+            pipeline.delete(name)
         try:
-            await asyncio.wait_for(
-                self._redis.delete(self._record(self._incarnation)), LOOKUP_TIMEOUT_S
-            )
-        except DOWN as error:
+            await asyncio.wait_for(pipeline.execute(), LOOKUP_TIMEOUT_S)
+        except Exception as error:
             logger.debug("leaving without telling Redis: %s", error)
         await self._redis.aclose()
 
@@ -174,10 +239,11 @@ class RedisDirectory:
         record = {"node": self._node, "zone": self._zone, "load": self._load()}
         name = self._record(self._incarnation)
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.get(name)
+        pipeline.exists(name)
         pipeline.set(name, json.dumps(record), ex=NODE_TTL_S)
-        before, _ = await pipeline.execute()
-        if before is None and self._known:
+        pipeline.set(self._address(self._node), self._incarnation, ex=NODE_TTL_S)
+        existed, *_ = await _execute(pipeline)
+        if not existed and self._known:
             logger.warning("the directory has forgotten this node: telling it all entries again")
             self._sweeping = EntryId(0)
         self._known = True
@@ -201,7 +267,7 @@ class RedisDirectory:
             else:
                 pipeline.hdel(row, self._incarnation)
         if batch:
-            await pipeline.execute()
+            await _execute(pipeline)
         for key, stored in batch.items():
             if self._unpublished.get(key) is stored:
                 del self._unpublished[key]
@@ -214,7 +280,9 @@ class RedisDirectory:
 
     def _failed(self, error: BaseException) -> None:
         self.state.errors += 1
-        if self.state.up or not self.state.last_error:
+        if not isinstance(error, DOWN):
+            logger.error("the directory cannot be understood", exc_info=error)
+        elif self.state.up or not self.state.last_error:
             logger.warning("the directory does not answer: %s", error or type(error).__name__)
         self.state.up = False
         self.state.last_error = str(error) or type(error).__name__
@@ -235,6 +303,9 @@ class RedisDirectory:
     def _record(self, incarnation: str) -> str:
         return f"{self._prefix}:n:{incarnation}"
 
+    def _address(self, node: str) -> str:
+        return f"{self._prefix}:a:{node}"
+
 
 def _client(url: str) -> Any:
     options: Any = {"socket_timeout": WRITE_TIMEOUT_S, "socket_connect_timeout": WRITE_TIMEOUT_S}
@@ -244,8 +315,22 @@ def _client(url: str) -> Any:
     return Redis.from_url(url, **options)
 
 
-def _some(names: Collection[bytes]) -> Collection[bytes]:
-    return names if len(names) <= MAX_CANDIDATES else random.sample(list(names), MAX_CANDIDATES)
+async def _execute(pipeline: Any, or_else: Any = None) -> list[Any]:
+    """What each command gave; `or_else` of a row that is of another type than ours.
+
+    Raises what else Redis answers with.
+    """
+    answers: list[Any] = await pipeline.execute(raise_on_error=False)
+    for place, answer in enumerate(answers):
+        if isinstance(answer, Exception):
+            if not str(answer).startswith("WRONGTYPE"):
+                raise answer
+            answers[place] = or_else
+    return answers
+
+
+def _fresh(cached: dict[str, tuple[Any, float]], now_s: float) -> dict[str, tuple[Any, float]]:
+    return {name: (value, until_s) for name, (value, until_s) in cached.items() if now_s < until_s}
 
 
 def _place(said: bytes) -> tuple[int, int]:
@@ -254,14 +339,16 @@ def _place(said: bytes) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _candidate(record: bytes | None) -> Candidate | None:
+def _candidate(record: bytes) -> Candidate | None:
     """What a node's record says; None: there is none, or it is not one of ours."""
+    if not record or len(record) > MAX_RECORD_BYTES:
+        return None
     try:
-        fields = json.loads(record or b"null")
+        fields = json.loads(record)
         if not re.fullmatch(NODE_PATTERN, fields["node"]):
             return None
         return Candidate(Hint(fields["node"]), str(fields["zone"]), int(fields["load"]))
-    except (ValueError, TypeError, KeyError):
+    except Exception:  # JSON has many ways to be none of ours: too deep, 1e999, a list, ...
         return None
 
 

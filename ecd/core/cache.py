@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ecd.core.allocator import Allocator, Block
 from ecd.core.clients import MAX_PIECES, Clients, NoClients
@@ -11,6 +13,7 @@ from ecd.core.eviction import Lru, Policy, plan
 from ecd.core.grants import Grants
 from ecd.core.index import Entry, Index
 from ecd.core.leases import Leases
+from ecd.core.pins import Pins
 from ecd.core.sessions import Session, Sessions
 from ecd.core.states import EntryEvent, EntryState
 from ecd.core.types import (
@@ -33,6 +36,7 @@ from ecd.core.types import (
     LeaseId,
     LimitReached,
     Limits,
+    MakingRoom,
     Missing,
     NotReserved,
     PoolFull,
@@ -54,6 +58,10 @@ PLANS = 3
 """How often room is sought again because somebody pinned what was to go."""
 MAX_VICTIMS = 64
 """Of the room made for one put ahead of need: more would hold up what else there is to do."""
+GRANTS_AT_A_TIME = 32
+"""Taken back with one call: each takes some 20 us, and there may be one for each session."""
+DUE_AT_A_TIME = 256
+"""Leases and waits ended with one call: those of a client that was stopped are due together."""
 
 
 @dataclass
@@ -102,13 +110,15 @@ class Cache:
         self._allocator = Allocator(pool_bytes)
         self._index = Index()
         self._grants = Grants(self._allocator)
+        self._granted: dict[SessionId, None] = {}  # who may begin to write there
         self._leases = Leases(lease_ttl_s)
         self._waits = Waits()
         self._sessions = Sessions()
         self._policy: Policy = Lru() if policy is None else policy
         self._clients: Clients = NoClients() if clients is None else clients
-        self._pinned: set[EntryId] = set()
-        self._evicted: list[Entry] = []  # since the last look at the pins
+        self._pins = Pins(self._clients, self._index)
+        self._reserving = 0  # how many look at claims, to reserve then
+        self._making_room = False  # for one of them
         self._expected: set[Key] = set()
         self._changes: dict[Key, bool] | None = None
 
@@ -137,25 +147,54 @@ class Cache:
                 woken += self._stop_writing(entry)
         return woken
 
-    def close_session(self, session: SessionId) -> None:
-        """The process of a session that left can touch the memory no more: take back all it had."""
-        closed = self._sessions.close(session)
-        if closed is None:
-            return
-        for reservation in closed.reservations:
+    def close_session(self, session: SessionId) -> bool:
+        """The process of a session that left can touch the memory no more: take back all it had.
+
+        False: that was only some of it, go on in the next turn.
+        """
+        leaving = self._sessions.leaving(session)
+        if leaving is None:
+            return True
+        for lease in self._leases.take_session(session, DUE_AT_A_TIME):
+            self._unhold(self._entry(lease.entry))
+        for reservation in list(islice(leaving.reservations, DUE_AT_A_TIME)):
+            leaving.reservations.remove(reservation)
             entry = self._entry(reservation)
             entry.step(EntryEvent.WRITER_GONE)
             self._give_back_reservation(entry)
-        for lease in self._leases.take_session(session):
-            self._unhold(self._entry(lease.entry))
+        if leaving.reservations or self._leases.count(session):
+            return False
+        self._sessions.close(session)
         self._clients.forget(session)
+        self._granted.pop(session, None)
         self._grants.give_back(session)
-        self.look_at_pins()
+        return True
 
     # -- writing -------------------------------------------------------------------------------
 
-    def reserve(self, session: SessionId, key: Key, content: Content, now_s: float) -> Reservation:
-        """Space for a writer, invisible until committed. Evicts what it must to make room."""
+    @contextmanager
+    def reserving(self) -> Iterator[Iterator[None]]:
+        """Look at the claims once for many reservations: take its steps, then `reserve`, `looked`.
+
+        The count of reservations stays above 0 from before the look until after the last of them:
+        whoever claims a key that the look did not see asks how its put ended (Dekker).
+        """
+        self._reserving += 1
+        self._note_reservations()
+        try:
+            yield self._clients.look_at_claims()
+        finally:
+            self._reserving -= 1
+            self._making_room &= self._reserving > 0
+            self._note_reservations()
+
+    def reserve(
+        self, session: SessionId, key: Key, content: Content, now_s: float, looked: bool = False
+    ) -> Reservation | MakingRoom:
+        """Space for a writer, invisible until committed. Evicts what it must to make room.
+
+        `looked`: within `reserving`, after the last step of its look.
+        """
         owner = self._sessions.get(session)
         if owner is None:
             return SessionEnded()
@@ -167,21 +206,34 @@ class Cache:
         if content.nbytes > self._allocator.pool_bytes:
             self.counters.refused["entry_too_large"] += 1
             return EntryTooLarge(content.nbytes, self._allocator.pool_bytes)
-        # Said before the look: whoever announces a put of the key after that asks how it ended.
-        self._clients.note_reservations(self._index.reservations + 1)
-        try:
-            if self._clients.is_putting(key):
-                return BeingWritten()
-            nbytes = content.nbytes
-            block = self._allocator.allocate(nbytes) or self._make_room(nbytes, now_s)
-            if block is None:
-                self.counters.refused["pool_full"] += 1
-                held_bytes = self.leased_bytes + self.reserved_bytes
-                return PoolFull(nbytes, self._allocator.largest_free_bytes, held_bytes)
+        if looked:
+            assert self._reserving, "looked, but not within `reserving`"
+            return self._reserve(owner, key, content, now_s)
+        with self.reserving() as look:
+            for _ in look:
+                pass
+            return self._reserve(owner, key, content, now_s)
+
+    def _reserve(
+        self, owner: Session, key: Key, content: Content, now_s: float
+    ) -> Reservation | MakingRoom:
+        if self._clients.is_putting(key):
+            return BeingWritten()
+        nbytes = content.nbytes
+        block = self._allocator.allocate(nbytes) or self._make_room(nbytes, now_s)
+        self._making_room = block is None and bool(self._granted or not self._pins.is_settled)
+        if self._making_room:
+            return MakingRoom()
+        if block is not None:
             entry = self._open(owner, key, content, block, now_s)
             return Reserved(entry.id, entry.extent)
-        finally:
-            self._clients.note_reservations(self._index.reservations)
+        return self.no_room(nbytes)
+
+    def no_room(self, nbytes: int) -> PoolFull:
+        """None can be made, or its caller makes it no longer: others may take what becomes free."""
+        self.counters.refused["pool_full"] += 1
+        held_bytes = self.leased_bytes + self.reserved_bytes
+        return PoolFull(nbytes, self._allocator.largest_free_bytes, held_bytes)
 
     def commit(
         self,
@@ -246,9 +298,7 @@ class Cache:
         block = None if self._index.writing(key) else self._allocator.allocate_at(extent)
         if block is None:
             return None
-        entry = self._open(owner, key, content, block, 0.0)
-        self._clients.note_reservations(self._index.reservations)
-        return entry.id
+        return self._open(owner, key, content, block, 0.0).id
 
     # -- writing without asking ----------------------------------------------------------------
 
@@ -256,10 +306,11 @@ class Cache:
         """Memory for up to `most` entries of `nbytes`, in place of what the session was granted.
 
         In MAX_PIECES at most: what is free anyway, and for `least` of them room is made, as they
-        are about to come, if that takes few victims. False: there is none, and all stays as it was.
+        are about to come, if that takes few victims. False: there is none, or it is being made for
+        a reservation, and all stays as it was.
         It goes back when the session ends, and when room is needed.
         """
-        if self._sessions.get(session) is None:
+        if self._sessions.get(session) is None or self._making_room:
             return False
         rounded = self._allocator.rounded_bytes(nbytes)
         share = int(self.limits.granted_share * self._allocator.pool_bytes) - self.granted_bytes
@@ -274,6 +325,7 @@ class Cache:
         self._grants.give_back(session, begun)
         for piece in pieces:
             self._grants.add(session, piece)
+        self._granted[session] = None
         return True
 
     def _pieces(self, nbytes: int, least: int, most: int, now_s: float) -> list[Block]:
@@ -284,7 +336,7 @@ class Cache:
             fit = min(most - count, self._allocator.largest_free_bytes // nbytes)
             if fit:
                 piece = self._allocator.allocate(fit * nbytes)
-            elif count < least:
+            elif count < least and (self._pins.is_settled or self.look_at_pins()):
                 self.note_uses(now_s)  # what was read a moment ago is not what goes
                 fit, piece = 1, self._evict_for(nbytes, MAX_VICTIMS)
             else:
@@ -298,9 +350,8 @@ class Cache:
     def put(
         self, session: SessionId, key: Key, content: Content, extent: Extent, now_s: float
     ) -> Commitment | AlreadyStored | BeingWritten:
-        """Make an entry of what the session has written where it was granted memory."""
-        owner = self._sessions.get(session)
-        block = None if owner is None else self._grants.take(session, extent)
+        """Make an entry of what the session, open or leaving, wrote where it was granted memory."""
+        block = self._grants.take(session, extent)
         if block is None:
             return NotReserved()
         refusal = self._taken(key)
@@ -324,13 +375,14 @@ class Cache:
         """In extents of entries and reservations; what is granted beside them is free."""
         return self._allocator.used_bytes - self.granted_bytes
 
-    def _take_back_grant(self, session: SessionId) -> None:
-        if session in self._grants:
-            self._grants.give_back(session, self._clients.revoke(session))
-
-    def _take_back_grants(self) -> None:
-        for session in self._grants.sessions():
-            self._take_back_grant(session)
+    def _take_back_grants(self) -> bool:
+        """Some of them, but for what is being written there. True: all have been."""
+        sessions = list(islice(self._granted, GRANTS_AT_A_TIME))
+        begun = self._clients.revoke(sessions) if sessions else []
+        for session, extents in zip(sessions, begun, strict=True):
+            del self._granted[session]
+            self._grants.give_back(session, extents)
+        return not self._granted
 
     # -- entries that come from elsewhere ------------------------------------------------------
 
@@ -363,6 +415,7 @@ class Cache:
         wait_s: float = 0.0,
         only_if_written: bool = False,
         to_pin: bool = False,
+        looked: bool = False,
     ) -> Acquisition:
         """A lease on the entry, or a wait of at most `wait_s` for its commit.
 
@@ -370,6 +423,7 @@ class Cache:
 
         With `only_if_written` the wait is only for a key that somebody is writing or that is
         expected: any other is Missing at once, and so it becomes when that comes to nothing.
+        `looked`: all steps of `look_at_claims` were taken since somebody asked.
         """
         if self._sessions.get(session) is None:
             return SessionEnded()
@@ -377,7 +431,7 @@ class Cache:
         if entry is not None:
             return Stored() if to_pin else self._lease(session, entry, now_s)
         if wait_s <= 0.0 or (
-            only_if_written and self.wants(key) and not self._clients.is_putting(key)
+            only_if_written and self.wants(key) and not self._is_putting(key, looked)
         ):
             self.counters.misses += 1
             return Missing()
@@ -417,8 +471,17 @@ class Cache:
         entry = self._index.stored(key)
         return None if entry is None else entry.extent
 
-    def is_being_written(self, key: Key) -> bool:
-        return self._index.writing(key) is not None or self._clients.is_putting(key)
+    def is_being_written(self, key: Key, looked: bool = False) -> bool:
+        return self._index.writing(key) is not None or self._is_putting(key, looked)
+
+    def look_at_claims(self) -> Iterator[None]:
+        """Learn, once for many keys, which are being written where memory was granted."""
+        return self._clients.look_at_claims()
+
+    def _is_putting(self, key: Key, looked: bool = False) -> bool:
+        for _ in () if looked else self._clients.look_at_claims():
+            pass
+        return self._clients.is_putting(key)
 
     def note_checksum(self, entry: EntryId, checksum: int) -> None:
         """Remember what the entry's bytes add up to, for as long as it lives."""
@@ -429,26 +492,31 @@ class Cache:
 
     # -- reading without asking ----------------------------------------------------------------
 
-    def look_at_readers(self, now_s: float) -> None:
-        """What was read without asking, and what is being read."""
+    def look_at_readers(self, now_s: float) -> bool:
+        """What was read without asking, and what is being read, as `look_at_pins`."""
         self.note_uses(now_s)
-        self.look_at_pins()
+        return self.look_at_pins()
 
-    def look_at_pins(self) -> None:
-        """Learn who reads what without a lease: a pin holds an entry as a lease does."""
-        pinned = self._clients.pinned()
-        for ended in self._pinned - pinned:
-            self._pinned.remove(ended)
+    def look_at_pins(self) -> bool:
+        """Learn who reads what without a lease: a pin holds an entry as a lease does.
+
+        True: all pins have been looked at, and whatever was evicted and nobody reads is free.
+        False: only some have, go on in the next turn.
+        """
+        found = self._pins.step()
+        for begun in found.begun:
+            self._hold(self._entry(begun))
+        for ended in found.ended:
             self._unhold(self._entry(ended))
-        for found in pinned - self._pinned:
-            entry = self._index.get(found)
-            if entry is not None and entry.state in (EntryState.COMMITTED, EntryState.DOOMED):
-                self._pinned.add(found)
-                self._hold(entry)
-        evicted, self._evicted = self._evicted, []
-        for entry in evicted:
+        for entry in found.decided:
             if entry.leases == 0 and entry.state is EntryState.DOOMED:
                 self._let_go(entry)
+        return self._pins.is_settled
+
+    @property
+    def is_settled(self) -> bool:
+        """Whatever was evicted, and nobody reads, is free."""
+        return self._pins.is_settled
 
     def note_uses(self, now_s: float) -> None:
         """Count what was read without asking, and rank it by that."""
@@ -474,13 +542,14 @@ class Cache:
     # -- time ----------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> tuple[list[Expired], list[Wakeup]]:
-        """End every lease and wait whose time is over."""
+        """End leases and waits whose time is over; `next_deadline_s` is past if some are left."""
         expired = []
-        for lease in self._leases.take_due(now_s):
+        for lease in self._leases.take_due(now_s, DUE_AT_A_TIME):
             self._unhold(self._entry(lease.entry))
             expired.append(Expired(lease.session, lease.id))
         overdue = [
-            Wakeup(wait.session, wait.ticket, Missing()) for wait in self._waits.take_due(now_s)
+            Wakeup(wait.session, wait.ticket, Missing())
+            for wait in self._waits.take_due(now_s, DUE_AT_A_TIME)
         ]
         self.counters.leases_expired += len(expired)
         self.counters.waits_expired += len(overdue)
@@ -502,8 +571,11 @@ class Cache:
         after: EntryId | None = None,
         dry_run: bool = False,
     ) -> EvictionReport:
-        """Evict the selected among the next `limit` entries. A leased one goes when released."""
-        self.look_at_readers(now_s)
+        """Evict the selected among the next `limit` entries. A leased one goes when released.
+
+        The others' extents are free after a look at the pins, which is left to the caller.
+        """
+        self.note_uses(now_s)
         if selection.key is not None:
             stored = self._index.stored(selection.key)
             page, next_after = [stored] if stored is not None else [], None
@@ -526,7 +598,6 @@ class Cache:
             self._take_back_grants()
             for entry in chosen:
                 self._evict(entry, "requested")
-            self.look_at_pins()
         return report
 
     def needs_trim(self) -> bool:
@@ -535,19 +606,19 @@ class Cache:
 
     def trim(self, limit: int, now_s: float) -> bool:
         """Evict up to `limit` of the coldest entries towards the low watermark. True: go on."""
-        self.look_at_readers(now_s)
+        if not self.look_at_readers(now_s):
+            return True  # what was evicted before is to be free first
         target_bytes = self.limits.low_watermark * self._allocator.pool_bytes
         excess_bytes = self._allocator.used_bytes - target_bytes
-        for _ in range(limit):
+        evicted = 0
+        while excess_bytes > 0 and evicted < limit:
             entry = next(self._policy.coldest(), None)
-            if entry is None or excess_bytes <= 0:
+            if entry is None:
                 break
             excess_bytes -= entry.block.nbytes
             self._evict(entry, "watermark")
-        self.look_at_pins()
-        return next(self._policy.coldest(), None) is not None and (
-            self._allocator.used_bytes > target_bytes
-        )
+            evicted += 1
+        return evicted > 0
 
     def page(self, after: EntryId | None, limit: int) -> tuple[list[EntryInfo], EntryId | None]:
         """Up to `limit` committed entries in order of commit, and where the next page starts."""
@@ -575,7 +646,7 @@ class Cache:
     @property
     def leases(self) -> int:
         """Pins included, as far as they were looked at."""
-        return len(self._leases) + len(self._pinned)
+        return len(self._leases) + len(self._pins.held)
 
     @property
     def waits(self) -> int:
@@ -592,9 +663,8 @@ class Cache:
         self._leases.check()
         self._waits.check()
         counts = self._leases.counts()
-        for pinned in self._pinned:
+        for pinned in self._pins.held:
             counts[pinned] = counts.get(pinned, 0) + 1
-        assert not self._evicted, "evicted without a look at the pins"
         reserved_bytes = leased_bytes = 0
         reservations = set()
         for entry in self._index:
@@ -607,7 +677,8 @@ class Cache:
                 reservations.add(entry.id)
                 reserved_bytes += nbytes
             else:
-                assert entry.state is EntryState.COMMITTED or entry.leases > 0
+                kept = entry.leases > 0 or self._pins.keeps(entry.id)
+                assert entry.state is EntryState.COMMITTED or kept
                 leased_bytes += nbytes if entry.leases else 0
         assert not counts, "a lease on nothing"
         assert reservations == self._sessions.reservations()
@@ -644,6 +715,7 @@ class Cache:
         self._index.add(entry)
         owner.reservations.add(entry.id)
         self.reserved_bytes += block.nbytes
+        self._note_reservations()
         return entry
 
     def _taken(self, key: Key) -> AlreadyStored | BeingWritten | None:
@@ -660,7 +732,7 @@ class Cache:
         self._policy.add(entry)
         info = _info(entry)
         self._clients.show(info)
-        self._clients.note_reservations(self._index.reservations)
+        self._note_reservations()
         self._note_change(info.key, stored=True)
         self.counters.puts += 1
         self.counters.bytes_in += entry.content.nbytes
@@ -677,7 +749,7 @@ class Cache:
 
     def _stop_writing(self, entry: Entry) -> tuple[Wakeup, ...]:
         self._index.stop_writing(entry)
-        self._clients.note_reservations(self._index.reservations)
+        self._note_reservations()
         self.counters.aborts += 1
         return () if entry.key in self._expected else self._nobody_writes(entry.key)
 
@@ -685,6 +757,9 @@ class Cache:
         given_up = self._waits.take_for_key(key, only_if_written=True)
         self.counters.misses += len(given_up)
         return tuple(Wakeup(wait.session, wait.ticket, Missing()) for wait in given_up)
+
+    def _note_reservations(self) -> None:
+        self._clients.note_reservations(self._index.reservations + self._reserving)
 
     def _give_back_reservation(self, entry: Entry) -> None:
         self.reserved_bytes -= entry.block.nbytes
@@ -719,12 +794,17 @@ class Cache:
         self.leased_bytes -= entry.block.nbytes
         if entry.state is EntryState.COMMITTED:
             self._policy.add(entry)
-        else:
+        elif not self._pins.keeps(entry.id):
             self._let_go(entry)
 
     def _make_room(self, nbytes: int, now_s: float) -> Block | None:
-        self._take_back_grants()
-        self.look_at_readers(now_s)
+        """None: there is none, or none yet, where grants are left or the pins are not settled."""
+        all_back = self._take_back_grants()
+        block = self._allocator.allocate(nbytes)
+        if block is not None or not all_back:
+            return block
+        if not self.look_at_readers(now_s):
+            return None
         return self._allocator.allocate(nbytes) or self._evict_for(nbytes)
 
     def _evict_for(self, nbytes: int, most: int | None = None) -> Block | None:
@@ -736,14 +816,14 @@ class Cache:
                 break
             for victim in victims:
                 self._evict(victim, "capacity")
-            self.look_at_pins()
+            settled = self.look_at_pins()
             block = self._allocator.allocate(nbytes)
-            if block is not None:
+            if block is not None or not settled:
                 break
         return block
 
     def _evict(self, entry: Entry, reason: str) -> None:
-        """Its extent is free after the next look at the pins, unless somebody holds it."""
+        """Its extent is free after a whole look at the pins, unless somebody holds it."""
         self.counters.evictions[reason] += 1
         entry.step(EntryEvent.EVICT)
         self._index.hide(entry)
@@ -752,7 +832,7 @@ class Cache:
         self._note_change(key, stored=False)
         if entry.leases == 0:
             self._policy.remove(entry)
-        self._evicted.append(entry)
+        self._pins.retire(entry)
 
     def _note_change(self, key: Key, stored: bool) -> None:
         if self._changes is not None:

@@ -8,9 +8,9 @@ the same way: it is taken back first, and what a writer had announced by then st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId
 
@@ -27,6 +27,13 @@ class Uses:
     nbytes: int = 0
     misses: int = 0
     duplicates: int = 0
+
+
+class Portion(NamedTuple):
+    """Of a look at all pins: what some sessions pin."""
+
+    pinned: set[EntryId]
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,11 +60,11 @@ class Clients(Protocol):
     def hide(self, entry: EntryId, key: Key) -> None:
         """From now on it cannot: whoever pins it later sees that the pin does not hold."""
 
-    def pinned(self) -> set[EntryId]:
-        """Every entry that somebody may be reading who found it before the last `hide`.
+    def pinned(self, live: KeysView[EntryId]) -> Iterator[Portion]:
+        """The entries of `live` that somebody may be reading, those of some sessions at a time.
 
-        What was pinned before, and is not in here, is read by nobody any more. May hold numbers
-        that are no entry's.
+        A reader who found its entry before the first portion, and reads it after the last, is in
+        one of them.
         """
 
     def take_uses(self) -> Uses: ...
@@ -68,11 +75,17 @@ class Clients(Protocol):
         What it has begun there, or finished and not been told. None: it cannot be told.
         """
 
-    def revoke(self, session: SessionId) -> list[Extent]:
-        """It may begin no more entries. What it has begun, or finished and not been told."""
+    def revoke(self, sessions: Sequence[SessionId]) -> list[list[Extent]]:
+        """They may begin no more entries. What each has begun, or finished and not been told."""
+
+    def look_at_claims(self) -> Iterator[None]:
+        """Learn what is being written where memory was granted, some of it at a time.
+
+        What was claimed before the first step, and still is, is known after the last.
+        """
 
     def is_putting(self, key: Key) -> bool:
-        """Whether somebody writes this key where memory was granted."""
+        """Whether somebody writes this key where memory was granted, as far as it is known."""
 
     def forget(self, session: SessionId) -> None:
         """The session's process can read and write no more."""
@@ -93,8 +106,8 @@ class NoClients:
     def hide(self, entry: EntryId, key: Key) -> None:
         pass
 
-    def pinned(self) -> set[EntryId]:
-        return set()
+    def pinned(self, live: KeysView[EntryId]) -> Iterator[Portion]:
+        return iter((Portion(set(), is_last=True),))
 
     def take_uses(self) -> Uses:
         return Uses()
@@ -102,8 +115,11 @@ class NoClients:
     def grant(self, session: SessionId, pieces: Sequence[Extent]) -> list[Extent] | None:
         return None
 
-    def revoke(self, session: SessionId) -> list[Extent]:
-        return []
+    def revoke(self, sessions: Sequence[SessionId]) -> list[list[Extent]]:
+        return [[] for _ in sessions]
+
+    def look_at_claims(self) -> Iterator[None]:
+        return iter(())
 
     def is_putting(self, key: Key) -> bool:
         return False

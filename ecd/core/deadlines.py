@@ -7,6 +7,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=int)
 
+MOVED_AT_A_TIME = 4
+"""Of a heap with many removed items: to build another at once takes 30 ms."""
+
 
 class Deadlines(Generic[T]):
     """A heap with lazy deletion: an item moved later is found stale, and pushed back, when popped.
@@ -17,6 +20,7 @@ class Deadlines(Generic[T]):
     def __init__(self) -> None:
         self._due_s: dict[T, float] = {}
         self._heap: list[tuple[float, T]] = []
+        self._old: list[tuple[float, T]] = []  # mostly of what was removed: goes bit by bit
 
     def __len__(self) -> int:
         return len(self._due_s)
@@ -31,34 +35,52 @@ class Deadlines(Generic[T]):
 
     def remove(self, item: T) -> None:
         del self._due_s[item]
-        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._due_s):
-            self._heap = [(due_s, item) for item, due_s in self._due_s.items()]
-            heapq.heapify(self._heap)
+        if not self._old and len(self._heap) > 64 and len(self._heap) > 2 * len(self._due_s):
+            self._old, self._heap = self._heap, []
+        for _ in range(min(MOVED_AT_A_TIME, len(self._old))):
+            _, moved = self._old.pop()  # a leaf: what is left is a heap
+            if moved in self._due_s:
+                heapq.heappush(self._heap, (self._due_s[moved], moved))
 
     def due_s(self, item: T) -> float:
         return self._due_s[item]
 
-    def pop_due(self, now_s: float) -> T | None:
-        """Take one item whose deadline is not after `now_s`."""
-        while self._heap and self._heap[0][0] <= now_s:
-            _, item = heapq.heappop(self._heap)
+    def take_due(self, now_s: float, most: int) -> list[T]:
+        """Take items whose deadline is not after `now_s`, after a look at `most` in the heap.
+
+        Unless `next_s` is later then, some may be left.
+        """
+        due: list[T] = []
+        for _ in range(most):
+            heap = self._first
+            if not heap or heap[0][0] > now_s:
+                break
+            _, item = heapq.heappop(heap)
             due_s = self._due_s.get(item)
             if due_s is None:
                 continue
             if due_s <= now_s:
                 del self._due_s[item]
-                return item
-            heapq.heappush(self._heap, (due_s, item))
-        return None
+                due.append(item)
+            else:
+                heapq.heappush(self._heap, (due_s, item))
+        return due
 
     @property
     def next_s(self) -> float | None:
-        return self._heap[0][0] if self._heap else None
+        return self._first[0][0] if self._first else None
+
+    @property
+    def _first(self) -> list[tuple[float, T]]:
+        """The heap with the earliest."""
+        if self._old and (not self._heap or self._old[0] < self._heap[0]):
+            return self._old
+        return self._heap
 
     def check(self) -> None:
         """Raise AssertionError unless every item can still be found in the heap. O(n)."""
         earliest: dict[T, float] = {}
-        for due_s, item in self._heap:
+        for due_s, item in self._heap + self._old:
             earliest[item] = min(due_s, earliest.get(item, due_s))
         for item, due_s in self._due_s.items():
             assert earliest[item] <= due_s, f"item {item} would be found too late"

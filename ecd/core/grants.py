@@ -20,12 +20,6 @@ class Grants:
         self._allocator = allocator
         self._pieces: dict[SessionId, dict[Block, None]] = {}
 
-    def __contains__(self, session: SessionId) -> bool:
-        return session in self._pieces
-
-    def sessions(self) -> list[SessionId]:
-        return list(self._pieces)
-
     def add(self, session: SessionId, piece: Block) -> None:
         self._pieces.setdefault(session, {})[piece] = None
         self.nbytes += piece.nbytes
@@ -36,27 +30,35 @@ class Grants:
 
     def take(self, session: SessionId, extent: Extent) -> Block | None:
         """Cut an extent out for an entry. None: it is not in the session's pieces."""
-        if extent.pool != 0 or extent.offset % GRANULE_BYTES:
-            return None
-        start = extent.offset // GRANULE_BYTES
-        end = start + self._allocator.rounded_bytes(extent.nbytes) // GRANULE_BYTES
-        for piece in self._pieces.get(session, ()):
-            if piece.start <= start and end <= piece.end:
-                return self._cut(session, piece, start, end)
-        return None
+        span = self._span(session, extent)
+        return None if span is None else self._cut(session, *span)
 
     def give_back(self, session: SessionId, keep: Iterable[Extent] = ()) -> None:
-        """Free all that the session was granted, but for what it has begun to write to."""
-        kept = [self.take(session, extent) for extent in keep]
+        """Free all that the session was granted, but for what it has begun to write to.
+
+        Claims may overlap: one of them is stale, or the client is hostile. What overlapping claims
+        cover together stays one piece, so that a stale claim frees nothing of a live one.
+        """
+        spans = sorted(span for extent in keep if (span := self._span(session, extent)))
+        kept = [self._cut(session, *span) for span in _united(spans)]
         for piece in self._pieces.pop(session, ()):
             self.nbytes -= piece.nbytes
             self._allocator.free(piece)
         for block in kept:
-            if block is not None:
-                self.add(session, block)
+            self.add(session, block)
 
-    def _cut(self, session: SessionId, piece: Block, start: int, end: int) -> Block:
+    def _span(self, session: SessionId, extent: Extent) -> tuple[int, int] | None:
+        """Where it starts and ends, in granules. None: it lies in none of the session's pieces."""
+        start, offset = divmod(extent.offset, GRANULE_BYTES)
+        end = start + self._allocator.rounded_bytes(extent.nbytes) // GRANULE_BYTES
+        pieces = self._pieces.get(session, ())
+        if extent.pool or offset or not any(p.start <= start and end <= p.end for p in pieces):
+            return None
+        return start, end
+
+    def _cut(self, session: SessionId, start: int, end: int) -> Block:
         pieces = self._pieces[session]
+        piece = next(p for p in pieces if p.start <= start and end <= p.end)
         del pieces[piece]
         wanted = piece
         if piece.start < start:
@@ -75,3 +77,14 @@ class Grants:
         assert all(self._pieces.values()), "an empty group was kept"
         assert not any(piece.is_free or piece.owner for piece in pieces)
         assert self.nbytes == sum(piece.nbytes for piece in pieces)
+
+
+def _united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted spans, those that overlap as one; spans that only touch may lie in two pieces."""
+    united: list[tuple[int, int]] = []
+    for start, end in spans:
+        if united and start < united[-1][1]:
+            united[-1] = united[-1][0], max(united[-1][1], end)
+        else:
+            united.append((start, end))
+    return united

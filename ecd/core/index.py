@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 from dataclasses import dataclass, field
 
 from ecd.core.allocator import Block
@@ -98,6 +98,15 @@ class Index:
 
     def get(self, entry: EntryId) -> Entry | None:
         return self._by_id.get(entry)
+
+    def is_readable(self, entry: EntryId) -> bool:
+        """Whether somebody may still read it: it is stored, or was when its reader found it."""
+        found = self._by_id.get(entry)
+        return found is not None and found.state in (EntryState.COMMITTED, EntryState.DOOMED)
+
+    def ids(self) -> KeysView[EntryId]:
+        """Of all that own an extent, as they are whenever this is looked at."""
+        return self._by_id.keys()
 
     def stored(self, key: Key) -> Entry | None:
         of_namespace = self._stored.get(key.namespace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 from ecd.core.deadlines import Deadlines
 from ecd.core.types import EntryId, LeaseId, SessionId
@@ -56,18 +57,19 @@ class Leases:
         self._deadlines.remove(lease)
         return self._unlink(held)
 
-    def take_session(self, session: SessionId) -> list[Lease]:
-        taken = [self._leases[lease] for lease in self._by_session.get(session, ())]
+    def take_session(self, session: SessionId, most: int) -> list[Lease]:
+        """End up to so many leases of this session, the oldest first."""
+        some = islice(self._by_session.get(session, ()), most)
+        taken = [self._leases[lease] for lease in some]
         for lease in taken:
             self._deadlines.remove(lease.id)
             self._unlink(lease)
         return taken
 
-    def take_due(self, now_s: float) -> list[Lease]:
-        due: list[Lease] = []
-        while (lease := self._deadlines.pop_due(now_s)) is not None:
-            due.append(self._unlink(self._leases[lease]))
-        return due
+    def take_due(self, now_s: float, most: int) -> list[Lease]:
+        return [
+            self._unlink(self._leases[lease]) for lease in self._deadlines.take_due(now_s, most)
+        ]
 
     @property
     def next_s(self) -> float | None:

@@ -46,13 +46,14 @@ class Sessions:
             found.step(SessionEvent.STREAM_ENDED)
         return found
 
-    def close(self, session: SessionId) -> Session | None:
-        """Its process is gone, or has said that it touches nothing. None if it was not leaving."""
+    def leaving(self, session: SessionId) -> Session | None:
+        """The session, if its stream has ended and it is not closed."""
         found = self._sessions.get(session)
-        if found is None or found.state is not SessionState.LEAVING:
-            return None
-        found.step(SessionEvent.PROCESS_GONE)
-        return self._sessions.pop(session)
+        return found if found is not None and found.state is SessionState.LEAVING else None
+
+    def close(self, session: SessionId) -> None:
+        """The process of one that is leaving is gone, or has said that it touches nothing."""
+        self._sessions.pop(session).step(SessionEvent.PROCESS_GONE)
 
     def reservations(self) -> set[EntryId]:
         """Every open or orphaned reservation. O(n), for `check`."""

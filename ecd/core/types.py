@@ -83,6 +83,11 @@ class PoolFull:
 
 
 @dataclass(frozen=True)
+class MakingRoom:
+    """Room is being made, a bounded part of it with each call: ask again in the next turn."""
+
+
+@dataclass(frozen=True)
 class EntryTooLarge:
     nbytes: int
     pool_bytes: int
@@ -104,6 +109,7 @@ class SessionEnded:
 Reservation = Union[
     Reserved, AlreadyStored, BeingWritten, PoolFull, EntryTooLarge, LimitReached, SessionEnded
 ]
+"""What comes of asking for space, once no room has to be made for it."""
 
 # -- outcomes of commit and abort ------------------------------------------------------------
 

@@ -52,12 +52,11 @@ class Waits:
             if not only_if_written or self._waits[ticket].only_if_written
         ]
 
-    def take_due(self, now_s: float) -> list[Wait]:
-        """End the waits whose time is over."""
-        due: list[Wait] = []
-        while (ticket := self._deadlines.pop_due(now_s)) is not None:
-            due.append(self._unlink(self._waits[ticket]))
-        return due
+    def take_due(self, now_s: float, most: int) -> list[Wait]:
+        """End waits whose time is over, as `Deadlines.take_due`."""
+        return [
+            self._unlink(self._waits[ticket]) for ticket in self._deadlines.take_due(now_s, most)
+        ]
 
     def drop_session(self, session: SessionId) -> None:
         for ticket in list(self._by_session.get(session, ())):

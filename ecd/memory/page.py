@@ -7,13 +7,13 @@ client can be harmed by it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 from operator import itemgetter
 
+from ecd.core.allocator import Allocator
 from ecd.core.clients import Put, Uses
 from ecd.core.types import Content, EntryId, Extent, Key
 from ecd_proto.shm import (
-    DUPLICATES_WORD,
     FIRST_ANSWER_WORD,
     FIRST_GRANT_WORD,
     FIRST_PIN_WORD,
@@ -23,19 +23,19 @@ from ecd_proto.shm import (
     MAX_GRANTS,
     MAX_PINS,
     MAX_PUTS,
-    PINS_USED_WORD,
     PUT_DONE,
     PUT_NUMBER,
     PUT_ROW,
     PUT_WORDS,
     ROW_BYTES,
-    USES_WORD,
     Grant,
     Names,
     answer_to,
     pack_answer,
     pack_grant,
+    pack_kept,
     row_is_whole,
+    unpack_grant,
     unpack_key,
     unpack_row,
 )
@@ -43,6 +43,8 @@ from ecd_proto.shm import (
 MAX_GROWTH = 1 << 40
 """Between two looks, of what a client counts of itself: more is not true."""
 
+_NO_PINS = bytes(8 * MAX_PINS)
+_NO_GRANT = memoryview(bytes(8 * MAX_GRANTS)).cast("Q")
 _PUTS_END = FIRST_PUT_WORD + MAX_PUTS * PUT_WORDS
 _NUMBERS = slice(FIRST_PUT_WORD + PUT_NUMBER, _PUTS_END, PUT_WORDS)
 _DONES = slice(FIRST_PUT_WORD + PUT_DONE, _PUTS_END, PUT_WORDS)
@@ -54,8 +56,12 @@ class Page:
     def __init__(self, number: int, words: memoryview, desk: memoryview, names: Names) -> None:
         self.number, self._names = number, names
         self._words, self._desk = words, desk
-        self._counted = [0, 0, 0, 0]
+        self._pins = words[FIRST_PIN_WORD : FIRST_PIN_WORD + MAX_PINS]
+        self._last_pins, self._last_pinned = _NO_PINS, frozenset[EntryId]()
+        self._counted = (0, 0, 0, 0)
         self._grants = 0
+        self._granted: list[tuple[int, int]] = []  # from, to
+        self._allowed: list[tuple[int, int]] = []  # and what was, until the next grant
 
     def clear(self) -> None:
         for words in (self._words, self._desk):
@@ -63,13 +69,26 @@ class Page:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def pinned(self) -> list[int]:
-        used = min(self._words[PINS_USED_WORD], MAX_PINS)
-        return self._words[FIRST_PIN_WORD : FIRST_PIN_WORD + used].tolist()
+    def pinned(self, live: KeysView[EntryId]) -> tuple[frozenset[EntryId], int]:
+        """Which of `live` it pins, and how many words had to be looked at for that.
 
-    def take_uses(self) -> Uses:
-        """What was read since the last call."""
-        counted = self._words[USES_WORD : DUPLICATES_WORD + 1].tolist()
+        Where the words are those of the last look, so are the pins: a reader announces an entry
+        that it has found, so its number was in `live` when that look read it.
+        """
+        pins = self._pins.tobytes()
+        if pins == self._last_pins:
+            return self._last_pinned, 0
+        words = -(-len(pins.rstrip(b"\0")) // 8)
+        self._last_pinned = frozenset(live & self._words_of(pins, words))
+        self._last_pins = pins if words else _NO_PINS
+        return self._last_pinned, words
+
+    @staticmethod
+    def _words_of(pins: bytes, words: int) -> list[int]:
+        return memoryview(pins)[: 8 * words].cast("Q").tolist()
+
+    def take_uses(self, counted: tuple[int, int, int, int]) -> Uses:
+        """What was read since the last call, where its counters say so much now."""
         if counted == self._counted:
             return Uses()
         hits, nbytes, misses, duplicates = map(_grown, self._counted, counted)
@@ -88,17 +107,35 @@ class Page:
             if word is None:
                 return False
             words[place] = word
+        self._allow(pieces)
         for place, word in enumerate(words):
             self._desk[FIRST_GRANT_WORD + place] = word
         return True
 
+    def _allow(self, pieces: Sequence[Extent]) -> None:
+        """Note what its client has begun before the words that allow it go."""
+        self._allowed = self._granted
+        self.begun()
+        self._granted = [(piece.offset, piece.offset + piece.nbytes) for piece in pieces]
+        self._allowed += self._granted
+
     def revoke(self) -> None:
-        self.grant(())
+        self._allow(())
+        self._desk[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS] = _NO_GRANT
 
     def begun(self) -> list[Extent]:
-        """What its client may be writing to, or has written and was not answered."""
-        puts = [self._read(place, number) for place, number, _ in self._open_puts()]
-        return [put.extent for put in puts if put is not None]
+        """What its client may be writing to, or has written and was not answered.
+
+        The desk says so from now on, whatever becomes of the grant.
+        """
+        extents = []
+        for place, number, _ in self._open_puts():
+            put = self._read(place, number)
+            if put is not None:
+                extents.append(put.extent)
+                if _lies_in(put.extent, self._allowed):
+                    self._desk[FIRST_ANSWER_WORD + place] = _kept(put)
+        return extents
 
     def finished_puts(self) -> list[Put]:
         """Puts whose bytes are all written; the caller makes that true with a barrier."""
@@ -107,9 +144,14 @@ class Page:
         ]
         return [put for put in puts if put is not None]
 
-    def is_putting(self, key: Key) -> bool:
-        puts = (self._read(place, number) for place, number, _ in self._open_puts())
-        return any(put is not None and put.key == key for put in puts)
+    def is_granted(self, put: Put) -> bool:
+        """Whether the desk says that the session may have put this there: for the next daemon."""
+        words = self._desk[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
+        grants = map(unpack_grant, words)
+        pieces = [(grant.offset, grant.offset + grant.nbytes) for grant in grants]
+        kept = _kept(put)
+        said = self._desk[FIRST_ANSWER_WORD + put.place]
+        return bool(kept and kept == said) or _lies_in(put.extent, pieces)
 
     def answer(self, put: Put, outcome: int) -> None:
         self._desk[FIRST_ANSWER_WORD + put.place] = pack_answer(put.number, outcome)
@@ -144,6 +186,15 @@ class Page:
             )
         except (UnicodeDecodeError, IndexError, struct.error):
             return None
+
+
+def _lies_in(extent: Extent, pieces: Sequence[tuple[int, int]]) -> bool:
+    end = extent.offset + Allocator.rounded_bytes(extent.nbytes)
+    return any(first <= extent.offset and end <= last for first, last in pieces)
+
+
+def _kept(put: Put) -> int:
+    return pack_kept(put.number, put.extent.offset, Allocator.rounded_bytes(put.extent.nbytes))
 
 
 def _grown(before: int, now: int) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -23,7 +24,9 @@ from ecd.core.types import (
     Waiting,
     Wakeup,
 )
+from ecd.rpc.listener import Listener
 from ecd.rpc.sessions import HELLO_TIMEOUT_S, Sessions
+from ecd.turns import Pace
 from ecd.wire import (
     InvalidRequest,
     check_batch,
@@ -33,7 +36,7 @@ from ecd.wire import (
     to_content,
     to_extents,
 )
-from ecd_proto.contract import CONTRACT_VERSION, MAX_MESSAGE_BYTES, Hint, proof
+from ecd_proto.contract import CONTRACT_VERSION, MAX_MESSAGE_BYTES, NODE_PATTERN, Hint, proof
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
@@ -43,6 +46,14 @@ logger = logging.getLogger(__name__)
 MAX_WAIT_S = 60.0
 MAX_UNREAD_REPLIES = 10_000
 """Replies a peer may leave unread before its link is ended."""
+MAX_LINKS = 2048
+"""Links of peers, of the 4,096 sessions that a daemon has: the rest is for its engines."""
+PEER_LINKS = "peer_links"
+"""The cause for which those beyond are refused."""
+TURN = 64
+"""Keys of one request before the event loop gets its turn."""
+HASHED_IN_TURN = 8
+"""Of these, those whose checksum is yet to be computed, of up to INLINE_BYTES each."""
 CLOCKS_APART_S = 300.0
 """How much the clocks of two nodes may differ, and how old a proof may be."""
 
@@ -66,7 +77,7 @@ class Memory(Protocol):
     def is_guessed(self, key: Key) -> bool:
         """Whether it is being written, but by a read that no other node has confirmed as yet."""
 
-    def offered(self, found: Mapping[Key, Hint]) -> None:
+    async def offered(self, found: Mapping[Key, Hint]) -> None:
         """A node has these keys and expects us to want them."""
 
 
@@ -88,68 +99,109 @@ class _Link:
             task.cancel()
         self._sessions.redirect(self.session, None)
         self._sessions.deliver(self._cache.leave_session(self.session))
-        self._cache.close_session(self.session)  # peers never write here
+        self._sessions.close(self.session)  # peers never write here
 
-    def take(self, request: pb.LinkRequest) -> None:
-        """Act on one request. Raises InvalidRequest."""
+    async def take(self, request: pb.LinkRequest) -> None:
+        """Act on one request, in turns with others. Raises InvalidRequest."""
         match request.WhichOneof("request"):
             case "lease":
-                self._lease(request.lease)
+                await self._lease(request.lease)
             case "release":
-                for lease in request.release.leases:
-                    self._cache.release(self.session, LeaseId(lease))
+                check_batch(request.release.leases)
+                await self._sessions.turns.pace().each(
+                    lambda lease: self._cache.release(self.session, LeaseId(lease)),
+                    request.release.leases,
+                )
             case "find":
-                check_batch(request.find.keys)
-                keys = [key_from(key) for key in request.find.keys]
-                found = [self._has(key) for key in keys]  # what that hears of has its extent too
-                extents = to_extents(map(self._cache.extent, keys))
-                reply = pb.FoundKeys(ticket=request.find.ticket, found=found, extents=extents)
-                self._post(pb.LinkReply(found=reply))
+                await self._find(request.find)
             case "offer":
                 check_batch(request.offer.keys)
                 keys = [key_from(key) for key in request.offer.keys]
                 places = places_from(request.offer.extents, len(keys))
-                self._memory.offered(
+                await self._memory.offered(
                     {key: Hint(self.node, *at) for key, at in zip(keys, places, strict=True)}
                 )
             case _:
                 raise InvalidRequest("an unknown request on a link")
 
-    def _has(self, key: Key) -> bool:
-        if self._cache.contains(key):
-            return True
-        self._sessions.hear()  # it may have been put a moment ago
-        if self._cache.contains(key):
-            return True
-        return self._cache.is_being_written(key) and not self._memory.is_guessed(key)
-
-    def _lease(self, request: pb.LeaseKeys) -> None:
+    async def _find(self, request: pb.FindKeys) -> None:
         check_batch(request.keys)
+        keys = [key_from(key) for key in request.keys]
+        reply = pb.FoundKeys(ticket=request.ticket)
+        pace = self._sessions.turns.pace()
+        await self._look_for(keys, pace)
+        for start in range(0, len(keys), TURN):
+            if start > 0:
+                await pace.turn()
+            turn = keys[start : start + TURN]
+            reply.found.extend(map(self._has, turn))
+            reply.extents.extend(to_extents(map(self._cache.extent, turn)))
+        self._post(pb.LinkReply(found=reply))
+
+    async def _look_for(self, keys: Sequence[Key], pace: Pace) -> None:
+        """Learn, once for these keys, what was put a moment ago and what is being put."""
+        if not all(map(self._cache.contains, keys)):
+            self._sessions.hear()
+        if not all(map(self._cache.contains, keys)):
+            await pace.through(self._cache.look_at_claims())
+
+    def _has(self, key: Key) -> bool:
+        """Whether it is here, or being written here, after `_look_for`."""
+        return self._cache.contains(key) or (
+            self._cache.is_being_written(key, looked=True) and not self._memory.is_guessed(key)
+        )
+
+    async def _lease(self, request: pb.LeaseKeys) -> None:
+        check_batch(request.keys)
+        asked = [
+            (item.ticket, key_from(item.key), seconds_from(item.wait_s, "wait_s"))
+            for item in request.keys
+        ]
+        pace = self._sessions.turns.pace()
+        await self._look_for([key for _, key, _ in asked], pace)
+        for start in range(0, len(asked), TURN):
+            if start > 0:
+                await pace.turn()
+            await self._lease_in_turn(asked[start : start + TURN], pace)
+
+    async def _lease_in_turn(self, asked: Sequence[tuple[int, Key, float]], pace: Pace) -> None:
+        """Lease what is here before the event loop gets a turn; hash what is leased after that."""
         now_s = time.monotonic()
         known: list[pb.LeaseOutcome] = []
-        for item in request.keys:
-            key = key_from(item.key)
-            wait_s = min(seconds_from(item.wait_s, "wait_s"), MAX_WAIT_S)
-            if not self._has(key):  # what this node fetches itself, it may be fetching from there
-                known.append(pb.LeaseOutcome(ticket=item.ticket, missing=cache_pb2.Missing()))
+        unhashed: list[tuple[int, Leased]] = []
+        for ticket, key, wait_s in asked:
+            # What this node fetches itself, it may be fetching from there: that is not had.
+            if not self._has(key):
+                known.append(pb.LeaseOutcome(ticket=ticket, missing=cache_pb2.Missing()))
                 continue
-            outcome = self._cache.acquire(self.session, key, now_s, wait_s, only_if_written=True)
+            wait_s = min(wait_s, MAX_WAIT_S)
+            outcome = self._cache.acquire(
+                self.session, key, now_s, wait_s, only_if_written=True, looked=True
+            )
             if isinstance(outcome, Waiting):
-                self._waits[outcome.ticket] = item.ticket
-            elif isinstance(outcome, Leased):
-                known.extend(self._granted(item.ticket, outcome))
+                self._waits[outcome.ticket] = ticket
+            elif not isinstance(outcome, Leased):
+                known.append(_refused(ticket, outcome))
+            elif outcome.checksum is None:
+                unhashed.append((ticket, outcome))
             else:
-                known.append(_refused(item.ticket, outcome))
+                known.append(self._outcome(ticket, outcome, outcome.checksum))
         self._sessions.arm()
-        if known:
-            self._post(pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=known)))
+        self._say(known)
+        for start in range(0, len(unhashed), HASHED_IN_TURN):
+            if start > 0:
+                await pace.turn()
+            turn = unhashed[start : start + HASHED_IN_TURN]
+            self._say([said for ticket, leased in turn for said in self._granted(ticket, leased)])
 
     def _woken(self, wakeup: Wakeup) -> None:
         ticket = self._waits.pop(wakeup.ticket)
         if isinstance(wakeup.outcome, Leased):
-            outcomes = self._granted(ticket, wakeup.outcome)
+            self._say(self._granted(ticket, wakeup.outcome))
         else:
-            outcomes = [_refused(ticket, wakeup.outcome)]
+            self._say([_refused(ticket, wakeup.outcome)])
+
+    def _say(self, outcomes: Sequence[pb.LeaseOutcome]) -> None:
         if outcomes:
             self._post(pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=outcomes)))
 
@@ -164,8 +216,12 @@ class _Link:
         return []
 
     async def _say_later(self, ticket: int, leased: Leased, checksum: Awaitable[int]) -> None:
-        outcome = self._outcome(ticket, leased, await checksum)
-        self._post(pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=[outcome])))
+        try:
+            self._say([self._outcome(ticket, leased, await checksum)])
+        except Exception:
+            logger.exception("what peer %s leased cannot be hashed", self.node)
+            self._cache.release(self.session, leased.lease)
+            self._say([_refused(ticket, None)])
 
     def _outcome(self, ticket: int, leased: Leased, checksum: int) -> pb.LeaseOutcome:
         return pb.LeaseOutcome(
@@ -203,6 +259,7 @@ class PeerService(pb_grpc.PeerServicer):
         self._cache, self._sessions, self._memory = cache, sessions, memory
         self._node, self._token = node, token
         self._links: set[_Link] = set()
+        cache.counters.refused[PEER_LINKS] = 0
 
     async def Describe(self, request: pb.DescribeRequest, context: Ctx) -> pb.NodeDescription:
         await self._authenticate(context)
@@ -213,11 +270,11 @@ class PeerService(pb_grpc.PeerServicer):
     ) -> None:
         hello = await self._hello(request_iterator, context)
         await self._authenticate(context)  # a refusal before the first read never arrives
-        session = self._cache.open_session()
+        session = self._open_session()
         if isinstance(session, LimitReached):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"the daemon has its limit of {session.limit} sessions",
+                f"the daemon has its limit of {session.limit} {session.what}",
             )
             return
         link = _Link(self._cache, self._sessions, self._memory, session, hello.node)
@@ -237,6 +294,12 @@ class PeerService(pb_grpc.PeerServicer):
             self._links.discard(link)
             link.end()
 
+    def _open_session(self) -> SessionId | LimitReached:
+        if len(self._links) < MAX_LINKS:
+            return self._cache.open_session()
+        self._cache.counters.refused[PEER_LINKS] += 1
+        return LimitReached("links of peers", MAX_LINKS)
+
     def end_all(self) -> None:
         """Make every link end, as the daemon stops."""
         for link in self._links:
@@ -251,10 +314,12 @@ class PeerService(pb_grpc.PeerServicer):
             first = pb.LinkRequest()
         if first.WhichOneof("request") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a link starts with LinkHello")
+        if not re.fullmatch(NODE_PATTERN, first.hello.node):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "LinkHello.node is not host:port")
         if first.hello.contract_version != CONTRACT_VERSION:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"{first.hello.daemon or 'the peer'} speaks contract "
+                f"{first.hello.daemon[:256] or 'the peer'} speaks contract "
                 f"{first.hello.contract_version}, {self._memory.describe().daemon} speaks contract "
                 f"{CONTRACT_VERSION}: upgrade the older one",
             )
@@ -284,11 +349,15 @@ class PeerService(pb_grpc.PeerServicer):
 
 
 async def _read(link: _Link, requests: AsyncIterator[pb.LinkRequest]) -> None:
-    try:
-        async for request in requests:
-            link.take(request)
-    except InvalidRequest as error:
-        logger.warning("peer %s broke the protocol: %s", link.node, error)
+    async for request in requests:
+        try:
+            await link.take(request)
+        except InvalidRequest as error:
+            logger.warning("peer %s broke the protocol: %s", link.node, error)
+            return
+        except Exception:
+            logger.exception("peer %s asked for what fails: its link ends", link.node)
+            return
 
 
 async def _write(link: _Link, context: Ctx) -> None:
@@ -301,7 +370,20 @@ class PeerServer:
 
     def __init__(self, service: PeerService, credentials: grpc.ServerCredentials | None) -> None:
         self._service, self._credentials = service, credentials
-        self._server = grpc.aio.server(
+        self._listener: Listener | None = None
+
+    def bind(self, address: str) -> None:
+        """Take the address, for `start`. Raises PeerServerError."""
+        try:
+            self._listener = Listener(lambda: self._make(address))
+        except RuntimeError:
+            raise PeerServerError(
+                f"cannot listen for peers on {address}: it is not an address of this machine, or "
+                "something listens there. ECD_PEER_ADDRESS is where other nodes reach this one"
+            ) from None
+
+    def _make(self, address: str) -> Any:
+        server = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.keepalive_time_ms", 10_000),
@@ -311,24 +393,18 @@ class PeerServer:
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ]
         )
-        pb_grpc.add_PeerServicer_to_server(service, self._server)
-
-    def bind(self, address: str) -> None:
-        """Take the address, for `start`. Raises PeerServerError."""
-        try:
-            if self._credentials is None:
-                self._server.add_insecure_port(address)
-            else:
-                self._server.add_secure_port(address, self._credentials)
-        except RuntimeError:
-            raise PeerServerError(
-                f"cannot listen for peers on {address}: it is not an address of this machine, or "
-                "something listens there. ECD_PEER_ADDRESS is where other nodes reach this one"
-            ) from None
+        pb_grpc.add_PeerServicer_to_server(self._service, server)
+        if self._credentials is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, self._credentials)
+        return server
 
     async def start(self) -> None:
-        await self._server.start()
+        assert self._listener is not None
+        await self._listener.start()
 
     async def stop(self, grace_s: float) -> None:
         self._service.end_all()
-        await self._server.stop(grace_s)
+        if self._listener is not None:
+            await self._listener.stop(grace_s)

@@ -30,8 +30,11 @@ KEPT_PUTS, KEPT_BYTES = (2, 8), 1 << 20
 """When less than this is left of a grant a new one takes its place: its client does not wait."""
 MAX_GRANT_SHARE = 1 / 16
 """Of the pool, to one session."""
-MAX_RINGS = 256
-"""Taken in one turn of the event loop."""
+PUTS_AT_A_TIME = 16
+"""Listed in one turn of the event loop, with those of their sessions: each takes some 40 us."""
+MAX_RINGS = 1024
+"""Taken at a time: more than the kernel keeps for one socket, unless it is told to."""
+QUEUE_PATH = Path("/proc/sys/net/unix/max_dgram_qlen")
 
 
 class Bell:
@@ -40,10 +43,11 @@ class Bell:
     def __init__(self, path: Path) -> None:
         """Raises OSError: the path is too long, mostly."""
         self.path = path
+        self._rings = max(MAX_RINGS, _longest_queue() + 1)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
             self._socket.bind(str(path))
-            os.chmod(path, 0o660)
+            os.chmod(path, 0o600)
         except OSError:
             self._socket.close()
             raise
@@ -51,13 +55,13 @@ class Bell:
     def listen(self, rung: Callable[[], None]) -> None:
         asyncio.get_running_loop().add_reader(self._socket.fileno(), rung)
 
-    def take(self) -> set[int]:
-        """The pages that were named since the last call."""
-        pages: set[int] = set()
+    def take(self) -> dict[int, None]:
+        """Pages that were named since the last call, in order: all that were before this one."""
+        pages: dict[int, None] = {}
         with contextlib.suppress(BlockingIOError):
-            for _ in range(MAX_RINGS):
+            for _ in range(self._rings):
                 with contextlib.suppress(struct.error):  # anybody may send anything
-                    pages.update(BELL.unpack(self._socket.recv(BELL.size + 1)))
+                    pages[BELL.unpack(self._socket.recv(BELL.size + 1))[0]] = None
         return pages
 
     def close(self) -> None:
@@ -65,8 +69,17 @@ class Bell:
         self._socket.close()
 
 
+def _longest_queue() -> int:
+    """How many datagrams the kernel keeps for a socket."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(QUEUE_PATH.read_text())
+    return 0
+
+
 class Desks(Protocol):
     """Where clients say what they have written, and read what came of it."""
+
+    def page_of(self, session: SessionId) -> int | None: ...
 
     def finished_puts(self, page: int) -> tuple[SessionId, list[Put]] | None: ...
 
@@ -88,14 +101,50 @@ class Puts:
         """`stored` is told after something was; `observe` how long each put took here."""
         self._cache, self._desks, self._sessions = cache, desks, sessions
         self._bell, self._stored, self._observe = bell, stored, observe
+        self._rung: dict[int, None] = {}  # pages to look at, the first to ring first
+        self._to_grant: dict[SessionId, int] = {}  # bytes of what they put last
+        self._looked = 0
+        self._goes_on = False
 
     def listen(self) -> None:
         self._bell.listen(self.hear)
 
     def hear(self) -> None:
-        """Take what has been put: before anything is answered that could depend on it."""
-        for page in self._bell.take():
+        """Take some of what has been put, the rest in the next turns of the loop."""
+        self._rung |= self._bell.take()
+        if not self._goes_on:
+            self._look()
+
+    async def catch_up(self) -> None:
+        """Take all that had been put when this was called.
+
+        Its pages are in the queue by now, and a page that rings again keeps its place there.
+        """
+        self.hear()
+        target = self._looked + len(self._rung)
+        while self._looked < target:
+            await asyncio.sleep(0)
+
+    def take_last(self, session: SessionId) -> None:
+        """Take all that this session has put."""
+        page = self._desks.page_of(session)
+        if page is not None:
             self._look_at(page)
+
+    def _look(self) -> None:
+        self._goes_on = False
+        puts = 0
+        while self._rung and puts < PUTS_AT_A_TIME:
+            page = next(iter(self._rung))
+            del self._rung[page]
+            self._looked += 1
+            puts += self._look_at(page)
+        if self._to_grant:
+            session = next(iter(self._to_grant))  # it may have to evict: one a turn
+            self.grant(session, self._to_grant.pop(session))
+        if self._rung or self._to_grant:
+            self._goes_on = True
+            asyncio.get_running_loop().call_soon(self._look)
 
     def grant(self, session: SessionId, nbytes: int) -> None:
         """Let the session have room for some more puts of this size, unless it has."""
@@ -107,17 +156,21 @@ class Puts:
             most = min(puts, most // rounded)
             self._cache.grant(session, nbytes, fewest, most, time.monotonic())
 
-    def _look_at(self, page: int) -> None:
+    def _look_at(self, page: int) -> int:
+        """How many puts it had."""
         session, puts = self._desks.finished_puts(page) or (None, [])
         if session is None or not puts:
-            return
+            return 0
         for put in puts:
             started_s = time.perf_counter()
-            self._desks.answer(session, put, self._store(session, put))
-            self.grant(session, put.content.nbytes)
+            outcome = self._store(session, put)
+            self._desks.answer(session, put, outcome)
+            if outcome != REFUSED:  # what is refused may be of any size
+                self._to_grant[session] = put.content.nbytes
             self._observe("Put", time.perf_counter() - started_s)
         self._sessions.arm()
         self._stored()
+        return len(puts)
 
     def _store(self, session: SessionId, put: Put) -> int:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,7 +13,8 @@ from grpc_reflection.v1alpha import reflection
 
 from ecd.rpc.cache_service import CacheService
 from ecd.rpc.convert import STATUS, SessionOver
-from ecd.rpc.socket import SocketError
+from ecd.rpc.listener import Listener
+from ecd.rpc.socket import OwnedSocket, SocketError
 from ecd.wire import InvalidRequest
 from ecd_proto.contract import MAX_MESSAGE_BYTES
 from ecd_proto.v1 import cache_pb2 as pb
@@ -30,11 +32,11 @@ class _Calls(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         unavailable: Callable[[], str | None],
-        hear: Callable[[], None],
+        catch_up: Callable[[], Awaitable[None]],
         observe: Callable[[str, float], None],
     ) -> None:
         self._unavailable = unavailable
-        self._hear = hear
+        self._catch_up = catch_up
         self._observe = observe
         self._handlers: dict[str, Any] = {}  # one wrapped handler a method
 
@@ -69,7 +71,7 @@ class _Calls(grpc.aio.ServerInterceptor):
             if reason is not None:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
             started_s = time.perf_counter()
-            self._hear()
+            await self._catch_up()
             try:
                 return await behavior(request, context)
             except (InvalidRequest, SessionOver) as error:
@@ -88,41 +90,60 @@ class Server:
         self,
         service: CacheService,
         unavailable: Callable[[], str | None],
-        hear: Callable[[], None],
+        catch_up: Callable[[], Awaitable[None]],
         observe: Callable[[str, float], None],
     ) -> None:
-        """`hear` is called before each call: what was put before it is stored by then."""
-        self._server = grpc.aio.server(
-            interceptors=[_Calls(unavailable, hear, observe)],
+        """`catch_up` comes before each call: what was put before it is stored by then."""
+        self._service = service
+        self._calls = _Calls(unavailable, catch_up, observe)
+        self._health = health.aio.HealthServicer()
+        self._listeners: list[Listener] = []
+
+    async def start(self, socket: OwnedSocket, gid: int | None, health_address: str | None) -> None:
+        """Raises SocketError: the daemon cannot listen on one of its addresses."""
+        await self.set_serving(False)
+        try:
+            await self._listen(lambda: self._make(socket, gid))
+        except (RuntimeError, OSError) as error:
+            raise SocketError(
+                f"cannot listen on {socket.path}: {error}. ECD_ADDRESS or --address must name a "
+                "place this user may write to"
+            ) from None
+        if health_address is not None:
+            try:
+                await self._listen(lambda: self._make_probed(health_address))
+            except RuntimeError:
+                raise SocketError(
+                    f"the health service cannot listen on {health_address}: the port is taken, or "
+                    "the address is not this machine's. Choose another with ECD_HEALTH_ADDRESS"
+                ) from None
+
+    async def _listen(self, make: Callable[[], Any]) -> None:
+        self._listeners.append(Listener(make))
+        await self._listeners[-1].start()
+
+    def _make(self, socket: OwnedSocket, gid: int | None) -> Any:
+        """Raises RuntimeError, OSError and SocketError: it cannot be bound."""
+        server = grpc.aio.server(
+            interceptors=[self._calls],
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ],
         )
-        self._probed: Any = None
-        self._health = health.aio.HealthServicer()
-        pb_grpc.add_CacheServicer_to_server(service, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        pb_grpc.add_CacheServicer_to_server(self._service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        reflection.enable_server_reflection(names, server)
+        socket.bind(server, gid)
+        return server
 
-    async def start(self, target: str, health_address: str | None) -> None:
-        """Raises SocketError: the health service cannot be had on its address."""
-        self._server.add_insecure_port(target)
-        await self.set_serving(False)
-        await self._server.start()
-        if health_address is not None:
-            self._probed = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
-            try:
-                self._probed.add_insecure_port(health_address)
-            except RuntimeError:
-                raise SocketError(
-                    f"the health service cannot listen on {health_address}: the port is taken, or "
-                    "the address is not this machine's. Choose another with ECD_HEALTH_ADDRESS"
-                ) from None
-            await self._probed.start()
+    def _make_probed(self, address: str) -> Any:
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        server.add_insecure_port(address)
+        return server
 
     async def set_serving(self, serving: bool) -> None:
         """What the health service answers."""
@@ -133,6 +154,4 @@ class Server:
 
     async def stop(self, grace_s: float) -> None:
         """Let calls in flight finish, for `grace_s` at most."""
-        await self._server.stop(grace_s)
-        if self._probed is not None:
-            await self._probed.stop(0)
+        await asyncio.gather(*(listener.stop(grace_s) for listener in self._listeners))

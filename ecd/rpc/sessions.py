@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -30,6 +31,7 @@ from ecd.core.types import (
     Wakeup,
 )
 from ecd.rpc.convert import SessionOver, to_acquire_outcome
+from ecd.turns import PIECE, Turns
 from ecd.wire import InvalidRequest
 from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH
 from ecd_proto.v1 import cache_pb2 as pb
@@ -41,7 +43,9 @@ HOLD_S = 0.005
 """How long an Acquire that can only wait is left unanswered: most fetches take less."""
 MAX_UNREAD_EVENTS = 100_000
 """Events a client may leave unread before its session is ended."""
-RECHECK_S = (0.01, 1.0)
+RENEWED_AT_A_TIME = 64
+"""Leases: each takes less than 1 us, and a client may have 65,536."""
+RECHECK_S = (0.01, 0.1)
 """First and longest pause between two looks at the lock of a session whose stream ended."""
 
 Context = grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionEvent]
@@ -58,6 +62,32 @@ class SessionFiles(Protocol):
     def lock_path(self) -> str: ...
 
     def is_session_locked(self, offset: int) -> bool: ...
+
+
+class PutsWithoutCalls(Protocol):
+    """What was put where memory was granted, and is to become entries."""
+
+    def hear(self) -> None:
+        """Take some of it."""
+
+    async def catch_up(self) -> None:
+        """Take all that had been put when this was called."""
+
+    def take_last(self, session: SessionId) -> None:
+        """Take all that this session has put."""
+
+
+class NoPuts:
+    """Every put is a call."""
+
+    def hear(self) -> None:
+        pass
+
+    async def catch_up(self) -> None:
+        pass
+
+    def take_last(self, session: SessionId) -> None:
+        pass
 
 
 @dataclass(eq=False)
@@ -108,12 +138,14 @@ class Sessions:
         self._incarnation = incarnation
         self._daemon, self._node = daemon, node
         self._now_s = now_s
-        self.hear: Callable[[], None] = lambda: None
-        """Takes what was put without a call: before anything that could depend on it."""
+        self.turns = Turns()
+        self.puts: PutsWithoutCalls = NoPuts()
         self._by_token: dict[str, Stream] = {}
         self._by_session: dict[SessionId, Stream] = {}
         self._elsewhere: dict[SessionId, Callable[[Wakeup], None]] = {}
         self._held: dict[Ticket, _Held] = {}
+        self._woken: deque[Wakeup] = deque()  # not told as yet
+        self._closing: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._stopping = False
@@ -123,6 +155,14 @@ class Sessions:
     def clients(self) -> int:
         """Sessions of clients, open or leaving; the daemon's own and its peers' apart."""
         return len(self._by_session) + self._leaving
+
+    def hear(self) -> None:
+        """Take some of what was put without a call."""
+        self.puts.hear()
+
+    async def catch_up(self) -> None:
+        """Take what was put without a call: before anything is answered that could depend on it."""
+        await self.puts.catch_up()
 
     # -- for the batch calls -------------------------------------------------------------------
 
@@ -150,7 +190,14 @@ class Sessions:
         else:
             self._elsewhere[session] = tell
 
-    async def hold(self, outcomes: list[Acquisition]) -> list[Acquisition]:
+    def drop(self, session: SessionId, outcome: Acquisition) -> None:
+        """Nobody is told of this outcome: neither its lease nor its wait is for anything."""
+        if isinstance(outcome, Leased):
+            self._cache.release(session, outcome.lease)
+        elif isinstance(outcome, Waiting):
+            self._cache.cancel_wait(session, outcome.ticket)
+
+    async def hold(self, session: SessionId, outcomes: list[Acquisition]) -> list[Acquisition]:
         """The outcomes, some moments later if all there is are waits that may end soon.
 
         An answer that says "wait", and another that says what came of it, cost more than that.
@@ -164,6 +211,10 @@ class Sessions:
         late = loop.call_later(HOLD_S, held.let_go)
         try:
             await held.over
+        except BaseException:
+            for ended in held.ended.values():
+                self.drop(session, ended)
+            raise
         finally:
             late.cancel()
             for ticket in waiting:
@@ -175,15 +226,39 @@ class Sessions:
 
     def deliver(self, woken: Iterable[Wakeup]) -> None:
         """Tell the waiting sessions how their waits ended."""
-        for wakeup in woken:
-            if tell := self._elsewhere.get(wakeup.session):
-                tell(wakeup)
-                continue
-            if held := self._held.pop(wakeup.ticket, None):
-                held.end(wakeup)
-                continue
+        is_telling = bool(self._woken)
+        self._woken.extend(woken)
+        if not is_telling:
+            self._tell_some()
+
+    def _tell_some(self) -> None:
+        """A piece of them, and the rest in the next turns: a thousand may wait for one key."""
+        for _ in range(min(PIECE, len(self._woken))):
+            self._tell(self._woken.popleft())
+        if self._woken:
+            asyncio.get_running_loop().call_soon(self._tell_some)
+
+    def _tell(self, wakeup: Wakeup) -> None:
+        if tell := self._elsewhere.get(wakeup.session):
+            tell(wakeup)
+        elif held := self._held.pop(wakeup.ticket, None):
+            held.end(wakeup)
+        else:
             ended = pb.WaitEnded(ticket=wakeup.ticket, outcome=to_acquire_outcome(wakeup.outcome))
             self._post(wakeup.session, pb.SessionEvent(wait_ended=ended))
+
+    def close(self, session: SessionId) -> None:
+        """Take back, in turns, what a session had whose process can touch the memory no more."""
+        closing = asyncio.ensure_future(self._close(session))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _close(self, session: SessionId) -> None:
+        is_closed = False
+        while not is_closed:
+            await self.turns.any()
+            is_closed = self._cache.close_session(session)
+        logger.debug("session %d closed", session)
 
     def arm(self) -> None:
         """Look at the core's next deadline: call after whatever may have brought it nearer."""
@@ -273,21 +348,28 @@ class Sessions:
         )
 
     async def _read(self, stream: Stream, requests: SessionIterator) -> None:
+        most = self._cache.limits.leases_per_session
         async for request in requests:
             match request.WhichOneof("request"):
-                case "renew":
-                    self._renew(stream, request.renew)
-                case "cancel_waits":
+                case "renew" if len(request.renew.leases) <= most:
+                    await self._renew(stream, request.renew)
+                case "cancel_waits" if len(request.cancel_waits.tickets) <= MAX_BATCH:
+                    pace = self.turns.pace()
                     for ticket in map(Ticket, request.cancel_waits.tickets):
+                        await pace.step()
                         if self._cache.cancel_wait(stream.session, ticket):
                             self.deliver([Wakeup(stream.session, ticket, Missing())])
                 case _:
                     logger.warning("%s broke the session's protocol", stream.client)
                     return
 
-    def _renew(self, stream: Stream, renew: pb.Renew) -> None:
-        leases = [LeaseId(lease) for lease in renew.leases]
-        expires_s, lost = self._cache.renew(stream.session, leases, self._now_s())
+    async def _renew(self, stream: Stream, renew: pb.Renew) -> None:
+        leases, lost, pace = list(map(LeaseId, renew.leases)), [], self.turns.pace()
+        expires_s, _ = self._cache.renew(stream.session, (), self._now_s())  # of the first of them
+        for start in range(0, len(leases), RENEWED_AT_A_TIME):
+            await pace.step()
+            some = leases[start : start + RENEWED_AT_A_TIME]
+            lost += self._cache.renew(stream.session, some, self._now_s())[1]
         renewed = pb.Renewed(expires_s=expires_s)
         if lost:
             self._post(stream.session, pb.SessionEvent(leases_ended=pb.LeasesEnded(leases=lost)))
@@ -331,7 +413,7 @@ class Sessions:
     # -- the end of a session ------------------------------------------------------------------
 
     def _end(self, stream: Stream) -> None:
-        self.hear()
+        self.puts.take_last(stream.session)
         del self._by_token[stream.token]
         del self._by_session[stream.session]
         self.deliver(self._cache.leave_session(stream.session))
@@ -347,8 +429,8 @@ class Sessions:
             loop.call_later(pause_s, self._take_back, session, pause_s * 2)
             return
         self._leaving -= 1
-        self._cache.close_session(session)
-        logger.debug("session %d closed", session)
+        self.puts.take_last(session)  # a put that began before the stream's end may be over since
+        self.close(session)
 
 
 def _ends_wait(event: pb.SessionEvent | None) -> bool:

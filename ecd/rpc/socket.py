@@ -7,12 +7,14 @@ with the process decides whose path it is.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
-MAX_PATH_BYTES = 107  # sizeof(sockaddr_un.sun_path) - 1
+from ecd.ownership import NotOurs, describe, open_place, take_lock
+
+MAX_PATH_BYTES = 106  # sizeof(sockaddr_un.sun_path) - 1, without what is appended to bind it
 
 
 class SocketError(Exception):
@@ -28,46 +30,74 @@ class OwnedSocket:
         Raises SocketError.
         """
         self.path = _path(address)
-        self._lock_path = self.path.with_name(self.path.name + ".lock")
-        try:
-            self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            self._lock_fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise SocketError(
-                f"cannot listen on {address}: {error.strerror}: {error.filename}. "
-                "ECD_ADDRESS or --address must name a place this user may write to"
-            ) from None
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock_fd)
-            raise SocketError(
-                f"another daemon listens on {address}. Stop it, or give this one another "
-                "ECD_ADDRESS (--address) and ECD_NAME (--name)"
-            ) from None
-        self._clear()
+        self._lock_name = f"{self.path.name}.lock"
+        self._bound_name = f"{self.path.name}~"
+        with contextlib.ExitStack() as opened:
+            try:
+                self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+                self._place_fd = open_place(self.path.parent)
+                opened.callback(os.close, self._place_fd)
+                owners = frozenset({os.geteuid()})
+                self._lock_fd = take_lock(self._place_fd, self._lock_name, owners)
+                opened.callback(os.close, self._lock_fd)
+                self._clear(self.path.name)
+                self._clear(self._bound_name)
+            except BlockingIOError:
+                raise SocketError(
+                    f"another daemon listens on {address}. Stop it, or give this one another "
+                    "ECD_ADDRESS (--address) and ECD_NAME (--name)"
+                ) from None
+            except NotOurs as error:
+                raise SocketError(
+                    f"cannot listen on {address}: {error}. ECD_ADDRESS or --address may name "
+                    "another place"
+                ) from None
+            except OSError as error:
+                raise SocketError(
+                    f"cannot listen on {address}: {error.strerror}: {error.filename}. "
+                    "ECD_ADDRESS or --address must name a place this user may write to"
+                ) from None
+            opened.pop_all()
 
-    def _clear(self) -> None:
+    def _clear(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(self.path.lstat().st_mode):
-                raise SocketError(f"{self.path} is there and is not a socket; remove it first")
-            self.path.unlink()
+            found = os.stat(name, dir_fd=self._place_fd, follow_symlinks=False)
+            if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+                raise SocketError(
+                    f"{self.path.with_name(name)} is not a socket of this user: it is "
+                    f"{describe(found)}. Remove it first"
+                )
+            os.unlink(name, dir_fd=self._place_fd)
 
-    @property
-    def target(self) -> str:
-        """What grpc binds."""
-        return f"unix:{self.path}"
+    def bind(self, server: Any, gid: int | None) -> None:
+        """Let the server listen on the path, in place of one before it.
 
-    def grant(self, gid: int | None) -> None:
-        """After binding: owner and group may connect."""
-        self.path.chmod(0o660)
-        if gid is not None:
-            os.chown(self.path, -1, gid)
+        grpc unlinks what it has bound when it ends, even if another server has bound it meanwhile:
+        it binds another path, which is renamed. Raises RuntimeError, OSError and SocketError: it
+        cannot be bound now.
+        """
+        self._clear(self._bound_name)
+        bound = self.path.with_name(self._bound_name)
+        server.add_insecure_port(f"unix:{bound}")
+        try:
+            _grant(bound, gid)
+            bound.rename(self.path)
+        except FileNotFoundError as error:
+            raise RuntimeError(f"another server ended: {error}") from None
 
     def close(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self._lock_path.unlink(missing_ok=True)
+        for name in (self.path.name, self._lock_name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self._place_fd)
         os.close(self._lock_fd)
+        os.close(self._place_fd)
+
+
+def _grant(path: Path, gid: int | None) -> None:
+    """The owner may connect, and members of the group if there is one."""
+    if gid is not None:
+        os.chown(path, -1, gid)
+    path.chmod(0o600 if gid is None else 0o660)
 
 
 def _path(address: str) -> Path:

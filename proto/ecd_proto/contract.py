@@ -38,6 +38,7 @@ MAX_HINTS = 8
 """Nodes named for one key."""
 NODE_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}):\d{1,5}$"
 """A node's name: the host:port of its Peer service, an IPv4 address or a host name."""
+MAX_NODE_LENGTH = 259
 
 
 class Hint(NamedTuple):

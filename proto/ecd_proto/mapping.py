@@ -23,6 +23,7 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -56,13 +57,22 @@ class Mapping:
         finally:
             os.close(fd)
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """The bytes at `offset`. Writing to a view of a read-only mapping ends the process."""
+    def view(self, offset: int, nbytes: int, keeps: object = None) -> memoryview:
+        """The bytes at `offset`; what refers to the view refers to `keeps` too.
+
+        Writing to a view of a read-only mapping ends the process.
+        """
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ValueError(f"{nbytes} bytes at {offset} of a mapping of {self.nbytes}")
         array: Any = (ctypes.c_ubyte * nbytes).from_address(self.address + offset)
-        array.mapping = self  # what refers to the view refers to the mapping
+        array.keeps = self, keeps
         return memoryview(array).cast("B")
+
+    def cut_off(self) -> None:
+        """Put private memory, all zero, in its place: nothing written here reaches the file."""
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = _MAP_FIXED | _MAP_NORESERVE | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        _libc.mmap(self.address, self.nbytes, protection, flags, -1, 0)
 
     def populate_soon(self) -> None:
         """`populate` all of it on a thread of its own."""

@@ -6,6 +6,8 @@ lock                    held by the daemon for its life (flock): one daemon per 
 <incarnation>.index     what is stored and where: written by the daemon, read by clients
 <incarnation>.pins      one page per session, its pins and puts: written by its client, read by
                         the daemon
+<incarnation>.puts      the same file once a later start is looking for puts in it: no client that
+                        comes late finds it any more
 <incarnation>.bell      a datagram socket: who sends a page's number there has put something
 
 Every start makes new files and unlinks those of dead daemons, never truncating or reusing them:
@@ -40,8 +42,9 @@ POOL_SUFFIX = ".pool"
 SESSIONS_SUFFIX = ".sessions"
 INDEX_SUFFIX = ".index"
 PINS_SUFFIX = ".pins"
+PUTS_SUFFIX = ".puts"
 BELL_SUFFIX = ".bell"
-SUFFIXES = (POOL_SUFFIX, SESSIONS_SUFFIX, INDEX_SUFFIX, PINS_SUFFIX, BELL_SUFFIX)
+SUFFIXES = (POOL_SUFFIX, SESSIONS_SUFFIX, INDEX_SUFFIX, PINS_SUFFIX, PUTS_SUFFIX, BELL_SUFFIX)
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, len, pid
 
@@ -88,7 +91,12 @@ RESERVATIONS_WORD = 10
 PAGES_WORD = 11
 """The word that says how many pages of pins have ever been in use, the first ones."""
 LIFE_WORD = 12
-"""The word that counts the daemons which have had the pool, one after the other."""
+"""The word that counts the daemons which have had the pool, one after the other. Written last."""
+TAKING_WORD = 13
+"""The word that is 1 until the daemon has shown what those before it left without a proof.
+
+Until then it gives no memory away, so that their rows and puts say what they said.
+"""
 
 NAMES_AT, NAMES_BYTES = INDEX_HEADER_BYTES, 64 << 10
 DESKS_AT = NAMES_AT + NAMES_BYTES
@@ -136,6 +144,16 @@ class IndexShape(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.rows_at + self.rows * ROW_BYTES
+
+    def fits(self, index_bytes: int, pins_bytes: int) -> bool:
+        """Whether files of these sizes hold all that is looked at by this shape."""
+        return (
+            self.buckets > 0
+            and self.buckets & self.buckets - 1 == 0
+            and self.prime > 0
+            and self.nbytes <= index_bytes
+            and pins_bytes <= self.desks * PAGE_BYTES
+        )
 
 
 class Row(NamedTuple):
@@ -294,6 +312,12 @@ def row_is_whole(row: bytes) -> bool:
     return entry != 0 and bool(checksum == crc32(row[_CHECKED]))
 
 
+def row_entry(row: bytes) -> int:
+    """The entry that it lists, or, where a client puts one, the number of the put."""
+    entry: int = _MARKED.unpack_from(row, 8)[1]
+    return entry
+
+
 def row_proof(row: bytes) -> int:
     """The checksum of the entry's bytes; 0: nobody has read them yet."""
     proof: int = struct.unpack_from("<Q", row, 8 * ROW_PROOF_WORD)[0]
@@ -357,12 +381,16 @@ written, and a row that says where they are and what. A put that is done becomes
 its key is reserved by a call: who finds one without an answer finds the entry a moment later."""
 
 DESK_BYTES = 256
-"""What the daemon tells one session: its grant, in pieces, and the answer to each of its puts."""
+"""What the daemon tells one session: its grant, in pieces, and the answer to each of its puts.
+
+A put that has no answer yet may have there which memory it keeps, by `pack_kept`.
+"""
 FIRST_GRANT_WORD, FIRST_ANSWER_WORD = 0, 16
 MAX_GRANTS = 16
 STORED, DUPLICATE, REFUSED = 1, 2, 3
 BELL = struct.Struct("<I")  # what is sent to the bell: the number of a page
 _GRANTS, _STARTS, _SIZES = 1 << 20, 1 << 28, 1 << 16
+_KEPT = _GRANTS >> 1
 
 
 class Grant(NamedTuple):
@@ -385,6 +413,14 @@ def unpack_grant(word: int) -> Grant:
     rest, size = divmod(word, _SIZES)
     number, start = divmod(rest, _STARTS)
     return Grant(number, start * 4096, size * 4096)
+
+
+def pack_kept(put: int, offset: int, nbytes: int) -> int:
+    """What stands in place of an answer once the grant that a put was begun in is taken back.
+
+    For the next daemon alone: no client's number of a put is so large that it is one's answer.
+    """
+    return pack_grant(Grant(put % _KEPT + _KEPT, offset, nbytes)) or 0
 
 
 def pack_answer(put: int, outcome: int) -> int:

@@ -25,6 +25,7 @@ def make_peer(make_daemon: Callable[..., Daemon]) -> Callable[..., Daemon]:
         clustered = {
             "ECD_PEER_ADDRESS": node,
             "ECD_PEER_TOKEN": TOKEN,
+            "ECD_HINT_NETWORKS": "127.0.0.0/8",
             "ECD_ENGINE_PORTS": f"{first}-{first + 15}",
             "ECD_WARM_RESTART": "false",  # a node that restarts has lost what it had
         }

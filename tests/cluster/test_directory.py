@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import json
+import random
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from ecd.cluster.admission import Admitted
+from ecd.cluster.directory import Found
+from ecd.cluster.fetcher import Fetcher
+from ecd.cluster.peers import Peers
+from ecd.cluster.redis_directory import RedisDirectory
+from ecd.core.cache import Cache
+from ecd.core.types import Key, Missing, Waiting, Wakeup
 from ecd_client import Client
 from support.daemon import Daemon, eventually
 from support.redis import RedisServer
@@ -164,7 +173,7 @@ def test_redis_is_flushed(two: Two, redis: RedisServer) -> None:
     redis.ask("flushall")
     assert not look(there, "k")
     eventually(lambda: known(redis, "k") == [here.incarnation], 15, "it is told again")
-    eventually(lambda: int(redis.ask("dbsize")) == 701 + 2, 15)
+    eventually(lambda: int(redis.ask("dbsize")) == 701 + 4, 15)
 
 
 def test_redis_stands_still(two: Two, redis: RedisServer) -> None:
@@ -236,7 +245,7 @@ def test_rows_that_lead_nowhere_cost_a_miss(two: Two, redis: RedisServer) -> Non
         *(f"nowhere {number}" for number in range(len(places))),
     ):
         assert not look(there, key), key
-    time.sleep(1.1)  # the row of another type made Redis answer with an error
+    assert b.peers().directory.errors == 0
     store(here, "k")
     redis.ask("hset", row("k"), "2" * 32, "", "4" * 32, "")
     eventually(lambda: here.incarnation in known(redis, "k"))
@@ -245,6 +254,242 @@ def test_rows_that_lead_nowhere_cost_a_miss(two: Two, redis: RedisServer) -> Non
     assert b.peers().reads_ahead_used == before + 1, "the row says where it lies"
     for daemon in (a, b):
         daemon.check_nothing_leaked()
+
+
+def directory_of(redis: RedisServer) -> RedisDirectory:
+    """That of a node which stores nothing, in this process."""
+    return RedisDirectory(
+        url(redis),
+        "default",
+        "127.0.77.1:1",
+        "f" * 32,
+        "",
+        lambda: 0,
+        lambda *_: ([], None),
+        {}.get,
+    )
+
+
+def a_node(redis: RedisServer, incarnation: str, record: str | None = None) -> None:
+    """A living one of this incarnation, at 127.0.77.1:2 if `record` does not say else."""
+    record = record or json.dumps({"node": "127.0.77.1:2", "zone": "", "load": 0})
+    redis.ask("set", f"ecd:default:n:{incarnation}", record)
+
+
+POISONED_RECORDS = {
+    "a load beyond all numbers": '{"node": "127.0.77.1:3", "zone": "", "load": 1e999}',
+    "a load that is none": '{"node": "127.0.77.1:3", "zone": "", "load": "much"}',
+    "deep JSON": "[" * 100_000,
+    "JSON that is deep, and not long": "[" * 1000,
+    "a list": "[]",
+    "a node that is a number": '{"node": 3, "zone": "", "load": 0}',
+    "a node that is many": '{"node": ["127.0.77.1:3"], "zone": "", "load": 0}',
+    "a long zone": json.dumps({"node": "127.0.77.1:3", "zone": "z" * 100_000, "load": 0}),
+    "no text": "\\xff\\xfe",
+}
+
+
+@pytest.mark.parametrize("poison", POISONED_RECORDS)
+def test_a_poisoned_record_costs_its_own_candidate(redis: RedisServer, poison: str) -> None:
+    a_node(redis, "1" * 32)
+    a_node(redis, "2" * 32, POISONED_RECORDS[poison])
+    redis.ask("hset", row("k"), "1" * 32, "0+5", "2" * 32, "0+5")
+    redis.ask("hset", row("another"), "1" * 32, "")
+    check_that_all_is_found(redis)
+
+
+def test_a_poisoned_row_costs_its_own_candidates(redis: RedisServer) -> None:
+    a_node(redis, "1" * 32)
+    redis.ask("hset", row("another"), "1" * 32, "", "not an incarnation", "")
+    redis.ask("eval", "redis.call('hset', KEYS[1], '\\255\\254', '')", "1", row("another"))
+    redis.ask("eval", "redis.call('hset', KEYS[1], ARGV[1], '\\255')", "1", row("k"), "3" * 32)
+    redis.ask("hset", row("k"), "1" * 32, "0+5")
+    redis.ask("lpush", "ecd:default:n:" + "3" * 32, "x")
+    redis.ask("set", row("of another type"), "x")
+    check_that_all_is_found(redis)
+
+
+MANY_FIELDS = (
+    "for i = 1, 10000 do redis.call('hset', KEYS[1], string.format('%032x', i), '0+5') end"
+)
+LONG_FIELDS = (
+    "redis.call('hset', KEYS[1], string.rep('1', 32), string.rep('5', 4000000)) "
+    "redis.call('hset', KEYS[1], string.rep('1', 4000000), '0+5')"
+)
+LONG_STRING = "redis.call('set', KEYS[1], string.rep('5', 4000000))"
+
+
+def test_what_is_too_large_is_not_read(redis: RedisServer) -> None:
+    a_node(redis, "1" * 32)
+    a_node(redis, "2" * 32)
+    for key in ("k", "another"):
+        redis.ask("hset", row(key), "1" * 32, "0+5", "e" * 32, "0+5")
+    redis.ask("eval", MANY_FIELDS, "1", row("of many nodes"))
+    redis.ask("eval", LONG_FIELDS, "1", row("of long fields"))
+    redis.ask("hset", row("of long fields"), "2" * 32, "0+5")
+    redis.ask("eval", LONG_STRING, "1", "ecd:default:n:" + "e" * 32)
+    names = ("k", "of many nodes", "of long fields", "another")
+
+    async def find() -> None:
+        directory = directory_of(redis)
+        before = sent_bytes(redis)
+        found = await directory.find([Key("default", name) for name in names])
+        while directory.state.last_error == "TimeoutError":  # this machine is busy
+            directory.state.last_error = ""
+            await asyncio.sleep(1.1)
+            before = sent_bytes(redis)
+            found = await directory.find([Key("default", name) for name in names])
+        assert sent_bytes(redis) - before < 50_000
+        assert [len(found[Key("default", name)]) for name in names] == [1, 0, 1, 1]
+        await directory.close()
+
+    asyncio.run(find())
+
+
+def sent_bytes(redis: RedisServer) -> int:
+    lines = redis.ask("info", "stats").splitlines()
+    said = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(said["total_net_output_bytes"])
+
+
+def check_that_all_is_found(redis: RedisServer) -> None:
+    """The node 1 for both keys, and nothing for what is of another type, in one batch."""
+
+    async def find() -> None:
+        directory = directory_of(redis)
+        keys = [Key("default", key) for key in ("k", "of another type", "another")]
+        found = await directory.find(keys)
+        while directory.state.last_error == "TimeoutError":  # this machine is busy
+            directory.state.last_error, directory.state.errors = "", 0
+            await asyncio.sleep(1.1)
+            found = await directory.find(keys)
+        assert {key.mm_hash: [c.hint.node for c in found[key]] for key in found} == {
+            "k": ["127.0.77.1:2"],
+            "another": ["127.0.77.1:2"],
+        }
+        assert found[keys[0]][0].hint.nbytes == 5
+        assert directory.state.errors == 0
+        await directory.close()
+
+    asyncio.run(find())
+
+
+def test_lookups_at_one_time_do_not_hurt_each_other(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one of them forgets, as its time is over, another one may be about to use."""
+    monkeypatch.setattr("ecd.cluster.redis_directory.NODE_CACHE_S", 0.01)
+    names = [f"{number:032x}" for number in range(16)]
+    for name in names:
+        a_node(redis, name)
+        redis.ask("hset", row("all"), name, "")
+        redis.ask("hset", row(name), name, "")
+
+    async def find() -> None:
+        directory = directory_of(redis)
+        finds = []
+        until_s = time.monotonic() + 2.0
+        while time.monotonic() < until_s:
+            for key in (random.choice(names), "all"):
+                finds.append(asyncio.ensure_future(directory.find([Key("default", key)])))
+                await asyncio.sleep(1e-3)
+        for found in await asyncio.gather(*finds):
+            whole = [1], [len(names)]
+            assert [len(candidates) for candidates in found.values()] in ([], *whole)
+        assert directory.state.last_error in ("", "TimeoutError"), "at most it took too long"
+        await directory.close()
+
+    asyncio.run(find())
+
+
+def test_a_lookup_that_raises_is_answered_at_once() -> None:
+    async def find(keys: object) -> Found:
+        await asyncio.sleep(0.01)
+        raise KeyError("as no directory should")
+
+    async def want() -> None:
+        cache = Cache(1 << 20, 30.0)
+        session, asking = cache.open_session(), cache.open_session()
+        woken: list[Wakeup] = []
+        fetcher = Fetcher(
+            cache, session, None, None, Peers("127.0.77.1:1", "", "tcp", None, None), nobody, find,
+            woken.extend, lambda *_: None, "", 5.0,
+        )  # fmt: skip
+        keys = [Key("default", str(number)) for number in range(3)]
+        for key in keys:
+            fetcher.want(key, ())
+            assert isinstance(cache.acquire(asking, key, 0.0, 5.0, True), Waiting)
+        started = time.monotonic()
+        while len(woken) < len(keys):
+            await asyncio.sleep(0.01)
+            assert time.monotonic() - started < 1.0, "until the deadline of a fetch"
+        assert all(isinstance(wakeup.outcome, Missing) for wakeup in woken)
+        assert fetcher.flights == 0
+        await fetcher.close()
+
+    async def nobody(hints: object) -> list[Admitted]:
+        return []
+
+    asyncio.run(want())
+
+
+def test_a_row_of_another_type_keeps_no_other_from_being_told(two: Two, redis: RedisServer) -> None:
+    a, here, _b, there = two
+    redis.ask("set", row("k"), "x")
+    for key in ("kk", "k", "kkk"):
+        store(here, key)
+    eventually(lambda: known(redis, "kk") and known(redis, "kkk"), what="the others are told")
+    eventually(lambda: a.peers().directory.unpublished == 0)
+    assert a.peers().directory.errors == 0
+    assert look(there, "kk")
+    assert not look(there, "k")
+
+
+# -- nodes by their address ------------------------------------------------------------------------
+
+
+def test_hints_lead_to_nodes_that_the_directory_knows(
+    make_peer: MakePeer, client_of: ClientOf, redis: RedisServer
+) -> None:
+    known_to_redis = {"ECD_DIRECTORY": url(redis), "ECD_HINT_NETWORKS": ""}
+    a, b = make_peer(**known_to_redis).start(), make_peer(**known_to_redis).start()
+    unknown = make_peer().start()
+    other = make_peer(ECD_CLUSTER="other", **known_to_redis).start()
+    here, there = client_of(a), client_of(b)
+    for daemon in (a, unknown, other):
+        store(client_of(daemon), "k")
+    eventually(lambda: known(redis, "k") != [])
+    redis.ask("del", row("k"))
+    for daemon in (unknown, other):
+        assert there.get("k", 0.5, nodes=[daemon.peer]) is None
+    assert "ecd_hints_ignored_total 2.0" in b.metrics()
+    with there.get("k", 5.0, nodes=[unknown.peer, other.peer, here.node]) as item:
+        assert (item.tensor == 1).all()
+    assert [peer.node for peer in b.peers().peers] == [a.peer], "no other was asked"
+    address = f"ecd:default:a:{a.peer}"
+    assert redis.ask("get", address) == here.incarnation
+    assert 0 < int(redis.ask("ttl", address)) <= 15
+    a.terminate()
+    assert redis.ask("exists", address) == "0"
+
+
+def test_hints_wait_no_longer_for_a_directory_than_lookups_do(
+    make_peer: MakePeer, client_of: ClientOf, redis: RedisServer
+) -> None:
+    b = make_peer(ECD_DIRECTORY=url(redis), ECD_HINT_NETWORKS="").start()
+    there = client_of(b)
+    eventually(lambda: b.peers().directory.up)
+    redis.stop()
+    try:
+        started = time.monotonic()
+        hints = [f"127.0.77.1:{number}" for number in range(1, 9)]
+        founds = there.get_async(
+            [f"k{n}" for n in range(64)], 5.0, only_if_written=True, nodes=[hints] * 64
+        )
+        assert [found.result(BOUND_S) for found in founds] == [None] * 64
+        assert time.monotonic() - started < 1.0
+    finally:
+        redis.go_on()
 
 
 def test_a_node_that_restarts_is_another_incarnation(

@@ -280,6 +280,7 @@ def believer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon,
         tmp_path_factory.mktemp("believer"),
         ECD_PEER_ADDRESS="127.0.79.1:9465",
         ECD_ENGINE_PORTS="27000-27031",
+        ECD_HINT_NETWORKS="127.0.78.0/24",
     )
     daemon.start()
     with Client(daemon.address) as client:
@@ -290,8 +291,16 @@ def believer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon,
 LIES_TO_THOSE_AHEAD = (
     *LIES,
     *("another incarnation", "an identity nowhere", "a lease of no time", "no answer"),
-    *("an answer to nobody", "hangs up", "dies with the lease"),
+    *("an answer to nobody", "hangs up", "dies with the lease", "a pool beyond all"),
 )
+REFUSED = {
+    "an engine elsewhere": "another machine",
+    "a lease for ever": "as no node does",
+    "a lease of no number": "as no node does",
+    "a lease of no time": "as no node does",
+    "a pool beyond all": "as no node does",
+}
+"""Lies that are seen before anything is asked, and what is said of them."""
 
 
 @pytest.mark.parametrize(
@@ -319,6 +328,8 @@ def test_a_peer_that_lies(
         node = liar.node if ahead else liar
         [peer] = [peer for peer in daemon.peers().peers if peer.node == node]
         assert peer.last_error or sum(daemon.peers().fetches.values()) > 0
+        assert REFUSED.get(lie, "") in peer.last_error
+        assert peer.state != "connected" or lie not in REFUSED
     assert put(client, "mine", 1000, 3), "the daemon serves on"
     daemon.check_nothing_leaked(within_s=5.0)
     assert "Traceback" not in daemon.text()

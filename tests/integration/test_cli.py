@@ -69,6 +69,29 @@ def test_metadata_and_cost_travel_with_the_file(daemon: Daemon, tmp_path: Path) 
         assert (item.metadata, item.cost_s) == (b"\x00grid\xff", 0.25)
 
 
+def test_namespaces_are_summed_up_and_one_can_be_dropped(daemon: Daemon, client: Client) -> None:
+    for number in range(3):
+        client.put(f"old-{number}", torch.zeros(10 + number), namespace="model|version-1")
+    client.put("new", torch.zeros(100), namespace="model|version-2")
+    found = {row["namespace"]: row for row in as_json(daemon, "namespaces")}
+    assert {name: (row["entries"], row["nbytes"]) for name, row in found.items()} == {
+        "model|version-1": (3, 4 * 33),
+        "model|version-2": (1, 400),
+    }
+    assert "version-1" in cli(daemon, "namespaces").stdout
+    cli(daemon, "evict", "--namespace", "model|version-1", "--yes")
+    assert [row["namespace"] for row in as_json(daemon, "namespaces")] == ["model|version-2"]
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(daemon: Daemon, client: Client) -> None:
+    client.put_bytes("[red]k", b"x", "uint8", (1,), namespace="[/x]")
+    for command in ("ls", "namespaces"):
+        done = cli(daemon, command)
+        assert done.returncode == 0, done.stderr
+        assert "[/x]" in done.stdout
+    assert "[red]k" in cli(daemon, "ls").stdout
+
+
 def test_ls_and_status_say_the_same_to_people_and_programs(daemon: Daemon) -> None:
     with Client(daemon.address, namespace="n") as client:
         for index in range(5):
@@ -229,6 +252,7 @@ def test_doctor_says_which_nodes_and_directory_are_away(tmp_path: Path) -> None:
         ECD_PEER_ADDRESS="127.0.83.1:9465",
         ECD_ENGINE_PORTS="30000-30031",
         ECD_DIRECTORY="redis://127.0.83.3:1/0",
+        ECD_HINT_NETWORKS="127.0.83.0/24",
     )
     try:
         daemon.start()

@@ -28,7 +28,7 @@ def test_200_clients_killed_at_random_points_leave_nothing(
     """Ten at a time work and are killed one by one while the rest work on."""
     daemon = make_daemon("24MiB").start()
     chance = random.Random(4)
-    slowest_s = 0.0
+    ended_s: list[float] = []
     script = str(Path(__file__).with_name("crashing_client.py"))
     nursery = subprocess.Popen(
         [sys.executable, script, daemon.address],
@@ -49,10 +49,9 @@ def test_200_clients_killed_at_random_points_leave_nothing(
                 time.sleep(chance.uniform(0.0, 0.05))
                 os.kill(pids.pop(), signal.SIGKILL)
                 left = len(pids)
-                took_s = eventually(
-                    lambda left=left: daemon.status().sessions <= left, 1.0, "the session"
+                ended_s.append(
+                    eventually(lambda left=left: daemon.status().sessions <= left, 5.0, "session")
                 )
-                slowest_s = max(slowest_s, took_s)
             status = daemon.status()
             assert (status.sessions, status.leases, status.waits) == (0, 0, 0)
             assert (status.pool.reserved_bytes, status.pool.leased_bytes) == (0, 0)
@@ -65,7 +64,9 @@ def test_200_clients_killed_at_random_points_leave_nothing(
     counters = daemon.status().counters
     assert counters.puts > KILLS
     assert counters.aborts > 0, "some died between reserve and commit"
-    print(f"slowest: {slowest_s:.3f} s after the kill; {counters.aborts} died while writing")
+    print(f"slowest: {max(ended_s):.3f} s after the kill; {counters.aborts} died while writing")
+    late = [seconds for seconds in ended_s if seconds > 1.0]
+    assert len(late) < len(ended_s) / 20, "a machine busy with else may hold up a few"
     daemon.evict_all()
     status = daemon.status()
     assert status.pool.used_bytes == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -126,6 +127,7 @@ def test_they_agree_with_the_daemon(manifests: dict[str, list[Manifest]], overla
     assert endpoint["port"] in ports
 
     socket = settings["ECD_ADDRESS"].removeprefix("unix://")
+    assert settings["ECD_GROUP"] == "10001"
     assert os.path.dirname(socket) == settings["ECD_SHM_DIR"] == ecd["volumeMounts"][0]["mountPath"]
     for engine in containers(built, "vllm"):
         assert environment(engine)["ECD_ADDRESS"] == settings["ECD_ADDRESS"]
@@ -214,7 +216,8 @@ mkdir "$PLACE/keep"
 {LET_OTHERS_IN}
 mount -t tmpfs none /run
 mkdir /run/ecd
-mount -t tmpfs -o "size=$SIZE,mode=2770,uid=10001,gid=10001" none /run/ecd
+mount -t tmpfs -o "size=$SIZE,mode=2777,uid=0,gid=10001" none /run/ecd  # as the kubelet does
+setpriv --groups=10001 --no-new-privs --bounding-set=-all --inh-caps=-all $PREPARE
 mount -o remount,bind,ro /
 ip link set lo up
 exec setpriv --reuid=10001 --regid=10001 --clear-groups --no-new-privs --bounding-set=-all \\
@@ -231,6 +234,7 @@ def sidecar(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     file.write_text(joined)
     built = build(file.parent)
     [pod] = pods([only(built, "Deployment", "vllm")])
+    [prepare] = containers(built, "directory")
     [ecd] = containers(built, "ecd")
     address = "127.0.0.1"
     settings = {
@@ -243,8 +247,10 @@ def sidecar(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         env={
             **settings,
             "ECD_PEER_TOKEN": "what the secret holds",
+            "KUBERNETES_SERVICE_HOST": "10.96.0.1",  # the kubelet sets it in every container
             "PATH": os.environ["PATH"],
             "SEEN": SEEN,
+            "PREPARE": shlex.join(prepare["command"]),
             "PLACE": str(tmp_path),
             "SIZE": pod["volumes"][0]["emptyDir"]["sizeLimit"].removesuffix("i"),
             "ECD": str(Path(sys.executable).with_name("ecd")),
@@ -294,8 +300,13 @@ def test_the_sidecar_runs_as_its_manifest_says(
     assert re.search(r"^CapEff:\t0+$", owner, re.MULTILINE)
     bench = subprocess.run([*inside, *command, "bench", "--rounds", "1"], capture_output=True)
     assert bench.returncode == 0, bench.stderr
+    volume = os.open(f"/proc/{daemon}/root/run/ecd/ecd-default", os.O_RDONLY)
+    assert os.fstat(volume).st_gid == 10001
     os.kill(daemon, signal.SIGTERM)
     assert process.wait(20.0) == 0, log.read_text()
+    left = {Path(name).suffix for name in os.listdir(volume)}
+    os.close(volume)
+    assert {".pool", ".index"} <= left, "a container that is started again takes it over"
     for line in log.read_text().splitlines():
         if line.startswith("{"):
             assert json.loads(line)["level"] in ("INFO", "WARNING"), line

@@ -83,6 +83,7 @@ for directory in /etc /usr/lib; do
   options="lowerdir=$directory,upperdir=$layer/upper,workdir=$layer/work"
   mount -t overlay -o "$options" none "$directory"
 done
+mount -t tmpfs -o mode=1777 none /dev/shm
 systemctl() { echo "systemctl $*"; }
 %s
 id ecd

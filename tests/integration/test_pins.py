@@ -1,21 +1,33 @@
 """Reading without a call: pins against eviction, crash, stop and mischief, with real processes."""
 
+import gc
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
 
 from ecd_client import Client
 from ecd_client.index import AskDaemon
-from ecd_proto.shm import MAX_PINS
+from ecd_client.puts import What
+from ecd_proto.shm import (
+    FIRST_PUT_WORD,
+    MAX_PINS,
+    PUT_ROW,
+    PUT_WORDS,
+    ROW_BYTES,
+    row_is_whole,
+    unpack_row,
+)
 from support.daemon import Daemon, eventually
 from support.pin_stress import STEPS
 
@@ -35,6 +47,7 @@ def test_no_reader_sees_a_wrong_byte_however_fast_memory_is_reused() -> None:
     assert found["wrong"] == 0
     assert found["gets"] > 100
     assert found["evictions"] > 100
+    assert found["forks"] > 0
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -184,3 +197,105 @@ def test_threads_share_one_page(daemon: Daemon) -> None:
         assert len(index._free) == MAX_PINS
         with pytest.raises(AskDaemon):
             index.contains("default", [""])
+
+
+def bytes_of(shown: object) -> bytes:
+    shown = shown.numpy() if isinstance(shown, torch.Tensor) else shown
+    return memoryview(shown).tobytes()
+
+
+PRESSURE = """
+import sys
+from ecd_client import Client
+with Client(sys.argv[1]) as client:
+    for number in range(63):
+        client.put_bytes(str(number), bytes([2]) * (1 << 20), "uint8", (1 << 20,))
+"""
+
+
+@pytest.mark.parametrize("by_calls", [False, True])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda item: item.view,
+        lambda item: item.view[10:20],
+        lambda item: item.tensor,
+        lambda item: item.tensor[5:9].view(torch.int8),
+        lambda item: item.tensor.numpy()[3:],
+        lambda item: item.tensor.numpy().view("int8"),
+    ],
+)
+def test_whatever_shows_an_entry_keeps_it(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, kept: Callable, by_calls: bool
+) -> None:
+    if by_calls:
+        monkeypatch.setattr("ecd_client.index.take_part_in_barriers", lambda: False)
+    with Client(daemon.address) as client:
+        client.put("k", torch.full((1 << 20,), 1, dtype=torch.uint8))
+        shown = kept(client.get("k"))
+        daemon.evict_all()
+        subprocess.run([sys.executable, "-c", PRESSURE, daemon.address], check=True, timeout=60)
+        assert set(bytes_of(shown)) == {1}
+        gc.disable()  # the end waits for nothing
+        try:
+            del shown
+            eventually(lambda: daemon.status().leases == 0)
+        finally:
+            gc.enable()
+    daemon.check_nothing_leaked()
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        "ecd_client.index.row_mark",
+        "ecd_client.index.Index._note_use",
+        "ecd_client.conversation.Pin",
+        "ecd_client.reader.Item",
+    ],
+)
+def test_an_interrupted_get_keeps_no_pin(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    with Client(daemon.address) as client:
+        client.put("k", torch.ones(1))
+        conversation = client._session.conversation()
+        users = conversation._users
+        with monkeypatch.context() as patched:
+            patched.setattr(at, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                client.get("k")
+        assert conversation._users == users
+        assert len(conversation.index._free) == MAX_PINS
+        daemon.evict_all()
+        assert daemon.status().leases == 0
+
+
+def test_a_row_that_makes_no_sense_in_a_page_harms_no_other_client(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    daemon = make_daemon("256MiB").start()
+    with Client(daemon.address) as rogue, Client(daemon.address) as client:
+        for one in (rogue, client):
+            one.put(f"{id(one)}", torch.ones(1 << 18))
+        conversation = rogue._session.conversation()
+        puts = conversation.index.puts
+        record = conversation.index.record("default", "k")
+        begun = puts.begin(What("default", "k", "uint8", (1,), 1, b"", 0.0), record)
+        at = (FIRST_PUT_WORD + begun.place * PUT_WORDS + PUT_ROW) * 8
+        row = bytearray(puts._memory[at : at + ROW_BYTES])
+        row[50:52] = b"\xff\xff"  # dtype and dimensions
+        row[8:16] = struct.pack("<Q", crc32(row[16 : ROW_BYTES - 8]))
+        puts._memory[at : at + ROW_BYTES] = row
+        index = client._session.conversation().index
+        assert row_is_whole(bytes(row))
+        with pytest.raises(IndexError):
+            unpack_row(bytes(row))
+        assert index.extent("default", "k") is None
+        assert client.get_now("k") == (None, True)
+        assert client.contains(["k"]) == [False]
+        assert client.get("k") is None

@@ -8,13 +8,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from ecd_client import Client, DaemonUnavailable
+from ecd.core.cache import Cache
+from ecd.core.types import Content, Key, Reserved
+from ecd.memory.mapped_index import MappedIndex
+from ecd.memory.pool_dir import PoolDir
+from ecd_client import Client, DaemonUnavailable, puts
 from ecd_client.calls import open_channel
-from ecd_client.puts import MAX_UNANSWERED, What
+from ecd_client.puts import MAX_UNANSWERED, Begun, What
 from ecd_proto.shm import FIRST_PUT_WORD, MAX_PUTS, PUT_WORDS
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
@@ -108,6 +113,44 @@ def test_what_is_being_written_outlives_its_grant(daemon: Daemon) -> None:
         with other.get("slow") as slow, other.get("large") as large:
             assert (slow.tensor == 7).all()
             assert (large.tensor == 2).all()
+    daemon.check_nothing_leaked()
+
+
+def test_no_put_begins_while_another_has_yet_to_check_its_grant(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grant that comes and goes in between would let a stale claim lie across a live put."""
+    claiming, go_on, begun = threading.Event(), threading.Event(), threading.Event()
+    is_granted = puts.Puts._is_granted
+
+    def slowly(self: puts.Puts, number: int, grant: int) -> bool:
+        if not claiming.is_set():
+            claiming.set()
+            go_on.wait(20)
+        else:
+            begun.set()
+        return is_granted(self, number, grant)
+
+    with Client(daemon.address) as client:
+        client.put("first", filled(5000, 0))
+        monkeypatch.setattr(puts.Puts, "_is_granted", slowly)
+        threads = [
+            threading.Thread(target=client.put, args=(key, filled(5000, value)))
+            for value, key in enumerate(("slow", "next"))
+        ]
+        try:
+            threads[0].start()
+            assert claiming.wait(5)
+            threads[1].start()
+            assert not begun.wait(0.5)
+        finally:
+            go_on.set()
+            for thread in threads:
+                thread.join()
+        assert begun.is_set()
+        for value, key in enumerate(("slow", "next")):
+            with client.get(key) as item:
+                assert (item.tensor == value).all()
     daemon.check_nothing_leaked()
 
 
@@ -207,6 +250,43 @@ os.kill(os.getpid(), signal.SIGKILL)
     daemon.check_nothing_leaked()
 
 
+def test_a_put_that_ends_after_its_stream_is_kept(daemon: Daemon) -> None:
+    """Its client may not know yet, and says that all is well."""
+    with Client(daemon.address) as client, Client(daemon.address) as other:
+        client.put("first", filled(5000, 1))
+        conversation = client._session.use()
+        puts = conversation.index.puts
+
+        def begin(key: str) -> Begun:
+            begun = conversation.begin_put(
+                What("default", key, "uint8", (5000,), 5000, key.encode(), 0.0)
+            )
+            assert isinstance(begun, Begun)
+            return begun
+
+        def write(begun: Begun) -> bool:
+            extent = pb.Extent(offset=begun.offset, nbytes=begun.nbytes)
+            view = conversation.write_view(extent)
+            return puts.write(begun, lambda: view.__setitem__(slice(None), b"\7" * 5000), bool)
+
+        rung, silent = begin("rung"), begin("silent")
+        conversation._outbox.put(pb.SessionRequest(hello=pb.Hello()))  # a second one
+        eventually(lambda: conversation._over)
+        assert "broke the session's protocol" in daemon.text()
+        assert write(rung)
+        assert write(begin("late"))
+        assert daemon.status().entries == 3
+        puts.close()
+        assert not write(silent), "there is no bell"
+        assert daemon.status().entries == 3
+        conversation.unuse()
+        eventually(lambda: daemon.status().entries == 4)
+        for key in ("rung", "late", "silent"):
+            with other.get(key) as item:
+                assert (bytes(item.view), item.metadata) == (b"\7" * 5000, key.encode())
+    daemon.check_nothing_leaked()
+
+
 def test_two_writers_of_one_key_store_one(daemon: Daemon) -> None:
     with Client(daemon.address) as first, Client(daemon.address) as second:
         outcomes: dict[int, list[bool]] = {0: [], 1: []}
@@ -228,6 +308,44 @@ def test_two_writers_of_one_key_store_one(daemon: Daemon) -> None:
             with first.get(f"k{number}") as item:
                 assert (item.tensor == number % 251).all()
     daemon.check_nothing_leaked()
+
+
+def test_a_reservation_is_counted_and_seen_before_claims_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order alone: no test makes a processor reorder a store and a load at will."""
+    steps: list[str] = []
+
+    class Header:
+        def __init__(self, words: memoryview) -> None:
+            self.words = words
+
+        def __getitem__(self, word: int) -> int:
+            return self.words[word]
+
+        def __setitem__(self, word: int, count: int) -> None:
+            steps.append(f"count {count}")
+            self.words[word] = count
+
+    class Pages(Header):
+        def __getitem__(self, words: slice) -> memoryview:
+            steps.append("look")
+            return self.words[words]
+
+    directory = PoolDir(str(tmp_path), "test")
+    index = MappedIndex(directory, "ab", 64 * MIB, 4)
+    cache = Cache(64 * MIB, clients=index)
+    session = cache.open_session()
+    index.open_page(session)
+    index._header = Header(index._header)
+    index._claims._pages = Pages(index._claims._pages)
+    monkeypatch.setattr("ecd.memory.claims.barrier", lambda: steps.append("barrier"))
+    content = Content("uint8", (1,), 1)
+    assert isinstance(cache.reserve(session, Key("n", "k"), content, 0.0), Reserved)
+    assert steps[:3] == ["count 1", "barrier", "look"]
+    assert "count 0" not in steps
+    index.close()
+    directory.close()
 
 
 def test_who_waits_is_woken_by_a_put_without_a_call(daemon: Daemon) -> None:

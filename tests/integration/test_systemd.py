@@ -245,10 +245,12 @@ def test_its_user_and_its_directory_are_made(tmp_path: Path) -> None:
         made = subprocess.run(command, capture_output=True, text=True)
         assert made.returncode == 0, made.stderr
     user = (tmp_path / "etc/passwd").read_text().split(":")
-    directory = (tmp_path / "etc/ecd").stat()
     assert user[0] == "ecd"
-    assert (directory.st_uid, directory.st_gid) == (0, int(user[3]))
-    assert directory.st_mode & 0o777 == 0o750
+    uid, gid = int(user[2]), int(user[3])
+    for directory, owner in (("etc/ecd", 0), ("dev/shm/ecd-default", uid)):
+        made = (tmp_path / directory).stat()
+        assert (made.st_uid, made.st_gid, made.st_mode & 0o777) == (owner, gid, 0o750)
+    assert (tmp_path / "dev/shm/ecd-default/keep").stat().st_uid == uid
 
 
 TARGETS = ("sysinit", "basic", "shutdown", "network-online", "multi-user", "umount", "final")

@@ -32,6 +32,7 @@ LIES = {
     "another place": lambda peer, said: setattr(said, "address", said.address + 4096),
     "memory of others": lambda peer, said: setattr(said, "address", 4096),
     "beyond the end": lambda peer, said: setattr(said, "address", said.address + (4 << 20) - 4096),
+    "an address beyond all": lambda peer, said: setattr(said, "address", (1 << 64) - 4096),
     "too few bytes": lambda peer, said: peer.resize(said, NBYTES - 4096),
     "too many bytes": lambda peer, said: peer.resize(said, NBYTES + 4096),
     "more than any pool": lambda peer, said: peer.resize(said, 1 << 50),
@@ -45,7 +46,8 @@ OTHER_LIES = (
     *("another incarnation", "no identity", "an identity nowhere", "a lease of no time"),
     *("a dead engine", "no engine"),
     *("another protocol", "another contract", "no answer", "an answer to nobody", "hangs up"),
-    *("dies with the lease", "refuses"),
+    *("dies with the lease", "refuses", "a lease for ever", "a lease of no number"),
+    *("an engine elsewhere", "a pool beyond all", "an answer to another question"),
 )
 LATER = "another's memory from the second lease on"
 
@@ -93,6 +95,14 @@ class LyingPeer(pb_grpc.PeerServicer):
                 told.identity_address = 4096
             case "a lease of no time":
                 told.lease_ttl_s = 0.0
+            case "a lease for ever":
+                told.lease_ttl_s = 1e308
+            case "a lease of no number":
+                told.lease_ttl_s = float("nan")
+            case "an engine elsewhere":
+                told.engine = "127.0.99.99:" + self.engine.endpoint.partition(":")[2]
+            case "a pool beyond all":
+                told.pool_address, told.pool_bytes = (1 << 64) - 4096, 1 << 40
             case "a dead engine":
                 told.engine = self.engine.endpoint.partition(":")[0] + ":1"
             case "no engine":
@@ -127,6 +137,10 @@ class LyingPeer(pb_grpc.PeerServicer):
             if self.lie == "no answer":
                 continue
             tickets = [item.ticket for item in request.lease.keys]
+            if self.lie == "an answer to another question":
+                for ticket in tickets:
+                    await context.write(pb.LinkReply(found=pb.FoundKeys(ticket=ticket)))
+                continue
             if self.lie == "an answer to nobody":
                 tickets = [ticket + 1000 for ticket in tickets for _ in range(100)]
             if self.lie == LATER and self.leases > 0:

@@ -120,6 +120,7 @@ class NodeDaemon(Daemon):
         clustered = {
             "ECD_PEER_ADDRESS": node.peer,
             "ECD_PEER_TOKEN": "a secret of the test",
+            "ECD_HINT_NETWORKS": f"{NETWORK}.0/24",
             "ECD_WARM_RESTART": "false",  # what it leaves is in a /dev/shm that is not ours
         }
         super().__init__(directory, pool, **{**clustered, **settings})

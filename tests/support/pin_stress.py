@@ -2,7 +2,8 @@
 
     python tests/support/pin_stress.py [--seconds 60] [--without STEP]
 
-Four processes get and put; some are stopped for a while and some killed at random. Every step of
+Four processes get and put; some are stopped for a while and some killed at random, and all fork
+children that use and end what their parents have. Every step of
 the scheme is slowed down at random places, the same in every run, so that what can go wrong does.
 With a step taken out, the run must find wrong bytes: that it does is what makes the other runs
 worth something. Prints one line of JSON; exits with 0 if no byte was wrong and nothing leaked.
@@ -11,6 +12,7 @@ worth something. Prints one line of JSON; exits with 0 if no byte was wrong and 
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -23,7 +25,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # not this directory, which has a redis.py
 
-STEPS = ("announce", "recheck", "hide", "scan", "lock", "claim", "regrant")
+STEPS = ("announce", "recheck", "hide", "scan", "lock", "claim", "regrant", "fork")
 KEYS = 48
 SIZES = (4096, 16384, 65536, 262144)
 POOL = "2MiB"
@@ -44,6 +46,7 @@ def pause() -> None:
 
 def run_daemon(without: str) -> None:
     from ecd.__main__ import main
+    from ecd.core.clients import Portion
     from ecd.memory.mapped_index import MappedIndex
     from ecd.rpc.sessions import Sessions
     from ecd_proto.shm import ROW_BYTES
@@ -56,11 +59,11 @@ def run_daemon(without: str) -> None:
 
     MappedIndex._write = write_in_pieces
     if without == "scan":
-        MappedIndex.pinned = lambda self: set()
+        MappedIndex.pinned = lambda self, live: iter([Portion(set(), is_last=True)])
     if without == "lock":
         Sessions._take_back = lambda self, session, pause_s: self._cache.close_session(session)
     if without == "claim":
-        MappedIndex._begun = staticmethod(lambda page: [])
+        MappedIndex._begun = staticmethod(lambda *pages: [[] for _ in pages])
     if without == "hide":
         hide, show, late = MappedIndex.hide, MappedIndex.show, []
 
@@ -78,8 +81,50 @@ def run_daemon(without: str) -> None:
 # -- a client --------------------------------------------------------------------------------------
 
 
+def be_child(client, item) -> None:
+    """Use and end what is the parent's, and end in one of all ways."""
+    from ecd_client import EcdError
+
+    signal.alarm(5)
+    random.seed(os.getpid())
+    pause()
+    content = b"\xff" * SIZES[1]
+    uses = (
+        item.close,
+        item.__del__,
+        lambda: item.view,
+        lambda: [client.get(str(number)) for number in range(KEYS)],
+        lambda: client.put_bytes(f"child {os.getpid()}", content, "int8", (len(content),)),
+        client.close,
+    )
+    for use in random.sample(uses, 3):
+        with contextlib.suppress(EcdError):
+            use()
+        pause()
+    match random.randrange(4):
+        case 0:
+            os._exit(0)
+        case 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case 2:
+            time.sleep(0.5)
+    sys.exit(0)
+
+
+def fork(by_multiprocessing: bool, client, item) -> None:
+    if by_multiprocessing:
+        multiprocessing.get_context("fork").Process(target=be_child, args=(client, item)).start()
+    elif os.fork() == 0:
+        be_child(client, item)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    time.sleep(random.random() * 0.1)
+
+
 def run_worker(address: str, without: str, seed: int) -> None:
     import ecd_client.conversation
+    import ecd_client.forks
     import ecd_client.index
     import ecd_client.puts
     from ecd_client import Client, EcdError
@@ -96,6 +141,8 @@ def run_worker(address: str, without: str, seed: int) -> None:
             return pin
 
     ecd_client.conversation.Index = SlowIndex
+    if without == "fork":
+        ecd_client.forks.add = lambda made: None
     if without == "recheck":
         ecd_client.index.row_mark = lambda row: b""
     write = ecd_client.puts.Puts.write
@@ -123,7 +170,7 @@ def run_worker(address: str, without: str, seed: int) -> None:
     ecd_client.puts.Puts.write = slow_write
     ecd_client.puts.Puts._take_piece = slow_take_piece
     ecd_client.puts.Puts._is_granted = slow_is_granted
-    counts = dict.fromkeys(("gets", "puts", "misses", "wrong", "broken"), 0)
+    counts = dict.fromkeys(("gets", "puts", "misses", "wrong", "broken", "forks"), 0)
     told = time.monotonic()
     with Client(address, namespace="stress", connect_timeout=20.0) as client:
         while True:
@@ -141,6 +188,9 @@ def run_worker(address: str, without: str, seed: int) -> None:
                             counts["broken"] += 1
                             item.lease.conversation.abandon()
                             time.sleep(0.05)
+                        if random.random() < 0.05:
+                            counts["forks"] += 1
+                            fork(seed % 2 == 0, client, item)
                         for _ in range(2):
                             counts["wrong"] += item.view.tobytes() != content
                             pause()

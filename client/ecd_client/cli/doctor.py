@@ -19,6 +19,7 @@ from rich.filesize import decimal
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.leftovers import leftovers
 from ecd_proto.shm import has_barriers
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -57,6 +58,7 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
         yield _locked_memory(status, peers)
         yield from _nodes(peers)
     yield _shared_memory(status)
+    yield _leftovers(status)
     yield _verbs()
     yield _clock()
     yield _vllm()
@@ -184,9 +186,30 @@ def _unreachable(endpoint: str) -> str | None:
     return None
 
 
-def _shared_memory(status: pb.StatusReply | None) -> Finding:
+def _place(status: pb.StatusReply | None) -> Path:
+    """Where pools lie."""
     pool = "" if status is None else status.pool.path
-    place = Path(pool).parent.parent if pool and Path(pool).exists() else Path("/dev/shm")
+    if pool and Path(pool).exists():
+        return Path(pool).parent.parent
+    return Path(os.environ.get("ECD_SHM_DIR", "/dev/shm"))
+
+
+def _leftovers(status: pb.StatusReply | None) -> Finding:
+    """Memory that no daemon uses any more, and that stays taken until it is cleared."""
+    place = _place(status)
+    left = leftovers(place)
+    if not left:
+        return Finding("left in memory", GOOD, f"nothing in {place} by daemons that have ended")
+    where = "" if str(place) == "/dev/shm" else f"ECD_SHM_DIR={place} "
+    clear = ", ".join(f"{where}ecd clear --name {each.name}" for each in left)
+    if len(left) > 1:
+        clear = f"{where}ecd clear --all, or one by one: {clear}"
+    advice = f"as its owner or root, unless its daemon is to start again: {clear}"
+    return Finding("left in memory", DOUBTFUL, "; ".join(map(str, left)), advice)
+
+
+def _shared_memory(status: pb.StatusReply | None) -> Finding:
+    place = _place(status)
     try:
         space = os.statvfs(place)
     except OSError as error:

@@ -112,6 +112,22 @@ def list_entries(
 
 
 @app.command()
+def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
+    """The namespaces: how many entries each has, how large they are, when the last was stored."""
+    options: Options = context.obj
+    found: dict[str, render.NamespaceSum] = {}
+    with errors.status("looking at every entry ...") as progress:
+        for number, entry in enumerate(_entries(options, pb.ListRequest()), 1):
+            found.setdefault(entry.key.namespace, render.NamespaceSum()).add(entry)
+            if number % 10_000 == 0:
+                progress.update(f"looking at every entry: {number:,} so far ...")
+    if as_json or options.as_json:
+        render.as_json(out, [{"namespace": name, **vars(each)} for name, each in found.items()])
+    else:
+        render.namespaces(out, found)
+
+
+@app.command()
 def get(
     context: typer.Context,
     key: MmHash,

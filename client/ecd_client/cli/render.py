@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, MutableSequence
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from google.protobuf.message import Message
@@ -144,8 +146,8 @@ def entries(out: Console, found: list[pb.EntryInfo], more: bool) -> None:
         column.overflow = "fold"
     for entry in found:
         table.add_row(
-            entry.key.namespace,
-            entry.key.mm_hash,
+            escape(entry.key.namespace),
+            escape(entry.key.mm_hash),
             entry.content.dtype,
             "x".join(map(str, entry.content.shape)) or "scalar",
             decimal(entry.content.nbytes),
@@ -157,6 +159,29 @@ def entries(out: Console, found: list[pb.EntryInfo], more: bool) -> None:
     out.print(table)
     if more:
         out.print(f"The first {len(found)} entries; --limit shows more.")
+
+
+@dataclass
+class NamespaceSum:
+    """What the entries of one namespace add up to."""
+
+    entries: int = 0
+    nbytes: int = 0
+    newest_s: float = inf  # since the last was stored
+
+    def add(self, entry: pb.EntryInfo) -> None:
+        self.entries += 1
+        self.nbytes += entry.content.nbytes
+        self.newest_s = min(self.newest_s, entry.age_s)
+
+
+def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
+    table = Table("namespace", "entries", "size", "last stored")
+    table.columns[0].overflow = "fold"
+    for name, each in found.items():
+        newest = f"{duration(each.newest_s)} ago"
+        table.add_row(escape(name), f"{each.entries:,}", decimal(each.nbytes), newest)
+    out.print(table)
 
 
 COLOURS = {GOOD: "green", DOUBTFUL: "yellow", BAD: "red"}

@@ -1,0 +1,95 @@
+"""What a fork leaves of its parent's clients in the child: nothing that could reach the daemon.
+
+A child shares the page of pins, the session's lock and the connection of its parent, and has none
+of its threads. So whatever was made before the fork is cut off there, before any other Python code
+runs that could use it, and without a lock that a thread of the parent might have held.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import weakref
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from ecd_client.errors import DaemonUnavailable
+
+MADE_BEFORE = "this client was made before a fork: it is the parent's"
+
+
+class Forked(Protocol):
+    """Something that a child must not use."""
+
+    def cut_off(self) -> None:
+        """Called in the child. Must take no lock that was made before."""
+
+
+Result = TypeVar("Result")
+
+
+class Pending(Future[Result]):
+    """A future that a thread of its process settles: in a child it has failed."""
+
+    def cut_off(self) -> None:
+        Future.__init__(self)  # with a new lock, and without those who are told
+        self.set_exception(before_fork())
+
+
+pid = os.getpid()
+"""The process whose clients these are: another one has not been through `_in_child` yet."""
+is_child = False
+"""Whether this process was forked from one that had clients."""
+steady = threading.RLock()
+"""Held while files are opened or closed: a fork waits, so that the child knows all of them."""
+_made: weakref.WeakSet[Forked] = weakref.WeakSet()
+
+
+def add(made: Forked) -> None:
+    """Have it cut off in every child that is forked from now on."""
+    _made.add(made)
+
+
+def before_fork() -> DaemonUnavailable:
+    return DaemonUnavailable(MADE_BEFORE)
+
+
+def close_connections(path: str) -> None:
+    """Let go of every connection to the socket `path`: the daemon must see its parent's end.
+
+    Their numbers stay taken, as gRPC would close them once more. The kernel says under which name
+    the socket was bound: the daemon binds `path~` and renames it.
+    """
+    path = os.path.realpath(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nothing:
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(fd).st_mode) and _peer_of(fd) == path:
+                    os.dup2(nothing.fileno(), fd, inheritable=False)
+
+
+def _peer_of(fd: int) -> str | None:
+    """Which socket it is connected to. None: one that is no file. Raises OSError."""
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        name = connection.getpeername()
+    is_file = isinstance(name, str) and name
+    return os.path.realpath(name.removesuffix("~")) if is_file else None
+
+
+def _in_child() -> None:
+    global pid, is_child, steady
+    pid, steady = os.getpid(), threading.RLock()
+    is_child = is_child or bool(_made)
+    for made in list(_made):
+        made.cut_off()
+    _made.clear()
+
+
+os.register_at_fork(
+    before=lambda: steady.acquire(),
+    after_in_parent=lambda: steady.release(),
+    after_in_child=_in_child,
+)

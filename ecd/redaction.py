@@ -1,0 +1,54 @@
+"""Settings as they may be shown: without what is secret in them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+HIDDEN = "***"
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
+_SECRET_NAME = re.compile("PASS|SECRET|TOKEN|KEY|AUTH|CRED", re.IGNORECASE)
+
+
+def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, as pydantic dumps them."""
+    directory = without_password(settings["directory"])
+    mooncake = without_secret_variables(settings["mooncake"])
+    return {**settings, "directory": directory, "mooncake": mooncake}
+
+
+def without_secret_variables(variables: dict[str, str]) -> dict[str, str | None]:
+    """Mooncake's variables, without what a name or a URL says is secret."""
+    return {
+        name: HIDDEN if _SECRET_NAME.search(name) else without_password(value)
+        for name, value in variables.items()
+    }
+
+
+def without_password(url: str | None) -> str | None:
+    """A directory as it may be shown: scheme, host, port, database and the names of parameters.
+
+    redis-py takes a password before the host and among the parameters. One with a slash, "?", "#"
+    or "@" in it is cut anywhere: nothing but the scheme is shown then.
+    """
+    if url is None or "://" not in url:
+        return url
+    scheme, _, after = url.partition("://")
+    hidden = f"{scheme}://{HIDDEN}"
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return hidden
+    userinfo, at, host = parts.netloc.rpartition("@")
+    rest = after[len(parts.netloc) :]
+    if "@" in rest or "@" in userinfo or not _HOST.fullmatch(host):
+        return hidden
+    shown = f"{scheme}://{HIDDEN if at else ''}{at}{host}"
+    if parts.path not in ("", "/"):
+        shown += parts.path if parts.path[1:].isdecimal() else f"/{HIDDEN}"
+    names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
+    if not all(name.replace("_", "").isalpha() for name in names):
+        return hidden
+    shown += "?" * bool(names) + "&".join(f"{name}={HIDDEN}" for name in names)
+    return shown + f"#{HIDDEN}" * bool(parts.fragment)

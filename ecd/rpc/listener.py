@@ -1,0 +1,78 @@
+"""A gRPC server that listens again when a caller has ended it.
+
+grpcio (seen with 1.85) ends a server for good when the path of a call is not UTF-8, and tells
+nobody: whoever can connect could make the daemon deaf. Calls that are open go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""Between looks at whether the server is still there."""
+PAUSES_S = 0.01, 1.0
+"""First and longest pause between attempts to bind again: each is twice the one before.
+
+The server before lets go of its address a moment later.
+"""
+KEPT = 8
+"""Servers that were ended, and whose open calls go on; grpcio cancels those of one let go of."""
+
+
+class Listener:
+    """One address, and the server that listens there now."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        """`make` makes a server that is bound, or raises. Raises what that raises."""
+        self._make, self._server = make, make()
+        self._ended: deque[Any] = deque(maxlen=KEPT)
+        self._keeping: asyncio.Future[None] | None = None
+        self._stopping = False
+
+    async def start(self) -> None:
+        await self._server.start()
+        self._keeping = asyncio.ensure_future(self._keep())
+
+    async def _keep(self) -> None:
+        while not self._stopping:
+            try:
+                # Without a timeout this would wait for the end of all calls that are open.
+                await self._server.wait_for_termination(LOOK_S)
+            except Exception as error:
+                logger.warning("a caller ended the server, which listens again: %s", error)
+                self._ended.append(self._server)
+                await self._listen_again()
+
+    async def _listen_again(self) -> None:
+        """Try until it works, whatever fails; what fails for long is told once."""
+        pause_s, longest_s = PAUSES_S
+        told = False
+        while not self._stopping:
+            try:
+                self._server = self._make()
+                await self._server.start()
+            except Exception as error:
+                if pause_s == longest_s and not told:
+                    told = True
+                    logger.error("nobody can connect, the server cannot listen again: %s", error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+            else:
+                if told:
+                    logger.warning("the server listens again")
+                return
+
+    async def stop(self, grace_s: float) -> None:
+        """Let calls in flight finish, for `grace_s` at most."""
+        self._stopping = True
+        servers = [self._server, *self._ended]
+        stopping = [server.stop(grace_s) for server in servers]
+        await asyncio.gather(*stopping, return_exceptions=True)
+        if self._keeping is not None:
+            await asyncio.gather(self._keeping, return_exceptions=True)

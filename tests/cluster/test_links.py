@@ -1,0 +1,202 @@
+"""Links of peers to a daemon, spoken to as a peer does: in turns with others, and bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+import torch
+from prometheus_client import generate_latest
+
+from ecd.cluster.checksum import Checksums
+from ecd.cluster.cluster import Cluster
+from ecd.config import Config
+from ecd.core.cache import Cache
+from ecd.core.types import Content, Key, Reserved
+from ecd.metrics import Metrics
+from ecd_client import Client
+from ecd_proto.contract import CONTRACT_VERSION, proof
+from ecd_proto.mapping import Mapping
+from ecd_proto.v1 import cache_pb2
+from ecd_proto.v1 import peer_pb2 as pb
+from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
+from support.daemon import Daemon, eventually
+
+TOKEN = "a secret of the test"
+
+MakePeer = Callable[..., Daemon]
+ClientOf = Callable[[Daemon], Client]
+
+
+async def open_link(stub: pb_grpc.PeerStub, node: str) -> grpc.aio.StreamStreamCall:
+    nonce, now = secrets.token_hex(16), str(int(time.time()))
+    proven = proof(TOKEN, "ask", node, nonce, now)
+    call = stub.Link(metadata=[("ecd-nonce", nonce), ("ecd-time", now), ("ecd-proof", proven)])
+    hello = pb.LinkHello(contract_version=CONTRACT_VERSION, daemon="a test", node="127.0.77.1:1")
+    await call.write(pb.LinkRequest(hello=hello))
+    return call
+
+
+@asynccontextmanager
+async def peer_of(node: str) -> AsyncIterator[pb_grpc.PeerStub]:
+    async with grpc.aio.insecure_channel(node) as channel:
+        yield pb_grpc.PeerStub(channel)
+
+
+def key(number: int) -> cache_pb2.Key:
+    return cache_pb2.Key(namespace="default", mm_hash=f"k{number}")
+
+
+def test_many_keys_are_leased_in_turns(make_peer: MakePeer, client_of: ClientOf) -> None:
+    """Others are served between: the answer to a long request comes in parts, and is whole."""
+    a = make_peer("64MiB").start()
+    here = client_of(a)
+    for number in range(0, 300, 2):
+        here.put(f"k{number}", torch.full((1000,), float(number)))
+
+    async def ask() -> None:
+        async with peer_of(a.peer) as stub:
+            call = await open_link(stub, a.peer)
+            assert (await call.read()).HasField("welcome")
+            keys = [pb.LeaseKey(ticket=n + 1, key=key(n), wait_s=1.0) for n in range(300)]
+            await call.write(pb.LinkRequest(lease=pb.LeaseKeys(keys=keys)))
+            outcomes: dict[int, pb.LeaseOutcome] = {}
+            parts = 0
+            while len(outcomes) < 300:
+                reply = await asyncio.wait_for(call.read(), 5.0)
+                parts += 1
+                outcomes.update({each.ticket: each for each in reply.leases.outcomes})
+            assert parts > 4
+            for number in range(300):
+                leased = outcomes[number + 1].WhichOneof("outcome") == "leased"
+                assert leased == (number % 2 == 0)
+            assert a.status().leases == 150
+            found = pb.FindKeys(ticket=1, keys=[key(n) for n in range(300)])
+            await call.write(pb.LinkRequest(find=found))
+            reply = await asyncio.wait_for(call.read(), 5.0)
+            assert list(reply.found.found) == [n % 2 == 0 for n in range(300)]
+            assert [extent.nbytes > 0 for extent in reply.found.extents] == list(reply.found.found)
+            leases = [each.leased.lease for each in outcomes.values() if each.HasField("leased")]
+            await call.write(pb.LinkRequest(release=pb.ReleaseLeases(leases=leases)))
+            await asyncio.sleep(0.2)
+            assert a.status().leases == 0
+            too_many = pb.ReleaseLeases(leases=range(100_000))
+            await call.write(pb.LinkRequest(release=too_many))
+            assert await asyncio.wait_for(call.read(), 5.0) is grpc.aio.EOF
+
+    asyncio.run(ask())
+    a.check_nothing_leaked()
+
+
+def test_peers_cannot_take_all_sessions(make_peer: MakePeer, client_of: ClientOf) -> None:
+    a = make_peer().start()
+
+    async def take_all() -> None:
+        async with peer_of(a.peer) as stub:
+            links, said = [], set()
+            for _ in range(9):
+                opened = [await open_link(stub, a.peer) for _ in range(256)]
+                links += opened
+                for call in opened:
+                    try:
+                        reply = await asyncio.wait_for(call.read(), 30.0)
+                        assert reply.HasField("welcome")
+                    except grpc.aio.AioRpcError as error:
+                        said.add(error.details())
+            refused = [call for call in links if call.done()]
+            assert said == {"the daemon has its limit of 2048 links of peers"}
+            assert len(refused) == len(links) - 2048
+            client_of(a).put("k", torch.ones(1))
+            assert f'ecd_refused_total{{cause="peer_links"}} {float(len(refused))}' in a.metrics()
+
+    asyncio.run(take_all())
+    eventually(lambda: client_of(a).contains(["k"]) == [True])
+
+
+def test_what_is_offered_or_published_gives_up_the_loop() -> None:
+    """Counted in turns and in this thread's time, as neither depends on what else runs here."""
+    cache, memory = Cache(1 << 20, 30.0), Mapping.of_memory(1 << 20)
+    session, keys = cache.open_session(), [Key("default", str(n)) for n in range(1024)]
+
+    async def run() -> None:
+        config = Config(
+            peer_address="127.0.88.1:9465", peer_token=TOKEN, hint_networks="127.0.0.0/8"
+        )
+        checksums = Checksums(cache, memory)
+        cluster = Cluster(
+            config, cache, checksums, memory, memory, "a" * 32, "a test", list, lambda *_: None
+        )  # fmt: skip
+        for key in keys:
+            reserved = cache.reserve(session, key, Content("uint8", (64,), 64), 0.0)
+            cache.commit(session, reserved.entry, 0.0)
+        publishing, turns = asyncio.ensure_future(cluster._publish()), 0
+        await asyncio.sleep(0)
+        cluster.changed()
+        while cache.look(keys[-1]).checksum is None:
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns >= len(keys) / 8, "a few are hashed in one turn"
+        publishing.cancel()
+        took_s = []
+        for _ in range(5):  # the least of them: Python's collector may run in one
+            started_s = time.thread_time()
+            cluster.offer(keys, ["127.0.77.1:1"])
+            await asyncio.sleep(0)
+            took_s.append(time.thread_time() - started_s)
+        assert min(took_s) < 5e-3
+        await cluster.close()
+        checksums.close()
+
+    asyncio.run(run())
+
+
+def test_a_scrape_never_fails() -> None:
+    """Its thread reads what the event loop changes all the time."""
+    cache = Cache(1 << 24, 30.0)
+    metrics = Metrics(cache, lambda: 0, lambda: 0, "0")
+    scrapes: list[bytes] = []
+    failures: list[BaseException] = []
+    over = threading.Event()
+
+    def scrape() -> None:
+        try:
+            for _ in range(200):
+                scrapes.append(generate_latest(metrics.registry))
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            over.set()
+
+    async def change() -> None:
+        metrics.listen("127.0.0.1:0")
+        session = cache.open_session()
+        thread = threading.Thread(target=scrape)
+        thread.start()
+        number = 0
+        while not over.is_set():
+            await asyncio.sleep(0)
+            for _ in range(100):
+                number += 1
+                nbytes = 64 * (1 + number * 7919 % 50_000)
+                what = Content("uint8", (nbytes,), nbytes)
+                reserved = cache.reserve(session, Key("default", str(number)), what, 0.0)
+                if isinstance(reserved, Reserved):
+                    cache.abort(session, reserved.entry)
+        thread.join()
+        metrics.close()
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        asyncio.run(change())
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert not failures
+    assert len(scrapes) == 200
+    assert all(b"ecd_pool_largest_free_bytes" in scraped for scraped in scrapes)

@@ -1,0 +1,222 @@
+"""Forked children: nothing of their parent's is theirs, and what they make themselves works."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from ecd_client import Client
+from support.daemon import Daemon, eventually
+
+PARENT = """
+import gc, multiprocessing, os, signal, sys, threading, time
+from ecd_client import Client, DaemonUnavailable, EcdError, LeaseExpired
+
+address = sys.argv[1]
+client = Client(address)
+
+def say(word):
+    print(word, flush=True)
+
+def forked(child, leave=lambda: os._exit(0)):
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    signal.alarm(20)
+    try:
+        child()
+    except Exception as error:
+        print(repr(error), file=sys.stderr, flush=True)
+        os._exit(7)
+    leave()
+"""
+
+
+@contextmanager
+def parent(daemon: Daemon, program: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own, as gRPC's threads are whoever's tests ran here before."""
+    command = [sys.executable, "-c", PARENT + program, daemon.address]
+    with subprocess.Popen(
+        command,
+        env={**os.environ, **environ},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+HOLD = """
+item = client.get("k")
+held = {"item": item}
+def drop():
+    global item
+    item = None
+    held.clear()
+    gc.collect()
+def leave_with():
+    with item:
+        pass
+def fail():
+    with item:
+        raise SystemExit
+def mine(method, child):
+    process = multiprocessing.get_context(method).Process(target=child)
+    process.start()
+    process.join(20)
+    return process.exitcode
+"""
+
+
+@pytest.mark.parametrize(
+    "child",
+    [
+        "forked(drop)",
+        "forked(lambda: item.close())",
+        "forked(leave_with)",
+        "forked(lambda: None, sys.exit)",
+        "mine('fork', drop)",
+        "mine('fork', fail)",
+        "forked(lambda: client.close(), sys.exit)",
+    ],
+)
+def test_a_child_ends_none_of_its_parents_pins(daemon: Daemon, child: str) -> None:
+    with Client(daemon.address) as other:
+        other.put("k", torch.full((1 << 20,), 1, dtype=torch.uint8))
+        program = HOLD + f"say({child})\ninput()\nsay(set(item.view) == {{1}})\nsay('end')"
+        with parent(daemon, program) as process:
+            assert said(process) == "0"
+            daemon.evict_all()
+            for number in range(63):
+                other.put(f"{number}", torch.full((1 << 20,), 2, dtype=torch.uint8))
+            tell(process)
+            assert said(process) == "True"
+            assert said(process) == "end"
+            process.wait(20)
+    daemon.check_nothing_leaked()
+
+
+def test_whatever_was_made_before_a_fork_is_dead_in_the_child(daemon: Daemon) -> None:
+    program = """
+client.put_bytes("k", b"x" * 4096, "uint8", (4096,))
+item, [coming] = client.get("k"), client.get_async(["late"], 10.0)
+uses = (
+    lambda: client.get("k"), lambda: client.get("k", timeout=1.0), lambda: client.get_now("k"),
+    lambda: client.get_async(["k"]), lambda: client.contains(["k"]), lambda: client.hint("k"),
+    lambda: client.put_bytes("n", b"x", "uint8", (1,)), lambda: client.offer(["k"], []),
+    lambda: client.wait_connected(5.0), lambda: coming.result(5),
+)
+def child():
+    for number, use in enumerate(uses):
+        try:
+            use()
+        except DaemonUnavailable as error:
+            assert "made before a fork" in str(error), (number, error)
+        else:
+            raise AssertionError(number)
+    assert not client.connected
+    try:
+        item.view
+    except LeaseExpired as error:
+        assert "before a fork" in str(error)
+    else:
+        raise AssertionError("a view")
+    client.close()
+say(forked(child, sys.exit))
+client.put_bytes("late", b"y", "uint8", (1,))
+say(coming.result(5).view.tobytes())
+"""
+    with parent(daemon, program) as process:
+        assert said(process) == "0"
+        assert said(process) == "b'y'"
+
+
+@pytest.mark.parametrize("by_grpc", ["1", "0"])
+def test_a_child_that_outlives_its_parent_keeps_nothing(daemon: Daemon, by_grpc: str) -> None:
+    """Also where gRPC closes no connection of its own in a child."""
+    program = """
+client.put_bytes("k", b"x" * 4096, "uint8", (4096,))
+item = client.get("k")
+if os.fork() == 0:
+    say(os.getpid())
+    time.sleep(60)
+time.sleep(60)
+"""
+    with parent(daemon, program, GRPC_ENABLE_FORK_SUPPORT=by_grpc) as process:
+        child = int(said(process))
+        try:
+            assert daemon.status().sessions == 1
+            process.kill()
+            process.wait()
+            eventually(lambda: daemon.status().sessions == 0, 3.0)
+            daemon.check_nothing_leaked(3.0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
+def test_a_child_of_a_busy_parent_ends_in_time(daemon: Daemon, end: str) -> None:
+    """Whatever locks the parent's threads hold; gRPC would abort the child or never connect."""
+    program = f"""
+client.put_bytes("k", b"x" * 4096, "uint8", (4096,))
+over = False
+def work(number):
+    turn = 0
+    while not over:
+        turn += 1
+        try:
+            client.get("k").close()
+            if number % 2:
+                client.get(f"no{{turn}}", timeout=0.001)
+            else:
+                client.put_bytes(f"{{number}}-{{turn % 50}}", b"x" * 4096, "uint8", (4096,))
+        except EcdError as error:
+            say(error)
+threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+for thread in threads:
+    thread.start()
+def child():
+    global item
+    started = time.monotonic()
+    try:
+        Client(address)
+    except DaemonUnavailable as error:
+        assert "spawn" in str(error)
+    else:
+        raise AssertionError("gRPC after a fork")
+    item = None
+    client.close()
+    gc.collect()
+    assert time.monotonic() - started < 5
+item = client.get("k")
+failed = [code for code in (forked(child, lambda: {end}) for _ in range(15)) if code]
+over = True
+for thread in threads:
+    thread.join()
+client.close()
+say(failed)
+"""
+    with parent(daemon, program) as process:
+        assert said(process) == "[]"
+        assert process.wait(20) == 0
+    eventually(lambda: daemon.status().sessions == 0)
+    daemon.check_nothing_leaked()

@@ -1,0 +1,238 @@
+"""What a daemon that has ended leaves in memory is found, and goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ecd_client import Client
+from support.daemon import Daemon, eventually
+from support.users import MALLORY, UsersDaemon, needs_root
+
+MakeDaemon = Callable[..., Daemon]
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A /dev/shm of the test's own, so that it sees and clears nobody else's."""
+    directory = Path(tempfile.mkdtemp(prefix="test-left-", dir="/dev/shm"))
+    directory.chmod(0o1777)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def make_daemon(make_daemon: MakeDaemon, place: Path) -> MakeDaemon:
+    def make(**settings: str) -> Daemon:
+        daemon = make_daemon("16MiB", **{"ECD_SHM_DIR": str(place), **settings})
+        daemon.shm = place / daemon.shm.name
+        return daemon
+
+    return make
+
+
+def ecd(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ecd", *arguments],
+        env={**os.environ, "ECD_SHM_DIR": str(place)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def leave(daemon: Daemon) -> Daemon:
+    """The daemon, killed with its pool in memory."""
+    daemon.start().kill()
+    return daemon
+
+
+def grow_old(daemon: Daemon, age_s: float) -> None:
+    os.utime(daemon.shm, (time.time() - age_s,) * 2)
+
+
+# -- clearing it -----------------------------------------------------------------------------------
+
+
+def test_clear_all_frees_what_ended_and_leaves_what_runs(
+    make_daemon: MakeDaemon, place: Path
+) -> None:
+    runs, first, second = make_daemon().start(), leave(make_daemon()), leave(make_daemon())
+    (place / "ecd-of-somebody").mkdir()
+    (place / "ecd-of-somebody" / "file").touch()
+    done = ecd(place, "clear", "--all")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for daemon, line in zip((first, second), lines, strict=False):
+        assert line.startswith(f"removed {daemon.shm}, 0.02 GiB, of root (uid 0), since 20")
+        assert not daemon.shm.exists()
+    assert lines[2:] == ["removed 0.03 GiB"]
+    assert runs.shm.exists()
+    assert (place / "ecd-of-somebody" / "file").exists()
+    with Client(runs.address) as client:
+        assert client.put_bytes("k", b"x", "uint8", (1,))
+    assert ecd(place, "clear", "--all").stdout == "removed 0.00 GiB\n"
+
+
+def test_clear_takes_a_name_and_answers_programs(make_daemon: MakeDaemon, place: Path) -> None:
+    runs, first, second = make_daemon().start(), leave(make_daemon()), leave(make_daemon())
+    [said] = json.loads(ecd(place, "clear", "--name", first.name, "--json").stdout)
+    assert said["name"] == first.name
+    assert 16 << 20 < said["freed_bytes"] < 32 << 20
+    [said] = json.loads(ecd(place, "clear", "--all", "--json").stdout)
+    assert said["name"] == second.name
+    refused = ecd(place, "clear", "--name", runs.name, "--json")
+    assert refused.returncode == 1
+    assert "another daemon uses" in json.loads(refused.stdout)[0]["error"]
+    assert ecd(place, "clear", "--name", "../up").returncode == 2
+
+
+@pytest.mark.parametrize(("setting", "stays"), [("3600", False), ("0", True), ("7200", True)])
+def test_a_start_removes_what_has_been_left_for_long(
+    make_daemon: MakeDaemon, setting: str, stays: bool
+) -> None:
+    old, young, runs = leave(make_daemon()), leave(make_daemon()), make_daemon().start()
+    grow_old(old, 4000.0)
+    grow_old(young, 3000.0)
+    grow_old(runs, 4000.0)
+    daemon = make_daemon(ECD_LEFTOVER_MAX_AGE_S=setting).start()
+    assert old.shm.exists() is stays
+    assert young.shm.exists()
+    assert runs.shm.exists()
+    assert f"a daemon that has ended left {young.shm}, 0.02 GiB, of " in daemon.text()
+    assert f"ecd clear --name {young.name}" in daemon.text()
+    assert (f"removed {old.shm}, 0.02 GiB" in daemon.text()) is not stays
+    assert str(runs.shm) not in daemon.text()
+
+
+def test_a_start_takes_over_its_own_name_however_old(make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon(ECD_WARM_RESTART="true").start()
+    with Client(daemon.address) as client:
+        client.put_bytes("k", b"x", "uint8", (1,))
+    assert daemon.terminate() == 0
+    grow_old(daemon, 1e6)
+    daemon.start()
+    with Client(daemon.address) as client:
+        assert client.contains(["k"]) == [True]
+
+
+def test_a_running_daemon_keeps_its_directory_young(make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon()
+    daemon.command = (sys.executable, "-c", OFTEN, "serve")
+    daemon.start()
+    grow_old(daemon, 1e6)
+    eventually(lambda: time.time() - daemon.shm.stat().st_mtime < 60.0, 5.0, "it is touched")
+
+
+OFTEN = """
+import ecd_proto.leftovers
+ecd_proto.leftovers.TOUCH_S = 0.1
+from ecd.__main__ import main
+main()
+"""
+
+
+@needs_root
+def test_another_users_is_left_to_it(make_daemon: MakeDaemon, place: Path, tmp_path: Path) -> None:
+    others = UsersDaemon(place, tmp_path, MALLORY).start()
+    others.kill()
+    os.utime(others.shm, (1, 1))
+    daemon = make_daemon().start()
+    assert others.shm.exists()
+    assert f"left {others.shm}, 0.02 GiB, of uid {MALLORY}, since 1970" in daemon.text()
+
+
+# -- saying so -------------------------------------------------------------------------------------
+
+
+def doctor(daemon: Daemon) -> dict[str, str]:
+    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address]
+    done = subprocess.run([*command, "doctor", "--json"], capture_output=True, text=True)
+    [found] = [each for each in json.loads(done.stdout) if each["check"] == "left in memory"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["x\n2026 ERROR forged", "x; rm -r forged", "\x1b[2J", "x" * 65])
+def test_a_name_that_no_daemon_can_have_is_not_told(
+    make_daemon: MakeDaemon, place: Path, name: str
+) -> None:
+    directory = place / f"ecd-{name}"
+    directory.mkdir()
+    (directory / "ab.pool").write_bytes(b"x")
+    text = make_daemon().start().text()
+    assert "that has ended left" not in text
+    assert name not in text
+    assert ecd(place, "clear", "--all").stdout == "removed 0.00 GiB\n"
+    assert directory.exists()
+
+
+def test_doctor_says_what_is_left_and_what_to_type(make_daemon: MakeDaemon, place: Path) -> None:
+    daemon = make_daemon().start()
+    assert doctor(daemon)["state"] == "ok"
+    first, second = leave(make_daemon()), leave(make_daemon())
+    found = doctor(daemon)
+    assert found["state"] == "look"
+    for left in (first, second):
+        assert f"{left.shm}, 0.02 GiB, of root (uid 0), since 20" in found["found"]
+        assert f"ECD_SHM_DIR={place} ecd clear --name {left.name}" in found["advice"]
+    assert "ecd clear --all" in found["advice"]
+    assert daemon.name not in found["found"]
+
+
+HOLDER = """
+import sys, time
+from ecd_client import Client
+with Client(sys.argv[1]) as client:
+    client.put_bytes("k", b"x", "uint8", (1,))
+    item = client.get("k")
+    print("holds", flush=True)
+    time.sleep(1000)
+"""
+
+
+@needs_root
+def test_a_start_without_room_names_who_holds_the_old_pool(
+    make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    """A stopped client with an item keeps the old pool's memory, and there is none for two."""
+    shm = tmp_path / "shm"
+    shm.mkdir(0o755)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=755", "none", shm], check=True)
+    daemon = make_daemon(ECD_SHM_DIR=str(shm))
+    daemon.shm = shm / daemon.shm.name
+    client = None
+    try:
+        daemon.start()
+        client = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, daemon.address], stdout=subprocess.PIPE, text=True
+        )
+        assert client.stdout is not None
+        assert client.stdout.readline() == "holds\n"
+        os.kill(client.pid, signal.SIGSTOP)
+        daemon.kill()
+        daemon.command = (*Daemon.command, "--cold")  # which it would be after 10 s
+        daemon.start(wait=False)
+        assert daemon._process is not None
+        assert daemon._process.wait(30.0) == 1
+        said = daemon.text()
+        assert f"(pid {client.pid}, stopped, of root (uid 0)). End them, or let a stopped" in said
+        assert "Make the pool smaller" in said
+        client.kill()
+        client.wait()
+        daemon.start()
+    finally:
+        if client is not None:
+            client.kill()
+            client.wait()
+        daemon.close()
+        subprocess.run(["umount", "--lazy", shm], check=True)

@@ -1,0 +1,164 @@
+"""Secrets stand neither in arguments nor in what is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from ecd.config import ConfigError, load
+from ecd.redaction import without_password
+
+SECRET = "hunter2"
+WITH_SECRET = [
+    f"redis://:{SECRET}@h:6379/0",
+    f"redis://u:{SECRET}@h/0",
+    f"redis://{SECRET}@h/0",
+    f"redis://u:pa%2F{SECRET}@h/0",
+    f"redis://u:pa/{SECRET}@h/0",
+    f"redis://u:{SECRET}/x@h/0",
+    f"redis://u:123/{SECRET}@h/0",
+    f"redis://u:pa?{SECRET}@h/0",
+    f"redis://u:pa#{SECRET}@h/0",
+    f"redis://u:p@{SECRET}@h/0",
+    f"redis://u:{SECRET}@x@h/0",
+    f"redis://h/0?password={SECRET}",
+    f"redis://h/0?password=x@{SECRET}",
+    f"redis://h/0?username={SECRET}&db=1",
+    f"redis://h/0?%70assword={SECRET}",
+    f"redis://h/0?ssl_password={SECRET}",
+    f"redis://h/0?{SECRET}2",
+    f"redis://h/0#{SECRET}",
+    f"redis://h/{SECRET}",
+    f"redis://:{SECRET}",
+    f"redis://h:{SECRET}",
+    f"redis://[{SECRET}",
+    f"rediss+cluster://u:{SECRET}@h:1",
+]
+
+
+@pytest.mark.parametrize("url", WITH_SECRET)
+def test_no_form_of_a_password_is_shown_or_taken_as_a_flag(url: str) -> None:
+    shown = without_password(url)
+    assert shown is not None
+    assert SECRET not in shown
+    assert shown.startswith(url.partition("://")[0] + "://")
+    with pytest.raises(ConfigError, match="ECD_DIRECTORY") as refused:
+        load({"directory": url}, None)
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (None, None),
+        ("static", "static"),
+        ("redis://h:6379/0", "redis://h:6379/0"),
+        ("rediss://[fd00::1]:6379", "rediss://[fd00::1]:6379"),
+        ("redis://u:p@10.0.0.1:6379/3", "redis://***@10.0.0.1:6379/3"),
+        ("redis://h?socket_timeout=1&password=p", "redis://h?socket_timeout=***&password=***"),
+    ],
+)
+def test_what_is_no_secret_is_shown(url: str | None, shown: str | None) -> None:
+    assert without_password(url) == shown
+
+
+def test_redis_takes_a_password_among_the_parameters() -> None:
+    """Which is why they are hidden."""
+    client = Redis.from_url(f"redis://h/0?%70assword={SECRET}")
+    assert client.connection_pool.connection_kwargs["password"] == SECRET
+
+
+@pytest.mark.parametrize("url", [f"redis://u:pa/{SECRET}@h", f"redis://u:{SECRET}[@h/0"])
+def test_an_url_that_is_none_is_refused_unquoted(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("ECD_DIRECTORY", url)
+    monkeypatch.setenv("ECD_PEER_ADDRESS", "127.0.0.1:9465")
+    with pytest.raises(ConfigError, match=r"directory.*environment.*not a URL") as refused:
+        load({}, None)
+    assert SECRET not in str(refused.value)
+
+
+def ecd(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ecd", *arguments],
+        env={**os.environ, "ECD_PEER_ADDRESS": "127.0.0.1:9465", **environ},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_token_has_no_flag() -> None:
+    done = ecd("serve", "--peer-token", SECRET)
+    assert done.returncode == 2
+    assert "No such option" in done.stderr
+    assert SECRET not in done.stderr
+    assert "peer-token" not in ecd("serve", "--help").stdout
+
+
+def test_config_shows_no_secret(tmp_path: Path) -> None:
+    file = tmp_path / "ecd.toml"
+    file.write_text(f'mooncake = {{ MC_REDIS_PASSWORD = "{SECRET}", MC_TCP_BIND = "x" }}\n')
+    token = "t" * 16 + SECRET
+    environ = {"ECD_DIRECTORY": f"redis://h/?password={SECRET}", "ECD_PEER_TOKEN": token}
+    for form in ((), ("--json",)):
+        done = ecd("config", *form, "--config", str(file), **environ)
+        assert done.returncode == 0, done.stderr
+        assert SECRET not in done.stdout + done.stderr
+    assert json.loads(done.stdout)["mooncake"]["value"]["MC_TCP_BIND"] == "x"
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [f"MC_REDIS_URL=redis://u:{SECRET}@h", f"MC_AUTH={SECRET}", f"MC_Password={SECRET}"],
+)
+def test_no_secret_of_mooncakes_is_shown_or_taken_as_a_flag(variable: str) -> None:
+    for form in ((), ("--json",)):
+        done = ecd("config", *form, ECD_MOONCAKE=f"MC_TCP_BIND=x,{variable}")
+        assert done.returncode == 0, done.stderr
+        assert "MC_TCP_BIND" in done.stdout
+        assert SECRET not in done.stdout + done.stderr
+    with pytest.raises(ConfigError, match="ECD_MOONCAKE") as refused:
+        load({"mooncake": f"MC_TCP_BIND=x,{variable}"}, None)
+    assert SECRET not in str(refused.value)
+    assert load({"mooncake": "MC_TCP_BIND=x"}, None)[0].mooncake == {"MC_TCP_BIND": "x"}
+
+
+@pytest.mark.parametrize("name", ["ECD_PEERS", "ECD_PEER_ADDRESS", "ECD_HEALTH_ADDRESS"])
+@pytest.mark.parametrize("url", [f"redis://u:{SECRET}@h/0", f"redis://u:x,{SECRET}@h/0"])
+def test_a_url_in_the_wrong_setting_is_refused_unquoted(name: str, url: str) -> None:
+    done = ecd("config", **{name: url})
+    assert done.returncode == 2
+    assert name.removeprefix("ECD_").lower() in done.stderr
+    assert SECRET not in done.stdout + done.stderr
+
+
+def test_a_node_that_is_none_is_quoted() -> None:
+    with pytest.raises(ConfigError, match=r"peers \(from flag\).*host:port, got .*nowhere"):
+        load({"peers": "h:1,nowhere"}, None)
+
+
+def test_values_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
+    done = ecd("config", ECD_LOG_LEVEL="[/x]")
+    assert done.returncode == 2
+    assert "got '[/x]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    file = tmp_path / "[red].toml"
+    file.write_text("zone = '[/y]'\n")
+    done = ecd("config", "--config", str(file), COLUMNS="400")
+    assert done.returncode == 0, done.stderr
+    assert "[red].toml" in done.stdout
+    assert "[/y]" in done.stdout
+
+
+def test_a_misspelt_secret_is_not_quoted(tmp_path: Path) -> None:
+    file = tmp_path / "ecd.toml"
+    file.write_text(f'peer_tokn = "{SECRET}"\n')
+    done = ecd("config", "--config", str(file))
+    assert done.returncode == 2
+    assert "peer_tokn" in done.stderr
+    assert SECRET not in done.stderr
