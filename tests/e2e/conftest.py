@@ -50,6 +50,7 @@ def start_engine(
     def start(
         role: str | None = None,
         kind: str = "qwen2_5_vl",
+        model: Path | None = None,
         extra: dict | None = None,
         environ: dict[str, str] | None = None,
         encoder_less: bool = False,
@@ -57,12 +58,12 @@ def start_engine(
         kv: str | None = None,
         **engine: object,
     ) -> Engine:
-        setup: dict = {"model": str(model_of(kind)), "engine": engine}
+        setup: dict = {"model": str(model or model_of(kind)), "engine": engine}
         if role is not None:
             setup["role"] = role
             setup["extra"] = {"ecd_address": daemon.address, **(extra or {})}
-        if role == "ec_producer":
-            # vLLM 0.28 cannot make a prefix cache for an engine without KV cache.
+        if role == "ec_producer" and version == "0.28.0":
+            # Which cannot make a prefix cache for an engine without KV cache.
             setup["engine"] = {"enable_prefix_caching": False, **engine}
         setup["encoder_less"] = encoder_less
         if kv is not None:

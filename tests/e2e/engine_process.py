@@ -13,13 +13,25 @@ import time
 gc.disable()  # or what is imported is looked through now, at every shutdown and at the end: seconds
 
 import numpy as np
+import torch
 from PIL import Image
+from transformers import ProcessorMixin
 from vllm import LLM, SamplingParams
 from vllm.config import ECTransferConfig, KVTransferConfig
 
 gc.freeze()
 gc.enable()
 
+RESETS = {
+    "reset_encoder_cache": lambda engine: engine.llm_engine.reset_encoder_cache(),
+    "reload_weights": lambda engine: engine.collective_rpc("reload_weights"),
+    "sleep": lambda engine: engine.sleep(1),
+    "wake_up": lambda engine: engine.wake_up(),
+    "only the worker": lambda engine: runner(engine).reset_encoder_cache(),
+    "only the scheduler": lambda engine: (
+        engine.llm_engine.engine_core.engine_core.scheduler.encoder_cache_manager.reset()
+    ),
+}
 encoded: list[int] = []
 may_encode = True
 
@@ -41,6 +53,11 @@ count_encoded("vllm.model_executor.models.qwen2_5_vl", "Qwen2_5_VisionTransforme
 count_encoded("vllm.model_executor.models.qwen3_vl", "Qwen3_VisionTransformer")
 
 
+def let_metadata_in() -> None:
+    """vLLM 0.28 was made for a transformers that lets a placeholder without its picture pass."""
+    ProcessorMixin.validate_inputs = lambda *_, **__: None
+
+
 def picture(spec: list[int]) -> Image.Image:
     """A picture of [width, height, seed]: coarse blocks of random colours."""
     width, height, seed = spec
@@ -49,14 +66,20 @@ def picture(spec: list[int]) -> Image.Image:
 
 
 def prompt(request: dict) -> dict:
-    images = [picture(spec) for spec in request["images"]]
-    marks = "<|vision_start|><|image_pad|><|vision_end|>" * len(images)
+    images = [picture(spec) for spec in request.get("images", ())]
+    grids = request.get("grids", ())
+    marks = "<|vision_start|><|image_pad|><|vision_end|>" * (len(images) or len(grids))
     text = f"<|im_start|>user\n{marks}{request['text']}<|im_end|>\n<|im_start|>assistant\n"
     made = {"prompt": text}
-    if images:
+    if grids:  # nothing but the metadata: the embeddings are elsewhere
+        made["multi_modal_data"] = {"image": {"image_grid_thw": torch.tensor(grids)}}
+        made["multi_modal_uuids"] = {"image": request["uuids"]}
+    elif images:
         made["multi_modal_data"] = {"image": images}
         if "uuids" in request:
             made["multi_modal_uuids"] = {"image": request["uuids"]}
+        if "mm_processor_kwargs" in request:
+            made["mm_processor_kwargs"] = request["mm_processor_kwargs"]
     return made
 
 
@@ -67,6 +90,7 @@ def generate(engine: LLM, command: dict) -> dict:
             temperature=0,
             max_tokens=command.get("max_tokens", 6),
             ignore_eos=True,
+            logprobs=0,
             extra_args={"ec_transfer_params": request.get("ec_transfer_params")},
         )
         for request in command["requests"]
@@ -79,6 +103,11 @@ def generate(engine: LLM, command: dict) -> dict:
         "outputs": [
             {
                 "tokens": list(output.outputs[0].token_ids),
+                "logprobs": [
+                    round(logprob.logprob, 4)
+                    for place in output.outputs[0].logprobs or ()
+                    for logprob in place.values()
+                ],
                 "finish_reason": output.outputs[0].finish_reason,
                 "ec_transfer_params": getattr(output, "ec_transfer_params", None),
             }
@@ -86,6 +115,28 @@ def generate(engine: LLM, command: dict) -> dict:
         ],
         "encoded": sum(encoded),
     }
+
+
+def runner(engine: LLM):
+    """The model runner, where the engine runs in this process."""
+    return (
+        engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    )
+
+
+def forget(engine: LLM) -> None:
+    """Have the engine look for every item anew, as if others had displaced it."""
+    core = engine.llm_engine.engine_core.engine_core
+    core.scheduler.encoder_cache_manager.reset()
+    cache = runner(engine).encoder_cache
+    for name in [name for name in cache if isinstance(name, str)]:
+        del cache[name]
+    engine.reset_prefix_cache()
+
+
+def scale(engine: LLM, factor: float) -> None:
+    """Other weights: a norm of the vision tower times a factor, told to nobody."""
+    runner(engine).get_model().visual.merger.ln_q.weight.data.mul_(factor)
 
 
 def main() -> None:
@@ -114,6 +165,7 @@ def main() -> None:
             kv_role="kv_both",
             kv_connector_extra_config={"shared_storage_path": setup["kv"]},
         )
+    let_metadata_in()
     engine = LLM(model=setup["model"], **kwargs)
     global may_encode
     may_encode = not setup.get("encoder_less", False)
@@ -124,7 +176,21 @@ def main() -> None:
             case "generate":
                 reply = generate(engine, command)
             case "forget":
-                engine.llm_engine.reset_encoder_cache()
+                forget(engine)
+                reply = {}
+            case "scale":
+                scale(engine, command["factor"])
+                for call in command["then"]:
+                    RESETS[call](engine)
+                engine.reset_prefix_cache()
+                reply = {}
+            case "reset":
+                for call in command["calls"]:
+                    RESETS[call](engine)
+                engine.reset_prefix_cache()
+                reply = {}
+            case "version":
+                engine.llm_engine.set_weight_version(command["version"])
                 reply = {}
             case "metrics":
                 metrics = engine.get_metrics()

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,20 @@ def make_model(version: str, kind: str, directory: Path) -> Path:
         text=True,
     )
     return directory
+
+
+def result_of(version: str, script: str, *arguments: str) -> Any:
+    """What a script of this directory prints behind RESULT, run in a vLLM environment."""
+    ran = subprocess.run(
+        [str(python_of(version)), str(HERE / script), *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-6000:]
+    [line] = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
 
 
 class Engine:

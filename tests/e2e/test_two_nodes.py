@@ -240,13 +240,19 @@ def test_encoder_prefill_and_decode_are_three_engines(
     serving: Callable[..., tuple[NodeDaemon, NodeDaemon]],
     nodes: tuple[Node, Node],
     daemons: tuple[NodeDaemon, NodeDaemon],
-    producer: Engine,
     plain: Engine,
     start_engine: Callable[..., Engine],
     tmp_path: Path,
 ) -> None:
-    """Embeddings by ecd between machines, KV by vLLM's own file connector on the second one."""
+    """Embeddings by ecd between machines, KV by vLLM's own file connector on the second one.
+
+    The encoder's answers name no node, for routers that compare those of several.
+    """
     has, _ = serving(ECD_PEERS=",".join(node.peer for node in nodes))
+    silent = {"ecd_announce_node": False}
+    producer = start_engine(
+        "ec_producer", extra=silent, daemon=daemons[0], environ=ENVIRON, **ENGINE
+    )
     kv = str(tmp_path / "kv")
     prefill, decode = (
         start_engine("ec_consumer", daemon=daemons[1], environ=ENVIRON, kv=kv, **ENGINE)
@@ -255,7 +261,11 @@ def test_encoder_prefill_and_decode_are_three_engines(
     requests = [ask("what is in this picture?", "wide"), ask("and the other", "tall", "small")]
     requests = redrawn(requests)
     expected = plain.generate(requests)
-    assert producer.generate(requests, max_tokens=1)["encoded"] == 3
+    produced = producer.generate(requests, max_tokens=1)
+    assert produced["encoded"] == 3
+    for output in produced["outputs"]:
+        assert len(output["ec_transfer_params"]) > 0
+        assert not any("ecd_node" in each for each in output["ec_transfer_params"].values())
     eventually(lambda: has.status().entries == 3)
     first = prefill.generate(requests, max_tokens=1)
     assert first["encoded"] == 0

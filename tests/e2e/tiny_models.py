@@ -179,7 +179,28 @@ def qwen3_vl(directory: Path) -> None:
     (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
 
 
+def whisper(directory: Path) -> None:
+    """What describes one; it has no weights."""
+    from transformers import WhisperConfig, WhisperFeatureExtractor
+
+    tokenizer = write_tokenizer(directory)
+    config = WhisperConfig(
+        vocab_size=len(tokenizer),
+        d_model=64,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        max_target_positions=448,
+    )
+    config.architectures = ["WhisperForConditionalGeneration"]
+    config.save_pretrained(directory)
+    WhisperFeatureExtractor().save_pretrained(directory)
+
+
+MODELS = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl, "whisper": whisper}
+
 if __name__ == "__main__":
     kind, directory = sys.argv[1:]
     Path(directory).mkdir(parents=True, exist_ok=True)
-    {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}[kind](Path(directory))
+    MODELS[kind](Path(directory))

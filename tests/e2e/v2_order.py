@@ -19,10 +19,11 @@ from vllm.distributed.parallel_state import (
     init_distributed_environment,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 
 from ecd_client import Client
-from ecd_client.vllm.settings import default_namespace
+from ecd_client.vllm.identity import Identity
 
 address, model = sys.argv[1:]
 transfer_config = ECTransferConfig(
@@ -43,16 +44,22 @@ state = sys.modules["vllm.distributed.ec_transfer.ec_transfer_state"]
 state.ensure_ec_transfer_initialized(config)
 cache: dict[str, torch.Tensor] = {}
 runner = ActiveECConnector(config, cache)
-client = Client(address, namespace=default_namespace(config.model_config))
+client = Client(address, namespace=Identity.of(config, None, None).namespace)
 
 for role in (scheduler._scheduler, state.get_ec_transfer()._worker):
     role._client.wait_connected(30)
 
 
+STEP = SimpleNamespace(total_num_scheduled_tokens=8)
+
+
 def request(name: str, identifier: str) -> SimpleNamespace:
     position = SimpleNamespace(offset=0, length=8, get_num_embeds=lambda: 8)
     feature = SimpleNamespace(
-        identifier=identifier, mm_position=position, modality="image", data=None
+        identifier=identifier,
+        mm_position=position,
+        modality="image",
+        data=MultiModalKwargsItem.dummy(),
     )
     return SimpleNamespace(
         request_id=name, mm_features=[feature], num_preemptions=0, ec_transfer_params=None
@@ -65,18 +72,18 @@ def step(asked: SimpleNamespace, encode: bool) -> dict:
     deadline = time.monotonic() + 10
     while not scheduler.ensure_cache_available(asked, 0):
         assert time.monotonic() < deadline
-        scheduler.build_connector_meta(None)  # as every step does, whatever it schedules
+        scheduler.build_connector_meta(STEP)  # as every step does, whatever it schedules
         time.sleep(0.001)
     promised = scheduler.has_cache_item(identifier)
     scheduler.update_state_after_alloc(asked, 0)
     output = SimpleNamespace(
-        ec_connector_metadata=scheduler.build_connector_meta(None), finished_req_ids=set()
+        ec_connector_metadata=scheduler.build_connector_meta(STEP), finished_req_ids=set()
     )
     with runner.maybe_get_output(output) as result:
         loaded = identifier in cache
         if encode:
             torch.manual_seed(len(identifier))
-            cache[identifier] = torch.randn(8, 16).bfloat16()
+            cache[identifier] = torch.randn(8, 128).bfloat16()
     scheduler.update_connector_output(result)
     scheduler.request_finished(asked)
     return {"promised": promised, "loaded": loaded, "sum": cache[identifier].float().sum().item()}
@@ -85,13 +92,24 @@ def step(asked: SimpleNamespace, encode: bool) -> dict:
 steps = [step(request("a", "picture"), encode=True)]
 with client.get("picture", timeout=10) as item:
     steps.append({"stored": item.tensor.float().sum().item(), "shape": item.shape})
-cache.clear()
+del cache["picture"]
 steps.append(step(request("b", "picture"), encode=False))
-steps.append(step(request("c", "renderer0-mm-1-image"), encode=True))
+more = request("d", "more").mm_features[0]
+more.mm_position.offset = 8
+client.put("more", torch.zeros(8, 128).bfloat16())
+resumed = request("d", "picture")
+scheduler.ensure_cache_available(resumed, 0)
+resumed.mm_features.append(more)
+steps.append({"ready": scheduler.ensure_cache_available(resumed, 8)})
+steps[-1]["promised"] = scheduler.has_cache_item("more")
+scheduler.request_finished(resumed)
+config.model_config.multimodal_config.mm_processor_cache_gb = 0
+config.cache_config.enable_prefix_caching = False
+steps.append(step(request("c", "counted"), encode=True))
 time.sleep(0.5)
 with runner.maybe_get_output(
     SimpleNamespace(
-        ec_connector_metadata=scheduler.build_connector_meta(None), finished_req_ids=set()
+        ec_connector_metadata=scheduler.build_connector_meta(STEP), finished_req_ids=set()
     )
 ) as result:
     pass

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
-import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.logger import init_logger
+
+from ecd_client.errors import EcdError
 
 try:  # since 0.32
     from vllm.distributed.ec_transfer.ec_connector.metrics import (
@@ -17,57 +19,89 @@ except ImportError:  # nothing asks for stats then
     ECConnectorStats = ECConnectorPromMetrics = object
 
 try:  # since 0.32
-    from vllm.distributed.ec_transfer.ec_connector.utils import (
-        PlaceholderMetadataResolver,
-        collect_ec_item_metadata,
-    )
+    from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
 except ImportError:
-    PlaceholderMetadataResolver = collect_ec_item_metadata = None
+    collect_ec_item_metadata = None
 
 __all__ = [
     "CAN_FAIL_ONE_REQUEST",
+    "TELLS_WHAT_TO_SAVE",
     "ECConnectorPromMetrics",
     "ECConnectorStats",
     "PlaceholderMetadata",
+    "fail_by_itself",
 ]
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 CAN_FAIL_ONE_REQUEST = hasattr(ECConnectorBase, "take_unavailable_requests")
 """Whether the scheduler asks which requests the connector cannot serve."""
+TELLS_WHAT_TO_SAVE = hasattr(ECConnectorBase, "start_save_caches")
+"""Whether a producer's worker is shown its encoder cache at the beginning of each step."""
+
+
+def fail_by_itself(request: Any, cause: str) -> None:
+    """Have the scheduler of vLLM 0.28 fail a request that it has not scheduled yet.
+
+    It asks no connector for such requests. One whose grammar did not compile it ends alone, with
+    FINISHED_ERROR, and looks at neither the grammar nor the answer's form for that.
+    """
+    from vllm.v1.request import RequestStatus
+
+    request.structured_output_request = SimpleNamespace(grammar=EcdError(cause))
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 
 class PlaceholderMetadata:
-    """What a consumer needs of each item in order to skip its preprocessing.
+    """The part of an item that sizes its placeholder, such as `image_grid_thw`.
 
-    In the form that vLLM's own connectors of the same version return from `request_finished`.
+    A consumer that is sent only this, and the item's name, skips preprocessing.
     """
 
     def __init__(self, model_config: Any) -> None:
         self._model_config = model_config
-        self._resolver: Any = None
         self._fields: dict[str, set[str]] = {}
 
-    def of(self, mm_features: list[Any]) -> dict[str, Any] | None:
+    def is_all_of(self, feature: Any) -> bool:
+        """Whether the request brought nothing that could be encoded."""
+        data = feature.data
+        return not data or not any(
+            element.data is not None and name not in self.fields_for(feature.modality)
+            for name, element in data.items()
+        )
+
+    def of(self, mm_features: list[Any], stored: set[str]) -> dict[str, Any] | None:
+        """For each mm_hash, as vLLM's connectors since 0.32 answer a request.
+
+        Without metadata the media travel on to the consumer. A request may not mix the two, so
+        that all items of a modality have some or none has. vLLM 0.28 reads none from JSON.
+        """
         if not mm_features:
             return None
-        if collect_ec_item_metadata is not None:
-            if self._resolver is None:
-                self._resolver = PlaceholderMetadataResolver(self._model_config)
-            items: dict[str, Any] = collect_ec_item_metadata(mm_features, self._resolver)
+        if collect_ec_item_metadata is None:
+            items: dict[str, Any] = {}
+            for index, feature in enumerate(mm_features):
+                item = items.setdefault(feature.identifier, {"item_indices": [], "metadata": {}})
+                item["item_indices"].append(index)
             return items
-        return {"ec_items": [self._item(feature) for feature in mm_features]}
+        items = collect_ec_item_metadata(mm_features, self)
+        incomplete: set[str] = set()
+        while (
+            more := {
+                feature.modality
+                for feature in mm_features
+                if feature.identifier not in stored or not items[feature.identifier]["metadata"]
+            }
+            - incomplete
+        ):  # a name may stand in two modalities
+            incomplete |= more
+            for feature in mm_features:
+                if feature.modality in incomplete:
+                    items[feature.identifier]["metadata"] = {}
+        return items
 
-    def _item(self, feature: Any) -> dict[str, Any]:
-        item = {"mm_hash": feature.identifier}
-        if feature.data is not None:  # None: it came out of the processor's own cache
-            wanted = self._wanted(feature.modality)
-            for name, value in feature.data.get_data().items():
-                if name in wanted and isinstance(value, torch.Tensor):
-                    item[name] = value.tolist()
-        return item
-
-    def _wanted(self, modality: str) -> set[str]:
+    def fields_for(self, modality: str) -> set[str]:
+        """The names of a processed item's fields that are metadata."""
         if modality not in self._fields:
             self._fields[modality] = set()
             try:

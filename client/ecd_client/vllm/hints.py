@@ -9,29 +9,56 @@ so that nothing is taken for granted about its form.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Mapping as MappingOf
+from itertools import islice
 from typing import Any
 
-from ecd_proto.contract import MAX_HINTS, NODE_PATTERN, Hint
+from ecd_proto.contract import MAX_HINTS, MAX_NODE_LENGTH, NODE_PATTERN, Hint
 
 NODE, EXTENT, CONSUMERS = "ecd_node", "ecd_extent", "ecd_consumers"
+MAX_ITEMS = 128
+"""Items of one request that are looked at for hints: they take the scheduler half a ms."""
 
 
-def hints_in(params: object) -> dict[str, list[Hint]]:
-    """For each mm_hash of `ec_transfer_params`, the nodes that are said to have it."""
+def hints_in(
+    params: object,
+    identifiers: Collection[str] | None = None,
+    count: Callable[[str], None] | None = None,
+) -> dict[str, list[Hint]]:
+    """For each mm_hash of `ec_transfer_params`, the nodes that are said to have it.
+
+    With `identifiers`, of these: what the request needs. Only MAX_ITEMS items are looked at, and
+    only MAX_HINTS of one item are taken; `count` is told of a request that has more.
+    """
     if not isinstance(params, dict):
         return {}
     listed = params.get("ec_items")  # vLLM 0.28 has a list, later ones a dict by mm_hash
+    named: Iterable[tuple[Any, Any]]
     if isinstance(listed, list):
-        named = [(item.get("mm_hash"), item) for item in listed if isinstance(item, dict)]
+        said = len(listed)
+        named = ((i.get("mm_hash"), i) for i in listed[:MAX_ITEMS] if isinstance(i, dict))
+    elif identifiers is None:
+        said = len(params)
+        named = islice(params.items(), MAX_ITEMS)
     else:
-        named = list(params.items())
+        said = len(identifiers)
+        named = ((name, params.get(name)) for name in islice(identifiers, MAX_ITEMS))
     found: dict[str, list[Hint]] = {}
+    dropped = said > MAX_ITEMS
     for mm_hash, item in named:
-        if isinstance(mm_hash, str) and isinstance(item, dict):
+        if not (isinstance(mm_hash, str) and isinstance(item, dict)):
+            continue
+        if identifiers is not None and mm_hash not in identifiers:
+            continue
+        hints = found.setdefault(mm_hash, [])
+        if len(hints) < MAX_HINTS:
             extent = _extent(item.get(EXTENT))
-            hints = [Hint(node, *extent) for node in _nodes([item.get(NODE)])]
-            found.setdefault(mm_hash, []).extend(hints)
+            hints += [Hint(node, *extent) for node in _nodes([item.get(NODE)])]
+        else:
+            dropped = True
+    if dropped and count is not None:
+        count("dropped_hints")
     return found
 
 
@@ -45,8 +72,7 @@ def consumers_in(params: object) -> list[str]:
 
 def add_hints(params: dict[str, Any], hints: MappingOf[str, Hint]) -> None:
     """Say in the answer to a request where these items are."""
-    listed = [(item["mm_hash"], item) for item in params.get("ec_items", ())]
-    for mm_hash, item in (*params.items(), *listed):
+    for mm_hash, item in params.items():
         if hint := hints.get(mm_hash):
             item[NODE] = hint.node
             if hint.nbytes:
@@ -64,5 +90,8 @@ def _is_size(said: object) -> bool:
 
 
 def _nodes(said: list[Any]) -> list[str]:
-    nodes = [node for node in said[:MAX_HINTS] if isinstance(node, str)]
-    return [node for node in nodes if re.match(NODE_PATTERN, node)]
+    return [node for node in said[:MAX_HINTS] if isinstance(node, str) and _is_node(node)]
+
+
+def _is_node(said: str) -> bool:
+    return len(said) <= MAX_NODE_LENGTH and re.fullmatch(NODE_PATTERN, said) is not None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ecd_client.calls import resolve
 from ecd_client.errors import InvalidArgument
+from ecd_client.vllm.identity import Identity
 from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES
 
 if TYPE_CHECKING:
@@ -18,11 +16,11 @@ if TYPE_CHECKING:
 ENCODE, FAIL = "encode", "fail"
 LOAD_TIMEOUT_S = {ENCODE: 2.0, FAIL: 30.0}
 
-_PER_PROCESS = re.compile(r"^(?:.*:)?renderer\d+-mm-\d+-")
-"""Identifiers that vLLM counts up in each process when its processor and prefix caches are off.
-
-Two engines give the same one to different images.
-"""
+TRUST, REFUSE = "trust", "refuse"
+KEYS = (
+    *("ecd_address", "ecd_namespace", "ecd_weights_version", "ecd_uuids"),
+    *("ecd_load_timeout_s", "ecd_on_unavailable", "ecd_announce_node"),
+)
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,12 @@ class Settings:
     """`ec_connector_extra_config`, checked."""
 
     address: str
-    namespace: str
+    identity: Identity
     load_timeout_s: float
     on_unavailable: str
     private_adapters: bool
+    trusts_uuids: bool
+    announces_node: bool
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Settings:
@@ -60,56 +60,46 @@ class Settings:
             raise InvalidArgument(
                 f"ecd_namespace must be a string of 1 to {MAX_NAMESPACE_BYTES} bytes"
             )
+        weights_version = extra.pop("ecd_weights_version", None)
+        if weights_version is not None and not (
+            isinstance(weights_version, str) and weights_version
+        ):
+            raise InvalidArgument(
+                f"ecd_weights_version is {weights_version!r}; it must be a string, and not empty"
+            )
+        uuids = extra.pop("ecd_uuids", TRUST)
+        if uuids not in (TRUST, REFUSE):
+            raise InvalidArgument(f"ecd_uuids is {uuids!r}; it must be {TRUST!r} or {REFUSE!r}")
+        announces_node = extra.pop("ecd_announce_node", True)
+        if not isinstance(announces_node, bool):
+            raise InvalidArgument(
+                f"ecd_announce_node is {announces_node!r}; it must be true or false"
+            )
         unknown = [key for key in extra if key.startswith("ecd_")]
         if unknown:
             raise InvalidArgument(
                 f"unknown in ec_connector_extra_config: {', '.join(unknown)}; known are "
-                "ecd_address, ecd_namespace, ecd_load_timeout_s and ecd_on_unavailable"
+                f"{', '.join(KEYS)}"
             )
         lora = vllm_config.lora_config
         return cls(
             address=resolve(address),
-            namespace=namespace or default_namespace(vllm_config.model_config),
+            identity=Identity.of(vllm_config, namespace, weights_version),
             load_timeout_s=float(load_timeout_s),
             on_unavailable=on_unavailable,
             private_adapters=bool(namespace is None and lora and lora.enable_tower_connector_lora),
+            trusts_uuids=uuids == TRUST,
+            announces_node=announces_node,
         )
 
     def shares(self, identifier: str) -> bool:
-        """Whether the identifier says what the content is, on every engine of the namespace.
+        """Whether an identifier of content says the same on every engine of the namespace.
 
         Adapters of the vision tower are known by names that another engine may give to other
         weights, so their items are shared only in a namespace that somebody chose.
         """
-        return (  # for every item of every request: most need no look by the pattern
-            not ("renderer" in identifier and _PER_PROCESS.match(identifier))
-            and not (self.private_adapters and ":" in identifier)
-            and 0 < len(identifier.encode()) <= MAX_MM_HASH_BYTES
-        )
-
-
-def default_namespace(model_config: Any) -> str:
-    """What must be equal for two engines to get equal embeddings of one image.
-
-    Model, revision, dtype and quantization, readable; whatever else the engine was told that
-    changes its embeddings and that vLLM does not hash with the image, as a digest.
-    """
-    multimodal = model_config.multimodal_config
-    rest = {
-        "mm_processor_kwargs": getattr(multimodal, "mm_processor_kwargs", None),
-        "video_pruning_rate": getattr(multimodal, "video_pruning_rate", None),
-        "hf_overrides": model_config.hf_overrides,
-    }
-    parts = [
-        model_config.model,
-        str(model_config.revision or "main"),
-        str(model_config.dtype).removeprefix("torch."),
-        str(model_config.quantization or "none"),
-    ]
-    if any(rest.values()):
-        described = json.dumps(rest, sort_keys=True, default=repr)
-        parts.append(hashlib.sha256(described.encode()).hexdigest()[:32])
-    namespace = "|".join(parts)
-    if len(namespace.encode()) > MAX_NAMESPACE_BYTES:
-        return hashlib.sha256(namespace.encode()).hexdigest()
-    return namespace
+        try:
+            nbytes = len(identifier.encode())
+        except UnicodeEncodeError:  # JSON has halves of characters, which no message can hold
+            return False
+        return 0 < nbytes <= MAX_MM_HASH_BYTES and not (self.private_adapters and ":" in identifier)

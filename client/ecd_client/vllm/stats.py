@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from typing import Any
 
 from ecd_client.vllm.compat import ECConnectorPromMetrics, ECConnectorStats
 
 COUNTERS = {
-    "hits": "Items found in ecd when a request needed them.",
-    "misses": "Items not in ecd when a request needed them.",
-    "mismatches": "Items whose number of embeddings was not what the request expects.",
+    "hits": "Items that ecd had when the engine needed them.",
+    "misses": "Items that ecd did not have when the engine needed them.",
+    "mismatches": "Items whose number of embeddings, width or dtype was not what is expected.",
     "failures": "Lookups that ended with an error or too late.",
     "unavailable": "Requests failed because their embeddings could not be had.",
     "loads": "Items loaded into the engine's encoder cache.",
@@ -18,6 +20,7 @@ COUNTERS = {
     "saves": "Items stored in ecd.",
     "saved_bytes": "Bytes of these.",
     "duplicates": "Items encoded here that ecd had already.",
+    "dropped_hints": "Requests with more hints than are looked at.",
     "dropped_saves": "Items not stored: too many on the way, or ecd full or away.",
 }
 
@@ -51,6 +54,42 @@ class EcdStats(ECConnectorStats):
 
     def is_empty(self) -> bool:
         return not self.data
+
+
+class SharedCounts:
+    """Totals in memory that a worker writes and its scheduler reads.
+
+    An engine that only encodes drops what its connector's worker reports: that goes this way.
+    """
+
+    NAME, NBYTES = "ecd-counts", 8 * len(COUNTERS)
+
+    def __init__(self, path: str | None = None) -> None:
+        """The scheduler's, or the worker's under the scheduler's `path`. Raises OSError."""
+        if path is None:
+            self._fd = os.memfd_create(self.NAME)
+            os.ftruncate(self._fd, self.NBYTES)
+        else:
+            if not os.readlink(path).startswith(f"/memfd:{self.NAME} "):
+                raise FileNotFoundError(path)  # another process has the scheduler's number here
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self._words = memoryview(mmap.mmap(self._fd, self.NBYTES)).cast("Q")
+        self._taken = [0] * len(COUNTERS)
+
+    def add(self, stats: EcdStats) -> None:
+        """There is one who adds."""
+        for number, name in enumerate(COUNTERS):
+            self._words[number] += stats.data.get(name, 0)
+
+    def take(self) -> EcdStats:
+        """What was added since it was asked last."""
+        before, self._taken = self._taken, self._words.tolist()
+        added = zip(COUNTERS, self._taken, before, strict=True)
+        return EcdStats({name: now - was for name, now, was in added if now != was})
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 class EcdPromMetrics(ECConnectorPromMetrics):

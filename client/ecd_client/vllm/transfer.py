@@ -36,18 +36,36 @@ class Load(NamedTuple):
 
 @dataclass
 class EcdMetadata(ECConnectorMetadata):
-    """From the scheduler to the workers, once a step."""
+    """From the scheduler to the workers, once a step.
 
+    `namespace` is what this step's items are stored in; None: they are not shared. `move` is how
+    often it was set anew.
+    """
+
+    namespace: str | None
+    move: int
     loads: list[Load] = field(default_factory=list)
+    saves: list[str] = field(default_factory=list)
+    """What ecd lacks: to be stored again if it is in the encoder cache."""
+    keeps: list[str] = field(default_factory=list)
+    """What an engine that only encodes did not: to be put into its encoder cache."""
+    counts_path: str | None = None
+    """Where a worker counts whose metadata does not come back."""
 
 
 @dataclass
 class EcdWorkerMetadata(ECConnectorWorkerMetadata):
-    """From a worker to the scheduler, where vLLM carries it."""
+    """From a worker to the scheduler, where vLLM carries it.
+
+    `forgotten` is the `move` in which its encoder cache was emptied, though the scheduler had not
+    said that weights changed; -1: it was not.
+    """
 
     stats: EcdStats
+    forgotten: int = -1
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> EcdWorkerMetadata:
         assert isinstance(other, EcdWorkerMetadata)
         self.stats.aggregate(other.stats)
+        self.forgotten = max(self.forgotten, other.forgotten)
         return self

@@ -1,0 +1,63 @@
+"""What this engine's encoder makes: dtype and width of one embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+LEVELS = "deepstack_visual_indexes"
+"""Layers of a vision tower whose features follow an embedding's own, each as wide (Qwen3-VL)."""
+MAX_DEPTH = 4
+"""How deep configurations within a configuration are looked for."""
+
+
+class Outputs:
+    """Whether an entry can be an output of this engine's encoder.
+
+    vLLM 0.32 measures the widths of an engine that produces. Of others the model's configuration
+    says enough to tell an entry that would end the engine: an embedding is as wide as the language
+    model's, or as several of these.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        model = vllm_config.model_config
+        self._measured: dict[str, int] = getattr(
+            vllm_config.ec_transfer_config, "mm_encoder_output_widths", {}
+        )
+        self._dtypes = {str(model.dtype).removeprefix("torch."), "float32"}
+        self._width: int = model.get_inputs_embeds_size()
+        self._is_pruned = bool(getattr(model.multimodal_config, "video_pruning_rate", None))
+        configs = list(_configs(model.hf_config))
+        levels = [list(config[LEVELS] or ()) for config in configs if LEVELS in config]
+        self._multiples = {1, *(1 + len(level) for level in levels)}
+        self._is_known = bool(levels) or not any("deepstack" in n for c in configs for n in c)
+
+    def fit(self, modality: str, dtype: str, shape: tuple[int, ...]) -> bool:
+        """`shape` is (embeddings, width)."""
+        if len(shape) != 2 or dtype not in self._dtypes:
+            return False
+        width = shape[1]
+        if measured := self._measured.get(modality):
+            return width == measured
+        if self._is_pruned:  # with places behind each embedding
+            return width >= self._width
+        multiple, rest = divmod(width, self._width)
+        return rest == 0 and (multiple in self._multiples or (multiple > 0 and not self._is_known))
+
+    def __str__(self) -> str:
+        """The dtypes and widths that fit, for a message."""
+        widths = self._measured or [multiple * self._width for multiple in sorted(self._multiples)]
+        return f"{' or '.join(sorted(self._dtypes))}, {widths} wide"
+
+
+def _configs(config: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """The fields of a model's configuration, and of those within it."""
+    fields: dict[str, Any] = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    yield fields
+    if depth < MAX_DEPTH:
+        for name, value in fields.items():
+            if name.endswith("config"):
+                yield from _configs(value, depth + 1)

@@ -1,0 +1,63 @@
+"""Under which namespaces engines share, by vLLM's own configuration. In a vLLM environment.
+
+    python describe_identity.py QWEN WHISPER
+
+prints JSON. Both are directories of tiny models.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+from vllm.config import LoadConfig, ModelConfig, MultiModalConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from ecd_client.vllm.identity import CHANGING, Identity, why_nothing_is_shared
+
+model, whisper = map(Path, sys.argv[1:])
+
+
+def namespace(said: str | None = None, version: str | None = None, **engine: object) -> str:
+    config = EngineArgs(model=str(model), max_model_len=2048, **engine).create_engine_config()
+    return Identity.of(config, said, version).namespace
+
+
+namespaces = {
+    "plain": namespace(),
+    "device": namespace(mm_processor_kwargs={"device": "cpu"}),
+    "device of images": namespace(mm_processor_kwargs={"images_kwargs": {"device": "cpu"}}),
+    "limits": namespace(limit_mm_per_prompt={"image": 2}, mm_processor_cache_gb=1),
+    "processor": namespace(mm_processor_kwargs={"max_pixels": 200704}),
+    "media": namespace(media_io_kwargs={"image": {"rgba_background_color": [0, 0, 0]}}),
+    "fp8": namespace(mm_encoder_attn_dtype="fp8"),
+    "backend": namespace(mm_encoder_attn_backend="TORCH_SDPA"),
+    "overrides": namespace(hf_overrides={"vision_config": {"window_size": 56}}),
+    "implementation": namespace(model_impl="transformers"),
+    "dtype": namespace(dtype="float32"),
+    "format": namespace(load_format="safetensors"),
+    "dummy weights": namespace(load_format="dummy"),
+    "version": namespace(version="7"),
+    "chosen": namespace("chosen"),
+    "chosen and a version": namespace("chosen", "7"),
+}
+[weights] = model.glob("*.safetensors")
+stat = weights.stat()
+weights.touch()
+namespaces["weights written meanwhile"] = namespace()
+os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+print(
+    "RESULT",
+    json.dumps(
+        {
+            "changing": CHANGING,
+            "fields": {
+                config.__name__: [field.name for field in dataclasses.fields(config)]
+                for config in (ModelConfig, MultiModalConfig, LoadConfig)
+            },
+            "namespaces": namespaces,
+            "whisper": why_nothing_is_shared(EngineArgs(model=str(whisper)).create_engine_config()),
+        }
+    ),
+)

@@ -1,0 +1,180 @@
+"""vLLM's own HTTP servers, and the proxy of its examples, as their users start them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import zlib
+from base64 import b64encode
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from e2e.engines import ROOT, START_S, environment, python_of
+
+PROXY_VERSION = "0.32.0"
+PROXY = "examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py"
+
+
+def proxy_script() -> Path:
+    """The example proxy out of vLLM's source distribution (45 MB), fetched once.
+
+    pip hands out no source without asking it for its metadata, which is not needed and fails where
+    its build tools are missing: what it had unpacked by then is all that is wanted.
+    """
+    script = ROOT / ".venvs" / f"vllm-{PROXY_VERSION}-examples" / Path(PROXY).name
+    if not script.exists():
+        script.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=script.parent) as unpacked:
+            fetch = ["download", "-q", "--no-cache-dir", "--no-clean", "--no-deps", "-d", unpacked]
+            fetch += ["--no-binary", "vllm", "--no-build-isolation", f"vllm=={PROXY_VERSION}"]
+            ran = subprocess.run(
+                [str(python_of(PROXY_VERSION)), "-m", "pip", *fetch],
+                env={**os.environ, "TMPDIR": unpacked},
+                capture_output=True,
+                text=True,
+            )
+            for found in Path(unpacked).glob(f"*/*/{PROXY}"):
+                shutil.copy(found, script.with_suffix(".new"))
+                script.with_suffix(".new").rename(script)
+    if not script.exists():
+        said = f"vLLM's example proxy CANNOT BE HAD: {ran.stdout[-500:]}{ran.stderr[-1000:]}"
+        if os.environ.get("ECD_REQUIRE_VLLM"):
+            pytest.fail(said)
+        pytest.skip(said)
+    return script
+
+
+class Server:
+    """One process that serves HTTP. Starts at once, `wait_ready` waits."""
+
+    def __init__(self, log: Path, command: list[str], **environ: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.log = log
+        command = [*command, "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                command,
+                env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", **environ),
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> Server:
+        deadline = time.monotonic() + START_S
+        while True:
+            assert self.alive, f"it ended:\n{self.text()[-6000:]}"
+            assert time.monotonic() < deadline, f"not ready:\n{self.text()[-6000:]}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/v1/models"):
+                return self
+            time.sleep(0.2)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def chat(self, content: list[dict], **options: object) -> tuple[int, dict]:
+        """Status and body of a chat completion, greedy, with what the tokens are judged by."""
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "max_tokens": 6,
+            "ignore_eos": True,
+            "logprobs": True,
+            **options,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            return error.code, {"error": error.read().decode()}
+
+    def metrics(self) -> dict[str, float]:
+        """The counters of ecd on the engine's own /metrics."""
+        found = {}
+        with urllib.request.urlopen(f"{self.url}/metrics") as reply:
+            for line in reply.read().decode().splitlines():
+                if line.startswith("vllm:ecd_") and "_total{" in line:
+                    name, _, value = line.rpartition(" ")
+                    found[name.partition("_total{")[0].removeprefix("vllm:ecd_")] = float(value)
+        return found
+
+    def close(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def api_server(
+    version: str,
+    log: Path,
+    model: Path,
+    role: str | None,
+    flags: Sequence[str] = (),
+    **extra: object,
+) -> Server:
+    command = [str(python_of(version)), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--served-model-name", "tiny", "--enforce-eager"]
+    command += ["--max-model-len", "2048", "--max-num-seqs", "8"]
+    command += ["--limit-mm-per-prompt", json.dumps({"image": 4, "video": 0})]
+    if role is not None:
+        transfer = {
+            "ec_connector": "EcdConnector",
+            "ec_connector_module_path": "ecd_client.vllm",
+            "ec_role": role,
+            "ec_connector_extra_config": extra,
+        }
+        command += ["--ec-transfer-config", json.dumps(transfer)]
+    if role == "ec_producer":
+        command += ["--no-enable-prefix-caching"]
+    return Server(log, [*command, *flags])
+
+
+def proxy(log: Path, encoder: Server, decoder: Server) -> Server:
+    command = [str(python_of(PROXY_VERSION)), str(proxy_script())]
+    command += ["--encode-servers-urls", encoder.url, "--decode-servers-urls", decoder.url]
+    return Server(log, command)
+
+
+def picture_url(seed: int, width: int = 336, height: int = 224) -> str:
+    """A picture of coarse blocks of random colours, as a data: URL."""
+    random = Random(seed)
+    rows = [[random.randbytes(3) for _ in range(6)] for _ in range(6)]
+    lines = [b"".join(block * (width // 6) for block in row) for row in rows]
+    pixels = b"".join((b"\0" + line) * (height // 6) for line in lines)
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    size = struct.pack(">IIBBBBB", width // 6 * 6, height // 6 * 6, 8, 2, 0, 0, 0)
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(pixels))
+    return "data:image/png;base64," + b64encode(png + chunk(b"IEND", b"")).decode()
