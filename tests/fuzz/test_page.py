@@ -1,0 +1,261 @@
+"""What a client may write into its page, and ring: claims, pins and counters that are not true."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+from zlib import crc32
+
+from ecd_client import Client
+from ecd_proto.contract import DTYPES
+from ecd_proto.mapping import Mapping
+from ecd_proto.shm import (
+    BELL,
+    DESK_BYTES,
+    DESKS_AT,
+    FIRST_GRANT_WORD,
+    FIRST_PIN_WORD,
+    FIRST_PUT_WORD,
+    FIRST_USE_WORD,
+    KEPT_USES,
+    MAX_GRANTS,
+    MAX_PINS,
+    MAX_PUTS,
+    PAGE_BYTES,
+    PINS_USED_WORD,
+    PUT_DONE,
+    PUT_NUMBER,
+    PUT_ROW,
+    PUT_WORDS,
+    PUTS_WORD,
+    ROW_BYTES,
+    ROW_PROOF_WORD,
+    USES_WORD,
+    IndexShape,
+    Row,
+    key_record,
+    pack_row,
+    unpack_grant,
+    unpack_index_header,
+)
+from support.daemon import Daemon
+from support.fuzz import INTEGERS, drive, pick, watched
+
+BATCH = 8
+ROW_FIELDS = {
+    8: "<Q",
+    16: "<Q",
+    24: "<Q",
+    32: "<Q",
+    40: "<d",
+    48: "<H",
+    50: "<B",
+    51: "<B",
+    52: "<H",
+}
+"""Of a row, where its checksum, entry, offset, bytes, cost, pool, dtype, dimensions and metadata's
+bytes are; the lengths in its key's record come after that."""
+RECORD_AT = 56
+
+
+class Vandal:
+    """A client that writes its page without the library, and knows the others' entries."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._client = Client(daemon.address, namespace="vandal")
+        for number in range(4):
+            self._client.put_bytes(f"own {number}", b"v" * 5000, "uint8", (5000,))
+        conversation = self._client._session.conversation()
+        self.number = conversation.index.puts.page_number
+        index_path, pins_path, bell_path = (
+            next(Path(daemon.shm).glob(f"{conversation.incarnation}{suffix}"))
+            for suffix in (".index", ".pins", ".bell")
+        )
+        self._index = mapped(index_path, writable=False)
+        shape = unpack_index_header(self._index.view(0, 4096).tobytes())
+        assert shape is not None
+        self._shape: IndexShape = shape
+        pins = mapped(pins_path, writable=True)
+        self.page = pins.view(self.number * PAGE_BYTES, PAGE_BYTES)
+        self.words = self.page.cast("Q")
+        self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._bell.connect(str(bell_path))
+        self._last = 1 << 32
+        self._numbers = self._client._session.conversation().index._names
+
+    def close(self) -> None:
+        self._bell.close()
+        self._client.close()
+
+    def grants(self, page: int) -> list[tuple[int, int]]:
+        desk = self._index.view(DESKS_AT + page * DESK_BYTES, DESK_BYTES).cast("Q")
+        words = desk[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
+        grants = [unpack_grant(word) for word in words if word] or [unpack_grant(1)]
+        return [(grant.offset, grant.nbytes) for grant in grants]
+
+    def entries(self, count: int = 200) -> list[tuple[int, int, int]]:
+        """Number, offset and bytes of what is stored, anybody's."""
+        rows = self._index.view(self._shape.rows_at, count * ROW_BYTES)
+        found = [struct.unpack_from("<QQQ", rows, at * ROW_BYTES + 16) for at in range(count)]
+        return [row for row in found if row[0]] or [(1, 0, 1)]
+
+    def act(self, chance: Random) -> None:
+        """Write something into the page, and ring or not."""
+        match chance.randrange(8):
+            case 0:
+                for _ in range(chance.choice((1, 30))):
+                    at = chance.randrange(MAX_PINS)
+                    entry = pick(chance, self.entries())[0]
+                    is_one = chance.random() < 0.7
+                    self.words[FIRST_PIN_WORD + at] = entry if is_one else any_word(chance)
+                self.words[PINS_USED_WORD] = chance.choice((1, MAX_PINS, any_word(chance)))
+            case 1:
+                self.words[USES_WORD + chance.randrange(5)] = any_word(chance)
+            case 2:
+                uses = self.words[USES_WORD] + chance.choice((1, 100, KEPT_USES + 1))
+                self.words[USES_WORD] = uses % (1 << 64)
+                entry = pick(chance, self.entries())[0]
+                self.words[FIRST_USE_WORD + chance.randrange(KEPT_USES)] = entry
+            case 3:
+                at = chance.randrange(PAGE_BYTES)
+                data = chance.randbytes(chance.choice((1, 8, 100)))[: PAGE_BYTES - at]
+                self.page[at : at + len(data)] = data
+            case 4:
+                self.words[PUTS_WORD] = chance.choice((0, 1, any_word(chance)))
+            case _:
+                self.claim(chance)
+        match chance.randrange(8):
+            case 0:
+                self.ring(chance.randbytes(chance.choice((0, 1, 3, 4, 5, 100))))
+            case 1:
+                self.ring(BELL.pack(any_word(chance) % (1 << 32)))
+            case 2:
+                self.ring(BELL.pack(chance.randrange(8)))
+            case 3:
+                pass
+            case _:
+                self.ring(BELL.pack(self.number))
+
+    def claim(self, chance: Random) -> None:
+        """A put that is announced and may be done: in own memory, in others', or nowhere."""
+        at = FIRST_PUT_WORD + chance.randrange(MAX_PUTS) * PUT_WORDS
+        is_of_others = chance.random() < 0.3
+        keys = OTHERS_KEYS if is_of_others else OWN_KEYS
+        namespace, mm_hash = chance.choice(keys)
+        offset, nbytes = self.place(chance, in_own=not is_of_others)
+        dtype = chance.choice([*DTYPES])
+        shape = (nbytes // DTYPES[dtype],)
+        if chance.random() < 0.8:
+            nbytes = shape[0] * DTYPES[dtype]
+        row = Row(any_word(chance), 0, offset, nbytes, dtype, shape, b"meta", 0.5, False)
+        number = self._numbers.number_of(namespace) or 1
+        record = key_record(number, mm_hash)
+        assert record is not None
+        packed = bytearray(pack_row(record, row, 0))
+        for _ in range(chance.choice((0, 0, 0, 1, 2))):
+            alter_row(packed, chance)
+        if chance.random() < 0.9:
+            make_whole(packed)
+        self._last += 1
+        put = chance.choice((self._last, self._last, self._last, 1, any_word(chance)))
+        start = (at + PUT_ROW) * 8
+        self.page[start : start + ROW_BYTES] = bytes(packed)
+        self.words[at + PUT_NUMBER] = put
+        self.words[at + PUT_DONE] = chance.choice((put, put, 0, any_word(chance)))
+        self.words[PUTS_WORD] = 1
+
+    def place(self, chance: Random, in_own: bool) -> tuple[int, int]:
+        nbytes = chance.choice((0, 1, 4096, 8192, 40_000))
+        match chance.randrange(8 if in_own else 3):
+            case 0:
+                _, offset, nbytes = pick(chance, self.entries())
+                return offset, nbytes
+            case 1:  # some other session's
+                others = [page for page in range(8) if page != self.number]
+                return pick(chance, self.grants(chance.choice(others)))[0], nbytes
+            case 2:
+                return any_word(chance), any_word(chance)
+            case _:
+                offset, granted = pick(chance, self.grants(self.number))
+                return offset + 4096 * (chance.randrange(1 << 16) % max(1, granted // 4096)), nbytes
+
+    def ring(self, data: bytes) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._bell.send(data)
+            time.sleep(0.0003)  # as long as it takes to hear it
+
+
+OWN_KEYS = [("vandal", f"k{number}") for number in range(5000)]
+OTHERS_KEYS = [("citizen 0", f"citizen 0 key {number}") for number in range(2)]
+OTHERS_KEYS += [(f"citizen {who}", f"ghost {number}") for who in range(2) for number in range(2)]
+
+
+def mapped(path: Path, writable: bool) -> Mapping:
+    fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+    try:
+        return Mapping(fd, os.fstat(fd).st_size, writable)
+    finally:
+        os.close(fd)
+
+
+def any_word(chance: Random) -> int:
+    return chance.choice(INTEGERS) % (1 << 64)
+
+
+def alter_row(row: bytearray, chance: Random) -> None:
+    """One of its fields, or some of its bytes."""
+    if chance.random() < 0.7:
+        at = chance.choice([*ROW_FIELDS, RECORD_AT, RECORD_AT + 2])
+        kind = ROW_FIELDS.get(at, "<H")
+        value: Any = chance.choice((float("nan"), float("inf"), -1.0))
+        if kind != "<d":
+            value = any_word(chance) % (1 << 8 * struct.calcsize(kind))
+        struct.pack_into(kind, row, at, value)
+    else:
+        at = chance.randrange(8, ROW_BYTES)
+        data = chance.randbytes(chance.choice((1, 4, 16)))[: ROW_BYTES - at]
+        row[at : at + len(data)] = data
+
+
+def make_whole(row: bytearray) -> None:
+    """Let its checksum say that it is as it was written."""
+    struct.pack_into("<Q", row, 8, crc32(bytes(row[16 : 8 * ROW_PROOF_WORD])))
+
+
+def test_pages_that_are_not_true(make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon().start()
+    with watched(daemon, 2) as watch, contextlib.closing(Vandal(daemon)) as vandal:
+
+        def send(chance: Random) -> None:
+            for _ in range(BATCH):
+                vandal.act(chance)
+            watch.now_and_then(10)
+
+        drive("session page", 0.35, send, BATCH)
+        counters = daemon.status().counters
+        print(f"puts: {counters.puts}, {daemon.text().count('makes no sense')} made no sense")
+
+
+def test_a_claim_that_cannot_be_is_no_error_of_others(daemon: Daemon) -> None:
+    """Its checksum is right; its dtype, its dimensions or its lengths are not."""
+    with contextlib.closing(Vandal(daemon)) as vandal, Client(daemon.address) as client:
+        index = client._session.conversation().index
+        record = key_record(vandal._numbers.number_of("vandal"), "claimed")
+        start = (FIRST_PUT_WORD + PUT_ROW) * 8
+        for at, value in ((50, 200), (51, 17), (51, 255), (50, 255)):
+            row = bytearray(pack_row(record, Row(1, 0, 4096, 4, "uint8", (4,), b"", 0.0, False), 0))
+            row[at] = value
+            make_whole(row)
+            vandal.page[start : start + ROW_BYTES] = bytes(row)
+            vandal.words[FIRST_PUT_WORD + PUT_NUMBER] = value
+            vandal.words[PUTS_WORD] = 1
+            assert index.extent("vandal", "claimed") is None
+            assert client.contains(["claimed"], namespace="vandal") == [False]
+            assert client.get("claimed", namespace="vandal") is None
