@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -182,13 +183,14 @@ def test_redis_stands_still(two: Two, redis: RedisServer) -> None:
     eventually(lambda: known(redis, "k") != [])
     redis.stop()
     try:
-        slowest = 0.0
+        took_s = []
         for number in range(20):
             started = time.monotonic()
             assert not look(there, f"nothing-{number}")
-            slowest = max(slowest, time.monotonic() - started)
+            took_s.append(time.monotonic() - started)
             store(there, "x" * (number + 1))
-        assert slowest < 1.0, "a lookup has a quarter of a second"
+        assert median(took_s) < 1.0, "a lookup has a quarter of a second"
+        assert max(took_s) < 3.0, "a fetch has five"
         status = b.status()
         assert status.entries == 20, "the daemon serves on"
     finally:
@@ -422,7 +424,7 @@ def test_a_lookup_that_raises_is_answered_at_once() -> None:
         started = time.monotonic()
         while len(woken) < len(keys):
             await asyncio.sleep(0.01)
-            assert time.monotonic() - started < 1.0, "until the deadline of a fetch"
+            assert time.monotonic() - started < 3.0, "a fetch has five"
         assert all(isinstance(wakeup.outcome, Missing) for wakeup in woken)
         assert fetcher.flights == 0
         await fetcher.close()
@@ -487,7 +489,7 @@ def test_hints_wait_no_longer_for_a_directory_than_lookups_do(
             [f"k{n}" for n in range(64)], 5.0, only_if_written=True, nodes=[hints] * 64
         )
         assert [found.result(BOUND_S) for found in founds] == [None] * 64
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 1.8, "not a lookup for each of the eight"
     finally:
         redis.go_on()
 

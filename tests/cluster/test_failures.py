@@ -146,7 +146,7 @@ def test_the_asking_daemon_is_killed_during_a_read(two: TwoNodes) -> None:
     assert two.has.status().leases == 1
     two.wants.kill()
     took_s = eventually(lambda: two.has.status().leases == 0, 5, "its leases at the peer")
-    assert took_s < 1.0
+    assert took_s < 3.0
     two.asker.receive()
     two.nothing_leaked()
 

@@ -110,7 +110,7 @@ def test_hints_alone(make_peer: MakePeer, client_of: ClientOf) -> None:
     started = time.monotonic()
     [found] = there.get_async(["k"], 5.0, only_if_written=True)
     assert found.result(2) is None, "without a hint and a directory it is a miss"
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 2, "not until the deadline"
     assert there.get("k", 0.0, nodes=[here.node]) is None, "who does not wait gets what is here"
     with there.get("k", 5.0, nodes=["127.0.77.1:1", here.node]) as item:
         assert (item.tensor == 1).all(), "a dead hint costs an attempt"

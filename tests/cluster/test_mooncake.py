@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -353,12 +354,13 @@ def test_first_contact_with_nobody_holds_up_no_other(
     second = NodeClient(wants)
     try:
         second.send("get_many", keys=["x"] * 8, timeout=5.0, nodes=nobody)
-        slowest = 0.0
+        took_s = []
         for number in range(1, 30):
             reply = asker.get(f"k{number}", nodes=[near.peer], seed=number)
             assert reply["right"]
-            slowest = max(slowest, reply["seconds"])
-        assert slowest < 0.5
+            took_s.append(reply["seconds"])
+        assert median(took_s) < 0.1
+        assert max(took_s) < 2.0, "contact with a dead address takes 5 s and more"
         second.receive()
     finally:
         second.close()
