@@ -110,6 +110,10 @@ vllm:  ## build the vLLM environments; without ECD_REQUIRE_VLLM=1 a failure is o
 	  sortedcontainers transformers rich typer -e .
 	@touch $@
 
+.PHONY: unit
+unit: $(VENV)/.ready  ## the core's tests alone, with fewer random examples: the fast loop of a change
+	ECD_EXAMPLES=0.2 $(BIN)/pytest -n 2 -q tests/unit
+
 .PHONY: test
 test: check vllm test-system  ## everything that can run without a GPU, real vLLM included
 	$(BIN)/pytest -n 2

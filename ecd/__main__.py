@@ -22,14 +22,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ecd.cluster.cluster import ClusterError
 from ecd.cluster.engine import EngineError
-from ecd.config import SECRETS, Config, ConfigError, load, unknown_variables
+from ecd.cluster.tls import ClusterError
+from ecd.config import SECRETS, Config, ConfigError
+from ecd.config_sources import load, unknown_variables
 from ecd.daemon import Daemon, StartError
 from ecd.memory.pool_dir import PoolError, clear
 from ecd.metrics import MetricsError
 from ecd.redaction import without_secrets
-from ecd.rpc.peer_service import PeerServerError
+from ecd.rpc.peer_server import PeerServerError
 from ecd.rpc.socket import SocketError
 from ecd_proto.leftovers import leftovers
 

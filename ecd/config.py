@@ -1,35 +1,26 @@
-"""Every setting of the daemon: one frozen model, and where each value came from.
-
-Flags come before `ECD_*` variables, those before the TOML file, that before the defaults.
-"""
+"""Every setting of the daemon, as one frozen model."""
 
 from __future__ import annotations
 
-import os
 import re
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
     ByteSize,
     Field,
     SecretStr,
-    ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
-    EnvSettingsSource,
     NoDecode,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
 )
 
-from ecd.redaction import without_password, without_secret_variables
 from ecd_proto.contract import NODE_PATTERN, default_address
 
 ENV_PREFIX = "ECD_"
@@ -205,7 +196,7 @@ class Config(BaseSettings):
     @classmethod
     def _variables(cls, value: object) -> object:
         if isinstance(value, str):
-            value = _pairs(value)
+            value = pairs(value)
         if isinstance(value, dict) and not all(str(n).startswith("MC_") for n in value):
             raise ValueError("Mooncake's variables begin with MC_")
         return value
@@ -294,75 +285,7 @@ def is_loopback(node: str) -> bool:
         return host == "localhost"
 
 
-_READABLE = "(from flag): every user of the machine can read a flag"
-
-
-def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, str]]:
-    """The effective settings, and for each the origin of its value.
-
-    Raises ConfigError for a value that is not allowed, an unknown name in the file, or a file
-    that cannot be read.
-    """
-    sources = {"default": dict[str, Any]()}
-    if file is not None:
-        sources[str(file)] = _read(file)
-    sources["environment"] = EnvSettingsSource(Config)()
-    sources["flag"] = {name: value for name, value in flags.items() if value is not None}
-    url, variables = (sources["flag"].get(name) for name in ("directory", "mooncake"))
-    if without_password(url) != url:
-        raise ConfigError(
-            f"directory {_READABLE}, so that it may hold a host, a port and a database and nothing "
-            "else. Use ECD_DIRECTORY or the file"
-        )
-    given = _pairs(variables or "")
-    if without_secret_variables(given) != given:
-        raise ConfigError(
-            f"mooncake {_READABLE}, so that it may hold no secret. Use ECD_MOONCAKE or the file"
-        )
-    origins = dict.fromkeys(Config.model_fields, "default")
-    merged: dict[str, Any] = {}
-    for origin, values in sources.items():
-        merged |= values
-        origins |= dict.fromkeys(values, origin)
-    try:
-        return Config(**merged), origins
-    except ValidationError as error:
-        lines = [
-            f"{wrong['loc'][0]} (from {origins[str(wrong['loc'][0])]}): "
-            f"{wrong['msg']}, got {_shown(wrong)!r}"
-            if wrong["loc"]
-            else wrong["msg"].removeprefix("Value error, ")
-            for wrong in error.errors()
-        ]
-        raise ConfigError("\n".join(lines)) from None
-
-
-def _shown(wrong: ErrorDetails) -> object:
-    """The value that is wrong, unless it is a secret or may be one.
-
-    Where the name is misspelt, it may; and where the value looks like a URL, whatever the name.
-    """
-    name, value = wrong["loc"][0], wrong["input"]
-    secret = name in (*SECRETS, "directory", "mooncake") or name not in Config.model_fields
-    return "a secret" if secret or re.search("://|@", str(value)) else value
-
-
-def _pairs(text: str) -> dict[str, str]:
-    """Variables as A=1,B=2 has them."""
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    return {name.strip(): setting.strip() for name, _, setting in pairs}
-
-
-def unknown_variables() -> list[str]:
-    """Variables in the environment that look like settings and are none: misspelt, most likely."""
-    known = {f"{ENV_PREFIX}{name}".upper() for name in Config.model_fields} | NOT_OURS
-    return sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ConfigError(f"no such file: {file}")
-    try:
-        return TomlConfigSettingsSource(Config, toml_file=file)()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
+def pairs(text: str) -> dict[str, str]:
+    """Parse variables in the form A=1,B=2."""
+    parts = [part.partition("=") for part in text.split(",") if part.strip()]
+    return {name.strip(): setting.strip() for name, _, setting in parts}

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_se
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ecd.core.cache import Cache
 from ecd_proto.v1 import cache_pb2 as pb
 
 LATENCY_BUCKETS_S = (
@@ -25,7 +24,7 @@ LATENCY_BUCKETS_S = (
 FETCH_BUCKETS_BYTES = tuple(float(1 << power) for power in range(12, 33, 2))
 LAG_PERIOD_S = 0.25
 Loop = Callable[[], asyncio.AbstractEventLoop | None]
-"""The daemon's, while it runs."""
+"""Gives the daemon's event loop, while it runs."""
 SCRAPE_S = 1.0
 
 
@@ -39,7 +38,7 @@ Figures = TypeVar("Figures")
 class _OnLoop(Generic[Figures]):
     """Figures for the scraper's thread, taken on the event loop: nothing changes meanwhile.
 
-    A loop that does not come round within SCRAPE_S has the last ones told again.
+    If the loop does not come round within SCRAPE_S, the last figures are told again.
     """
 
     def __init__(self, take: Callable[[], Figures], loop: Loop) -> None:
@@ -65,19 +64,16 @@ class _OnLoop(Generic[Figures]):
 
 
 class _CoreCollector(Collector):
-    """The core counts, this only reads."""
+    """The core's figures, one line of `ecd-cli status` at a time."""
 
-    def __init__(
-        self, cache: Cache, clients: Callable[[], int], unlisted: Callable[[], int], loop: Loop
-    ) -> None:
-        self._cache, self._clients, self._unlisted = cache, clients, unlisted
-        self._figures = _OnLoop(lambda: list(self._metrics()), loop)
+    def __init__(self, status: Callable[[], pb.StatusReply], loop: Loop) -> None:
+        self._figures = _OnLoop(status, loop)
 
     def collect(self) -> Iterable[Metric]:
-        return self._figures.get() or ()
-
-    def _metrics(self) -> Iterable[Metric]:
-        counters, allocator = self._cache.counters, self._cache.allocator
+        status = self._figures.get()
+        if status is None:
+            return
+        counters = status.counters
         for name, text, value in (
             ("hits", "Leases granted: an entry was there.", counters.hits),
             ("misses", "Lookups and waits that ended without an entry.", counters.misses),
@@ -99,41 +95,32 @@ class _CoreCollector(Collector):
             for which, value in values.items():
                 family.add_metric([which], value)
             yield family
+        for name, text in (
+            ("pool_bytes", "Size of the pool."),
+            ("used_bytes", "Bytes in extents."),
+            ("granted_bytes", "Bytes given to writers ahead of need."),
+            ("reserved_bytes", "Bytes of the pool that are being written."),
+            ("leased_bytes", "Bytes of the pool that a client reads."),
+            ("free_bytes", "Bytes in no extent; those granted are among them."),
+            ("largest_free_bytes", "Largest free extent."),
+        ):
+            full_name = f"ecd_pool_{name.removeprefix('pool_')}"
+            gauge = GaugeMetricFamily(full_name, text, labels=["pool"])
+            for pool in status.pools:
+                gauge.add_metric([pool.kind], getattr(pool, name))
+            yield gauge
         for name, text, value in (
-            ("pool_bytes", "Size of the pool.", allocator.pool_bytes),
-            ("pool_used_bytes", "Bytes in extents.", self._cache.used_bytes),
-            (
-                "pool_granted_bytes",
-                "Bytes given to writers ahead of need.",
-                self._cache.granted_bytes,
-            ),
-            (
-                "pool_reserved_bytes",
-                "Bytes of the pool that are being written.",
-                self._cache.reserved_bytes,
-            ),
-            (
-                "pool_leased_bytes",
-                "Bytes of the pool that somebody reads.",
-                self._cache.leased_bytes,
-            ),
-            (
-                "pool_free_bytes",
-                "Bytes in no extent; those granted are among them.",
-                allocator.free_bytes + self._cache.granted_bytes,
-            ),
-            ("pool_largest_free_bytes", "Largest free extent.", allocator.largest_free_bytes),
-            ("entries", "Committed entries.", self._cache.entries),
-            ("unlisted_entries", "Entries that are not in the mapped index.", self._unlisted()),
-            ("sessions", "Sessions of clients, open or leaving.", self._clients()),
-            ("leases", "Leases held.", self._cache.leases),
-            ("waits", "Clients' waits for a commit.", self._cache.waits),
+            ("entries", "Committed entries.", status.entries),
+            ("unlisted_entries", "Entries that are not in the mapped index.", status.unlisted),
+            ("sessions", "Sessions of clients, open or leaving.", status.sessions),
+            ("leases", "Leases held.", status.leases),
+            ("waits", "Clients' waits for a commit.", status.waits),
         ):
             yield GaugeMetricFamily(f"ecd_{name}", text, value=value)
 
 
 class _PeersCollector(Collector):
-    """What the daemon says of other nodes, one line of `ecd-cli peers` at a time."""
+    """The figures of other nodes, one line of `ecd-cli peers` at a time."""
 
     def __init__(
         self,
@@ -223,19 +210,11 @@ class _PeersCollector(Collector):
 
 
 class Metrics:
-    """One registry per daemon."""
+    """The registry of one daemon's metrics, and its port."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        clients: Callable[[], int],
-        unlisted: Callable[[], int],
-        version: str,
-    ) -> None:
-        """`clients` counts their sessions, `unlisted` entries that take a call to be found."""
+    def __init__(self, version: str) -> None:
         self.registry = CollectorRegistry()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.registry.register(_CoreCollector(cache, clients, unlisted, lambda: self._loop))
         self._call_seconds = Histogram(
             "ecd_call_seconds",
             "Time the daemon took to answer a call.",
@@ -266,7 +245,7 @@ class Metrics:
         self._server: tuple[WSGIServer, threading.Thread] | None = None
 
     def listen(self, address: str) -> str:
-        """Serve /metrics of this event loop; the address that is really used.
+        """Serve /metrics of this event loop; the address in use, with its port.
 
         Raises MetricsError.
         """
@@ -288,21 +267,25 @@ class Metrics:
         self._fetch_seconds.observe(seconds)
         self._fetch_bytes.observe(nbytes)
 
+    def watch_core(self, status: Callable[[], pb.StatusReply]) -> None:
+        """Export the core's figures."""
+        self.registry.register(_CoreCollector(status, lambda: self._loop))
+
     def watch_peers(
         self,
         status: Callable[[], pb.PeersReply],
         hints: Callable[[], tuple[int, int]],
         never_reached: Callable[[], Collection[str]],
     ) -> None:
-        """Export what the daemon knows of other nodes.
+        """Export the figures of other nodes.
 
-        `hints` counts those ignored and those refused; nodes that were `never_reached`, and that
-        the settings do not name, have no label of their own: anybody could make them up.
+        `hints` counts hints that were ignored and hints that were refused. A node that was
+        `never_reached` has no label of its own: anybody could make up its name.
         """
         self.registry.register(_PeersCollector(status, hints, never_reached, lambda: self._loop))
 
     async def watch_loop(self) -> None:
-        """Measure the event loop's lag, for as long as the daemon runs."""
+        """Measure the event loop's lag, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + LAG_PERIOD_S

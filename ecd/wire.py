@@ -13,7 +13,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 
 class InvalidRequest(Exception):
-    """The client sent something that the contract does not allow; the message says what."""
+    """A message breaks the contract; the text says where."""
 
 
 def check_batch(items: Collection[object]) -> None:
@@ -37,28 +37,41 @@ def check_key(namespace: str, mm_hash: str) -> Key:
     return Key(sys.intern(namespace), mm_hash)  # one copy of it for all entries
 
 
-def content_from(message: pb.Content | Content) -> Content:
-    if message.dtype not in contract.DTYPES:
+def content_from(message: pb.Content) -> Content:
+    _check_dimensions(message.shape)
+    shape = tuple(message.shape)
+    return check_content(
+        Content(message.dtype, shape, message.nbytes, message.metadata, message.cost_s)
+    )
+
+
+def check_content(content: Content) -> Content:
+    """The content as the contract allows it, its dtype and shape shared with other entries'."""
+    if content.dtype not in contract.DTYPES:
         raise InvalidRequest(
-            f"unknown dtype {message.dtype[:32]!r}; known are {', '.join(contract.DTYPES)}"
+            f"unknown dtype {content.dtype[:32]!r}; known are {', '.join(contract.DTYPES)}"
         )
-    if len(message.shape) > contract.MAX_DIMENSIONS:
-        raise InvalidRequest(f"{len(message.shape)} dimensions; at most {contract.MAX_DIMENSIONS}")
-    dtype, shape, nbytes = _tensor(message.dtype, tuple(message.shape))
-    if message.nbytes != nbytes:
-        raise InvalidRequest(f"{dtype} of shape {shape} has {nbytes} bytes, not {message.nbytes}")
-    if len(message.metadata) > contract.MAX_METADATA_BYTES:
+    _check_dimensions(content.shape)
+    dtype, shape, nbytes = _tensor(content.dtype, content.shape)
+    if content.nbytes != nbytes:
+        raise InvalidRequest(f"{dtype} of shape {shape} has {nbytes} bytes, not {content.nbytes}")
+    if len(content.metadata) > contract.MAX_METADATA_BYTES:
         raise InvalidRequest(
-            f"{len(message.metadata)} bytes of metadata; at most {contract.MAX_METADATA_BYTES}"
+            f"{len(content.metadata)} bytes of metadata; at most {contract.MAX_METADATA_BYTES}"
         )
-    if not (isfinite(message.cost_s) and message.cost_s >= 0.0):
-        raise InvalidRequest(f"cost_s is {message.cost_s}; it must be 0 or more")
-    return Content(dtype, shape, nbytes, message.metadata, message.cost_s)
+    if not (isfinite(content.cost_s) and content.cost_s >= 0.0):
+        raise InvalidRequest(f"cost_s is {content.cost_s}; it must be 0 or more")
+    return Content(dtype, shape, nbytes, content.metadata, content.cost_s)
+
+
+def _check_dimensions(shape: Sequence[int]) -> None:
+    if len(shape) > contract.MAX_DIMENSIONS:
+        raise InvalidRequest(f"{len(shape)} dimensions; at most {contract.MAX_DIMENSIONS}")
 
 
 @lru_cache(maxsize=8192)
 def _tensor(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
-    """One copy for all entries that have it, with its bytes."""
+    """One dtype and shape for all entries that have them, and their bytes."""
     return dtype, shape, contract.nbytes_of(dtype, shape)
 
 
@@ -68,17 +81,18 @@ def hints_from(message: pb.Hint) -> list[contract.Hint]:
     return [contract.Hint(node, *place) for node, place in zip(nodes, places, strict=True)]
 
 
-def places_from(extents: Sequence[pb.Extent], count: int) -> list[tuple[int, int]]:
-    """Offset and bytes of each of so many; no bytes where nothing is said."""
-    said = [(extent.offset, extent.nbytes) for extent in extents[:count]]
-    return said + [(0, 0)] * (count - len(said))
+def places_from(extents: Sequence[pb.Extent], count: int) -> list[Extent]:
+    """The first `count` extents; an extent of no bytes stands for one that is unknown."""
+    said = [Extent(extent.pool, extent.offset, extent.nbytes) for extent in extents[:count]]
+    return said + [Extent(0, 0, 0)] * (count - len(said))
 
 
 def to_extents(places: Iterable[Extent | None]) -> list[pb.Extent]:
-    return [
-        pb.Extent() if place is None else pb.Extent(offset=place.offset, nbytes=place.nbytes)
-        for place in places
-    ]
+    return [pb.Extent() if place is None else to_extent(place) for place in places]
+
+
+def to_extent(extent: Extent) -> pb.Extent:
+    return pb.Extent(pool=extent.pool, offset=extent.offset, nbytes=extent.nbytes)
 
 
 def seconds_from(seconds: float, name: str) -> float:

@@ -1,4 +1,4 @@
-"""The channel to the daemon, and what its refusals mean."""
+"""The channel to the daemon, its batch calls, and the errors that its refusals become."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 CALL_TIMEOUT_S = 5.0
 """How long the daemon may take to answer one call, waits apart."""
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
-"""What an exchange adds to a request has room beside it."""
+"""Largest request: the rest of a message is for what Exchange adds."""
 JOIN_S = 1.0
 
 Reply = TypeVar("Reply")
@@ -51,9 +51,9 @@ def open_channel(address: str) -> grpc.Channel:
 
 
 def open_file(path: str, flags: int, uid: int | None = None) -> int:
-    """Open a file that the daemon named: a regular file of user `uid`, and no symbolic link.
+    """Open a file that the daemon named, if it is a regular file of user `uid` and no link.
 
-    A daemon could lead its clients to their own files, or to another daemon's, otherwise. Raises
+    Otherwise a daemon could lead its clients to their own files, or to another daemon's. Raises
     OSError.
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -66,7 +66,7 @@ def open_file(path: str, flags: int, uid: int | None = None) -> int:
 
 
 def socket_owner(address: str) -> int:
-    """The user whose socket lies there. Raises OSError: no socket does.
+    """The user that owns the socket. Raises OSError where there is no socket.
 
     A symbolic link is not followed: it could lead to another daemon's socket.
     """
@@ -88,32 +88,32 @@ def call(
 
 
 class GrpcThreads:
-    """grpc's threads that work for one channel.
+    """Threads of grpc's that work for one channel.
 
-    They are daemon threads: one that is stopped by the interpreter's end while it holds a lock of
-    grpc's leaves the main thread waiting for it for ever. So they are seen out first.
+    They are daemon threads: if the interpreter's end stops one that holds a lock of grpc's, the
+    main thread waits for that lock for ever. So they are joined first.
     """
 
     def __init__(self) -> None:
         self._threads: set[threading.Thread] = set()
 
     def note(self, *_: object) -> None:
-        """The calling thread is one of them."""
+        """Add the calling thread."""
         self._threads = {thread for thread in self._threads if thread.is_alive()}
         self._threads.add(threading.current_thread())
 
     def join(self) -> None:
-        """Wait until they have ended, for JOIN_S at most."""
+        """Wait for the threads' end, JOIN_S at most."""
         deadline_s = time.monotonic() + JOIN_S
         for thread in self._threads - {threading.current_thread()}:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 class Calls:
-    """The batch calls of one conversation.
+    """The batch calls of one session.
 
-    Those that are waited for go one after the other over one Exchange stream, at half the price
-    of a unary call each. Whoever finds it busy makes a unary call instead of waiting.
+    Blocking calls go one after the other over one Exchange stream, at half the price of a unary
+    call each. A thread that finds the stream busy makes a unary call instead of waiting.
     """
 
     def __init__(self, stub: Any, address: str, timeout_s: float, threads: GrpcThreads) -> None:
@@ -128,7 +128,7 @@ class Calls:
         self._over = self._overdue = False
 
     def later(self, name: str, request: Any) -> Any:
-        """gRPC's future of the reply to a request that has this name in ExchangeRequest."""
+        """Make a call, named as in ExchangeRequest, and return gRPC's future of the reply."""
         try:
             _check_size(request)
         except InvalidArgument as error:
@@ -138,7 +138,7 @@ class Calls:
         return getattr(self._stub, name.title()).future(request, timeout=self.timeout_s)
 
     def now(self, name: str, request: Any) -> Any:
-        """The reply to a request that has this name in ExchangeRequest. Raises EcdError."""
+        """Make a call, named as in ExchangeRequest, and wait for the reply. Raises EcdError."""
         _check_size(request)
         if self._over or not self._lock.acquire(blocking=False):
             method = getattr(self._stub, name.title())
@@ -158,7 +158,7 @@ class Calls:
                 raise DaemonUnavailable(cause(self.address)) from None
             raise translate(error, self.address) from None
         except BaseException:
-            self.close()  # the answer would be taken for the next one's
+            self.close()  # the reply would be taken for the next call's
             raise
         finally:
             self._due_s = None
@@ -173,13 +173,13 @@ class Calls:
             yield request
 
     def meaning(self, error: Exception) -> EcdError:
-        """What the failure of a future of `later` means for the caller."""
+        """The error for the caller when a future of `later` failed."""
         if isinstance(error, grpc.RpcError):
             return translate(error, self.address)
         return DaemonUnavailable("the client is closed")
 
     def check(self) -> None:
-        """End the stream if its answer is overdue: called now and then from another thread."""
+        """End the stream if its reply is overdue: called now and then from another thread."""
         due_s = self._due_s
         if due_s is not None and time.monotonic() > due_s:
             self._overdue = True
@@ -193,7 +193,7 @@ class Calls:
 
 
 def _check_size(request: Any) -> None:
-    """Raises InvalidArgument: gRPC would refuse it as it refuses what breaks a conversation."""
+    """Raise InvalidArgument for a request so large that gRPC's refusal would end the session."""
     nbytes = request.ByteSize()
     if nbytes > MAX_REQUEST_BYTES:
         raise InvalidArgument(f"a message of {nbytes} bytes; at most {MAX_REQUEST_BYTES}")
@@ -203,7 +203,7 @@ _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def translate(error: grpc.RpcError, address: str) -> EcdError:
-    """What a failed call means for the caller."""
+    """The error for the caller when a call failed."""
     if not isinstance(error, grpc.Call):
         return DaemonUnavailable(f"the call to {address} failed: {error}")
     return _named(error.code(), error.details() or "", address)

@@ -15,11 +15,12 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ecd_client.acquire import Key, Nodes, to_key
 from ecd_client.calls import CALL_TIMEOUT_S, resolve
+from ecd_client.connection import Connection
 from ecd_client.errors import InvalidArgument
 from ecd_client.item import Item
-from ecd_client.reader import Key, Nodes, Reader, to_key
-from ecd_client.session import Session
+from ecd_client.reader import Reader
 from ecd_client.writer import Writer, describe_entry
 from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2 as pb
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """A connection to this node's daemon. Thread-safe; one per process is enough.
+    """Puts and gets entries by this node's daemon. Thread-safe; one per process is enough.
 
     A client, with its items and futures, belongs to the process that made it. A child that needs
     one is started with multiprocessing's spawn or forkserver, or forked before its parent has one.
@@ -50,53 +51,54 @@ class Client:
     ) -> None:
         """Connect to `address`, by default `ECD_ADDRESS` or this user's daemon.
 
-        `namespace` is what keys are in unless a call says otherwise; `name` is shown to
-        operators. Waits `connect_timeout` seconds for the daemon, then raises
-        DaemonUnavailable; with 0 it returns at once and connects in the background. A call,
-        waits apart, that the daemon does not answer within `call_timeout` seconds fails.
-        `prefault` fills this process's page tables on a side thread whenever it connects, so
-        that copies find no page for the first time: for processes that live long.
+        Keys are in `namespace` unless a call names another; `name` is shown to operators. Waits
+        `connect_timeout` seconds for the daemon, then raises DaemonUnavailable; with 0 it returns
+        at once and connects in the background. A call, waits apart, that the daemon does not
+        answer within `call_timeout` seconds fails. `prefault` fills this process's page tables on
+        a side thread whenever it connects, so that no copy pays for page faults: for processes
+        that live long.
         """
         self.address = resolve(address)
         self.namespace = namespace
-        self._session = Session(self.address, name, prefault, call_timeout)
-        self._reader = Reader(self._session)
-        self._writer = Writer(self._session, self._reader)
+        self._connection = Connection(self.address, name, prefault, call_timeout)
+        self._reader = Reader(self._connection)
+        self._writer = Writer(self._connection, self._reader)
         if connect_timeout > 0:
             try:
-                self._session.conversation(connect_timeout)
+                self._connection.session(connect_timeout)
             except BaseException:
                 self.close()
                 raise
 
     @property
     def connected(self) -> bool:
-        return self._session.current is not None
+        return self._connection.current is not None
 
     @property
     def incarnation(self) -> str:
-        """Which life of the daemon this is. Raises DaemonUnavailable."""
-        return self._session.conversation().incarnation
+        """The daemon's incarnation, another one after each restart. Raises DaemonUnavailable."""
+        return self._connection.session().incarnation
 
     @property
     def node(self) -> str:
-        """Where other nodes reach this daemon, host:port; "" if nowhere. Raises DaemonUnavailable.
+        """The address for other nodes, host:port; "" if they cannot reach this daemon.
 
-        Whoever wants this node's entries elsewhere gives it as `nodes` to a `get` there.
+        A client elsewhere passes it as `nodes` to `get` this node's entries. Raises
+        DaemonUnavailable.
         """
-        return self._session.conversation().node
+        return self._connection.session().node
 
     def hint(self, mm_hash: str, *, namespace: str | None = None) -> Hint | None:
-        """This node, and where the entry lies here if memory shows that: for `nodes` elsewhere.
+        """This node, and the entry's extent if memory shows it: for `nodes` elsewhere.
 
-        It says nothing about how long that stays so. None: other nodes do not reach this one.
-        Raises DaemonUnavailable.
+        The extent may change at any time. None: other nodes cannot reach this one. Raises
+        DaemonUnavailable.
         """
         return self._reader.hint(self._key(mm_hash, namespace))
 
     def wait_connected(self, timeout: float) -> None:
         """Wait until the daemon answers. Raises DaemonUnavailable after `timeout` seconds."""
-        self._session.conversation(timeout)
+        self._connection.session(timeout)
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -116,11 +118,11 @@ class Client:
         to encode, `metadata` up to 4 KiB that come back with every get. While another client is
         writing the key, waits for it at most `timeout` seconds. Raises EcdError.
         """
-        from ecd_client.tensors import Source, describe
+        from ecd_client.tensors import TensorSource, describe
 
         dtype, shape = describe(tensor)
-        what = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
-        return self._writer.put(what, Source(tensor).copy_to, timeout)
+        entry = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
+        return self._writer.put(entry, TensorSource(tensor).copy_to, timeout)
 
     def put_bytes(
         self,
@@ -136,16 +138,16 @@ class Client:
     ) -> bool:
         """`put` without torch: `data` is the dense tensor of that dtype and shape."""
         shape = tuple(shape)
-        what = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
-        if len(data) != what.nbytes:
+        entry = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
+        if len(data) != entry.nbytes:
             raise InvalidArgument(
-                f"{dtype} of shape {shape} has {what.nbytes} bytes, not {len(data)}"
+                f"{dtype} of shape {shape} has {entry.nbytes} bytes, not {len(data)}"
             )
 
         def copy_to(view: memoryview) -> None:
             view[:] = data
 
-        return self._writer.put(what, copy_to, timeout)
+        return self._writer.put(entry, copy_to, timeout)
 
     def put_async(
         self,
@@ -158,17 +160,17 @@ class Client:
     ) -> Future[bool]:
         """`put` without waiting: the space is asked for at once, the copy made on the side.
 
-        What is small and on the host is copied before this returns, if memory was granted for it:
-        that takes less than handing it over. The tensor must not be written to until the future
-        is done, and it cannot be cancelled. A key that another client is writing is left to it
+        A small tensor on the host is copied before this returns, if memory was granted for it: a
+        copy takes less than waking another thread. Do not write to the tensor until the future is
+        done; the future cannot be cancelled. A key that another client is writing is left to it
         (False). Raises InvalidArgument, DaemonUnavailable, and EcdError when MAX_PENDING_PUTS are
         in flight; the future raises EcdError.
         """
-        from ecd_client.tensors import Source, describe
+        from ecd_client.tensors import TensorSource, describe
 
         dtype, shape = describe(tensor)
-        what = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
-        return self._writer.put_async(what, Source(tensor).copy_to, tensor.is_cpu)
+        entry = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
+        return self._writer.put_async(entry, TensorSource(tensor).copy_to, tensor.is_cpu)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -180,20 +182,20 @@ class Client:
         namespace: str | None = None,
         nodes: Nodes = (),
     ) -> Item | None:
-        """A lease on the entry, waiting up to `timeout` seconds for somebody to store it.
+        """The entry, held until the item is closed; waits up to `timeout` seconds for it.
 
-        With a timeout, and a daemon that has peers, an entry that is not on this node is brought
-        from another: from `nodes` (host:port, or what `hint` said there), which are likely to have
-        it, or from wherever the daemon's directory knows it. None: it is not there. Raises
-        EcdError.
+        With a timeout, and a daemon that has peers, an entry that is not on this node is fetched
+        from another: from `nodes` (host:port, or a `hint` of theirs), which are likely to have it,
+        or from a node that the daemon's directory names. None: a miss. Raises EcdError.
         """
         return self._reader.get(self._key(mm_hash, namespace), timeout, nodes)
 
     def get_now(self, mm_hash: str, *, namespace: str | None = None) -> tuple[Item | None, bool]:
-        """`get` of what is found in memory, in microseconds whatever the daemon does.
+        """`get` without a call, in microseconds whatever the daemon does.
 
-        None, and whether `get_async` could find it by asking: somebody may be writing it, other
-        nodes may have it, or only a call can tell. Raises DaemonUnavailable.
+        For an entry that memory does not show: None, and whether `get_async` could find it, as
+        somebody may be writing it, other nodes may have it, or only a call can tell. Raises
+        DaemonUnavailable.
         """
         return self._reader.get_now(self._key(mm_hash, namespace))
 
@@ -208,9 +210,9 @@ class Client:
     ) -> list[Future[Item | None]]:
         """`get` of many, without waiting: one future each, done at most `timeout` s later.
 
-        With `only_if_written` the wait is only for keys that somebody is writing now, or that are
-        being brought from another node. `nodes`, if given, has the likely nodes of each key. A
-        future that is cancelled ends its wait. Raises InvalidArgument and DaemonUnavailable.
+        With `only_if_written`, waits only for keys that are being written, or fetched from another
+        node. `nodes`, if given, has the likely nodes of each key. Cancelling a future ends its
+        wait. Raises InvalidArgument and DaemonUnavailable.
         """
         keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
         return self._reader.get_async(keys, timeout, only_if_written, nodes)
@@ -220,12 +222,12 @@ class Client:
     ) -> None:
         """Tell `nodes` (host:port) of these keys, now or when they are stored here.
 
-        They bring the entries to themselves ahead of need. Advice: nobody waits for it, and what
-        is not stored within a minute is forgotten. Raises DaemonUnavailable.
+        They fetch the entries ahead of need. An offer is advice: nobody waits for it, and the
+        daemon forgets a key that is not stored within a minute. Raises DaemonUnavailable.
         """
         keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
         request = pb.OfferRequest(keys=map(to_key, keys), nodes=nodes)
-        told = self._session.conversation().calls.later("offer", request)
+        told = self._connection.session().calls.later("offer", request)
         told.add_done_callback(lambda _: None)  # grpc cancels a call that nobody refers to
 
     def contains(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> list[bool]:
@@ -233,20 +235,21 @@ class Client:
         return self._reader.contains(self.namespace if namespace is None else namespace, mm_hashes)
 
     def is_shown(self, mm_hash: str, *, namespace: str | None = None) -> bool:
-        """Whether memory shows the entry stored here, or being copied to where it will lie.
+        """Whether memory shows the entry as stored here, or as being copied into the pool.
 
-        No call is made: what only the daemon could tell is not shown. Raises DaemonUnavailable.
+        No call is made: an entry that only the daemon knows is not shown. Raises
+        DaemonUnavailable.
         """
         return self._reader.is_shown(self._key(mm_hash, namespace))
 
     # -- life ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish the puts in flight and end the session. Items of this client end with it."""
-        if self._session.is_cut_off:
+        """Finish the puts in flight, then end the session and with it the items of this client."""
+        if self._connection.is_cut_off:
             return
         self._writer.close()
-        self._session.close()
+        self._connection.close()
 
     def __enter__(self) -> Client:
         return self

@@ -1,10 +1,10 @@
-"""What can go wrong, by who has to act."""
+"""Errors, one for each who must act: the operator, the caller, a later attempt."""
 
 from __future__ import annotations
 
 
 class EcdError(Exception):
-    """Everything that ecd raises. An engine treats it as a miss."""
+    """Base of all errors of ecd. An engine treats one as a miss."""
 
 
 class DaemonUnavailable(EcdError):
@@ -15,7 +15,7 @@ class DaemonUnavailable(EcdError):
 
 
 class PoolFull(EcdError):
-    """Everything in the pool is leased or being written. Later, or with a larger pool, it fits."""
+    """All of the pool is leased or being written. Try later, or raise ECD_HOST_POOL_BYTES."""
 
 
 class EntryTooLarge(EcdError):
@@ -23,7 +23,7 @@ class EntryTooLarge(EcdError):
 
 
 class InvalidArgument(EcdError, ValueError):
-    """The caller's fault: a dtype, shape, key or size that the contract does not allow."""
+    """The caller passed a dtype, shape, key or size that the contract does not allow."""
 
 
 class LeaseExpired(EcdError):
@@ -34,5 +34,5 @@ class LeaseExpired(EcdError):
 
 
 def limit_reached(what: str, limit: int) -> EcdError:
-    """One of the daemon's bounds."""
+    """The error for a bound of the daemon, such as leases in one session."""
     return EcdError(f"the daemon's limit of {limit} {what} is reached")

@@ -1,8 +1,8 @@
-"""What a fork leaves of its parent's clients in the child: nothing that could reach the daemon.
+"""Forks: a child is cut off from its parent's clients, so that it cannot reach their daemon.
 
-A child shares the page of pins, the session's lock and the connection of its parent, and has none
-of its threads. So whatever was made before the fork is cut off there, before any other Python code
-runs that could use it, and without a lock that a thread of the parent might have held.
+A child shares the session's page, the session's lock and the connection of its parent, and has
+none of its threads. So all that was made before the fork is cut off in the child before other
+Python code can use it, and without a lock that a thread of the parent might have held.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ MADE_BEFORE = "this client was made before a fork: it is the parent's"
 
 
 class Forked(Protocol):
-    """Something that a child must not use."""
+    """An object that a child must not use."""
 
     def cut_off(self) -> None:
-        """Called in the child. Must take no lock that was made before."""
+        """Disable this object in the child, without taking a lock that was made before."""
 
 
 Result = TypeVar("Result")
 
 
 class Pending(Future[Result]):
-    """A future that a thread of its process settles: in a child it has failed."""
+    """A future that a thread of its process settles, and that fails in a child."""
 
     def cut_off(self) -> None:
-        Future.__init__(self)  # with a new lock, and without those who are told
+        Future.__init__(self)  # with a new lock, and without callbacks
         self.set_exception(before_fork())
 
 
 pid = os.getpid()
-"""The process whose clients these are: another one has not been through `_in_child` yet."""
+"""The process that owns the clients: a child differs until it has been through `_in_child`."""
 is_child = False
 """Whether this process was forked from one that had clients."""
 steady = threading.RLock()
@@ -49,7 +49,7 @@ _made: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
 def add(made: Forked) -> None:
-    """Have it cut off in every child that is forked from now on."""
+    """Cut `made` off in every child that is forked from now on."""
     _made.add(made)
 
 
@@ -58,10 +58,10 @@ def before_fork() -> DaemonUnavailable:
 
 
 def close_connections(path: str) -> None:
-    """Let go of every connection to the socket `path`: the daemon must see its parent's end.
+    """Drop every connection to the socket `path`, so that the daemon sees the parent's end.
 
-    Their numbers stay taken, as gRPC would close them once more. The kernel says under which name
-    the socket was bound: the daemon binds `path~` and renames it.
+    The file descriptors stay taken, as gRPC would close them once more. The kernel reports the
+    name that the socket was bound under: the daemon binds `path~` and renames it.
     """
     path = os.path.realpath(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nothing:
@@ -72,7 +72,7 @@ def close_connections(path: str) -> None:
 
 
 def _peer_of(fd: int) -> str | None:
-    """Which socket it is connected to. None: one that is no file. Raises OSError."""
+    """The path of the socket at the other end, if it has one. Raises OSError."""
     with socket.socket(fileno=os.dup(fd)) as connection:
         name = connection.getpeername()
     is_file = isinstance(name, str) and name

@@ -1,66 +1,77 @@
-"""What a get gives: the entry's bytes for as long as its lease holds."""
+"""Item: what a get returns, the entry's bytes for as long as they are held."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ecd_client import forks
 from ecd_client.errors import LeaseExpired
+from ecd_client.leases import Hold
 
 if TYPE_CHECKING:
     import torch
 
-    from ecd_client.conversation import Lease
-    from ecd_client.index import Pin
+
+class Handle(NamedTuple):
+    """All that another process needs to read an item, for as long as this one keeps it open.
+
+    The pool's file opens as `pool_path`, or, after a restart of the daemon, as `pool_fd_path`.
+    `expires_s` is on the node's monotonic clock; infinite for a pin.
+    """
+
+    incarnation: str
+    pool_path: str
+    pool_fd_path: str
+    pool_bytes: int
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    expires_s: float
 
 
 class Item:
-    """A leased entry: its bytes stay what they are until the item is closed.
+    """A leased or pinned entry: its bytes stay the same until the item is closed.
 
-    Use it as a context manager, or call `close`. An item that is neither lives as long as it or
-    one of its views and tensors is referred to. The lease is renewed in the background.
+    Use it as a context manager, or call `close`. Otherwise the item lives as long as it or one of
+    its views and tensors is referred to. A lease is renewed in the background.
     """
 
-    def __init__(self, namespace: str, mm_hash: str, lease: Lease | Pin) -> None:
+    def __init__(self, namespace: str, mm_hash: str, hold: Hold) -> None:
         self.namespace, self.mm_hash = namespace, mm_hash
-        self._lease = lease
-        self._open = {"lease": lease}
+        self._hold = hold
+        self._open = {"hold": hold}
 
     @property
     def dtype(self) -> str:
         """The dtype's name in torch, such as `bfloat16`."""
-        return self._lease.content.dtype
+        return self._hold.content.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self._lease.content.shape)
+        return tuple(self._hold.content.shape)
 
     @property
     def nbytes(self) -> int:
-        return self._lease.content.nbytes
+        return self._hold.content.nbytes
 
     @property
     def metadata(self) -> bytes:
-        """What the writer attached, at most 4 KiB."""
-        return self._lease.content.metadata
+        """The writer's attachment, at most 4 KiB."""
+        return self._hold.content.metadata
 
     @property
     def cost_s(self) -> float:
         """Seconds it took to encode, if the writer said."""
-        return self._lease.content.cost_s
-
-    @property
-    def lease(self) -> Lease | Pin:
-        """For those who hand the extent to another process."""
-        return self._lease
+        return self._hold.content.cost_s
 
     @property
     def view(self) -> memoryview:
         """The bytes in the pool, for reading only. Raises LeaseExpired."""
         self.check()
-        return self._lease.conversation.read_view(self._lease.extent, self)
+        return self._hold.pool.read_view(self._hold.extent, self)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -69,7 +80,7 @@ class Item:
         For reading only: the memory is mapped read-only, and writing to it ends the process.
         Valid until the item is closed, and in this process alone. Raises LeaseExpired.
         """
-        from ecd_client.tensors import as_tensor  # torch is imported by those who use it
+        from ecd_client.tensors import as_tensor  # imports torch, which is optional
 
         return as_tensor(self.view, self.dtype, self.shape)
 
@@ -81,13 +92,33 @@ class Item:
         self.check()  # the lease held until every byte was read
         return copy
 
+    def handle(self) -> Handle:
+        """The item, for another process of this node to read."""
+        hold = self._hold
+        session, pool, extent, content = hold.session, hold.pool, hold.extent, hold.content
+        return Handle(  # in order, as naming each takes longer than all the rest
+            session.incarnation,
+            pool.path,
+            pool.fd_path,
+            pool.nbytes,
+            extent.offset,
+            extent.nbytes,
+            content.dtype,
+            tuple(content.shape),
+            hold.expires_s,
+        )
+
+    def has_left(self, share: float) -> bool:
+        """Whether at least this share of the lease's TTL is left; a pin has no limit."""
+        return self._hold.has_left(share)
+
     def check(self) -> None:
         """Raise LeaseExpired unless the lease holds now."""
         if not self._open:
             raise LeaseExpired(f"the item {self.mm_hash!r} was closed")
-        if self._lease.conversation.is_cut_off:
+        if self._hold.session.is_cut_off:
             raise LeaseExpired(f"{self.mm_hash!r} was leased before a fork: get it in the child")
-        if not self._lease.holds:
+        if not self._hold.holds:
             raise LeaseExpired(
                 f"the lease on {self.mm_hash!r} ran out: the daemon was away, or this process "
                 "stood still. Get it again"
@@ -95,12 +126,12 @@ class Item:
 
     def close(self) -> None:
         """End the lease now. Views of the item may show another entry's bytes from now on."""
-        lease = self._open.pop("lease", None)  # None: closed, perhaps by another thread
-        if lease is not None:
-            lease.end()
+        hold = self._open.pop("hold", None)  # None: closed, perhaps by another thread
+        if hold is not None:
+            hold.end()
 
     def __del__(self) -> None:
-        # The daemon sees the end of the process; in a child that was forked just now the lease is
+        # The daemon sees the end of the process; in a child that was forked just now the hold is
         # the parent's.
         if self._open and not sys.is_finalizing() and os.getpid() == forks.pid:
             self.close()

@@ -1,4 +1,4 @@
-"""get: pin what is in the index; what is not, acquire or wait for."""
+"""get: pin an entry that the index shows, acquire another by a call, or wait for it."""
 
 from __future__ import annotations
 
@@ -6,81 +6,56 @@ import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
 
 from ecd_client import forks
+from ecd_client.acquire import Acquire, ItemFuture, Key, Nodes, pinned
 from ecd_client.calls import late
-from ecd_client.conversation import Conversation
-from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, limit_reached
-from ecd_client.index import AskDaemon
+from ecd_client.connection import Connection
+from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.item import Item
 from ecd_client.session import Session
-from ecd_proto.contract import (
-    MAX_BATCH,
-    MAX_HINTS,
-    MAX_MM_HASH_BYTES,
-    MAX_NAMESPACE_BYTES,
-    MAX_NODE_LENGTH,
-    Hint,
-)
+from ecd_client.shared.index import AskDaemon, OnMiss
+from ecd_proto.contract import MAX_BATCH, MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES, Hint
 from ecd_proto.v1 import cache_pb2 as pb
 
-Key = tuple[str, str]
-"""Namespace and mm_hash."""
 KEY_LIMITS = MAX_NAMESPACE_BYTES, MAX_MM_HASH_BYTES
-Found = Future[Item | None]
-Nodes = Sequence[str | Hint]
-"""Of one key, the likeliest first."""
-
-
-def to_key(key: Key) -> pb.Key:
-    namespace, mm_hash = key
-    return pb.Key(namespace=namespace, mm_hash=mm_hash)
-
-
-def _to_hint(index: int, nodes: Nodes) -> pb.Hint:
-    """As much of it as a daemon reads."""
-    hints = [Hint(node) if isinstance(node, str) else node for node in nodes[:MAX_HINTS]]
-    hints = [hint for hint in hints if len(hint.node) <= MAX_NODE_LENGTH]
-    extents = [pb.Extent(offset=hint.offset, nbytes=hint.nbytes) for hint in hints]
-    return pb.Hint(index=index, nodes=[hint.node for hint in hints], extents=extents)
+_COUNT, _GO_ON = OnMiss.COUNT, OnMiss.GO_ON
 
 
 class Reader:
     """The reading half of a client."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def get(self, key: Key, timeout: float, nodes: Nodes) -> Item | None:
-        """One key, waiting up to `timeout` s for it; None: it is not there."""
-        final = timeout == 0.0
-        if not final:
+        """Hold one entry, waiting up to `timeout` s for it. None: a miss."""
+        asks = timeout != 0.0
+        if asks:
             _check_wait(timeout)
-        conversation = self._session.conversation()
+        session = self._connection.session()
         try:
-            item = _pinned(conversation, key, final)
-            if item is not None or final:
+            item = pinned(session, key, _GO_ON if asks else _COUNT)
+            if item is not None or not asks:
                 return item
         except AskDaemon:
             pass
-        found: Found = Future()
-        question = _Question(conversation, [key], [found], timeout, hints=[nodes])
-        with conversation.whole_or_abandoned():
-            reply = conversation.calls.now("acquire", question.request())
-        question.settle(reply.outcomes)
-        return _result(conversation, found, timeout)
+        future: ItemFuture = Future()
+        acquire = Acquire(session, [key], [future], timeout, hints=[nodes])
+        with session.whole_or_abandoned():
+            reply = session.calls.now("acquire", acquire.request())
+        acquire.settle(reply.outcomes)
+        return _result(session, future, timeout)
 
     def get_now(self, key: Key) -> tuple[Item | None, bool]:
-        """What is found without a call; else None, and whether one could find it."""
-        conversation = self._session.conversation()
+        """Hold one entry without a call; else None, and whether a call could find it."""
+        session = self._connection.session()
         try:
-            item = _pinned(conversation, key, final=False, or_coming=True)
+            item = pinned(session, key, OnMiss.ASK_IF_CLAIMED)
         except AskDaemon:
             return None, True
-        return item, item is None and bool(conversation.node)
+        return item, item is None and bool(session.node)
 
     def get_async(
         self,
@@ -88,103 +63,90 @@ class Reader:
         timeout: float,
         only_if_written: bool,
         hints: Sequence[Nodes] = (),
-    ) -> list[Found]:
-        """A future for each key, done at most `timeout` s later."""
+    ) -> list[ItemFuture]:
+        """Return a future for each key, done at most `timeout` s later."""
         _check_wait(timeout)
-        founds: list[forks.Pending[Item | None]] = [forks.Pending() for _ in keys]
-        conversation = self._session.conversation()
+        on_miss = _COUNT if timeout == 0.0 else _GO_ON
+        futures: list[forks.Pending[Item | None]] = [forks.Pending() for _ in keys]
+        session = self._connection.session()
         open_ = []
         for index, key in enumerate(keys):
             try:
                 _check_key(key)
-                item = _pinned(conversation, key, final=timeout == 0.0)
+                item = pinned(session, key, on_miss)
             except AskDaemon:
                 open_.append(index)
                 continue
-            except InvalidArgument as error:  # the other keys are none the worse for it
-                founds[index].set_exception(error)
+            except InvalidArgument as error:  # of this key alone
+                futures[index].set_exception(error)
                 continue
             if item is None and timeout > 0.0:
                 open_.append(index)
             else:
-                founds[index].set_result(item)
+                futures[index].set_result(item)
         for index in open_:
-            forks.add(founds[index])
+            forks.add(futures[index])
         for start in range(0, len(open_), MAX_BATCH):
             batch = open_[start : start + MAX_BATCH]
-            _Question(
-                conversation,
+            Acquire(
+                session,
                 [keys[index] for index in batch],
-                [founds[index] for index in batch],
+                [futures[index] for index in batch],
                 timeout,
                 only_if_written,
                 [hints[index] for index in batch] if hints else (),
-            ).ask()
-        return list(founds)
+            ).send()
+        return list(futures)
 
     def wait_for_writer(self, key: Key, timeout: float) -> bool:
-        """Wait while somebody is writing the key. True: it is stored now."""
-        conversation = self._session.conversation()
-        [found] = self.get_async([key], timeout, only_if_written=True)
-        item = _result(conversation, found, timeout)
+        """Wait while another client is writing the key. True: it is stored now."""
+        session = self._connection.session()
+        [future] = self.get_async([key], timeout, only_if_written=True)
+        item = _result(session, future, timeout)
         if item is not None:
             item.close()
         return item is not None
 
     def hint(self, key: Key) -> Hint | None:
-        conversation = self._session.conversation()
-        if not conversation.node:
+        session = self._connection.session()
+        if not session.node:
             return None
-        return Hint(conversation.node, *(_extent(conversation, key) or ()))
+        return Hint(session.node, *(_extent(session, key) or ()))
 
     def is_shown(self, key: Key) -> bool:
-        return _extent(self._session.conversation(), key) is not None
+        return _extent(self._connection.session(), key) is not None
 
     def contains(self, namespace: str, mm_hashes: Sequence[str]) -> list[bool]:
-        conversation = self._session.conversation()
-        if conversation.index is not None:
+        session = self._connection.session()
+        if session.index is not None:
             try:
-                return conversation.index.contains(namespace, mm_hashes)
+                return session.index.contains(namespace, mm_hashes)
             except AskDaemon:
                 pass
         keys = [pb.Key(namespace=namespace, mm_hash=mm_hash) for mm_hash in mm_hashes]
         contained: list[bool] = []
         for start in range(0, len(keys), MAX_BATCH):
             request = pb.ContainsRequest(keys=keys[start : start + MAX_BATCH])
-            contained.extend(conversation.calls.now("contains", request).contained)
+            contained.extend(session.calls.now("contains", request).contained)
         return contained
 
 
-def close_unseen(found: Found) -> None:
-    """Give back what came after nobody waited for it any more."""
-    if found.exception() is None and (item := found.result()) is not None:
+def close_unseen(future: ItemFuture) -> None:
+    """Close an item that came after its future was given up."""
+    if future.exception() is None and (item := future.result()) is not None:
         item.close()
 
 
-def _extent(conversation: Conversation, key: Key) -> tuple[int, int] | None:
-    """Where the entry lies, or is being put, if memory shows that."""
+def _extent(session: Session, key: Key) -> tuple[int, int, int] | None:
+    """Offset and bytes of an entry that memory shows as stored or claimed."""
     with contextlib.suppress(AskDaemon):
-        if conversation.index is not None:
-            return conversation.index.extent(*key)
+        if session.index is not None:
+            return session.index.extent(*key)
     return None
 
 
-def _pinned(
-    conversation: Conversation, key: Key, final: bool, or_coming: bool = False
-) -> Item | None:
-    """What the index has. Raises AskDaemon."""
-    pin = conversation.pin(*key, final, or_coming)
-    if pin is None:
-        return None
-    try:
-        return Item(*key, pin)
-    except BaseException:  # Ctrl-C
-        pin.end()
-        raise
-
-
 def _check_key(key: Key) -> None:
-    """Raises InvalidArgument: the daemon would refuse the whole call that has it."""
+    """Raise InvalidArgument for a key that would have the daemon refuse the whole call."""
     for name, value, limit in zip(("namespace", "mm_hash"), key, KEY_LIMITS, strict=True):
         try:
             nbytes = len(value.encode()) if len(value) <= limit else len(value)
@@ -199,102 +161,14 @@ def _check_wait(timeout: float) -> None:
         raise InvalidArgument(f"timeout is {timeout}; it must be 0 or more seconds")
 
 
-@dataclass
-class _Question:
-    """One Acquire, and the futures of what becomes of each of its keys."""
-
-    conversation: Conversation
-    keys: Sequence[Key]
-    founds: Sequence[Found]
-    timeout: float
-    only_if_written: bool = False
-    hints: Sequence[Nodes] = ()
-    leases: bool = False  # even if this client can pin
-
-    def request(self) -> pb.AcquireRequest:
-        return pb.AcquireRequest(
-            session=self.conversation.token,
-            keys=map(to_key, self.keys),
-            wait_s=self.timeout,
-            only_if_written=self.only_if_written,
-            hints=[_to_hint(index, nodes) for index, nodes in enumerate(self.hints) if nodes],
-            to_pin=self.conversation.index is not None and not self.leases,
-        )
-
-    def ask(self) -> None:
-        """Make the call, and settle when it is answered."""
-
-        def answered(reply: Any) -> None:
-            try:
-                with self.conversation.whole_or_abandoned():
-                    outcomes = reply.result().outcomes
-            except EcdError as error:
-                for found in self.founds:
-                    if found.set_running_or_notify_cancel():
-                        found.set_exception(error)
-                return
-            self.settle(outcomes)
-
-        self.conversation.calls.later("acquire", self.request()).add_done_callback(answered)
-
-    def settle(self, outcomes: Sequence[pb.AcquireOutcome]) -> None:
-        """Hand each outcome to its future: now, or when its wait has ended."""
-        for index, outcome in enumerate(outcomes):
-            if outcome.WhichOneof("outcome") == "waiting":
-                self._wait(index, outcome.waiting.ticket)
-            else:
-                self._ended(index, outcome)
-
-    def _wait(self, index: int, ticket: int) -> None:
-        conversation = self.conversation
-        conversation.on_wait_ended(ticket, lambda outcome: self._ended(index, outcome))
-        self.founds[index].add_done_callback(
-            lambda found: conversation.cancel_wait(ticket) if found.cancelled() else None
-        )
-
-    def _ended(self, index: int, outcome: pb.AcquireOutcome | None) -> None:
-        found, key, item = self.founds[index], self.keys[index], None
-        if outcome is not None and outcome.WhichOneof("outcome") == "stored":
-            with contextlib.suppress(AskDaemon):
-                item = _pinned(self.conversation, key, final=False)
-            if item is None:  # evicted meanwhile, or it cannot be pinned
-                replace(self, keys=[key], founds=[found], leases=True, hints=()).ask()
-                return
-        wanted = found.set_running_or_notify_cancel()
-        try:
-            item = item or _item(self.conversation, key, outcome)
-        except EcdError as error:
-            if wanted:
-                found.set_exception(error)
-            return
-        if wanted:
-            found.set_result(item)
-        elif item is not None:
-            item.close()
-
-
-def _item(conversation: Conversation, key: Key, outcome: pb.AcquireOutcome | None) -> Item | None:
-    """What came of an Acquire; an outcome of None: the conversation ended first."""
-    if outcome is not None:
-        match outcome.WhichOneof("outcome"):
-            case "leased":
-                lease = conversation.lease(outcome.leased)
-                if lease is not None:
-                    return Item(*key, lease)
-            case "missing":
-                return None
-            case "limit_reached":
-                raise limit_reached(outcome.limit_reached.what, outcome.limit_reached.limit)
-    raise DaemonUnavailable(f"the daemon on {conversation.calls.address} went away meanwhile")
-
-
-def _result(conversation: Conversation, found: Found, wait_s: float) -> Item | None:
-    calls = conversation.calls
+def _result(session: Session, future: ItemFuture, wait_s: float) -> Item | None:
+    """Wait for the future. Raises EcdError."""
+    calls = session.calls
     try:
-        return found.result(wait_s + calls.timeout_s)
+        return future.result(wait_s + calls.timeout_s)
     except BaseException as error:
-        if not found.cancel():
-            found.add_done_callback(close_unseen)
+        if not future.cancel():
+            future.add_done_callback(close_unseen)
         if isinstance(error, FutureTimeoutError):
             raise DaemonUnavailable(late(calls.address)) from None
         raise

@@ -1,8 +1,7 @@
-"""The client's life as the daemon sees it: one stream, and the leases that live by it.
+"""A client's life as the daemon sees it, from Welcome to the end of the stream.
 
-A `Session` keeps one `Conversation` after another with the daemon, for as long as the client is
-open. What went wrong in one is never reused: it is abandoned, and the daemon takes back all that
-belonged to it.
+Leases and pins belong to a session. Its memory and files live on after the stream, for as long as
+an item or a put refers to them.
 """
 
 from __future__ import annotations
@@ -11,189 +10,281 @@ import contextlib
 import os
 import queue
 import threading
-import time
-from collections.abc import Iterator
-from importlib.metadata import version
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 
 from ecd_client import forks
-from ecd_client.calls import Calls, GrpcThreads, open_channel, socket_owner, translate, unreachable
-from ecd_client.conversation import Conversation, Outbox
-from ecd_client.errors import DaemonUnavailable, EcdError
-from ecd_proto.contract import CONTRACT_VERSION
+from ecd_client.calls import Calls, open_file
+from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
+from ecd_client.leases import Lease, Pin
+from ecd_client.pools import MappedPools
+from ecd_client.shared.board import MappedBoard
+from ecd_client.shared.index import AskDaemon, IndexReader, OnMiss
+from ecd_client.shared.puts import PutWriter
+from ecd_proto.contract import MAX_BATCH
+from ecd_proto.shm.files import lock_session
 from ecd_proto.v1 import cache_pb2 as pb
-from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
-PAUSE_S = 0.25
-"""Between the end of one conversation and the next; the channel adds its own backoff."""
-
-CHECK_S = 0.25
-"""How often a call is checked for being overdue."""
-
-NOT_IN_A_CHILD = (
-    "this process was forked from one that had a client, and gRPC does not survive that: start it "
-    "with multiprocessing's spawn or forkserver, or make the parent's first client after the fork"
-)
-"""Of grpcio 1.85: the child's channel never connects, or gRPC aborts the process."""
-
-_kept: list[Session] = []
-"""Sessions of a parent process, kept because the end of gRPC's objects might wait for ever."""
+Outbox = queue.SimpleQueue[Any]
+WaitEnded = Callable[[pb.AcquireOutcome | None], None]
+"""Called with a wait's outcome, or with None when the session ended first."""
 
 
 class Session:
-    """Keeps one conversation with the daemon, on a thread of its own."""
+    """One session: its stream, its memory, its leases, pins and waits."""
 
-    def __init__(self, address: str, name: str, prefault: bool, call_timeout_s: float) -> None:
-        if forks.is_child:
-            raise DaemonUnavailable(NOT_IN_A_CHILD)
-        self._address, self._name, self._prefault = address, name, prefault
-        self._call_timeout_s = call_timeout_s
-        self._channel = open_channel(address)
-        self._stub: Any = pb_grpc.CacheStub(self._channel)
-        self._changed = threading.Condition()
-        self._conversation: Conversation | None = None
-        self._cause: EcdError = DaemonUnavailable(unreachable(address))
-        self._closed = threading.Event()
-        self._stream: Any = None
-        self._threads = GrpcThreads()
-        self.is_cut_off = False
-        self._thread = threading.Thread(target=self._run, name="ecd-session", daemon=True)
-        forks.add(self)
-        self._thread.start()
+    def __init__(
+        self,
+        calls: Calls,
+        stream: Any,
+        outbox: Outbox,
+        first: pb.SessionEvent,
+        sent_s: float,
+        uid: int,
+        prefault: bool,
+    ) -> None:
+        """Take part in what `first`, the Welcome to the Hello of `sent_s`, names.
 
-    @property
-    def current(self) -> Conversation | None:
-        """The conversation that is open now."""
-        conversation = self._conversation
-        return None if conversation is None or conversation.abandoned else conversation
+        Raises OSError where a file is missing or not user `uid`'s.
+        """
+        welcome = first.welcome
+        self.token = welcome.session
+        self.incarnation = first.incarnation
+        self.lease_ttl_s = welcome.lease_ttl_s
+        self.node = welcome.node
+        self.calls = calls
+        self._stream, self._outbox = stream, outbox
+        # Added to the daemon's times it makes them ours, early by the time Welcome took.
+        self._clock = sent_s - welcome.now_s
+        self._lock = threading.RLock()  # a garbage-collected item may release within it
+        self._leases: dict[int, Lease] = {}
+        self._renewing: deque[list[int]] = deque()
+        self._waits: dict[int, WaitEnded] = {}
+        self._answered: dict[int, pb.AcquireOutcome] = {}  # before their tickets were known
+        self._releases: list[int] = []
+        self._releasing = False
+        self._refs = 1  # the stream's; each item and each put in flight adds one
+        self._over = False
+        self.abandoned = self.is_cut_off = False
+        self.index: IndexReader | None = None
+        self.puts: PutWriter | None = None
+        with forks.steady, contextlib.ExitStack() as opened:
+            lock_fd = open_file(welcome.lock_path, os.O_RDWR, uid)
+            opened.callback(os.close, lock_fd)
+            lock_session(lock_fd, welcome.lock_offset)
+            self.pools = MappedPools(welcome.pools, uid)
+            opened.callback(self.pools.close)
+            if welcome.HasField("index") and (board := MappedBoard.open(welcome.index, uid)):
+                self.index = IndexReader(board)
+                if welcome.index.bell_path:
+                    self.puts = PutWriter(
+                        board, self.index, self.pools.granted, welcome.index.bell_path
+                    )
+                    opened.callback(self.puts.close)
+            self._files = opened.pop_all()
+            forks.add(self)
+        if prefault:
+            self.pools.prefault()
 
-    def conversation(self, wait_s: float = 0.0) -> Conversation:
-        """The open conversation, waiting for it that long. Raises DaemonUnavailable: why not."""
-        conversation = self._conversation
-        if conversation is not None and not conversation.abandoned:
-            return conversation  # `current`, without another call: every get and put is here
-        if self.is_cut_off:
-            raise forks.before_fork()
-        with self._changed:
-            self._changed.wait_for(lambda: self.current or self._closed.is_set(), wait_s)
-            conversation = self.current
-            if conversation is None:
-                raise DaemonUnavailable(
-                    "the client is closed" if self._closed.is_set() else str(self._cause)
-                )
-            return conversation
+    # -- calls ---------------------------------------------------------------------------------
 
-    def use(self) -> Conversation:
-        """The open conversation, in use until `unuse`. Raises DaemonUnavailable."""
-        conversation = self.conversation()
-        if not conversation.use():
-            raise DaemonUnavailable(f"the daemon on {self._address} just went away")
-        return conversation
+    @contextlib.contextmanager
+    def whole_or_abandoned(self) -> Iterator[None]:
+        """Abandon the session where the body breaks off: its state is unknown then.
+
+        gRPC's errors leave it as EcdError.
+        """
+        try:
+            yield
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            meaning = self.calls.meaning(error)
+            if not isinstance(meaning, InvalidArgument):
+                self.abandon()
+            raise meaning from None
+        except Exception as error:
+            if isinstance(error, DaemonUnavailable):
+                self.abandon()
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def ref(self) -> bool:
+        """Keep the session's lock, and so its memory, until `unref`. False: the stream is over."""
+        with self._lock:
+            if self._over:
+                return False
+            self._refs += 1
+            return True
+
+    def unref(self) -> None:
+        with self._lock:
+            self._refs -= 1
+            last = self._refs == 0
+        if last:
+            self._close_files()
+
+    def _close_files(self) -> None:
+        with forks.steady:
+            self._files.close()
+
+    def abandon(self) -> None:
+        """End the stream: the daemon takes back all that the session owns."""
+        self.abandoned = True
+        self._stream.cancel()
+
+    def end(self) -> None:
+        """Act on the end of the stream."""
+        with self._lock:
+            self._over = True
+            waits, self._waits = self._waits, {}
+            self._answered.clear()
+        if self.puts is not None:
+            self.puts.session_is_over = True
+        for ended in waits.values():
+            ended(None)
+        self.unref()
 
     def cut_off(self) -> None:
-        """In a forked child: gRPC's objects here are not touched again, not even to end them."""
-        self.is_cut_off, self._conversation = True, None
-        _kept.append(self)
-        forks.close_connections(self._address.removeprefix("unix:").removeprefix("//"))
+        """In a forked child: the session is the parent's, and this process does not keep it alive.
 
-    def close(self) -> None:
-        if self.is_cut_off:
-            return
-        self._closed.set()
-        with self._changed:
-            stream = self._stream
-            self._changed.notify_all()
-        if stream is not None:
-            stream.cancel()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-        self._channel.close()
-        self._threads.join()
+        Extents that the parent has pinned stay mapped, for views made before the fork: they are
+        right for as long as the parent keeps their items.
+        """
+        self._lock = threading.RLock()
+        self._over = self.abandoned = self.is_cut_off = True
+        self.pools.cut_off()
+        if self.index is not None:
+            self.index.cut_off()
+        if self.puts is not None:
+            self.puts.cut_off()
+        self._close_files()
 
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self._wait_for_channel()
-                self._converse()
-            except grpc.RpcError as error:
-                if error.code() is grpc.StatusCode.CANCELLED:  # by us: something was out of step
-                    self._cause = DaemonUnavailable(f"connecting anew to {self._address}")
-                else:
-                    self._cause = translate(error, self._address)
-            except (OSError, ValueError) as error:
-                self._cause = DaemonUnavailable(
-                    f"the daemon answers on {self._address}, but its pool cannot be mapped: "
-                    f"{error}. Engine and daemon must share the directory of ECD_SHM_DIR and "
-                    "run as one user, or as members of the daemon's ECD_GROUP"
-                )
-            self._closed.wait(PAUSE_S)
+    # -- leases and pins -----------------------------------------------------------------------
 
-    def _wait_for_channel(self) -> None:
-        ready = grpc.channel_ready_future(self._channel)
+    def lease(self, leased: pb.Leased) -> Lease | None:
+        """Keep a lease that was granted. None: the stream ended meanwhile.
+
+        Raises EcdError where this process has not mapped the entry's pool.
+        """
         try:
-            while not self._closed.is_set():
-                with contextlib.suppress(grpc.FutureTimeoutError):
-                    ready.result(timeout=0.5)
-                    return
-                self._cause = DaemonUnavailable(unreachable(self._address))
-        finally:
-            ready.cancel()
+            pool = self.pools.of(leased.extent)
+        except EcdError:
+            self._release(leased.lease)
+            raise
+        if not self.ref():
+            return None
+        expires_s = leased.expires_s + self._clock
+        lease = Lease(leased.lease, self, pool, leased.content, leased.extent, expires_s)
+        with self._lock:
+            self._leases[lease.id] = lease
+        return lease
 
-    def _converse(self) -> None:
-        outbox: Outbox = queue.SimpleQueue()
-        uid = socket_owner(self._address)  # before the daemon has been asked for anything
-        with self._changed:
-            if self._closed.is_set():
+    def pin(self, namespace: str, mm_hash: str, on_miss: OnMiss) -> Pin | None:
+        """Hold an entry without a call. None: it is not stored. Raises AskDaemon."""
+        index = self.index
+        if index is None or not self.ref():
+            raise AskDaemon
+        try:
+            found = index.pin(namespace, mm_hash, on_miss)
+        except BaseException:  # Ctrl-C too
+            self.unref()
+            raise
+        if found is None:
+            self.unref()
+            return None
+        row, pin = found
+        try:
+            pool = self.pools.by_number.get(row.pool)  # `of`, without its call: every hit is here
+            if pool is None or row.offset + row.nbytes > pool.nbytes:
+                raise AskDaemon
+            return Pin(self, index, row, pin, pool)
+        except BaseException:
+            index.unpin(pin)
+            self.unref()
+            raise
+
+    def release(self, lease: Lease) -> None:
+        """End a lease; nobody waits for the daemon's answer."""
+        with self._lock:
+            lease.expires_s = 0.0
+            is_kept = self._leases.pop(lease.id, None) is not None
+        if is_kept:
+            self._release(lease.id)
+        self.unref()
+
+    def _release(self, lease_id: int) -> None:
+        with self._lock:
+            self._releases.append(lease_id)
+        self._flush_releases()
+
+    def _flush_releases(self) -> None:
+        with self._lock:
+            if self._releasing or not self._releases or self._over:
                 return
-            sent_s = time.monotonic()
-            stream = self._stream = self._stub.Session(self._requests(outbox))
-        stream.add_done_callback(self._threads.note)
-        calls = Calls(self._stub, self._address, self._call_timeout_s, self._threads)
-        conversation = None
-        try:
-            for event in stream:
-                if conversation is None:
-                    conversation = Conversation(
-                        calls, stream, outbox, event, sent_s, uid, self._prefault
-                    )
-                    outbox.put(conversation)
-                    self._announce(conversation)
-                else:
-                    conversation.take(event)
-            self._cause = DaemonUnavailable(f"the daemon on {self._address} is stopping")
-        finally:
-            outbox.put(None)
-            stream.cancel()
-            calls.close()
-            self._announce(None)
-            if conversation is not None:
-                conversation.end()
+            self._releasing = True
+            leases, self._releases = self._releases[:MAX_BATCH], self._releases[MAX_BATCH:]
+        request = pb.ReleaseRequest(session=self.token, leases=leases)
+        with contextlib.suppress(ValueError):  # the channel was closed
+            self.calls.later("release", request).add_done_callback(self._released)
 
-    def _announce(self, conversation: Conversation | None) -> None:
-        with self._changed:
-            self._conversation = conversation
-            self._changed.notify_all()
+    def _released(self, _: Any) -> None:
+        with self._lock:
+            self._releasing = False
+        self._flush_releases()
 
-    def _requests(self, outbox: Outbox) -> Iterator[pb.SessionRequest]:
-        """What the client says on the stream; gRPC draws it on a thread of its own."""
-        self._threads.note()
-        client = f"{self._name} ecd {version('ecd')}"
-        yield pb.SessionRequest(
-            hello=pb.Hello(contract_version=CONTRACT_VERSION, client=client, pid=os.getpid())
-        )
-        conversation = outbox.get()
-        while isinstance(conversation, Conversation):
-            due_s = time.monotonic() + conversation.lease_ttl_s / 3
-            while (left_s := due_s - time.monotonic()) > 0:
-                try:
-                    request = outbox.get(timeout=min(left_s, CHECK_S))
-                except queue.Empty:
-                    conversation.calls.check()
-                    continue
-                if request is None:
-                    return
-                yield request
-            if renewal := conversation.renewal():
-                yield renewal
+    # -- waits ---------------------------------------------------------------------------------
+
+    def on_wait_ended(self, ticket: int, ended: WaitEnded) -> None:
+        with self._lock:
+            outcome = self._answered.pop(ticket, None)
+            if outcome is None and not self._over:
+                self._waits[ticket] = ended
+                return
+        ended(outcome)
+
+    def cancel_wait(self, ticket: int) -> None:
+        """End a wait early; its outcome still comes as every wait's does."""
+        self._outbox.put(pb.SessionRequest(cancel_waits=pb.CancelWaits(tickets=[ticket])))
+
+    # -- the stream ----------------------------------------------------------------------------
+
+    def renewal(self) -> pb.SessionRequest | None:
+        """The request that renews every lease of this session, if it has any."""
+        with self._lock:
+            if not self._leases:
+                return None
+            leases = list(self._leases)
+            self._renewing.append(leases)
+        return pb.SessionRequest(renew=pb.Renew(leases=leases))
+
+    def take(self, event: pb.SessionEvent) -> None:
+        """Act on one event of the stream."""
+        match event.WhichOneof("event"):
+            case "renewed":
+                expires_s = event.renewed.expires_s + self._clock
+                with self._lock:
+                    for lease_id in self._renewing.popleft():
+                        if lease := self._leases.get(lease_id):
+                            lease.expires_s = max(lease.expires_s, expires_s)
+            case "leases_ended":
+                with self._lock:
+                    for lease_id in event.leases_ended.leases:
+                        if lease := self._leases.pop(lease_id, None):
+                            lease.expires_s = 0.0
+            case "waits_ended":
+                for each in event.waits_ended.ended:
+                    self._end_wait(each)
+
+    def _end_wait(self, event: pb.WaitEnded) -> None:
+        with self._lock:
+            ended = self._waits.pop(event.ticket, None)
+            if ended is None:
+                self._answered[event.ticket] = event.outcome
+        if ended is not None:
+            ended(event.outcome)

@@ -15,11 +15,11 @@ _BY_NAME: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
 SMALL_BYTES = 256 << 10
-"""Up to here torch's own way to a copy takes longer than the copy."""
+"""Up to here torch's overhead takes longer than the copy."""
 
 
 def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """The contract's dtype name, and the shape. Raises InvalidArgument."""
+    """Return the contract's dtype name, and the shape. Raises InvalidArgument."""
     name = _NAMES.get(tensor.dtype)
     if name is None:
         raise InvalidArgument(f"{tensor.dtype} cannot be stored; known are {', '.join(DTYPES)}")
@@ -29,16 +29,16 @@ def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 
 
 def as_tensor(view: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor that is the bytes of `view`, which it keeps alive."""
+    """A tensor over the bytes of `view`, which it keeps alive."""
     if not view.nbytes:
         return torch.empty(shape, dtype=_BY_NAME[dtype])
     return torch.frombuffer(view, dtype=torch.uint8).view(_BY_NAME[dtype]).view(shape)
 
 
-class Source:
-    """A tensor on its way into the pool, as it is when this is made.
+class TensorSource:
+    """A tensor to copy into the pool, with the value it has when this is made.
 
-    A CUDA tensor is read on a side stream that waits for the work already queued, so that the
+    A CUDA tensor is read on a side stream that waits for the work queued so far, so that the
     model's own stream goes on. The caller must not write to the tensor until it is copied.
     """
 
@@ -50,7 +50,7 @@ class Source:
             self._ready.record(torch.cuda.current_stream(tensor.device))
 
     def copy_to(self, view: memoryview) -> None:
-        """The one copy: strides, if any, are undone on the way."""
+        """Copy the tensor into `view`, densely: the only copy of a put."""
         tensor = self._tensor
         if 0 < view.nbytes <= SMALL_BYTES and _is_its_bytes(tensor, view.nbytes):
             ctypes.memmove(_address_of(view), tensor.data_ptr(), view.nbytes)
@@ -92,7 +92,7 @@ def private_copy(
 
 
 def _is_its_bytes(tensor: torch.Tensor, nbytes: int) -> bool:
-    """Whether so many bytes of this process's memory, from its first, are all of the tensor."""
+    """Whether the tensor is one plain, contiguous block of `nbytes` on the CPU."""
     return (
         type(tensor) is torch.Tensor  # a subclass may keep its bytes elsewhere
         and tensor.is_cpu

@@ -6,11 +6,11 @@ import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from ecd_client import forks
-from ecd_client.conversation import Conversation
+from ecd_client.acquire import Key, to_key
+from ecd_client.connection import Connection
 from ecd_client.errors import (
     DaemonUnavailable,
     EcdError,
@@ -19,105 +19,92 @@ from ecd_client.errors import (
     PoolFull,
     limit_reached,
 )
-from ecd_client.puts import Begun, CopyTo, What
-from ecd_client.reader import Key, Reader, to_key
+from ecd_client.reader import Reader
 from ecd_client.session import Session
+from ecd_client.shared.puts import Claim, CopyTo, NewEntry, PutOutcome
 from ecd_proto.contract import DTYPES, nbytes_of
 from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_PENDING_PUTS = 256
 """Asynchronous puts in flight before `put_async` refuses."""
 COPIED_HERE_BYTES = 256 << 10
-"""Of `put_async`: waking another thread takes about as long as copying these."""
+"""Up to here `put_async` copies itself: waking another thread takes about as long."""
+_STORED, _UNANSWERED = PutOutcome.STORED, PutOutcome.UNANSWERED  # as looking them up takes longer
+_MUST_CALL, _BEING_WRITTEN = PutOutcome.MUST_CALL, PutOutcome.BEING_WRITTEN
 
 
 def describe_entry(
     key: Key, dtype: str, shape: tuple[int, ...], cost_s: float, metadata: bytes
-) -> What:
+) -> NewEntry:
     """Raises InvalidArgument."""
     if dtype not in DTYPES:
         raise InvalidArgument(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-    return What(*key, dtype, shape, nbytes_of(dtype, shape), metadata, cost_s)
-
-
-def _reserve(conversation: Conversation, what: What) -> pb.ReserveRequest:
-    content = pb.Content(
-        dtype=what.dtype,
-        shape=what.shape,
-        nbytes=what.nbytes,
-        metadata=what.metadata,
-        cost_s=what.cost_s,
-    )
-    key = to_key((what.namespace, what.mm_hash))
-    item = pb.ReserveItem(key=key, content=content)
-    return pb.ReserveRequest(session=conversation.token, items=[item])
+    return NewEntry(*key, dtype, shape, nbytes_of(dtype, shape), metadata, cost_s)
 
 
 class Writer:
     """The writing half of a client."""
 
-    def __init__(self, session: Session, reader: Reader) -> None:
-        self._session, self._reader = session, reader
+    def __init__(self, connection: Connection, reader: Reader) -> None:
+        self._connection, self._reader = connection, reader
         self._side = ThreadPoolExecutor(1, thread_name_prefix="ecd-put")
         self._slots = threading.BoundedSemaphore(MAX_PENDING_PUTS)
 
-    def put(self, what: What, copy_to: CopyTo, timeout: float) -> bool:
+    def put(self, entry: NewEntry, copy_to: CopyTo, timeout: float) -> bool:
         """False: stored already. Waits up to `timeout` s for another writer of the key."""
         deadline_s = time.monotonic() + timeout
         while True:
-            conversation = self._session.use()
+            session = self._connection.ref()
             try:
-                with conversation.whole_or_abandoned():
-                    put = _Put(conversation, what, copy_to, conversation.begin_put(what))
-                    stored = put.finish()
+                with session.whole_or_abandoned():
+                    outcome = _Put(session, entry, copy_to).finish()
             finally:
-                conversation.unuse()
-            if stored is not None:
-                return stored
+                session.unref()
+            if outcome is not _BEING_WRITTEN:
+                return outcome is _STORED
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise EcdError(f"another client has been writing {what.mm_hash!r} for {timeout} s")
-            if self._reader.wait_for_writer((what.namespace, what.mm_hash), left_s):
+                raise EcdError(f"another client has been writing {entry.mm_hash!r} for {timeout} s")
+            if self._reader.wait_for_writer((entry.namespace, entry.mm_hash), left_s):
                 return False
 
-    def put_async(self, what: What, copy_to: CopyTo, on_host: bool) -> Future[bool]:
-        """Announced or reserved at once, copied on the side; what another writes is left to it.
+    def put_async(self, entry: NewEntry, copy_to: CopyTo, on_host: bool) -> Future[bool]:
+        """Claim or reserve at once, copy on the side. False: stored, or another client writes it.
 
-        Small entries that are `on_host` are copied here, if that is in granted memory.
+        A small entry that is `on_host` is copied before this returns, if memory was granted for
+        it.
         """
-        conversation = self._session.use()
+        session = self._connection.ref()
         if not self._slots.acquire(blocking=False):
-            conversation.unuse()
+            session.unref()
             raise EcdError(f"{MAX_PENDING_PUTS} puts are in flight: wait for one of them")
-        put = _Put(conversation, what, copy_to, conversation.begin_put(what))
-        if put.begun is None:
-            put.reply = conversation.calls.later("reserve", _reserve(conversation, what))
-        elif put.begun is False or (on_host and what.nbytes <= COPIED_HERE_BYTES):
+        put = _Put(session, entry, copy_to)
+        if put.outcome is _MUST_CALL:
+            put.send_reserve()
+        elif put.outcome is not None or (on_host and entry.nbytes <= COPIED_HERE_BYTES):
             ended = put.try_now()
             if ended is not None:
                 self._let_go(put)
                 return ended
         future: forks.Pending[bool] = forks.Pending()
         forks.add(future)
-        future.set_running_or_notify_cancel()  # others wait for what is announced: no way back
-        self._side.submit(self._tell, put, future)
+        future.set_running_or_notify_cancel()  # others wait for a claim: it is not cancelled
+        self._side.submit(self._finish, put, future)
         return future
 
-    def _tell(self, put: _Put, future: Future[bool]) -> None:
+    def _finish(self, put: _Put, future: Future[bool]) -> None:
         try:
-            future.set_result(self._finish(put))
+            try:
+                with put.session.whole_or_abandoned():
+                    outcome = put.finish()
+            finally:
+                self._let_go(put)
+            future.set_result(outcome is _STORED)
         except BaseException as error:
             future.set_exception(error)
 
-    def _finish(self, put: _Put) -> bool:
-        try:
-            with put.conversation.whole_or_abandoned():
-                return put.finish() or False
-        finally:
-            self._let_go(put)
-
     def _let_go(self, put: _Put) -> None:
-        put.conversation.unuse()
+        put.session.unref()
         self._slots.release()
 
     def close(self) -> None:
@@ -125,52 +112,110 @@ class Writer:
         self._side.shutdown(wait=True)
 
 
-@dataclass(eq=False)
 class _Put:
-    """One put on its way."""
+    """One put on its way: claimed or by calls, written, answered."""
 
-    conversation: Conversation
-    what: What
-    copy_to: CopyTo
-    begun: Begun | bool | None  # what Conversation.begin_put says
-    reply: Any = None  # of a Reserve that was sent already
-    written: bool = False
+    def __init__(self, session: Session, entry: NewEntry, copy_to: CopyTo) -> None:
+        """Claim granted memory for the entry, if that is possible."""
+        self.session = session
+        self._entry, self._copy_to = entry, copy_to
+        claimed = PutOutcome.MUST_CALL if session.puts is None else session.puts.claim(entry)
+        self._claim = claimed if isinstance(claimed, Claim) else None
+        self.outcome = None if isinstance(claimed, Claim) else claimed
+        """How far the put has come; None: it is claimed, and to be written."""
+        self._reply: Any = None  # to a Reserve that was sent already
+
+    def send_reserve(self) -> None:
+        """Begin the put by calls, and do not wait for the answer."""
+        self._reply = self.session.calls.later("reserve", self._reserve_request())
 
     def try_now(self) -> Future[bool] | None:
-        """What came of it, if that can be had without waiting."""
+        """The put's future, if it ends without waiting."""
         try:
-            stored = self.write()
+            outcome = self._write()
         except Exception as error:  # told by the future, as from the side
             failed: Future[bool] = Future()
             failed.set_exception(error)
             return failed
-        return None if stored is None else _DONE[stored]
+        return _DONE.get(outcome)
 
-    def write(self) -> bool | None:
-        """What came of it, if that is known now. Raises what `copy_to` raises."""
-        if not isinstance(self.begun, Begun):
-            return self.begun
-        if self.written:
-            return None
-        self.written = True
-        return self.conversation.write_put(self.begun, self.copy_to) or None
+    def finish(self) -> PutOutcome:
+        """Do all that is left: write, wait for the answer, or make the calls.
 
-    def finish(self) -> bool | None:
-        """What came of it, in granted memory if it was begun there, else by calls.
-
-        None: another client writes it.
+        Returns STORED, ALREADY_STORED or BEING_WRITTEN. Raises EcdError and what `copy_to` raises.
         """
-        stored = self.write()
-        if stored is None and isinstance(self.begun, Begun):
-            stored = self.conversation.answer_to_put(self.begun)
-        if stored is not None:
-            return stored
-        conversation = self.conversation
-        if self.reply is None:
-            reserved = conversation.calls.now("reserve", _reserve(conversation, self.what))
+        outcome = self._write()
+        if outcome is _UNANSWERED:
+            assert self._claim is not None
+            assert self.session.puts is not None
+            outcome = self.session.puts.answer(self._claim, self.session.calls.timeout_s)
+        return self._put_by_calls() if outcome is _MUST_CALL else outcome
+
+    def _write(self) -> PutOutcome:
+        """Write what is claimed, unless it is written. Raises what `copy_to` raises."""
+        if self.outcome is None:
+            assert self._claim is not None
+            assert self.session.puts is not None
+            self.outcome = self.session.puts.write(self._claim, self._copy_to)
+        return self.outcome
+
+    # -- by calls ------------------------------------------------------------------------------
+
+    def _reserve_request(self) -> pb.ReserveRequest:
+        entry = self._entry
+        content = pb.Content(
+            dtype=entry.dtype,
+            shape=entry.shape,
+            nbytes=entry.nbytes,
+            metadata=entry.metadata,
+            cost_s=entry.cost_s,
+        )
+        key = to_key((entry.namespace, entry.mm_hash))
+        item = pb.ReserveItem(key=key, content=content)
+        return pb.ReserveRequest(session=self.session.token, items=[item])
+
+    def _put_by_calls(self) -> PutOutcome:
+        """Reserve, unless that was sent already, then copy and commit."""
+        if self._reply is None:
+            reply = self.session.calls.now("reserve", self._reserve_request())
         else:
-            reserved = self.reply.result()
-        return _write(conversation, reserved, self.copy_to)
+            reply = self._reply.result()
+        outcome = reply.outcomes[0]
+        match outcome.WhichOneof("outcome"):
+            case "reserved":
+                self._copy_and_commit(outcome.reserved)
+                return PutOutcome.STORED
+            case "already_stored":
+                return PutOutcome.ALREADY_STORED
+            case "being_written":
+                return PutOutcome.BEING_WRITTEN
+            case "pool_full":
+                full = outcome.pool_full
+                raise PoolFull(
+                    f"{full.nbytes} bytes do not fit: {full.held_bytes} are leased or being "
+                    f"written, the largest free piece has {full.largest_free_bytes}"
+                )
+            case "entry_too_large":
+                large = outcome.entry_too_large
+                raise EntryTooLarge(
+                    f"{large.nbytes} bytes, and the whole pool has {large.pool_bytes}: raise "
+                    "ECD_HOST_POOL_BYTES"
+                )
+            case _:
+                limit = outcome.limit_reached
+                raise limit_reached(limit.what, limit.limit)
+
+    def _copy_and_commit(self, reserved: pb.Reserved) -> None:
+        session, reservations = self.session, [reserved.reservation]
+        try:
+            self._copy_to(session.pools.of(reserved.extent).write_view(reserved.extent))
+        except BaseException:
+            abort = pb.AbortRequest(session=session.token, reservations=reservations)
+            session.calls.now("abort", abort)
+            raise
+        commit = pb.CommitRequest(session=session.token, reservations=reservations)
+        if not session.calls.now("commit", commit).committed[0]:
+            raise DaemonUnavailable("the daemon took the reservation back meanwhile")
 
 
 def _done(stored: bool) -> Future[bool]:
@@ -179,50 +224,10 @@ def _done(stored: bool) -> Future[bool]:
     return done
 
 
-def _both_done() -> dict[bool, Future[bool]]:
-    return {stored: _done(stored) for stored in (True, False)}
+def _all_done() -> dict[PutOutcome, Future[bool]]:
+    return {PutOutcome.STORED: _done(True), PutOutcome.ALREADY_STORED: _done(False)}
 
 
-_DONE = _both_done()
-os.register_at_fork(after_in_child=lambda: _DONE.update(_both_done()))  # their locks may be held
-
-
-def _write(conversation: Conversation, reply: pb.ReserveReply, copy_to: CopyTo) -> bool | None:
-    """What came of a Reserve: True after the commit, None while another client writes."""
-    outcome = reply.outcomes[0]
-    match outcome.WhichOneof("outcome"):
-        case "reserved":
-            _copy_and_commit(conversation, outcome.reserved, copy_to)
-            return True
-        case "already_stored":
-            return False
-        case "being_written":
-            return None
-        case "pool_full":
-            full = outcome.pool_full
-            raise PoolFull(
-                f"{full.nbytes} bytes do not fit: {full.held_bytes} are leased or being "
-                f"written, the largest free piece has {full.largest_free_bytes}"
-            )
-        case "entry_too_large":
-            large = outcome.entry_too_large
-            raise EntryTooLarge(
-                f"{large.nbytes} bytes, and the whole pool has {large.pool_bytes}: raise "
-                "ECD_HOST_POOL_BYTES"
-            )
-        case _:
-            limit = outcome.limit_reached
-            raise limit_reached(limit.what, limit.limit)
-
-
-def _copy_and_commit(conversation: Conversation, reserved: pb.Reserved, copy_to: CopyTo) -> None:
-    session, reservations = conversation.token, [reserved.reservation]
-    try:
-        copy_to(conversation.write_view(reserved.extent))
-    except BaseException:
-        abort = pb.AbortRequest(session=session, reservations=reservations)
-        conversation.calls.now("abort", abort)
-        raise
-    commit = pb.CommitRequest(session=session, reservations=reservations)
-    if not conversation.calls.now("commit", commit).committed[0]:
-        raise DaemonUnavailable("the daemon took the reservation back meanwhile")
+_DONE = _all_done()
+"""The futures of puts that ended at once, by outcome."""
+os.register_at_fork(after_in_child=lambda: _DONE.update(_all_done()))  # their locks may be held

@@ -1,6 +1,6 @@
-"""Which of the nodes that requests name are asked.
+"""Admission of hints: only some of the nodes that requests name are asked.
 
-Hints come from whoever sends requests. They lead to nodes that the configuration or the directory
+Any client can send hints. They lead to nodes that the configuration or the directory
 names, and to others only within `hint_networks`.
 """
 
@@ -23,11 +23,11 @@ from ecd_proto.contract import NODE_PATTERN, Hint
 logger = logging.getLogger(__name__)
 
 MAX_TOLD = 64
-"""Nodes that the log says are not asked, until the settings are read anew."""
+"""Ignored nodes that the log names, until the settings are read anew."""
 
 
 class Admitted(NamedTuple):
-    """A node to ask. `hinted`: only requests name it."""
+    """A node to ask; `hinted` if only requests name it."""
 
     hint: Hint
     hinted: bool = False
@@ -41,11 +41,11 @@ class _Standing(Enum):
 
 
 class Admission:
-    """One per daemon, on its event loop."""
+    """Decides which hints are followed; one per daemon, on its event loop."""
 
     def __init__(self, node: str, config: Config, peers: Peers, directory: Directory) -> None:
         self.ignored = 0
-        """Hints that were not followed, as nothing allows it."""
+        """Hints not followed, because nothing allows to ask their node."""
         self._node, self._peers, self._directory = node, peers, directory
         self._told: set[str] = set()
         self.reload(config)
@@ -57,7 +57,7 @@ class Admission:
         self._told.clear()
 
     async def admit(self, hints: Sequence[Hint]) -> list[Admitted]:
-        """Those that may be followed, in order, within the time that a lookup may take."""
+        """The hints that may be followed, in order, within the time of a lookup."""
         standings = [self._standing(hint.node) for hint in hints]
         unknown = {
             hint.node

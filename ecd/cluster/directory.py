@@ -1,4 +1,4 @@
-"""Where to ask which nodes hold a key. What a directory says is advice: the peer decides."""
+"""Directories: which nodes hold a key. Their answers are advice: the peer decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ecd_proto.contract import Hint
 
 
 class Candidate(NamedTuple):
-    """A node that may hold a key. `load`: leases that other nodes held there, when it last said."""
+    """A node that may hold a key; `load` counts the leases of other nodes there, of late."""
 
     hint: Hint
     zone: str = ""
@@ -21,7 +21,7 @@ class Candidate(NamedTuple):
 
 @dataclass
 class DirectoryState:
-    """How a directory is doing, for operators."""
+    """A directory's state, for operators."""
 
     kind: str
     up: bool = True
@@ -31,33 +31,40 @@ class DirectoryState:
     unpublished: int = 0
     lag_s: float = 0.0
 
+    def failed(self, error: object) -> None:
+        self.errors += 1
+        self.last_error = str(error)
+
 
 Found = Mapping[Key, Sequence[Candidate]]
 
 
 class Directory(Protocol):
-    """No call raises: a directory that is down knows of nothing."""
+    """Tells which nodes hold a key. No call raises: a directory that is down knows nothing."""
 
     state: DirectoryState
 
     async def find(self, keys: Sequence[Key]) -> Found:
-        """Who may hold these keys, in one batch, within a bounded time."""
+        """The nodes that may hold these keys, within a bounded time."""
 
     async def knows(self, node: str) -> bool:
         """Whether a living node of the cluster is reached at this host:port, as soon as `find`."""
 
     def publish(self, changes: Mapping[Key, bool]) -> None:
-        """These keys are stored here (True) or not any more; told to others in the background."""
+        """Tell others, in the background, which keys are stored here (True) or evicted."""
 
     async def run(self) -> None:
-        """Whatever is to be done in the background, until cancelled."""
+        """Do the work in the background, until cancelled."""
 
     async def close(self) -> None:
-        """This node holds nothing any more."""
+        """Tell others that this node holds nothing any more."""
+
+    def reload(self, nodes: Sequence[str]) -> None:
+        """Take over the list of other nodes in the settings."""
 
 
 class NoDirectory:
-    """Only hints lead to other nodes."""
+    """The directory of a cluster in which only hints lead to other nodes."""
 
     def __init__(self) -> None:
         self.state = DirectoryState("none")
@@ -77,9 +84,12 @@ class NoDirectory:
     async def close(self) -> None:
         pass
 
+    def reload(self, nodes: Sequence[str]) -> None:
+        pass
+
 
 Ask = Callable[[str, Sequence[Key]], Awaitable[Sequence[Hint | None]]]
-"""Asks one node where it has each of the keys. Raises nothing: a node that is away has none."""
+"""Asks one node for its place of each key. Raises nothing: a node that is away has none."""
 
 
 class StaticDirectory(NoDirectory):
@@ -87,14 +97,16 @@ class StaticDirectory(NoDirectory):
 
     def __init__(self, nodes: Sequence[str], ask: Ask) -> None:
         self.state = DirectoryState("static")
-        self.nodes = nodes
-        self._ask = ask
+        self._nodes, self._ask = nodes, ask
+
+    def reload(self, nodes: Sequence[str]) -> None:
+        self._nodes = nodes
 
     async def find(self, keys: Sequence[Key]) -> Found:
-        """As soon as every key is found somewhere, or every node has answered."""
+        """Ask all nodes, until every key is found somewhere or every node has answered."""
         self.state.lookups += len(keys)
         found: dict[Key, list[Candidate]] = {}
-        asked = [asyncio.ensure_future(self._ask(node, keys)) for node in self.nodes]
+        asked = [asyncio.ensure_future(self._ask(node, keys)) for node in self._nodes]
         try:
             for_whom = set(asked)
             while for_whom and len(found) < len(keys):

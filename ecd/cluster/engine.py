@@ -1,20 +1,24 @@
 """Mooncake's TransferEngine, as configured, and the memory that other nodes may read.
 
-What it does and does not do was found by experiment; where a line here looks odd, the reason is
-in docs/mooncake.md.
+Mooncake's behaviour was found by experiment; docs/mooncake.md has the reason for each line that
+looks odd.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping as MappingOf
+from dataclasses import dataclass, field
 from typing import Any
 
 from ecd.cluster.handshake import describe
-from ecd.cluster.lineup import LANES
 from ecd.cluster.reads import Reads
+from ecd.cluster.transfers import LANES, Progress
 from ecd_proto.mapping import Mapping
+
+logger = logging.getLogger(__name__)
 
 VARIABLES = {
     "MC_LOG_LEVEL": "ERROR",
@@ -26,43 +30,79 @@ VARIABLES = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
 }
-"""What we ask of Mooncake unless the settings, or the environment, say otherwise."""
+"""ecd's defaults for Mooncake. The settings and the environment come before them."""
+_OVER = {1: Progress.ARRIVED, -1: Progress.FAILED}
+"""Mooncake's statuses of a transfer that is over; 0 (under way) and -2 (late) are not."""
 
 
 class EngineError(Exception):
-    """The engine cannot be had as configured; the message says what to change."""
+    """The engine cannot run as configured; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of a TransferEngine; `ports` is a range, "18200-18231"."""
+
+    host: str
+    protocol: str
+    ports: str
+    device: str = ""
+    variables: MappingOf[str, str] = field(default_factory=dict)
+
+
+class MooncakeTransfers:
+    """The transfers of one TransferEngine."""
+
+    def __init__(self, mooncake: Any) -> None:
+        self._mooncake = mooncake
+
+    def submit(self, engine: str, target: int, source: int, nbytes: int) -> int:
+        """Begin one transfer. The engine reports the first entry's status for a whole batch, so
+        each batch has one entry.
+        """
+        try:
+            transfer: int = self._mooncake.batch_transfer_async_read(
+                engine, [target], [source], [nbytes]
+            )
+        except Exception:  # the transfer fails as one that was begun does
+            logger.exception("Mooncake does not take a read from %s", engine)
+            return 0
+        return transfer
+
+    def progress(self, transfer: int) -> Progress:
+        """The state of a transfer. Asking about a transfer that is over crashes the process."""
+        if not transfer:
+            return Progress.FAILED
+        return _OVER.get(self._mooncake.transfer_check_status(transfer), Progress.UNDER_WAY)
+
+    def close(self) -> None:
+        """Let go of the engine."""
+        del self._mooncake
 
 
 class Engine:
-    """One TransferEngine, and the `reads` that it makes, on the event loop that made it."""
+    """One TransferEngine, and its `reads`, on the event loop that made this object."""
 
-    def __init__(
-        self,
-        host: str,
-        protocol: str,
-        device: str,
-        ports: str,
-        variables: MappingOf[str, str],
-        identity: bytes,
-    ) -> None:
-        """Start the engine; `identity` is what others read to know whose memory they have read.
+    def __init__(self, settings: EngineSettings, identity: bytes) -> None:
+        """Start the engine. Peers read `identity` to know whose memory they have read.
 
-        Raises EngineError. Blocking, for some milliseconds.
+        Raises EngineError. Blocks for some milliseconds.
         """
         self.protocol = ""
-        self._engine = start_transfer_engine(host, protocol, device, ports, variables)
-        self.endpoint = f"{host}:{self._engine.get_rpc_port()}"
-        self.reads = Reads(self._engine)
-        is_tcp = protocol == "tcp"
-        # Devices register only what they may write to, and read only into what is registered.
+        self._engine = start_transfer_engine(settings)
+        self.endpoint = f"{settings.host}:{self._engine.get_rpc_port()}"
+        self._transfers = MooncakeTransfers(self._engine)
+        self.reads = Reads(self._transfers)
+        is_tcp = settings.protocol == "tcp"
+        # A device registers only memory that it may write to, and reads only into such memory.
         page = Mapping.of_memory(os.sysconf("SC_PAGESIZE"), identity, writable=not is_tcp)
         self.identity_address = page.address
         self._registered = [page] if is_tcp else [page, self.reads.scratch]
 
     async def verify(self, protocol: str) -> None:
-        """Start reading, if what Mooncake installed is what was asked for. Raises EngineError.
+        """Start reading, if Mooncake installed this protocol. Raises EngineError.
 
-        Mooncake falls back to tcp without a word.
+        Mooncake falls back to tcp silently.
         """
         self.protocol = str((await self._describe()).get("protocol"))
         if self.protocol != protocol:
@@ -74,16 +114,16 @@ class Engine:
         self.reads.start()
 
     async def register(self, pool: Mapping) -> None:
-        """Let other nodes read the pool, and whose it is. Raises EngineError.
+        """Let other nodes read the pool and this node's identity. Raises EngineError.
 
-        In a thread, as a device pins all of it: some seconds for a large one.
+        Registration runs in a thread: a device pins the whole pool, for some seconds if large.
         """
-        self._registered.append(pool)  # stays mapped as long as others may read it
+        self._registered.append(pool)  # keeps the pool mapped as long as peers may read it
         addresses = [memory.address for memory in self._registered]
         sizes = [memory.nbytes for memory in self._registered]
         loop = asyncio.get_running_loop()
-        # `register_memory` would hold the interpreter. This does not, but returns 0 as well where a
-        # device refuses.
+        # `register_memory` would hold the interpreter's lock. This call does not, but it returns 0
+        # even where a device refuses.
         register = self._engine.batch_register_memory
         failed = await loop.run_in_executor(None, register, addresses, sizes)
         told = {buffer["addr"] for buffer in (await self._describe()).get("buffers") or ()}
@@ -99,22 +139,21 @@ class Engine:
             raise EngineError(f"Mooncake does not answer on {self.endpoint}: {error}") from None
 
     def close(self) -> None:
-        """Stop reading. Readings that are open stay open."""
+        """Stop the engine. Reads that are not over stay open."""
         self.reads.close()
+        self._transfers.close()
         del self._engine
 
 
-def start_transfer_engine(
-    host: str, protocol: str, device: str, ports: str, variables: MappingOf[str, str]
-) -> Any:
-    """Mooncake's TransferEngine with the variables that ecd sets. Raises EngineError."""
-    first, last = ports.split("-")
+def start_transfer_engine(settings: EngineSettings) -> Any:
+    """Start Mooncake's TransferEngine with the variables that ecd sets. Raises EngineError."""
+    first, last = settings.ports.split("-")
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     os.environ.update(MC_MIN_RPC_PORT=first, MC_MAX_RPC_PORT=last)
-    if protocol == "tcp":  # or an RDMA device that is there would be used
+    if settings.protocol == "tcp":  # else Mooncake would use an RDMA device if it finds one
         os.environ["MC_FORCE_TCP"] = "1"
-    os.environ.update(variables)
+    os.environ.update(settings.variables)
     try:
         from mooncake.engine import TransferEngine  # reads the variables
     except ImportError as error:
@@ -123,9 +162,10 @@ def start_transfer_engine(
             "libibverbs1"
         ) from None
     engine = TransferEngine()
-    if engine.initialize(host, "P2PHANDSHAKE", protocol, device) != 0:
+    host, protocol = settings.host, settings.protocol
+    if engine.initialize(host, "P2PHANDSHAKE", protocol, settings.device) != 0:
         raise EngineError(
-            f"Mooncake cannot start {protocol} on {host}: no port of ECD_ENGINE_PORTS ({ports}) is "
-            "free, or ECD_DEVICE is not a device of this machine"
+            f"Mooncake cannot start {protocol} on {host}: no port of ECD_ENGINE_PORTS "
+            f"({settings.ports}) is free, or ECD_DEVICE is not a device of this machine"
         )
     return engine

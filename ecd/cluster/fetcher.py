@@ -1,10 +1,10 @@
-"""Brings entries from other nodes: one flight a key, however many wait for it.
+"""Brings entries from other nodes: one flight a key, however many clients wait for it.
 
 A flight asks one node after the other for a lease, reads the entry into a reservation of its own,
-verifies it, and commits it as any writer does. A small entry is read while the lease is asked for,
-where a hint says where it lies: what arrives counts only if that is the place that is then leased,
-and if it adds up. Whatever ends a flight early leaves no reservation here and no lease there; an
-extent that a read may still write to is set aside until the read is over.
+verifies it, and commits it as any writer does. If a hint says where a small entry lies, it is read
+speculatively, while the lease is asked for: the bytes count only if that place is then leased, and
+if their checksum is right. A flight that ends early leaves no reservation here and no lease there.
+An extent that a read may still write to is set aside until the read is over.
 """
 
 from __future__ import annotations
@@ -13,47 +13,42 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ecd.background import Background
+from ecd.checksum import fold
 from ecd.cluster.admission import Admitted
-from ecd.cluster.background import Background
-from ecd.cluster.checksum import fold
-from ecd.cluster.directory import Candidate, Found
-from ecd.cluster.lineup import Reading, Source
-from ecd.cluster.link import Link, PeerLease, PeerUnavailable
-from ecd.cluster.peers import Peers
-from ecd.cluster.reads import ReadFailed, Reads
-from ecd.core.cache import Cache
-from ecd.core.types import (
-    Aborted,
+from ecd.cluster.candidates import Candidates
+from ecd.cluster.link import Link, PeerLease
+from ecd.cluster.peer import PeerUnavailable
+from ecd.cluster.pool_reads import PoolReads
+from ecd.cluster.reads import ReadFailed, Reading
+from ecd.core.outcomes import (
     AlreadyStored,
     BeingWritten,
     Committed,
-    Content,
-    Key,
-    MakingRoom,
+    LimitReached,
     Reservation,
     Reserved,
-    SessionId,
-    Wakeup,
 )
+from ecd.core.types import Content, Key
+from ecd.live import LiveCache
 from ecd.turns import Turns
 from ecd_proto.contract import Hint
-from ecd_proto.mapping import Mapping
 
 logger = logging.getLogger(__name__)
 
 MAX_FLIGHTS = 1024
-"""Keys on their way here; more are misses."""
+"""Keys on their way here; more of them are misses."""
 MAX_SOURCES = 4
 """Nodes that one flight asks for a lease before it gives up."""
 MAX_HINTED = 2
-"""Of these, those of hints that come before the directory's: whoever hints may be wrong."""
-AHEAD_BYTES = 8 << 20
-"""Up to here an entry is read before it is leased: beyond, the lease takes a tenth of the time."""
+"""Hinted nodes that are asked before the directory's: hints may be wrong."""
+SPECULATIVE_BYTES = 8 << 20
+"""Entries up to here are read before they are leased: beyond, leasing is a tenth of the time."""
 READ_FIRST_BYTES = 1 << 20
-"""From here on to read takes longer than to lease, and is begun before the question goes out."""
+"""From here on reading takes longer than leasing, and begins before the question goes out."""
 TURNS_TO_ASK = 2
 """Turns of the event loop in which a question goes out."""
 RETRY_PAUSE_S = 0.1
@@ -71,7 +66,7 @@ _FINAL = {FETCHED, LOCAL, NO_ROOM}
 
 
 class _Failed(Exception):
-    """One node did not deliver; the first argument is the outcome."""
+    """One node did not deliver; the argument is the outcome."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ class _Flight:
 
 @dataclass
 class _Arrival:
-    """A reservation, and what is being read into it from which of the peer's addresses."""
+    """A reservation, and the read from the peer's memory that fills it."""
 
     reserved: Reserved
     address: int
@@ -97,61 +92,59 @@ class _Arrival:
 
 @dataclass
 class FetchCounters:
-    """What happened since the start."""
+    """Counts since the start."""
 
     outcomes: Counter[str]
     retries: int = 0
-    ahead: int = 0  # reads begun before their lease
-    ahead_used: int = 0
+    speculative: int = 0  # reads begun before their lease
+    speculative_used: int = 0
     set_aside: int = 0
     set_aside_bytes: int = 0  # now
 
 
 class Fetcher:
-    """One per daemon, on its event loop."""
+    """All flights of one daemon, on its event loop."""
 
     def __init__(
         self,
-        cache: Cache,
-        session: SessionId,
-        memory: Mapping,
-        reads: Reads,
-        peers: Peers,
-        admit: Callable[[Sequence[Hint]], Awaitable[Sequence[Admitted]]],
-        find: Callable[[Sequence[Key]], Awaitable[Found]],
-        deliver: Callable[[Iterable[Wakeup]], None],
+        live: LiveCache,
+        reads: PoolReads,
+        candidates: Candidates,
         observe: Callable[[float, int], None],
-        zone: str,
         timeout_s: float,
     ) -> None:
-        """`session` owns the reservations; `observe` is told seconds and bytes of each fetch."""
+        """`observe` is told the seconds and bytes of each entry that is brought."""
         self.counters = FetchCounters(Counter(dict.fromkeys(OUTCOMES, 0)))
-        self._cache, self._session, self._memory = cache, session, memory
-        self._reads, self._peers, self._admit, self._find = reads, peers, admit, find
-        self._deliver, self._observe = deliver, observe
-        self._zone, self.timeout_s = zone, timeout_s
-        self.guessed: set[Key] = set()
-        """Read before they are leased: two nodes may guess the same key at each other."""
+        self._live, self._reads, self._candidates = live, reads, candidates
+        self._observe, self._timeout_s = observe, timeout_s
+        session = live.open_session()  # it owns the reservations
+        assert not isinstance(session, LimitReached)
+        self._session = session
+        self._speculative: set[Key] = set()
         self._flights: dict[Key, asyncio.Task[None]] = {}
-        self._lookups: dict[Key, asyncio.Future[Sequence[Candidate]]] = {}
         self._turns = Turns()
         self._background = Background()
+
+    def reload(self, timeout_s: float) -> None:
+        """Take over the deadline of flights that begin from now on."""
+        self._timeout_s = timeout_s
+
+    def is_speculative(self, key: Key) -> bool:
+        """Whether the key is being read without a lease: two nodes may do so from each other."""
+        return key in self._speculative
 
     @property
     def flights(self) -> int:
         return len(self._flights)
 
     def want(self, key: Key, hints: Sequence[Hint]) -> None:
-        """Try to bring the key here, unless it is here or on its way.
-
-        Hints are from whoever sends requests: those that `admit` lets pass are followed.
-        """
-        if not self._cache.wants(key):
+        """Try to bring the key here, unless it is here or on its way."""
+        if not self._live.cache.wants(key):
             return
         if len(self._flights) >= MAX_FLIGHTS:
             self.counters.outcomes[REFUSED] += 1
             return
-        self._cache.expect(key)
+        self._live.expect(key)
         flight = _Flight(key, hints, time.perf_counter())
         self._flights[key] = self._background.spawn(self._fly(flight))
 
@@ -164,7 +157,7 @@ class Fetcher:
         outcome = LATE
         task = asyncio.current_task()
         assert task is not None
-        deadline = asyncio.get_running_loop().call_later(self.timeout_s, task.cancel)
+        deadline = asyncio.get_running_loop().call_later(self._timeout_s, task.cancel)
         try:
             outcome = await self._bring(flight)
         except asyncio.CancelledError:
@@ -176,70 +169,48 @@ class Fetcher:
             deadline.cancel()
             del self._flights[flight.key]
             self.counters.outcomes[outcome] += 1
-            self._deliver(self._cache.stop_expecting(flight.key))
+            self._live.stop_expecting(flight.key)
 
     async def _bring(self, flight: _Flight) -> str:
-        """Ask the hinted nodes, then those that the directory knows; how that went."""
+        """Ask some hinted nodes, those of the directory, the other hinted ones; the outcome."""
         asked: set[str] = set()
         outcome = MISSING
-        hints = await self._admit(flight.hints)
-        for some in (hints[:MAX_HINTED], None, hints[MAX_HINTED:]):
-            for hint, hinted in await self._looked_up(flight) if some is None else some:
-                if hint.node in asked:
+        hinted = await self._candidates.hinted(flight.hints)
+        for some in (hinted[:MAX_HINTED], None, hinted[MAX_HINTED:]):
+            for each in await self._candidates.known(flight.key) if some is None else some:
+                if each.hint.node in asked:
                     continue
                 if len(asked) == MAX_SOURCES:
                     return outcome
-                asked.add(hint.node)
-                try:
-                    found = await self._bring_from(hint, hinted, flight)
-                except PeerUnavailable as error:
-                    logger.debug("%s: %s", flight.key.mm_hash, error)
-                    found = UNREACHABLE
-                except _Failed as error:
-                    found = str(error)
-                    logger.warning("%s from %s: %s", flight.key.mm_hash, hint.node, found)
+                asked.add(each.hint.node)
+                found = await self._try(each, flight)
                 if found in _FINAL:
                     return found
                 outcome = found if found != MISSING else outcome
         return outcome
 
-    async def _looked_up(self, flight: _Flight) -> Sequence[Admitted]:
-        """Nodes that the directory knows, this zone's first, the least busy first."""
-        if not self._lookups:
-            asyncio.get_running_loop().call_soon(self._look_up)
-        answer = self._lookups[flight.key] = asyncio.get_running_loop().create_future()
-        candidates = await answer
+    async def _try(self, candidate: Admitted, flight: _Flight) -> str:
+        """Ask one node, and bring what it leases; the outcome."""
+        try:
+            return await self._bring_from(candidate, flight)
+        except PeerUnavailable as error:
+            logger.debug("%s: %s", flight.key.mm_hash, error)
+            return UNREACHABLE
+        except _Failed as error:
+            logger.warning("%s from %s: %s", flight.key.mm_hash, candidate.hint.node, error)
+            return str(error)
 
-        def rank(candidate: Candidate) -> tuple[bool, int, int]:
-            elsewhere = bool(self._zone) and candidate.zone != self._zone
-            return elsewhere, self._peers.in_flight(candidate.hint.node), candidate.load
-
-        return [Admitted(candidate.hint) for candidate in sorted(candidates, key=rank)]
-
-    def _look_up(self) -> None:
-        """One question to the directory for all that was asked in this turn of the loop."""
-        lookups, self._lookups = self._lookups, {}
-
-        async def answer() -> None:
-            found: Found = {}
-            try:
-                found = await self._find(list(lookups))
-            finally:
-                for key, waiting in lookups.items():
-                    if not waiting.done():
-                        waiting.set_result(found.get(key, ()))
-
-        self._background.spawn(answer())
-
-    async def _bring_from(self, hint: Hint, hinted: bool, flight: _Flight) -> str:
-        """Raises PeerUnavailable and _Failed."""
-        link = await self._peers.link(hint.node, hinted)
-        question = link.ask_lease(flight.key, self.timeout_s)
+    async def _bring_from(self, candidate: Admitted, flight: _Flight) -> str:
+        """As `_try`. Raises PeerUnavailable and _Failed."""
+        link = await self._candidates.link(candidate)
+        question = link.ask_lease(flight.key, self._timeout_s)
         arrival: _Arrival | None = None
         try:
-            arrival = await self._read_ahead(link, hint, flight.key, question.asked_s)
+            arrival = await self._read_speculatively(
+                link, candidate.hint, flight.key, question.asked_s
+            )
             lease = await link.lease(question)
-            self.guessed.discard(flight.key)
+            self._speculative.discard(flight.key)
             if lease is None:
                 return MISSING
             content = lease.content
@@ -258,20 +229,22 @@ class Fetcher:
             arrival = None
             return FETCHED
         finally:
-            self.guessed.discard(flight.key)
+            self._speculative.discard(flight.key)
             if arrival is not None:
                 self._give_up(arrival)
             link.end(question)
 
     # -- one entry -----------------------------------------------------------------------------
 
-    async def _read_ahead(
+    async def _read_speculatively(
         self, link: Link, hint: Hint, key: Key, asked_s: float
     ) -> _Arrival | None:
-        """Begin to read what the hint says: a small entry once the node has been asked."""
+        """Begin to read the hinted place: of a small entry once the question has gone out."""
         described = link.description
-        fits = hint.offset + hint.nbytes <= described.pool_bytes
-        if not (fits and 0 < hint.nbytes <= AHEAD_BYTES):
+        pool = next((pool for pool in described.pools if pool.pool == hint.pool), None)
+        if pool is None or hint.offset + hint.nbytes > pool.nbytes:
+            return None
+        if not 0 < hint.nbytes <= SPECULATIVE_BYTES:
             return None
         is_first = hint.nbytes >= READ_FIRST_BYTES
         for _ in range(0 if is_first else TURNS_TO_ASK):
@@ -280,31 +253,23 @@ class Fetcher:
         outcome = await self._reserve(key, unknown)
         if not isinstance(outcome, Reserved):
             return None
-        self.counters.ahead += 1
-        self.guessed.add(key)
-        arrival = _Arrival(outcome, described.pool_address + hint.offset, asked_s)
+        self.counters.speculative += 1
+        self._speculative.add(key)
+        arrival = _Arrival(outcome, pool.address + hint.offset, asked_s)
         self._begin(arrival, link)
         if is_first:
             time.sleep(0)  # or the thread that reads waits until the question has gone out
         return arrival
 
     async def _reserve(self, key: Key, content: Content) -> Reservation:
-        """In turns: a thousand flights may have been answered in one message."""
+        """Reserve, in turns: a thousand flights may have been answered in one message."""
         await self._turns.any()
-        pace = self._turns.pace()
-        with self._cache.reserving() as look:
-            await pace.through(look)
-            while True:
-                now_s = time.monotonic()
-                outcome = self._cache.reserve(self._session, key, content, now_s, looked=True)
-                if not isinstance(outcome, MakingRoom):
-                    return outcome
-                await pace.turn()
+        return await self._live.reserve(self._session, key, content, self._turns.pace())
 
     async def _take_in(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
         """Read, verify and commit what was leased. Raises _Failed."""
         peer, reserved = link.peer, arrival.reserved
-        ahead = arrival.reading is not None
+        is_speculative = arrival.reading is not None
         while True:
             if arrival.reading is None:
                 self._begin(arrival, link)
@@ -315,65 +280,50 @@ class Fetcher:
             if not link.alive:
                 raise _Failed(FAILED)
             if lease.ran_out:
-                peer.last_error = "its lease ran out during a read"
+                peer.blame("its lease ran out during a read")
                 raise _Failed(STALE)
             try:
                 if fold(ended.result()) == lease.checksum:
                     break
-                if not ahead:
+                if not is_speculative:
                     nbytes = reserved.extent.nbytes
-                    peer.last_error = f"sent {nbytes} bytes that are not the entry's"
+                    peer.blame(f"sent {nbytes} bytes that are not the entry's")
                     raise _Failed(CORRUPT)
-                # It was not all there as yet.
+                # The speculative read came before the peer had written all of it.
             except ReadFailed as error:
-                peer.last_error = str(error)
+                peer.blame(error)
                 await asyncio.sleep(RETRY_PAUSE_S)
-            arrival.reading, ahead = None, False
-        self.counters.ahead_used += ahead
-        outcome = self._cache.commit(
-            self._session, reserved.entry, time.monotonic(), lease.checksum, lease.content
-        )
+            arrival.reading, is_speculative = None, False
+        self.counters.speculative_used += is_speculative
+        outcome = self._live.commit(self._session, reserved.entry, lease.checksum, lease.content)
         assert isinstance(outcome, Committed)
-        self._deliver(outcome.woken)
-        peer.reads += 1
-        peer.read_bytes += reserved.extent.nbytes
+        peer.brought(reserved.extent.nbytes)
 
     def _begin(self, arrival: _Arrival, link: Link) -> None:
-        peer, described, extent = link.peer, link.description, arrival.reserved.extent
-        source = Source(
-            described.engine,
-            arrival.address,
-            extent.nbytes,
-            described.identity_address,
-            bytes.fromhex(described.incarnation),
+        reading = arrival.reading = self._reads.begin(
+            link.description, arrival.address, arrival.reserved.extent, arrival.asked_s
         )
-        target = self._memory.address + extent.offset
-        reading = self._reads.read(source, target, arrival.asked_s)
-        peer.in_flight += 1
+        link.peer.read_began()
 
         def over(ended: asyncio.Future[list[int]]) -> None:
             ended.exception()
-            peer.in_flight -= 1
-            peer.failed_reads += reading.failures
+            link.peer.read_ended(reading.failures)
             self.counters.retries += reading.failures
 
         reading.ended.add_done_callback(over)
-        arrival.reading = reading
 
     def _give_up(self, arrival: _Arrival) -> None:
-        """The reservation comes to nothing; its extent is free when no read can write to it."""
+        """Give the reservation up; its extent is free once no read can write to it."""
         reserved, reading = arrival.reserved, arrival.reading
         if reading is None or reading.ended.done():
-            outcome = self._cache.abort(self._session, reserved.entry)
+            self._live.abort(self._session, reserved.entry)
         else:
-            outcome = self._cache.abandon(self._session, reserved.entry)
+            self._live.abandon(self._session, reserved.entry)
             self.counters.set_aside += 1
             self.counters.set_aside_bytes += reserved.extent.nbytes
             reading.give_up()
             reading.ended.add_done_callback(lambda _: self._reclaim(reserved))
-        if isinstance(outcome, Aborted):
-            self._deliver(outcome.woken)
 
     def _reclaim(self, reserved: Reserved) -> None:
         self.counters.set_aside_bytes -= reserved.extent.nbytes
-        self._cache.reclaim(self._session, reserved.entry)
+        self._live.reclaim(self._session, reserved.entry)

@@ -1,4 +1,4 @@
-"""Mooncake's own handshake: what an engine says of itself, and whether its ports answer.
+"""Mooncake's own handshake: an engine's description of itself, and a probe of its ports.
 
 Spoken here because the library's call holds the interpreter while it waits.
 """
@@ -17,7 +17,7 @@ METADATA = b"\x01"
 
 
 async def describe(endpoint: str) -> dict[str, Any]:
-    """What the engine at host:port says of itself: protocol, data port, registered memory.
+    """The engine's description of itself: protocol, data port, registered memory.
 
     Raises OSError: it cannot be reached within TIMEOUT_S, or does not speak it.
     """

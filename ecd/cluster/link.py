@@ -1,4 +1,4 @@
-"""One conversation with another node: leases asked for and ended, keys looked for, offers."""
+"""A link to another node: leases are asked for and ended, keys looked for and offered."""
 
 from __future__ import annotations
 
@@ -10,38 +10,32 @@ from collections import deque
 from collections.abc import Mapping as MappingOf
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
-from ecd.cluster.background import Background
+from ecd.background import Background
+from ecd.cluster.peer import Peer, PeerUnavailable
 from ecd.core.types import Content, Extent, Key
 from ecd.wire import InvalidRequest, content_from, places_from, to_extents, to_key
 from ecd_proto.contract import MAX_BATCH, Hint
 from ecd_proto.v1 import peer_pb2 as pb
-
-if TYPE_CHECKING:
-    from ecd.cluster.peers import Peer
 
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
 """How long a peer may take to answer, waits apart, before the link to it is given up."""
 ADDRESSES = 1 << 64
-"""No memory ends beyond."""
+"""Bytes that addresses can tell apart: no memory ends beyond."""
 RELEASE_PAUSE_S = 0.05
-"""How long the ends of leases are collected before they are told."""
+"""How long ends of leases are collected before they are sent."""
 MAX_UNSENT = 1024
-"""Requests that wait for a peer to read; offers beyond are dropped."""
-
-
-class PeerUnavailable(Exception):
-    """The node cannot be asked now; the message says why."""
+"""Requests that may wait for the peer to read; offers beyond are dropped."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A lease that a peer was asked for, and what it answers."""
+    """A question for a lease, and its answer to come."""
 
     asked_s: float
     wait_s: float
@@ -50,7 +44,7 @@ class Question:
 
 @dataclass(frozen=True)
 class PeerLease:
-    """An entry that a peer keeps for us; `until_s`, on our monotonic clock, is never too late."""
+    """An entry that a peer keeps for this node, `until_s` on the monotonic clock at least."""
 
     content: Content
     address: int
@@ -63,7 +57,7 @@ class PeerLease:
 
 
 class Link:
-    """One conversation with a peer, from its description until it breaks: then `gone` is done."""
+    """One connection to a peer, from its description until it breaks: then `gone` is done."""
 
     def __init__(self, peer: Peer, channel: Any, call: Any, description: pb.NodeDescription):
         self.peer, self.description = peer, description
@@ -84,13 +78,13 @@ class Link:
 
     @property
     def is_asked(self) -> bool:
-        """Whether answers are outstanding."""
+        """Whether answers of the peer are outstanding."""
         return bool(self._open)
 
     def ask_lease(self, key: Key, wait_s: float) -> Question:
         """Ask for a lease on the key, to be waited for with `lease` and ended with `end`.
 
-        The peer waits at most `wait_s` for whoever is writing it there. Raises PeerUnavailable.
+        If the key is being written there, the peer waits at most `wait_s`. Raises PeerUnavailable.
         """
         asked_s = time.monotonic()
         ticket, answer = self._ask(pb.LeaseOutcome)
@@ -99,7 +93,7 @@ class Link:
         return Question(asked_s, wait_s, answer)
 
     async def lease(self, question: Question) -> PeerLease | None:
-        """What was asked for; None: it is not there. Raises PeerUnavailable."""
+        """Wait for the lease; None if the peer does not have the key. Raises PeerUnavailable."""
         outcome = await self._answer(question.answer, question.wait_s)
         if outcome.WhichOneof("outcome") != "leased":
             return None
@@ -114,14 +108,14 @@ class Link:
         return PeerLease(content, leased.address, leased.checksum, until_s)
 
     def end(self, question: Question) -> None:
-        """The lease, if it is granted or will be, is of no more use."""
+        """Give the lease back, if it was granted or will be."""
         answer = question.answer
         if answer.done() and not answer.cancelled() and answer.exception() is None:
             self._give_back(answer.result())
         answer.cancel()
 
     async def find(self, keys: Sequence[Key]) -> Sequence[Hint | None]:
-        """Which of the keys are there, or on their way. Raises PeerUnavailable."""
+        """Hints to the keys that are there, or on their way; else None. Raises PeerUnavailable."""
         found: list[Hint | None] = []
         for start in range(0, len(keys), MAX_BATCH):
             ticket, answer = self._ask(pb.FoundKeys)
@@ -136,7 +130,7 @@ class Link:
         return found
 
     def _give_back(self, outcome: pb.LeaseOutcome) -> None:
-        """End a lease, soon: nobody waits for that, and a message costs as much as for many."""
+        """End a lease soon, together with others: one message costs as much for one as for many."""
         if outcome.WhichOneof("outcome") == "leased":
             if not self._releases:
                 asyncio.get_running_loop().call_later(RELEASE_PAUSE_S, self._send_releases)
@@ -154,23 +148,22 @@ class Link:
             self._send(pb.LinkRequest(offer=pb.OfferKeys(keys=keys, extents=extents)))
 
     async def close(self) -> None:
-        """End the conversation; what is asked for ends with PeerUnavailable."""
+        """Break the link; open questions end with PeerUnavailable."""
         if self.alive:
             self.gone.set_result(None)
-            self.peer.link = None
             for task in self._tasks:
                 if task is not asyncio.current_task():
                     task.cancel()
             for _, answer, _ in self._open.values():
                 if not answer.done():
                     answer.set_exception(PeerUnavailable(f"{self.peer.node} went away"))
-                    answer.exception()  # whoever asked may have gone
+                    answer.exception()  # the asking task may have gone
             self._open.clear()
             self._call.cancel()
             await self._channel.close()
 
     def _ask(self, kind: type[Any]) -> tuple[int, asyncio.Future[Any]]:
-        """The ticket of a question, and its answer: a message of that kind."""
+        """Open a question: its ticket, and its answer, which is a message of that kind."""
         if not self.alive:
             raise PeerUnavailable(f"{self.peer.node} went away")
         ticket = next(self._tickets)
@@ -179,7 +172,7 @@ class Link:
         return ticket, answer
 
     async def _answer(self, answer: asyncio.Future[Any], wait_s: float) -> Any:
-        """What is answered, in time. Raises PeerUnavailable."""
+        """Wait for the answer, in time. Raises PeerUnavailable."""
         loop = asyncio.get_running_loop()
         late = loop.call_later(wait_s + ANSWER_TIMEOUT_S, self._give_up, answer)
         try:
@@ -188,7 +181,7 @@ class Link:
             late.cancel()
 
     def _give_up(self, answer: asyncio.Future[Any]) -> None:
-        """A peer that leaves one question unanswered has all others taken back."""
+        """Close the link: a peer that leaves one question unanswered is asked nothing more."""
         if not answer.done():
             answer.set_exception(PeerUnavailable(f"{self.peer.node} does not answer"))
             self.peer.failed("it did not answer in time")
@@ -247,6 +240,6 @@ class Link:
         if kind is not type(result):
             answer.set_exception(PeerUnavailable(f"{self.peer.node} answered another question"))
             return False
-        self.peer.round_trip_s = time.monotonic() - asked_s
+        self.peer.answered(time.monotonic() - asked_s)
         answer.set_result(result)
         return True

@@ -1,4 +1,4 @@
-"""Other nodes: one link each, who they say they are, and how they have been doing."""
+"""Other nodes: a link to each that is in use, made and checked when it is first needed."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import secrets
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import grpc
 
-from ecd.cluster.background import Background
+from ecd.background import Background
 from ecd.cluster.handshake import probe
-from ecd.cluster.link import ADDRESSES, Link, PeerUnavailable
-from ecd_proto.contract import CONTRACT_VERSION, MAX_MESSAGE_BYTES, NODE_PATTERN, proof
+from ecd.cluster.link import ADDRESSES, Link
+from ecd.cluster.peer import Peer, PeerUnavailable
+from ecd.config import Config
+from ecd.identity import NodeIdentity
+from ecd_proto.contract import CONTRACT_VERSION, MAX_MESSAGE_BYTES, MAX_POOLS, NODE_PATTERN, proof
 from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 1.0
-BACKOFF_S = (0.25, 10.0)
-"""First and longest time for which a peer that did not answer is not asked again."""
 MAX_PEERS = 1024
 """Nodes remembered; one that is not in use is forgotten for another."""
 MAX_STRANGERS = 256
-"""Of these, nodes that only hints name and that were never reached."""
+"""Of these, nodes known from hints alone that were never reached."""
 MAX_STRANGERS_TRIED = 64
-"""Of these, nodes that a link is being made to."""
+"""Of these, nodes to which a link is being made."""
 MAX_WAITING_FOR_STRANGERS = 256
 """Flights, of 1,024, that wait for such links."""
 MAX_LEASE_TTL_S = 3600.0
-"""The longest that the settings allow."""
+"""The longest time to live of leases that the settings allow."""
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
@@ -47,59 +47,14 @@ OPTIONS = [
 ]
 
 
-@dataclass(eq=False)
-class Peer:
-    """What is known of one node."""
-
-    node: str
-    hinted: bool = False  # only requests name it
-    link: Link | None = None
-    connecting: asyncio.Task[Link] | None = None
-    last: pb.NodeDescription = field(default_factory=pb.NodeDescription)
-    last_error: str = ""
-    backoff_s: float = 0.0
-    retry_at_s: float = 0.0
-    round_trip_s: float = 0.0
-    reads: int = 0
-    read_bytes: int = 0
-    failed_reads: int = 0
-    in_flight: int = 0
-
-    @property
-    def state(self) -> str:
-        if self.link is not None:
-            return "connected"
-        if self.connecting is not None:
-            return "connecting"
-        return "unreachable" if self.last_error else "idle"
-
-    @property
-    def was_reached(self) -> bool:
-        return bool(self.last.incarnation)
-
-    @property
-    def is_stranger(self) -> bool:
-        return self.hinted and not self.was_reached
-
-    @property
-    def is_in_use(self) -> bool:
-        is_asked = self.link is not None and self.link.is_asked
-        return is_asked or self.connecting is not None or self.in_flight > 0
-
-    def failed(self, why: object) -> None:
-        self.last_error = str(why)
-        first_s, longest_s = BACKOFF_S
-        self.backoff_s = min(max(2 * self.backoff_s, first_s), longest_s)
-        self.retry_at_s = time.monotonic() + self.backoff_s
-
-
 async def _check(node: str, said: pb.NodeDescription) -> None:
-    """Raises PeerUnavailable: the description is not one of this node."""
+    """Check the description. Raises PeerUnavailable: it cannot be this node's."""
     if not (
         re.fullmatch(r"[0-9a-f]{32}", said.incarnation)
         and re.fullmatch(NODE_PATTERN, said.engine)
         and said.identity_address
-        and said.pool_address + said.pool_bytes <= ADDRESSES
+        and len(said.pools) <= MAX_POOLS
+        and all(pool.address + pool.nbytes <= ADDRESSES for pool in said.pools)
         and 0.0 < said.lease_ttl_s <= MAX_LEASE_TTL_S
     ):
         raise PeerUnavailable("it describes itself as no node does")
@@ -109,7 +64,7 @@ async def _check(node: str, said: pb.NodeDescription) -> None:
 
 
 async def _addresses(host: str) -> set[str]:
-    """Raises OSError."""
+    """The host's IPv4 addresses. Raises OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
     return {str(address[0]) for *_, address in found}
@@ -119,56 +74,82 @@ class Peers:
     """Every node this one has heard of, by the host:port of its Peer service."""
 
     def __init__(
-        self, node: str, daemon: str, protocol: str, token: str | None, credentials: Any
+        self, config: Config, identity: NodeIdentity, credentials: grpc.ChannelCredentials | None
     ) -> None:
-        self._node, self._daemon, self._protocol = node, daemon, protocol
-        self._token, self._credentials = token, credentials
-        self.configured: Collection[str] = ()
-        """Never forgotten."""
         self.refused = 0
-        """Hints not followed, as too many lead to nodes that were never reached."""
+        """Hints not followed, because too many lead to nodes that were never reached."""
+        self._identity, self._credentials = identity, credentials
+        self._protocol, self._token = config.protocol, config.token
+        self._configured: Collection[str] = config.peers
         self._peers: OrderedDict[str, Peer] = OrderedDict()
+        self._links: dict[str, Link] = {}  # some may be gone
+        self._connecting: dict[str, asyncio.Task[Link]] = {}
         self._strangers_tried = self._waiting_for_strangers = 0
         self._background = Background()
 
-    def __iter__(self) -> Any:
+    def reload(self, configured: Collection[str]) -> None:
+        """Take over which nodes are never forgotten."""
+        self._configured = configured
+
+    def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._peers.values()))
 
     def is_connected(self, node: str) -> bool:
-        peer = self._peers.get(node)
-        return peer is not None and peer.link is not None
+        return self._link(node) is not None
+
+    def state(self, node: str) -> str:
+        """`connected`, `connecting`, `unreachable` or `idle`."""
+        if self.is_connected(node):
+            return "connected"
+        if node in self._connecting:
+            return "connecting"
+        return "unreachable" if self._peers[node].last_error else "idle"
+
+    def never_reached(self) -> set[str]:
+        """Nodes that the settings do not name, and that never answered."""
+        return {p.node for p in self if not p.was_reached and p.node not in self._configured}
 
     def in_flight(self, node: str) -> int:
         """Reads from that node that are under way."""
         peer = self._peers.get(node)
         return 0 if peer is None else peer.in_flight
 
+    def _link(self, node: str) -> Link | None:
+        link = self._links.get(node)
+        return link if link is not None and link.alive else None
+
+    def _is_in_use(self, peer: Peer) -> bool:
+        link = self._link(peer.node)
+        is_asked = link is not None and link.is_asked
+        return is_asked or peer.node in self._connecting or peer.in_flight > 0
+
     async def link(self, node: str, hinted: bool = False) -> Link:
-        """The link to a node, made if need be; `hinted`: only a request names the node.
+        """The link to a node, made if need be; `hinted` if only a request names the node.
 
         Raises PeerUnavailable, within CONNECT_TIMEOUT_S.
         """
-        if node == self._node:
+        if node == self._identity.node:
             raise PeerUnavailable("that is this node")
         if hinted and node not in self._peers:
             self._check_strangers_tried()
         peer = self._get(node, hinted)
-        if peer.link is not None:
-            return peer.link
+        link = self._link(node)
+        if link is not None:
+            return link
         is_stranger = peer.is_stranger
         if is_stranger and self._waiting_for_strangers >= MAX_WAITING_FOR_STRANGERS:
             raise self._refused(f"{MAX_WAITING_FOR_STRANGERS} others wait for nodes of hints")
-        connecting = self._connecting(peer)
+        connecting = self._connect_to(peer)
         self._waiting_for_strangers += is_stranger
         try:
             return await asyncio.shield(connecting)
         finally:
             self._waiting_for_strangers -= is_stranger
 
-    def _connecting(self, peer: Peer) -> asyncio.Task[Link]:
-        """What makes its link. Raises PeerUnavailable: it is not tried now."""
-        if peer.connecting is not None:
-            return peer.connecting
+    def _connect_to(self, peer: Peer) -> asyncio.Task[Link]:
+        """The task that makes the peer's link. Raises PeerUnavailable: it is not tried now."""
+        if peer.node in self._connecting:
+            return self._connecting[peer.node]
         if time.monotonic() < peer.retry_at_s:
             raise PeerUnavailable(f"{peer.node} did not answer lately: {peer.last_error}")
         is_stranger = peer.is_stranger
@@ -179,14 +160,14 @@ class Peers:
         def over(task: asyncio.Task[Link]) -> None:
             self._strangers_tried -= is_stranger
             if not task.cancelled():
-                task.exception()  # whoever asked may have gone when it fails
+                task.exception()  # the callers may have gone when it fails
 
-        peer.connecting = asyncio.ensure_future(self._connect(peer))
-        peer.connecting.add_done_callback(over)
-        return peer.connecting
+        connecting = self._connecting[peer.node] = asyncio.ensure_future(self._connect(peer))
+        connecting.add_done_callback(over)
+        return connecting
 
     def _get(self, node: str, hinted: bool) -> Peer:
-        """Raises PeerUnavailable: there is no room for another one."""
+        """The node's peer, new if need be. Raises PeerUnavailable: there is no room for it."""
         peer = self._peers.get(node)
         if peer is None:
             self._make_room(node, hinted)
@@ -204,15 +185,18 @@ class Peers:
         crowd = strangers if hinted and len(strangers) >= MAX_STRANGERS else self
         if crowd is self and len(self._peers) < MAX_PEERS:
             return
-        idle = [peer for peer in crowd if not (peer.is_in_use or peer.node in self.configured)]
+        idle = [
+            peer for peer in crowd if not (self._is_in_use(peer) or peer.node in self._configured)
+        ]
         if not idle:
-            if node in self.configured:
+            if node in self._configured:
                 return  # there are as many as the configuration says
             raise self._refused(f"{MAX_PEERS} other nodes are in use")
-        forgotten = min(idle, key=lambda peer: (peer.link is not None, not peer.is_stranger))
+        forgotten = min(idle, key=lambda peer: (self.is_connected(peer.node), not peer.is_stranger))
         del self._peers[forgotten.node]
-        if forgotten.link is not None:
-            self._background.spawn(forgotten.link.close())
+        link = self._links.pop(forgotten.node, None)
+        if link is not None:
+            self._background.spawn(link.close())
 
     def _check_strangers_tried(self) -> None:
         if self._strangers_tried >= MAX_STRANGERS_TRIED:
@@ -223,11 +207,10 @@ class Peers:
         return PeerUnavailable(why)
 
     async def close(self) -> None:
-        for peer in self:
-            if peer.connecting is not None:
-                peer.connecting.cancel()
-            if peer.link is not None:
-                await peer.link.close()
+        for connecting in self._connecting.values():
+            connecting.cancel()
+        for link in list(self._links.values()):
+            await link.close()
 
     async def _connect(self, peer: Peer) -> Link:
         channel = (
@@ -254,11 +237,16 @@ class Peers:
             logger.info("peer %s: %s", peer.node, why)
             raise PeerUnavailable(f"{peer.node}: {why}") from None
         finally:
-            peer.connecting = None
-        peer.link, peer.last, peer.last_error = link, link.description, ""
-        peer.backoff_s = 0.0
+            del self._connecting[peer.node]
+        self._links[peer.node] = link
+        link.gone.add_done_callback(lambda _: self._forget(link))
+        peer.connected(link.description)
         logger.info("peer %s: connected, incarnation %s", peer.node, peer.last.incarnation)
         return link
+
+    def _forget(self, link: Link) -> None:
+        if self._links.get(link.peer.node) is link:
+            del self._links[link.peer.node]
 
     async def _greet(self, peer: Peer, channel: Any) -> Link:
         nonce, now = secrets.token_hex(16), str(int(time.time()))
@@ -270,7 +258,9 @@ class Peers:
         stub: Any = pb_grpc.PeerStub(channel)
         call = stub.Link(metadata=metadata)
         hello = pb.LinkHello(
-            contract_version=CONTRACT_VERSION, daemon=self._daemon, node=self._node
+            contract_version=CONTRACT_VERSION,
+            daemon=self._identity.daemon,
+            node=self._identity.node,
         )
         await call.write(pb.LinkRequest(hello=hello))
         reply = await call.read()
@@ -278,7 +268,7 @@ class Peers:
             raise PeerUnavailable(await call.details() or "it hung up")
         if reply is None:
             raise PeerUnavailable("it sent what is no message")
-        peer.round_trip_s = time.monotonic() - asked_s
+        peer.answered(time.monotonic() - asked_s)
         if self._token is not None:
             answered = dict(await call.initial_metadata()).get("ecd-proof")
             if answered != proof(self._token, "answer", peer.node, nonce):

@@ -1,46 +1,46 @@
-"""A directory in Redis, that of one server or of a Redis Cluster.
+"""A directory in Redis, that of one server or of a Redis Cluster. Rows: `redis_rows.py`.
 
-`ecd:<cluster>:e:<digest of the key>`  a hash with one field for each node that holds the key: the
-                                       node's incarnation, and where in its pool, as
-                                       `<offset>+<bytes>`. Expires after ROW_TTL_S, and is written
-                                       again before that.
-`ecd:<cluster>:n:<incarnation>`        who that is, as JSON. Expires after NODE_TTL_S: with it every
-                                       row of the node is void.
-`ecd:<cluster>:a:<host:port>`          the incarnation of the node that is reached there. Expires
-                                       with the node's record.
-
-Changes are written behind, in pipelines. What is lost on either side, by a Redis that restarts
-empty for example, is written again. Others write here too: whatever cannot be one of our rows is
-passed over, and costs nothing but itself. So nothing is read whole that may be of any size.
+Changes are written behind, in pipelines. Rows that are lost on either side, by a Redis that
+restarts empty for example, are written again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
-import re
 import time
-from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 from redis import RedisError
-from redis.asyncio import Redis
-from redis.asyncio.cluster import RedisCluster
 
 from ecd.cluster.directory import Candidate, DirectoryState, Found
-from ecd.core.types import EntryId, Extent, Key
-from ecd_proto.contract import NODE_PATTERN, Hint
+from ecd.cluster.redis_rows import (
+    INCARNATION,
+    MAX_RECORD_BYTES,
+    NODE_TTL_S,
+    ROW_TTL_S,
+    SOME_OF_ROW,
+    RowNames,
+    connect,
+    execute,
+    pack_place,
+    pack_record,
+    unpack_place,
+    unpack_record,
+)
+from ecd.config import Config
+from ecd.core.cache import Cache
+from ecd.core.types import EntryId, Key
+from ecd.identity import NodeIdentity
+from ecd_proto.contract import Hint
 
 logger = logging.getLogger(__name__)
 
-NODE_TTL_S = 15
-ROW_TTL_S = 3600
 LOOKUP_TIMEOUT_S = 0.25
-"""A lookup that takes longer is a miss; after it nobody asks for PAUSE_S."""
+"""A lookup that takes longer is a miss; after it Redis is not asked for PAUSE_S."""
 WRITE_TIMEOUT_S = 2.0
 PAUSE_S = (1.0, 5.0)
 NODE_CACHE_S = 2.0
@@ -50,46 +50,19 @@ MAX_UNPUBLISHED = 1 << 18
 MAX_CANDIDATES = 16
 MAX_KNOWN = 4096
 """Nodes whose records are remembered, and addresses, each for NODE_CACHE_S."""
-MAX_RECORD_BYTES = 1024
-SOME_OF_ROW = """
-if redis.call('type', KEYS[1]).ok ~= 'hash' then return {} end
-local some = {}
-for _, name in ipairs(redis.call('hrandfield', KEYS[1], ARGV[1])) do
-  if #name == 32 and redis.call('hstrlen', KEYS[1], name) <= 37 then
-    table.insert(some, name)
-    table.insert(some, redis.call('hget', KEYS[1], name))
-  end
-end
-return some
-"""
-"""Fields of a row that may be ours, and what they say, however many and long its fields are."""
 DOWN = (RedisError, OSError, asyncio.TimeoutError)
-
-INCARNATION = re.compile(rb"[0-9a-f]{32}")
-
-Page = Callable[[EntryId, int], tuple[list[Key], "EntryId | None"]]
-"""Some of the entries stored here, after a place, and where to go on."""
 
 
 class RedisDirectory:
-    """One per daemon, on its event loop."""
+    """Tells Redis this node's entries, and finds those of others; one per daemon."""
 
-    def __init__(
-        self,
-        url: str,
-        cluster: str,
-        node: str,
-        incarnation: str,
-        zone: str,
-        load: Callable[[], int],
-        page: Page,
-        extent: Callable[[Key], Extent | None],
-    ) -> None:
+    def __init__(self, config: Config, identity: NodeIdentity, cache: Cache) -> None:
+        assert config.directory is not None
         self.state = DirectoryState("redis", up=False)
-        self._prefix = f"ecd:{cluster}"
-        self._node, self._incarnation, self._zone = node, incarnation, zone
-        self._load, self._page, self._extent = load, page, extent
-        self._redis: Any = _client(url)
+        self._names = RowNames(config.cluster)
+        self._node, self._incarnation = identity.node, identity.incarnation
+        self._zone, self._cache = config.zone, cache
+        self._redis: Any = connect(config.directory, WRITE_TIMEOUT_S)
         self._unpublished: dict[Key, bool] = {}
         self._oldest_s: float | None = None
         self._changed = asyncio.Event()
@@ -102,6 +75,9 @@ class RedisDirectory:
         self._nodes: dict[str, tuple[Candidate | None, float]] = {}
         self._addresses: dict[str, tuple[bool, float]] = {}
         self._asking: dict[str, asyncio.Task[bool]] = {}  # by address
+
+    def reload(self, nodes: Sequence[str]) -> None:
+        """Change nothing: nodes are known from Redis alone."""
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -131,14 +107,14 @@ class RedisDirectory:
 
     @property
     def _is_silent(self) -> bool:
-        """Whether Redis has failed a moment ago, and nobody waits for it."""
+        """Whether Redis has failed a moment ago: nobody waits for it now."""
         return time.monotonic() < self._silent_until_s
 
     async def _look_at(self, node: str) -> bool:
-        """Whether a node is reached there; what was last known, if Redis does not answer."""
+        """Whether a node is reached there; the last answer, if Redis does not answer."""
         known = self._addresses.get(node, (False, 0.0))[0]
         try:
-            asked = self._redis.exists(self._address(node))
+            asked = self._redis.exists(self._names.address(node))
             known = bool(await asyncio.wait_for(asked, LOOKUP_TIMEOUT_S))
         except Exception as error:
             self._failed(error)
@@ -148,19 +124,19 @@ class RedisDirectory:
     async def _find(self, keys: Sequence[Key]) -> Found:
         pipeline = self._redis.pipeline(transaction=False)
         for key in keys:
-            pipeline.eval(SOME_OF_ROW, 1, self._row(key), MAX_CANDIDATES)
+            pipeline.eval(SOME_OF_ROW, 1, self._names.row(key), MAX_CANDIDATES)
         rows = [
             {
                 name.decode(): at
                 for name, at in zip(row[::2], row[1::2], strict=True)
                 if INCARNATION.fullmatch(name) and name.decode() != self._incarnation
             }
-            for row in await _execute(pipeline)
+            for row in await execute(pipeline)
         ]
         nodes = await self._learn({name for row in rows for name in row})
         return {
             key: [
-                Candidate(Hint(node.hint.node, *_place(at)), node.zone, node.load)
+                Candidate(Hint(node.hint.node, *unpack_place(at)), node.zone, node.load)
                 for name, at in row.items()
                 if (node := nodes[name]) is not None
             ]
@@ -169,7 +145,7 @@ class RedisDirectory:
         }
 
     async def _learn(self, incarnations: set[str]) -> MappingOf[str, Candidate | None]:
-        """Who each of these is: dead ones are nobody."""
+        """The node of each incarnation; None for one that is dead."""
         now_s = time.monotonic()
         nodes = {
             name: node
@@ -182,9 +158,9 @@ class RedisDirectory:
             return nodes
         pipeline = self._redis.pipeline(transaction=False)
         for incarnation in unknown:
-            pipeline.getrange(self._record(incarnation), 0, MAX_RECORD_BYTES)
-        records = await _execute(pipeline, or_else=b"")
-        learned = dict(zip(unknown, map(_candidate, records), strict=True))
+            pipeline.getrange(self._names.record(incarnation), 0, MAX_RECORD_BYTES)
+        records = await execute(pipeline, or_else=b"")
+        learned = dict(zip(unknown, map(unpack_record, records), strict=True))
         if len(self._nodes) + len(learned) > MAX_KNOWN:
             self._nodes = _fresh(self._nodes, now_s)
         for name, node in islice(learned.items(), MAX_KNOWN - len(self._nodes)):
@@ -221,7 +197,10 @@ class RedisDirectory:
 
     async def close(self) -> None:
         pipeline = self._redis.pipeline(transaction=False)
-        for name in (self._record(self._incarnation), self._address(self._node)):
+        for name in (
+            self._names.record(self._incarnation),
+            self._names.address(self._node),
+        ):
             pipeline.delete(name)
         try:
             await asyncio.wait_for(pipeline.execute(), LOOKUP_TIMEOUT_S)
@@ -230,19 +209,19 @@ class RedisDirectory:
         await self._redis.aclose()
 
     async def _beat(self) -> None:
-        """We live. If Redis has forgotten us, it has forgotten our entries."""
+        """Renew this node's record. If Redis had lost it, it has lost our entries too."""
         now_s = time.monotonic()
         if now_s - self._swept_s > ROW_TTL_S / 2:
             self._sweeping, self._swept_s = EntryId(0), now_s
         if now_s < self._beat_s:
             return
-        record = {"node": self._node, "zone": self._zone, "load": self._load()}
-        name = self._record(self._incarnation)
+        record = pack_record(self._node, self._zone, self._cache.leases)
+        name = self._names.record(self._incarnation)
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.exists(name)
-        pipeline.set(name, json.dumps(record), ex=NODE_TTL_S)
-        pipeline.set(self._address(self._node), self._incarnation, ex=NODE_TTL_S)
-        existed, *_ = await _execute(pipeline)
+        pipeline.set(name, record, ex=NODE_TTL_S)
+        pipeline.set(self._names.address(self._node), self._incarnation, ex=NODE_TTL_S)
+        existed, *_ = await execute(pipeline)
         if not existed and self._known:
             logger.warning("the directory has forgotten this node: telling it all entries again")
             self._sweeping = EntryId(0)
@@ -250,24 +229,24 @@ class RedisDirectory:
         self._beat_s = now_s + NODE_TTL_S / 3
 
     async def _write(self) -> None:
-        """One batch: of changes, or of all entries if they are to be told again."""
+        """Write one batch of changes, or of all entries if they are to be told again."""
         batch = dict(islice(self._unpublished.items(), BATCH))
         sweeps = not batch and self._sweeping is not None
         start = after = self._sweeping
         if sweeps and start is not None:
-            keys, after = self._page(start, BATCH)
-            batch = dict.fromkeys(keys, True)
+            entries, after = self._cache.page(start, BATCH)
+            batch = dict.fromkeys((entry.key for entry in entries), True)
         pipeline = self._redis.pipeline(transaction=False)
         for key, stored in batch.items():
-            row = self._row(key)
+            row = self._names.row(key)
             if stored:
-                at = self._extent(key)
-                pipeline.hset(row, self._incarnation, f"{at.offset}+{at.nbytes}" if at else "")
+                place = pack_place(self._cache.extent(key))
+                pipeline.hset(row, self._incarnation, place)
                 pipeline.expire(row, ROW_TTL_S)
             else:
                 pipeline.hdel(row, self._incarnation)
         if batch:
-            await _execute(pipeline)
+            await execute(pipeline)
         for key, stored in batch.items():
             if self._unpublished.get(key) is stored:
                 del self._unpublished[key]
@@ -279,13 +258,13 @@ class RedisDirectory:
     # -- state ---------------------------------------------------------------------------------
 
     def _failed(self, error: BaseException) -> None:
-        self.state.errors += 1
+        was_quiet = self.state.up or not self.state.last_error
+        self.state.failed(str(error) or type(error).__name__)
         if not isinstance(error, DOWN):
             logger.error("the directory cannot be understood", exc_info=error)
-        elif self.state.up or not self.state.last_error:
+        elif was_quiet:
             logger.warning("the directory does not answer: %s", error or type(error).__name__)
         self.state.up = False
-        self.state.last_error = str(error) or type(error).__name__
         first_s, longest_s = PAUSE_S
         self._pause_s = min(max(2 * self._pause_s, first_s), longest_s)
         self._silent_until_s = time.monotonic() + first_s
@@ -296,64 +275,13 @@ class RedisDirectory:
         self.state.unpublished = len(self._unpublished)
         self.state.lag_s = 0.0 if self._oldest_s is None else time.monotonic() - self._oldest_s
 
-    def _row(self, key: Key) -> str:
-        digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
-        return f"{self._prefix}:e:{digest}"
-
-    def _record(self, incarnation: str) -> str:
-        return f"{self._prefix}:n:{incarnation}"
-
-    def _address(self, node: str) -> str:
-        return f"{self._prefix}:a:{node}"
-
-
-def _client(url: str) -> Any:
-    options: Any = {"socket_timeout": WRITE_TIMEOUT_S, "socket_connect_timeout": WRITE_TIMEOUT_S}
-    scheme, separator, rest = url.partition("://")
-    if scheme.endswith("+cluster"):
-        return RedisCluster.from_url(scheme.removesuffix("+cluster") + separator + rest, **options)
-    return Redis.from_url(url, **options)
-
-
-async def _execute(pipeline: Any, or_else: Any = None) -> list[Any]:
-    """What each command gave; `or_else` of a row that is of another type than ours.
-
-    Raises what else Redis answers with.
-    """
-    answers: list[Any] = await pipeline.execute(raise_on_error=False)
-    for place, answer in enumerate(answers):
-        if isinstance(answer, Exception):
-            if not str(answer).startswith("WRONGTYPE"):
-                raise answer
-            answers[place] = or_else
-    return answers
-
 
 def _fresh(cached: dict[str, tuple[Any, float]], now_s: float) -> dict[str, tuple[Any, float]]:
     return {name: (value, until_s) for name, (value, until_s) in cached.items() if now_s < until_s}
 
 
-def _place(said: bytes) -> tuple[int, int]:
-    """Offset and bytes; no bytes: not known, or not one of ours."""
-    found = re.fullmatch(rb"([0-9]{1,18})\+([0-9]{1,18})", said)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def _candidate(record: bytes) -> Candidate | None:
-    """What a node's record says; None: there is none, or it is not one of ours."""
-    if not record or len(record) > MAX_RECORD_BYTES:
-        return None
-    try:
-        fields = json.loads(record)
-        if not re.fullmatch(NODE_PATTERN, fields["node"]):
-            return None
-        return Candidate(Hint(fields["node"]), str(fields["zone"]), int(fields["load"]))
-    except Exception:  # JSON has many ways to be none of ours: too deep, 1e999, a list, ...
-        return None
-
-
 async def _event(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for it, or for the time to be over."""
+    """Wait for the event, or until the time is over."""
     try:
         await asyncio.wait_for(event.wait(), max(timeout_s, 0.0))
     except asyncio.TimeoutError:

@@ -1,10 +1,10 @@
 """Best-fit allocation of variable-size extents from one pool.
 
-Best fit with immediate coalescing of neighbours (Knuth, TAOCP vol. 1, 2.5), which are linked in
-the order of their places. Free blocks are found by size through a tree of 64-bit words, each bit
-of which says that something lies below it: a fixed-fanout simplification of van Emde Boas'
-priority queue (1977). With sizes counted in granules the tree is at most five levels deep for a
-terabyte, so allocate and free are O(log64 of the pool's granules) however many extents there are.
+Best fit with immediate coalescing of neighbours (Knuth, TAOCP vol. 1, 2.5); a linked list keeps
+the blocks in the order of their offsets. A tree of 64-bit words finds free blocks by size: each
+bit says that its subtree is not empty, a fixed-fanout simplification of van Emde Boas' priority
+queue (1977). The tree counts sizes in granules, so it is at most five levels deep for a terabyte
+of pages: allocate and free are O(log64 of the pool's granules), however many extents there are.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ecd.core.types import Extent
-
-GRANULE_BYTES = 4096
-"""Extents start and end on pages: what RDMA registration, GPU copies and mappings all accept."""
 
 _BITS = 64
 
@@ -47,7 +44,7 @@ class _SizeSet:
             del words[value]
 
     def at_least(self, value: int) -> int | None:
-        """The smallest member that is not below `value`."""
+        """The smallest member that is `value` or larger; None if there is none."""
         for level, words in enumerate(self._levels):
             index, bit = divmod(value, _BITS)
             word = words.get(index, 0) >> bit << bit
@@ -72,16 +69,18 @@ class _SizeSet:
 
 
 class Block:
-    """A piece of the pool between its neighbours, in granules."""
+    """A contiguous piece of a pool, free or allocated, linked to its neighbours."""
 
-    __slots__ = ("after", "before", "granules", "is_free", "owner", "start")
+    __slots__ = ("after", "allocator", "before", "granules", "is_free", "owner", "start")
 
-    def __init__(self, start: int, granules: int, is_free: bool) -> None:
+    def __init__(self, allocator: Allocator, start: int, granules: int, is_free: bool) -> None:
+        """A piece of `allocator`'s pool; `start` and `granules` count granules."""
+        self.allocator = allocator
         self.start, self.granules, self.is_free = start, granules, is_free
         self.before: Block | None = None
         self.after: Block | None = None
         self.owner: Any = None
-        """Whatever the caller keeps there."""
+        """The caller's own reference; the allocator never reads it."""
 
     @property
     def end(self) -> int:
@@ -89,47 +88,61 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the pool."""
-        return self.granules * GRANULE_BYTES
+        """The bytes that the block takes from the pool, a whole number of granules."""
+        return self.granules * self.allocator.granule_bytes
 
     def extent(self, nbytes: int | None = None) -> Extent:
-        """Its first `nbytes`, or all of it."""
-        return Extent(0, self.start * GRANULE_BYTES, self.nbytes if nbytes is None else nbytes)
+        """The block's first `nbytes`, or the whole block."""
+        allocator = self.allocator
+        return Extent(
+            allocator.pool_number,
+            self.start * allocator.granule_bytes,
+            self.nbytes if nbytes is None else nbytes,
+        )
 
 
 class Allocator:
-    """Blocks of one pool of `pool_bytes`, rounded down to whole granules.
+    """The blocks of one pool.
 
     `allocate` fails only if no free block is large enough.
     """
 
-    def __init__(self, pool_bytes: int) -> None:
-        granules = pool_bytes // GRANULE_BYTES
+    def __init__(self, pool_number: int, nbytes: int, granule_bytes: int) -> None:
+        """Extents name `pool_number`; `nbytes` is rounded down to whole granules.
+
+        Raises ValueError if the pool is smaller than one granule.
+        """
+        granules = nbytes // granule_bytes
         if granules <= 0:
-            raise ValueError(f"a pool needs at least {GRANULE_BYTES} bytes, not {pool_bytes}")
+            raise ValueError(f"a pool needs at least {granule_bytes} bytes, not {nbytes}")
+        self.pool_number, self.granule_bytes = pool_number, granule_bytes
         self._granules = granules
         self._free: dict[int, dict[Block, None]] = {}  # by size
         self._sizes = _SizeSet(granules + 1)
         self._used_granules = 0
-        self._last = Block(0, granules, is_free=True)
+        self._last = Block(self, 0, granules, is_free=True)
         self._add_free(self._last)
 
     # -- operations --------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Block | None:
-        """The head of the tightest free block that holds `nbytes`.
+        """Take the head of the tightest free block that holds `nbytes`.
 
-        None: there is none, and nothing has changed.
+        Returns None, and changes nothing, if no free block is large enough.
         """
-        wanted = _granules_of(nbytes)
+        wanted = self._granules_of(nbytes)
         size = self._sizes.at_least(wanted)
         return None if size is None else self._take(next(iter(self._free[size])), wanted)
 
     def allocate_at(self, extent: Extent) -> Block | None:
-        """Take this extent, beyond all that are taken. None: it is not free, or not on a page."""
-        start, wanted = extent.offset // GRANULE_BYTES, _granules_of(extent.nbytes)
+        """Take this extent, which must lie behind every allocated block.
+
+        Returns None if it does not, is not free, or does not start on a granule.
+        """
+        start, misplaced = divmod(extent.offset, self.granule_bytes)
+        wanted = self._granules_of(extent.nbytes)
         tail = self._last
-        if extent.offset % GRANULE_BYTES or not tail.is_free:
+        if misplaced or not tail.is_free:
             return None
         if start < tail.start or start + wanted > tail.end:
             return None
@@ -141,11 +154,11 @@ class Allocator:
         return self._take(tail, wanted)
 
     def free(self, block: Block) -> None:
-        """Give a block back. Raises KeyError if it is not an allocated one."""
+        """Give a block back. Raises KeyError if it is free already."""
         if block.is_free:
             raise KeyError(block.start)
         self._used_granules -= block.granules
-        merged = Block(block.start, block.granules, is_free=True)
+        merged = Block(self, block.start, block.granules, is_free=True)
         merged.before, merged.after = block.before, block.after
         block.is_free = True
         for neighbour in (block.before, block.after):
@@ -161,7 +174,7 @@ class Allocator:
         self._add_free(merged)
 
     def split(self, block: Block, at: int) -> Block:
-        """Make two of an allocated block; the second starts at granule `at`."""
+        """Cut an allocated block in two; returns the second, which starts at granule `at`."""
         assert not block.is_free
         assert block.start < at < block.end, f"granule {at} is not inside {block.start} to ..."
         return self._cut(block, at)
@@ -169,20 +182,21 @@ class Allocator:
     # -- figures -------------------------------------------------------------------------------
 
     @property
-    def pool_bytes(self) -> int:
-        return self._granules * GRANULE_BYTES
+    def nbytes(self) -> int:
+        """The pool's size in whole granules."""
+        return self._granules * self.granule_bytes
 
     @property
     def used_bytes(self) -> int:
-        return self._used_granules * GRANULE_BYTES
+        return self._used_granules * self.granule_bytes
 
     @property
     def free_bytes(self) -> int:
-        return self.pool_bytes - self.used_bytes
+        return (self._granules - self._used_granules) * self.granule_bytes
 
     @property
     def largest_free_bytes(self) -> int:
-        return (self._sizes.largest() or 0) * GRANULE_BYTES
+        return (self._sizes.largest() or 0) * self.granule_bytes
 
     @property
     def fragmentation(self) -> float:
@@ -193,16 +207,16 @@ class Allocator:
     def is_one_free_extent(self) -> bool:
         return self._last.is_free and self._last.granules == self._granules
 
-    @staticmethod
-    def rounded_bytes(nbytes: int) -> int:
-        """What an extent of `nbytes` really takes from the pool."""
-        return _granules_of(nbytes) * GRANULE_BYTES
+    def rounded_bytes(self, nbytes: int) -> int:
+        """The bytes that an extent of `nbytes` takes: whole granules, at least one."""
+        return self._granules_of(nbytes) * self.granule_bytes
 
     def check(self) -> None:
         """Raise AssertionError unless the blocks tile the pool and every index agrees. O(n)."""
         position, used, free = self._granules, 0, set()
         after: Block | None = None
         for block in self._backwards():
+            assert block.allocator is self
             assert block.after is after
             assert block.end == position, f"a gap or an overlap at granule {position}"
             assert block.granules > 0, f"an empty block at granule {position}"
@@ -228,9 +242,12 @@ class Allocator:
     # -- steps ---------------------------------------------------------------------------------
 
     def _take(self, free: Block, wanted: int) -> Block:
-        """The head of a free block. What was handed out once is never handed out again."""
+        """Cut `wanted` granules off the head of a free block.
+
+        The result is a new object: a caller that keeps a freed block cannot free another's.
+        """
         self._remove_free(free)
-        taken = Block(free.start, wanted, is_free=False)
+        taken = Block(self, free.start, wanted, is_free=False)
         taken.before, taken.after = free.before, free.after
         if free.granules > wanted:
             free.start += wanted
@@ -242,15 +259,15 @@ class Allocator:
         return taken
 
     def _cut(self, block: Block, at: int) -> Block:
-        """Its tail, from granule `at`, as a block of its own and of the same kind."""
-        tail = Block(at, block.end - at, block.is_free)
+        """Make the block's tail, from granule `at`, a block that is free or allocated like it."""
+        tail = Block(self, at, block.end - at, block.is_free)
         block.granules = at - block.start
         tail.before, tail.after = block, block.after
         self._link(tail)
         return tail
 
     def _link(self, block: Block) -> None:
-        """Tell its neighbours of it."""
+        """Make the block's neighbours, or the end of the pool, refer to it."""
         if block.before is not None:
             block.before.after = block
         if block.after is not None:
@@ -273,8 +290,7 @@ class Allocator:
             del self._free[block.granules]
             self._sizes.remove(block.granules)
 
-
-def _granules_of(nbytes: int) -> int:
-    if nbytes < 0:
-        raise ValueError(f"a negative size: {nbytes}")
-    return max(1, -(-nbytes // GRANULE_BYTES))
+    def _granules_of(self, nbytes: int) -> int:
+        if nbytes < 0:
+            raise ValueError(f"a negative size: {nbytes}")
+        return max(1, -(-nbytes // self.granule_bytes))

@@ -8,19 +8,19 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=int)
 
 MOVED_AT_A_TIME = 4
-"""Of a heap with many removed items: to build another at once takes 30 ms."""
+"""Items moved to the new heap by one removal: rebuilding a large heap at once takes 30 ms."""
 
 
 class Deadlines(Generic[T]):
-    """A heap with lazy deletion: an item moved later is found stale, and pushed back, when popped.
+    """A heap with lazy deletion: a postponed item is pushed back when its old deadline is popped.
 
-    `next_s` may be early (the deadline an item had before it moved), never late.
+    `next_s` may be early (the deadline of an item before it was postponed), never late.
     """
 
     def __init__(self) -> None:
         self._due_s: dict[T, float] = {}
         self._heap: list[tuple[float, T]] = []
-        self._old: list[tuple[float, T]] = []  # mostly of what was removed: goes bit by bit
+        self._old: list[tuple[float, T]] = []  # mostly removed items; emptied bit by bit
 
     def __len__(self) -> int:
         return len(self._due_s)
@@ -30,7 +30,7 @@ class Deadlines(Generic[T]):
         heapq.heappush(self._heap, (due_s, item))
 
     def postpone(self, item: T, due_s: float) -> None:
-        """Move to a time that is not earlier. Raises KeyError for an unknown item."""
+        """Move a deadline later; an earlier time changes nothing. KeyError for an unknown item."""
         self._due_s[item] = max(due_s, self._due_s[item])
 
     def remove(self, item: T) -> None:
@@ -38,7 +38,7 @@ class Deadlines(Generic[T]):
         if not self._old and len(self._heap) > 64 and len(self._heap) > 2 * len(self._due_s):
             self._old, self._heap = self._heap, []
         for _ in range(min(MOVED_AT_A_TIME, len(self._old))):
-            _, moved = self._old.pop()  # a leaf: what is left is a heap
+            _, moved = self._old.pop()  # a leaf: the rest is still a heap
             if moved in self._due_s:
                 heapq.heappush(self._heap, (self._due_s[moved], moved))
 
@@ -46,9 +46,9 @@ class Deadlines(Generic[T]):
         return self._due_s[item]
 
     def take_due(self, now_s: float, most: int) -> list[T]:
-        """Take items whose deadline is not after `now_s`, after a look at `most` in the heap.
+        """Take the items that are due at `now_s`, in `most` steps in the heap at most.
 
-        Unless `next_s` is later then, some may be left.
+        If `next_s` is still due then, items may be left.
         """
         due: list[T] = []
         for _ in range(most):
@@ -72,7 +72,7 @@ class Deadlines(Generic[T]):
 
     @property
     def _first(self) -> list[tuple[float, T]]:
-        """The heap with the earliest."""
+        """The heap whose head is the earlier."""
         if self._old and (not self._heap or self._old[0] < self._heap[0]):
             return self._old
         return self._heap

@@ -1,62 +1,92 @@
-"""Memory given to writers ahead of need: allocated, but no entry's as yet."""
+"""Grants: memory allocated to sessions ahead of need, for puts that make no call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
-from ecd.core.allocator import GRANULE_BYTES, Allocator, Block
+from ecd.core.allocator import Allocator, Block
+from ecd.core.board import Board
 from ecd.core.types import Extent, SessionId
+
+REVOKED_AT_A_TIME = 32
+"""Grants taken back by one call: each takes some 20 us, and every session may have one."""
 
 
 class Grants:
-    """What each session may still turn into entries, as pieces of the pool.
+    """The pieces of one pool that each session may still turn into entries.
 
-    A session has one grant that it takes from, and what is left of those before it that it had
-    begun to write to: some pieces, so that going through them all is cheap.
+    A session has at most one open grant, where it may begin entries. Of its earlier grants it
+    keeps the extents that it had begun to write.
     """
 
     def __init__(self, allocator: Allocator) -> None:
         self.nbytes = 0
         self._allocator = allocator
+        self._open: dict[SessionId, None] = {}  # sessions with an open grant, the oldest first
         self._pieces: dict[SessionId, dict[Block, None]] = {}
 
-    def add(self, session: SessionId, piece: Block) -> None:
-        self._pieces.setdefault(session, {})[piece] = None
-        self.nbytes += piece.nbytes
+    @property
+    def are_open(self) -> bool:
+        """Whether any session has an open grant in this pool."""
+        return bool(self._open)
+
+    def grant(self, session: SessionId, pieces: Iterable[Block]) -> None:
+        """Open a grant of allocated pieces; the session has no other open grant."""
+        self._open[session] = None
+        for piece in pieces:
+            self._add(session, piece)
 
     def room(self, session: SessionId, nbytes: int) -> int:
-        """For how many extents of so many bytes, whole granules."""
+        """How many extents of `nbytes`, whole granules, the session's pieces can hold."""
         return sum(piece.nbytes // nbytes for piece in self._pieces.get(session, ()))
 
     def take(self, session: SessionId, extent: Extent) -> Block | None:
-        """Cut an extent out for an entry. None: it is not in the session's pieces."""
+        """Cut an extent out for an entry; None if it is not inside one of the session's pieces."""
         span = self._span(session, extent)
         return None if span is None else self._cut(session, *span)
 
-    def give_back(self, session: SessionId, keep: Iterable[Extent] = ()) -> None:
-        """Free all that the session was granted, but for what it has begun to write to.
+    def give_back(self, session: SessionId, begun: Iterable[Extent] = ()) -> None:
+        """Close the session's grant and free its pieces, but for what it has `begun` to write.
 
-        Claims may overlap: one of them is stale, or the client is hostile. What overlapping claims
-        cover together stays one piece, so that a stale claim frees nothing of a live one.
+        Extents that overlap are kept as one piece: at most one of them is a live claim, the others
+        are stale or hostile, and freeing a stale one must not free part of the live one.
         """
-        spans = sorted(span for extent in keep if (span := self._span(session, extent)))
+        self._open.pop(session, None)
+        if session not in self._pieces:
+            return
+        spans = sorted(span for extent in begun if (span := self._span(session, extent)))
         kept = [self._cut(session, *span) for span in _united(spans)]
         for piece in self._pieces.pop(session, ()):
             self.nbytes -= piece.nbytes
             self._allocator.free(piece)
         for block in kept:
-            self.add(session, block)
+            self._add(session, block)
+
+    def revoke(self, board: Board) -> bool:
+        """Close some open grants, the oldest first; returns whether none is left open."""
+        sessions = list(islice(self._open, REVOKED_AT_A_TIME))
+        begun = board.revoke(sessions) if sessions else []
+        for session, extents in zip(sessions, begun, strict=True):
+            self.give_back(session, extents)
+        return not self._open
+
+    def _add(self, session: SessionId, piece: Block) -> None:
+        self._pieces.setdefault(session, {})[piece] = None
+        self.nbytes += piece.nbytes
 
     def _span(self, session: SessionId, extent: Extent) -> tuple[int, int] | None:
-        """Where it starts and ends, in granules. None: it lies in none of the session's pieces."""
-        start, offset = divmod(extent.offset, GRANULE_BYTES)
-        end = start + self._allocator.rounded_bytes(extent.nbytes) // GRANULE_BYTES
-        pieces = self._pieces.get(session, ())
-        if extent.pool or offset or not any(p.start <= start and end <= p.end for p in pieces):
+        """The extent's first granule and its end; None if none of the pieces contains it."""
+        allocator = self._allocator
+        start, misplaced = divmod(extent.offset, allocator.granule_bytes)
+        end = start + allocator.rounded_bytes(extent.nbytes) // allocator.granule_bytes
+        if extent.pool != allocator.pool_number or misplaced:
             return None
-        return start, end
+        pieces = self._pieces.get(session, ())
+        return (start, end) if any(p.start <= start and end <= p.end for p in pieces) else None
 
     def _cut(self, session: SessionId, start: int, end: int) -> Block:
+        """Take granules out of the piece that contains them, and keep the rest of it."""
         pieces = self._pieces[session]
         piece = next(p for p in pieces if p.start <= start and end <= p.end)
         del pieces[piece]
@@ -72,7 +102,7 @@ class Grants:
         return wanted
 
     def check(self) -> None:
-        """Raise AssertionError unless every piece is allocated, and no entry's. O(n)."""
+        """Raise AssertionError unless every piece is allocated and has no entry. O(n)."""
         pieces = [piece for pieces in self._pieces.values() for piece in pieces]
         assert all(self._pieces.values()), "an empty group was kept"
         assert not any(piece.is_free or piece.owner for piece in pieces)
@@ -80,7 +110,7 @@ class Grants:
 
 
 def _united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted spans, those that overlap as one; spans that only touch may lie in two pieces."""
+    """Sorted spans with overlapping ones merged; spans that only touch may lie in two pieces."""
     united: list[tuple[int, int]] = []
     for start, end in spans:
         if united and start < united[-1][1]:

@@ -1,19 +1,19 @@
-"""Promises to readers: an extent keeps its bytes until released, expired or its session ends."""
+"""Leases: promises that an extent keeps its bytes until release, expiry or the session's end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from ecd.core.deadlines import Deadlines
+from ecd.core.entry import Entry
 from ecd.core.types import EntryId, LeaseId, SessionId
 
 
-@dataclass(frozen=True)
-class Lease:
+class Lease(NamedTuple):
     id: LeaseId
     session: SessionId
-    entry: EntryId
+    entry: Entry
 
 
 class Leases:
@@ -32,8 +32,8 @@ class Leases:
     def count(self, session: SessionId) -> int:
         return len(self._by_session.get(session, ()))
 
-    def grant(self, session: SessionId, entry: EntryId, now_s: float) -> tuple[LeaseId, float]:
-        """A new lease and when it runs out unless renewed."""
+    def grant(self, session: SessionId, entry: Entry, now_s: float) -> tuple[LeaseId, float]:
+        """A new lease, and the time when it expires unless renewed."""
         self._last += 1
         lease = Lease(LeaseId(self._last), session, entry)
         self._leases[lease.id] = lease
@@ -42,7 +42,7 @@ class Leases:
         return lease.id, now_s + self.ttl_s
 
     def renew(self, session: SessionId, lease: LeaseId, now_s: float) -> bool:
-        """False if this session has no such lease any more."""
+        """Postpone the expiry; False if the session has no such lease any more."""
         held = self._leases.get(lease)
         if held is None or held.session != session or self._deadlines.due_s(lease) <= now_s:
             return False
@@ -50,7 +50,7 @@ class Leases:
         return True
 
     def take(self, session: SessionId, lease: LeaseId) -> Lease | None:
-        """End one lease of this session; None if it has no such lease any more."""
+        """End one lease of the session; None if the session has no such lease any more."""
         held = self._leases.get(lease)
         if held is None or held.session != session:
             return None
@@ -58,7 +58,7 @@ class Leases:
         return self._unlink(held)
 
     def take_session(self, session: SessionId, most: int) -> list[Lease]:
-        """End up to so many leases of this session, the oldest first."""
+        """End up to `most` leases of the session, the oldest first."""
         some = islice(self._by_session.get(session, ()), most)
         taken = [self._leases[lease] for lease in some]
         for lease in taken:
@@ -67,6 +67,7 @@ class Leases:
         return taken
 
     def take_due(self, now_s: float, most: int) -> list[Lease]:
+        """End leases that are due, after `most` steps in the heap (see `Deadlines.take_due`)."""
         return [
             self._unlink(self._leases[lease]) for lease in self._deadlines.take_due(now_s, most)
         ]
@@ -84,10 +85,10 @@ class Leases:
         return lease
 
     def counts(self) -> dict[EntryId, int]:
-        """How many leases each entry has. O(n), for `check`."""
+        """The number of leases of each leased entry. O(n), for `check`."""
         counts: dict[EntryId, int] = {}
         for lease in self._leases.values():
-            counts[lease.entry] = counts.get(lease.entry, 0) + 1
+            counts[lease.entry.id] = counts.get(lease.entry.id, 0) + 1
         return counts
 
     def check(self) -> None:

@@ -1,76 +1,91 @@
-"""Who reads what without a lease, and what may be reused: retire, scan, reclaim.
+"""Hazard pointers: retire, scan, reclaim (Michael, IEEE TPDS 15(6), 2004).
 
-A scan reads the pages of all sessions, some of them at a time, as a thousand pages take longer
-than one turn may. An extent is reused after a whole scan that began when its entry was hidden.
+Clients pin what they read without a lease. An evicted entry is hidden and retired; its extent is
+reclaimed after a whole scan of the pins, begun after it was hidden, that did not find it. A scan
+reads some sessions' pages in each step: a thousand pages take longer than one turn may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from ecd.core.clients import Clients, Portion
-from ecd.core.index import Entry, Index
+from ecd.core.board import Board, Portion
+from ecd.core.entries import Entries
+from ecd.core.entry import Entry
+from ecd.core.states import EntryEvent, EntryState
 from ecd.core.types import EntryId
 
 ENDED_AT_A_TIME = 256
-"""Pins found to be over, in one step: each takes up to 4 us, as its extent may become free."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """By one step of a scan: who is pinned, no longer pinned, or not kept by the scan any more."""
-
-    begun: Collection[EntryId] = ()
-    ended: Collection[EntryId] = ()
-    decided: Collection[Entry] = ()
+"""Pins ended by one step of a scan: each takes up to 4 us, as it may free an extent."""
 
 
 class Pins:
-    """The scan that is under way, what it decides, and what the last one found."""
+    """The pins that scans have found, and the evicted entries that wait for a scan."""
 
-    def __init__(self, clients: Clients, index: Index) -> None:
+    def __init__(self, board: Board, entries: Entries) -> None:
         self.held: set[EntryId] = set()
-        """Entries that the last whole scan, or the one under way, has found pinned."""
-        self._clients, self._index = clients, index
+        """Entries that the last whole scan, or the one under way, found pinned."""
+        self._board, self._entries = board, entries
         self._scan: Iterator[Portion] | None = None
-        self._seen: set[EntryId] = set()
-        self._ended: list[EntryId] = []  # pins that are over, of entries still held
-        self._scanned: dict[EntryId, Entry] = {}  # hidden before the scan under way began
-        self._retired: dict[EntryId, Entry] = {}  # hidden since: the next scan decides them
+        self._seen: set[EntryId] = set()  # entries that the scan under way found pinned
+        self._ended: list[EntryId] = []  # entries in `held` whose pins are over
+        self._scanned: dict[EntryId, Entry] = {}  # retired before the scan under way began
+        self._retired: dict[EntryId, Entry] = {}  # retired since then: the next scan decides
 
     def retire(self, entry: Entry) -> None:
-        """The entry was hidden: keep its extent until `step` gives it back."""
+        """Keep a hidden entry's extent until a scan shows that no reader can have it."""
         self._retired[entry.id] = entry
 
     def keeps(self, entry: EntryId) -> bool:
-        """Whether a reader of this entry may be one that no scan has seen yet."""
+        """Whether the entry is retired and not yet decided by a scan."""
         return entry in self._scanned or entry in self._retired
 
     @property
     def is_settled(self) -> bool:
-        """No scan is under way, and there is nothing that one has yet to decide."""
+        """Whether no scan is under way and none is needed."""
         return self._scan is None and not self._retired and not self._ended
 
-    def step(self) -> Found:
-        """Go on with the scan, or begin one."""
+    def step(self) -> bool:
+        """Go on with the scan under way, or begin one; returns `is_settled`."""
         if self._ended:
-            return Found(ended=self._end_some())
+            self._end_some()
+        else:
+            self._read_on()
+        return self.is_settled
+
+    def let_go(self, entry: Entry) -> None:
+        """End one lease or pin of the entry, and reclaim its extent if no reader can be left."""
+        self._entries.pool_of(entry).let_go(entry)
+        if entry.leases == 0 and entry.state is EntryState.DOOMED and not self.keeps(entry.id):
+            self._reclaim(entry)
+
+    def _read_on(self) -> None:
         if self._scan is None:
-            self._scan, self._seen = self._clients.pinned(self._index.ids()), set()
+            self._scan, self._seen = self._board.pinned(self._entries.ids()), set()
             self._scanned, self._retired = self._retired, {}
         pinned, is_last = next(self._scan)
         self._seen |= pinned
-        begun = [entry for entry in pinned - self.held if self._index.is_readable(entry)]
-        self.held.update(begun)
-        if not is_last:
-            return Found(begun)
-        decided = list(self._scanned.values())
-        self._scan, self._scanned = None, {}
-        self._ended = list(self.held - self._seen)
-        return Found(begun, self._end_some(), decided)
+        for begun in pinned - self.held:
+            entry = self._entries.readable(begun)
+            if entry is not None:
+                self.held.add(begun)
+                self._entries.pool_of(entry).hold(entry)
+        if is_last:
+            decided, self._scanned, self._scan = self._scanned, {}, None
+            self._ended = list(self.held - self._seen)
+            self._end_some()
+            for entry in decided.values():
+                if entry.leases == 0 and entry.state is EntryState.DOOMED:
+                    self._reclaim(entry)
 
-    def _end_some(self) -> list[EntryId]:
+    def _end_some(self) -> None:
         ended, self._ended = self._ended[:ENDED_AT_A_TIME], self._ended[ENDED_AT_A_TIME:]
         self.held.difference_update(ended)
-        return ended
+        for each in ended:
+            entry = self._entries.get(each)
+            assert entry is not None, f"pinned entry {each} vanished"
+            self.let_go(entry)
+
+    def _reclaim(self, entry: Entry) -> None:
+        entry.step(EntryEvent.LAST_RELEASE)
+        self._entries.free(entry)

@@ -1,4 +1,4 @@
-"""Clients' lives as the daemon sees them, and the reservations that belong to each."""
+"""Sessions: the lives of clients as the daemon sees them, and the reservations of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Session:
 
 
 class Sessions:
-    """Sessions that are open, or whose process may still touch the memory."""
+    """Sessions that are open, or whose processes may still touch the memory."""
 
     def __init__(self) -> None:
         self._sessions: dict[SessionId, Session] = {}
@@ -40,21 +40,21 @@ class Sessions:
         return found if found is not None and found.state is SessionState.OPEN else None
 
     def leave(self, session: SessionId) -> Session | None:
-        """Its stream ended. None if it was not open."""
+        """Mark an open session as leaving: its stream ended. None if it was not open."""
         found = self.get(session)
         if found is not None:
             found.step(SessionEvent.STREAM_ENDED)
         return found
 
     def leaving(self, session: SessionId) -> Session | None:
-        """The session, if its stream has ended and it is not closed."""
+        """The session, if it is leaving."""
         found = self._sessions.get(session)
         return found if found is not None and found.state is SessionState.LEAVING else None
 
     def close(self, session: SessionId) -> None:
-        """The process of one that is leaving is gone, or has said that it touches nothing."""
+        """Forget a leaving session: its process can touch the memory no more."""
         self._sessions.pop(session).step(SessionEvent.PROCESS_GONE)
 
     def reservations(self) -> set[EntryId]:
-        """Every open or orphaned reservation. O(n), for `check`."""
+        """All open or orphaned reservations. O(n), for `check`."""
         return {entry for session in self._sessions.values() for entry in session.reservations}

@@ -1,7 +1,7 @@
-"""What an entry and a session can be, and what may happen to them, as tables.
+"""The states of entries and sessions, and the events that change them, as tables.
 
-A pair that is not in its table is a bug of ours and raises `IllegalTransition`; docs/ and the
-tests are read from these tables.
+A pair that is not in its table is a bug in the core and raises `IllegalTransition`. The pictures of
+docs/architecture.md are drawn from the tables.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SESSION: dict[tuple[SessionState, SessionEvent], SessionState] = {
 
 
 class IllegalTransition(Exception):
-    """The core was asked for a step that its tables do not have."""
+    """An event met a state for which the table has no step."""
 
 
 S = TypeVar("S", bound=Enum)

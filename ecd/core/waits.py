@@ -1,20 +1,21 @@
-"""Clients waiting for a key to be committed: woken by the commit, never polling."""
+"""Waits: clients wait for a key and are woken by its commit; nobody polls."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from ecd.core.deadlines import Deadlines
-from ecd.core.types import Key, SessionId, Ticket
+from ecd.core.types import Answer, Key, SessionId, Ticket, WaitFor
+
+Name = TypeVar("Name")
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     ticket: Ticket
     session: SessionId
     key: Key
-    only_if_written: bool  # give up when the reservation that was waited for is given up
-    to_pin: bool  # wants to know, not to lease
+    wait_for: WaitFor
+    answer: Answer
 
 
 class Waits:
@@ -34,36 +35,43 @@ class Waits:
         return len(self._by_session.get(session, ()))
 
     def add(
-        self, session: SessionId, key: Key, due_s: float, only_if_written: bool, to_pin: bool
+        self, session: SessionId, key: Key, due_s: float, wait_for: WaitFor, answer: Answer
     ) -> Ticket:
+        """Begin a wait that ends at `due_s` at the latest."""
         self._last += 1
         ticket = Ticket(self._last)
-        self._waits[ticket] = Wait(ticket, session, key, only_if_written, to_pin)
+        self._waits[ticket] = Wait(ticket, session, key, wait_for, answer)
         self._by_key.setdefault(key, {})[ticket] = None
         self._by_session.setdefault(session, {})[ticket] = None
         self._deadlines.add(ticket, due_s)
         return ticket
 
-    def take_for_key(self, key: Key, only_if_written: bool = False) -> list[Wait]:
-        """End the waits for `key`, oldest first; only those that wait for a writer, if so asked."""
+    def take_for_key(self, key: Key) -> list[Wait]:
+        """End all waits for `key`, the oldest first."""
+        tickets = self._by_key.get(key)
+        return [self._drop(self._waits[ticket]) for ticket in list(tickets)] if tickets else []
+
+    def take_writer_lost(self, key: Key) -> list[Wait]:
+        """End the waits for a writer of `key`, the oldest first: nobody writes it any more."""
         return [
-            self._drop(self._waits[ticket])
+            self._drop(wait)
             for ticket in list(self._by_key.get(key, ()))
-            if not only_if_written or self._waits[ticket].only_if_written
+            if (wait := self._waits[ticket]).wait_for is WaitFor.WRITER
         ]
 
     def take_due(self, now_s: float, most: int) -> list[Wait]:
-        """End waits whose time is over, as `Deadlines.take_due`."""
+        """End waits that are due, after `most` steps in the heap (see `Deadlines.take_due`)."""
         return [
             self._unlink(self._waits[ticket]) for ticket in self._deadlines.take_due(now_s, most)
         ]
 
     def drop_session(self, session: SessionId) -> None:
+        """End all waits of the session."""
         for ticket in list(self._by_session.get(session, ())):
             self._drop(self._waits[ticket])
 
     def cancel(self, session: SessionId, ticket: Ticket) -> bool:
-        """False if this session has no such wait, because it has ended for example."""
+        """End one wait of the session; False if the session has no such wait any more."""
         wait = self._waits.get(ticket)
         if wait is None or wait.session != session:
             return False
@@ -95,7 +103,7 @@ class Waits:
             assert wait.ticket in self._by_session[wait.session]
 
 
-def _discard(groups: dict, name: object, ticket: Ticket) -> None:  # type: ignore[type-arg]
+def _discard(groups: dict[Name, dict[Ticket, None]], name: Name, ticket: Ticket) -> None:
     group = groups[name]
     del group[ticket]
     if not group:

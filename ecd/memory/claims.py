@@ -1,66 +1,64 @@
-"""What clients write where memory was granted: a table of all sessions' puts, by key.
+"""Claims: a table of all sessions' puts without a call that are under way, by key.
 
-A look reads the numbers of all puts, a column of the pages at a time, and then the rows of those
-whose number is new. A number is never used twice, so the other rows are what they were. A number
-may be seen before its row is: until the row is there, it counts as new.
+A scan reads the numbers of all puts, a column of the pages at a time, and then the rows whose
+number is new. A number is never used twice, so the other rows have not changed. A number may
+become visible before its row: until the row is whole, the number counts as new.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ecd_proto.shm import (
-    DESK_BYTES,
+from ecd_proto.shm.barriers import barrier
+from ecd_proto.shm.rows import ROW_BYTES, row_entry, row_is_whole, unpack_key
+from ecd_proto.shm.session_page import (
+    CLAIM_NUMBER,
+    CLAIM_ROW,
+    CLAIM_WORDS,
+    CLAIMS_WORD,
     FIRST_ANSWER_WORD,
-    FIRST_PUT_WORD,
-    MAX_PUTS,
+    FIRST_CLAIM_WORD,
+    MAILBOX_BYTES,
+    MAX_CLAIMS,
     PAGE_BYTES,
-    PUT_NUMBER,
-    PUT_ROW,
-    PUT_WORDS,
-    PUTS_WORD,
-    ROW_BYTES,
     answer_to,
-    barrier,
-    row_entry,
-    row_is_whole,
-    unpack_key,
 )
 
 CLAIMS_AT_A_TIME = 256
-"""Rows read in one step of a look: each takes some 2 us."""
+"""Rows read in one step of a scan: each takes some 2 us."""
 NUMBERS_FOR_A_CLAIM = 16
-"""How many numbers are read in the time of a row, at least."""
-_PAGE_WORDS, _DESK_WORDS = PAGE_BYTES // 8, DESK_BYTES // 8
-_FIRST_NUMBER = FIRST_PUT_WORD + PUT_NUMBER
+"""Numbers read in the time of one row, at least."""
+_PAGE_WORDS, _MAILBOX_WORDS = PAGE_BYTES // 8, MAILBOX_BYTES // 8
+_FIRST_NUMBER = FIRST_CLAIM_WORD + CLAIM_NUMBER
 
 Claimed = tuple[int, str]
 """A namespace's number, and an mm_hash."""
 
 
 class Claims:
-    """One per daemon; `pages` and `desks` are the words of all sessions."""
+    """One per daemon; `pages` and `mailboxes` are the words of all sessions."""
 
-    def __init__(self, pages: memoryview, desks: memoryview, sessions: int) -> None:
-        self._pages, self._desks = pages, desks
-        self._numbers = [[0] * sessions for _ in range(MAX_PUTS)]  # as last read, by place
+    def __init__(self, pages: memoryview, mailboxes: memoryview, sessions: int) -> None:
+        self._pages, self._mailboxes = pages, mailboxes
+        self._numbers = [[0] * sessions for _ in range(MAX_CLAIMS)]  # as last read, by place
         self._open: dict[int, Claimed] = {}  # by page and place; answered ones are found out
         self._slots: dict[Claimed, set[int]] = {}
 
     def look(self, pages: int) -> Iterator[None]:
-        """Bring the table up to date with the first `pages` of them, some claims a step.
+        """Scan the first `pages` pages for new claims, some a step.
 
-        The barrier lets this see the claims of all who saw no reservation, if one was counted
-        before. Each row is read after it, however long the steps lie apart.
+        The caller has published its count of reservations before. The barrier shows this scan the
+        claims of all clients that saw no reservation. Each row is read after it, however long the
+        steps lie apart.
         """
         barrier()
         cost = 0
         end = pages * _PAGE_WORDS
-        if not self._open and not any(self._pages[PUTS_WORD:end:_PAGE_WORDS].tolist()):
+        if not self._open and not any(self._pages[CLAIMS_WORD:end:_PAGE_WORDS].tolist()):
             return
-        for place in range(MAX_PUTS):
+        for place in range(MAX_CLAIMS):
             known = self._numbers[place]
-            first = _FIRST_NUMBER + place * PUT_WORDS
+            first = _FIRST_NUMBER + place * CLAIM_WORDS
             numbers = self._pages[first:end:_PAGE_WORDS].tolist()
             cost += pages // NUMBERS_FOR_A_CLAIM
             if numbers == known[:pages]:
@@ -74,24 +72,24 @@ class Claims:
                         cost = 0
 
     def is_claimed(self, key: Claimed) -> bool:
-        """Whether a put of it has no answer."""
+        """Whether a put of the key has no answer."""
         return any(map(self._is_unanswered, self._slots.get(key, ())))
 
     def forget(self, page: int) -> None:
-        """The page was cleared, and numbers begin anew."""
-        for place in range(MAX_PUTS):
+        """Forget a page that was cleared: its numbers begin anew."""
+        for place in range(MAX_CLAIMS):
             self._numbers[place][page] = 0
-            self._drop(page * MAX_PUTS + place)
+            self._drop(page * MAX_CLAIMS + place)
 
     def _read(self, page: int, place: int) -> None:
-        """Whatever the number is by now: others may have looked since it was seen to be new."""
-        slot = page * MAX_PUTS + place
+        """Read one row, with its present number: another scan may have read it meanwhile."""
+        slot = page * MAX_CLAIMS + place
         self._drop(slot)
-        at = page * _PAGE_WORDS + FIRST_PUT_WORD + place * PUT_WORDS
-        number = self._pages[at + PUT_NUMBER]
-        row = self._pages[at + PUT_ROW : at + PUT_ROW + ROW_BYTES // 8].tobytes()
+        at = page * _PAGE_WORDS + FIRST_CLAIM_WORD + place * CLAIM_WORDS
+        number = self._pages[at + CLAIM_NUMBER]
+        row = self._pages[at + CLAIM_ROW : at + CLAIM_ROW + ROW_BYTES // 8].tobytes()
         if not row_is_whole(row) or row_entry(row) != number:
-            number = 0  # not all of it is seen as yet: the next look reads it again
+            number = 0  # not whole yet: the next scan reads it again
         self._numbers[place][page] = number
         if not number:
             return
@@ -111,6 +109,6 @@ class Claims:
                 del self._slots[claimed]
 
     def _is_unanswered(self, slot: int) -> bool:
-        page, place = divmod(slot, MAX_PUTS)
-        answer = self._desks[page * _DESK_WORDS + FIRST_ANSWER_WORD + place]
+        page, place = divmod(slot, MAX_CLAIMS)
+        answer = self._mailboxes[page * _MAILBOX_WORDS + FIRST_ANSWER_WORD + place]
         return not answer_to(self._numbers[place][page], answer)

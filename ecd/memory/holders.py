@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 
 from ecd_proto.leftovers import user
-from ecd_proto.shm import POOL_SUFFIX
+from ecd_proto.shm.files import POOL_SUFFIX
 
 
 def advice(directory: Path) -> str:
-    """Which processes have to end for the memory to be free, as far as this user can see them."""
+    """A sentence that names the processes that have to end, as far as this user can see them."""
     if found := holders(directory):
         return (
             f"The pool of an earlier daemon is still mapped by {', '.join(found)}. End them, or "
@@ -39,7 +39,7 @@ def holders(directory: Path) -> list[str]:
 
 
 def _describe(process: Path) -> str:
-    """Raises OSError: it has ended."""
+    """The process, for people. Raises OSError: it has ended."""
     status = dict(
         line.split(":\t", 1)
         for line in (process / "status").read_text().splitlines()

@@ -1,7 +1,7 @@
 """The host pool: a tmpfs file, populated before serving, mapped by clients.
 
-A start makes it anew, or takes over what the life before it left (`before.py`). A file is only ever
-unlinked, so that a client that still maps an old one keeps reading the bytes that were there.
+A start makes it anew, or takes over the last one's (`leftovers.py`). A file is only ever unlinked,
+so that a client that still maps an old one keeps reading the bytes that were there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ecd.memory import before, holders
-from ecd.memory.before import KEPT_SUFFIXES, Before
+from ecd.memory import holders
+from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find
 from ecd.memory.pool_dir import PoolDir, PoolError
 from ecd_proto.mapping import CHUNK_BYTES, Mapping
-from ecd_proto.shm import POOL_SUFFIX, SESSIONS_SUFFIX, is_session_locked
+from ecd_proto.shm.files import POOL_SUFFIX, SESSIONS_SUFFIX, is_session_locked
 
 logger = logging.getLogger(__name__)
 
@@ -30,64 +30,63 @@ class HostPool:
     """Owns the daemon's directory in shared memory and the files in it."""
 
     def __init__(
-        self,
-        shm_dir: str,
-        name: str,
-        incarnation: str,
-        wanted: int | str | None,
-        cold: bool,
-        gid: int | None = None,
+        self, directory: PoolDir, incarnation: str, wanted: int | str | None, cold: bool
     ) -> None:
-        """Take the directory, and the pool that lies there or a new one, still unpopulated.
+        """Take the pool that lies in the directory, or make a new one, still unpopulated.
 
-        `wanted` is its size, as configured; with `cold` it is a new one in any case. Members of
-        the group may open the files. Raises PoolError: the directory is another daemon's or
-        another user's, or space is short.
+        `wanted` is its size, as configured; with `cold` it is a new one in any case. The directory
+        is closed with the pool. Raises PoolError: space is short.
         """
-        self.directory = PoolDir(shm_dir, name, gid)
+        self.directory = directory
         self._incarnation = incarnation
-        self.path = self.directory.path / f"{incarnation}{POOL_SUFFIX}"
-        self.sessions_path = self.directory.path / f"{incarnation}{SESSIONS_SUFFIX}"
+        self.path = directory.path / f"{incarnation}{POOL_SUFFIX}"
+        self.sessions_path = directory.path / f"{incarnation}{SESSIONS_SUFFIX}"
+        shm_dir = directory.shm_dir
         try:
-            cold |= self.directory.remove_foreign()
+            cold |= directory.remove_foreign()
             nbytes = None if wanted is None else pool_bytes(wanted, shm_dir)
-            self.before = None if cold else self._find(nbytes)
+            self.leftovers = None if cold else self._find(nbytes)
             removed = self._remove_stale()
-            if self.before is not None:
-                self.nbytes = self.populated_bytes = self.before.nbytes
-                self._fd = self.directory.open(self.path.name)
+            if self.leftovers is not None:
+                self.nbytes = self.populated_bytes = self.leftovers.nbytes
+                self._fd = directory.open(self.path.name)
             else:
                 self.nbytes = pool_bytes(None, shm_dir) if nbytes is None else nbytes
                 self.populated_bytes = 0
                 self._require_space(shm_dir, wait_s=SPACE_WAIT_S if removed else 0.0)
-                self._fd = self.directory.create(self.path.name, self.nbytes)
+                self._fd = directory.create(self.path.name, self.nbytes)
             self.writable = Mapping(self._fd, self.nbytes, writable=True)
             self.readable = Mapping(self._fd, self.nbytes, writable=False)
-            self._sessions_fd = self.directory.create(self.sessions_path.name)
+            self._sessions_fd = directory.create(self.sessions_path.name)
         except BaseException:
             self._remove_files()
             raise
         self.inode = os.fstat(self._fd).st_ino
 
-    def _find(self, nbytes: int | None) -> Before | None:
+    @property
+    def generation(self) -> int:
+        """How many daemons have had the pool, this one included."""
+        return 1 if self.leftovers is None else self.leftovers.last + 1
+
+    def _find(self, nbytes: int | None) -> Leftovers | None:
         try:
-            found = before.find(self.directory.path, nbytes)
-            if isinstance(found, Before):
+            found = find(self.directory.path, nbytes)
+            if isinstance(found, Leftovers):
                 self.directory.link(found.pool.name, self.path.name)
         except OSError as error:
-            found = str(error)
-        if isinstance(found, str):
+            found = Lost(str(error))
+        if isinstance(found, Lost):
             path = self.directory.path
             who = ", ".join(holders.holders(path))
             still = f"; still mapped by {who}" if who else ""
-            logger.warning("what the last daemon left in %s is lost: %s%s", path, found, still)
+            logger.warning("what the last daemon left in %s is lost: %s%s", path, found.why, still)
             return None
         return found
 
     def _remove_stale(self) -> bool:
-        """Remove what dead daemons left and this one does not take over. Whether there was any."""
-        lives = () if self.before is None else self.before.lives
-        kept = {self._incarnation, *(index.stem for _, index in lives)}
+        """Remove files of dead daemons that are not taken over. False: there were none."""
+        generations = () if self.leftovers is None else self.leftovers.generations
+        kept = {self._incarnation, *(index.stem for _, index in generations)}
         stale = [
             name
             for name in map(Path, self.directory.names())
@@ -115,8 +114,8 @@ class HostPool:
         `progress` is told the populated bytes after each chunk. Raises PoolError when memory
         runs out on the way.
         """
-        if self.before is not None:
-            return  # it is
+        if self.leftovers is not None:
+            return  # it is populated
         for offset in range(0, self.nbytes, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, self.nbytes - offset)
             self._populate_chunk(offset, nbytes)
@@ -145,9 +144,9 @@ class HostPool:
         return is_session_locked(self._sessions_fd, offset)
 
     def close(self, keep: bool = False) -> None:
-        """Let go of the directory, and unlink the files unless a later life is to find them.
+        """Let go of the directory, and unlink the files unless the next daemon is to find them.
 
-        Files of the lives before stay. Clients keep what they have mapped.
+        Files of earlier generations stay. Clients keep what they have mapped.
         """
         self._remove_files(KEPT_SUFFIXES if keep else ())
         os.close(self._fd)
@@ -162,10 +161,10 @@ class HostPool:
 
 
 def pool_bytes(wanted: int | str | None, shm_dir: str) -> int:
-    """As configured: bytes, a share of the directory's size ("75%"), or by default.
+    """The pool's size as configured: bytes, a share of the directory's size ("75%"), or None.
 
-    That is a quarter of what the directory has free, at most 4 GiB. Shares are whole MiB. Raises
-    PoolError.
+    None stands for a quarter of the directory's free space, at most 4 GiB. Shares are
+    whole MiB. Raises PoolError.
     """
     if isinstance(wanted, int):
         return wanted
@@ -188,7 +187,7 @@ def _space(shm_dir: str) -> os.statvfs_result:
 
 
 def advice(nbytes: int) -> str:
-    """What to do when the directory has no room for a pool of this size."""
+    """A sentence that says how to make room for a pool of this size."""
     gib = -(-nbytes // (1 << 30)) + 1
     return (
         "Make the pool smaller (ECD_HOST_POOL_BYTES or --host-pool-bytes), or the file system "

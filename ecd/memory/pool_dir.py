@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ecd.ownership import NotOurs, describe, open_place, take_lock
 from ecd_proto.leftovers import is_pool_file, leftovers, user
-from ecd_proto.shm import BELL_SUFFIX, LOCK_NAME, pool_dir
+from ecd_proto.shm.files import DOORBELL_SUFFIX, LOCK_NAME, pool_dir
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +29,14 @@ class PoolError(Exception):
 
 
 class PoolDir:
-    """Locked as long as it is open."""
+    """The daemon's directory, locked as long as it is open."""
 
     def __init__(self, shm_dir: str, name: str, gid: int | None = None) -> None:
         """Make the directory, or take the one that is there if it is this user's alone.
 
         Members of the group may open the files in it. Raises PoolError.
         """
-        self.path = pool_dir(shm_dir, name)
+        self.shm_dir, self.path = shm_dir, pool_dir(shm_dir, name)
         self._gid = gid
         with contextlib.ExitStack() as opened:
             self._place_fd = _open_place(shm_dir)
@@ -50,7 +50,7 @@ class PoolDir:
             raise
 
     def create(self, name: str, nbytes: int = 0, clients_write: bool = True) -> int:
-        """A new file that clients can open, without memory as yet. Raises OSError and PoolError."""
+        """Make a file that clients can open, without memory. Raises OSError and PoolError."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(name, flags, 0o600, dir_fd=self._fd)
         try:
@@ -62,7 +62,7 @@ class PoolDir:
         return fd
 
     def open(self, name: str) -> int:
-        """A file that was found. Raises OSError and PoolError."""
+        """Open a file that is there. Raises OSError and PoolError."""
         fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
         try:
             self._give(fd, 0o060)
@@ -81,7 +81,7 @@ class PoolDir:
         os.link(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
 
     def unlink(self, name: str) -> None:
-        """Raises PoolError: it is none of the daemon's files."""
+        """Remove a file. Raises PoolError: it is none of the daemon's."""
         try:
             os.unlink(name, dir_fd=self._fd)
         except FileNotFoundError:
@@ -91,18 +91,18 @@ class PoolDir:
             raise PoolError(f"{self.path / name} is {describe(found)}: remove it") from None
 
     def names(self) -> list[str]:
-        """Of the files that daemons have put there."""
+        """The names of all files that daemons have put there."""
         return [name for name in os.listdir(self._fd) if is_pool_file(name)]
 
     def remove_foreign(self) -> bool:
         """Remove the files that another user owns or can reach; whether there was one.
 
-        A hard link that lies elsewhere is such a way. A pool itself has a name for each life.
+        A hard link that lies elsewhere is such a way. A pool itself has a name for each generation.
         """
         found = {
             name: os.stat(name, dir_fd=self._fd, follow_symlinks=False)
             for name in self.names()
-            if not name.endswith(BELL_SUFFIX)
+            if not name.endswith(DOORBELL_SUFFIX)
         }
         here = Counter(each.st_ino for each in found.values())
         foreign = [name for name, each in found.items() if self._is_foreign(each, here)]
@@ -131,7 +131,7 @@ class PoolDir:
         os.utime(self._fd)
 
     def close(self) -> None:
-        """Let go of it, and remove it if nothing is in it; what is not the daemon's stays."""
+        """Let go of the directory, and remove it if it is empty: foreign files stay."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(LOCK_NAME, dir_fd=self._fd)
         with contextlib.suppress(OSError):
@@ -171,7 +171,7 @@ def _open_place(shm_dir: str) -> int:
 
 
 def _make(place_fd: int, path: Path) -> tuple[int, int]:
-    """Make the directory, or take the one that is there. Its descriptor and its lock's."""
+    """Make the directory, or take the one that is there; its descriptor and its lock's."""
     try:
         for _ in range(10):
             with contextlib.suppress(FileExistsError):
@@ -211,7 +211,7 @@ def _take(place_fd: int, path: Path, found: os.stat_result, uid: int) -> tuple[i
 
 
 def clear(shm_dir: str, name: str) -> int:
-    """Remove what the last daemon of this name left; the bytes of it. Raises PoolError.
+    """Remove all files of the last daemon of this name; how many bytes. Raises PoolError.
 
     Root may do so for another user: only the daemon's files go, and no link is followed.
     """
@@ -249,9 +249,9 @@ def _remove_files(directory_fd: int) -> int:
 
 
 def clear_others(shm_dir: str, name: str, max_age_s: float) -> None:
-    """Log what daemons of other names left, and remove what is this user's and older.
+    """Log the leftovers of daemons of other names, and remove this user's that are older.
 
-    With 0 nothing is removed.
+    With a `max_age_s` of 0 nothing is removed.
     """
     for left in leftovers(shm_dir):
         if left.name == name:

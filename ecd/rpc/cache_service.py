@@ -5,24 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc
 
-from ecd.core.cache import Cache
-from ecd.core.types import (
-    Aborted,
-    Acquisition,
-    Committed,
-    Content,
-    EntryId,
-    Key,
-    LeaseId,
-    MakingRoom,
-    Reservation,
-    Reserved,
-    SessionId,
-)
+from ecd.background import Background
+from ecd.core.outcomes import Aborted, Acquisition, Committed, Reserved
+from ecd.core.types import Answer, Content, EntryId, Key, LeaseId, WaitFor
+from ecd.followups import EVICTED_AT_A_TIME
+from ecd.live import LiveCache
 from ecd.rpc.convert import (
     SessionOver,
     selection_from,
@@ -31,8 +23,8 @@ from ecd.rpc.convert import (
     to_failure,
     to_reserve_outcome,
 )
-from ecd.rpc.sessions import Context, Sessions
-from ecd.turns import Pace
+from ecd.rpc.origins import OtherNodes, Recovering
+from ecd.rpc.sessions import Context, SessionStreams
 from ecd.wire import (
     InvalidRequest,
     check_batch,
@@ -46,77 +38,39 @@ from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
 MAKING_ROOM_S = 2.0
-"""How long a reservation makes room, where others take what it frees: less than a client waits."""
-TRIM_BATCH = 32
-"""Entries evicted, or looked at for an eviction, before the event loop gets its turn."""
-
+"""How long one reservation makes room while others take what it frees: less than a client waits."""
 TURNS_TO_ASK = 2
 """Turns of the event loop in which questions to other nodes go out, before the rest is done."""
-
 DEFAULT_PAGE = 100
 
 T = TypeVar("T")
 Ctx = grpc.aio.ServicerContext[Any, Any]
 
 
-class OtherNodes(Protocol):
-    """What the service needs of the nodes around this one."""
+@dataclass(frozen=True)
+class Monitor:
+    """The operators' view: the daemon's status, and how long each kind of call takes."""
 
-    def want(self, key: Key, hints: Sequence[Hint]) -> None:
-        """Somebody waits for the key: bring it here, if it is not here or on its way."""
-
-    def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
-        """Tell these nodes of these keys, as soon as they are stored here."""
-
-    def changed(self) -> None:
-        """Something was stored here, or evicted."""
-
-    def status(self) -> pb.PeersReply: ...
-
-
-class NoOtherNodes:
-    """A daemon that serves its node alone."""
-
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self.changed = changed
-
-    def want(self, key: Key, hints: Sequence[Hint]) -> None:
-        pass
-
-    def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
-        pass
-
-    def status(self) -> pb.PeersReply:
-        return pb.PeersReply(directory=pb.DirectoryStatus(kind="none", up=True))
+    status: Callable[[], pb.StatusReply]
+    observe: Callable[[str, float], None]
 
 
 class CacheService(pb_grpc.CacheServicer):
-    """One instance per daemon, on the event loop that owns the core."""
+    """Answers the engines of this node; one per daemon, on its event loop."""
 
     def __init__(
         self,
-        cache: Cache,
-        sessions: Sessions,
+        live: LiveCache,
+        streams: SessionStreams,
         others: OtherNodes,
-        incarnation: str,
-        now_s: Callable[[], float],
-        status: Callable[[], pb.StatusReply],
-        observe: Callable[[str, float], None],
+        recovery: Recovering,
+        monitor: Monitor,
     ) -> None:
-        self._cache = cache
-        self._sessions = sessions
-        self._others = others
-        self._incarnation = incarnation
-        self._now_s = now_s
-        self._status = status
-        self._observe = observe
-        self.grant: Callable[[SessionId, int], None] = lambda *_: None
-        """Told what a session reserved by a call: it may put more of that size without one."""
-        self.settle: Callable[[Sequence[Key] | None], Awaitable[None]] | None = None
-        """Finds out what of these keys, or of all, the daemon before this one has left."""
-        self._trimming: asyncio.Task[None] | None = None
-        self._turns = sessions.turns
-        self._undoing: set[asyncio.Task[Any]] = set()
+        self._live, self._streams = live, streams
+        self._others, self._recovery = others, recovery
+        self._monitor = monitor
+        self._incarnation = streams.identity.incarnation
+        self._undoing = Background()
         self._exchanged: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {
             "reserve": self.Reserve,
             "commit": self.Commit,
@@ -126,89 +80,61 @@ class CacheService(pb_grpc.CacheServicer):
             "contains": self.Contains,
         }
 
-    async def Session(  # type: ignore[override]  # it writes to the context instead of yielding
-        self, request_iterator: Any, context: Context
-    ) -> None:
-        await self._sessions.run(request_iterator, context)
+    # -- writing -------------------------------------------------------------------------------
 
     async def Reserve(self, request: pb.ReserveRequest, context: Ctx) -> pb.ReserveReply:
-        session = self._sessions.attached(request.session)
+        session = self._streams.attached(request.session)
         check_batch(request.items)
-        pace = self._turns.pace()
+        pace = await self._live.begin()
         items = await pace.each(_wanted, request.items)
-        await self._settle([key for key, _ in items])
+        await self._recovery.settle([key for key, _ in items])
         reply = pb.ReserveReply(incarnation=self._incarnation)
         reserved: list[EntryId] = []
-        size: int | None = None
         try:
-            with self._cache.reserving() as look:
-                await pace.through(look)
+            async with self._live.reserving(session, pace, MAKING_ROOM_S) as reserve:
                 for key, content in items:
                     await pace.step()
-                    outcome = await self._reserve(session, key, content, pace)
+                    outcome = await reserve(key, content)
                     if isinstance(outcome, Reserved):
                         reserved.append(outcome.entry)
-                        size = content.nbytes
                     reply.outcomes.append(to_reserve_outcome(outcome))
-        except BaseException:  # nobody is told of them
-            self._undo(lambda entry: self._abort(session, entry), reserved)
+        except BaseException:  # the client is not told of them
+            self._undo(lambda entry: self._live.abort(session, entry), reserved)
             raise
-        if size is not None:
-            self.grant(session, size)
-        self.trim_soon()
-        self._others.changed()
         return reply
 
-    async def _reserve(
-        self, session: SessionId, key: Key, content: Content, pace: Pace
-    ) -> Reservation:
-        until_s = self._now_s() + MAKING_ROOM_S
-        while (now_s := self._now_s()) < until_s:
-            outcome = self._cache.reserve(session, key, content, now_s, looked=True)
-            if not isinstance(outcome, MakingRoom):
-                return outcome
-            await pace.turn()
-        return self._cache.no_room(content.nbytes)
-
     async def Commit(self, request: pb.CommitRequest, context: Ctx) -> pb.CommitReply:
-        session = self._sessions.attached(request.session)
+        session = self._streams.attached(request.session)
         check_batch(request.reservations)
+        pace = await self._live.begin()
 
         def commit(reservation: int) -> bool:
-            outcome = self._cache.commit(session, EntryId(reservation), self._now_s())
-            if isinstance(outcome, Committed):
-                self._sessions.deliver(outcome.woken)
-            return isinstance(outcome, Committed)
+            return isinstance(self._live.commit(session, EntryId(reservation)), Committed)
 
-        try:
-            committed = await self._turns.pace().each(commit, request.reservations)
-        finally:
-            self._sessions.arm()
-            self._others.changed()
+        committed = await pace.each(commit, request.reservations)
         return pb.CommitReply(incarnation=self._incarnation, committed=committed)
 
     async def Abort(self, request: pb.AbortRequest, context: Ctx) -> pb.AbortReply:
-        session = self._sessions.attached(request.session)
+        session = self._streams.attached(request.session)
         check_batch(request.reservations)
-        aborted = await self._turns.pace().each(
-            lambda reservation: self._abort(session, EntryId(reservation)), request.reservations
-        )
+        pace = await self._live.begin()
+
+        def abort(reservation: int) -> bool:
+            return isinstance(self._live.abort(session, EntryId(reservation)), Aborted)
+
+        aborted = await pace.each(abort, request.reservations)
         return pb.AbortReply(incarnation=self._incarnation, aborted=aborted)
 
-    def _abort(self, session: SessionId, reservation: EntryId) -> bool:
-        outcome = self._cache.abort(session, reservation)
-        if isinstance(outcome, Aborted):
-            self._sessions.deliver(outcome.woken)
-        return isinstance(outcome, Aborted)
+    # -- reading -------------------------------------------------------------------------------
 
     async def Acquire(self, request: pb.AcquireRequest, context: Ctx) -> pb.AcquireReply:
-        session = self._sessions.attached(request.session)
+        session = self._streams.attached(request.session)
         check_batch(request.keys)
         check_batch(request.hints)
-        pace = self._turns.pace()
         wait_s = seconds_from(request.wait_s, "wait_s")
+        pace = await self._live.begin()
         keys = await pace.each(key_from, request.keys)
-        await self._settle(keys)
+        await self._recovery.settle(keys)
         if wait_s > 0.0:
             hints = dict(await pace.each(_hints_of, request.hints))
             for index, key in enumerate(keys):
@@ -217,47 +143,58 @@ class CacheService(pb_grpc.CacheServicer):
             for _ in range(TURNS_TO_ASK):
                 await asyncio.sleep(0)
             if request.only_if_written:
-                await pace.through(self._cache.look_at_claims())
-        how = wait_s, request.only_if_written, request.to_pin
+                await self._live.learn(keys, pace)
+        wait_for = WaitFor.WRITER if request.only_if_written else WaitFor.ANY
+        how = wait_s, wait_for, Answer.PIN if request.to_pin else Answer.LEASE
         outcomes: list[Acquisition] = []
         try:
             for key in keys:
                 await pace.step()
-                now_s = self._now_s()
-                outcomes.append(self._cache.acquire(session, key, now_s, *how, looked=True))
-            self._sessions.arm()
-            outcomes = await self._sessions.hold(session, outcomes)
+                outcomes.append(self._live.acquire(session, key, *how))
+            outcomes = await self._streams.held.hold(session, outcomes)
             reply = pb.AcquireReply(incarnation=self._incarnation)
             for outcome in outcomes:
                 await pace.step()
                 reply.outcomes.append(to_acquire_outcome(outcome))
-        except BaseException:  # nobody is told of them
-            self._sessions.arm()
-            self._undo(lambda outcome: self._sessions.drop(session, outcome), outcomes)
+        except BaseException:  # the client is not told of them
+            self._undo(lambda outcome: self._live.drop(session, outcome), outcomes)
             raise
         return reply
 
     async def Release(self, request: pb.ReleaseRequest, context: Ctx) -> pb.ReleaseReply:
-        session = self._sessions.attached(request.session)
+        session = self._streams.attached(request.session)
         check_batch(request.leases)
-        released = await self._turns.pace().each(
-            lambda lease: self._cache.release(session, LeaseId(lease)), request.leases
+        pace = await self._live.begin()
+        released = await pace.each(
+            lambda lease: self._live.release(session, LeaseId(lease)), request.leases
         )
         return pb.ReleaseReply(incarnation=self._incarnation, released=released)
 
+    async def Contains(self, request: pb.ContainsRequest, context: Ctx) -> pb.ContainsReply:
+        check_batch(request.keys)
+        pace = await self._live.begin()
+        keys = await pace.each(key_from, request.keys)
+        await self._recovery.settle(keys)
+        contained = await pace.each(self._live.cache.contains, keys)
+        return pb.ContainsReply(incarnation=self._incarnation, contained=contained)
+
     def _undo(self, undo: Callable[[T], object], items: Sequence[T]) -> None:
-        """Take back, in turns, what a call has done that was cancelled on its way."""
+        """Undo, in turns, the finished items of a call that was cancelled."""
         if items:
-            task = asyncio.ensure_future(self._turns.pace().each(undo, list(items)))
-            self._undoing.add(task)
-            task.add_done_callback(self._undoing.discard)
+            self._undoing.spawn(self._live.turns.pace().each(undo, list(items)))
+
+    # -- streams -------------------------------------------------------------------------------
+
+    async def Session(  # type: ignore[override]  # it writes to the context instead of yielding
+        self, request_iterator: Any, context: Context
+    ) -> None:
+        await self._streams.run(request_iterator, context)
 
     async def Exchange(  # type: ignore[override]  # it writes to the context instead of yielding
         self, request_iterator: AsyncIterator[pb.ExchangeRequest], context: Ctx
     ) -> None:
         async for request in request_iterator:
             started_s = time.perf_counter()
-            await self._sessions.catch_up()
             name = request.WhichOneof("call")
             try:
                 if name is None:
@@ -268,60 +205,47 @@ class CacheService(pb_grpc.CacheServicer):
                 reply = pb.ExchangeReply(failure=to_failure(error))
             await context.write(reply)
             if name is not None:
-                self._observe(name.title(), time.perf_counter() - started_s)
+                self._monitor.observe(name.title(), time.perf_counter() - started_s)
 
-    async def Contains(self, request: pb.ContainsRequest, context: Ctx) -> pb.ContainsReply:
-        check_batch(request.keys)
-        pace = self._turns.pace()
-        keys = await pace.each(key_from, request.keys)
-        await self._settle(keys)
-        contained = await pace.each(self._cache.contains, keys)
-        return pb.ContainsReply(incarnation=self._incarnation, contained=contained)
+    # -- for operators -------------------------------------------------------------------------
 
     async def Evict(self, request: pb.EvictRequest, context: Ctx) -> pb.EvictReply:
         selection = selection_from(request)
-        await self._settle(None if selection.key is None else [selection.key])
-        reply = pb.EvictReply(incarnation=self._incarnation)
-        pace = self._turns.pace()
-        after: EntryId | None = EntryId(0)
-        await self._look_at_pins(pace)
-        while after is not None:
-            report = self._cache.evict(selection, self._now_s(), TRIM_BATCH, after, request.dry_run)
-            reply.entries += report.entries
-            reply.nbytes += report.nbytes
-            reply.leased += report.leased
-            after = report.next_after
-            self._others.changed()
-            await pace.turn()
-            if not self._cache.is_settled:
-                await self._look_at_pins(pace)
-                await pace.turn()
-        return reply
-
-    async def _look_at_pins(self, pace: Pace) -> None:
-        while not self._cache.look_at_pins():
-            await pace.turn()
+        pace = await self._live.begin()
+        await self._recovery.settle(None if selection.key is None else [selection.key])
+        report = await self._live.evict(selection, request.dry_run, pace)
+        return pb.EvictReply(
+            incarnation=self._incarnation,
+            entries=report.entries,
+            nbytes=report.nbytes,
+            leased=report.leased,
+        )
 
     async def List(self, request: pb.ListRequest, context: Ctx) -> pb.ListReply:
         limit = min(request.limit or DEFAULT_PAGE, MAX_PAGE)
         reply = pb.ListReply(incarnation=self._incarnation)
-        pace = self._turns.pace()
+        pace = await self._live.begin()
         after: EntryId | None = EntryId(request.after)
         while after is not None and len(reply.entries) < limit:
-            page, after = self._cache.page(after, min(TRIM_BATCH, limit - len(reply.entries)))
+            count = min(EVICTED_AT_A_TIME, limit - len(reply.entries))
+            page, after = self._live.cache.page(after, count)
+            now_s = self._live.now_s()
             reply.entries.extend(
-                to_entry_info(info, self._now_s()) for info in page if _is_listed(info.key, request)
+                to_entry_info(info, now_s) for info in page if _is_listed(info.key, request)
             )
             await pace.turn()
         reply.next_after = after or 0
         return reply
 
     async def Status(self, request: pb.StatusRequest, context: Ctx) -> pb.StatusReply:
-        return self._status()
+        await self._live.begin()
+        self._live.scan()
+        return self._monitor.status()
 
     async def Offer(self, request: pb.OfferRequest, context: Ctx) -> pb.OfferReply:
         check_batch(request.keys)
-        keys = await self._turns.pace().each(key_from, request.keys)
+        pace = await self._live.begin()
+        keys = await pace.each(key_from, request.keys)
         self._others.offer(keys, request.nodes)
         return pb.OfferReply(incarnation=self._incarnation)
 
@@ -329,26 +253,6 @@ class CacheService(pb_grpc.CacheServicer):
         reply = self._others.status()
         reply.incarnation = self._incarnation
         return reply
-
-    async def _settle(self, keys: Sequence[Key] | None) -> None:
-        if self.settle is not None:
-            await self.settle(keys)
-
-    def trim_soon(self) -> None:
-        """Make room ahead of need, if it is getting short."""
-        if self._trimming is None and self._cache.needs_trim():
-            self._trimming = asyncio.ensure_future(self._trim())
-
-    async def _trim(self) -> None:
-        pace = self._turns.pace()
-        try:
-            goes_on = True
-            while goes_on:
-                await pace.turn()
-                goes_on = self._cache.trim(TRIM_BATCH, self._now_s())
-                self._others.changed()
-        finally:
-            self._trimming = None
 
 
 def _wanted(item: pb.ReserveItem) -> tuple[Key, Content]:

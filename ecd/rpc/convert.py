@@ -7,25 +7,23 @@ from typing import NoReturn
 import grpc
 from typing_extensions import assert_never
 
-from ecd.core.types import (
+from ecd.core.outcomes import (
     Acquisition,
     AlreadyStored,
     BeingWritten,
-    EntryInfo,
     EntryTooLarge,
-    Extent,
     Leased,
     LimitReached,
     Missing,
     PoolFull,
     Reservation,
     Reserved,
-    Selection,
     SessionEnded,
     Stored,
     Waiting,
 )
-from ecd.wire import InvalidRequest, key_from, seconds_from, to_content, to_key
+from ecd.core.types import EntryInfo, Selection
+from ecd.wire import InvalidRequest, key_from, seconds_from, to_content, to_extent, to_key
 from ecd_proto.v1 import cache_pb2 as pb
 
 
@@ -43,7 +41,7 @@ STATUS: dict[type[Exception], grpc.StatusCode] = {
 
 
 def to_failure(error: Exception) -> pb.Failure:
-    """What the status of a call would have been, where there is a stream instead."""
+    """The error of one call in a stream, with the status that a call of its own would have had."""
     code: int = STATUS[type(error)].value[0]
     return pb.Failure(code=code, details=str(error))
 
@@ -104,10 +102,6 @@ def to_acquire_outcome(outcome: Acquisition) -> pb.AcquireOutcome:
             assert_never(outcome)
 
 
-def to_extent(extent: Extent) -> pb.Extent:
-    return pb.Extent(pool=extent.pool, offset=extent.offset, nbytes=extent.nbytes)
-
-
 def to_entry_info(info: EntryInfo, now_s: float) -> pb.EntryInfo:
     return pb.EntryInfo(
         entry=info.entry,
@@ -117,6 +111,7 @@ def to_entry_info(info: EntryInfo, now_s: float) -> pb.EntryInfo:
         hits=info.hits,
         age_s=now_s - info.created_s,
         idle_s=now_s - info.used_s,
+        pool=info.extent.pool,
     )
 
 

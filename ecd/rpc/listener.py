@@ -15,21 +15,21 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""Between looks at whether the server is still there."""
+"""Pause between checks that the server is still there."""
 PAUSES_S = 0.01, 1.0
 """First and longest pause between attempts to bind again: each is twice the one before.
 
-The server before lets go of its address a moment later.
+The old server lets go of its address a moment after its end.
 """
 KEPT = 8
-"""Servers that were ended, and whose open calls go on; grpcio cancels those of one let go of."""
+"""Ended servers that are kept for their open calls: grpcio cancels them with the server object."""
 
 
 class Listener:
     """One address, and the server that listens there now."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        """`make` makes a server that is bound, or raises. Raises what that raises."""
+        """`make` makes a bound server; its exceptions are raised here."""
         self._make, self._server = make, make()
         self._ended: deque[Any] = deque(maxlen=KEPT)
         self._keeping: asyncio.Future[None] | None = None
@@ -50,7 +50,7 @@ class Listener:
                 await self._listen_again()
 
     async def _listen_again(self) -> None:
-        """Try until it works, whatever fails; what fails for long is told once."""
+        """Try until it works; a failure that lasts is logged once."""
         pause_s, longest_s = PAUSES_S
         told = False
         while not self._stopping:

@@ -1,4 +1,4 @@
-"""The gRPC server: services, health, reflection, and what every call passes through."""
+"""The gRPC server: services, health, reflection, and the interceptor of every call."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ class _Calls(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         unavailable: Callable[[], str | None],
-        catch_up: Callable[[], Awaitable[None]],
         observe: Callable[[str, float], None],
     ) -> None:
         self._unavailable = unavailable
-        self._catch_up = catch_up
         self._observe = observe
         self._handlers: dict[str, Any] = {}  # one wrapped handler a method
 
@@ -71,7 +69,6 @@ class _Calls(grpc.aio.ServerInterceptor):
             if reason is not None:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
             started_s = time.perf_counter()
-            await self._catch_up()
             try:
                 return await behavior(request, context)
             except (InvalidRequest, SessionOver) as error:
@@ -90,17 +87,16 @@ class Server:
         self,
         service: CacheService,
         unavailable: Callable[[], str | None],
-        catch_up: Callable[[], Awaitable[None]],
         observe: Callable[[str, float], None],
     ) -> None:
-        """`catch_up` comes before each call: what was put before it is stored by then."""
+        """`unavailable` says why calls are refused now; `observe` is told how long each took."""
         self._service = service
-        self._calls = _Calls(unavailable, catch_up, observe)
+        self._calls = _Calls(unavailable, observe)
         self._health = health.aio.HealthServicer()
         self._listeners: list[Listener] = []
 
     async def start(self, socket: OwnedSocket, gid: int | None, health_address: str | None) -> None:
-        """Raises SocketError: the daemon cannot listen on one of its addresses."""
+        """Listen. Raises SocketError: one of the addresses cannot be had."""
         await self.set_serving(False)
         try:
             await self._listen(lambda: self._make(socket, gid))
@@ -123,7 +119,7 @@ class Server:
         await self._listeners[-1].start()
 
     def _make(self, socket: OwnedSocket, gid: int | None) -> Any:
-        """Raises RuntimeError, OSError and SocketError: it cannot be bound."""
+        """A server on the socket. Raises RuntimeError, OSError and SocketError: it is not bound."""
         server = grpc.aio.server(
             interceptors=[self._calls],
             options=[
@@ -146,7 +142,7 @@ class Server:
         return server
 
     async def set_serving(self, serving: bool) -> None:
-        """What the health service answers."""
+        """Set the answer of the health service."""
         statuses = health_pb2.HealthCheckResponse
         status = statuses.SERVING if serving else statuses.NOT_SERVING
         for name in ("", SERVICE):

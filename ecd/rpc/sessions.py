@@ -1,7 +1,7 @@
-"""Session streams: each client's life, and the answers that come later.
+"""Session streams: one for each client, open as long as its session.
 
-A stream's end starts the end of its session. What the client may still touch is taken back only
-when the kernel says that its process has dropped the session's lock.
+The end of a stream is the end of its session. Memory that the client may still touch is taken back
+only when the kernel says that its process has dropped the session's lock.
 """
 
 from __future__ import annotations
@@ -9,29 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
 import grpc
 
-from ecd.core.cache import Cache
-from ecd.core.types import (
-    Acquisition,
-    Leased,
-    LeaseId,
-    LimitReached,
-    Missing,
-    SessionId,
-    Stored,
-    Ticket,
-    Waiting,
-    Wakeup,
-)
+from ecd.core.outcomes import LimitReached, Wakeup
+from ecd.core.types import LeaseId, SessionId, Ticket
+from ecd.identity import NodeIdentity
+from ecd.live import LiveCache
 from ecd.rpc.convert import SessionOver, to_acquire_outcome
-from ecd.turns import PIECE, Turns
+from ecd.rpc.held import HeldAnswers
 from ecd.wire import InvalidRequest
 from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH
 from ecd_proto.v1 import cache_pb2 as pb
@@ -39,21 +29,21 @@ from ecd_proto.v1 import cache_pb2 as pb
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
-HOLD_S = 0.005
-"""How long an Acquire that can only wait is left unanswered: most fetches take less."""
 MAX_UNREAD_EVENTS = 100_000
 """Events a client may leave unread before its session is ended."""
 RENEWED_AT_A_TIME = 64
 """Leases: each takes less than 1 us, and a client may have 65,536."""
 RECHECK_S = (0.01, 0.1)
-"""First and longest pause between two looks at the lock of a session whose stream ended."""
+"""First and longest pause between checks of the lock of a session whose stream ended."""
 
 Context = grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionEvent]
 SessionIterator = AsyncIterator[pb.SessionRequest]
+Event = pb.SessionEvent | pb.WaitEnded | None
+"""An event to write; None ends the stream."""
 
 
 class SessionFiles(Protocol):
-    """What a session needs to know of the pool's files."""
+    """The files that a client opens at the start of its session."""
 
     def pool_file(self) -> pb.PoolFile: ...
 
@@ -64,32 +54,6 @@ class SessionFiles(Protocol):
     def is_session_locked(self, offset: int) -> bool: ...
 
 
-class PutsWithoutCalls(Protocol):
-    """What was put where memory was granted, and is to become entries."""
-
-    def hear(self) -> None:
-        """Take some of it."""
-
-    async def catch_up(self) -> None:
-        """Take all that had been put when this was called."""
-
-    def take_last(self, session: SessionId) -> None:
-        """Take all that this session has put."""
-
-
-class NoPuts:
-    """Every put is a call."""
-
-    def hear(self) -> None:
-        pass
-
-    async def catch_up(self) -> None:
-        pass
-
-    def take_last(self, session: SessionId) -> None:
-        pass
-
-
 @dataclass(eq=False)
 class Stream:
     """One open session stream."""
@@ -97,57 +61,19 @@ class Stream:
     session: SessionId
     token: str
     client: str
-    outbox: asyncio.Queue[pb.SessionEvent | None] = field(
-        default_factory=lambda: asyncio.Queue(MAX_UNREAD_EVENTS)
-    )
+    outbox: asyncio.Queue[Event] = field(default_factory=lambda: asyncio.Queue(MAX_UNREAD_EVENTS))
     attached: bool = False  # its client was seen to hold the session's lock
 
 
-@dataclass(eq=False)
-class _Held:
-    """Waits of one call that is not answered yet."""
+class SessionStreams:
+    """All open streams, and the sessions whose stream has ended while their process lives on."""
 
-    waiting: set[Ticket]
-    over: asyncio.Future[None]
-    ended: dict[Ticket, Leased | Stored | Missing | LimitReached] = field(default_factory=dict)
-
-    def end(self, wakeup: Wakeup) -> None:
-        self.ended[wakeup.ticket] = wakeup.outcome
-        if len(self.ended) == len(self.waiting):
-            self.let_go()
-
-    def let_go(self) -> None:
-        if not self.over.done():
-            self.over.set_result(None)
-
-
-class Sessions:
-    """Every open stream, the timer of the core's deadlines and the sessions that are leaving."""
-
-    def __init__(
-        self,
-        cache: Cache,
-        files: SessionFiles,
-        incarnation: str,
-        daemon: str,
-        node: str,
-        now_s: Callable[[], float],
-    ) -> None:
-        self._cache = cache
-        self._files = files
-        self._incarnation = incarnation
-        self._daemon, self._node = daemon, node
-        self._now_s = now_s
-        self.turns = Turns()
-        self.puts: PutsWithoutCalls = NoPuts()
+    def __init__(self, live: LiveCache, files: SessionFiles, identity: NodeIdentity) -> None:
+        self.identity = identity
+        self.held = HeldAnswers(live)
+        self._live, self._files = live, files
         self._by_token: dict[str, Stream] = {}
         self._by_session: dict[SessionId, Stream] = {}
-        self._elsewhere: dict[SessionId, Callable[[Wakeup], None]] = {}
-        self._held: dict[Ticket, _Held] = {}
-        self._woken: deque[Wakeup] = deque()  # not told as yet
-        self._closing: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = 0.0
         self._stopping = False
         self._leaving = 0
 
@@ -155,16 +81,6 @@ class Sessions:
     def clients(self) -> int:
         """Sessions of clients, open or leaving; the daemon's own and its peers' apart."""
         return len(self._by_session) + self._leaving
-
-    def hear(self) -> None:
-        """Take some of what was put without a call."""
-        self.puts.hear()
-
-    async def catch_up(self) -> None:
-        """Take what was put without a call: before anything is answered that could depend on it."""
-        await self.puts.catch_up()
-
-    # -- for the batch calls -------------------------------------------------------------------
 
     def attached(self, token: str) -> SessionId:
         """The open session of this name, whose client holds its lock.
@@ -183,120 +99,28 @@ class Sessions:
             stream.attached = True
         return stream.session
 
-    def redirect(self, session: SessionId, tell: Callable[[Wakeup], None] | None) -> None:
-        """A session without a stream here is told of its waits by `tell`; None: no more."""
-        if tell is None:
-            self._elsewhere.pop(session, None)
-        else:
-            self._elsewhere[session] = tell
+    # -- what happens between calls ------------------------------------------------------------
 
-    def drop(self, session: SessionId, outcome: Acquisition) -> None:
-        """Nobody is told of this outcome: neither its lease nor its wait is for anything."""
-        if isinstance(outcome, Leased):
-            self._cache.release(session, outcome.lease)
-        elif isinstance(outcome, Waiting):
-            self._cache.cancel_wait(session, outcome.ticket)
+    def wait_ended(self, wakeup: Wakeup) -> None:
+        if not self.held.take(wakeup):
+            outcome = to_acquire_outcome(wakeup.outcome)
+            self._post(wakeup.session, pb.WaitEnded(ticket=wakeup.ticket, outcome=outcome))
 
-    async def hold(self, session: SessionId, outcomes: list[Acquisition]) -> list[Acquisition]:
-        """The outcomes, some moments later if all there is are waits that may end soon.
-
-        An answer that says "wait", and another that says what came of it, cost more than that.
-        """
-        waiting = {outcome.ticket for outcome in outcomes if isinstance(outcome, Waiting)}
-        if not waiting or any(isinstance(outcome, Leased | Stored) for outcome in outcomes):
-            return outcomes
-        loop = asyncio.get_running_loop()
-        held = _Held(waiting, loop.create_future())
-        self._held |= dict.fromkeys(waiting, held)
-        late = loop.call_later(HOLD_S, held.let_go)
-        try:
-            await held.over
-        except BaseException:
-            for ended in held.ended.values():
-                self.drop(session, ended)
-            raise
-        finally:
-            late.cancel()
-            for ticket in waiting:
-                self._held.pop(ticket, None)
-        return [
-            held.ended.get(outcome.ticket, outcome) if isinstance(outcome, Waiting) else outcome
-            for outcome in outcomes
-        ]
-
-    def deliver(self, woken: Iterable[Wakeup]) -> None:
-        """Tell the waiting sessions how their waits ended."""
-        is_telling = bool(self._woken)
-        self._woken.extend(woken)
-        if not is_telling:
-            self._tell_some()
-
-    def _tell_some(self) -> None:
-        """A piece of them, and the rest in the next turns: a thousand may wait for one key."""
-        for _ in range(min(PIECE, len(self._woken))):
-            self._tell(self._woken.popleft())
-        if self._woken:
-            asyncio.get_running_loop().call_soon(self._tell_some)
-
-    def _tell(self, wakeup: Wakeup) -> None:
-        if tell := self._elsewhere.get(wakeup.session):
-            tell(wakeup)
-        elif held := self._held.pop(wakeup.ticket, None):
-            held.end(wakeup)
-        else:
-            ended = pb.WaitEnded(ticket=wakeup.ticket, outcome=to_acquire_outcome(wakeup.outcome))
-            self._post(wakeup.session, pb.SessionEvent(wait_ended=ended))
-
-    def close(self, session: SessionId) -> None:
-        """Take back, in turns, what a session had whose process can touch the memory no more."""
-        closing = asyncio.ensure_future(self._close(session))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-
-    async def _close(self, session: SessionId) -> None:
-        is_closed = False
-        while not is_closed:
-            await self.turns.any()
-            is_closed = self._cache.close_session(session)
-        logger.debug("session %d closed", session)
-
-    def arm(self) -> None:
-        """Look at the core's next deadline: call after whatever may have brought it nearer."""
-        next_s = self._cache.next_deadline_s()
-        if next_s is None or (self._timer is not None and self._timer_s <= next_s):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_s = next_s
-        delay_s = max(0.0, next_s - self._now_s())
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        expired, overdue = self._cache.expire(self._now_s())
-        ended: dict[SessionId, list[LeaseId]] = {}
-        for lease in expired:
-            ended.setdefault(lease.session, []).append(lease.lease)
-        for session, leases in ended.items():
-            self._post(session, pb.SessionEvent(leases_ended=pb.LeasesEnded(leases=leases)))
-        self.deliver(overdue)
-        self.arm()
+    def leases_ended(self, session: SessionId, leases: Sequence[LeaseId]) -> None:
+        self._post(session, pb.SessionEvent(leases_ended=pb.LeasesEnded(leases=leases)))
 
     # -- streams -------------------------------------------------------------------------------
 
     async def run(self, requests: SessionIterator, context: Context) -> None:
         """Serve one stream until it ends."""
         hello = await self._hello(requests, context)
-        opened = self._cache.open_session()
-        if isinstance(opened, LimitReached):
+        stream = self.open(f"{hello.client} pid {hello.pid}")
+        if isinstance(stream, LimitReached):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"the daemon has its limit of {opened.limit} sessions",
+                f"the daemon has its limit of {stream.limit} sessions",
             )
             return
-        stream = Stream(opened, secrets.token_hex(16), f"{hello.client} pid {hello.pid}")
-        self._by_token[stream.token] = self._by_session[opened] = stream
-        logger.debug("session %d opened by %s", opened, stream.client)
         writer: asyncio.Future[None] | None = None
         try:
             await context.write(self._stamp(pb.SessionEvent(welcome=self._welcome(stream))))
@@ -309,7 +133,18 @@ class Sessions:
         finally:
             if writer is not None:
                 writer.cancel()
-            self._end(stream)
+            self.end(stream)
+
+    def open(self, client: str) -> Stream | LimitReached:
+        """Open a session and its stream's books."""
+        opened = self._live.open_session()
+        if isinstance(opened, LimitReached):
+            return opened
+        stream = Stream(opened, secrets.token_hex(16), client)
+        self._by_token[stream.token] = self._by_session[opened] = stream
+        self._live.subscribe(opened, self)
+        logger.debug("session %d opened by %s", opened, client)
+        return stream
 
     def end_all(self) -> None:
         """Make every stream end, as the daemon stops."""
@@ -329,7 +164,7 @@ class Sessions:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"{hello.client or 'the client'} speaks contract {hello.contract_version}, "
-                f"{self._daemon} speaks contract {CONTRACT_VERSION}: upgrade the older one",
+                f"{self.identity.daemon} speaks contract {CONTRACT_VERSION}: upgrade the older one",
             )
         return hello
 
@@ -337,66 +172,60 @@ class Sessions:
         return pb.Welcome(
             session=stream.token,
             contract_version=CONTRACT_VERSION,
-            daemon=self._daemon,
-            lease_ttl_s=self._cache.lease_ttl_s,
-            now_s=self._now_s(),
-            pool=self._files.pool_file(),
+            daemon=self.identity.daemon,
+            lease_ttl_s=self._live.cache.lease_ttl_s,
+            now_s=self._live.now_s(),
+            pools=[self._files.pool_file()],
             lock_path=self._files.lock_path(),
             lock_offset=stream.session,
             index=self._files.index_file(stream.session),
-            node=self._node,
+            node=self.identity.node,
         )
 
     async def _read(self, stream: Stream, requests: SessionIterator) -> None:
-        most = self._cache.limits.leases_per_session
+        most = self._live.cache.limits.leases_per_session
         async for request in requests:
             match request.WhichOneof("request"):
                 case "renew" if len(request.renew.leases) <= most:
                     await self._renew(stream, request.renew)
                 case "cancel_waits" if len(request.cancel_waits.tickets) <= MAX_BATCH:
-                    pace = self.turns.pace()
+                    pace = self._live.turns.pace()
                     for ticket in map(Ticket, request.cancel_waits.tickets):
                         await pace.step()
-                        if self._cache.cancel_wait(stream.session, ticket):
-                            self.deliver([Wakeup(stream.session, ticket, Missing())])
+                        self._live.cancel_wait(stream.session, ticket)
                 case _:
                     logger.warning("%s broke the session's protocol", stream.client)
                     return
 
     async def _renew(self, stream: Stream, renew: pb.Renew) -> None:
-        leases, lost, pace = list(map(LeaseId, renew.leases)), [], self.turns.pace()
-        expires_s, _ = self._cache.renew(stream.session, (), self._now_s())  # of the first of them
+        leases, lost = list(map(LeaseId, renew.leases)), []
+        pace = self._live.turns.pace()
+        expires_s, _ = self._live.renew(stream.session, ())  # when the first of them runs out
         for start in range(0, len(leases), RENEWED_AT_A_TIME):
             await pace.step()
             some = leases[start : start + RENEWED_AT_A_TIME]
-            lost += self._cache.renew(stream.session, some, self._now_s())[1]
-        renewed = pb.Renewed(expires_s=expires_s)
+            lost += self._live.renew(stream.session, some)[1]
         if lost:
-            self._post(stream.session, pb.SessionEvent(leases_ended=pb.LeasesEnded(leases=lost)))
-        self._post(stream.session, pb.SessionEvent(renewed=renewed))
+            self.leases_ended(stream.session, lost)
+        self._post(stream.session, pb.SessionEvent(renewed=pb.Renewed(expires_s=expires_s)))
 
     async def _write(self, stream: Stream, context: Context) -> None:
-        """What has piled up goes together, as far as it is of one kind."""
+        """Write the events in the outbox, until one ends the stream."""
         while True:
             events = [await stream.outbox.get()]
             while not stream.outbox.empty() and len(events) < MAX_BATCH:
                 events.append(stream.outbox.get_nowait())
-            for ends_wait, group in groupby(events, _ends_wait):
-                for event in [self._together(group)] if ends_wait else group:
-                    if event is None:
-                        return
-                    await context.write(event)
+            for event in _merged(events):
+                if event is None:
+                    return
+                await context.write(self._stamp(event))
 
-    def _together(self, events: Iterable[pb.SessionEvent | None]) -> pb.SessionEvent:
-        ended = [event.wait_ended for event in events if event is not None]
-        return self._stamp(pb.SessionEvent(waits_ended=pb.WaitsEnded(ended=ended)))
-
-    def _post(self, session: SessionId, event: pb.SessionEvent) -> None:
+    def _post(self, session: SessionId, event: Event) -> None:
         stream = self._by_session.get(session)
         if stream is None:
             return
         try:
-            stream.outbox.put_nowait(self._stamp(event))
+            stream.outbox.put_nowait(event)
         except asyncio.QueueFull:
             logger.warning("%s leaves its events unread: its session ends", stream.client)
             self._close_outbox(stream)
@@ -407,16 +236,16 @@ class Sessions:
         stream.outbox.put_nowait(None)
 
     def _stamp(self, event: pb.SessionEvent) -> pb.SessionEvent:
-        event.incarnation = self._incarnation
+        event.incarnation = self.identity.incarnation
         return event
 
     # -- the end of a session ------------------------------------------------------------------
 
-    def _end(self, stream: Stream) -> None:
-        self.puts.take_last(stream.session)
+    def end(self, stream: Stream) -> None:
+        """End the stream's session, and take back its memory once its lock is free."""
         del self._by_token[stream.token]
         del self._by_session[stream.session]
-        self.deliver(self._cache.leave_session(stream.session))
+        self._live.leave_session(stream.session)
         self._leaving += 1
         self._take_back(stream.session, RECHECK_S[0])
 
@@ -429,12 +258,22 @@ class Sessions:
             loop.call_later(pause_s, self._take_back, session, pause_s * 2)
             return
         self._leaving -= 1
-        self.puts.take_last(session)  # a put that began before the stream's end may be over since
-        self.close(session)
+        self._live.close_session(session)
 
 
-def _ends_wait(event: pb.SessionEvent | None) -> bool:
-    return event is not None and event.HasField("wait_ended")
+def _merged(events: Iterable[Event]) -> Iterator[pb.SessionEvent | None]:
+    """The events in order; ends of waits in a row make one."""
+    for _, group in groupby(events, type):
+        others: list[pb.SessionEvent | None] = []
+        waits: list[pb.WaitEnded] = []
+        for event in group:
+            if isinstance(event, pb.WaitEnded):
+                waits.append(event)
+            else:
+                others.append(event)
+        if waits:
+            yield pb.SessionEvent(waits_ended=pb.WaitsEnded(ended=waits))
+        yield from others
 
 
 async def anext_(iterator: SessionIterator) -> pb.SessionRequest:

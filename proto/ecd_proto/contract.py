@@ -6,7 +6,7 @@ import hmac
 import os
 from typing import NamedTuple
 
-CONTRACT_VERSION = 1
+CONTRACT_VERSION = 2
 """Raised when a client of the version before could misread an answer; additions do not count."""
 
 DTYPES: dict[str, int] = {
@@ -41,13 +41,18 @@ NODE_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}):\d{1,5}$"
 MAX_NODE_LENGTH = 259
 
 
-class Hint(NamedTuple):
-    """A node that is likely to have an entry, host:port, and the entry's extent in its pool.
+MAX_POOLS = 64
+"""Pools of one daemon, numbered from 0."""
 
-    With the extent (`nbytes` above 0) the bytes are read while the node is asked for them.
+
+class Hint(NamedTuple):
+    """A node that is likely to have an entry, host:port, and the entry's extent there.
+
+    With the extent (`nbytes` above 0) the bytes are read while the node is asked for their lease.
     """
 
     node: str
+    pool: int = 0
     offset: int = 0
     nbytes: int = 0
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ecd_proto.shm import LOCK_NAME, SUFFIXES, pool_dir
+from ecd_proto.shm.files import LOCK_NAME, SUFFIXES, pool_dir
 
 TOUCH_S = 60.0
 """How often a running daemon sets its directory's time, so that the time says when it ended."""

@@ -16,14 +16,21 @@ from statistics import median
 import pytest
 import torch
 
-from ecd.cluster.admission import Admitted
-from ecd.cluster.directory import Found
+from ecd.cluster.admission import Admission
+from ecd.cluster.candidates import Candidates
+from ecd.cluster.directory import Found, NoDirectory
 from ecd.cluster.fetcher import Fetcher
 from ecd.cluster.peers import Peers
 from ecd.cluster.redis_directory import RedisDirectory
+from ecd.config import Config
 from ecd.core.cache import Cache
-from ecd.core.types import Key, Missing, Waiting, Wakeup
+from ecd.core.outcomes import Missing, Waiting, Wakeup
+from ecd.core.pool import Pool
+from ecd.core.types import Key, WaitFor
+from ecd.identity import NodeIdentity
+from ecd.live import LiveCache
 from ecd_client import Client
+from ecd_proto.shm.files import GRANULE_BYTES
 from support.daemon import Daemon, eventually
 from support.redis import RedisServer
 
@@ -232,11 +239,11 @@ def test_rows_that_lead_nowhere_cost_a_miss(two: Two, redis: RedisServer) -> Non
     nowhere = json.dumps({"node": "unix:///run/other.sock", "zone": "", "load": 0})
     redis.ask("set", "ecd:default:n:" + "5" * 32, nowhere)
     redis.ask("hset", row("no node"), "5" * 32, "")
-    redis.ask("hset", row("evicted long ago"), here.incarnation, "4096+400")
-    redis.ask("hset", row("another life"), "1" * 32, "0+1000")
-    redis.ask("hset", row("a dead node"), "2" * 32, "0+1000")
+    redis.ask("hset", row("evicted long ago"), here.incarnation, "0:4096+400")
+    redis.ask("hset", row("another life"), "1" * 32, "0:0+1000")
+    redis.ask("hset", row("a dead node"), "2" * 32, "0:0+1000")
     redis.ask("hset", row("nonsense"), "3" * 32, "", "no incarnation at all", "x")
-    places = ["-1+5", "+", "1e3+7", "99999999999999999+999", "9" * 400 + "+1", "0+0"]
+    places = ["5+5", "0:-1+5", ":+", "0:1e3+7", "99999:0+5", "0:" + "9" * 400 + "+1", "0:0+0"]
     for number, place in enumerate(places):
         redis.ask("hset", row(f"nowhere {number}"), here.incarnation, place)
     redis.ask("hset", row("a node that is gone"), "4" * 32, "")
@@ -260,16 +267,9 @@ def test_rows_that_lead_nowhere_cost_a_miss(two: Two, redis: RedisServer) -> Non
 
 def directory_of(redis: RedisServer) -> RedisDirectory:
     """That of a node which stores nothing, in this process."""
-    return RedisDirectory(
-        url(redis),
-        "default",
-        "127.0.77.1:1",
-        "f" * 32,
-        "",
-        lambda: 0,
-        lambda *_: ([], None),
-        {}.get,
-    )
+    config = Config(peer_address="127.0.77.1:1", peer_insecure=True, directory=url(redis))
+    identity = NodeIdentity("default", "f" * 32, "a test", "127.0.77.1:1")
+    return RedisDirectory(config, identity, Cache([Pool(0, 1 << 20, GRANULE_BYTES)]))
 
 
 def a_node(redis: RedisServer, incarnation: str, record: str | None = None) -> None:
@@ -295,7 +295,7 @@ POISONED_RECORDS = {
 def test_a_poisoned_record_costs_its_own_candidate(redis: RedisServer, poison: str) -> None:
     a_node(redis, "1" * 32)
     a_node(redis, "2" * 32, POISONED_RECORDS[poison])
-    redis.ask("hset", row("k"), "1" * 32, "0+5", "2" * 32, "0+5")
+    redis.ask("hset", row("k"), "1" * 32, "0:0+5", "2" * 32, "0:0+5")
     redis.ask("hset", row("another"), "1" * 32, "")
     check_that_all_is_found(redis)
 
@@ -305,18 +305,18 @@ def test_a_poisoned_row_costs_its_own_candidates(redis: RedisServer) -> None:
     redis.ask("hset", row("another"), "1" * 32, "", "not an incarnation", "")
     redis.ask("eval", "redis.call('hset', KEYS[1], '\\255\\254', '')", "1", row("another"))
     redis.ask("eval", "redis.call('hset', KEYS[1], ARGV[1], '\\255')", "1", row("k"), "3" * 32)
-    redis.ask("hset", row("k"), "1" * 32, "0+5")
+    redis.ask("hset", row("k"), "1" * 32, "0:0+5")
     redis.ask("lpush", "ecd:default:n:" + "3" * 32, "x")
     redis.ask("set", row("of another type"), "x")
     check_that_all_is_found(redis)
 
 
 MANY_FIELDS = (
-    "for i = 1, 10000 do redis.call('hset', KEYS[1], string.format('%032x', i), '0+5') end"
+    "for i = 1, 10000 do redis.call('hset', KEYS[1], string.format('%032x', i), '0:0+5') end"
 )
 LONG_FIELDS = (
     "redis.call('hset', KEYS[1], string.rep('1', 32), string.rep('5', 4000000)) "
-    "redis.call('hset', KEYS[1], string.rep('1', 4000000), '0+5')"
+    "redis.call('hset', KEYS[1], string.rep('1', 4000000), '0:0+5')"
 )
 LONG_STRING = "redis.call('set', KEYS[1], string.rep('5', 4000000))"
 
@@ -325,10 +325,10 @@ def test_what_is_too_large_is_not_read(redis: RedisServer) -> None:
     a_node(redis, "1" * 32)
     a_node(redis, "2" * 32)
     for key in ("k", "another"):
-        redis.ask("hset", row(key), "1" * 32, "0+5", "e" * 32, "0+5")
+        redis.ask("hset", row(key), "1" * 32, "0:0+5", "e" * 32, "0:0+5")
     redis.ask("eval", MANY_FIELDS, "1", row("of many nodes"))
     redis.ask("eval", LONG_FIELDS, "1", row("of long fields"))
-    redis.ask("hset", row("of long fields"), "2" * 32, "0+5")
+    redis.ask("hset", row("of long fields"), "2" * 32, "0:0+5")
     redis.ask("eval", LONG_STRING, "1", "ecd:default:n:" + "e" * 32)
     names = ("k", "of many nodes", "of long fields", "another")
 
@@ -405,32 +405,40 @@ def test_lookups_at_one_time_do_not_hurt_each_other(
 
 
 def test_a_lookup_that_raises_is_answered_at_once() -> None:
-    async def find(keys: object) -> Found:
-        await asyncio.sleep(0.01)
-        raise KeyError("as no directory should")
+    class BrokenDirectory(NoDirectory):
+        async def find(self, keys: object) -> Found:
+            await asyncio.sleep(0.01)
+            raise KeyError("as no directory should")
+
+    class Asking:
+        def __init__(self) -> None:
+            self.woken: list[Wakeup] = []
+
+        def wait_ended(self, wakeup: Wakeup) -> None:
+            self.woken.append(wakeup)
 
     async def want() -> None:
-        cache = Cache(1 << 20, 30.0)
-        session, asking = cache.open_session(), cache.open_session()
-        woken: list[Wakeup] = []
-        fetcher = Fetcher(
-            cache, session, None, None, Peers("127.0.77.1:1", "", "tcp", None, None), nobody, find,
-            woken.extend, lambda *_: None, "", 5.0,
-        )  # fmt: skip
+        config = Config(peer_address="127.0.77.1:1", peer_insecure=True)
+        peers = Peers(config, NodeIdentity("default", "f" * 32, "a test", "127.0.77.1:1"), None)
+        directory = BrokenDirectory()
+        admission = Admission("127.0.77.1:1", config, peers, directory)
+        live = LiveCache(Cache([Pool(0, 1 << 20, GRANULE_BYTES)]))
+        asking, told = live.open_session(), Asking()
+        live.subscribe(asking, told)
+        candidates = Candidates(peers, admission, directory, "")
+        fetcher = Fetcher(live, None, candidates, lambda *_: None, 5.0)
         keys = [Key("default", str(number)) for number in range(3)]
         for key in keys:
             fetcher.want(key, ())
-            assert isinstance(cache.acquire(asking, key, 0.0, 5.0, True), Waiting)
+            assert isinstance(live.acquire(asking, key, 5.0, WaitFor.WRITER), Waiting)
         started = time.monotonic()
-        while len(woken) < len(keys):
+        while len(told.woken) < len(keys):
             await asyncio.sleep(0.01)
             assert time.monotonic() - started < 3.0, "a fetch has five"
-        assert all(isinstance(wakeup.outcome, Missing) for wakeup in woken)
+        assert all(isinstance(wakeup.outcome, Missing) for wakeup in told.woken)
         assert fetcher.flights == 0
         await fetcher.close()
-
-    async def nobody(hints: object) -> list[Admitted]:
-        return []
+        await candidates.close()
 
     asyncio.run(want())
 

@@ -41,7 +41,7 @@ class TwoNodes:
     def begin(self, key: str = "big") -> None:
         """A fetch of the big entry, under way when this returns."""
         self.asker.send("get", key=key, timeout=8.0, nodes=[self.near.peer], seed=1)
-        eventually(lambda: self.wants.status().pool.reserved_bytes >= BIG, what="the fetch")
+        eventually(lambda: self.wants.status().pools[0].reserved_bytes >= BIG, what="the fetch")
         time.sleep(0.2)
 
     def end(self, found: bool | None) -> dict:
@@ -227,7 +227,7 @@ def test_nodes_that_expect_a_key_from_each_other_do_not_wait(
     with Client(a.address) as here, Client(b.address) as there:
         for attempt in range(10):
             started = time.monotonic()
-            hints = [Hint(node, 0, 1000 * attempt) for node in (b.peer, a.peer)]
+            hints = [Hint(node, 0, 0, 1000 * attempt) for node in (b.peer, a.peer)]
             both = [
                 client.get_async([f"k{attempt}"], 5.0, only_if_written=True, nodes=[[hint]])[0]
                 for client, hint in zip((here, there), hints, strict=True)
@@ -270,7 +270,7 @@ def liar(request: pytest.FixtureRequest) -> Iterator[str | Hint]:
     lie, ahead = request.param
     number = [*LIES, *OTHER_LIES].index(lie)
     with lying_peers({number + 120 * ahead: [lie]}) as [node]:
-        yield Hint(node, 0, NBYTES) if ahead else node
+        yield Hint(node, 0, 0, NBYTES) if ahead else node
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +362,7 @@ def test_peers_that_die_at_any_moment_of_a_read(
     with lying_peers(deaths) as nodes:
         for node in nodes:
             started = time.monotonic()
-            hint = Hint(node, 0, NBYTES * ahead)
+            hint = Hint(node, 0, 0, NBYTES * ahead)
             [found] = client.get_async([f"of {node}"], 5.5, only_if_written=True, nodes=[[hint]])
             item = found.result(BOUND_S)
             assert time.monotonic() - started < 2.0, "nobody waits for who is known to be gone"

@@ -172,7 +172,7 @@ def test_an_entry_that_is_being_written_is_waited_for(
             column = torch.full((1 << 20, 2), 3.0)[:, 0]  # torch copies that
             stored = here.put_async(key, column)
             if key == "by a call":
-                eventually(lambda: a.status().pool.reserved_bytes > 0)
+                eventually(lambda: a.status().pools[0].reserved_bytes > 0)
             hint = here.hint(key)
             assert (hint.nbytes > 0) == (key == "in granted memory")
             started = time.monotonic()
@@ -231,7 +231,7 @@ def test_what_a_hint_locates_is_read_before_it_is_leased(
     status = b.peers()
     assert (status.reads_ahead, status.reads_ahead_used) == (len(tensors) - 1,) * 2
     assert status.peers[0].reads == len(tensors)
-    assert here.hint("nothing") == (here.node, 0, 0)
+    assert here.hint("nothing") == (here.node, 0, 0, 0)
     for daemon in (a, b):
         daemon.check_nothing_leaked()
 
@@ -275,6 +275,7 @@ def test_hints_that_cannot_be_are_hints_of_a_node(make_peer: MakePeer, client_of
         *((64 << 20, 1), ((64 << 20) - 10, 100), (1 << 63, 1), ((1 << 64) - 1, (1 << 64) - 1)),
         *((0, 0), (5, 0), (0, LARGEST_AHEAD + 1), (0, 1 << 60)),
     ]
+    extents = [(0, *place) for place in extents] + [(1, 0, 400), (1 << 31, 0, 400)]
     for number, extent in enumerate(extents):
         here.put(f"k{number}", torch.full((100,), float(number)))
         with there.get(f"k{number}", 5.0, nodes=[Hint(here.node, *extent)]) as item:

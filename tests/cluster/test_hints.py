@@ -146,7 +146,7 @@ def hints() -> ModuleType:
 
 
 def item(number: int) -> dict:
-    return {"ecd_node": f"10.0.{number // 250 % 250}.1:9465", "ecd_extent": [number, 100]}
+    return {"ecd_node": f"10.0.{number // 250 % 250}.1:9465", "ecd_extent": [0, number, 100]}
 
 
 def deep() -> dict:
@@ -171,11 +171,11 @@ def huge(shape: str) -> object:
         case "a long name":
             return {"k" * BODY_BYTES: item(0), "ec_items": None}
         case "a long node":
-            return {"k": {"ecd_node": "1" * BODY_BYTES, "ecd_extent": [0, 1]}}
+            return {"k": {"ecd_node": "1" * BODY_BYTES, "ecd_extent": [0, 0, 1]}}
         case "a long extent":
             return {"k": {"ecd_node": "10.0.0.1:9465", "ecd_extent": [0] * BODY_BYTES}}
         case "a large number":
-            return {"k": {"ecd_node": "10.0.0.1:9465", "ecd_extent": [1 << (8 * BODY_BYTES), 1]}}
+            return {"k": {"ecd_node": "10.0.0.1:9465", "ecd_extent": [0, 1 << (8 * BODY_BYTES), 1]}}
         case "names that are none":
             return {"ec_items": [{"mm_hash": ["k"] * 1000}, {"mm_hash": {}}, {"mm_hash": None}]}
         case "many consumers":
@@ -215,8 +215,8 @@ def test_hints_of_any_form_take_less_than_a_millisecond(
 
 def test_hints_are_what_they_were(hints: ModuleType) -> None:
     """In both forms that vLLM has, and of the items that the request has."""
-    said = {"ecd_node": "10.0.0.1:9465", "ecd_extent": [4096, 100]}
-    hint = Hint("10.0.0.1:9465", 4096, 100)
+    said = {"ecd_node": "10.0.0.1:9465", "ecd_extent": [0, 4096, 100]}
+    hint = Hint("10.0.0.1:9465", 0, 4096, 100)
     for params in ({"k": said, "l": {}}, {"ec_items": [{"mm_hash": "k", **said}]}):
         assert hints.hints_in(params)["k"] == [hint]
         assert hints.hints_in(params, ["k"]) == {"k": [hint]}
@@ -227,8 +227,8 @@ def test_a_question_that_is_too_large_ends_no_session(daemon: Daemon, client_of:
     client = client_of(daemon)
     client.put("k", torch.ones(10))
     bystander = client.get_async(["later"], 5.0)[0]
-    token = client._session.conversation().token
-    many = [Hint(f"10.0.{n // 250}.{n % 250}:9465", n, 100) for n in range(70_000)]
+    token = client._connection.session().token
+    many = [Hint(f"10.0.{n // 250}.{n % 250}:9465", 0, n, 100) for n in range(70_000)]
     long = "m" * BODY_BYTES
     founds = client.get_async(["asked", long, "\ud800", "", "k"], 0.5, nodes=[many] * 5)
     for found in founds[1:4]:
@@ -244,8 +244,8 @@ def test_a_question_that_is_too_large_ends_no_session(daemon: Daemon, client_of:
     client.put("later", torch.ones(10))
     with bystander.result(2) as found:
         assert (found.tensor == 1).all()
-    assert client._session.conversation().token == token, "it is the session that it was"
+    assert client._connection.session().token == token, "it is the session that it was"
     with contextlib.suppress(InvalidArgument):
         client.contains([long])
     eventually(lambda: client.contains(["k", "later"]) == [True, True])
-    assert client._session.conversation().token == token
+    assert client._connection.session().token == token

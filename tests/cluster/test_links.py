@@ -9,20 +9,28 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import grpc
 import torch
 from prometheus_client import generate_latest
 
-from ecd.cluster.checksum import Checksums
-from ecd.cluster.cluster import Cluster
+from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import Config
 from ecd.core.cache import Cache
-from ecd.core.types import Content, Key, Reserved
+from ecd.core.outcomes import Reserved
+from ecd.core.pool import Pool
+from ecd.core.types import Content, Key
+from ecd.identity import NodeIdentity
+from ecd.live import LiveCache
+from ecd.memory.checksums import Checksums
 from ecd.metrics import Metrics
+from ecd.rpc.sessions import SessionStreams
+from ecd.rpc.status import Status
 from ecd_client import Client
 from ecd_proto.contract import CONTRACT_VERSION, proof
 from ecd_proto.mapping import Mapping
+from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
@@ -121,24 +129,23 @@ def test_peers_cannot_take_all_sessions(make_peer: MakePeer, client_of: ClientOf
 
 def test_what_is_offered_or_published_gives_up_the_loop() -> None:
     """Counted in turns and in this thread's time, as neither depends on what else runs here."""
-    cache, memory = Cache(1 << 20, 30.0), Mapping.of_memory(1 << 20)
-    session, keys = cache.open_session(), [Key("default", str(n)) for n in range(1024)]
+    live, memory = LiveCache(Cache([Pool(0, 1 << 24, GRANULE_BYTES)])), Mapping.of_memory(1 << 24)
+    cache, session = live.cache, live.open_session()
+    keys = [Key("default", str(n)) for n in range(1024)]
 
     async def run() -> None:
         config = Config(
             peer_address="127.0.88.1:9465", peer_token=TOKEN, hint_networks="127.0.0.0/8"
         )
-        checksums = Checksums(cache, memory)
-        cluster = Cluster(
-            config, cache, checksums, memory, memory, "a" * 32, "a test", list, lambda *_: None
-        )  # fmt: skip
+        checksums = Checksums(live, memory)
+        identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
+        pool = PoolMemory(memory, memory, checksums)
+        cluster = Cluster(config, live, pool, identity, lambda *_: None)
         for key in keys:
             reserved = cache.reserve(session, key, Content("uint8", (64,), 64), 0.0)
-            cache.commit(session, reserved.entry, 0.0)
+            live.commit(session, reserved.entry)
         publishing, turns = asyncio.ensure_future(cluster._publish()), 0
-        await asyncio.sleep(0)
-        cluster.changed()
-        while cache.look(keys[-1]).checksum is None:
+        while cache.info(keys[-1]).checksum is None:
             await asyncio.sleep(0)
             turns += 1
         assert turns >= len(keys) / 8, "a few are hashed in one turn"
@@ -158,8 +165,12 @@ def test_what_is_offered_or_published_gives_up_the_loop() -> None:
 
 def test_a_scrape_never_fails() -> None:
     """Its thread reads what the event loop changes all the time."""
-    cache = Cache(1 << 24, 30.0)
-    metrics = Metrics(cache, lambda: 0, lambda: 0, "0")
+    cache = Cache([Pool(0, 1 << 24, GRANULE_BYTES)])
+    identity = NodeIdentity("default", "a" * 32, "a test")
+    streams = SessionStreams(LiveCache(cache), None, identity)
+    pool = SimpleNamespace(path="a pool", nbytes=1 << 24, populated_bytes=1 << 24)
+    metrics = Metrics("0")
+    metrics.watch_core(Status(identity, cache, pool, None, streams).read)
     scrapes: list[bytes] = []
     failures: list[BaseException] = []
     over = threading.Event()

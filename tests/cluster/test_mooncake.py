@@ -409,7 +409,7 @@ def test_an_intruder_reads_every_registered_byte_and_can_write_none(
 ENGINE = """
 import asyncio, json, sys
 from pathlib import Path
-from ecd.cluster.engine import Engine, EngineError
+from ecd.cluster.engine import Engine, EngineError, EngineSettings
 from ecd.cluster.handshake import describe
 from ecd_proto.mapping import Mapping
 
@@ -420,7 +420,7 @@ def access(address):
             return line.split()[1][:2]
 
 async def main():
-    engine = Engine("127.0.0.1", sys.argv[1], "", "18200-18231", {}, b"i" * 16)
+    engine = Engine(EngineSettings("127.0.0.1", sys.argv[1], "18200-18231"), b"i" * 16)
     pool = Mapping.of_memory(1 << 20)
     await engine.register(pool)
     buffers = (await describe(engine.endpoint))["buffers"]

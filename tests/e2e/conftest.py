@@ -13,7 +13,7 @@ from support.daemon import Daemon
 
 @pytest.fixture(scope="session", params=VERSIONS)
 def version(request: pytest.FixtureRequest) -> str:
-    """Each vLLM that is installed; what is missing is said, or fails where it is required."""
+    """Each vLLM that is installed; a missing one skips the tests, or fails them if required."""
     return installed(request.param)
 
 
@@ -79,5 +79,5 @@ def start_engine(
 
 @pytest.fixture(scope="module")
 def plain(start_engine: Callable[..., Engine]) -> Engine:
-    """What the tokens are compared with: an engine that has never heard of ecd."""
+    """An engine without ecd, whose tokens the others' are compared with."""
     return start_engine()

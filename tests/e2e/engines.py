@@ -31,7 +31,7 @@ def python_of(version: str) -> Path:
 
 
 def installed(version: str) -> str:
-    """The version, if it is installed. What is missing is said, or fails where it is required."""
+    """The version, if it is installed. A missing one skips the test, or fails it if required."""
     if not (python_of(version).parents[1] / ".ready").exists():
         if os.environ.get("ECD_REQUIRE_VLLM"):
             pytest.fail(f"vLLM {version} is not installed, and ECD_REQUIRE_VLLM is set")
@@ -41,7 +41,7 @@ def installed(version: str) -> str:
 
 @cache
 def scratch() -> str:
-    """Where vLLM leaves sockets, stores and compiled code behind: it goes with this process."""
+    """A directory for vLLM's sockets, stores and compiled code, removed with this process."""
     directory = tempfile.mkdtemp(prefix="ecd-vllm-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
@@ -74,7 +74,7 @@ def make_model(version: str, kind: str, directory: Path) -> Path:
 
 
 def result_of(version: str, script: str, *arguments: str) -> Any:
-    """What a script of this directory prints behind RESULT, run in a vLLM environment."""
+    """The JSON that a script of this directory prints behind RESULT, in a vLLM environment."""
     ran = subprocess.run(
         [str(python_of(version)), str(HERE / script), *arguments],
         env=environment(),
@@ -142,7 +142,7 @@ class Engine:
         return self.log.read_text(errors="replace")
 
     def close(self) -> None:
-        """It has to end, and without an error: what is loaded into it must not stand in the way."""
+        """End the engine. It has to end without an error, whatever is loaded into it."""
         shared = set(self._shared_memory())
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -158,7 +158,7 @@ class Engine:
         assert ended == 0 or not self._ready, f"the engine's end: {ended}\n{self.text()[-6000:]}"
 
     def _shared_memory(self) -> Iterator[Path]:
-        """What vLLM's processes have made in /dev/shm to talk to each other."""
+        """The files in /dev/shm through which vLLM's processes talk to each other."""
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if os.getpgid(int(process.name)) == self._process.pid:

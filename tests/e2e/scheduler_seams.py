@@ -56,7 +56,7 @@ def request(name: str, *features: SimpleNamespace, params: dict | None = None) -
 
 
 def settled(asked: SimpleNamespace, computed: int = 0, *others: SimpleNamespace) -> str:
-    """What the connector says of it in the end: it may go on, it has failed, or neither.
+    """The connector's last word on the request: it goes on, fails, or waits.
 
     Every step asks for all requests that wait.
     """
@@ -64,7 +64,7 @@ def settled(asked: SimpleNamespace, computed: int = 0, *others: SimpleNamespace)
     while time.monotonic() < deadline:
         if connector.ensure_cache_available(asked, computed):
             return "goes on"
-        if asked.status is not None or asked.request_id in role._unavailable:
+        if asked.status is not None or asked.request_id in role._readiness.failed:
             return "fails"
         for other in others:
             connector.ensure_cache_available(other, 0)
@@ -122,6 +122,6 @@ for name in ("ec_items", "ecd: gone when this cache is emptied"):
     settled(asked)
     done[f"finishes with the name {name}"] = isinstance(connector.request_finished(asked), tuple)
 connector.build_connector_meta(STEP)
-done["left over"] = [len(role._wanted), len(role._requests), len(role._loading)]
+done["left over"] = [len(role._items), len(role._requests), len(role._loads)]
 print("RESULT", json.dumps(done))
 connector.shutdown()

@@ -95,7 +95,7 @@ def test_a_pool_too_small_for_the_work(
         assert tokens(engine.receive()) == expected[::-1]
     status = daemon.status()
     assert sum(status.counters.evictions.values()) > 0
-    assert status.pool.pool_bytes == 1 << 20
+    assert status.pools[0].pool_bytes == 1 << 20
 
 
 def test_the_daemon_killed_in_the_middle_and_started_again(

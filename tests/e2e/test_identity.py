@@ -238,7 +238,7 @@ A field that is neither here nor in `ecd_client.vllm.identity.CHANGING` has to b
 
 @pytest.fixture(scope="session")
 def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict]:
-    """What an engine of a version would have as fields and namespaces, without its weights."""
+    """The fields and namespaces that engines of a version have, read without their weights."""
     made: dict[str, dict] = {}
     models: list[str] = []
 

@@ -55,7 +55,7 @@ def reasons(reply: dict) -> list[str]:
 
 
 def announced(reply: dict) -> list[bool]:
-    """Of each item of the answers, whether a proxy would rewrite it."""
+    """Whether a proxy would rewrite the item, for each item of the answers."""
     params = [output["ec_transfer_params"] for output in reply["outputs"]]
     return [bool(item["metadata"]) for each in params for item in each.values()]
 
@@ -142,8 +142,12 @@ def test_metadata_waits_for_a_daemon_as_long_as_it_may(
     assert WAIT_S <= reply["seconds"] < WAIT_S + 5
     assert "nothing answers on" in asked.text()
     anew(daemon)
-    producer.generate([known], max_tokens=1)
-    eventually(lambda: daemon.status().entries == 1)
+
+    def is_stored_again() -> bool:
+        producer.generate([known], max_tokens=1)
+        return daemon.status().entries == 1
+
+    eventually(is_stored_again, 10, "a client opens its session a moment after the daemon did")
     reply = asked.generate([bare(known)])
     assert tokens(reply) == tokens(plain.generate([unnamed(known)]))
 

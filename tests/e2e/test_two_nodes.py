@@ -149,7 +149,7 @@ def test_the_consumer_uses_what_another_machine_encoded(
         with_images = [r["ec_transfer_params"] for r in requests if r["images"]]
         for params in with_images:
             assert all(item["ecd_node"] == has.node.peer for item in params.values())
-            assert all(item["ecd_extent"][1] > 0 for item in params.values())
+            assert all(item["ecd_extent"][2] > 0 for item in params.values())
             assert all("metadata" in item for item in params.values())
     consumed = consumer.generate(requests)
     assert tokens(consumed) == tokens(expected)
@@ -189,15 +189,16 @@ def test_hints_that_are_nonsense_hurt_nobody(
     plain: Engine,
 ) -> None:
     serving()
-    requests = fresh(5)
+    requests = fresh(6)
     nonsense = [
         {"ecd_consumers": 7, "x": None},
         {"ecd_consumers": ["", "a b", "10.77.0.200:1", None] * 50},
         {"ec_items": [1, {"mm_hash": 3}, {"mm_hash": "x", "ecd_node": 5}]},
-        {"ec_items": "x", "y": {"ecd_node": "10.77.0.200:9465", "ecd_extent": [-1, 2.5]}},
+        {"ec_items": "x", "y": {"ecd_node": "10.77.0.200:9465", "ecd_extent": [0, -1, 2.5]}},
+        {"y": {"ecd_node": "10.77.0.1:9465", "ecd_extent": [1 << 32, 0, 1]}},
         {
             "ec_items": [
-                {"mm_hash": "x", "ecd_node": "10.77.0.1:9465", "ecd_extent": [0, (1 << 64) - 1]}
+                {"mm_hash": "x", "ecd_node": "10.77.0.1:9465", "ecd_extent": [0, 0, (1 << 64) - 1]}
             ]
         },
     ]

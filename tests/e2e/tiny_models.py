@@ -180,7 +180,7 @@ def qwen3_vl(directory: Path) -> None:
 
 
 def whisper(directory: Path) -> None:
-    """What describes one; it has no weights."""
+    """Write a Whisper's configuration, without weights."""
     from transformers import WhisperConfig, WhisperFeatureExtractor
 
     tokenizer = write_tokenizer(directory)

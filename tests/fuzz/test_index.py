@@ -19,17 +19,17 @@ import pytest
 
 from ecd_client import Client, EcdError
 from ecd_proto.contract import CONTRACT_VERSION
-from ecd_proto.shm import (
+from ecd_proto.shm.index import (
     BUCKET_BYTES,
-    DESK_BYTES,
-    DESKS_AT,
-    LIFE_WORD,
-    NAMES_AT,
+    GENERATION_WORD,
+    MAILBOXES_AT,
+    NAMESPACES_AT,
     REMOVALS_WORD,
-    ROW_BYTES,
     IndexShape,
     unpack_index_header,
 )
+from ecd_proto.shm.rows import ROW_BYTES
+from ecd_proto.shm.session_page import MAILBOX_BYTES
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from fuzz.test_page import alter_row, any_word, make_whole, mapped
@@ -62,9 +62,14 @@ class Pretender(pb_grpc.CacheServicer):
                 lease_ttl_s=30.0,
                 now_s=time.monotonic(),
                 node="127.0.81.1:9465",
-                pool=pb.PoolFile(
-                    path=str(self._files["pool"]), nbytes=pool.st_size, inode=pool.st_ino
-                ),
+                pools=[
+                    pb.PoolFile(
+                        kind="host",
+                        path=str(self._files["pool"]),
+                        nbytes=pool.st_size,
+                        inode=pool.st_ino,
+                    )
+                ],
                 lock_path=str(self._files["sessions"]),
                 lock_offset=self._sessions,
                 index=pb.IndexFile(
@@ -154,13 +159,13 @@ class Spoiler:
     def spoil(self, chance: Random) -> None:
         match chance.randrange(10):
             case 0:  # counters: removals, unlisted, reservations, pages
-                at = 8 * chance.randrange(REMOVALS_WORD, LIFE_WORD)
+                at = 8 * chance.randrange(REMOVALS_WORD, GENERATION_WORD)
                 self._write(at, struct.pack("<Q", any_word(chance)))
             case 1:
-                at = NAMES_AT + chance.choice((0, 8, 12, 14, chance.randrange(100)))
+                at = NAMESPACES_AT + chance.choice((0, 8, 12, 14, chance.randrange(100)))
                 self._write(at, chance.randbytes(chance.choice((1, 2, 8))))
             case 2:
-                at = DESKS_AT + chance.randrange(8 * DESK_BYTES)
+                at = MAILBOXES_AT + chance.randrange(8 * MAILBOX_BYTES)
                 self._write(at, chance.randbytes(8))
             case 3:
                 count = chance.choice((1, 100, self._shape.buckets))

@@ -13,14 +13,8 @@ from pathlib import Path
 from random import Random
 
 from ecd_client import Client
-from ecd_proto.shm import (
-    DESKS_AT,
-    LIFE_WORD,
-    NAMES_AT,
-    ROW_BYTES,
-    ROW_PROOF_WORD,
-    unpack_index_header,
-)
+from ecd_proto.shm.index import GENERATION_WORD, MAILBOXES_AT, NAMESPACES_AT, unpack_index_header
+from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD
 from fuzz.test_page import ROW_FIELDS, any_word, make_whole
 from support.daemon import Daemon
 from support.fuzz import Watch, drive, spoilt
@@ -95,7 +89,7 @@ class Leftovers:
                 case 0:
                     row[which : which + 8] = data[: ROW_BYTES - which]
                 case 1:
-                    struct.pack_into("<Q", row, 8 * ROW_PROOF_WORD, word)
+                    struct.pack_into("<Q", row, 8 * ROW_CHECKSUM_WORD, word)
                 case 2:  # another row's place, and its own proof
                     file.seek(shape.rows_at + (place + 1) % 600 * ROW_BYTES)
                     row[24:40] = file.read(ROW_BYTES)[24:40]
@@ -111,7 +105,7 @@ class Leftovers:
     def _spoil_files(self, chance: Random) -> None:
         how, part, data = chance.randrange(14), chance.random(), chance.randbytes(64)
         suffix = chance.choice((".index", ".index", ".pool", ".sessions", ".pins"))
-        at, word = chance.choice((0, 8, 12, 16, 24, 32, 40, 8 * LIFE_WORD)), any_word(chance)
+        at, word = chance.choice((0, 8, 12, 16, 24, 32, 40, 8 * GENERATION_WORD)), any_word(chance)
         spoiling = Random(chance.getrandbits(64))
         path, index, pool = self._path(suffix), self._path(".index"), self._path(".pool")
         if path is None or index is None or pool is None:
@@ -124,15 +118,15 @@ class Leftovers:
             case 2:
                 _overwrite(index, at, struct.pack("<Q", word))
             case 3:
-                _overwrite(index, 8 * LIFE_WORD, struct.pack("<Q", word))
+                _overwrite(index, 8 * GENERATION_WORD, struct.pack("<Q", word))
             case 4 | 5:
                 _overwrite(pool, int(part * 4_000_000), data)
             case 6:
                 with index.open("r+b") as file:
-                    file.seek(NAMES_AT)
+                    file.seek(NAMESPACES_AT)
                     names = file.read(200)
-                    file.seek(NAMES_AT)
-                    file.write(spoilt(names, spoiling)[: DESKS_AT - NAMES_AT])
+                    file.seek(NAMESPACES_AT)
+                    file.write(spoilt(names, spoiling)[: MAILBOXES_AT - NAMESPACES_AT])
             case 7 if (self._attic / "old.index").exists():  # in place of the last life's
                 shutil.copy(self._attic / "old.index", index)
             case 8 if (self._attic / "old.index").exists():  # beside it, with the same pool
@@ -195,7 +189,7 @@ def test_the_number_of_a_life_is_not_taken_beyond_its_word(
     daemon = make_daemon("8MiB").start()
     daemon.kill()
     [index] = daemon.shm.glob("*.index")
-    _overwrite(index, 8 * LIFE_WORD, b"\xff" * 8)
+    _overwrite(index, 8 * GENERATION_WORD, b"\xff" * 8)
     daemon.start()
     with contextlib.closing(Client(daemon.address)) as client:
         assert client.put_bytes("k", b"x", "uint8", (1,))

@@ -16,34 +16,28 @@ from zlib import crc32
 from ecd_client import Client
 from ecd_proto.contract import DTYPES
 from ecd_proto.mapping import Mapping
-from ecd_proto.shm import (
-    BELL,
-    DESK_BYTES,
-    DESKS_AT,
+from ecd_proto.shm.index import MAILBOXES_AT, IndexShape, unpack_index_header
+from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD, Row, key_record, pack_row
+from ecd_proto.shm.session_page import (
+    CLAIM_DONE,
+    CLAIM_NUMBER,
+    CLAIM_ROW,
+    CLAIM_WORDS,
+    CLAIMS_WORD,
+    DOORBELL,
+    FIRST_CLAIM_WORD,
     FIRST_GRANT_WORD,
     FIRST_PIN_WORD,
-    FIRST_PUT_WORD,
     FIRST_USE_WORD,
-    KEPT_USES,
+    MAILBOX_BYTES,
+    MAX_CLAIMS,
     MAX_GRANTS,
     MAX_PINS,
-    MAX_PUTS,
     PAGE_BYTES,
     PINS_USED_WORD,
-    PUT_DONE,
-    PUT_NUMBER,
-    PUT_ROW,
-    PUT_WORDS,
-    PUTS_WORD,
-    ROW_BYTES,
-    ROW_PROOF_WORD,
+    RECENT_USES,
     USES_WORD,
-    IndexShape,
-    Row,
-    key_record,
-    pack_row,
     unpack_grant,
-    unpack_index_header,
 )
 from support.daemon import Daemon
 from support.fuzz import INTEGERS, drive, pick, watched
@@ -72,10 +66,10 @@ class Vandal:
         self._client = Client(daemon.address, namespace="vandal")
         for number in range(4):
             self._client.put_bytes(f"own {number}", b"v" * 5000, "uint8", (5000,))
-        conversation = self._client._session.conversation()
-        self.number = conversation.index.puts.page_number
+        session = self._client._connection.session()
+        self.number = session.puts.page_number
         index_path, pins_path, bell_path = (
-            next(Path(daemon.shm).glob(f"{conversation.incarnation}{suffix}"))
+            next(Path(daemon.shm).glob(f"{session.incarnation}{suffix}"))
             for suffix in (".index", ".pins", ".bell")
         )
         self._index = mapped(index_path, writable=False)
@@ -88,14 +82,14 @@ class Vandal:
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._bell.connect(str(bell_path))
         self._last = 1 << 32
-        self._numbers = self._client._session.conversation().index._names
+        self._numbers = self._client._connection.session().index._names
 
     def close(self) -> None:
         self._bell.close()
         self._client.close()
 
     def grants(self, page: int) -> list[tuple[int, int]]:
-        desk = self._index.view(DESKS_AT + page * DESK_BYTES, DESK_BYTES).cast("Q")
+        desk = self._index.view(MAILBOXES_AT + page * MAILBOX_BYTES, MAILBOX_BYTES).cast("Q")
         words = desk[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
         grants = [unpack_grant(word) for word in words if word] or [unpack_grant(1)]
         return [(grant.offset, grant.nbytes) for grant in grants]
@@ -119,33 +113,33 @@ class Vandal:
             case 1:
                 self.words[USES_WORD + chance.randrange(5)] = any_word(chance)
             case 2:
-                uses = self.words[USES_WORD] + chance.choice((1, 100, KEPT_USES + 1))
+                uses = self.words[USES_WORD] + chance.choice((1, 100, RECENT_USES + 1))
                 self.words[USES_WORD] = uses % (1 << 64)
                 entry = pick(chance, self.entries())[0]
-                self.words[FIRST_USE_WORD + chance.randrange(KEPT_USES)] = entry
+                self.words[FIRST_USE_WORD + chance.randrange(RECENT_USES)] = entry
             case 3:
                 at = chance.randrange(PAGE_BYTES)
                 data = chance.randbytes(chance.choice((1, 8, 100)))[: PAGE_BYTES - at]
                 self.page[at : at + len(data)] = data
             case 4:
-                self.words[PUTS_WORD] = chance.choice((0, 1, any_word(chance)))
+                self.words[CLAIMS_WORD] = chance.choice((0, 1, any_word(chance)))
             case _:
                 self.claim(chance)
         match chance.randrange(8):
             case 0:
                 self.ring(chance.randbytes(chance.choice((0, 1, 3, 4, 5, 100))))
             case 1:
-                self.ring(BELL.pack(any_word(chance) % (1 << 32)))
+                self.ring(DOORBELL.pack(any_word(chance) % (1 << 32)))
             case 2:
-                self.ring(BELL.pack(chance.randrange(8)))
+                self.ring(DOORBELL.pack(chance.randrange(8)))
             case 3:
                 pass
             case _:
-                self.ring(BELL.pack(self.number))
+                self.ring(DOORBELL.pack(self.number))
 
     def claim(self, chance: Random) -> None:
         """A put that is announced and may be done: in own memory, in others', or nowhere."""
-        at = FIRST_PUT_WORD + chance.randrange(MAX_PUTS) * PUT_WORDS
+        at = FIRST_CLAIM_WORD + chance.randrange(MAX_CLAIMS) * CLAIM_WORDS
         is_of_others = chance.random() < 0.3
         keys = OTHERS_KEYS if is_of_others else OWN_KEYS
         namespace, mm_hash = chance.choice(keys)
@@ -165,11 +159,11 @@ class Vandal:
             make_whole(packed)
         self._last += 1
         put = chance.choice((self._last, self._last, self._last, 1, any_word(chance)))
-        start = (at + PUT_ROW) * 8
+        start = (at + CLAIM_ROW) * 8
         self.page[start : start + ROW_BYTES] = bytes(packed)
-        self.words[at + PUT_NUMBER] = put
-        self.words[at + PUT_DONE] = chance.choice((put, put, 0, any_word(chance)))
-        self.words[PUTS_WORD] = 1
+        self.words[at + CLAIM_NUMBER] = put
+        self.words[at + CLAIM_DONE] = chance.choice((put, put, 0, any_word(chance)))
+        self.words[CLAIMS_WORD] = 1
 
     def place(self, chance: Random, in_own: bool) -> tuple[int, int]:
         nbytes = chance.choice((0, 1, 4096, 8192, 40_000))
@@ -226,7 +220,7 @@ def alter_row(row: bytearray, chance: Random) -> None:
 
 def make_whole(row: bytearray) -> None:
     """Let its checksum say that it is as it was written."""
-    struct.pack_into("<Q", row, 8, crc32(bytes(row[16 : 8 * ROW_PROOF_WORD])))
+    struct.pack_into("<Q", row, 8, crc32(bytes(row[16 : 8 * ROW_CHECKSUM_WORD])))
 
 
 def test_pages_that_are_not_true(make_daemon: Callable[..., Daemon]) -> None:
@@ -246,16 +240,16 @@ def test_pages_that_are_not_true(make_daemon: Callable[..., Daemon]) -> None:
 def test_a_claim_that_cannot_be_is_no_error_of_others(daemon: Daemon) -> None:
     """Its checksum is right; its dtype, its dimensions or its lengths are not."""
     with contextlib.closing(Vandal(daemon)) as vandal, Client(daemon.address) as client:
-        index = client._session.conversation().index
+        index = client._connection.session().index
         record = key_record(vandal._numbers.number_of("vandal"), "claimed")
-        start = (FIRST_PUT_WORD + PUT_ROW) * 8
+        start = (FIRST_CLAIM_WORD + CLAIM_ROW) * 8
         for at, value in ((50, 200), (51, 17), (51, 255), (50, 255)):
             row = bytearray(pack_row(record, Row(1, 0, 4096, 4, "uint8", (4,), b"", 0.0, False), 0))
             row[at] = value
             make_whole(row)
             vandal.page[start : start + ROW_BYTES] = bytes(row)
-            vandal.words[FIRST_PUT_WORD + PUT_NUMBER] = value
-            vandal.words[PUTS_WORD] = 1
+            vandal.words[FIRST_CLAIM_WORD + CLAIM_NUMBER] = value
+            vandal.words[CLAIMS_WORD] = 1
             assert index.extent("vandal", "claimed") is None
             assert client.contains(["claimed"], namespace="vandal") == [False]
             assert client.get("claimed", namespace="vandal") is None

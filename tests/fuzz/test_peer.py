@@ -204,7 +204,7 @@ def test_answers_of_other_nodes(make_node: Callable[..., Daemon], peer: FuzzingP
             for _ in range(4 * BATCH):
                 node = chance.choice(NODES)
                 ahead = chance.random() < 0.3
-                hints.append([Hint(node, 4096 * chance.randrange(4), NBYTES) if ahead else node])
+                hints.append([Hint(node, 0, 4096 * chance.randrange(4), NBYTES) if ahead else node])
             keys = [secrets.token_hex(8) for _ in hints]
             started_s = time.monotonic()
             for answer in client.get_async(keys, 4.0, only_if_written=True, nodes=hints):

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ecd_client import Client
 from ecd_client.calls import open_channel
 from ecd_proto.contract import CONTRACT_VERSION, DTYPES
-from ecd_proto.shm import lock_session
+from ecd_proto.shm.files import lock_session
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from ecd_proto.v1 import peer_pb2, peer_pb2_grpc
@@ -198,7 +198,7 @@ class _Session:
         with contextlib.suppress(grpc.RpcError):
             for event in self._events:
                 said = pb.SessionEvent.FromString(event)
-                for ended in (said.wait_ended, *said.waits_ended.ended):
+                for ended in said.waits_ended.ended:
                     if ended.outcome.HasField("leased"):
                         self._intruder.learn("leases", ended.outcome.leased.lease)
 
@@ -382,14 +382,14 @@ def test_a_call_that_ends_the_server_ends_nothing_else(make_node: Callable[..., 
     mode = path.stat().st_mode
     with Client(daemon.address) as client:
         client.put_bytes("k", b"right", "uint8", (5,))
-        incarnation, conversation = client.incarnation, client._session.conversation()
+        incarnation, session = client.incarnation, client._connection.session()
         for _ in range(3):
             for address in (str(path), NODE, health):
                 send_to(address, call_of_no_text())
             eventually(lambda: said_of_itself(daemon.address), 5.0, "the socket is heard again")
             eventually(lambda: said_of_itself(NODE), 5.0, "the peer port is heard again")
             eventually(lambda: is_healthy(health), 5.0, "the health port is heard again")
-            assert client._session.conversation() is conversation, "sessions go on"
+            assert client._connection.session() is session, "sessions go on"
             with client.get("k") as item:
                 assert bytes(item.view) == b"right"
         assert client.incarnation == incarnation

@@ -19,7 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ecd_client import Client
+from ecd_client.cli import render
+from ecd_client.cli.context import out
+from ecd_client.cli.top import Top
 from ecd_client.errors import EntryTooLarge
+from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon
 
 
@@ -85,11 +89,28 @@ def test_namespaces_are_summed_up_and_one_can_be_dropped(daemon: Daemon, client:
 
 def test_names_that_look_like_markup_are_shown_as_they_are(daemon: Daemon, client: Client) -> None:
     client.put_bytes("[red]k", b"x", "uint8", (1,), namespace="[/x]")
-    for command in ("ls", "namespaces"):
-        done = cli(daemon, command)
+    for command in (["ls"], ["namespaces"], ["top", "--once"]):
+        done = cli(daemon, *command)
         assert done.returncode == 0, done.stderr
         assert "[/x]" in done.stdout
-    assert "[red]k" in cli(daemon, "ls").stdout
+        assert command == ["namespaces"] or "[red]k" in done.stdout
+
+
+def test_what_daemons_say_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    node, zone, error = "[red]10.0.0.2:9465", "[/zone]", "[/] :cat: [b]broke"
+    peer = pb.PeerStatus(node=node, state="unreachable", zone=zone, last_error=error)
+    directory = pb.DirectoryStatus(kind="redis", last_error="[/x] refused")
+    peers = pb.PeersReply(node="[u]here", directory=directory, peers=[peer])
+    status = pb.StatusReply(name="[i]ecd", node="[/n]")
+    render.peers(out, peers)
+    render.status(out, status, "unix:///[/a]")
+    shown = capsys.readouterr().out
+    names = node, zone, error, "[/x] refused", "[u]here", "[i]ecd", "[/n]", "[/a]"
+    assert all(name in shown for name in names), shown
+    replies = {"Peers": peers, "Status": status}
+    out.print(Top(lambda method, _: replies[method], lambda: iter(()), rows=1).frame())
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (node, zone, error, "[i]ecd")), shown
 
 
 def test_ls_and_status_say_the_same_to_people_and_programs(daemon: Daemon) -> None:

@@ -29,7 +29,7 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, tor
 @pytest.fixture
 def by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that cannot use the mapped index, as those in other languages."""
-    monkeypatch.setattr("ecd_client.index.take_part_in_barriers", lambda: False)
+    monkeypatch.setattr("ecd_client.shared.board.join_barriers", lambda: False)
 
 
 @pytest.fixture(autouse=True, params=["in memory", "by calls"])
@@ -136,7 +136,7 @@ def test_puts_on_the_side(client: Client, daemon: Daemon) -> None:
         with client.get(key) as item:
             assert torch.equal(item.tensor, tensor)
     assert client.put_async("k1", tensors["k1"]).result(5) is False
-    assert daemon.status().pool.reserved_bytes == 0
+    assert daemon.status().pools[0].reserved_bytes == 0
 
 
 def test_a_put_on_the_side_is_not_cancelled(client: Client) -> None:
@@ -258,7 +258,7 @@ def test_mistakes_of_the_caller(client: Client, daemon: Daemon, mistake: Callabl
             mistake(client)
         assert client.put("fine", torch.ones(1)), "the client goes on"
         item.check()
-    assert daemon.status().pool.reserved_bytes == 0
+    assert daemon.status().pools[0].reserved_bytes == 0
 
 
 def test_an_interrupted_copy_gives_the_space_back(client: Client, daemon: Daemon) -> None:
@@ -270,7 +270,7 @@ def test_an_interrupted_copy_gives_the_space_back(client: Client, daemon: Daemon
 
     with pytest.raises(TypeError):
         client.put_bytes("k", Broken(), "float32", (1,))
-    assert daemon.status().pool.used_bytes == 0
+    assert daemon.status().pools[0].used_bytes == 0
     assert client.put("k", torch.ones(1)) is True
 
 
@@ -328,7 +328,7 @@ def test_a_restart_between_two_calls_never_mixes_lives(daemon: Daemon, client: C
         torch.Tensor.copy_ = original
     client.wait_connected(10)
     status = daemon.status()
-    assert (status.entries, status.pool.used_bytes) == (0, 0)
+    assert (status.entries, status.pools[0].used_bytes) == (0, 0)
 
 
 def test_leases_are_renewed_for_as_long_as_the_client_lives(
@@ -380,7 +380,7 @@ def test_every_wait_is_bounded_when_the_daemon_stands_still(daemon: Daemon) -> N
         client.wait_connected(10)
         with client.get("k") as item:
             assert (item.tensor == 1).all()
-        eventually(lambda: daemon.status().pool.reserved_bytes == 0)
+        eventually(lambda: daemon.status().pools[0].reserved_bytes == 0)
 
 
 def test_a_closed_client_says_so(daemon: Daemon) -> None:

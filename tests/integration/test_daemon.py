@@ -179,7 +179,7 @@ def test_populating_is_told_and_nothing_is_served_before(
                 refusal = error.details()
             status = stub.Status(pb.StatusRequest())
             if status.state == 1:  # it was all the while
-                seen.append(status.populated_bytes)
+                seen.append(status.pools[0].populated_bytes)
                 for check in checks:
                     assert check.status == health_pb2.HealthCheckResponse.NOT_SERVING
                 assert re.search(r"populating its pool: \d+ %", refusal)
@@ -206,7 +206,7 @@ def test_a_pool_is_sized_as_one_says(
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "none", place], check=True)
     try:
         daemon = make_daemon(said, ECD_SHM_DIR=str(place)).start()
-        assert daemon.status().pool.pool_bytes == nbytes
+        assert daemon.status().pools[0].pool_bytes == nbytes
         daemon.close()
     finally:
         subprocess.run(["umount", place], check=True)
@@ -297,7 +297,7 @@ def test_a_session_starts_with_hello(stub: pb_grpc.CacheStub, first: pb.SessionR
 def test_impossible_requests_are_refused_and_change_nothing(
     daemon: Daemon, client: Client, stub: pb_grpc.CacheStub
 ) -> None:
-    session = client._session.conversation().token
+    session = client._connection.session().token
     key = pb.Key(namespace="n", mm_hash="k")
     huge = 1 << 62
     contents = [
@@ -327,7 +327,7 @@ def test_impossible_requests_are_refused_and_change_nothing(
     assert stub.Commit(pb.CommitRequest(session=session, reservations=[7])).committed == [False]
     assert stub.Release(pb.ReleaseRequest(session=session, leases=[7])).released == [False]
     status = daemon.status()
-    assert (status.entries, status.pool.used_bytes) == (0, 0)
+    assert (status.entries, status.pools[0].used_bytes) == (0, 0)
 
 
 def test_an_answer_whose_caller_has_gone_is_a_line_of_log() -> None:
@@ -405,11 +405,16 @@ def test_metrics_tell_what_happened(daemon: Daemon, client: Client) -> None:
     assert found["ecd_puts_total"] == 1
     assert found["ecd_duplicates_total"] == 1
     assert found["ecd_bytes_in_total"] == found["ecd_bytes_out_total"] == 4096
-    assert found["ecd_pool_bytes"] == 64 << 20
-    assert found["ecd_pool_leased_bytes"] == found["ecd_pool_used_bytes"] == 4096
-    granted = found["ecd_pool_granted_bytes"]
+    pool = {
+        name.removeprefix("ecd_pool_").removesuffix('{pool="host"}'): value
+        for name, value in found.items()
+        if name.startswith("ecd_pool_")
+    }
+    assert pool["bytes"] == 64 << 20
+    assert pool["leased_bytes"] == pool["used_bytes"] == 4096
+    granted = pool["granted_bytes"]
     assert granted > 0, "who has put something may put more of it"
-    assert found["ecd_pool_largest_free_bytes"] == found["ecd_pool_free_bytes"] - granted
+    assert pool["largest_free_bytes"] == pool["free_bytes"] - granted
     assert found["ecd_entries"] == found["ecd_sessions"] == found["ecd_leases"] == 1
     assert found['ecd_refused_total{cause="entry_too_large"}'] == 1
     assert found['ecd_evictions_total{reason="capacity"}'] == 0

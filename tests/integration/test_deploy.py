@@ -292,8 +292,8 @@ def test_the_sidecar_runs_as_its_manifest_says(
     command = [cli, "--address", "unix:///run/ecd/ecd.sock", "--json"]
     status = subprocess.run([*inside, *command, "status"], capture_output=True, text=True)
     told = json.loads(status.stdout)
-    assert told["pool"]["pool_bytes"] == 96 << 20
-    assert told["pool"]["path"].startswith("/run/ecd/")
+    assert told["pools"][0]["pool_bytes"] == 96 << 20
+    assert told["pools"][0]["path"].startswith("/run/ecd/")
     assert told["node"] == "127.0.0.1:9465"
     owner = Path(f"/proc/{daemon}/status").read_text()
     assert re.search(r"^Uid:\t10001\t", owner, re.MULTILINE)

@@ -19,19 +19,14 @@ import pytest
 
 from ecd_client import Client
 from ecd_client.writer import describe_entry
-from ecd_proto.shm import (
-    FIRST_PUT_WORD,
-    INDEX_HEADER_BYTES,
-    PUT_DONE,
-    PUT_NUMBER,
-    PUT_ROW,
-    PUT_WORDS,
-    ROW_BYTES,
-    ROW_PROOF_WORD,
-    TAKING_WORD,
-    Row,
-    pack_row,
-    unpack_index_header,
+from ecd_proto.shm.index import INDEX_HEADER_BYTES, RECOVERING_WORD, unpack_index_header
+from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD, Row, pack_row
+from ecd_proto.shm.session_page import (
+    CLAIM_DONE,
+    CLAIM_NUMBER,
+    CLAIM_ROW,
+    CLAIM_WORDS,
+    FIRST_CLAIM_WORD,
 )
 from support.daemon import Daemon, eventually
 
@@ -245,7 +240,7 @@ def test_a_put_that_nobody_has_heard_of_is_kept(make_daemon: MakeDaemon) -> None
         daemon.evict_all()  # takes all grants back
         for number in range(3, 6):
             assert put(client, f"first-{number}-4096")
-        eventually(lambda: daemon.status().pool.granted_bytes > 8192)
+        eventually(lambda: daemon.status().pools[0].granted_bytes > 8192)
         os.kill(daemon.pid, signal.SIGSTOP)
         go_on.set()
         writer.join()
@@ -288,7 +283,7 @@ def forget_proofs(daemon: Daemon) -> None:
         shape = unpack_index_header(file.read(INDEX_HEADER_BYTES))
         assert shape is not None
         for row in range(2048):
-            file.seek(shape.rows_at + row * ROW_BYTES + 8 * ROW_PROOF_WORD)
+            file.seek(shape.rows_at + row * ROW_BYTES + 8 * ROW_CHECKSUM_WORD)
             file.write(bytes(8))
 
 
@@ -337,7 +332,7 @@ def test_what_has_no_proof_is_believed_until_the_next_daemon_gives_memory_away(
         if not given_away:
             for index in daemon.shm.glob("*.index"):
                 with index.open("r+b") as file:
-                    file.seek(8 * TAKING_WORD)
+                    file.seek(8 * RECOVERING_WORD)
                     if not list(daemon.shm.glob(f"{index.stem}.puts")):
                         file.write(struct.pack("<Q", 1))
         daemon.start()
@@ -370,21 +365,21 @@ class Page:
     """What a client may write as it likes."""
 
     def __init__(self, client: Client) -> None:
-        conversation = client._session.conversation()
-        assert conversation.index is not None
-        assert conversation.index.puts is not None
-        self.conversation, self.puts = conversation, conversation.index.puts
+        session = client._connection.session()
+        assert session.index is not None
+        assert session.puts is not None
+        self.index, self.puts = session.index, session.puts
 
     def plant(self, place: int, key: str, offset: int, nbytes: int, done: bool = True) -> None:
         """A put that is announced or done, says the page."""
-        record = self.conversation.index.record("n", key)
+        record = self.index.record("n", key)
         row = pack_row(
             record, Row(1000 + place, 0, offset, nbytes, "uint8", (nbytes,), b"", 0, False), 0
         )
-        at = FIRST_PUT_WORD + place * PUT_WORDS
-        self.puts._memory[(at + PUT_ROW) * 8 : (at + PUT_ROW) * 8 + ROW_BYTES] = row
-        self.puts._words[at + PUT_NUMBER] = 1000 + place
-        self.puts._words[at + PUT_DONE] = (1000 + place) * done
+        at = FIRST_CLAIM_WORD + place * CLAIM_WORDS
+        self.puts._memory[(at + CLAIM_ROW) * 8 : (at + CLAIM_ROW) * 8 + ROW_BYTES] = row
+        self.puts._words[at + CLAIM_NUMBER] = 1000 + place
+        self.puts._words[at + CLAIM_DONE] = (1000 + place) * done
 
     def grant(self) -> tuple[int, int]:
         return next(piece for piece in self.puts._pieces if piece[0] < piece[1])
@@ -410,12 +405,12 @@ def test_a_page_plants_nothing_outside_its_own_grant(make_daemon: MakeDaemon) ->
             assert put(rogue, f"rogue-{number}-4096")
         others = Page(client).grant()
         own, end = page.grant()
-        [(offset, _)] = [page.conversation.index.extent("n", "rogue-1-4096")]
+        [(_, offset, _)] = [page.index.extent("n", "rogue-1-4096")]
         os.kill(daemon.pid, signal.SIGSTOP)
         waiting = f"waiting-0-{20 * KIB}"
         assert put(client, waiting)
         planted = {
-            "over another's entry": client._session.conversation().index.extent("n", keys[3])[0],
+            "over another's entry": client._connection.session().index.extent("n", keys[3])[1],
             "over its own entry": offset,
             "in another's grant": others[1] - 4096,
             "where another puts": others[0],
@@ -449,7 +444,7 @@ def test_nonsense_in_pages_is_taken_for_nothing(make_daemon: MakeDaemon) -> None
         with Client(daemon.address, namespace="n") as rogue:
             assert put(rogue, "rogue-1-4096")
             puts = Page(rogue).puts
-            start = 8 * FIRST_PUT_WORD
+            start = 8 * FIRST_CLAIM_WORD
             puts._memory[start:] = random.Random(1).randbytes(len(puts._memory) - start)
             daemon.kill()
         [index] = daemon.shm.glob("*.index")

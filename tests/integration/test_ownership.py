@@ -251,10 +251,10 @@ from pathlib import Path
 from ecd_client import Client
 with Client(sys.argv[1]) as client:
     stored = client.put_bytes("k", b"x", "uint8", (1,))
-    conversation = client._session.current
-    got = client.get("k") is not None and conversation.index is not None
+    session = client._connection.current
+    got = client.get("k") is not None and session.index is not None
     try:
-        Path(conversation.pool_path).with_suffix(".index").open("r+b")
+        Path(session.pools.granted.path).with_suffix(".index").open("r+b")
         print(stored, got, "may write")
     except PermissionError:
         print(stored, got, "refused")
@@ -338,8 +338,8 @@ class Misleading(pb_grpc.CacheServicer):
         next(requests)
         self.before()
         seen = self.pool.stat()
-        pool = pb.PoolFile(path=str(self.pool), nbytes=seen.st_size, inode=seen.st_ino)
-        welcome = pb.Welcome(session="s", lease_ttl_s=30.0, pool=pool, lock_path=str(self.lock))
+        pool = pb.PoolFile(kind="host", path=str(self.pool), nbytes=seen.st_size, inode=seen.st_ino)
+        welcome = pb.Welcome(session="s", lease_ttl_s=30.0, pools=[pool], lock_path=str(self.lock))
         yield pb.SessionEvent(incarnation="ab", welcome=welcome)
         for _ in requests:
             pass

@@ -16,18 +16,11 @@ from zlib import crc32
 import pytest
 import torch
 
-from ecd_client import Client
-from ecd_client.index import AskDaemon
-from ecd_client.puts import What
-from ecd_proto.shm import (
-    FIRST_PUT_WORD,
-    MAX_PINS,
-    PUT_ROW,
-    PUT_WORDS,
-    ROW_BYTES,
-    row_is_whole,
-    unpack_row,
-)
+from ecd_client import Client, EcdError
+from ecd_client.shared.index import AskDaemon
+from ecd_client.shared.puts import Claim, NewEntry
+from ecd_proto.shm.rows import ROW_BYTES, row_is_whole, unpack_row
+from ecd_proto.shm.session_page import CLAIM_ROW, CLAIM_WORDS, FIRST_CLAIM_WORD, MAX_PINS
 from support.daemon import Daemon, eventually
 from support.pin_stress import STEPS
 
@@ -83,9 +76,9 @@ def test_what_is_pinned_outlives_its_eviction_and_no_longer(daemon: Daemon) -> N
         assert not client.contains(["k"])[0]
         client.put("k", torch.full((1 << 20,), 4, dtype=torch.uint8))
         assert (item.tensor == 3).all()
-        assert daemon.status().pool.used_bytes == 2 << 20
+        assert daemon.status().pools[0].used_bytes == 2 << 20
         item.close()
-        eventually(lambda: daemon.status().pool.used_bytes == 1 << 20)
+        eventually(lambda: daemon.status().pools[0].used_bytes == 1 << 20)
         with client.get("k") as item:
             assert (item.tensor == 4).all()
     daemon.check_nothing_leaked()
@@ -138,15 +131,15 @@ def test_who_waits_for_what_no_row_can_hold_gets_a_lease(daemon: Daemon) -> None
         writer.put("plain", torch.ones(1))
         writer.put("large", torch.ones(2), metadata=metadata)
         with plain.result(5) as item:
-            assert item.lease.expires_s == float("inf"), "pinned, when the wait was over"
+            assert item.handle().expires_s == float("inf"), "pinned, when the wait was over"
         with large.result(5) as item:
             assert item.metadata == metadata
-            assert item.lease.expires_s < float("inf")
+            assert item.handle().expires_s < float("inf")
 
 
 def test_a_page_full_of_nonsense_harms_nobody_else(daemon: Daemon) -> None:
     with Client(daemon.address) as rogue, Client(daemon.address) as client:
-        words = rogue._session.conversation().index._words
+        words = rogue._connection.session().index._words
         client.put("k", torch.ones(1 << 20))
         for word in range(len(words)):
             words[word] = (1 << 64) - 1 - word
@@ -163,14 +156,32 @@ def test_a_page_full_of_nonsense_harms_nobody_else(daemon: Daemon) -> None:
 def test_a_client_that_cannot_use_the_index_asks(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ecd_client.index.take_part_in_barriers", lambda: False)
+    monkeypatch.setattr("ecd_client.shared.board.join_barriers", lambda: False)
     with Client(daemon.address) as client:
         client.put("k", torch.ones(10))
-        assert client._session.conversation().index is None
+        assert client._connection.session().index is None
         with client.get("k") as item:
             assert (item.tensor == 1).all()
         assert client.contains(["k", "other"]) == [True, False]
         assert client.get("other") is None
+
+
+def test_an_entry_in_a_pool_that_is_not_mapped_is_an_error_with_its_cause(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        client.put("k", torch.ones(10))
+        pools = client._connection.session().pools.by_number
+        pools[1] = pools.pop(0)
+        with pytest.raises(EcdError, match=r"of pool 0, and this client has mapped only \[1\]"):
+            client.get("k")
+        assert client.get_now("k") == (None, True)
+        assert client.contains(["k"]) == [True]
+        with pytest.raises(EcdError, match="of pool 0"):
+            client.put("larger than the grant", torch.ones(5 << 20))
+        eventually(lambda: daemon.status().leases == 0)
+        pools[0] = pools.pop(1)
+        with client.get("k") as item:
+            assert (item.tensor == 1).all()
+    daemon.check_nothing_leaked()
 
 
 def test_threads_share_one_page(daemon: Daemon) -> None:
@@ -193,7 +204,7 @@ def test_threads_share_one_page(daemon: Daemon) -> None:
             thread.join()
         assert not wrong
         assert daemon.status().counters.hits == 6000
-        index = client._session.conversation().index
+        index = client._connection.session().index
         assert len(index._free) == MAX_PINS
         with pytest.raises(AskDaemon):
             index.contains("default", [""])
@@ -206,7 +217,7 @@ def bytes_of(shown: object) -> bytes:
 
 PRESSURE = """
 import sys
-from ecd_client import Client
+from ecd_client import Client, EcdError
 with Client(sys.argv[1]) as client:
     for number in range(63):
         client.put_bytes(str(number), bytes([2]) * (1 << 20), "uint8", (1 << 20,))
@@ -229,7 +240,7 @@ def test_whatever_shows_an_entry_keeps_it(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, kept: Callable, by_calls: bool
 ) -> None:
     if by_calls:
-        monkeypatch.setattr("ecd_client.index.take_part_in_barriers", lambda: False)
+        monkeypatch.setattr("ecd_client.shared.board.join_barriers", lambda: False)
     with Client(daemon.address) as client:
         client.put("k", torch.full((1 << 20,), 1, dtype=torch.uint8))
         shown = kept(client.get("k"))
@@ -252,10 +263,10 @@ def interrupt(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     "at",
     [
-        "ecd_client.index.row_mark",
-        "ecd_client.index.Index._note_use",
-        "ecd_client.conversation.Pin",
-        "ecd_client.reader.Item",
+        "ecd_client.shared.index.row_mark",
+        "ecd_client.shared.index.IndexReader._note_use",
+        "ecd_client.session.Pin",
+        "ecd_client.acquire.Item",
     ],
 )
 def test_an_interrupted_get_keeps_no_pin(
@@ -263,14 +274,14 @@ def test_an_interrupted_get_keeps_no_pin(
 ) -> None:
     with Client(daemon.address) as client:
         client.put("k", torch.ones(1))
-        conversation = client._session.conversation()
-        users = conversation._users
+        session = client._connection.session()
+        refs = session._refs
         with monkeypatch.context() as patched:
             patched.setattr(at, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 client.get("k")
-        assert conversation._users == users
-        assert len(conversation.index._free) == MAX_PINS
+        assert session._refs == refs
+        assert len(session.index._free) == MAX_PINS
         daemon.evict_all()
         assert daemon.status().leases == 0
 
@@ -282,16 +293,15 @@ def test_a_row_that_makes_no_sense_in_a_page_harms_no_other_client(
     with Client(daemon.address) as rogue, Client(daemon.address) as client:
         for one in (rogue, client):
             one.put(f"{id(one)}", torch.ones(1 << 18))
-        conversation = rogue._session.conversation()
-        puts = conversation.index.puts
-        record = conversation.index.record("default", "k")
-        begun = puts.begin(What("default", "k", "uint8", (1,), 1, b"", 0.0), record)
-        at = (FIRST_PUT_WORD + begun.place * PUT_WORDS + PUT_ROW) * 8
+        puts = rogue._connection.session().puts
+        claim = puts.claim(NewEntry("default", "k", "uint8", (1,), 1, b"", 0.0))
+        assert isinstance(claim, Claim)
+        at = (FIRST_CLAIM_WORD + claim.place * CLAIM_WORDS + CLAIM_ROW) * 8
         row = bytearray(puts._memory[at : at + ROW_BYTES])
         row[50:52] = b"\xff\xff"  # dtype and dimensions
         row[8:16] = struct.pack("<Q", crc32(row[16 : ROW_BYTES - 8]))
         puts._memory[at : at + ROW_BYTES] = row
-        index = client._session.conversation().index
+        index = client._connection.session().index
         assert row_is_whole(bytes(row))
         with pytest.raises(IndexError):
             unpack_row(bytes(row))

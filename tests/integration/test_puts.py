@@ -1,4 +1,4 @@
-"""Putting without a call: grants, the bell, and what happens when something goes wrong."""
+"""Putting without a call: grants, the doorbell, and what happens when something goes wrong."""
 
 import os
 import signal
@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from ecd.core.cache import Cache
-from ecd.core.types import Content, Key, Reserved
-from ecd.memory.mapped_index import MappedIndex
+from ecd.core.outcomes import Reserved
+from ecd.core.pool import Pool
+from ecd.core.types import Content, Key
 from ecd.memory.pool_dir import PoolDir
-from ecd_client import Client, DaemonUnavailable, puts
+from ecd.memory.shared_index import SharedIndex
+from ecd_client import Client, DaemonUnavailable
 from ecd_client.calls import open_channel
-from ecd_client.puts import MAX_UNANSWERED, Begun, What
-from ecd_proto.shm import FIRST_PUT_WORD, MAX_PUTS, PUT_WORDS
+from ecd_client.shared.puts import MAX_UNANSWERED, Claim, NewEntry, PutOutcome, PutWriter
+from ecd_proto.shm.session_page import CLAIM_WORDS, FIRST_CLAIM_WORD, MAX_CLAIMS
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.daemon import Daemon, eventually
@@ -77,9 +79,9 @@ def test_grants_give_way(daemon: Daemon) -> None:
     with Client(daemon.address) as first, Client(daemon.address) as second:
         for client in (first, second):
             client.put(f"{id(client)}", filled(MIB, 1))
-        assert daemon.status().pool.granted_bytes > 0
+        assert daemon.status().pools[0].granted_bytes > 0
         assert first.put("all", filled(256 * MIB, 2)), "nothing but the pool's size is a limit"
-        assert daemon.status().pool.granted_bytes == 0
+        assert daemon.status().pools[0].granted_bytes == 0
         with second.get("all") as item:
             assert (item.tensor == 2).all()
         assert second.put("small", filled(MIB, 3))
@@ -98,10 +100,10 @@ def test_what_is_being_written_outlives_its_grant(daemon: Daemon) -> None:
             go_on.wait(20)
             view[:] = b"\x07" * len(view)
 
-        what = What("default", "slow", "uint8", (MIB,), MIB, b"", 0.0)
+        entry = NewEntry("default", "slow", "uint8", (MIB,), MIB, b"", 0.0)
         stored = []
         thread = threading.Thread(
-            target=lambda: stored.append(client._writer.put(what, copy_to, 5.0))
+            target=lambda: stored.append(client._writer.put(entry, copy_to, 5.0))
         )
         thread.start()
         assert copying.wait(5)
@@ -121,9 +123,9 @@ def test_no_put_begins_while_another_has_yet_to_check_its_grant(
 ) -> None:
     """A grant that comes and goes in between would let a stale claim lie across a live put."""
     claiming, go_on, begun = threading.Event(), threading.Event(), threading.Event()
-    is_granted = puts.Puts._is_granted
+    is_granted = PutWriter._is_granted
 
-    def slowly(self: puts.Puts, number: int, grant: int) -> bool:
+    def slowly(self: PutWriter, number: int, grant: int) -> bool:
         if not claiming.is_set():
             claiming.set()
             go_on.wait(20)
@@ -133,7 +135,7 @@ def test_no_put_begins_while_another_has_yet_to_check_its_grant(
 
     with Client(daemon.address) as client:
         client.put("first", filled(5000, 0))
-        monkeypatch.setattr(puts.Puts, "_is_granted", slowly)
+        monkeypatch.setattr(PutWriter, "_is_granted", slowly)
         threads = [
             threading.Thread(target=client.put, args=(key, filled(5000, value)))
             for value, key in enumerate(("slow", "next"))
@@ -157,14 +159,14 @@ def test_no_put_begins_while_another_has_yet_to_check_its_grant(
 def test_a_copy_that_fails_stores_nothing_and_keeps_nothing(daemon: Daemon) -> None:
     with Client(daemon.address) as client:
         client.put("first", filled(MIB, 1))
-        what = What("default", "k", "uint8", (MIB,), MIB, b"", 0.0)
+        entry = NewEntry("default", "k", "uint8", (MIB,), MIB, b"", 0.0)
 
         def copy_to(view: memoryview) -> None:
             raise OSError("the device is gone")
 
-        for _ in range(MAX_PUTS + 1):
+        for _ in range(MAX_CLAIMS + 1):
             with pytest.raises(OSError, match="gone"):
-                client._writer.put(what, copy_to, 5.0)
+                client._writer.put(entry, copy_to, 5.0)
         assert client.contains(["k"]) == [False]
         assert client.put("k", filled(MIB, 1))
         daemon.check_nothing_leaked()
@@ -206,7 +208,7 @@ def test_what_is_put_while_the_daemon_is_stopped_is_bounded_and_kept(daemon: Dae
         stored = []
 
         def put_many() -> None:
-            for number in range(MAX_PUTS):
+            for number in range(MAX_CLAIMS):
                 client.put(f"k{number}", filled(5000, number))
                 stored.append(number)
 
@@ -216,7 +218,7 @@ def test_what_is_put_while_the_daemon_is_stopped_is_bounded_and_kept(daemon: Dae
                 put_many()
             assert time.monotonic() - started < 3
             assert stored == list(range(MAX_UNANSWERED))
-            assert other.contains(["k0", "k7", f"k{MAX_PUTS}"]) == [True, True, False]
+            assert other.contains(["k0", "k7", f"k{MAX_CLAIMS}"]) == [True, True, False]
             started = time.monotonic()
             assert other.get_now("k0") == (None, True)
             assert time.monotonic() - started < 0.5
@@ -254,32 +256,29 @@ def test_a_put_that_ends_after_its_stream_is_kept(daemon: Daemon) -> None:
     """Its client may not know yet, and says that all is well."""
     with Client(daemon.address) as client, Client(daemon.address) as other:
         client.put("first", filled(5000, 1))
-        conversation = client._session.use()
-        puts = conversation.index.puts
+        session = client._connection.ref()
+        puts = session.puts
 
-        def begin(key: str) -> Begun:
-            begun = conversation.begin_put(
-                What("default", key, "uint8", (5000,), 5000, key.encode(), 0.0)
-            )
-            assert isinstance(begun, Begun)
-            return begun
+        def claim(key: str) -> Claim:
+            claim = puts.claim(NewEntry("default", key, "uint8", (5000,), 5000, key.encode(), 0.0))
+            assert isinstance(claim, Claim)
+            return claim
 
-        def write(begun: Begun) -> bool:
-            extent = pb.Extent(offset=begun.offset, nbytes=begun.nbytes)
-            view = conversation.write_view(extent)
-            return puts.write(begun, lambda: view.__setitem__(slice(None), b"\7" * 5000), bool)
+        def write(claim: Claim) -> PutOutcome:
+            puts.session_is_over = False
+            return puts.write(claim, lambda view: view.__setitem__(slice(None), b"\7" * 5000))
 
-        rung, silent = begin("rung"), begin("silent")
-        conversation._outbox.put(pb.SessionRequest(hello=pb.Hello()))  # a second one
-        eventually(lambda: conversation._over)
+        rung, silent = claim("rung"), claim("silent")
+        session._outbox.put(pb.SessionRequest(hello=pb.Hello()))  # a second one
+        eventually(lambda: session._over)
         assert "broke the session's protocol" in daemon.text()
-        assert write(rung)
-        assert write(begin("late"))
+        assert write(rung) is PutOutcome.STORED
+        assert write(claim("late")) is PutOutcome.STORED
         assert daemon.status().entries == 3
         puts.close()
-        assert not write(silent), "there is no bell"
+        assert write(silent) is PutOutcome.UNANSWERED, "there is no doorbell"
         assert daemon.status().entries == 3
-        conversation.unuse()
+        session.unref()
         eventually(lambda: daemon.status().entries == 4)
         for key in ("rung", "late", "silent"):
             with other.get(key) as item:
@@ -333,8 +332,8 @@ def test_a_reservation_is_counted_and_seen_before_claims_are_looked_for(
             return self.words[words]
 
     directory = PoolDir(str(tmp_path), "test")
-    index = MappedIndex(directory, "ab", 64 * MIB, 4)
-    cache = Cache(64 * MIB, clients=index)
+    index = SharedIndex(directory, "ab", 64 * MIB, 4)
+    cache = Cache([Pool(0, 64 * MIB, 4096)], board=index)
     session = cache.open_session()
     index.open_page(session)
     index._header = Header(index._header)
@@ -370,8 +369,8 @@ def test_what_is_on_its_way_can_be_seen(daemon: Daemon) -> None:
     with Client(daemon.address) as writer, Client(daemon.address) as reader:
         for key in ("by a call", "in granted memory"):
             assert reader.get_now(key) == (None, False)
-            what = What("default", key, "uint8", (MIB,), MIB, b"", 0.0)
-            thread = threading.Thread(target=lambda w=what: writer._writer.put(w, copy_to, 5.0))
+            entry = NewEntry("default", key, "uint8", (MIB,), MIB, b"", 0.0)
+            thread = threading.Thread(target=lambda e=entry: writer._writer.put(e, copy_to, 5.0))
             thread.start()
             assert copying.wait(5)
             assert reader.get_now(key) == (None, True)
@@ -387,12 +386,11 @@ def test_nonsense_in_a_page_and_at_the_bell_harms_nobody_else(daemon: Daemon) ->
     with Client(daemon.address) as rogue, Client(daemon.address) as client:
         for one in (rogue, client):
             one.put(f"{id(one)}", filled(MIB, 1))
-        puts = rogue._session.conversation().index.puts
+        puts = rogue._connection.session().puts
         client.put("k", filled(MIB, 5))
-        place = What("default", "stolen", "uint8", (MIB,), MIB, b"", 0.0)
-        number = puts._begin(place, b"")
-        assert number is not None
-        for word in range(FIRST_PUT_WORD, FIRST_PUT_WORD + MAX_PUTS * PUT_WORDS):
+        entry = NewEntry("default", "stolen", "uint8", (MIB,), MIB, b"", 0.0)
+        assert puts._claim(entry, b"") is not None
+        for word in range(FIRST_CLAIM_WORD, FIRST_CLAIM_WORD + MAX_CLAIMS * CLAIM_WORDS):
             puts._words[word] = 0x0101010101010101
         bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with bell:

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from ecd_client import Client
-from ecd_proto.shm import INDEX_HEADER_BYTES, ROW_BYTES, ROW_PROOF_WORD, unpack_index_header
+from ecd_proto.shm.index import INDEX_HEADER_BYTES, unpack_index_header
+from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD
 from support.daemon import Daemon, eventually
 
 MIB = 1 << 20
@@ -391,12 +392,12 @@ def flip(memory: mmap.mmap, at: int) -> None:
 
 def spoil_rows(index: mmap.mmap, pool: mmap.mmap) -> None:
     for at in rows(index)[::3]:
-        flip(index, at + 16 + random.randrange(8 * ROW_PROOF_WORD - 16))
+        flip(index, at + 16 + random.randrange(8 * ROW_CHECKSUM_WORD - 16))
 
 
 def spoil_proofs(index: mmap.mmap, pool: mmap.mmap) -> None:
     for at in rows(index)[::3]:
-        flip(index, at + 8 * ROW_PROOF_WORD + random.randrange(8))
+        flip(index, at + 8 * ROW_CHECKSUM_WORD + random.randrange(8))
 
 
 def spoil_bytes(index: mmap.mmap, pool: mmap.mmap) -> None:

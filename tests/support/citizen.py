@@ -16,7 +16,7 @@ import time
 import traceback
 
 from ecd_client import Client, EcdError
-from ecd_client.index import AskDaemon
+from ecd_client.shared.index import AskDaemon
 
 SIZES = (1, 700, 4096, 30_000, 300_000)
 KEYS, GHOSTS = 60, 2
@@ -36,7 +36,7 @@ def look(client: Client, key: str, counts: dict) -> None:
         case 1:
             client.hint(key)
             with contextlib.suppress(AskDaemon):  # what `hint` does where there are other nodes
-                client._session.conversation().index.extent(client.namespace, key)
+                client._connection.session().index.extent(client.namespace, key)
         case 2:
             compare(client.get_now(key)[0], key, counts)
         case 3:

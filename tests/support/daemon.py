@@ -137,7 +137,7 @@ class Daemon:
 
         def is_empty() -> bool:
             self.evict_all()
-            pool = self.status().pool
+            pool = self.status().pools[0]
             return pool.largest_free_bytes == pool.pool_bytes
 
         eventually(is_empty, within_s, "the pool is one free extent again")

@@ -274,7 +274,7 @@ def watched(daemon: Daemon, citizens: int = 1) -> Iterator[Watch]:
     watch.check()
     daemon.check_nothing_leaked(within_s=20.0)
     status = daemon.status()
-    left = status.pool.reserved_bytes, status.pool.leased_bytes, status.leases, status.waits
+    left = status.pools[0].reserved_bytes, status.pools[0].leased_bytes, status.leases, status.waits
     assert left == (0, 0, 0, 0)
     with Client(daemon.address) as client:
         assert client.put_bytes("after all that", b"right", "uint8", (5,))

@@ -33,8 +33,10 @@ class FuzzingPeer(LyingPeer):
     def altered(self, reply: pb.LinkReply) -> bytes:
         described = self.describe()
         known = {
-            "address": [self.memory.address, described.identity_address, 0, (1 << 64) - 1],
-            "pool_address": [self.memory.address, (1 << 64) - 4096],
+            "address": [
+                *(self.memory.address, described.identity_address),
+                *(0, (1 << 64) - 4096, (1 << 64) - 1),
+            ],
             "checksum": [0],
             "ticket": [1, 2, 3],
             "nbytes": [lying_peer.NBYTES],

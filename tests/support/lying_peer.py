@@ -15,8 +15,8 @@ import sys
 
 import grpc
 
-from ecd.cluster.checksum import digests, fold
-from ecd.cluster.engine import Engine
+from ecd.checksum import digests, fold
+from ecd.cluster.engine import Engine, EngineSettings
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.mapping import Mapping
 from ecd_proto.v1 import cache_pb2
@@ -60,7 +60,7 @@ class LyingPeer(pb_grpc.PeerServicer):
         host = node.partition(":")[0]
         self.memory = Mapping.of_memory(4 << 20)
         self.memory.view(0, NBYTES)[:] = content(NBYTES, 1)
-        self.engine = Engine(host, "tcp", "", ports, {}, bytes.fromhex(self.incarnation))
+        self.engine = Engine(EngineSettings(host, "tcp", ports), bytes.fromhex(self.incarnation))
         self.identity_address = self.engine.identity_address
         if lie == LATER:
             self.identity_address = self.memory.address + NBYTES
@@ -83,8 +83,7 @@ class LyingPeer(pb_grpc.PeerServicer):
             protocol="tcp",
             identity_address=self.identity_address,
             lease_ttl_s=30.0,
-            pool_address=self.memory.address,
-            pool_bytes=4 << 20,
+            pools=[pb.PeerPool(address=self.memory.address, nbytes=4 << 20)],
         )
         match self.lie:
             case "another incarnation":
@@ -102,7 +101,7 @@ class LyingPeer(pb_grpc.PeerServicer):
             case "an engine elsewhere":
                 told.engine = "127.0.99.99:" + self.engine.endpoint.partition(":")[2]
             case "a pool beyond all":
-                told.pool_address, told.pool_bytes = (1 << 64) - 4096, 1 << 40
+                told.pools[0].address, told.pools[0].nbytes = (1 << 64) - 4096, 1 << 40
             case "a dead engine":
                 told.engine = self.engine.endpoint.partition(":")[0] + ":1"
             case "no engine":

@@ -46,10 +46,10 @@ def pause() -> None:
 
 def run_daemon(without: str) -> None:
     from ecd.__main__ import main
-    from ecd.core.clients import Portion
-    from ecd.memory.mapped_index import MappedIndex
-    from ecd.rpc.sessions import Sessions
-    from ecd_proto.shm import ROW_BYTES
+    from ecd.core.board import Portion
+    from ecd.memory.shared_index import SharedIndex
+    from ecd.rpc.sessions import SessionStreams
+    from ecd_proto.shm.rows import ROW_BYTES
 
     def write_in_pieces(self, start: int, row: bytes) -> None:
         pieces = list(range(0, ROW_BYTES, 8))
@@ -57,23 +57,23 @@ def run_daemon(without: str) -> None:
         for piece in pieces:
             self._rows[start + piece : start + piece + 8] = row[piece : piece + 8]
 
-    MappedIndex._write = write_in_pieces
+    SharedIndex._write = write_in_pieces
     if without == "scan":
-        MappedIndex.pinned = lambda self, live: iter([Portion(set(), is_last=True)])
+        SharedIndex.pinned = lambda self, live: iter([Portion(set(), is_last=True)])
     if without == "lock":
-        Sessions._take_back = lambda self, session, pause_s: self._cache.close_session(session)
+        SessionStreams._take_back = lambda self, session, pause_s: self._live.close_session(session)
     if without == "claim":
-        MappedIndex._begun = staticmethod(lambda *pages: [[] for _ in pages])
+        SharedIndex._begun = staticmethod(lambda *pages: [[] for _ in pages])
     if without == "hide":
-        hide, show, late = MappedIndex.hide, MappedIndex.show, []
+        hide, show, late = SharedIndex.hide, SharedIndex.show, []
 
         def show_then_hide(self, info) -> None:
             show(self, info)
             while late:
                 hide(self, *late.pop())
 
-        MappedIndex.show = show_then_hide
-        MappedIndex.hide = lambda self, entry, key: late.append((entry, key))
+        SharedIndex.show = show_then_hide
+        SharedIndex.hide = lambda self, entry, key: late.append((entry, key))
     sys.argv = ["ecd", "serve"]
     main()
 
@@ -123,15 +123,16 @@ def fork(by_multiprocessing: bool, client, item) -> None:
 
 
 def run_worker(address: str, without: str, seed: int) -> None:
-    import ecd_client.conversation
     import ecd_client.forks
-    import ecd_client.index
-    import ecd_client.puts
+    import ecd_client.session
+    import ecd_client.shared.index
     from ecd_client import Client, EcdError
+    from ecd_client.shared.index import IndexReader
+    from ecd_client.shared.puts import PutWriter
 
     random.seed(seed)
 
-    class SlowIndex(ecd_client.index.Index):
+    class SlowIndex(IndexReader):
         def _announce(self, entry: int) -> int:
             pause()
             pin = super()._announce(entry)
@@ -140,22 +141,22 @@ def run_worker(address: str, without: str, seed: int) -> None:
             pause()
             return pin
 
-    ecd_client.conversation.Index = SlowIndex
+    ecd_client.session.IndexReader = SlowIndex
     if without == "fork":
         ecd_client.forks.add = lambda made: None
     if without == "recheck":
-        ecd_client.index.row_mark = lambda row: b""
-    write = ecd_client.puts.Puts.write
-    take_piece = ecd_client.puts.Puts._take_piece
-    is_granted = ecd_client.puts.Puts._is_granted
+        ecd_client.shared.index.row_mark = lambda row: b""
+    write = PutWriter.write
+    take_piece = PutWriter._take_piece
+    is_granted = PutWriter._is_granted
 
-    def slow_write(self, begun, copy_to, over):
-        def slow_copy() -> None:
+    def slow_write(self, claim, copy_to):
+        def slow_copy(view: memoryview) -> None:
             pause()
-            copy_to()
+            copy_to(view)
             pause()
 
-        return write(self, begun, slow_copy, over)
+        return write(self, claim, slow_copy)
 
     def slow_take_piece(self, nbytes: int) -> tuple[int, int] | None:
         piece = take_piece(self, nbytes)
@@ -167,9 +168,9 @@ def run_worker(address: str, without: str, seed: int) -> None:
         pause()
         return is_granted(self, number, grant) or without == "regrant"
 
-    ecd_client.puts.Puts.write = slow_write
-    ecd_client.puts.Puts._take_piece = slow_take_piece
-    ecd_client.puts.Puts._is_granted = slow_is_granted
+    PutWriter.write = slow_write
+    PutWriter._take_piece = slow_take_piece
+    PutWriter._is_granted = slow_is_granted
     counts = dict.fromkeys(("gets", "puts", "misses", "wrong", "broken", "forks"), 0)
     told = time.monotonic()
     with Client(address, namespace="stress", connect_timeout=20.0) as client:
@@ -186,7 +187,7 @@ def run_worker(address: str, without: str, seed: int) -> None:
                     with item:
                         if random.random() < 0.002:  # the stream breaks, the reader goes on
                             counts["broken"] += 1
-                            item.lease.conversation.abandon()
+                            item._hold.session.abandon()
                             time.sleep(0.05)
                         if random.random() < 0.05:
                             counts["forks"] += 1
@@ -196,7 +197,7 @@ def run_worker(address: str, without: str, seed: int) -> None:
                             pause()
                     counts["gets"] += 1
             except EcdError:
-                time.sleep(0.01)  # full of what others hold, or between two conversations
+                time.sleep(0.01)  # full of what others hold, or between two sessions
             if time.monotonic() - told > 0.2:
                 told = time.monotonic()
                 print(json.dumps(counts), flush=True)

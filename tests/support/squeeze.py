@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 
 from ecd_client import Client
-from ecd_client.puts import What
+from ecd_client.shared.puts import NewEntry
 
 
 @contextlib.contextmanager
@@ -19,9 +19,9 @@ def being_written(address: str, nbytes: int) -> Iterator[None]:
         copying.set()
         go_on.wait(120)
 
-    what = What("somebody's", "x", "uint8", (nbytes,), nbytes, b"", 0.0)
+    entry = NewEntry("somebody's", "x", "uint8", (nbytes,), nbytes, b"", 0.0)
     with Client(address) as client:
-        thread = threading.Thread(target=client._writer.put, args=(what, copy_to, 5.0))
+        thread = threading.Thread(target=client._writer.put, args=(entry, copy_to, 5.0))
         thread.start()
         try:
             assert copying.wait(10), "there was no room for it"

@@ -5,8 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from ecd.core.allocator import GRANULE_BYTES, Allocator, Block
+from ecd.core.allocator import Allocator, Block
 from ecd.core.types import Extent
+from support.examples import examples
+
+GRANULE_BYTES = 4096
+POOL = 3
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -14,7 +18,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @initialize(granules=st.integers(1, 5000))
     def create(self, granules: int) -> None:
-        self.allocator = Allocator(granules * GRANULE_BYTES)
+        self.allocator = Allocator(POOL, granules * GRANULE_BYTES, GRANULE_BYTES)
         self.taken = [False] * granules
 
     def runs(self) -> list[int]:
@@ -40,7 +44,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             return None
         start = block.start
         assert block.granules == wanted
-        assert block.extent(nbytes) == Extent(0, start * GRANULE_BYTES, nbytes)
+        assert block.extent(nbytes) == Extent(POOL, start * GRANULE_BYTES, nbytes)
         assert not any(self.taken[start : start + wanted]), "overlaps a live extent"
         self.taken[start : start + wanted] = [True] * wanted
         left = sorted(self.runs())
@@ -83,23 +87,23 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 AllocatorMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None
+    max_examples=examples(60), stateful_step_count=60, deadline=None
 )
 TestAllocator = AllocatorMachine.TestCase
 
 
 def test_a_pool_below_one_granule_is_refused() -> None:
     with pytest.raises(ValueError, match="4096"):
-        Allocator(GRANULE_BYTES - 1)
+        Allocator(POOL, GRANULE_BYTES - 1, GRANULE_BYTES)
 
 
 def test_a_negative_size_is_refused() -> None:
     with pytest.raises(ValueError, match="negative"):
-        Allocator(GRANULE_BYTES).allocate(-1)
+        Allocator(POOL, GRANULE_BYTES, GRANULE_BYTES).allocate(-1)
 
 
 def test_fragmentation_is_reported() -> None:
-    allocator = Allocator(4 * GRANULE_BYTES)
+    allocator = Allocator(POOL, 4 * GRANULE_BYTES, GRANULE_BYTES)
     blocks = [allocator.allocate(GRANULE_BYTES) for _ in range(4)]
     assert allocator.fragmentation == 0.0
     for block in (blocks[0], blocks[2]):
@@ -112,16 +116,16 @@ def test_fragmentation_is_reported() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40 * GRANULE_BYTES)), max_size=50))
 def test_extents_are_taken_where_they_lie_or_not_at_all(gaps: list[tuple[int, int]]) -> None:
-    allocator = Allocator(300 * GRANULE_BYTES)
+    allocator = Allocator(POOL, 300 * GRANULE_BYTES, GRANULE_BYTES)
     taken: list[Block] = []
     offset = 0
     for gap, nbytes in gaps:
-        extent = Extent(0, offset + gap * GRANULE_BYTES, nbytes)
+        extent = Extent(POOL, offset + gap * GRANULE_BYTES, nbytes)
         end = extent.offset + allocator.rounded_bytes(nbytes)
         block = allocator.allocate_at(extent)
-        assert (block is not None) == (end <= allocator.pool_bytes)
+        assert (block is not None) == (end <= allocator.nbytes)
         assert not allocator.allocate_at(extent), "it is taken, or beyond the end"
-        assert not allocator.allocate_at(Extent(0, end + 1, 1)), "not on a page"
+        assert not allocator.allocate_at(Extent(POOL, end + 1, 1)), "not on a page"
         if block is not None:
             assert block.extent(nbytes) == extent
             taken.append(block)

@@ -1,4 +1,4 @@
-"""The whole core against a naive model, with every byte of the pool watched.
+"""The whole core against a naive model, with every byte of its pools watched.
 
 The model holds what each client may rely on: granules carry the tag of whoever wrote them last,
 a late writer included, and every committed entry and every held lease must still read its own.
@@ -14,38 +14,45 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ecd.core.allocator import GRANULE_BYTES
+from ecd.core.board import MAX_PIECES, Portion, Uses
 from ecd.core.cache import Cache
-from ecd.core.clients import MAX_PIECES, Portion, Uses
-from ecd.core.types import (
+from ecd.core.outcomes import (
     Aborted,
     AlreadyStored,
     BeingWritten,
     Committed,
-    Content,
-    EntryId,
-    EntryInfo,
     EntryTooLarge,
-    Extent,
-    Key,
     Leased,
-    LeaseId,
     LimitReached,
-    Limits,
     MakingRoom,
     Missing,
     NotReserved,
     PoolFull,
     Reservation,
     Reserved,
-    Selection,
     SessionEnded,
-    SessionId,
     Stored,
     Waiting,
     Wakeup,
 )
+from ecd.core.pool import Pool
+from ecd.core.types import (
+    Answer,
+    Content,
+    EntryId,
+    EntryInfo,
+    Extent,
+    Key,
+    LeaseId,
+    Limits,
+    PoolLimits,
+    Selection,
+    SessionId,
+    WaitFor,
+)
+from support.examples import examples
 
+GRANULE_BYTES = 4096
 KEYS = [Key(f"n{i % 2}", f"h{i}") for i in range(8)]
 TTL_S = 10.0
 LIMITS = Limits(
@@ -53,12 +60,12 @@ LIMITS = Limits(
     reservations_per_session=3,
     leases_per_session=5,
     waits_per_session=3,
-    high_watermark=0.8,
-    low_watermark=0.5,
-    granted_share=0.4,
 )
+POOL_LIMITS = PoolLimits(granted_share=0.4, high_watermark=0.8, low_watermark=0.5)
 keys = st.sampled_from(KEYS)
 sizes = st.integers(0, 12 * GRANULE_BYTES)
+Place = tuple[Key, int]
+"""A key and the number of the pool that holds a copy, or a writer's extent, of it."""
 
 
 @dataclass
@@ -75,6 +82,10 @@ class Writer:
     key: Key
     extent: Extent
     asks: bool = False  # it has seen that somebody reserves by a call
+
+    @property
+    def place(self) -> Place:
+        return self.key, self.extent.pool
 
 
 @dataclass
@@ -115,7 +126,7 @@ class Board:
         self.told: list[EntryInfo] = []
         self.ambush = self.ambushed = False
 
-    def note_reservations(self, count: int) -> None:
+    def announce_reservations(self, count: int) -> None:
         self.reservations = count
 
     def show(self, info: EntryInfo) -> None:
@@ -145,7 +156,7 @@ class Board:
         pins = [pin for pin in self.pins if pin.set and pin.session not in pages]
         yield Portion(live & ({pin.info.entry for pin in pins} | self.garbage), is_last=True)
 
-    def take_uses(self) -> Uses:
+    def drain_uses(self) -> Uses:
         uses, self.uses = self.uses, []
         nbytes = sum(info.content.nbytes for info in uses)
         return Uses(tuple(info.entry for info in uses), len(uses), nbytes)
@@ -161,11 +172,11 @@ class Board:
             self.grants.pop(session, None)
         return [[writer.extent for writer in self.begun.get(session, ())] for session in sessions]
 
-    def look_at_claims(self) -> Iterator[None]:
+    def scan_claims(self) -> Iterator[None]:
         yield
         self.known = {writer.key for writers in self.begun.values() for writer in writers}
 
-    def is_putting(self, key: Key) -> bool:
+    def is_claimed(self, key: Key) -> bool:
         return key in self.known
 
     def is_begun(self, key: Key) -> bool:
@@ -175,8 +186,9 @@ class Board:
         rounded = max(1, -(-nbytes // GRANULE_BYTES)) * GRANULE_BYTES
         for number, piece in enumerate(pieces := self.grants[session]):
             if rounded <= piece.nbytes:
-                pieces[number] = Extent(0, piece.offset + rounded, piece.nbytes - rounded)
-                return Extent(0, piece.offset, nbytes)
+                rest = piece.offset + rounded, piece.nbytes - rounded
+                pieces[number] = Extent(piece.pool, *rest)
+                return Extent(piece.pool, piece.offset, nbytes)
         return None
 
     def forget(self, session: SessionId) -> None:
@@ -197,18 +209,28 @@ class Board:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(granules=st.integers(1, 24))
-    def create(self, granules: int) -> None:
+    numbers: tuple[int, ...] = (0,)
+    """The pools' numbers, the nearest first."""
+
+    @initialize(granules=st.integers(1, 24), data=st.data())
+    def create(self, granules: int, data: st.DataObject) -> None:
         self.board = Board()
-        self.cache = Cache(granules * GRANULE_BYTES, TTL_S, LIMITS, clients=self.board)
-        self.granules = granules
-        self.memory: list[int] = [0] * granules
+        self.granules = {
+            number: granules if number == self.numbers[0] else data.draw(st.integers(1, 24))
+            for number in self.numbers
+        }
+        pools = [
+            Pool(number, count * GRANULE_BYTES, GRANULE_BYTES, limits=POOL_LIMITS)
+            for number, count in self.granules.items()
+        ]
+        self.cache = Cache(pools, TTL_S, LIMITS, self.board)
+        self.memory: dict[tuple[int, int], int] = {}  # by pool and granule
         self.now_s = 0.0
         self.tag = 0
         self.open: dict[SessionId, ModelSession] = {}
         self.leaving: dict[SessionId, ModelSession] = {}
-        self.stored: dict[Key, tuple[int, Extent, Content, float]] = {}
-        self.committed_s: dict[Key, float] = {}
+        self.stored: dict[Place, tuple[int, Extent, Content, float]] = {}
+        self.committed_s: dict[Place, float] = {}
         self.warm_s: dict[int, float] = {}  # by tag: the commit, or the end of the last lease
         self.counted = Counter[str]()
         self.expected: set[Key] = set()
@@ -226,19 +248,47 @@ class CacheMachine(RuleBasedStateMachine):
 
     # -- the model's memory ----------------------------------------------------------------------
 
-    def span(self, extent: Extent) -> range:
+    def span(self, extent: Extent) -> list[tuple[int, int]]:
         start = extent.offset // GRANULE_BYTES
-        return range(start, start + max(1, -(-extent.nbytes // GRANULE_BYTES)))
+        end = start + max(1, -(-extent.nbytes // GRANULE_BYTES))
+        return [(extent.pool, granule) for granule in range(start, end)]
 
     def write(self, writer: Writer) -> None:
         for granule in self.span(writer.extent):
             self.memory[granule] = writer.tag
 
     def reads(self, extent: Extent, tag: int) -> bool:
-        return all(self.memory[granule] == tag for granule in self.span(extent))
+        return all(self.memory.get(granule) == tag for granule in self.span(extent))
 
-    def writing(self) -> dict[Key, SessionId]:
-        return {w.key: s for s, m in self.open.items() for w in m.writers.values()}
+    def writing(self) -> set[Place]:
+        return {w.place for m in self.open.values() for w in m.writers.values()}
+
+    def keys_written(self) -> set[Key]:
+        return {key for key, _ in self.writing()}
+
+    def keys_stored(self) -> set[Key]:
+        return {key for key, _ in self.stored}
+
+    def nearest(self, key: Key) -> Place | None:
+        return next((p for n in self.numbers if (p := (key, n)) in self.stored), None)
+
+    def infos(self) -> dict[Place, EntryInfo]:
+        """What the cache has, each key once in each pool."""
+        infos, after = {}, None
+        for _ in range(len(KEYS) * len(self.numbers) + 2):
+            page, after = self.cache.page(after, 3)
+            assert len(page) <= 3
+            for info in page:
+                assert (info.key, info.extent.pool) not in infos
+                infos[info.key, info.extent.pool] = info
+            if after is None:
+                break
+        return infos
+
+    def any_pool(self, data: st.DataObject) -> Pool:
+        if len(self.numbers) == 1:
+            return self.cache.pools[0]
+        return data.draw(st.sampled_from(self.cache.pools), label="pool")
 
     def leased_tags(self) -> set[int]:
         return {
@@ -256,14 +306,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     def look(self) -> None:
         """All pins, unless looks are slow."""
-        while not self.board.slow and not self.cache.look_at_pins():
+        while not self.board.slow and not self.cache.scan_pins():
             pass
 
     def forget_evicted(self) -> int:
         """Drop from the model what the cache no longer has; the count of what went."""
-        gone = [key for key in self.stored if not self.cache.contains(key)]
-        for key in gone:
-            del self.stored[key]
+        left = self.infos()
+        gone = [place for place in self.stored if place not in left]
+        for place in gone:
+            del self.stored[place]
+        stored = self.keys_stored()
+        assert all(self.cache.contains(key) == (key in stored) for key in KEYS)
         return len(gone)
 
     def any_open(self, data: st.DataObject) -> SessionId:
@@ -274,7 +327,7 @@ class CacheMachine(RuleBasedStateMachine):
             key, _, _ = self.open[wakeup.session].waits.pop(wakeup.ticket)
             if wakeup.ticket in self.open[wakeup.session].to_pin:
                 assert wakeup.outcome in (Stored(), Missing())
-                assert (wakeup.outcome == Stored()) == (key in self.stored)
+                assert (wakeup.outcome == Stored()) == (key in self.keys_stored())
             if isinstance(wakeup.outcome, Stored):
                 continue
             if isinstance(wakeup.outcome, Leased):
@@ -285,7 +338,9 @@ class CacheMachine(RuleBasedStateMachine):
                 self.counted["misses"] += 1
 
     def take_lease(self, session: SessionId, key: Key, leased: Leased) -> None:
-        tag, extent, content, _ = self.stored[key]
+        place = self.nearest(key)
+        assert place is not None
+        tag, extent, content, _ = self.stored[place]
         assert (leased.key, leased.extent, leased.content) == (key, extent, content)
         assert leased.expires_s == self.now_s + TTL_S
         assert leased.checksum == self.checksums[tag]
@@ -293,7 +348,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.counted.update(hits=1, bytes_out=extent.nbytes)
         reader = Reader(tag, extent, key, leased.expires_s)
         self.open[session].readers[leased.lease] = reader
-        self.stored[key] = (tag, extent, content, self.now_s)
+        self.stored[place] = (tag, extent, content, self.now_s)
 
     def lease_ended(self, reader: Reader) -> None:
         if self.board.slow:
@@ -326,7 +381,7 @@ class CacheMachine(RuleBasedStateMachine):
             (s, ticket)
             for s, model in self.open.items()
             for ticket, (key, _, only_if_written) in model.waits.items()
-            if only_if_written and key in keys_lost - self.expected
+            if only_if_written and key in keys_lost - self.expected - self.keys_written()
         }
         woken = self.cache.leave_session(session)
         assert {(w.session, w.ticket) for w in woken} == expected
@@ -369,9 +424,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), key=keys, nbytes=sizes, done=st.booleans())
     def reserve(self, data: st.DataObject, key: Key, nbytes: int, done: bool) -> None:
         session = self.any_open(data)
-        outcome = self.ask_for_space(session, key, nbytes)
+        pool = self.any_pool(data)
+        outcome = self.ask_for_space(session, key, nbytes, pool)
         while isinstance(outcome, MakingRoom) and data.draw(st.booleans(), label="goes on"):
-            outcome = self.ask_for_space(session, key, nbytes)
+            outcome = self.ask_for_space(session, key, nbytes, pool)
         if done and isinstance(outcome, Reserved):
             self.finish(session, outcome.entry)
 
@@ -384,7 +440,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.board.slow)
     @rule()
     def look_on(self) -> None:
-        self.cache.look_at_pins()
+        self.cache.scan_pins()
 
     @rule()
     def reserve_many(self) -> None:
@@ -399,15 +455,19 @@ class CacheMachine(RuleBasedStateMachine):
             self.batch.__exit__(None, None, None)
             self.batch = None
 
-    def ask_for_space(self, session: SessionId, key: Key, nbytes: int) -> Reservation | MakingRoom:
-        looked = self.batch is not None and self.batch_look is None
+    def ask_for_space(
+        self, session: SessionId, key: Key, nbytes: int, pool: Pool
+    ) -> Reservation | MakingRoom:
+        place = key, pool.number
+        scanned = self.batch is not None and self.batch_look is None
         model = self.open[session]
         content = Content("int8", (nbytes,), nbytes, metadata=key.mm_hash.encode())
-        was_stored = key in self.stored
+        was_stored = place in self.stored
         used_s = {stored: value[3] for stored, value in self.stored.items()}
         leased = self.known_leased_tags()
-        outcome = self.cache.reserve(session, key, content, self.now_s, looked)
-        evicted = set(used_s) - {k for k in used_s if self.cache.contains(k)}
+        outcome = self.cache.reserve(session, key, content, self.now_s, scanned, pool)
+        evicted = set(used_s) - set(self.infos())
+        assert all(number == pool.number for _, number in evicted), "evicted in another pool"
         assert not any(self.stored[k][0] in leased for k in evicted), "a leased entry was evicted"
         if not isinstance(outcome, Reserved | MakingRoom) and not self.take_ambushed():
             assert not evicted, "a refusal evicted"
@@ -418,22 +478,23 @@ class CacheMachine(RuleBasedStateMachine):
                 assert was_stored
                 self.counted["duplicates"] += 1
             case BeingWritten():
-                assert key in self.writing() or self.board.is_putting(key)
+                assert place in self.writing() or self.board.is_claimed(key)
             case MakingRoom():
                 assert self.board.slow
             case LimitReached():
                 held = len(model.writers) + len(self.set_aside.get(session, ()))
                 assert held == LIMITS.reservations_per_session
             case EntryTooLarge():
-                assert nbytes > self.granules * GRANULE_BYTES
+                assert nbytes > self.granules[pool.number] * GRANULE_BYTES
                 self.counted["entry_too_large"] += 1
             case PoolFull():
                 self.counted["pool_full"] += 1
-                run = self.longest_possible_run()
+                run = self.longest_possible_run(pool.number)
                 assert self.board.slow or run < len(self.span(Extent(0, 0, nbytes)))
             case Reserved(entry, extent):
                 assert not was_stored
-                assert key not in self.writing()
+                assert place not in self.writing()
+                assert extent.pool == pool.number
                 unaware = [w for w in self.begun_writers() if w.key == key and not w.asks]
                 assert not unaware, "a writer that does not ask would be refused"
                 assert extent.nbytes == nbytes
@@ -458,10 +519,10 @@ class CacheMachine(RuleBasedStateMachine):
         for writers in self.set_aside.values():
             taken |= {g for w in writers.values() for g in self.span(w.extent)}
         assert not taken & set(self.span(extent)), "the extent belongs to someone"
-        assert extent.offset + extent.nbytes <= self.granules * GRANULE_BYTES
+        assert extent.offset + extent.nbytes <= self.granules[extent.pool] * GRANULE_BYTES
 
-    def longest_possible_run(self) -> int:
-        """The most granules in a row that eviction could free."""
+    def longest_possible_run(self, pool: int) -> int:
+        """The most granules of the pool in a row that eviction could free."""
         blocked = set()
         for session in [*self.open.values(), *self.leaving.values()]:
             blocked |= {g for w in session.writers.values() for g in self.span(w.extent)}
@@ -474,8 +535,8 @@ class CacheMachine(RuleBasedStateMachine):
         for entry in self.board.garbage & set(self.known_extents):
             blocked |= set(self.span(self.known_extents[entry]))
         longest = run = 0
-        for granule in range(self.granules):
-            run = 0 if granule in blocked else run + 1
+        for granule in range(self.granules[pool]):
+            run = 0 if (pool, granule) in blocked else run + 1
             longest = max(longest, run)
         return longest
 
@@ -499,8 +560,8 @@ class CacheMachine(RuleBasedStateMachine):
         content = Content("int8", (nbytes,), nbytes, writer.key.mm_hash.encode())
         learned = Content("bool", (1, nbytes), nbytes, b"", 2.0) if writer.tag % 3 == 0 else None
         content = learned or content
-        self.stored[writer.key] = (writer.tag, writer.extent, content, self.now_s)
-        self.committed_s[writer.key] = self.warm_s[writer.tag] = self.now_s
+        self.stored[writer.place] = (writer.tag, writer.extent, content, self.now_s)
+        self.committed_s[writer.place] = self.warm_s[writer.tag] = self.now_s
         # Some writers know the checksum; of other entries it is found out later, or never.
         self.checksums[writer.tag] = writer.tag if writer.tag % 2 else None
         checksum = self.checksums[writer.tag]
@@ -512,8 +573,7 @@ class CacheMachine(RuleBasedStateMachine):
     def committed(
         self, writer: Writer, outcome: Committed, waiting: set[tuple[SessionId, int]]
     ) -> None:
-        info = self.cache.look(writer.key)
-        assert info is not None
+        info = self.infos()[writer.place]
         assert self.board.shown[info.entry] == info or outcome.woken
         self.tags[info.entry] = writer.tag
         self.known_extents[info.entry] = info.extent
@@ -535,12 +595,14 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def grant(self, data: st.DataObject, nbytes: int, least: int, most: int) -> None:
         session = self.any_open(data)
+        pool = self.any_pool(data)
         stored, leased = set(self.stored), self.known_leased_tags()
-        before = self.board.grants.get(session), self.cache.granted_bytes
-        granted = self.cache.grant(session, nbytes, least, most, self.now_s)
-        evicted = {key for key in stored if not self.cache.contains(key)}
+        before = self.granted(session)
+        granted = self.cache.grant(session, nbytes, least, most, self.now_s, pool)
+        evicted = stored - set(self.infos())
+        assert all(number == pool.number for _, number in evicted), "evicted in another pool"
         assert least or not evicted, "a grant evicted that should not"
-        assert not any(self.stored[key][0] in leased for key in evicted), "a lease was broken"
+        assert not any(self.stored[place][0] in leased for place in evicted), "a lease was broken"
         self.counted["capacity"] += len(evicted)
         self.forget_evicted()
         if granted:
@@ -548,13 +610,18 @@ class CacheMachine(RuleBasedStateMachine):
             assert all(piece.nbytes >= nbytes for piece in pieces)
             assert self.cache.puts_left(session, nbytes) > 0
             for piece in pieces:
+                assert piece.pool == pool.number
                 self.assert_free(piece)
             self.board.grants[session] = pieces
         else:
-            assert before == (self.board.grants.get(session), self.cache.granted_bytes)
-        assert self.cache.granted_bytes <= LIMITS.granted_share * self.granules * GRANULE_BYTES + (
-            sum(len(self.span(w.extent)) for w in self.begun_writers()) * GRANULE_BYTES
-        )
+            assert before == self.granted(session)
+        begun = Counter(number for w in self.begun_writers() for number, _ in self.span(w.extent))
+        for pool in self.cache.pools:
+            share = POOL_LIMITS.granted_share * self.granules[pool.number]
+            assert pool.granted_bytes <= (share + begun[pool.number]) * GRANULE_BYTES
+
+    def granted(self, session: SessionId) -> tuple[list[Extent] | None, list[int]]:
+        return self.board.grants.get(session), [pool.granted_bytes for pool in self.cache.pools]
 
     @precondition(lambda self: self.board.grants)
     @rule(data=st.data(), key=keys, nbytes=st.integers(0, 3 * GRANULE_BYTES))
@@ -583,10 +650,10 @@ class CacheMachine(RuleBasedStateMachine):
         waiting = {
             (s, t) for s, m in self.open.items() for t, wait in m.waits.items() if wait[0] == key
         }
-        was_stored, was_written = key in self.stored, key in self.writing()
+        was_stored, was_written = writer.place in self.stored, writer.place in self.writing()
         if not was_stored and not was_written:
-            self.stored[key] = (writer.tag, extent, content, self.now_s)
-            self.committed_s[key] = self.warm_s[writer.tag] = self.now_s
+            self.stored[writer.place] = (writer.tag, extent, content, self.now_s)
+            self.committed_s[writer.place] = self.warm_s[writer.tag] = self.now_s
             self.checksums[writer.tag] = None
         outcome = self.cache.put(session, key, content, extent, self.now_s)
         match outcome:
@@ -606,12 +673,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def hash(self, key: Key) -> None:
-        info = self.cache.look(key)
-        assert (info is not None) == (key in self.stored)
-        on_its_way = key in self.writing() or self.board.is_begun(key)
+        info = self.cache.info(key)
+        place = self.nearest(key)
+        assert (info is not None) == (place is not None)
+        on_its_way = key in self.keys_written() or self.board.is_begun(key)
         assert self.cache.is_being_written(key) == on_its_way
-        if info is not None:
-            tag, extent, content, _ = self.stored[key]
+        if info is not None and place is not None:
+            tag, extent, content, _ = self.stored[place]
             assert (info.key, info.extent, info.content) == (key, extent, content)
             assert info.checksum == self.checksums[tag]
             self.cache.note_checksum(info.entry, tag + 1)
@@ -631,7 +699,8 @@ class CacheMachine(RuleBasedStateMachine):
             (s, t)
             for s, m in self.open.items()
             for t, (key, _, only_if_written) in m.waits.items()
-            if key == writer.key and only_if_written and key not in self.expected
+            if key == writer.key and only_if_written
+            if key not in self.expected | self.keys_written()
         }
         if may_still_write:
             self.set_aside.setdefault(session, {})[reservation] = writer
@@ -663,7 +732,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def expect(self, key: Key) -> None:
-        wanted = key not in self.stored and key not in self.writing() and key not in self.expected
+        wanted = key not in self.keys_stored() | self.keys_written() | self.expected
         assert self.cache.wants(key) == wanted
         if wanted:
             self.cache.expect(key)
@@ -678,7 +747,7 @@ class CacheMachine(RuleBasedStateMachine):
             (s, t)
             for s, m in self.open.items()
             for t, wait in m.waits.items()
-            if wait[0] == key and wait[2] and key not in self.writing()
+            if wait[0] == key and wait[2] and key not in self.keys_written()
         }
         woken = self.cache.stop_expecting(key)
         assert {(w.session, w.ticket) for w in woken} == giving_up
@@ -705,26 +774,28 @@ class CacheMachine(RuleBasedStateMachine):
         to_pin: bool,
     ) -> None:
         session = self.any_open(data)
-        coming = {*self.stored, *self.writing(), *self.expected}
+        coming = self.keys_stored() | self.keys_written() | self.expected
         if known and coming:
             key = data.draw(st.sampled_from(sorted(coming)))
         model = self.open[session]
-        outcome = self.cache.acquire(session, key, self.now_s, wait_s, only_if_written, to_pin)
+        wait_for = WaitFor.WRITER if only_if_written else WaitFor.ANY
+        answer = Answer.PIN if to_pin else Answer.LEASE
+        outcome = self.cache.acquire(session, key, self.now_s, wait_s, wait_for, answer)
         match outcome:
             case Leased():
                 assert not to_pin
                 self.take_lease(session, key, outcome)
             case Stored():
                 assert to_pin
-                assert key in self.stored
+                assert key in self.keys_stored()
             case Missing():
                 self.counted["misses"] += 1
-                assert key not in self.stored
-                on_its_way = key in self.writing() or key in self.expected
+                assert key not in self.keys_stored()
+                on_its_way = key in self.keys_written() | self.expected
                 on_its_way = on_its_way or self.board.is_begun(key)
                 assert wait_s == 0.0 or (only_if_written and not on_its_way)
             case Waiting(ticket):
-                assert key not in self.stored
+                assert key not in self.keys_stored()
                 assert wait_s > 0.0
                 assert not only_if_written or self.board.is_begun(key) or key in coming
                 model.waits[ticket] = (key, self.now_s + wait_s, only_if_written)
@@ -822,13 +893,15 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def uses_are_counted(self) -> None:
         told, self.board.told = self.board.told, []
+        infos = self.infos() if told else {}
         for info in told:
             self.counted.update(hits=1, bytes_out=info.content.nbytes)
-            if self.cache.contains(info.key) and self.cache.look(info.key).entry == info.entry:
-                tag, extent, content, _ = self.stored[info.key]
-                self.stored[info.key] = (tag, extent, content, self.now_s)
+            place = info.key, info.extent.pool
+            if place in infos and infos[place].entry == info.entry:
+                tag, extent, content, _ = self.stored[place]
+                self.stored[place] = (tag, extent, content, self.now_s)
                 self.warm_s[tag] = self.now_s
-        self.cache.note_uses(self.now_s)
+        self.cache.drain_uses(self.now_s)
 
     # -- time and eviction -----------------------------------------------------------------------
 
@@ -863,23 +936,33 @@ class CacheMachine(RuleBasedStateMachine):
         idle_s=st.sampled_from([0.0, 0.0, 4.0]),
         age_s=st.sampled_from([0.0, 0.0, 4.0]),
         dry_run=st.sampled_from([True, True, False]),
+        data=st.data(),
     )
     def evict(
-        self, key: Key | None, namespace: str | None, idle_s: float, age_s: float, dry_run: bool
+        self,
+        key: Key | None,
+        namespace: str | None,
+        idle_s: float,
+        age_s: float,
+        dry_run: bool,
+        data: st.DataObject,
     ) -> None:
+        several = len(self.numbers) > 1
+        pool = data.draw(st.sampled_from([None, *self.numbers])) if several else None
         expected = {
-            stored: content.nbytes
-            for stored, (_, _, content, used_s) in self.stored.items()
+            (stored, number): content.nbytes
+            for (stored, number), (_, _, content, used_s) in self.stored.items()
             if key in (None, stored)
+            and pool in (None, number)
             and namespace in (None, stored.namespace)
             and self.now_s - used_s >= idle_s
-            and self.now_s - self.committed_s[stored] >= age_s
+            and self.now_s - self.committed_s[stored, number] >= age_s
         }
         leased = self.leased_tags()
         expected_leased = sum(self.stored[k][0] in leased for k in expected)
-        selection = Selection(key, namespace, idle_s, age_s)
+        selection = Selection(key, namespace, idle_s, age_s, pool)
         totals, after = [0, 0, 0], None
-        for _ in range(len(KEYS) + 2):
+        for _ in range(len(KEYS) * len(self.numbers) + 2):
             report = self.cache.evict(selection, self.now_s, 2, after, dry_run)
             totals = [
                 a + b
@@ -898,22 +981,27 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def trim(self) -> None:
         self.look_slowly(slow=False)
-        allocator = self.cache.allocator
-        pool = allocator.pool_bytes
         leased = self.leased_tags()
+        needy = [pool for pool in self.cache.pools if pool.needs_trim()]
         while self.cache.trim(1, self.now_s):
             pass
-        sure = {k: v[0] for k, v in self.stored.items() if v[0] not in leased}
-        if self.vaguely_warm & set(sure.values()):
-            sure = {}
-        warm_s = {k: self.warm_s[tag] for k, tag in sure.items()}
-        gone = [s for k, s in warm_s.items() if not self.cache.contains(k)]
-        left = [s for k, s in warm_s.items() if self.cache.contains(k)]
-        if gone and left:
-            assert max(gone) <= min(left), "a warmer entry went first"
-        if left and not self.take_ambushed():
-            assert allocator.used_bytes <= LIMITS.low_watermark * pool
-        assert all(self.cache.contains(k) for k, v in self.stored.items() if v[0] in leased)
+        infos = self.infos()
+        for pool in self.cache.pools:
+            here = {p: v[0] for p, v in self.stored.items() if p[1] == pool.number}
+            sure = {p: tag for p, tag in here.items() if tag not in leased}
+            if self.vaguely_warm & set(sure.values()):
+                sure = {}
+            warm_s = {p: self.warm_s[tag] for p, tag in sure.items()}
+            gone = [s for p, s in warm_s.items() if p not in infos]
+            left = [s for p, s in warm_s.items() if p in infos]
+            assert pool in needy or here.keys() <= infos.keys(), "trimmed without need"
+            if gone and left:
+                assert max(gone) <= min(left), "a warmer entry went first"
+            if left and not self.board.ambushed and pool in needy:
+                used_bytes = pool.used_bytes + pool.granted_bytes
+                assert used_bytes <= POOL_LIMITS.low_watermark * pool.nbytes
+        self.take_ambushed()
+        assert all(p in infos for p, v in self.stored.items() if v[0] in leased)
         self.counted["watermark"] += self.forget_evicted()
 
     # -- what always holds -----------------------------------------------------------------------
@@ -936,7 +1024,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_byte_is_as_promised(self) -> None:
-        for key, (tag, extent, _, _) in self.stored.items():
+        for (key, _), (tag, extent, _, _) in self.stored.items():
             assert self.cache.contains(key)
             assert self.reads(extent, tag)
         for session in [*self.open.values(), *self.leaving.values()]:
@@ -950,34 +1038,29 @@ class CacheMachine(RuleBasedStateMachine):
     def figures_agree(self) -> None:
         everyone = [*self.open.values(), *self.leaving.values()]
         assert self.cache.entries == len(self.stored)
-        assert self.board.reservations == len(self.writing()) + (self.batch is not None)
+        assert self.board.reservations == len(self.keys_written()) + (self.batch is not None)
         self.look()
         alive = set(self.board.shown) | {p.info.entry for p in self.board.pins if p.blocks}
         pinned = 0 if self.board.slow else len(self.board.pins_set() & alive)
         assert self.cache.leases - sum(len(m.readers) for m in everyone) >= pinned
         assert self.cache.waits == sum(len(m.waits) for m in everyone)
         assert self.cache.sessions == len(everyone)
-        allocator = self.cache.allocator
-        full = allocator.used_bytes > LIMITS.high_watermark * allocator.pool_bytes
-        assert self.cache.needs_trim() == full
+        for pool in self.cache.pools:
+            assert pool.nbytes == self.granules[pool.number] * GRANULE_BYTES
+            assert pool.used_bytes + pool.granted_bytes + pool.free_bytes == pool.nbytes
+            used_bytes = pool.used_bytes + pool.granted_bytes
+            assert pool.needs_trim() == (used_bytes > POOL_LIMITS.high_watermark * pool.nbytes)
+        assert self.cache.needs_trim() == any(pool.needs_trim() for pool in self.cache.pools)
 
     @invariant()
     def pages_list_everything(self) -> None:
-        found, after = {}, None
-        for _ in range(len(KEYS) + 2):
-            page, after = self.cache.page(after, 3)
-            assert len(page) <= 3
-            for info in page:
-                assert info.key not in found
-                found[info.key] = info.content
-            if after is None:
-                break
-        assert found == {key: value[2] for key, value in self.stored.items()}
+        found = {place: info.content for place, info in self.infos().items()}
+        assert found == {place: value[2] for place, value in self.stored.items()}
 
     @invariant()
     def changes_are_told(self) -> None:
         self.known |= self.cache.take_changes()
-        assert {key for key, stored in self.known.items() if stored} == set(self.stored)
+        assert {key for key, stored in self.known.items() if stored} == self.keys_stored()
 
     @invariant()
     def everything_is_counted(self) -> None:
@@ -995,30 +1078,46 @@ class CacheMachine(RuleBasedStateMachine):
             self.leaving[session].waits.clear()
         for session in self.leaving:
             self.cache.close_session(session)
-        assert self.cache.granted_bytes == 0, "a grant outlived its session"
+        granted_bytes = [pool.granted_bytes for pool in self.cache.pools]
+        assert not any(granted_bytes), "a grant outlived its session"
         self.board.ambush, self.board.garbage = False, set()
         self.board.slow = False
         self.look()
-        self.cache.evict(Selection(), self.now_s, limit=len(KEYS) + 1)
+        self.cache.evict(Selection(), self.now_s, limit=len(KEYS) * len(self.numbers) + 1)
         self.look()
         self.cache.check()
-        assert self.cache.allocator.is_one_free_extent, "something leaked"
+        for pool in self.cache.pools:
+            assert pool.allocator.is_one_free_extent, "something leaked"
 
 
-CacheMachine.TestCase.settings = settings(max_examples=500, stateful_step_count=80, deadline=None)
+CacheMachine.TestCase.settings = settings(
+    max_examples=examples(500), stateful_step_count=80, deadline=None
+)
 TestCache = CacheMachine.TestCase
+
+
+class TwoPoolsMachine(CacheMachine):
+    """The same clients with two pools; their numbers are not in the order of nearness."""
+
+    numbers = (7, 2)
+
+
+TwoPoolsMachine.TestCase.settings = settings(
+    max_examples=examples(200), stateful_step_count=80, deadline=None
+)
+TestTwoPools = TwoPoolsMachine.TestCase
 
 
 def test_who_waits_for_an_expected_key_outlasts_a_writer_that_gives_up() -> None:
     """Seldom met by chance: expected, being written and waited for, all at one time."""
-    cache, key = Cache(GRANULE_BYTES, TTL_S, LIMITS), KEYS[0]
+    cache, key = Cache([Pool(0, GRANULE_BYTES, GRANULE_BYTES)], TTL_S, LIMITS), KEYS[0]
     writer, reader = cache.open_session(), cache.open_session()
     assert not isinstance(writer, LimitReached)
     assert not isinstance(reader, LimitReached)
     cache.expect(key)
     reserved = cache.reserve(writer, key, Content("int8", (1,), 1), 0.0)
     assert isinstance(reserved, Reserved)
-    waiting = cache.acquire(reader, key, 0.0, 5.0, only_if_written=True)
+    waiting = cache.acquire(reader, key, 0.0, 5.0, wait_for=WaitFor.WRITER)
     assert isinstance(waiting, Waiting)
     assert cache.abort(writer, reserved.entry) == Aborted(), "it may still come from elsewhere"
     assert cache.stop_expecting(key) == (Wakeup(reader, waiting.ticket, Missing()),)
@@ -1026,7 +1125,7 @@ def test_who_waits_for_an_expected_key_outlasts_a_writer_that_gives_up() -> None
 
 def test_what_a_life_before_left_is_seen_by_nobody_until_it_is_committed() -> None:
     board = Board()
-    cache = Cache(64 * GRANULE_BYTES, clients=board)
+    cache = Cache([Pool(0, 64 * GRANULE_BYTES, GRANULE_BYTES)], board=board)
     session, reader = cache.open_session(), cache.open_session()
     assert not isinstance(session, LimitReached)
     assert not isinstance(reader, LimitReached)
@@ -1034,15 +1133,15 @@ def test_what_a_life_before_left_is_seen_by_nobody_until_it_is_committed() -> No
     keys = [Key("n", name) for name in ("right", "wrong", "over it")]
     places = [Extent(0, number * GRANULE_BYTES, 5000) for number in (3, 7, 8)]
     adopted = [
-        cache.adopt(session, key, content, place) for key, place in zip(keys, places, strict=True)
+        cache.recover(session, key, content, place) for key, place in zip(keys, places, strict=True)
     ]
     assert adopted[2] is None, "its place is another's"
-    assert cache.adopt(session, keys[0], content, Extent(0, 20 * GRANULE_BYTES, 5000)) is None
+    assert cache.recover(session, keys[0], content, Extent(0, 20 * GRANULE_BYTES, 5000)) is None
     cache.check()
     assert cache.entries == 0
     assert cache.acquire(reader, keys[0], 0.0) == Missing()
     assert cache.reserve(reader, keys[0], content, 0.0) == BeingWritten()
-    waiting = cache.acquire(reader, keys[1], 0.0, 5.0, only_if_written=True)
+    waiting = cache.acquire(reader, keys[1], 0.0, 5.0, wait_for=WaitFor.WRITER)
     assert isinstance(waiting, Waiting)
     right, wrong, _ = adopted
     assert right is not None
@@ -1063,7 +1162,7 @@ def test_an_entry_hidden_during_a_scan_is_kept_for_who_pinned_it_behind_the_scan
 ) -> None:
     """Its page was read before it pinned: only the next scan knows, and no release frees it."""
     board = Board()
-    cache = Cache(64 * GRANULE_BYTES, clients=board)
+    cache = Cache([Pool(0, 64 * GRANULE_BYTES, GRANULE_BYTES)], board=board)
     first, second = cache.open_session(), cache.open_session()
     assert not isinstance(first, LimitReached)
     assert not isinstance(second, LimitReached)
@@ -1071,13 +1170,13 @@ def test_an_entry_hidden_during_a_scan_is_kept_for_who_pinned_it_behind_the_scan
         reserved = cache.reserve(first, key, Content("int8", (1,), 1), 0.0)
         assert isinstance(reserved, Reserved)
         cache.commit(first, reserved.entry, 0.0)
-    other, wanted = (cache.look(key) for key in KEYS[:2])
+    other, wanted = (cache.info(key) for key in KEYS[:2])
     assert other is not None
     assert wanted is not None
     lease = cache.acquire(second, KEYS[1], 0.0) if leased else None
     board.pins = [Pin(first, other), Pin(second, other)]
     board.slow = True
-    assert not cache.look_at_pins(), "the page of the first session has been read, no other"
+    assert not cache.scan_pins(), "the page of the first session has been read, no other"
     pin = Pin(first, wanted)
     board.pins.append(pin)
     board.pin(pin)
@@ -1087,14 +1186,16 @@ def test_an_entry_hidden_during_a_scan_is_kept_for_who_pinned_it_behind_the_scan
     if isinstance(lease, Leased):
         cache.release(second, lease.lease)
     while cache._pins._scanned or cache._pins._scan is not None:
-        cache.look_at_pins()
-    assert cache.used_bytes == 2 * GRANULE_BYTES, "the scan that was under way cannot decide it"
+        cache.scan_pins()
+    assert cache.pools[0].used_bytes == 2 * GRANULE_BYTES, (
+        "the scan that was under way cannot decide it"
+    )
     assert not cache.is_settled
-    while not cache.look_at_pins():
+    while not cache.scan_pins():
         pass
-    assert cache.used_bytes == 2 * GRANULE_BYTES
+    assert cache.pools[0].used_bytes == 2 * GRANULE_BYTES
     board.pins.remove(pin)
-    while not cache.look_at_pins():
+    while not cache.scan_pins():
         pass
-    assert cache.used_bytes == GRANULE_BYTES
+    assert cache.pools[0].used_bytes == GRANULE_BYTES
     cache.check()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from ecd.config import ConfigError, load
+from ecd.config import ConfigError
+from ecd.config_sources import load
 from ecd.redaction import without_password
 
 SECRET = "hunter2"

@@ -4,21 +4,17 @@ import random
 
 import pytest
 
-from ecd_proto.shm import (
-    NAMES_BYTES,
+from ecd_proto.shm.index import IndexShape, bucket_of, pack_index_header, unpack_index_header
+from ecd_proto.shm.namespaces import NAMESPACES_BYTES, Namespaces
+from ecd_proto.shm.rows import (
     ROW_BYTES,
-    IndexShape,
-    Names,
     Row,
-    bucket_of,
     key_record,
-    next_of,
-    pack_index_header,
+    next_row,
     pack_row,
     row_has_key,
     row_is_whole,
     row_mark,
-    unpack_index_header,
     unpack_row,
 )
 
@@ -60,13 +56,13 @@ def test_a_row_says_what_was_put_in() -> None:
         assert len(packed) == ROW_BYTES
         assert row_has_key(packed, RECORD)
         assert row_is_whole(packed)
-        assert next_of(packed) == 9
+        assert next_row(packed) == 9
         assert unpack_row(packed) == row
 
 
 def test_what_does_not_fit_is_to_be_asked_for() -> None:
     asked = unpack_row(pack_row(RECORD, ROW._replace(metadata=bytes(4096)), 0))
-    assert asked.ask
+    assert asked.truncated
     assert asked.entry == ROW.entry
     assert key_record(1, "h" * 1000) is None
     assert key_record(1, "h" * 128) is not None, "longer than any hash"
@@ -106,8 +102,8 @@ def test_a_row_that_is_half_written_is_never_whole() -> None:
 
 
 def test_a_namespace_keeps_its_number() -> None:
-    table = memoryview(bytearray(NAMES_BYTES))
-    daemon, client = Names(table), Names(table)
+    table = memoryview(bytearray(NAMESPACES_BYTES))
+    daemon, client = Namespaces(table), Namespaces(table)
     assert client.number_of("a") == 0
     assert [daemon.add(name) for name in ("a", "model \u2713" * 70, "a", "b")] == [1, 2, 1, 3]
     assert [client.number_of(name) for name in ("b", "a", "c")] == [3, 1, 0]
@@ -118,8 +114,8 @@ def test_a_namespace_keeps_its_number() -> None:
 
 
 def test_a_table_that_is_full_says_so() -> None:
-    table = memoryview(bytearray(NAMES_BYTES))
-    daemon, client = Names(table), Names(table)
+    table = memoryview(bytearray(NAMESPACES_BYTES))
+    daemon, client = Namespaces(table), Namespaces(table)
     numbers = [daemon.add(f"{number:01000}") for number in range(100)]
     known = sum(number is not None for number in numbers)
     assert numbers == [*range(1, known + 1), *[None] * (100 - known)]
@@ -129,11 +125,11 @@ def test_a_table_that_is_full_says_so() -> None:
 
 
 def test_a_namespace_that_is_half_written_is_not_known() -> None:
-    table = memoryview(bytearray(NAMES_BYTES))
-    Names(table).add("a")
+    table = memoryview(bytearray(NAMESPACES_BYTES))
+    Namespaces(table).add("a")
     for at in (8, 14):
         spoilt = memoryview(bytearray(table))
         spoilt[at] ^= 0x10
-        assert Names(spoilt).number_of("a") is None
+        assert Namespaces(spoilt).number_of("a") is None
         with pytest.raises(IndexError):
-            Names(spoilt).name_of(1)
+            Namespaces(spoilt).name_of(1)

@@ -6,56 +6,55 @@ import itertools
 import random
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ecd import turns
 from ecd.cluster.fetcher import Fetcher
-from ecd.cluster.peers import Peers
-from ecd.core.cache import DUE_AT_A_TIME, Cache
-from ecd.core.types import (
+from ecd.core.cache import Cache
+from ecd.core.outcomes import (
     BeingWritten,
-    Content,
-    EntryId,
-    Extent,
-    Key,
     Leased,
     LimitReached,
     MakingRoom,
     PoolFull,
     Reserved,
-    Selection,
-    SessionId,
     Waiting,
 )
-from ecd.memory import claims, mapped_index
-from ecd.memory.mapped_index import MappedIndex
-from ecd.memory.page import Page
+from ecd.core.pool import Pool
+from ecd.core.readers import DUE_AT_A_TIME
+from ecd.core.types import Answer, Content, EntryId, Extent, Key, Selection, SessionId
+from ecd.identity import NodeIdentity
+from ecd.memory import claims, shared_index
 from ecd.memory.pool_dir import PoolDir
-from ecd.rpc.cache_service import CacheService, NoOtherNodes
-from ecd.rpc.peer_service import _Link
-from ecd.rpc.puts import MAX_RINGS, PUTS_AT_A_TIME, Bell, Puts
-from ecd.rpc.sessions import Sessions, Stream
+from ecd.memory.session_page import SessionPage
+from ecd.memory.shared_index import SharedIndex
+from ecd.node import Node as CacheNode
+from ecd.node import SharedBoard, live_cache
+from ecd.rpc.cache_service import Monitor
+from ecd.rpc.inbound_link import InboundLink
+from ecd.rpc.origins import NoOtherNodes, NothingToRecover
+from ecd.rpc.puts import MAX_RINGS, PUTS_AT_A_TIME, Doorbell
+from ecd.rpc.sessions import Stream
 from ecd.turns import PIECE, Turns
 from ecd_proto.contract import MAX_BATCH
-from ecd_proto.shm import (
-    BELL,
+from ecd_proto.shm.files import GRANULE_BYTES
+from ecd_proto.shm.rows import ROW_BYTES, Row, key_record, pack_row
+from ecd_proto.shm.session_page import (
+    CLAIM_DONE,
+    CLAIM_NUMBER,
+    CLAIM_ROW,
+    CLAIM_WORDS,
+    CLAIMS_WORD,
+    DOORBELL,
+    FIRST_CLAIM_WORD,
     FIRST_GRANT_WORD,
     FIRST_PIN_WORD,
-    FIRST_PUT_WORD,
+    MAX_CLAIMS,
     MAX_GRANTS,
     MAX_PINS,
-    MAX_PUTS,
-    PUT_DONE,
-    PUT_NUMBER,
-    PUT_ROW,
-    PUT_WORDS,
-    PUTS_WORD,
-    ROW_BYTES,
-    Row,
-    key_record,
-    pack_row,
     unpack_grant,
 )
 from ecd_proto.v1 import cache_pb2 as pb
@@ -65,38 +64,41 @@ POOL_BYTES = 64 << 20
 SESSIONS = 200
 
 
+class Locks:
+    """Of sessions whose clients hold theirs as long as they are there."""
+
+    def is_session_locked(self, offset: int) -> bool:
+        return True
+
+
 class Node:
     """The daemon's core, index and services, and clients that are their pages alone."""
 
     def __init__(self, directory: Path) -> None:
-        self.index = MappedIndex(PoolDir(str(directory), "test"), "ab", POOL_BYTES, SESSIONS)
-        self.cache = Cache(POOL_BYTES, clients=self.index)
-        self.sessions = Sessions(self.cache, None, "ab", "test", "", lambda: 0.0)  # type: ignore[arg-type]
-        others = NoOtherNodes(lambda: None)
-        self.service = CacheService(
-            self.cache,
-            self.sessions,
-            others,
-            "ab",
-            lambda: 0.0,
-            pb.StatusReply,
-            lambda *_: None,
-        )
-        self.bell = Bell(directory / "bell")
-        self.puts = Puts(
-            self.cache, self.index, self.sessions, self.bell, lambda: None, lambda *_: None
-        )
+        self.index = SharedIndex(PoolDir(str(directory), "test"), "ab", POOL_BYTES, SESSIONS)
+        self.cache = Cache([Pool(0, POOL_BYTES, GRANULE_BYTES)], board=self.index)
+        board = SharedBoard(self.index, Doorbell(directory / "bell"))
+        identity = NodeIdentity("test", "ab", "test")
+        self.live = live_cache(self.cache, board, lambda *_: None, lambda: 0.0)
+        node = CacheNode(self.live, Locks(), identity)  # type: ignore[arg-type]
+        self.streams, self.intake = node.streams, self.live._intake
+        monitor = Monitor(pb.StatusReply, lambda *_: None)
+        self.service = node.service(NoOtherNodes(), NothingToRecover(), monitor)
+        self.tokens: dict[SessionId, str] = {}
         self.clients = [self.open() for _ in range(SESSIONS)]
         self.did: list[str] = []  # between two turns
         self.most = 0
 
     def open(self) -> SessionId:
-        session = self.cache.open_session()
-        assert not isinstance(session, LimitReached)
-        self.index.open_page(session)
-        stream = Stream(session, str(session), "test", attached=True)
-        self.sessions._by_token[stream.token] = self.sessions._by_session[session] = stream
-        return session
+        stream = self.streams.open("test")
+        assert isinstance(stream, Stream)
+        self.index.open_page(stream.session)
+        self.tokens[stream.session] = stream.token
+        return stream.session
+
+    def token(self) -> str:
+        """The first client's."""
+        return self.tokens[self.clients[0]]
 
     def words(self, session: SessionId) -> memoryview:
         return self.index._pages[session]._words
@@ -107,18 +109,18 @@ class Node:
         assert namespace is not None
         record = key_record(namespace, key)
         assert record is not None
-        words, at = self.words(session), FIRST_PUT_WORD + place * PUT_WORDS
+        words, at = self.words(session), FIRST_CLAIM_WORD + place * CLAIM_WORDS
         row = pack_row(record, Row(1, 0, offset, 4096, "uint8", (4096,), b"", 0.0, False), 0)
-        words[at + PUT_ROW : at + PUT_ROW + ROW_BYTES // 8] = memoryview(row).cast("Q")
-        words[PUTS_WORD] += 1
-        words[at + PUT_NUMBER] = 1
+        words[at + CLAIM_ROW : at + CLAIM_ROW + ROW_BYTES // 8] = memoryview(row).cast("Q")
+        words[CLAIMS_WORD] += 1
+        words[at + CLAIM_NUMBER] = 1
 
     def finish(self, session: SessionId, place: int) -> None:
-        self.words(session)[FIRST_PUT_WORD + place * PUT_WORDS + PUT_DONE] = 1
+        self.words(session)[FIRST_CLAIM_WORD + place * CLAIM_WORDS + CLAIM_DONE] = 1
 
     def unclaim(self, session: SessionId, place: int) -> None:
-        self.words(session)[FIRST_PUT_WORD + place * PUT_WORDS + PUT_NUMBER] = 0
-        self.words(session)[PUTS_WORD] -= 1
+        self.words(session)[FIRST_CLAIM_WORD + place * CLAIM_WORDS + CLAIM_NUMBER] = 0
+        self.words(session)[CLAIMS_WORD] -= 1
 
     def store(self, *names: str) -> list[EntryId]:
         for name in names:
@@ -127,7 +129,7 @@ class Node:
             )
             assert isinstance(reserved, Reserved)
             self.cache.commit(self.clients[0], reserved.entry, 0.0)
-        infos = [self.cache.look(Key("n", name)) for name in names]
+        infos = [self.cache.info(Key("n", name)) for name in names]
         return [info.entry for info in infos if info is not None]
 
     def run(self, act: Callable[[], Awaitable[object]]) -> int:
@@ -177,7 +179,7 @@ def keys(count: int, name: str = "k") -> list[pb.Key]:
 def reserve_request(node: Node, wanted: list[pb.Key]) -> pb.ReserveRequest:
     content = pb.Content(dtype="uint8", shape=[4096], nbytes=4096)
     items = [pb.ReserveItem(key=key, content=content) for key in wanted]
-    return pb.ReserveRequest(session=str(node.clients[0]), items=items)
+    return pb.ReserveRequest(session=node.token(), items=items)
 
 
 # -- batches ---------------------------------------------------------------------------------------
@@ -186,7 +188,7 @@ def reserve_request(node: Node, wanted: list[pb.Key]) -> pb.ReserveRequest:
 def test_of_the_largest_batch_a_turn_does_one_piece(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token = str(node.clients[0])
+    token = node.token()
     for name in ("reserve", "commit", "acquire", "release", "contains", "abort"):
         node.counted(monkeypatch, node.cache, name)
     replies: dict[str, object] = {}
@@ -230,7 +232,7 @@ def test_many_large_calls_at_once_share_the_turns(
 
 
 def test_what_a_cancelled_call_has_done_is_undone(node: Node) -> None:
-    token = str(node.clients[0])
+    token = node.token()
     node.store(*(key.mm_hash for key in keys(200, "stored")))
     wanted = [*keys(200, "stored"), *keys(200, "coming")]
     other = node.clients[1]
@@ -246,13 +248,13 @@ def test_what_a_cancelled_call_has_done_is_undone(node: Node) -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        while node.service._undoing:
+        while not node.service._undoing.is_idle:
             await asyncio.sleep(0)
 
     async def act() -> None:
-        before = node.cache.reserved_bytes
+        before = node.cache.pools[0].reserved_bytes
         await cancelled("Reserve", reserve_request(node, keys(MAX_BATCH)), 90)
-        assert node.cache.reserved_bytes == before
+        assert node.cache.pools[0].reserved_bytes == before
         acquire = pb.AcquireRequest(session=token, keys=wanted, wait_s=5.0)
         for turns_of_it in range(20, 60, 3):
             await cancelled("Acquire", acquire, turns_of_it)
@@ -266,13 +268,13 @@ def test_what_a_cancelled_call_has_done_is_undone(node: Node) -> None:
 def test_a_session_that_ends_meanwhile_ends_its_batch(node: Node) -> None:
     async def act() -> None:
         call = asyncio.ensure_future(node.call("Reserve", reserve_request(node, keys(MAX_BATCH))))
-        while not node.cache.reserved_bytes:
+        while not node.cache.pools[0].reserved_bytes:
             await asyncio.sleep(0)
         node.cache.leave_session(node.clients[0])
         node.cache.close_session(node.clients[0])
         with pytest.raises(Exception, match="not open"):
             await call
-        assert node.cache.reserved_bytes == 0
+        assert node.cache.pools[0].reserved_bytes == 0
 
     asyncio.run(act())
 
@@ -292,16 +294,16 @@ def test_what_a_session_had_is_taken_back_in_turns(
         for number in range(2 * DUE_AT_A_TIME):
             key = Key("n", f"{session}-{number}")
             assert isinstance(node.cache.reserve(session, key, content, 0.0), Reserved)
-    node.counted(monkeypatch, node.cache, "_unhold")
-    node.counted(monkeypatch, node.cache, "_give_back_reservation")
+    node.counted(monkeypatch, node.cache._pins, "let_go")
+    node.counted(monkeypatch, node.cache._writers, "_free")
 
     async def act() -> None:
         for session in sessions:
-            node.cache.leave_session(session)
-            node.sessions.close(session)
+            node.live.leave_session(session)
+            node.live.close_session(session)
         while node.cache.sessions > SESSIONS - len(sessions):
             await asyncio.sleep(0)
-        assert (node.cache.leases, node.cache.reserved_bytes) == (0, 0)
+        assert (node.cache.leases, node.cache.pools[0].reserved_bytes) == (0, 0)
 
     assert node.run(act) <= 2 * 2 * DUE_AT_A_TIME
 
@@ -313,13 +315,13 @@ def test_of_many_who_wait_for_one_key_a_turn_tells_some(
     reserved = node.cache.reserve(node.clients[0], key, content, 0.0)
     assert isinstance(reserved, Reserved)
     for session in node.clients:
-        assert isinstance(node.cache.acquire(session, key, 0.0, 5.0, to_pin=True), Waiting)
-    node.counted(monkeypatch, node.sessions, "_post")
+        assert isinstance(node.cache.acquire(session, key, 0.0, 5.0, answer=Answer.PIN), Waiting)
+    node.counted(monkeypatch, node.streams, "_post")
 
     async def act() -> None:
-        request = pb.CommitRequest(session=str(node.clients[0]), reservations=[reserved.entry])
+        request = pb.CommitRequest(session=node.token(), reservations=[reserved.entry])
         await node.call("Commit", request)
-        while any(stream.outbox.empty() for stream in node.sessions._by_session.values()):
+        while any(stream.outbox.empty() for stream in node.streams._by_session.values()):
             await asyncio.sleep(0)
 
     assert node.run(act) <= PIECE
@@ -363,22 +365,22 @@ def test_of_pages_full_of_garbage_a_step_reads_a_few(
 ) -> None:
     fill_with_garbage(node)
     words: list[int] = []
-    pinned = Page.pinned
+    pinned = SessionPage.pinned
 
-    def counting(self: Page, live: object) -> tuple[frozenset[EntryId], int]:
+    def counting(self: SessionPage, live: object) -> tuple[frozenset[EntryId], int]:
         found = pinned(self, live)  # type: ignore[arg-type]
         words.append(found[1])
         return found
 
-    monkeypatch.setattr(Page, "pinned", counting)
+    monkeypatch.setattr(SessionPage, "pinned", counting)
     steps = 1
-    while not node.cache.look_at_pins():
-        assert sum(words) <= mapped_index.MAX_COST + MAX_PINS
+    while not node.cache.scan_pins():
+        assert sum(words) <= shared_index.MAX_COST + MAX_PINS
         words.clear()
         steps += 1
     assert steps > 1
     words.clear()
-    assert node.cache.look_at_pins(), "what has not changed is looked at in one step"
+    assert node.cache.scan_pins(), "what has not changed is looked at in one step"
     assert (sum(words), len(words)) == (0, SESSIONS)
 
 
@@ -390,7 +392,7 @@ def test_room_waits_for_the_scan_and_is_not_refused(node: Node) -> None:
         reserved = node.cache.reserve(session, Key("n", name), half, 0.0)
         assert isinstance(reserved, Reserved)
         node.cache.commit(session, reserved.entry, 0.0)
-    info = node.cache.look(Key("n", "b"))
+    info = node.cache.info(Key("n", "b"))
     assert info is not None
     outcomes: list[object] = []
     while not outcomes or isinstance(outcomes[-1], MakingRoom):
@@ -411,7 +413,7 @@ def test_room_that_others_take_again_is_not_made_for_ever(
 ) -> None:
     monkeypatch.setattr(node.cache, "reserve", lambda *_, **__: MakingRoom())
     clock = itertools.count()
-    monkeypatch.setattr(node.service, "_now_s", lambda: next(clock) / 100)
+    monkeypatch.setattr(node.live, "now_s", lambda: next(clock) / 100)
     replies: list[pb.ReserveReply] = []
 
     async def act() -> None:
@@ -427,15 +429,15 @@ def test_a_pin_is_seen_though_its_page_is_as_it_was(node: Node) -> None:
     [entry] = node.store("k")
     node.words(node.clients[7])[FIRST_PIN_WORD + 400] = entry
     for _ in range(3):
-        assert node.cache.look_at_pins()
+        assert node.cache.scan_pins()
         assert node.cache.leases == 1
     node.cache.evict(Selection(), 0.0, 10)
     for _ in range(3):
-        assert node.cache.look_at_pins()
-        assert node.cache.used_bytes == 4096
+        assert node.cache.scan_pins()
+        assert node.cache.pools[0].used_bytes == 4096
     node.words(node.clients[7])[FIRST_PIN_WORD + 400] = 0
-    assert node.cache.look_at_pins()
-    assert node.cache.used_bytes == 0
+    assert node.cache.scan_pins()
+    assert node.cache.pools[0].used_bytes == 0
 
 
 # -- claims ----------------------------------------------------------------------------------------
@@ -445,20 +447,20 @@ def test_a_look_at_claims_reads_some_rows_a_step_and_each_once(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for session in node.clients:
-        for place in range(MAX_PUTS):
+        for place in range(MAX_CLAIMS):
             node.claim(session, place, f"{session}-{place}")
     node.counted(monkeypatch, claims, "unpack_key")
     most, total = 0, 0
-    for _ in node.cache.look_at_claims():
+    for _ in node.cache.scan_claims():
         most, total, node.did = max(most, len(node.did)), total + len(node.did), []
     assert 0 < most <= claims.CLAIMS_AT_A_TIME
-    assert total + len(node.did) == SESSIONS * MAX_PUTS
+    assert total + len(node.did) == SESSIONS * MAX_CLAIMS
     node.did = []
     for session in node.clients:
-        for place in range(MAX_PUTS):
-            assert node.index.is_putting(Key("n", f"{session}-{place}"))
-            assert not node.index.is_putting(Key("n", f"{session}-{place}x"))
-    for _ in node.cache.look_at_claims():
+        for place in range(MAX_CLAIMS):
+            assert node.index.is_claimed(Key("n", f"{session}-{place}"))
+            assert not node.index.is_claimed(Key("n", f"{session}-{place}x"))
+    for _ in node.cache.scan_claims():
         pass
     assert node.did == []
 
@@ -467,7 +469,7 @@ def test_a_look_at_claims_reads_some_rows_a_step_and_each_once(
 def test_a_row_that_is_seen_after_its_number_is_read_again(node: Node, before: str) -> None:
     """As on processors that do not show stores in order."""
     session, key = node.clients[3], Key("n", "k")
-    words, at = node.words(session), FIRST_PUT_WORD + PUT_ROW
+    words, at = node.words(session), FIRST_CLAIM_WORD + CLAIM_ROW
     row = slice(at, at + ROW_BYTES // 8)
     if before == "another put's row":
         node.claim(session, 0, "other")
@@ -482,8 +484,8 @@ def test_a_row_that_is_seen_after_its_number_is_read_again(node: Node, before: s
         assert record is not None
         second = Row(2, 0, 0, 4096, "uint8", (4096,), b"", 0.0, False)
         whole = pack_row(record, second, 0)
-    words[PUTS_WORD] = 1
-    words[FIRST_PUT_WORD + PUT_NUMBER] = 2 if before == "another put's row" else 1
+    words[CLAIMS_WORD] = 1
+    words[FIRST_CLAIM_WORD + CLAIM_NUMBER] = 2 if before == "another put's row" else 1
     assert not node.cache.is_being_written(key)
     assert not node.cache.is_being_written(Key("n", "other"))
     words[row] = memoryview(whole).cast("Q")
@@ -514,7 +516,7 @@ def test_claims_come_and_go_and_pages_change_hands(node: Node) -> None:
 class NoMemory:
     """Of a node that fetches nothing itself."""
 
-    def is_guessed(self, key: Key) -> bool:
+    def is_speculative(self, key: Key) -> bool:
         return False
 
     def address_of(self, extent: Extent) -> int:
@@ -524,10 +526,10 @@ class NoMemory:
         return 1
 
 
-def peer_link(node: Node) -> _Link:
-    session = node.cache.open_session()
+def peer_link(node: Node) -> InboundLink:
+    session = node.live.open_session()
     assert not isinstance(session, LimitReached)
-    return _Link(node.cache, node.sessions, NoMemory(), session, "127.0.0.1:1")  # type: ignore[arg-type]
+    return InboundLink(node.live, NoMemory(), session, "127.0.0.1:1")  # type: ignore[arg-type]
 
 
 def test_a_peers_question_about_many_keys_looks_at_claims_once(
@@ -535,7 +537,7 @@ def test_a_peers_question_about_many_keys_looks_at_claims_once(
 ) -> None:
     node.store("stored")
     node.claim(node.clients[3], 0, "claimed")
-    node.counted(monkeypatch, node.index, "look_at_claims")
+    node.counted(monkeypatch, node.index, "scan_claims")
     wanted = [*keys(62), *(pb.Key(namespace="n", mm_hash=name) for name in ("stored", "claimed"))]
     items = [
         peer_pb.LeaseKey(ticket=ticket, key=key, wait_s=1.0) for ticket, key in enumerate(wanted)
@@ -570,14 +572,10 @@ def test_flights_that_are_answered_together_reserve_one_a_turn(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.claim(node.clients[3], 0, "k5")
-    node.counted(monkeypatch, node.index, "look_at_claims")
+    node.counted(monkeypatch, node.index, "scan_claims")
 
     async def act() -> None:
-        peers = Peers("127.0.0.1:1", "", "tcp", None, None)
-        fetcher = Fetcher(
-            node.cache, node.clients[0], None, None, peers, None, None,
-            node.sessions.deliver, lambda *_: None, "", 5.0,
-        )  # type: ignore[arg-type]  # fmt: skip
+        fetcher = Fetcher(node.live, None, None, lambda *_: None, 5.0)  # type: ignore[arg-type]
         content = Content("uint8", (4096,), 4096)
         outcomes = await asyncio.gather(
             *(fetcher._reserve(Key("n", f"k{number}"), content) for number in range(64))
@@ -597,14 +595,14 @@ def granted_puts(node: Node, count: int) -> list[int]:
     for session in node.clients:
         if count <= 0:
             break
-        assert node.cache.grant(session, 4096, 1, MAX_PUTS, 0.0)
+        assert node.cache.grant(session, 4096, 1, MAX_CLAIMS, 0.0)
         page = node.index._pages[session]
-        grants = page._desk[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
+        grants = page._mailbox[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
         offset = unpack_grant(grants[0]).offset
-        for place in range(min(MAX_PUTS, count)):
+        for place in range(min(MAX_CLAIMS, count)):
             node.claim(session, place, f"{session}-{place}", offset + 4096 * place)
             node.finish(session, place)
-        count -= MAX_PUTS
+        count -= MAX_CLAIMS
         pages.append(page.number)
     return pages
 
@@ -619,9 +617,9 @@ def test_puts_rung_at_once_take_turns_and_who_asks_sees_them_all(
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bell:
             bell.connect(str(tmp_path / "bell"))
             for page in pages[:4]:
-                bell.send(BELL.pack(page))
-            node.puts._rung |= dict.fromkeys(pages[4:])  # the kernel's queue may hold only 10
-            await asyncio.gather(*(node.puts.catch_up() for _ in range(20)))
+                bell.send(DOORBELL.pack(page))
+            node.intake._rung |= dict.fromkeys(pages[4:])  # the kernel's queue may hold only 10
+            await asyncio.gather(*(node.live.begin() for _ in range(20)))
             assert node.cache.counters.puts == 256
 
     assert node.run(act) < 2 * PUTS_AT_A_TIME
@@ -630,22 +628,23 @@ def test_puts_rung_at_once_take_turns_and_who_asks_sees_them_all(
 
 def test_the_last_puts_of_a_session_are_taken_with_its_end(node: Node) -> None:
     pages = granted_puts(node, 256)
-    node.puts._rung |= dict.fromkeys(pages)
+    node.intake._rung |= dict.fromkeys(pages)
     last = node.clients[len(pages) - 1]
 
     async def act() -> None:
-        node.sessions.puts = node.puts
-        node.puts.take_last(last)
-        assert node.cache.counters.puts == MAX_PUTS
+        node.live.leave_session(last)
+        assert node.cache.counters.puts == MAX_CLAIMS
 
     asyncio.run(act())
 
 
 def test_a_put_that_is_refused_evicts_nothing(node: Node) -> None:
-    """Whatever size it says that it has."""
+    """Whatever size it says that it has. The pool may be full here, without being trimmed."""
+    pool = node.cache.pools[0]
+    pool.limits = replace(pool.limits, high_watermark=1.0)
     content = Content("uint8", (1 << 16,), 1 << 16)
     number = 0
-    while node.cache.allocator.free_bytes >= 1 << 16:
+    while node.cache.pools[0].free_bytes >= 1 << 16:
         reserved = node.cache.reserve(node.clients[0], Key("n", f"{number}"), content, 0.0)
         assert isinstance(reserved, Reserved)
         node.cache.commit(node.clients[0], reserved.entry, 0.0)
@@ -656,13 +655,13 @@ def test_a_put_that_is_refused_evicts_nothing(node: Node) -> None:
     record = key_record(namespace, "no memory was granted for it")
     assert record is not None
     row = pack_row(record, Row(1, 0, 0, 1 << 20, "uint8", (1 << 20,), b"", 0.0, False), 0)
-    words, at = node.words(rogue), FIRST_PUT_WORD
-    words[at + PUT_ROW : at + PUT_ROW + ROW_BYTES // 8] = memoryview(row).cast("Q")
-    words[at + PUT_NUMBER] = words[at + PUT_DONE] = 1
+    words, at = node.words(rogue), FIRST_CLAIM_WORD
+    words[at + CLAIM_ROW : at + CLAIM_ROW + ROW_BYTES // 8] = memoryview(row).cast("Q")
+    words[at + CLAIM_NUMBER] = words[at + CLAIM_DONE] = 1
 
     async def act() -> None:
-        node.puts._rung[node.index._pages[rogue].number] = None
-        await node.puts.catch_up()
+        node.intake._rung[node.index._pages[rogue].number] = None
+        await node.live.begin()
         await asyncio.sleep(0.01)
 
     asyncio.run(act())

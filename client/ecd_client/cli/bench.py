@@ -1,4 +1,4 @@
-"""`ecd-cli bench`: how fast this daemon is from here, and whether what comes back is right."""
+"""`ecd-cli bench`: the times of puts and gets from here, with every byte compared."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ecd_client.item import Item
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "8 MiB": 8 << 20, "32 MiB": 32 << 20}
 KEYS = 4
-"""Entries of a size that are there at a time: the caches do not hold all of the large ones."""
+"""Entries of a size that are stored at a time: the CPU's caches do not hold all large ones."""
 Evict = Callable[[str], None]
-"""Evicts a namespace."""
+"""A function that evicts a namespace."""
 
 
 class WrongBytes(EcdError):
-    """What came back is not what was put in."""
+    """An entry came back with other bytes than were put in, or not at all."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians, in microseconds. `copy_us` is one of the same bytes within this process."""
+    """Medians in microseconds; `copy_us` is a copy of the same bytes within this process."""
 
     size: str
     nbytes: int
@@ -38,7 +38,7 @@ class Measured:
 
 
 def measure(address: str, room_bytes: int, rounds: int, evict: Evict) -> Iterator[Measured]:
-    """Of each size of which some entries fit into `room_bytes`, so that nothing is evicted.
+    """Measure each size of which some entries fit into `room_bytes`: nothing is evicted for them.
 
     Raises WrongBytes, and EcdError.
     """
@@ -83,7 +83,7 @@ def _measure(
                 raise WrongBytes(f"{size}: other bytes came back than were put in")
             timed("copy", copy, content)
         evict()
-    # The first round finds everything cold.
+    # The first round runs cold and is left out.
     medians = {name: median(values[KEYS:]) for name, values in took.items()}
     names = ("put", "get", "read", "contains", "copy")
     return Measured(size, nbytes, *(medians[name] for name in names))

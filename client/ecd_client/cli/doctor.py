@@ -1,4 +1,4 @@
-"""`ecd-cli doctor`: what may be wrong with a daemon, its machine and this environment."""
+"""`ecd-cli doctor`: checks of a daemon, its machine and this environment."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.leftovers import leftovers
-from ecd_proto.shm import has_barriers
+from ecd_proto.shm.barriers import has_barriers
 from ecd_proto.v1 import cache_pb2 as pb
 
 GOOD, DOUBTFUL, BAD = "ok", "look", "fix"
 VLLM_VERSIONS = (0, 28), (0, 33)
-"""The first and the last that the connector is made for."""
+"""The first and the last version that the connector is made for."""
 CONNECT_TIMEOUT_S = 1.0
 TIME_ERROR = 5
 """adjtimex(2): the clock is not synchronized."""
@@ -33,7 +33,7 @@ TIME_ERROR = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found, and what is to be done about it: nothing, if it is GOOD."""
+    """The result of one check, and advice about it unless it is GOOD."""
 
     check: str
     state: str
@@ -42,7 +42,7 @@ class Finding:
 
 
 def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
-    """Every check, one after the other. What needs the daemon is left out if it is away."""
+    """Make one check after the other; those that need the daemon are left out if it is away."""
     yield _socket(address)
     try:
         status = call("Status", pb.StatusRequest())
@@ -54,8 +54,9 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
         yield _daemon(status)
         yield _versions(status)
         yield _reading(address, status)
-        yield _pool(status)
-        yield _locked_memory(status, peers)
+        if status.pools:  # a daemon of the contract before names none
+            yield _pool(status)
+            yield _locked_memory(status, peers)
         yield from _nodes(peers)
     yield _shared_memory(status)
     yield _leftovers(status)
@@ -103,7 +104,7 @@ def _versions(status: pb.StatusReply) -> Finding:
 
 
 def _reading(address: str, status: pb.StatusReply) -> Finding:
-    """Whether this user's processes can read as they should: without a call."""
+    """Check that this user's processes can read without a call."""
     try:
         with Client(address, name="ecd-cli doctor") as client:
             client.contains(["doctor"])
@@ -121,8 +122,8 @@ def _reading(address: str, status: pb.StatusReply) -> Finding:
 
 def _pool(status: pb.StatusReply) -> Finding:
     refused = status.counters.refused
-    share = status.pool.used_bytes / max(1, status.pool.pool_bytes)
-    found = f"{decimal(status.pool.pool_bytes)}, {share:.0%} in use"
+    share = status.pools[0].used_bytes / max(1, status.pools[0].pool_bytes)
+    found = f"{decimal(status.pools[0].pool_bytes)}, {share:.0%} in use"
     if refused["entry_too_large"]:
         found += f"; {refused['entry_too_large']:,} entries were larger than all of it"
         return Finding("pool", BAD, found, "raise ECD_HOST_POOL_BYTES")
@@ -133,7 +134,7 @@ def _pool(status: pb.StatusReply) -> Finding:
 
 
 def _locked_memory(status: pb.StatusReply, peers: pb.PeersReply) -> Finding:
-    """A pool that a network device reads is locked in memory; one that tcp reads is not."""
+    """Check the limit on locked memory: RDMA and GPUs lock the whole pool, tcp does not."""
     try:
         limits = Path(f"/proc/{status.pid}/limits").read_text()
         found = re.search(r"^Max locked memory\s+(\S+)", limits, re.MULTILINE)
@@ -143,7 +144,7 @@ def _locked_memory(status: pb.StatusReply, peers: pb.PeersReply) -> Finding:
         return Finding("locked memory", GOOD, "not seen from here: the daemon is elsewhere")
     limit = found[1]
     needed = bool(peers.protocol) and peers.protocol != "tcp"
-    enough = limit == "unlimited" or int(limit) >= status.pool.pool_bytes
+    enough = limit == "unlimited" or int(limit) >= status.pools[0].pool_bytes
     shown = limit if limit == "unlimited" else decimal(int(limit))
     if enough or not needed:
         why = "" if needed else "; only RDMA and GPUs need it"
@@ -187,15 +188,15 @@ def _unreachable(endpoint: str) -> str | None:
 
 
 def _place(status: pb.StatusReply | None) -> Path:
-    """Where pools lie."""
-    pool = "" if status is None else status.pool.path
+    """The directory in which daemons make their pools' directories."""
+    pool = status.pools[0].path if status is not None and status.pools else ""
     if pool and Path(pool).exists():
         return Path(pool).parent.parent
     return Path(os.environ.get("ECD_SHM_DIR", "/dev/shm"))
 
 
 def _leftovers(status: pb.StatusReply | None) -> Finding:
-    """Memory that no daemon uses any more, and that stays taken until it is cleared."""
+    """Check for memory that no daemon uses any more: it stays taken until it is cleared."""
     place = _place(status)
     left = leftovers(place)
     if not left:

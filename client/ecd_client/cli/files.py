@@ -29,7 +29,7 @@ _DTYPES = {
     "I64": "int64",
     "F64": "float64",
 }
-"""safetensors' names of the dtypes, and ours."""
+"""ecd's names of dtypes by those of safetensors."""
 
 
 class FileError(EcdError):
@@ -38,6 +38,8 @@ class FileError(EcdError):
 
 @dataclass(frozen=True)
 class StoredTensor:
+    """One tensor of a file, with the cost and metadata that `write` put beside it."""
+
     data: bytes
     dtype: str
     shape: tuple[int, ...]
@@ -46,10 +48,10 @@ class StoredTensor:
 
 
 def write(path: Path, item: Item) -> None:
-    """Raises FileError and LeaseExpired; then there is no file.
+    """Write an item's bytes, metadata and cost. Raises FileError and LeaseExpired, without a file.
 
-    The header is written here, as the format describes it: what safetensors' own `serialize`
-    takes without torch or numpy differs between its versions.
+    The header is written here, as the format describes it: the arguments that safetensors' own
+    `serialize` takes without torch or numpy differ between its versions.
     """
     data = bytes(item.view)
     item.check()
@@ -71,7 +73,7 @@ def write(path: Path, item: Item) -> None:
 
 
 def read(path: Path, name: str | None) -> StoredTensor:
-    """Raises FileError."""
+    """Read the tensor of this name, or the only one. Raises FileError."""
     try:
         content = path.read_bytes()
         tensors = dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]

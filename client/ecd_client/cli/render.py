@@ -24,7 +24,7 @@ def as_json(out: Console, result: Message | dict[str, Any] | list[dict[str, Any]
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as JSON types: every field present, numbers as numbers."""
+    """The message as JSON types, with every field present and numbers as numbers."""
     return {
         field.name: _value(field, getattr(message, field.name))
         for field in message.DESCRIPTOR.fields
@@ -47,10 +47,12 @@ def _value(field: Any, value: Any) -> Any:
 
 
 def status(out: Console, reply: pb.StatusReply, address: str) -> None:
-    pool, counters = reply.pool, reply.counters
+    counters = reply.counters
     state = plain(reply)["state"]
     if state == "populating":
-        state += f" {100 * reply.populated_bytes // max(1, pool.pool_bytes)} %"
+        populated_bytes = sum(pool.populated_bytes for pool in reply.pools)
+        pool_bytes = sum(pool.pool_bytes for pool in reply.pools)
+        state += f" {100 * populated_bytes // max(1, pool_bytes)} %"
     lookups = counters.hits + counters.misses
     rows = [
         ("daemon", f"{reply.version}, contract {reply.contract_version}, pid {reply.pid}"),
@@ -59,17 +61,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("node", reply.node or "alone"),
         ("incarnation", reply.incarnation),
         ("state", f"{state}, up {duration(reply.uptime_s)}"),
-        ("pool", f"{decimal(pool.pool_bytes)} in {pool.path}"),
-        ("used", f"{decimal(pool.used_bytes)} ({share(pool.used_bytes, pool.pool_bytes)})"),
-        (
-            "of which",
-            f"{decimal(pool.leased_bytes)} leased, {decimal(pool.reserved_bytes)} being written",
-        ),
-        (
-            "free",
-            f"{decimal(pool.free_bytes)}, the largest piece {decimal(pool.largest_free_bytes)}, "
-            f"fragmentation {pool.fragmentation:.0%}",
-        ),
+        *(row for pool in reply.pools for row in _pool(pool)),
         ("entries", f"{reply.entries:,}"),
         ("clients", f"{reply.sessions} sessions, {reply.leases} leases, {reply.waits} waits"),
         (
@@ -88,12 +80,29 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
     _facts(out, rows)
 
 
+def _pool(pool: pb.PoolStatus) -> list[tuple[str, str]]:
+    return [
+        (f"{pool.kind} pool", f"{decimal(pool.pool_bytes)} in {pool.path}"),
+        ("used", f"{decimal(pool.used_bytes)} ({share(pool.used_bytes, pool.pool_bytes)})"),
+        (
+            "of which",
+            f"{decimal(pool.leased_bytes)} leased, {decimal(pool.reserved_bytes)} being written",
+        ),
+        (
+            "free",
+            f"{decimal(pool.free_bytes)}, the largest piece {decimal(pool.largest_free_bytes)}, "
+            f"fragmentation {pool.fragmentation:.0%}",
+        ),
+    ]
+
+
 def _facts(out: Console, rows: list[tuple[str, str]]) -> None:
+    """Print a table of names and values. Values may come from anywhere: no markup is read."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
+    for name, text in rows:
+        table.add_row(escape(name), escape(text))
     out.print(table)
 
 
@@ -126,16 +135,12 @@ def peers_table(reply: pb.PeersReply) -> Table:
     table.columns[-1].overflow = "fold"
     for peer in reply.peers:
         table.add_row(
-            peer.node,
-            peer.state,
-            peer.incarnation[:12],
-            peer.protocol,
-            peer.zone,
+            *map(escape, (peer.node, peer.state, peer.incarnation[:12], peer.protocol, peer.zone)),
             f"{peer.round_trip_s * 1e3:.1f} ms" if peer.round_trip_s else "",
             f"{peer.reads:,}",
             decimal(peer.read_bytes),
             f"{peer.failed_reads:,}",
-            peer.last_error,
+            escape(peer.last_error),
         )
     return table
 
@@ -148,7 +153,7 @@ def entries(out: Console, found: list[pb.EntryInfo], more: bool) -> None:
         table.add_row(
             escape(entry.key.namespace),
             escape(entry.key.mm_hash),
-            entry.content.dtype,
+            escape(entry.content.dtype),
             "x".join(map(str, entry.content.shape)) or "scalar",
             decimal(entry.content.nbytes),
             str(entry.leases),
@@ -163,11 +168,11 @@ def entries(out: Console, found: list[pb.EntryInfo], more: bool) -> None:
 
 @dataclass
 class NamespaceSum:
-    """What the entries of one namespace add up to."""
+    """The number, the bytes and the least age of a namespace's entries."""
 
     entries: int = 0
     nbytes: int = 0
-    newest_s: float = inf  # since the last was stored
+    newest_s: float = inf  # age of the entry that was stored last
 
     def add(self, entry: pb.EntryInfo) -> None:
         self.entries += 1

@@ -1,4 +1,4 @@
-"""`ecd-cli top`: what happens now, second by second."""
+"""`ecd-cli top`: a daemon's rates, hottest and biggest entries and peers, second by second."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from typing import Any
 from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
 from ecd_client.cli import render
 from ecd_proto.v1 import cache_pb2 as pb
 
-MAX_LOOKED_AT = 20_000
+MAX_LISTED = 20_000
 """Entries among which the biggest and the hottest are sought."""
 ENTRIES_PERIOD_S = 5.0
+"""Seconds for which a list of entries is shown again."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Per second, since the look before."""
+    """The daemon's counters per second, between two samples."""
 
     hits: float
     misses: float
@@ -43,7 +45,7 @@ class Rates:
 
 @dataclass
 class Top:
-    """Looks at a daemon, again and again."""
+    """Samples a daemon, and shows the difference to the sample before."""
 
     call: Callable[[str, Any], Any]
     entries: Callable[[], Iterator[pb.EntryInfo]]
@@ -52,13 +54,13 @@ class Top:
     _found: list[pb.EntryInfo] = field(default_factory=list)
     _found_s: float = float("-inf")
 
-    def look(self) -> tuple[pb.StatusReply, pb.PeersReply, Rates | None]:
-        """The rates are None at the first look, and at that after a restart of the daemon."""
+    def sample(self) -> tuple[pb.StatusReply, pb.PeersReply, Rates | None]:
+        """Ask the daemon. The rates are None the first time, and after a restart of the daemon."""
         now_s = time.monotonic()
         status = self.call("Status", pb.StatusRequest())
         peers = self.call("Peers", pb.PeersRequest())
         if now_s - self._found_s >= ENTRIES_PERIOD_S:
-            self._found = list(islice(self.entries(), MAX_LOOKED_AT))
+            self._found = list(islice(self.entries(), MAX_LISTED))
             self._found_s = now_s
         before, self._before = self._before, (now_s, status)
         if before is None or before[1].incarnation != status.incarnation:
@@ -72,7 +74,7 @@ class Top:
         return heapq.nlargest(self.rows, self._found, key=lambda entry: entry.hits)
 
     def as_json(self) -> dict[str, Any]:
-        status, peers, rates = self.look()
+        status, peers, rates = self.sample()
         ratio = None if rates is None else rates.hit_ratio
         return {
             "status": render.plain(status),
@@ -83,14 +85,14 @@ class Top:
         }
 
     def frame(self) -> RenderableType:
-        status, peers, rates = self.look()
+        status, peers, rates = self.sample()
         return Group(
             _head(status, rates),
             Columns([_entries("hottest", self.hottest()), _entries("biggest", self.biggest())]),
             *([render.peers_table(peers)] if peers.peers else []),
             *(
-                [f"Hottest and biggest among the first {MAX_LOOKED_AT:,} entries."]
-                if len(self._found) == MAX_LOOKED_AT
+                [f"Hottest and biggest among the first {MAX_LISTED:,} entries."]
+                if len(self._found) == MAX_LISTED
                 else []
             ),
         )
@@ -113,17 +115,17 @@ def _rates(before: pb.StatusReply, now: pb.StatusReply, seconds: float) -> Rates
 
 
 def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
-    pool = status.pool
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     state = render.plain(status)["state"]
-    table.add_row(status.name, f"{state}, {status.version}, pid {status.pid}")
-    used = f"{decimal(pool.used_bytes)} of {decimal(pool.pool_bytes)}"
-    table.add_row(
-        "pool",
-        f"{used} ({render.share(pool.used_bytes, pool.pool_bytes)}), "
-        f"{decimal(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}",
-    )
+    table.add_row(escape(status.name), escape(f"{state}, {status.version}, pid {status.pid}"))
+    for pool in status.pools:
+        used = f"{decimal(pool.used_bytes)} of {decimal(pool.pool_bytes)}"
+        table.add_row(
+            escape(f"{pool.kind} pool"),
+            f"{used} ({render.share(pool.used_bytes, pool.pool_bytes)}), "
+            f"{decimal(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}",
+        )
     table.add_row(
         "now",
         f"{status.entries:,} entries, {status.sessions} sessions, {status.leases} leases, "
@@ -151,8 +153,8 @@ def _entries(title: str, found: list[pb.EntryInfo]) -> Table:
     table = Table("mm_hash", "namespace", "size", "hits", "idle", title=title)
     for entry in found:
         table.add_row(
-            _short(entry.key.mm_hash),
-            _short(entry.key.namespace),
+            escape(_short(entry.key.mm_hash)),
+            escape(_short(entry.key.namespace)),
             decimal(entry.content.nbytes),
             f"{entry.hits:,}",
             render.duration(entry.idle_s),

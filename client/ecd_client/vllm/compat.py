@@ -1,4 +1,4 @@
-"""What differs between vLLM 0.28 and 0.33: the only file that asks."""
+"""The differences between vLLM 0.28 and 0.33; no other file asks which one runs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ TELLS_WHAT_TO_SAVE = hasattr(ECConnectorBase, "start_save_caches")
 def fail_by_itself(request: Any, cause: str) -> None:
     """Have the scheduler of vLLM 0.28 fail a request that it has not scheduled yet.
 
-    It asks no connector for such requests. One whose grammar did not compile it ends alone, with
-    FINISHED_ERROR, and looks at neither the grammar nor the answer's form for that.
+    That scheduler asks no connector for failed requests. But it ends a request whose grammar did
+    not compile, alone and with FINISHED_ERROR, and reads neither the grammar nor the answer's form.
     """
     from vllm.v1.request import RequestStatus
 
@@ -53,9 +53,9 @@ def fail_by_itself(request: Any, cause: str) -> None:
 
 
 class PlaceholderMetadata:
-    """The part of an item that sizes its placeholder, such as `image_grid_thw`.
+    """Finds the fields of an item that size its placeholder, such as `image_grid_thw`.
 
-    A consumer that is sent only this, and the item's name, skips preprocessing.
+    A consumer that is sent only these and the item's name skips preprocessing.
     """
 
     def __init__(self, model_config: Any) -> None:
@@ -63,7 +63,7 @@ class PlaceholderMetadata:
         self._fields: dict[str, set[str]] = {}
 
     def is_all_of(self, feature: Any) -> bool:
-        """Whether the request brought nothing that could be encoded."""
+        """Whether the request brought only metadata of an item, and nothing to encode."""
         data = feature.data
         return not data or not any(
             element.data is not None and name not in self.fields_for(feature.modality)
@@ -71,10 +71,10 @@ class PlaceholderMetadata:
         )
 
     def of(self, mm_features: list[Any], stored: set[str]) -> dict[str, Any] | None:
-        """For each mm_hash, as vLLM's connectors since 0.32 answer a request.
+        """Describe the items by mm_hash, in the form of vLLM's own connectors since 0.32.
 
         Without metadata the media travel on to the consumer. A request may not mix the two, so
-        that all items of a modality have some or none has. vLLM 0.28 reads none from JSON.
+        all items of a modality have metadata or none has. vLLM 0.28 reads none from JSON.
         """
         if not mm_features:
             return None

@@ -1,9 +1,9 @@
-"""What engines on different nodes tell each other through a request's `ec_transfer_params`.
+"""Hints that engines on different nodes pass each other in a request's `ec_transfer_params`.
 
-A producer's answer names, with each item, the node whose daemon has its embedding (`ecd_node`) and
-where in its pool that lies (`ecd_extent`: offset and bytes); a request may name, beside the items,
-the nodes that will want them (`ecd_consumers`). All of it comes back from whoever sends requests,
-so that nothing is taken for granted about its form.
+A producer's answer names, with each item, the node whose daemon has the embedding (`ecd_node`) and
+the extent there (`ecd_extent`: pool, offset and bytes). A request may name, beside the
+items, the nodes that will want them (`ecd_consumers`). Anybody who sends requests can write these
+fields, so nothing is taken for granted about their form.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Mapping as MappingOf
 from itertools import islice
 from typing import Any
 
-from ecd_proto.contract import MAX_HINTS, MAX_NODE_LENGTH, NODE_PATTERN, Hint
+from ecd_proto.contract import MAX_HINTS, MAX_NODE_LENGTH, MAX_POOLS, NODE_PATTERN, Hint
 
 NODE, EXTENT, CONSUMERS = "ecd_node", "ecd_extent", "ecd_consumers"
 MAX_ITEMS = 128
-"""Items of one request that are looked at for hints: they take the scheduler half a ms."""
+"""Items of one request that are searched for hints; they take the scheduler half a ms."""
 
 
 def hints_in(
@@ -26,10 +26,10 @@ def hints_in(
     identifiers: Collection[str] | None = None,
     count: Callable[[str], None] | None = None,
 ) -> dict[str, list[Hint]]:
-    """For each mm_hash of `ec_transfer_params`, the nodes that are said to have it.
+    """The nodes that are said to have each item of `ec_transfer_params`, by mm_hash.
 
-    With `identifiers`, of these: what the request needs. Only MAX_ITEMS items are looked at, and
-    only MAX_HINTS of one item are taken; `count` is told of a request that has more.
+    `identifiers` limits them to the items that the request needs. Only MAX_ITEMS items are read,
+    and only MAX_HINTS of one item are taken; `count` is told of a request that has more.
     """
     if not isinstance(params, dict):
         return {}
@@ -71,17 +71,18 @@ def consumers_in(params: object) -> list[str]:
 
 
 def add_hints(params: dict[str, Any], hints: MappingOf[str, Hint]) -> None:
-    """Say in the answer to a request where these items are."""
+    """Write into the answer to a request where its items lie."""
     for mm_hash, item in params.items():
         if hint := hints.get(mm_hash):
             item[NODE] = hint.node
             if hint.nbytes:
-                item[EXTENT] = [hint.offset, hint.nbytes]
+                item[EXTENT] = [hint.pool, hint.offset, hint.nbytes]
 
 
 def _extent(said: object) -> tuple[int, ...]:
-    if isinstance(said, list) and len(said) == 2 and all(map(_is_size, said)):
-        return tuple(said)
+    if isinstance(said, list) and len(said) == 3 and all(map(_is_size, said)):
+        pool, offset, nbytes = said
+        return (pool, offset, nbytes) if pool < MAX_POOLS else ()
     return ()
 
 

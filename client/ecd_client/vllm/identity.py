@@ -1,7 +1,7 @@
-"""What makes two engines' embeddings of one item equal: the namespace, and when there is none.
+"""The namespace of an engine: equal where two engines' embeddings of one item are equal.
 
 vLLM names an item by its content and by the request's own processor settings. The namespace holds
-the rest: model, weights, and every setting of the engine that changes what its encoder makes.
+the rest: model, weights, and every setting of the engine that changes its encoder's output.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ CHANGING = {
 }
 """Fields of vLLM's configuration that the namespace's digest holds, where they are set.
 
-Model, revision, dtype and quantization stand beside it in the clear. docs/vllm.md says why each is
-here; tests/e2e/test_identity.py knows those that are not.
+Model, revision, dtype and quantization stand beside the digest in the clear. docs/vllm.md gives the
+reason for each field; tests/e2e/test_identity.py lists the fields that change no embedding.
 """
 WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors", ".msgpack", ".h5")
@@ -49,19 +49,19 @@ PRIVATE = "private-"
 _READABLE = re.compile(r"[A-Za-z0-9._+-]{1,64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})(?:/|$)")
-"""Where the hub's cache keeps the files of one commit."""
+"""The directory of one commit in the hub's cache."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The namespace of one engine: what is configured, and which weights it has."""
+    """The two parts of an engine's namespace: its settings and its weights."""
 
     settings: str
     weights: str
 
     @property
     def is_private(self) -> bool:
-        """Whether no other engine can have it."""
+        """Whether no other engine can have this namespace."""
         return self.weights.startswith(PRIVATE)
 
     @property
@@ -72,18 +72,18 @@ class Identity:
         return namespace
 
     def with_version(self, version: str) -> Identity:
-        """The same settings with the weights that an operator calls so."""
+        """The same settings, with weights that an operator calls by this version."""
         return Identity(self.settings, _version(version))
 
     def alone(self) -> Identity:
-        """The same settings with weights of which nobody else knows."""
+        """The same settings, with weights that no other engine has."""
         return Identity(self.settings, _private())
 
     @classmethod
     def of(
         cls, vllm_config: VllmConfig, namespace: str | None, weights_version: str | None
     ) -> Identity:
-        """`namespace` replaces all that is derived from the configuration."""
+        """Derive both parts; `namespace` takes the place of all but a `weights_version`."""
         if namespace is None:
             namespace = _settings_of(vllm_config)
             weights = _version(weights_version) if weights_version else _weights_of(vllm_config)
@@ -93,11 +93,11 @@ class Identity:
 
 
 def why_nothing_is_shared(vllm_config: VllmConfig) -> str | None:
-    """Why identifiers do not say what the content is, and what to do. None: they do.
+    """The reason why no item of this engine is shared, and the remedy; None if items are shared.
 
     With both of its caches off vLLM counts items up in each process, and hashes that counter with
-    the request's processor settings into what looks like a digest of the content. It decides by
-    these two fields whenever an item comes, so whoever asks reads them then.
+    the request's processor settings into a value that looks like a digest of the content. vLLM
+    reads these two fields whenever an item comes, so callers ask anew each time.
     """
     model_config = vllm_config.model_config
     if model_config.is_encoder_decoder:
@@ -152,7 +152,7 @@ def _said(name: str, value: Any) -> Any:
 
 
 def _without_device(kwargs: Any) -> Any:
-    """Processor settings without `device`, at any depth: it says where, not what."""
+    """Processor settings without `device`, at any depth: it changes no embedding."""
     if not isinstance(kwargs, Mapping):
         return kwargs
     said = {name: _without_device(value) for name, value in kwargs.items() if name != "device"}
@@ -191,7 +191,7 @@ def _private() -> str:
 
 
 def _files_of(source: Path) -> str:
-    """Names, sizes and times of weight files, and the content of what configures and is code."""
+    """A digest of weight files' names, sizes and times, and of the content of code and settings."""
     described, newest_s = [], 0.0
     for path in sorted(_files(source)):
         try:
@@ -208,7 +208,7 @@ def _files_of(source: Path) -> str:
 
 
 def _files(source: Path) -> Iterator[Path]:
-    """Those of a model: a file itself, or what lies in a directory and in those below it."""
+    """The files of a model: the source itself, or those in it and in the directories below it."""
     if source.is_file():
         yield source
         return
@@ -219,7 +219,7 @@ def _files(source: Path) -> Iterator[Path]:
 
 
 def _content_of(path: Path) -> str | None:
-    """A digest of a small file; None: it is none."""
+    """The digest of a small file; None for a large or an unreadable one."""
     try:
         if not path.is_file() or path.stat().st_size > MAX_CODE_BYTES:
             return None
@@ -229,7 +229,7 @@ def _content_of(path: Path) -> str | None:
 
 
 def _started_s() -> float:
-    """When this process began, before which nothing of the weights was read (proc(5))."""
+    """The time when this process began; no weights were read before (proc(5))."""
     with open("/proc/self/stat") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""What this engine's encoder makes: dtype and width of one embedding."""
+"""The dtypes and widths that one embedding of this engine's encoder can have."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 LEVELS = "deepstack_visual_indexes"
 """Layers of a vision tower whose features follow an embedding's own, each as wide (Qwen3-VL)."""
 MAX_DEPTH = 4
-"""How deep configurations within a configuration are looked for."""
+"""Depth to which configurations within a configuration are searched."""
 
 
 class Outputs:
-    """Whether an entry can be an output of this engine's encoder.
+    """Tells entries that this engine's encoder can have made from others.
 
-    vLLM 0.32 measures the widths of an engine that produces. Of others the model's configuration
-    says enough to tell an entry that would end the engine: an embedding is as wide as the language
-    model's, or as several of these.
+    vLLM 0.32 measures the widths of an engine that produces. For other engines the model's
+    configuration says enough to reject an entry that would end the engine: an embedding is as wide
+    as the language model's, or as several of these.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -36,7 +36,7 @@ class Outputs:
         self._is_known = bool(levels) or not any("deepstack" in n for c in configs for n in c)
 
     def fit(self, modality: str, dtype: str, shape: tuple[int, ...]) -> bool:
-        """`shape` is (embeddings, width)."""
+        """Whether an entry of this dtype and shape, (embeddings, width), fits the modality."""
         if len(shape) != 2 or dtype not in self._dtypes:
             return False
         width = shape[1]
@@ -54,7 +54,7 @@ class Outputs:
 
 
 def _configs(config: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """The fields of a model's configuration, and of those within it."""
+    """The fields of a model's configuration, then of each configuration within it."""
     fields: dict[str, Any] = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     yield fields
     if depth < MAX_DEPTH:

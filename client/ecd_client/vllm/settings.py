@@ -1,4 +1,4 @@
-"""What an engine is configured to do, and under which names it shares."""
+"""The connector's settings, as an engine is started with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ecd_client.calls import resolve
 from ecd_client.errors import InvalidArgument
-from ecd_client.vllm.identity import Identity
 from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES
 
 if TYPE_CHECKING:
@@ -25,10 +24,11 @@ KEYS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """`ec_connector_extra_config`, checked."""
+    """The checked values of `ec_connector_extra_config`."""
 
     address: str
-    identity: Identity
+    namespace: str | None
+    weights_version: str | None
     load_timeout_s: float
     on_unavailable: str
     private_adapters: bool
@@ -37,7 +37,7 @@ class Settings:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Settings:
-        """Raises InvalidArgument: the message names the key and what it may be."""
+        """Check the values. Raises InvalidArgument, which names the key and its allowed values."""
         transfer_config = vllm_config.ec_transfer_config
         assert transfer_config is not None
         extra = dict(transfer_config.ec_connector_extra_config or {})
@@ -84,7 +84,8 @@ class Settings:
         lora = vllm_config.lora_config
         return cls(
             address=resolve(address),
-            identity=Identity.of(vllm_config, namespace, weights_version),
+            namespace=namespace,
+            weights_version=weights_version,
             load_timeout_s=float(load_timeout_s),
             on_unavailable=on_unavailable,
             private_adapters=bool(namespace is None and lora and lora.enable_tower_connector_lora),
@@ -93,10 +94,10 @@ class Settings:
         )
 
     def shares(self, identifier: str) -> bool:
-        """Whether an identifier of content says the same on every engine of the namespace.
+        """Whether the identifier means the same item on every engine of the namespace.
 
-        Adapters of the vision tower are known by names that another engine may give to other
-        weights, so their items are shared only in a namespace that somebody chose.
+        The items of a vision-tower adapter have its name in theirs, and another engine may give
+        that name to other weights. They are shared only in a namespace that an operator chose.
         """
         try:
             nbytes = len(identifier.encode())

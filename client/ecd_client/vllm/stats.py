@@ -36,7 +36,7 @@ class EcdStats(ECConnectorStats):
         self.data[name] = self.data.get(name, 0) + by
 
     def take(self) -> EcdStats:
-        """What was counted, and start anew."""
+        """Return the counts, and begin again at zero."""
         taken = EcdStats(self.data)
         self.reset()
         return taken
@@ -59,31 +59,31 @@ class EcdStats(ECConnectorStats):
 class SharedCounts:
     """Totals in memory that a worker writes and its scheduler reads.
 
-    An engine that only encodes drops what its connector's worker reports: that goes this way.
+    vLLM drops the workers' messages of an engine that only encodes; its counts travel this way.
     """
 
     NAME, NBYTES = "ecd-counts", 8 * len(COUNTERS)
 
     def __init__(self, path: str | None = None) -> None:
-        """The scheduler's, or the worker's under the scheduler's `path`. Raises OSError."""
+        """Make the scheduler's memory, or map it in the worker by its `path`. Raises OSError."""
         if path is None:
             self._fd = os.memfd_create(self.NAME)
             os.ftruncate(self._fd, self.NBYTES)
         else:
             if not os.readlink(path).startswith(f"/memfd:{self.NAME} "):
-                raise FileNotFoundError(path)  # another process has the scheduler's number here
+                raise FileNotFoundError(path)  # another process has the scheduler's pid here
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self._words = memoryview(mmap.mmap(self._fd, self.NBYTES)).cast("Q")
         self._taken = [0] * len(COUNTERS)
 
     def add(self, stats: EcdStats) -> None:
-        """There is one who adds."""
+        """Add to the totals; one process alone may do so."""
         for number, name in enumerate(COUNTERS):
             self._words[number] += stats.data.get(name, 0)
 
     def take(self) -> EcdStats:
-        """What was added since it was asked last."""
+        """The counts added since the last call."""
         before, self._taken = self._taken, self._words.tolist()
         added = zip(COUNTERS, self._taken, before, strict=True)
         return EcdStats({name: now - was for name, now, was in added if now != was})

@@ -1,4 +1,4 @@
-"""What the two roles tell each other, step by step."""
+"""The messages between the scheduler's role and the workers', once a step."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ class Load(NamedTuple):
 
 @dataclass
 class EcdMetadata(ECConnectorMetadata):
-    """From the scheduler to the workers, once a step.
+    """The scheduler's message to the workers.
 
-    `namespace` is what this step's items are stored in; None: they are not shared. `move` is how
-    often it was set anew.
+    This step's outputs are stored in `namespace`, or nowhere if it is None. `move` counts how often
+    the namespace was set anew.
     """
 
     namespace: str | None
     move: int
     loads: list[Load] = field(default_factory=list)
     saves: list[str] = field(default_factory=list)
-    """What ecd lacks: to be stored again if it is in the encoder cache."""
+    """Items that ecd lacks: workers store those that are in their encoder cache."""
     keeps: list[str] = field(default_factory=list)
-    """What an engine that only encodes did not: to be put into its encoder cache."""
+    """Items that an engine which only encodes found in ecd: workers copy them to their cache."""
     counts_path: str | None = None
-    """Where a worker counts whose metadata does not come back."""
+    """Path of the shared counts, where vLLM drops the workers' messages."""
 
 
 @dataclass
 class EcdWorkerMetadata(ECConnectorWorkerMetadata):
-    """From a worker to the scheduler, where vLLM carries it.
+    """A worker's message to the scheduler, where vLLM carries it.
 
-    `forgotten` is the `move` in which its encoder cache was emptied, though the scheduler had not
-    said that weights changed; -1: it was not.
+    `forgotten` is the `move` in which the worker's encoder cache was emptied although the scheduler
+    had not said that weights changed, or -1.
     """
 
     stats: EcdStats

@@ -1,8 +1,8 @@
 """Weights that change in a running engine: vLLM tells no connector, so its engine core is watched.
 
-`EngineCore` is what every front end talks to, in its own process or in theirs, and what owns the
-scheduler and its connector. `reset_encoder_cache` is vLLM's sign that embeddings of before are
-stale; a call to the workers that is not known to leave the weights alone is another.
+Every front end talks to `EngineCore`, in its own process or in theirs. It owns the scheduler and
+the scheduler's connector. `reset_encoder_cache` is vLLM's sign that earlier embeddings are stale;
+another is a call to the workers that is not known to leave the weights alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HARMLESS = frozenset(
 
 
 class Watcher(Protocol):
-    """The scheduler's connector of ecd."""
+    """The scheduler's connector, told of calls that may change weights."""
 
     def weights_changed(self, cause: str) -> None: ...
 
@@ -35,7 +35,7 @@ class Watcher(Protocol):
 
 
 def watch(kind: type) -> None:
-    """Have the engine core of this process tell its scheduler's connector, if of that class."""
+    """Have this process's engine core tell its scheduler's connector, if that is a `kind`."""
     if getattr(EngineCore, "_ecd_watches", False):
         return
     EngineCore._ecd_watches = True
@@ -59,7 +59,7 @@ def watch(kind: type) -> None:
 
 
 def _called(connector: Watcher, method: Any) -> None:
-    """Tell of the call before it is made: it may fail half way."""
+    """Tell of a call to the workers before it is made: it may fail half way."""
     if method not in HARMLESS:
         name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
         connector.weights_changed(name)

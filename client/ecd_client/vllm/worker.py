@@ -15,34 +15,36 @@ from vllm.logger import init_logger
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.tensors import private_copy
+from ecd_client.vllm.compat import TELLS_WHAT_TO_SAVE
 from ecd_client.vllm.settings import Settings
-from ecd_client.vllm.stats import EcdStats
-from ecd_client.vllm.transfer import Load
+from ecd_client.vllm.stats import EcdStats, SharedCounts
+from ecd_client.vllm.transfer import EcdMetadata, EcdWorkerMetadata, Load
 from ecd_proto.mapping import Mapping
 
 logger = init_logger(f"vllm.{__name__}")
 
 MAX_SAVES = 128
 MAX_SAVING_BYTES = 1 << 30
-"""Encoder outputs kept alive until they are copied out; what comes beyond is not stored."""
+"""Encoder outputs kept alive until they are copied out; outputs beyond are not stored."""
 MARK: Any = object()
 """A key in vLLM's encoder cache, which is emptied as a whole only when weights change.
 
 It is no string, so that no client can name it.
 """
 SEEN_WITHIN_S = 0.1
-"""How long a step waits for what it saved to be seen where it will lie."""
+"""Longest wait of a step until memory shows the items that it saved."""
 MAX_ORIGINS = 1 << 14
-"""Items of which it is remembered where they came from, for when they have to be stored again."""
-MAX_POOLS = 2
-"""Pools kept mapped: the daemon's, and that of its life before."""
+"""Items whose move and cost are remembered, in case they have to be stored again."""
+MAX_INCARNATIONS = 2
+"""Incarnations whose pools stay mapped: the daemon's, and the one before."""
 
 
 class WorkerRole:
     """One per worker process; called from its model runner's thread only."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, is_producer: bool, is_consumer: bool) -> None:
         self._settings = settings
+        self._is_producer, self._only_encodes = is_producer, is_producer and not is_consumer
         self._client = Client(
             settings.address,
             name="vllm worker",
@@ -50,16 +52,19 @@ class WorkerRole:
             prefault=True,
         )
         self._stats = EcdStats()
-        self._pools: OrderedDict[str, Mapping] = OrderedDict()
+        self._pools: dict[tuple[str, str], Mapping] = {}  # by incarnation and path
         self._loaded: set[str] = set()
         self._saves: deque[tuple[str, Future[bool], int]] = deque()
         self._saving_bytes = 0
         self._origins: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        self._is_answered = True  # the last save that was waited for
+        self._is_answered = True  # whether the last wait for a save ended in time
         self._encoding_since_s = monotonic()
         self._rank: int | None = None
         self._device: torch.device | None = None
         self._namespace: str | None = None
+        self._encoder_cache: dict[str, torch.Tensor] | None = None
+        self._counts: SharedCounts | None = None
+        self._counts_path: str | None = None
         self._move = -1
         self._marked = -1  # the move for which MARK was put there
         self.forgotten = -1
@@ -67,24 +72,64 @@ class WorkerRole:
 
     def close(self) -> None:
         self._client.close()
+        if self._counts is not None:
+            self._counts.close()
 
-    def begin_step(self, namespace: str | None, move: int) -> None:
-        """What is encoded next is encoded from now on, and stored in this namespace, if in any.
+    # -- steps ---------------------------------------------------------------------------------
 
-        `move` is another number whenever weights may be others, or are known again.
+    def begin_step(self, step: EcdMetadata) -> None:
+        """Take the scheduler's message: where outputs are stored from now on, if anywhere.
+
+        Its `move` differs whenever the weights may have changed, or are known again. vLLM 0.28
+        does not show the encoder cache at this point: the one seen last stands for it.
         """
         self._encoding_since_s = monotonic()
-        if namespace is not None:
-            self._client.namespace = namespace
-        if move != self._move:
-            self._move, self.forgotten = move, -1
-        self._namespace = namespace
+        if step.namespace is not None:
+            self._client.namespace = step.namespace
+        if step.move != self._move:
+            self._move, self.forgotten = step.move, -1
+        self._namespace, self._counts_path = step.namespace, step.counts_path
+        if self._is_producer and not TELLS_WHAT_TO_SAVE and self._encoder_cache is not None:
+            self.begin_saves(step, self._encoder_cache)
 
-    def look_at(self, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """See whether the cache was emptied, which says that the weights changed.
+    def begin_saves(self, step: EcdMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Store and keep the items that the scheduler's message names."""
+        self._check_mark(encoder_cache)
+        self._keep(step.keeps, encoder_cache)
+        self._save_again(step.saves, encoder_cache)
 
-        Where the scheduler knows of it there was a move. Otherwise nothing is stored until there
-        is one.
+    def end_step(self) -> set[str]:
+        """The loads done since the last call, each as `<rank>/<load>`."""
+        if self._only_encodes:
+            self._wait_seen()
+        loaded, self._loaded = self._loaded, set()
+        return loaded
+
+    def report(self) -> EcdWorkerMetadata | None:
+        """The message to the scheduler, if there is news."""
+        stats = self._take_stats()
+        if self._only_encodes:
+            self._count(stats)
+            return None
+        if stats.is_empty() and self.forgotten < 0:
+            return None
+        return EcdWorkerMetadata(stats, self.forgotten)
+
+    def _count(self, stats: EcdStats) -> None:
+        """Count in shared memory: vLLM drops the message of an engine that only encodes."""
+        if stats.is_empty():
+            return
+        if self._counts is None and self._counts_path is not None:
+            with contextlib.suppress(OSError, ValueError):  # the scheduler is on another machine
+                self._counts = SharedCounts(self._counts_path)
+        if self._counts is not None:
+            self._counts.add(stats)
+
+    def _check_mark(self, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Note whether the cache was emptied, which means that the weights changed.
+
+        If the scheduler knows of it, there was a move. Otherwise nothing is stored until there is
+        one.
         """
         if self._move != self._marked:
             self._marked = self._move
@@ -94,8 +139,9 @@ class WorkerRole:
     # -- loading -------------------------------------------------------------------------------
 
     def load(self, loads: list[Load], encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Put every item into `encoder_cache`, complete when this returns."""
-        self.look_at(encoder_cache)
+        """Copy every item into `encoder_cache`; the copies are complete on return."""
+        self._encoder_cache = encoder_cache
+        self._check_mark(encoder_cache)
         for load in loads:
             if load.identifier not in encoder_cache:
                 encoder_cache[load.identifier] = self._copy(load)
@@ -105,10 +151,6 @@ class WorkerRole:
                 self._stats.count("loaded_bytes", load.nbytes)
             self._loaded.add(f"{self._tensor_parallel_rank()}/{load.id}")
         self._encoding_since_s = monotonic()
-
-    def take_loaded(self) -> set[str]:
-        loaded, self._loaded = self._loaded, set()
-        return loaded
 
     def _copy(self, load: Load) -> torch.Tensor:
         device = self._device = self._device or _device()
@@ -134,26 +176,31 @@ class WorkerRole:
             return item.to(device)
 
     def _pool(self, load: Load) -> Mapping:
-        pool = self._pools.get(load.incarnation)
+        place = load.incarnation, load.pool_path
+        pool = self._pools.get(place)
         if pool is None:
             try:
                 fd = os.open(load.pool_path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:  # the daemon was restarted: the scheduler still has it open
                 fd = os.open(load.pool_fd_path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                pool = self._pools[load.incarnation] = Mapping(fd, load.pool_bytes, writable=False)
+                pool = self._pools[place] = Mapping(fd, load.pool_bytes, writable=False)
             finally:
                 os.close(fd)
             pool.populate_soon()
-            while len(self._pools) > MAX_POOLS:
-                self._pools.popitem(last=False)
+            incarnations = list(dict.fromkeys(incarnation for incarnation, _ in self._pools))
+            for left in incarnations[:-MAX_INCARNATIONS]:
+                self._pools = {at: each for at, each in self._pools.items() if at[0] != left}
         return pool
 
     # -- saving --------------------------------------------------------------------------------
 
     def save(self, identifier: str, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Store one encoder output; what takes long is done on the side, and the step goes on."""
-        self.look_at(encoder_cache)
+        """Store an encoder output, if others use it; a long copy is made beside the step."""
+        if not self._is_producer:
+            return
+        self._encoder_cache = encoder_cache
+        self._check_mark(encoder_cache)
         # vLLM tells nobody what an item took: of those encoded together the first is charged all.
         # On a GPU it is the time to launch the work, so at most what the work took.
         now_s = monotonic()
@@ -161,15 +208,15 @@ class WorkerRole:
         self._note_origin(identifier, cost_s)
         self._save(identifier, encoder_cache[identifier], cost_s)
 
-    def save_again(self, identifiers: list[str], encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Store those that this engine still has, of these weights: nobody encodes them now."""
+    def _save_again(self, identifiers: list[str], encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Store the items that the encoder cache still has from these weights."""
         for identifier in identifiers:
             move, cost_s = self._origins.get(identifier, (-1, 0.0))
             if move == self._move and identifier in encoder_cache:
                 self._save(identifier, encoder_cache[identifier], cost_s)
 
-    def keep(self, identifiers: list[str], encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Have what ecd had, so that it can be stored again: the scheduler takes it for held."""
+    def _keep(self, identifiers: list[str], encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Copy items from ecd into the encoder cache, where vLLM's scheduler takes them to be."""
         for identifier in identifiers:
             with contextlib.suppress(EcdError):
                 item, _ = self._client.get_now(identifier)
@@ -180,18 +227,18 @@ class WorkerRole:
                         self._note_origin(identifier, item.cost_s)
 
     def _note_origin(self, identifier: str, cost_s: float) -> None:
-        if self.forgotten >= 0:  # nobody knows of which weights it is
+        if self.forgotten >= 0:  # its weights are unknown
             self._origins.pop(identifier, None)
             return
         self._origins[identifier] = self._move, cost_s
         while len(self._origins) > MAX_ORIGINS:
             self._origins.popitem(last=False)
 
-    def wait_seen(self) -> None:
-        """Let the scheduler see, when it answers for this step's requests, what they stored.
+    def _wait_seen(self) -> None:
+        """Wait until memory shows this step's saves, so that the scheduler's answers name them.
 
-        Most saves go to memory that was granted ahead, and are seen at once. For the others the
-        daemon is asked, and is waited for unless it did not answer the last time.
+        Most saves go to memory that was granted ahead, and are shown at once. The others need the
+        daemon's answer, which is waited for unless the last one did not come in time.
         """
         deadline_s = monotonic() + (SEEN_WITHIN_S if self._is_answered else 0.0)
         for identifier, future, _ in self._saves:
@@ -224,7 +271,7 @@ class WorkerRole:
         self._saves.append((identifier, future, nbytes))
         self._saving_bytes += nbytes
 
-    def take_stats(self) -> EcdStats:
+    def _take_stats(self) -> EcdStats:
         self._reap()
         return self._stats.take()
 
@@ -255,7 +302,7 @@ class WorkerRole:
 
 
 def _device() -> torch.device:
-    """Where this worker's encoder cache lies."""
+    """The device of this worker's encoder cache."""
     from vllm.platforms import current_platform
 
     device: Any = current_platform.device_type

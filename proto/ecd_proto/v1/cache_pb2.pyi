@@ -84,6 +84,7 @@ class Extent(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     pool: builtins.int
+    """a PoolFile's number"""
     offset: builtins.int
     nbytes: builtins.int
     def __init__(
@@ -191,7 +192,6 @@ class SessionEvent(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     WELCOME_FIELD_NUMBER: builtins.int
     RENEWED_FIELD_NUMBER: builtins.int
-    WAIT_ENDED_FIELD_NUMBER: builtins.int
     LEASES_ENDED_FIELD_NUMBER: builtins.int
     WAITS_ENDED_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
@@ -199,8 +199,6 @@ class SessionEvent(google.protobuf.message.Message):
     def welcome(self) -> global___Welcome: ...
     @property
     def renewed(self) -> global___Renewed: ...
-    @property
-    def wait_ended(self) -> global___WaitEnded: ...
     @property
     def leases_ended(self) -> global___LeasesEnded: ...
     @property
@@ -211,13 +209,12 @@ class SessionEvent(google.protobuf.message.Message):
         incarnation: builtins.str = ...,
         welcome: global___Welcome | None = ...,
         renewed: global___Renewed | None = ...,
-        wait_ended: global___WaitEnded | None = ...,
         leases_ended: global___LeasesEnded | None = ...,
         waits_ended: global___WaitsEnded | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["event", b"event", "leases_ended", b"leases_ended", "renewed", b"renewed", "wait_ended", b"wait_ended", "waits_ended", b"waits_ended", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["event", b"event", "incarnation", b"incarnation", "leases_ended", b"leases_ended", "renewed", b"renewed", "wait_ended", b"wait_ended", "waits_ended", b"waits_ended", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["welcome", "renewed", "wait_ended", "leases_ended", "waits_ended"] | None: ...
+    def HasField(self, field_name: typing.Literal["event", b"event", "leases_ended", b"leases_ended", "renewed", b"renewed", "waits_ended", b"waits_ended", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["event", b"event", "incarnation", b"incarnation", "leases_ended", b"leases_ended", "renewed", b"renewed", "waits_ended", b"waits_ended", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["welcome", "renewed", "leases_ended", "waits_ended"] | None: ...
 
 global___SessionEvent = SessionEvent
 
@@ -230,7 +227,7 @@ class Welcome(google.protobuf.message.Message):
     DAEMON_FIELD_NUMBER: builtins.int
     LEASE_TTL_S_FIELD_NUMBER: builtins.int
     NOW_S_FIELD_NUMBER: builtins.int
-    POOL_FIELD_NUMBER: builtins.int
+    POOLS_FIELD_NUMBER: builtins.int
     LOCK_PATH_FIELD_NUMBER: builtins.int
     LOCK_OFFSET_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
@@ -253,7 +250,9 @@ class Welcome(google.protobuf.message.Message):
     it serves this node alone.
     """
     @property
-    def pool(self) -> global___PoolFile: ...
+    def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolFile]:
+        """those that clients map"""
+
     @property
     def index(self) -> global___IndexFile:
         """What is stored and where, to be read without a call. Absent: every read is a call."""
@@ -266,14 +265,14 @@ class Welcome(google.protobuf.message.Message):
         daemon: builtins.str = ...,
         lease_ttl_s: builtins.float = ...,
         now_s: builtins.float = ...,
-        pool: global___PoolFile | None = ...,
+        pools: collections.abc.Iterable[global___PoolFile] | None = ...,
         lock_path: builtins.str = ...,
         lock_offset: builtins.int = ...,
         node: builtins.str = ...,
         index: global___IndexFile | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["index", b"index", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "daemon", b"daemon", "index", b"index", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pool", b"pool", "session", b"session"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["index", b"index"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "daemon", b"daemon", "index", b"index", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pools", b"pools", "session", b"session"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -285,10 +284,14 @@ class PoolFile(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     INODE_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     pool: builtins.int
+    """its number, by which extents name it"""
     path: builtins.str
     nbytes: builtins.int
     inode: builtins.int
+    kind: builtins.str
+    """"host"; a client passes over a kind that it does not know"""
     def __init__(
         self,
         *,
@@ -296,14 +299,15 @@ class PoolFile(google.protobuf.message.Message):
         path: builtins.str = ...,
         nbytes: builtins.int = ...,
         inode: builtins.int = ...,
+        kind: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["inode", b"inode", "nbytes", b"nbytes", "path", b"path", "pool", b"pool"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["inode", b"inode", "kind", b"kind", "nbytes", b"nbytes", "path", b"path", "pool", b"pool"]) -> None: ...
 
 global___PoolFile = PoolFile
 
 @typing.final
 class IndexFile(google.protobuf.message.Message):
-    """The layout is in ecd_proto/shm.py, the protocol in docs/reading-without-a-call.md."""
+    """The layout is in ecd_proto/shm/, the protocol in docs/reading-without-a-call.md."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1166,11 +1170,13 @@ class EntryInfo(google.protobuf.message.Message):
     HITS_FIELD_NUMBER: builtins.int
     AGE_S_FIELD_NUMBER: builtins.int
     IDLE_S_FIELD_NUMBER: builtins.int
+    POOL_FIELD_NUMBER: builtins.int
     entry: builtins.int
     leases: builtins.int
     hits: builtins.int
     age_s: builtins.float
     idle_s: builtins.float
+    pool: builtins.int
     @property
     def key(self) -> global___Key: ...
     @property
@@ -1185,9 +1191,10 @@ class EntryInfo(google.protobuf.message.Message):
         hits: builtins.int = ...,
         age_s: builtins.float = ...,
         idle_s: builtins.float = ...,
+        pool: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["content", b"content", "key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "content", b"content", "entry", b"entry", "hits", b"hits", "idle_s", b"idle_s", "key", b"key", "leases", b"leases"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "content", b"content", "entry", b"entry", "hits", b"hits", "idle_s", b"idle_s", "key", b"key", "leases", b"leases", "pool", b"pool"]) -> None: ...
 
 global___EntryInfo = EntryInfo
 
@@ -1203,6 +1210,8 @@ global___StatusRequest = StatusRequest
 
 @typing.final
 class StatusReply(google.protobuf.message.Message):
+    """Asked without a session, so that a client of another contract understands it too."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     class _State:
@@ -1229,8 +1238,6 @@ class StatusReply(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     UPTIME_S_FIELD_NUMBER: builtins.int
-    POPULATED_BYTES_FIELD_NUMBER: builtins.int
-    POOL_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
@@ -1238,6 +1245,7 @@ class StatusReply(google.protobuf.message.Message):
     COUNTERS_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
     UNLISTED_FIELD_NUMBER: builtins.int
+    POOLS_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     name: builtins.str
     version: builtins.str
@@ -1245,7 +1253,6 @@ class StatusReply(google.protobuf.message.Message):
     pid: builtins.int
     state: global___StatusReply.State.ValueType
     uptime_s: builtins.float
-    populated_bytes: builtins.int
     entries: builtins.int
     sessions: builtins.int
     leases: builtins.int
@@ -1255,9 +1262,9 @@ class StatusReply(google.protobuf.message.Message):
     unlisted: builtins.int
     """entries that are not in the mapped index"""
     @property
-    def pool(self) -> global___PoolStatus: ...
-    @property
     def counters(self) -> global___Counters: ...
+    @property
+    def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolStatus]: ...
     def __init__(
         self,
         *,
@@ -1268,8 +1275,6 @@ class StatusReply(google.protobuf.message.Message):
         pid: builtins.int = ...,
         state: global___StatusReply.State.ValueType = ...,
         uptime_s: builtins.float = ...,
-        populated_bytes: builtins.int = ...,
-        pool: global___PoolStatus | None = ...,
         entries: builtins.int = ...,
         sessions: builtins.int = ...,
         leases: builtins.int = ...,
@@ -1277,9 +1282,10 @@ class StatusReply(google.protobuf.message.Message):
         counters: global___Counters | None = ...,
         node: builtins.str = ...,
         unlisted: builtins.int = ...,
+        pools: collections.abc.Iterable[global___PoolStatus] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["counters", b"counters", "pool", b"pool"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "counters", b"counters", "entries", b"entries", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "node", b"node", "pid", b"pid", "pool", b"pool", "populated_bytes", b"populated_bytes", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waits", b"waits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "counters", b"counters", "entries", b"entries", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "node", b"node", "pid", b"pid", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waits", b"waits"]) -> None: ...
 
 global___StatusReply = StatusReply
 
@@ -1287,8 +1293,11 @@ global___StatusReply = StatusReply
 class PoolStatus(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    POOL_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     PATH_FIELD_NUMBER: builtins.int
     POOL_BYTES_FIELD_NUMBER: builtins.int
+    POPULATED_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
     RESERVED_BYTES_FIELD_NUMBER: builtins.int
     LEASED_BYTES_FIELD_NUMBER: builtins.int
@@ -1296,8 +1305,13 @@ class PoolStatus(google.protobuf.message.Message):
     LARGEST_FREE_BYTES_FIELD_NUMBER: builtins.int
     FRAGMENTATION_FIELD_NUMBER: builtins.int
     GRANTED_BYTES_FIELD_NUMBER: builtins.int
+    pool: builtins.int
+    """its number"""
+    kind: builtins.str
+    """"host" """
     path: builtins.str
     pool_bytes: builtins.int
+    populated_bytes: builtins.int
     used_bytes: builtins.int
     reserved_bytes: builtins.int
     leased_bytes: builtins.int
@@ -1310,8 +1324,11 @@ class PoolStatus(google.protobuf.message.Message):
     def __init__(
         self,
         *,
+        pool: builtins.int = ...,
+        kind: builtins.str = ...,
         path: builtins.str = ...,
         pool_bytes: builtins.int = ...,
+        populated_bytes: builtins.int = ...,
         used_bytes: builtins.int = ...,
         reserved_bytes: builtins.int = ...,
         leased_bytes: builtins.int = ...,
@@ -1320,7 +1337,7 @@ class PoolStatus(google.protobuf.message.Message):
         fragmentation: builtins.float = ...,
         granted_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "granted_bytes", b"granted_bytes", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool_bytes", b"pool_bytes", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "granted_bytes", b"granted_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 

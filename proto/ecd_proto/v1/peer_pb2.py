@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from ecd_proto.v1 import cache_pb2 as ecd__proto_dot_v1_dot_cache__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65\x63\x64_proto/v1/peer.proto\x12\x06\x65\x63\x64.v1\x1a\x18\x65\x63\x64_proto/v1/cache.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xf7\x01\n\x0fNodeDescription\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x61\x65mon\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0c\n\x04zone\x18\x05 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\x12\x10\n\x08protocol\x18\x07 \x01(\t\x12\x18\n\x10identity_address\x18\x08 \x01(\x04\x12\x13\n\x0blease_ttl_s\x18\t \x01(\x01\x12\x0e\n\x06leases\x18\n \x01(\x04\x12\x14\n\x0cpool_address\x18\x0b \x01(\x04\x12\x12\n\npool_bytes\x18\x0c \x01(\x04\"\xd0\x01\n\x0bLinkRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.ecd.v1.LinkHelloH\x00\x12 \n\x04\x66ind\x18\x02 \x01(\x0b\x32\x10.ecd.v1.FindKeysH\x00\x12\"\n\x05lease\x18\x03 \x01(\x0b\x32\x11.ecd.v1.LeaseKeysH\x00\x12(\n\x07release\x18\x04 \x01(\x0b\x32\x15.ecd.v1.ReleaseLeasesH\x00\x12\"\n\x05offer\x18\x05 \x01(\x0b\x32\x11.ecd.v1.OfferKeysH\x00\x42\t\n\x07request\"\x8d\x01\n\tLinkReply\x12*\n\x07welcome\x18\x01 \x01(\x0b\x32\x17.ecd.v1.NodeDescriptionH\x00\x12\"\n\x05\x66ound\x18\x02 \x01(\x0b\x32\x11.ecd.v1.FoundKeysH\x00\x12\'\n\x06leases\x18\x03 \x01(\x0b\x32\x15.ecd.v1.LeaseOutcomesH\x00\x42\x07\n\x05reply\"C\n\tLinkHello\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x61\x65mon\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\"5\n\x08\x46indKeys\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x19\n\x04keys\x18\x02 \x03(\x0b\x32\x0b.ecd.v1.Key\"K\n\tFoundKeys\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\r\n\x05\x66ound\x18\x02 \x03(\x08\x12\x1f\n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x0e.ecd.v1.Extent\"+\n\tLeaseKeys\x12\x1e\n\x04keys\x18\x01 \x03(\x0b\x32\x10.ecd.v1.LeaseKey\"D\n\x08LeaseKey\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x18\n\x03key\x18\x02 \x01(\x0b\x32\x0b.ecd.v1.Key\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"7\n\rLeaseOutcomes\x12&\n\x08outcomes\x18\x01 \x03(\x0b\x32\x14.ecd.v1.LeaseOutcome\"\xa2\x01\n\x0cLeaseOutcome\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12$\n\x06leased\x18\x02 \x01(\x0b\x32\x12.ecd.v1.PeerLeasedH\x00\x12\"\n\x07missing\x18\x03 \x01(\x0b\x32\x0f.ecd.v1.MissingH\x00\x12-\n\rlimit_reached\x18\x04 \x01(\x0b\x32\x14.ecd.v1.LimitReachedH\x00\x42\t\n\x07outcome\"`\n\nPeerLeased\x12\r\n\x05lease\x18\x01 \x01(\x04\x12 \n\x07\x63ontent\x18\x02 \x01(\x0b\x32\x0f.ecd.v1.Content\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"\x1f\n\rReleaseLeases\x12\x0e\n\x06leases\x18\x01 \x03(\x04\"G\n\tOfferKeys\x12\x19\n\x04keys\x18\x01 \x03(\x0b\x32\x0b.ecd.v1.Key\x12\x1f\n\x07\x65xtents\x18\x02 \x03(\x0b\x32\x0e.ecd.v1.Extent2x\n\x04Peer\x12<\n\x08\x44\x65scribe\x12\x17.ecd.v1.DescribeRequest\x1a\x17.ecd.v1.NodeDescription\x12\x32\n\x04Link\x12\x13.ecd.v1.LinkRequest\x1a\x11.ecd.v1.LinkReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65\x63\x64_proto/v1/peer.proto\x12\x06\x65\x63\x64.v1\x1a\x18\x65\x63\x64_proto/v1/cache.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xfa\x01\n\x0fNodeDescription\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x61\x65mon\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0c\n\x04zone\x18\x05 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\x12\x10\n\x08protocol\x18\x07 \x01(\t\x12\x18\n\x10identity_address\x18\x08 \x01(\x04\x12\x13\n\x0blease_ttl_s\x18\t \x01(\x01\x12\x0e\n\x06leases\x18\n \x01(\x04\x12\x1f\n\x05pools\x18\r \x03(\x0b\x32\x10.ecd.v1.PeerPoolJ\x04\x08\x0b\x10\x0cJ\x04\x08\x0c\x10\r\"9\n\x08PeerPool\x12\x0c\n\x04pool\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\"\xd0\x01\n\x0bLinkRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.ecd.v1.LinkHelloH\x00\x12 \n\x04\x66ind\x18\x02 \x01(\x0b\x32\x10.ecd.v1.FindKeysH\x00\x12\"\n\x05lease\x18\x03 \x01(\x0b\x32\x11.ecd.v1.LeaseKeysH\x00\x12(\n\x07release\x18\x04 \x01(\x0b\x32\x15.ecd.v1.ReleaseLeasesH\x00\x12\"\n\x05offer\x18\x05 \x01(\x0b\x32\x11.ecd.v1.OfferKeysH\x00\x42\t\n\x07request\"\x8d\x01\n\tLinkReply\x12*\n\x07welcome\x18\x01 \x01(\x0b\x32\x17.ecd.v1.NodeDescriptionH\x00\x12\"\n\x05\x66ound\x18\x02 \x01(\x0b\x32\x11.ecd.v1.FoundKeysH\x00\x12\'\n\x06leases\x18\x03 \x01(\x0b\x32\x15.ecd.v1.LeaseOutcomesH\x00\x42\x07\n\x05reply\"C\n\tLinkHello\x12\x18\n\x10\x63ontract_version\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x61\x65mon\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\"5\n\x08\x46indKeys\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x19\n\x04keys\x18\x02 \x03(\x0b\x32\x0b.ecd.v1.Key\"K\n\tFoundKeys\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\r\n\x05\x66ound\x18\x02 \x03(\x08\x12\x1f\n\x07\x65xtents\x18\x03 \x03(\x0b\x32\x0e.ecd.v1.Extent\"+\n\tLeaseKeys\x12\x1e\n\x04keys\x18\x01 \x03(\x0b\x32\x10.ecd.v1.LeaseKey\"D\n\x08LeaseKey\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x18\n\x03key\x18\x02 \x01(\x0b\x32\x0b.ecd.v1.Key\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"7\n\rLeaseOutcomes\x12&\n\x08outcomes\x18\x01 \x03(\x0b\x32\x14.ecd.v1.LeaseOutcome\"\xa2\x01\n\x0cLeaseOutcome\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12$\n\x06leased\x18\x02 \x01(\x0b\x32\x12.ecd.v1.PeerLeasedH\x00\x12\"\n\x07missing\x18\x03 \x01(\x0b\x32\x0f.ecd.v1.MissingH\x00\x12-\n\rlimit_reached\x18\x04 \x01(\x0b\x32\x14.ecd.v1.LimitReachedH\x00\x42\t\n\x07outcome\"`\n\nPeerLeased\x12\r\n\x05lease\x18\x01 \x01(\x04\x12 \n\x07\x63ontent\x18\x02 \x01(\x0b\x32\x0f.ecd.v1.Content\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"\x1f\n\rReleaseLeases\x12\x0e\n\x06leases\x18\x01 \x03(\x04\"G\n\tOfferKeys\x12\x19\n\x04keys\x18\x01 \x03(\x0b\x32\x0b.ecd.v1.Key\x12\x1f\n\x07\x65xtents\x18\x02 \x03(\x0b\x32\x0e.ecd.v1.Extent2x\n\x04Peer\x12<\n\x08\x44\x65scribe\x12\x17.ecd.v1.DescribeRequest\x1a\x17.ecd.v1.NodeDescription\x12\x32\n\x04Link\x12\x13.ecd.v1.LinkRequest\x1a\x11.ecd.v1.LinkReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -25,31 +25,33 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_DESCRIBEREQUEST']._serialized_start=61
   _globals['_DESCRIBEREQUEST']._serialized_end=78
   _globals['_NODEDESCRIPTION']._serialized_start=81
-  _globals['_NODEDESCRIPTION']._serialized_end=328
-  _globals['_LINKREQUEST']._serialized_start=331
-  _globals['_LINKREQUEST']._serialized_end=539
-  _globals['_LINKREPLY']._serialized_start=542
-  _globals['_LINKREPLY']._serialized_end=683
-  _globals['_LINKHELLO']._serialized_start=685
-  _globals['_LINKHELLO']._serialized_end=752
-  _globals['_FINDKEYS']._serialized_start=754
-  _globals['_FINDKEYS']._serialized_end=807
-  _globals['_FOUNDKEYS']._serialized_start=809
-  _globals['_FOUNDKEYS']._serialized_end=884
-  _globals['_LEASEKEYS']._serialized_start=886
-  _globals['_LEASEKEYS']._serialized_end=929
-  _globals['_LEASEKEY']._serialized_start=931
-  _globals['_LEASEKEY']._serialized_end=999
-  _globals['_LEASEOUTCOMES']._serialized_start=1001
-  _globals['_LEASEOUTCOMES']._serialized_end=1056
-  _globals['_LEASEOUTCOME']._serialized_start=1059
-  _globals['_LEASEOUTCOME']._serialized_end=1221
-  _globals['_PEERLEASED']._serialized_start=1223
-  _globals['_PEERLEASED']._serialized_end=1319
-  _globals['_RELEASELEASES']._serialized_start=1321
-  _globals['_RELEASELEASES']._serialized_end=1352
-  _globals['_OFFERKEYS']._serialized_start=1354
-  _globals['_OFFERKEYS']._serialized_end=1425
-  _globals['_PEER']._serialized_start=1427
-  _globals['_PEER']._serialized_end=1547
+  _globals['_NODEDESCRIPTION']._serialized_end=331
+  _globals['_PEERPOOL']._serialized_start=333
+  _globals['_PEERPOOL']._serialized_end=390
+  _globals['_LINKREQUEST']._serialized_start=393
+  _globals['_LINKREQUEST']._serialized_end=601
+  _globals['_LINKREPLY']._serialized_start=604
+  _globals['_LINKREPLY']._serialized_end=745
+  _globals['_LINKHELLO']._serialized_start=747
+  _globals['_LINKHELLO']._serialized_end=814
+  _globals['_FINDKEYS']._serialized_start=816
+  _globals['_FINDKEYS']._serialized_end=869
+  _globals['_FOUNDKEYS']._serialized_start=871
+  _globals['_FOUNDKEYS']._serialized_end=946
+  _globals['_LEASEKEYS']._serialized_start=948
+  _globals['_LEASEKEYS']._serialized_end=991
+  _globals['_LEASEKEY']._serialized_start=993
+  _globals['_LEASEKEY']._serialized_end=1061
+  _globals['_LEASEOUTCOMES']._serialized_start=1063
+  _globals['_LEASEOUTCOMES']._serialized_end=1118
+  _globals['_LEASEOUTCOME']._serialized_start=1121
+  _globals['_LEASEOUTCOME']._serialized_end=1283
+  _globals['_PEERLEASED']._serialized_start=1285
+  _globals['_PEERLEASED']._serialized_end=1381
+  _globals['_RELEASELEASES']._serialized_start=1383
+  _globals['_RELEASELEASES']._serialized_end=1414
+  _globals['_OFFERKEYS']._serialized_start=1416
+  _globals['_OFFERKEYS']._serialized_end=1487
+  _globals['_PEER']._serialized_start=1489
+  _globals['_PEER']._serialized_end=1609
 # @@protoc_insertion_point(module_scope)

@@ -41,8 +41,7 @@ class NodeDescription(google.protobuf.message.Message):
     IDENTITY_ADDRESS_FIELD_NUMBER: builtins.int
     LEASE_TTL_S_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
-    POOL_ADDRESS_FIELD_NUMBER: builtins.int
-    POOL_BYTES_FIELD_NUMBER: builtins.int
+    POOLS_FIELD_NUMBER: builtins.int
     contract_version: builtins.int
     daemon: builtins.str
     """name and version, for people"""
@@ -61,9 +60,10 @@ class NodeDescription(google.protobuf.message.Message):
     lease_ttl_s: builtins.float
     leases: builtins.int
     """held by other nodes now: how busy it is"""
-    pool_address: builtins.int
-    """The pool in registered memory: what a hint says of an entry's extent counts from there."""
-    pool_bytes: builtins.int
+    @property
+    def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PeerPool]:
+        """Pools in registered memory: the offset of a hinted extent counts from its pool's address."""
+
     def __init__(
         self,
         *,
@@ -77,12 +77,33 @@ class NodeDescription(google.protobuf.message.Message):
         identity_address: builtins.int = ...,
         lease_ttl_s: builtins.float = ...,
         leases: builtins.int = ...,
-        pool_address: builtins.int = ...,
-        pool_bytes: builtins.int = ...,
+        pools: collections.abc.Iterable[global___PeerPool] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "daemon", b"daemon", "engine", b"engine", "identity_address", b"identity_address", "incarnation", b"incarnation", "lease_ttl_s", b"lease_ttl_s", "leases", b"leases", "node", b"node", "pool_address", b"pool_address", "pool_bytes", b"pool_bytes", "protocol", b"protocol", "zone", b"zone"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "daemon", b"daemon", "engine", b"engine", "identity_address", b"identity_address", "incarnation", b"incarnation", "lease_ttl_s", b"lease_ttl_s", "leases", b"leases", "node", b"node", "pools", b"pools", "protocol", b"protocol", "zone", b"zone"]) -> None: ...
 
 global___NodeDescription = NodeDescription
+
+@typing.final
+class PeerPool(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    pool: builtins.int
+    """its number, by which extents name it"""
+    address: builtins.int
+    nbytes: builtins.int
+    def __init__(
+        self,
+        *,
+        pool: builtins.int = ...,
+        address: builtins.int = ...,
+        nbytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "nbytes", b"nbytes", "pool", b"pool"]) -> None: ...
+
+global___PeerPool = PeerPool
 
 @typing.final
 class LinkRequest(google.protobuf.message.Message):

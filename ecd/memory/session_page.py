@@ -1,7 +1,6 @@
-"""One session's page, written by its client, and its desk, written for it. Layout in `shm.py`.
+"""One session's page, written by its client, and its mailbox, written for it. Layout in `shm.py`.
 
-The client writes its page as it likes: what is read here is believed no further than that one
-client can be harmed by it.
+The client may write anything into its page: a lie there harms no other client.
 """
 
 from __future__ import annotations
@@ -10,52 +9,51 @@ import struct
 from collections.abc import KeysView, Sequence
 from operator import itemgetter
 
-from ecd.core.allocator import Allocator
-from ecd.core.clients import Put, Uses
+from ecd.core.board import Put, Uses
 from ecd.core.types import Content, EntryId, Extent, Key
-from ecd_proto.shm import (
+from ecd_proto.shm.files import granules_bytes
+from ecd_proto.shm.namespaces import Namespaces
+from ecd_proto.shm.rows import ROW_BYTES, row_is_whole, unpack_key, unpack_row
+from ecd_proto.shm.session_page import (
+    CLAIM_DONE,
+    CLAIM_NUMBER,
+    CLAIM_ROW,
+    CLAIM_WORDS,
     FIRST_ANSWER_WORD,
+    FIRST_CLAIM_WORD,
     FIRST_GRANT_WORD,
     FIRST_PIN_WORD,
-    FIRST_PUT_WORD,
     FIRST_USE_WORD,
-    KEPT_USES,
+    MAX_CLAIMS,
     MAX_GRANTS,
     MAX_PINS,
-    MAX_PUTS,
-    PUT_DONE,
-    PUT_NUMBER,
-    PUT_ROW,
-    PUT_WORDS,
-    ROW_BYTES,
+    RECENT_USES,
     Grant,
-    Names,
     answer_to,
     pack_answer,
     pack_grant,
     pack_kept,
-    row_is_whole,
     unpack_grant,
-    unpack_key,
-    unpack_row,
 )
 
 MAX_GROWTH = 1 << 40
-"""Between two looks, of what a client counts of itself: more is not true."""
+"""Most by which a client's own counters may grow between two scans: more is not true."""
 
 _NO_PINS = bytes(8 * MAX_PINS)
 _NO_GRANT = memoryview(bytes(8 * MAX_GRANTS)).cast("Q")
-_PUTS_END = FIRST_PUT_WORD + MAX_PUTS * PUT_WORDS
-_NUMBERS = slice(FIRST_PUT_WORD + PUT_NUMBER, _PUTS_END, PUT_WORDS)
-_DONES = slice(FIRST_PUT_WORD + PUT_DONE, _PUTS_END, PUT_WORDS)
+_PUTS_END = FIRST_CLAIM_WORD + MAX_CLAIMS * CLAIM_WORDS
+_NUMBERS = slice(FIRST_CLAIM_WORD + CLAIM_NUMBER, _PUTS_END, CLAIM_WORDS)
+_DONES = slice(FIRST_CLAIM_WORD + CLAIM_DONE, _PUTS_END, CLAIM_WORDS)
 
 
-class Page:
-    """Both as words of 8 bytes."""
+class SessionPage:
+    """One session's page and mailbox, as words of 8 bytes."""
 
-    def __init__(self, number: int, words: memoryview, desk: memoryview, names: Names) -> None:
+    def __init__(
+        self, number: int, words: memoryview, mailbox: memoryview, names: Namespaces
+    ) -> None:
         self.number, self._names = number, names
-        self._words, self._desk = words, desk
+        self._words, self._mailbox = words, mailbox
         self._pins = words[FIRST_PIN_WORD : FIRST_PIN_WORD + MAX_PINS]
         self._last_pins, self._last_pinned = _NO_PINS, frozenset[EntryId]()
         self._counted = (0, 0, 0, 0)
@@ -64,16 +62,16 @@ class Page:
         self._allowed: list[tuple[int, int]] = []  # and what was, until the next grant
 
     def clear(self) -> None:
-        for words in (self._words, self._desk):
+        for words in (self._words, self._mailbox):
             words.cast("B")[:] = bytes(words.nbytes)
 
     # -- reading -------------------------------------------------------------------------------
 
     def pinned(self, live: KeysView[EntryId]) -> tuple[frozenset[EntryId], int]:
-        """Which of `live` it pins, and how many words had to be looked at for that.
+        """The entries of `live` that the page pins, and how many words were examined.
 
-        Where the words are those of the last look, so are the pins: a reader announces an entry
-        that it has found, so its number was in `live` when that look read it.
+        Words that are as the last scan found them hold the same pins: a reader announces an entry
+        that it has found, so its number was in `live` when that scan read it.
         """
         pins = self._pins.tobytes()
         if pins == self._last_pins:
@@ -87,14 +85,14 @@ class Page:
     def _words_of(pins: bytes, words: int) -> list[int]:
         return memoryview(pins)[: 8 * words].cast("Q").tolist()
 
-    def take_uses(self, counted: tuple[int, int, int, int]) -> Uses:
-        """What was read since the last call, where its counters say so much now."""
+    def drain_uses(self, counted: tuple[int, int, int, int]) -> Uses:
+        """The uses since the last call, given what the counters say now."""
         if counted == self._counted:
             return Uses()
         hits, nbytes, misses, duplicates = map(_grown, self._counted, counted)
         self._counted = counted
-        known = range(counted[0] - min(hits, KEPT_USES), counted[0])
-        entries = (EntryId(self._words[FIRST_USE_WORD + use % KEPT_USES]) for use in known)
+        known = range(counted[0] - min(hits, RECENT_USES), counted[0])
+        entries = (EntryId(self._words[FIRST_USE_WORD + use % RECENT_USES]) for use in known)
         return Uses(tuple(entries), hits, nbytes, misses, duplicates)
 
     # -- writing -------------------------------------------------------------------------------
@@ -109,11 +107,11 @@ class Page:
             words[place] = word
         self._allow(pieces)
         for place, word in enumerate(words):
-            self._desk[FIRST_GRANT_WORD + place] = word
+            self._mailbox[FIRST_GRANT_WORD + place] = word
         return True
 
     def _allow(self, pieces: Sequence[Extent]) -> None:
-        """Note what its client has begun before the words that allow it go."""
+        """Note which puts the client has begun, before the words that allow them go."""
         self._allowed = self._granted
         self.begun()
         self._granted = [(piece.offset, piece.offset + piece.nbytes) for piece in pieces]
@@ -121,12 +119,12 @@ class Page:
 
     def revoke(self) -> None:
         self._allow(())
-        self._desk[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS] = _NO_GRANT
+        self._mailbox[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS] = _NO_GRANT
 
     def begun(self) -> list[Extent]:
-        """What its client may be writing to, or has written and was not answered.
+        """The extents of puts that the client has begun and that have no answer.
 
-        The desk says so from now on, whatever becomes of the grant.
+        The mailbox records them from now on, whatever becomes of the grant.
         """
         extents = []
         for place, number, _ in self._open_puts():
@@ -134,30 +132,30 @@ class Page:
             if put is not None:
                 extents.append(put.extent)
                 if _lies_in(put.extent, self._allowed):
-                    self._desk[FIRST_ANSWER_WORD + place] = _kept(put)
+                    self._mailbox[FIRST_ANSWER_WORD + place] = _kept(put)
         return extents
 
     def finished_puts(self) -> list[Put]:
-        """Puts whose bytes are all written; the caller makes that true with a barrier."""
+        """Puts whose bytes are all written, once the caller has made a barrier."""
         puts = [
             self._read(place, number) for place, number, done in self._open_puts() if done == number
         ]
         return [put for put in puts if put is not None]
 
     def is_granted(self, put: Put) -> bool:
-        """Whether the desk says that the session may have put this there: for the next daemon."""
-        words = self._desk[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
+        """Whether the mailbox grants the put's extent to the session: for the next daemon."""
+        words = self._mailbox[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
         grants = map(unpack_grant, words)
         pieces = [(grant.offset, grant.offset + grant.nbytes) for grant in grants]
         kept = _kept(put)
-        said = self._desk[FIRST_ANSWER_WORD + put.place]
+        said = self._mailbox[FIRST_ANSWER_WORD + put.place]
         return bool(kept and kept == said) or _lies_in(put.extent, pieces)
 
     def answer(self, put: Put, outcome: int) -> None:
-        self._desk[FIRST_ANSWER_WORD + put.place] = pack_answer(put.number, outcome)
+        self._mailbox[FIRST_ANSWER_WORD + put.place] = pack_answer(put.number, outcome)
 
     def _open_puts(self) -> list[tuple[int, int, int]]:
-        """Places, numbers and what says that they are done, of puts without an answer, in order."""
+        """Puts without an answer, in order of number: place, number and the word that says done."""
         numbers = self._words[_NUMBERS].tolist()
         if not any(numbers):
             return []
@@ -165,12 +163,12 @@ class Page:
         found = [
             (place, number, done)
             for place, (number, done) in enumerate(zip(numbers, dones, strict=True))
-            if number and not answer_to(number, self._desk[FIRST_ANSWER_WORD + place])
+            if number and not answer_to(number, self._mailbox[FIRST_ANSWER_WORD + place])
         ]
         return sorted(found, key=itemgetter(1)) if len(found) > 1 else found
 
     def _read(self, place: int, number: int) -> Put | None:
-        start = FIRST_PUT_WORD + place * PUT_WORDS + PUT_ROW
+        start = FIRST_CLAIM_WORD + place * CLAIM_WORDS + CLAIM_ROW
         row = self._words[start : start + ROW_BYTES // 8].tobytes()
         if not row_is_whole(row):
             return None
@@ -189,14 +187,14 @@ class Page:
 
 
 def _lies_in(extent: Extent, pieces: Sequence[tuple[int, int]]) -> bool:
-    end = extent.offset + Allocator.rounded_bytes(extent.nbytes)
+    end = extent.offset + granules_bytes(extent.nbytes)
     return any(first <= extent.offset and end <= last for first, last in pieces)
 
 
 def _kept(put: Put) -> int:
-    return pack_kept(put.number, put.extent.offset, Allocator.rounded_bytes(put.extent.nbytes))
+    return pack_kept(put.number, put.extent.offset, granules_bytes(put.extent.nbytes))
 
 
 def _grown(before: int, now: int) -> int:
-    """By how much a client's counter grew: 0, if no client can have done that much."""
+    """How much a client's counter grew; 0 if by more than any client can have done."""
     return now - before if 0 <= now - before <= MAX_GROWTH else 0

@@ -1,4 +1,4 @@
-"""Tasks that nobody waits for."""
+"""Tasks that run without a caller who waits for them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ logger = logging.getLogger(__name__)
 
 
 class Background:
-    """Keeps tasks from being collected while they run, and ends them with their owner.
+    """Keeps tasks from being collected while they run, and cancels them with their owner.
 
-    What a task raises is logged.
+    An exception in a task is logged.
     """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    @property
+    def is_idle(self) -> bool:
+        return not self._tasks
+
+    def spawn(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -30,8 +34,12 @@ class Background:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a task in the background failed", exc_info=error)
 
-    async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
+    def cancel(self) -> None:
+        """Cancel all tasks, without waiting for their end."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Cancel all tasks, and wait for their end."""
+        self.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

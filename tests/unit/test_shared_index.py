@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId
-from ecd.memory.mapped_index import CHUNK_ROWS, MappedIndex
 from ecd.memory.pool_dir import PoolDir
-from ecd_client.index import AskDaemon, Index
+from ecd.memory.shared_index import CHUNK_ROWS, SharedIndex
+from ecd_client.shared.board import MappedBoard
+from ecd_client.shared.index import AskDaemon, IndexReader, OnMiss
 from ecd_proto.v1 import cache_pb2 as pb
 
 POOL_BYTES = 64 << 20
@@ -24,30 +25,32 @@ def info(entry: int, name: str, namespace: str = "n") -> EntryInfo:
 
 
 @pytest.fixture
-def shown(tmp_path: Path) -> Iterator[MappedIndex]:
+def shown(tmp_path: Path) -> Iterator[SharedIndex]:
     directory = PoolDir(str(tmp_path), "test")
-    index = MappedIndex(directory, "ab", POOL_BYTES, 4)
+    index = SharedIndex(directory, "ab", POOL_BYTES, 4)
     yield index
     index.close()
     directory.close()
 
 
 @pytest.fixture
-def seen(shown: MappedIndex) -> Index:
+def seen(shown: SharedIndex) -> IndexReader:
     offset = shown.open_page(SESSION)
     files = pb.IndexFile(path=str(shown.path), pins_path=str(shown.pins_path), pins_offset=offset)
-    index = Index.open(files)
-    assert index is not None
-    return index
+    board = MappedBoard.open(files)
+    assert board is not None
+    return IndexReader(board)
 
 
-def pinned(shown: MappedIndex, live: Iterable[int]) -> set[EntryId]:
+def pinned(shown: SharedIndex, live: Iterable[int]) -> set[EntryId]:
     """What a whole scan finds."""
     portions = shown.pinned(dict.fromkeys(map(EntryId, live)).keys())
     return {entry for portion in portions for entry in portion.pinned}
 
 
-def test_what_is_shown_is_found_and_what_is_hidden_is_not(shown: MappedIndex, seen: Index) -> None:
+def test_what_is_shown_is_found_and_what_is_hidden_is_not(
+    shown: SharedIndex, seen: IndexReader
+) -> None:
     """Thousands of entries come and go in a thousand buckets: most share theirs."""
     chance = random.Random(1)
     there: dict[str, int] = {}
@@ -64,7 +67,7 @@ def test_what_is_shown_is_found_and_what_is_hidden_is_not(shown: MappedIndex, se
     assert len(there) > CHUNK_ROWS
     for number in range(6000):
         name = f"k{number}"
-        found = seen.pin("n", name, final=True)
+        found = seen.pin("n", name, OnMiss.COUNT)
         assert (found is not None) == (name in there)
         if found is not None:
             row, pin = found
@@ -73,13 +76,13 @@ def test_what_is_shown_is_found_and_what_is_hidden_is_not(shown: MappedIndex, se
             assert pinned(shown, there.values()) == {there[name]}
             seen.unpin(pin)
     assert pinned(shown, there.values()) == set()
-    uses = shown.take_uses()
+    uses = shown.drain_uses()
     assert (uses.hits, uses.misses) == (len(there), 6000 - len(there))
     assert len(shown._free_rows) + len(there) == shown._rows_with_memory, "a row leaked"
 
 
 def test_without_memory_for_a_row_the_daemon_is_asked(
-    shown: MappedIndex, seen: Index, monkeypatch: pytest.MonkeyPatch
+    shown: SharedIndex, seen: IndexReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -100,7 +103,7 @@ def test_without_memory_for_a_row_the_daemon_is_asked(
 
 
 def test_of_a_namespace_without_a_number_the_daemon_is_asked(
-    shown: MappedIndex, seen: Index
+    shown: SharedIndex, seen: IndexReader
 ) -> None:
     assert seen.contains("n", ["a"]) == [False], "nothing of it is stored"
     names = [f"{number:01000}" for number in range(70)]
@@ -112,7 +115,7 @@ def test_of_a_namespace_without_a_number_the_daemon_is_asked(
             seen.contains(key[0], [key[1]])
 
 
-def test_a_chain_that_never_ends_is_given_up(shown: MappedIndex, seen: Index) -> None:
+def test_a_chain_that_never_ends_is_given_up(shown: SharedIndex, seen: IndexReader) -> None:
     """Whatever a reader meets while rows move, it comes back."""
     shown.show(info(1, "a"))
     shown._buckets[:] = memoryview(b"\1\0\0\0" * len(shown._buckets)).cast("I")

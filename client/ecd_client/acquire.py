@@ -1,0 +1,139 @@
+"""Acquire, the call for entries that the index does not show, and the futures it settles."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ecd_client.errors import DaemonUnavailable, EcdError, limit_reached
+from ecd_client.item import Item
+from ecd_client.session import Session
+from ecd_client.shared.index import AskDaemon, OnMiss
+from ecd_proto.contract import MAX_HINTS, MAX_NODE_LENGTH, Hint
+from ecd_proto.v1 import cache_pb2 as pb
+
+Key = tuple[str, str]
+"""Namespace and mm_hash."""
+ItemFuture = Future[Item | None]
+Nodes = Sequence[str | Hint]
+"""Nodes that may have one key, the likeliest first."""
+
+
+def to_key(key: Key) -> pb.Key:
+    namespace, mm_hash = key
+    return pb.Key(namespace=namespace, mm_hash=mm_hash)
+
+
+def _to_hint(index: int, nodes: Nodes) -> pb.Hint:
+    """The contract's hint, cut down to as much of it as a daemon reads."""
+    hints = [Hint(node) if isinstance(node, str) else node for node in nodes[:MAX_HINTS]]
+    hints = [hint for hint in hints if len(hint.node) <= MAX_NODE_LENGTH]
+    extents = [pb.Extent(pool=h.pool, offset=h.offset, nbytes=h.nbytes) for h in hints]
+    return pb.Hint(index=index, nodes=[hint.node for hint in hints], extents=extents)
+
+
+def pinned(session: Session, key: Key, on_miss: OnMiss) -> Item | None:
+    """Pin an entry that the index shows. Raises AskDaemon."""
+    pin = session.pin(*key, on_miss)
+    if pin is None:
+        return None
+    try:
+        return Item(*key, pin)
+    except BaseException:  # Ctrl-C
+        pin.end()
+        raise
+
+
+@dataclass
+class Acquire:
+    """One Acquire call, and the future of each of its keys."""
+
+    session: Session
+    keys: Sequence[Key]
+    futures: Sequence[ItemFuture]
+    timeout: float
+    only_if_written: bool = False
+    hints: Sequence[Nodes] = ()
+    needs_lease: bool = False
+    """Whether to ask for leases though this client can pin."""
+
+    def request(self) -> pb.AcquireRequest:
+        return pb.AcquireRequest(
+            session=self.session.token,
+            keys=map(to_key, self.keys),
+            wait_s=self.timeout,
+            only_if_written=self.only_if_written,
+            hints=[_to_hint(index, nodes) for index, nodes in enumerate(self.hints) if nodes],
+            to_pin=self.session.index is not None and not self.needs_lease,
+        )
+
+    def send(self) -> None:
+        """Make the call, and settle when it is answered."""
+
+        def answered(reply: Any) -> None:
+            try:
+                with self.session.whole_or_abandoned():
+                    outcomes = reply.result().outcomes
+            except EcdError as error:
+                for future in self.futures:
+                    if future.set_running_or_notify_cancel():
+                        future.set_exception(error)
+                return
+            self.settle(outcomes)
+
+        self.session.calls.later("acquire", self.request()).add_done_callback(answered)
+
+    def settle(self, outcomes: Sequence[pb.AcquireOutcome]) -> None:
+        """Hand each outcome to its future: now, or when its wait has ended."""
+        for index, outcome in enumerate(outcomes):
+            if outcome.WhichOneof("outcome") == "waiting":
+                self._wait(index, outcome.waiting.ticket)
+            else:
+                self._end(index, outcome)
+
+    def _wait(self, index: int, ticket: int) -> None:
+        session = self.session
+        session.on_wait_ended(ticket, lambda outcome: self._end(index, outcome))
+        self.futures[index].add_done_callback(
+            lambda future: session.cancel_wait(ticket) if future.cancelled() else None
+        )
+
+    def _end(self, index: int, outcome: pb.AcquireOutcome | None) -> None:
+        """Settle one key's future; an outcome of None: the session ended first."""
+        future, key, item = self.futures[index], self.keys[index], None
+        if outcome is not None and outcome.WhichOneof("outcome") == "stored":
+            with contextlib.suppress(AskDaemon):
+                item = pinned(self.session, key, OnMiss.GO_ON)
+            if item is None:  # evicted meanwhile, or it cannot be pinned
+                again = replace(self, keys=[key], futures=[future], needs_lease=True, hints=())
+                again.send()
+                return
+        wanted = future.set_running_or_notify_cancel()
+        try:
+            item = item or _leased(self.session, key, outcome)
+        except EcdError as error:
+            if wanted:
+                future.set_exception(error)
+            return
+        if wanted:
+            future.set_result(item)
+        elif item is not None:
+            item.close()
+
+
+def _leased(session: Session, key: Key, outcome: pb.AcquireOutcome | None) -> Item | None:
+    """The item that an Acquire leased, if it did. Raises EcdError."""
+    if outcome is not None:
+        match outcome.WhichOneof("outcome"):
+            case "leased":
+                lease = session.lease(outcome.leased)
+                if lease is not None:
+                    return Item(*key, lease)
+            case "missing":
+                return None
+            case "limit_reached":
+                raise limit_reached(outcome.limit_reached.what, outcome.limit_reached.limit)
+    raise DaemonUnavailable(f"the daemon on {session.calls.address} went away meanwhile")

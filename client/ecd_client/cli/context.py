@@ -1,0 +1,64 @@
+"""The options, consoles and exit codes that all commands share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from ecd_client.calls import call, open_channel
+from ecd_client.cli import render
+from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+
+FAILED, USAGE, UNREACHABLE = 1, 2, 3
+
+# Pipes get whole lines. Names such as `:cat:` are no emoji, here or in any error.
+out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 400)
+errors = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+Namespace = Annotated[str | None, typer.Option(help="The key's namespace.")]
+MmHash = Annotated[str, typer.Argument(metavar="KEY", help="The item's mm_hash.")]
+
+
+@dataclass
+class Options:
+    """The options before the command's name, and calls to the daemon that they choose."""
+
+    address: str
+    as_json: bool
+
+    def stub(self) -> Any:
+        return pb_grpc.CacheStub(open_channel(self.address))
+
+    def call(self, method: str, request: Any) -> Any:
+        """The daemon's reply to one call. Raises EcdError."""
+        return call(getattr(self.stub(), method), request, self.address)
+
+    def entries(self, request: pb.ListRequest) -> Iterator[pb.EntryInfo]:
+        """All entries that the request selects, page by page. Raises EcdError."""
+        stub = self.stub()
+        while True:
+            page = call(stub.List, request, self.address)
+            yield from page.entries
+            if not page.next_after:
+                return
+            request.after = page.next_after
+
+    def show(self, as_json: bool, result: dict[str, Any], text: str) -> None:
+        """Print a command's result: the dict for programs, the text for people."""
+        if as_json or self.as_json:
+            render.as_json(out, result)
+        else:
+            out.print(text, markup=False)
+
+
+def fail(code: int, text: str) -> NoReturn:
+    """End the command with a message and an exit code."""
+    errors.print(text, markup=False)
+    raise typer.Exit(code)

@@ -1,0 +1,110 @@
+"""The commands that show how a daemon is, and measure it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from ecd_client.cli import render
+from ecd_client.cli.bench import measure
+from ecd_client.cli.context import FAILED, AsJson, Options, errors, fail, out
+from ecd_client.cli.doctor import BAD, examine
+from ecd_client.cli.top import Top
+from ecd_proto.v1 import cache_pb2 as pb
+
+
+def status(context: typer.Context, as_json: AsJson = False) -> None:
+    """Show how the daemon is: state, pool, clients, hits."""
+    options: Options = context.obj
+    reply = options.call("Status", pb.StatusRequest())
+    if as_json or options.as_json:
+        render.as_json(out, reply)
+    else:
+        render.status(out, reply, options.address)
+
+
+def peers(context: typer.Context, as_json: AsJson = False) -> None:
+    """Show the other nodes: which are reached, over what, and how reads from them go."""
+    options: Options = context.obj
+    reply = options.call("Peers", pb.PeersRequest())
+    if as_json or options.as_json:
+        render.as_json(out, reply)
+    else:
+        render.peers(out, reply)
+
+
+def doctor(context: typer.Context, as_json: AsJson = False) -> None:
+    """Look for what may be wrong, and say what to do about it. 1 if something is."""
+    options: Options = context.obj
+    found = []
+    for finding in examine(options.address, options.call):
+        found.append(finding)
+        if not (as_json or options.as_json):
+            render.finding(out, finding)
+    if as_json or options.as_json:
+        render.as_json(out, [vars(finding) for finding in found])
+    if any(finding.state == BAD for finding in found):
+        raise typer.Exit(FAILED)
+
+
+def bench(
+    context: typer.Context,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each size; the medians are shown.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Put and get entries of its own, and check every byte. Evicts nothing else."""
+    options: Options = context.obj
+    pools = options.call("Status", pb.StatusRequest()).pools
+    room_bytes = pools[0].largest_free_bytes if pools else 0
+
+    def evict(namespace: str) -> None:
+        options.call("Evict", pb.EvictRequest(namespace=namespace))
+
+    with errors.status("putting and getting ...") as progress:
+        rows = []
+        for row in measure(options.address, room_bytes, rounds, evict):
+            rows.append(row)
+            progress.update(f"{row.size} is done ...")
+    if not rows:
+        fail(FAILED, "there is no room for it without evicting anything: ecd-cli evict first")
+    if as_json or options.as_json:
+        render.as_json(out, [vars(row) for row in rows])
+    else:
+        render.measured(out, rows)
+
+
+def top(
+    context: typer.Context,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between looks.")] = 1.0,
+    rows: Annotated[int, typer.Option(min=1, help="Entries shown of each kind.")] = 10,
+    once: Annotated[bool, typer.Option("--once", help="One look, and end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what happens now: rates, hit ratio, hottest and biggest entries, peers, until Ctrl-C."""
+    options: Options = context.obj
+    shown = Top(options.call, lambda: options.entries(pb.ListRequest(limit=1000)), rows)
+    if as_json or options.as_json or once or not out.is_terminal:
+        shown.sample()
+        time.sleep(interval)
+        if as_json or options.as_json:
+            render.as_json(out, shown.as_json())
+        else:
+            out.print(shown.frame())
+        return
+    over = threading.Event()
+
+    def stop(*_: object) -> None:
+        over.set()  # an exception in a finalizer goes nowhere
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop)
+    with contextlib.suppress(KeyboardInterrupt), Live(shown.frame(), console=out) as live:
+        while not over.is_set():
+            time.sleep(interval)
+            live.update(shown.frame(), refresh=True)

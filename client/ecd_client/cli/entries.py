@@ -1,0 +1,181 @@
+"""The commands that show, copy and evict entries."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ecd_client.cli import files, render
+from ecd_client.cli.context import (
+    FAILED,
+    USAGE,
+    AsJson,
+    MmHash,
+    Namespace,
+    Options,
+    errors,
+    fail,
+    out,
+)
+from ecd_client.client import Client
+from ecd_proto.v1 import cache_pb2 as pb
+
+
+def list_entries(
+    context: typer.Context,
+    namespace: Namespace = None,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most so many.")] = 1000,
+    as_json: AsJson = False,
+) -> None:
+    """List the entries, in the order in which they were stored."""
+    options: Options = context.obj
+    found: list[pb.EntryInfo] = []
+    more = False
+    for entry in options.entries(pb.ListRequest(namespace=namespace)):
+        if len(found) == limit:
+            more = True
+            break
+        found.append(entry)
+    if as_json or options.as_json:
+        render.as_json(out, [render.plain(entry) for entry in found])
+    else:
+        render.entries(out, found, more)
+
+
+def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
+    """Sum the entries of each namespace up: how many, how large, when the last was stored."""
+    options: Options = context.obj
+    found: dict[str, render.NamespaceSum] = {}
+    with errors.status("reading every entry ...") as progress:
+        for number, entry in enumerate(options.entries(pb.ListRequest()), 1):
+            found.setdefault(entry.key.namespace, render.NamespaceSum()).add(entry)
+            if number % 10_000 == 0:
+                progress.update(f"reading every entry: {number:,} so far ...")
+    if as_json or options.as_json:
+        render.as_json(out, [{"namespace": name, **vars(each)} for name, each in found.items()])
+    else:
+        render.namespaces(out, found)
+
+
+def get(
+    context: typer.Context,
+    key: MmHash,
+    output: Annotated[Path, typer.Option("--output", "-o", help="A safetensors file to write.")],
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy an entry into a safetensors file."""
+    options: Options = context.obj
+    namespace = namespace or _only_namespace(options, key)
+    with Client(options.address, namespace=namespace, name="ecd-cli") as client:
+        item = client.get(key)
+        if item is None:
+            fail(FAILED, f"no entry {key!r} in the namespace {namespace!r}")
+        with item:
+            files.write(output, item)
+            result = {
+                "file": str(output),
+                "namespace": namespace,
+                "mm_hash": key,
+                "dtype": item.dtype,
+                "shape": list(item.shape),
+                "nbytes": item.nbytes,
+            }
+    options.show(as_json, result, f"{output}: {result['dtype']} {result['shape']}")
+
+
+def put(
+    context: typer.Context,
+    key: MmHash,
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A safetensors file.")],
+    tensor: Annotated[str | None, typer.Option(help="Which, if the file has several.")] = None,
+    namespace: Annotated[str, typer.Option(help="The key's namespace.")] = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Store a tensor of a safetensors file."""
+    options: Options = context.obj
+    content = files.read(file, tensor)
+    with Client(options.address, namespace=namespace, name="ecd-cli") as client:
+        stored = client.put_bytes(
+            key,
+            content.data,
+            content.dtype,
+            content.shape,
+            metadata=content.metadata,
+            cost=content.cost_s,
+        )
+    result = {"namespace": namespace, "mm_hash": key, "stored": stored}
+    options.show(as_json, result, "stored" if stored else "was there already")
+
+
+def evict(
+    context: typer.Context,
+    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="One item's mm_hash.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Only of this namespace.")] = None,
+    older_than: Annotated[
+        str | None, typer.Option(help="Only stored at least so long ago: 30s, 10m, 2h, 1d.")
+    ] = None,
+    unused_for: Annotated[
+        str | None, typer.Option(help="Only not used for so long: 30s, 10m, 2h, 1d.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every entry.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Evict entries: one, or all that meet every condition given. Leased ones go when released."""
+    options: Options = context.obj
+    conditions = (key, namespace, older_than, unused_for)
+    if everything == any(condition is not None for condition in conditions):
+        raise typer.BadParameter("say which: KEY, --namespace, --older-than, --unused-for or --all")
+    request = pb.EvictRequest(
+        namespace=namespace, age_s=_seconds(older_than), idle_s=_seconds(unused_for)
+    )
+    if key is not None:
+        request.key.mm_hash = key
+        request.key.namespace = namespace or _only_namespace(options, key)
+    elif not (dry_run or yes):
+        _confirm(options, request)
+    request.dry_run = dry_run
+    reply = options.call("Evict", request)
+    if as_json or options.as_json:
+        render.as_json(out, reply)
+    else:
+        render.evicted(out, reply, dry_run)
+    if key is not None and reply.entries == 0:
+        fail(FAILED, f"no entry {key!r} meets the conditions")
+
+
+def _confirm(options: Options, request: pb.EvictRequest) -> None:
+    """Ask before more than one named entry goes."""
+    would = pb.EvictRequest()
+    would.CopyFrom(request)
+    would.dry_run = True
+    described = render.describe(options.call("Evict", would))
+    if not sys.stdin.isatty():
+        fail(USAGE, f"this would evict {described}; say --yes where nobody can be asked")
+    typer.confirm(f"Evict {described}?", abort=True, err=True)
+
+
+def _seconds(duration: str | None) -> float:
+    if duration is None:
+        return 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", duration)
+    if match is None:
+        raise typer.BadParameter(f"{duration!r} is not a duration: 30s, 10m, 2h or 1d")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def _only_namespace(options: Options, key: str) -> str:
+    """The one namespace that has the key; none or several end the command."""
+    found = {entry.key.namespace for entry in options.entries(pb.ListRequest(mm_hash=key))}
+    if not found:
+        fail(FAILED, f"no entry {key!r} in any namespace")
+    if len(found) > 1:
+        names = "\n".join(f"  --namespace {name!r}" for name in sorted(found))
+        fail(USAGE, f"{key!r} is in several namespaces; say which:\n{names}")
+    return found.pop()

@@ -1,0 +1,200 @@
+"""A client's connection to its daemon, which makes one session after another.
+
+A session that broke is never used again: its successor starts from nothing, and the daemon takes
+back all that the broken one owned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+
+from ecd_client import forks
+from ecd_client.calls import Calls, GrpcThreads, open_channel, socket_owner, translate, unreachable
+from ecd_client.errors import DaemonUnavailable, EcdError
+from ecd_client.session import Outbox, Session
+from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+
+PAUSE_S = 0.25
+"""Pause between the end of one session and the next; the channel adds its own backoff."""
+
+CHECK_S = 0.25
+"""Interval at which a running call is checked for being overdue."""
+
+NOT_IN_A_CHILD = (
+    "this process was forked from one that had a client, and gRPC does not survive that: start it "
+    "with multiprocessing's spawn or forkserver, or make the parent's first client after the fork"
+)
+"""With grpcio 1.85 the child's channel never connects, or gRPC aborts the process."""
+
+_kept: list[Connection] = []
+"""Connections of a parent process, kept because the end of gRPC's objects might wait for ever."""
+
+
+class Connection:
+    """Keeps a session with the daemon open, on a thread of its own."""
+
+    def __init__(self, address: str, name: str, prefault: bool, call_timeout_s: float) -> None:
+        if forks.is_child:
+            raise DaemonUnavailable(NOT_IN_A_CHILD)
+        self._address, self._name, self._prefault = address, name, prefault
+        self._call_timeout_s = call_timeout_s
+        self._channel = open_channel(address)
+        self._stub: Any = pb_grpc.CacheStub(self._channel)
+        self._changed = threading.Condition()
+        self._session: Session | None = None
+        self._cause: EcdError = DaemonUnavailable(unreachable(address))
+        self._closed = threading.Event()
+        self._stream: Any = None
+        self._threads = GrpcThreads()
+        self.is_cut_off = False
+        self._thread = threading.Thread(target=self._run, name="ecd-connection", daemon=True)
+        forks.add(self)
+        self._thread.start()
+
+    @property
+    def current(self) -> Session | None:
+        """The session that is open now."""
+        session = self._session
+        return None if session is None or session.abandoned else session
+
+    def session(self, wait_s: float = 0.0) -> Session:
+        """Return the open session, waiting up to `wait_s` for one.
+
+        Raises DaemonUnavailable with the cause.
+        """
+        session = self._session
+        if session is not None and not session.abandoned:
+            return session  # `current` without its call: every get and put comes here
+        if self.is_cut_off:
+            raise forks.before_fork()
+        with self._changed:
+            self._changed.wait_for(lambda: self.current or self._closed.is_set(), wait_s)
+            session = self.current
+            if session is None:
+                raise DaemonUnavailable(
+                    "the client is closed" if self._closed.is_set() else str(self._cause)
+                )
+            return session
+
+    def ref(self) -> Session:
+        """Return the open session, kept until its `unref`. Raises DaemonUnavailable."""
+        session = self.session()
+        if not session.ref():
+            raise DaemonUnavailable(f"the daemon on {self._address} just went away")
+        return session
+
+    def cut_off(self) -> None:
+        """In a forked child: gRPC's objects here are not touched again, not even to end them."""
+        self.is_cut_off, self._session = True, None
+        _kept.append(self)
+        forks.close_connections(self._address.removeprefix("unix:").removeprefix("//"))
+
+    def close(self) -> None:
+        if self.is_cut_off:
+            return
+        self._closed.set()
+        with self._changed:
+            stream = self._stream
+            self._changed.notify_all()
+        if stream is not None:
+            stream.cancel()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._channel.close()
+        self._threads.join()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._wait_for_channel()
+                self._run_session()
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.CANCELLED:  # by us: the session was abandoned
+                    self._cause = DaemonUnavailable(f"connecting anew to {self._address}")
+                else:
+                    self._cause = translate(error, self._address)
+            except (OSError, ValueError) as error:
+                self._cause = DaemonUnavailable(
+                    f"the daemon answers on {self._address}, but its pool cannot be mapped: "
+                    f"{error}. Engine and daemon must share the directory of ECD_SHM_DIR and "
+                    "run as one user, or as members of the daemon's ECD_GROUP"
+                )
+            self._closed.wait(PAUSE_S)
+
+    def _wait_for_channel(self) -> None:
+        ready = grpc.channel_ready_future(self._channel)
+        try:
+            while not self._closed.is_set():
+                with contextlib.suppress(grpc.FutureTimeoutError):
+                    ready.result(timeout=0.5)
+                    return
+                self._cause = DaemonUnavailable(unreachable(self._address))
+        finally:
+            ready.cancel()
+
+    def _run_session(self) -> None:
+        """Open a session and serve its events until the stream ends."""
+        outbox: Outbox = queue.SimpleQueue()
+        uid = socket_owner(self._address)  # before the daemon has been asked for anything
+        with self._changed:
+            if self._closed.is_set():
+                return
+            sent_s = time.monotonic()
+            stream = self._stream = self._stub.Session(self._requests(outbox))
+        stream.add_done_callback(self._threads.note)
+        calls = Calls(self._stub, self._address, self._call_timeout_s, self._threads)
+        session = None
+        try:
+            for event in stream:
+                if session is None:
+                    session = Session(calls, stream, outbox, event, sent_s, uid, self._prefault)
+                    outbox.put(session)
+                    self._announce(session)
+                else:
+                    session.take(event)
+            self._cause = DaemonUnavailable(f"the daemon on {self._address} is stopping")
+        finally:
+            outbox.put(None)
+            stream.cancel()
+            calls.close()
+            self._announce(None)
+            if session is not None:
+                session.end()
+
+    def _announce(self, session: Session | None) -> None:
+        with self._changed:
+            self._session = session
+            self._changed.notify_all()
+
+    def _requests(self, outbox: Outbox) -> Iterator[pb.SessionRequest]:
+        """Yield the client's side of the stream; gRPC draws it on a thread of its own."""
+        self._threads.note()
+        client = f"{self._name} ecd {version('ecd')}"
+        yield pb.SessionRequest(
+            hello=pb.Hello(contract_version=CONTRACT_VERSION, client=client, pid=os.getpid())
+        )
+        session = outbox.get()
+        while isinstance(session, Session):
+            due_s = time.monotonic() + session.lease_ttl_s / 3
+            while (left_s := due_s - time.monotonic()) > 0:
+                try:
+                    request = outbox.get(timeout=min(left_s, CHECK_S))
+                except queue.Empty:
+                    session.calls.check()
+                    continue
+                if request is None:
+                    return
+                yield request
+            if renewal := session.renewal():
+                yield renewal

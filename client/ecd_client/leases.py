@@ -1,0 +1,97 @@
+"""Holds on an entry: the lease that a call grants, and the pin that takes its place without one."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ecd_client.pools import Extent, MappedPool
+from ecd_client.shared.index import IndexReader
+from ecd_proto.shm.rows import Row
+from ecd_proto.v1 import cache_pb2 as pb
+
+if TYPE_CHECKING:
+    from ecd_client.session import Session
+
+
+class Content(Protocol):
+    """The writer's description of an entry: a message of the contract, or a row of the index."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> Any: ...  # a sequence of int
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def metadata(self) -> bytes: ...
+    @property
+    def cost_s(self) -> float: ...
+
+
+class Hold(Protocol):
+    """A lease or a pin: the extent keeps its bytes until `end`, or until `expires_s`."""
+
+    @property
+    def session(self) -> Session: ...
+    @property
+    def pool(self) -> MappedPool: ...
+    @property
+    def content(self) -> Content: ...
+    @property
+    def extent(self) -> Extent: ...
+    @property
+    def expires_s(self) -> float:
+        """On `time.monotonic`; infinite for a pin."""
+
+    @property
+    def holds(self) -> bool: ...
+    def has_left(self, share: float) -> bool:
+        """Whether at least this share of a lease's TTL is left."""
+
+    def end(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Lease:
+    """A hold by a call; `expires_s`, on `time.monotonic`, is never after the daemon's."""
+
+    id: int
+    session: Session
+    pool: MappedPool
+    content: pb.Content
+    extent: pb.Extent
+    expires_s: float
+
+    @property
+    def holds(self) -> bool:
+        return time.monotonic() < self.expires_s
+
+    def has_left(self, share: float) -> bool:
+        return self.expires_s - time.monotonic() >= share * self.session.lease_ttl_s
+
+    def end(self) -> None:
+        self.session.release(self)
+
+
+class Pin:
+    """A hold without a call: a hazard pointer in the session's page, without a time limit."""
+
+    __slots__ = ("_index", "_pin", "content", "extent", "pool", "session")
+    expires_s = math.inf
+    holds = True
+
+    def __init__(
+        self, session: Session, index: IndexReader, row: Row, pin: int, pool: MappedPool
+    ) -> None:
+        self.session, self.pool, self.content, self.extent = session, pool, row, row
+        self._index, self._pin = index, pin
+
+    def has_left(self, share: float) -> bool:  # noqa: ARG002
+        return True
+
+    def end(self) -> None:
+        self._index.unpin(self._pin)
+        self.session.unref()

@@ -1,0 +1,124 @@
+"""The daemon's direct pools in this process's memory, by their numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable
+from typing import Protocol
+
+from ecd_client.calls import open_file
+from ecd_client.errors import EcdError
+from ecd_proto.mapping import Mapping
+from ecd_proto.v1 import cache_pb2 as pb
+
+
+class Extent(Protocol):
+    """A place in a pool: a message of the contract, a row of the index."""
+
+    @property
+    def pool(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class MappedPool:
+    """One pool's file, mapped for reading at once and for writing when first written.
+
+    `fd_path` leads to the file for as long as this process keeps it open, also when a restart of
+    the daemon has unlinked `path`.
+    """
+
+    def __init__(self, file: pb.PoolFile, uid: int) -> None:
+        """Map a file that must be user `uid`'s and the one the daemon meant. Raises OSError."""
+        self.number, self.path, self.nbytes = file.pool, file.path, file.nbytes
+        with contextlib.ExitStack() as opened:
+            self._fd = open_file(file.path, os.O_RDWR, uid)
+            opened.callback(os.close, self._fd)
+            if os.fstat(self._fd).st_ino != file.inode:
+                raise FileNotFoundError(f"{file.path} is not the daemon's file")
+            self._readable = Mapping(self._fd, self.nbytes, writable=False)
+            self._file = opened.pop_all()
+        self.fd_path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self._prefaults = False
+        self._lock = threading.Lock()
+        self._writable: Mapping | None = None
+
+    def prefault(self) -> None:
+        """Fill the page tables of all mappings, on threads of their own."""
+        self._prefaults = True
+        self._readable.populate_soon()
+        self._map_writable()
+
+    def read_view(self, extent: Extent, keeps: object = None) -> memoryview:
+        """The extent's bytes, for reading; whatever refers to the view refers to `keeps` too."""
+        return self._readable.view(extent.offset, extent.nbytes, keeps)
+
+    def write_view(self, extent: Extent) -> memoryview:
+        """The extent's bytes, for writing."""
+        mapping = self._writable or self._map_writable()
+        return mapping.view(extent.offset, extent.nbytes)
+
+    def _map_writable(self) -> Mapping:
+        with self._lock:
+            if self._writable is None:
+                self._writable = Mapping(self._fd, self.nbytes, writable=True)
+                if self._prefaults:
+                    self._writable.populate_soon()
+            return self._writable
+
+    def close(self) -> None:
+        """Close the file. What is mapped stays mapped for as long as a view refers to it."""
+        self._file.close()
+
+    def cut_off(self) -> None:
+        """In a forked child: nothing written here reaches the pool any more."""
+        self._lock = threading.Lock()
+        if self._writable is not None:
+            self._writable.cut_off()
+
+
+class MappedPools:
+    """Every host pool that the daemon named in its Welcome.
+
+    An extent elsewhere, as in a pool that the daemon added later, cannot be read in place.
+    """
+
+    def __init__(self, files: Iterable[pb.PoolFile], uid: int) -> None:
+        """Map files that must be user `uid`'s. Raises OSError."""
+        with contextlib.ExitStack() as opened:
+            self.by_number: dict[int, MappedPool] = {}
+            for file in files:
+                if file.kind != "host":
+                    continue
+                self.by_number[file.pool] = MappedPool(file, uid)
+                opened.callback(self.by_number[file.pool].close)
+            if not self.by_number:
+                raise FileNotFoundError("the daemon named no host pool")
+            self._files = opened.pop_all()
+        self.granted = next(iter(self.by_number.values()))
+        """The first pool: grants lie in it."""
+
+    def of(self, extent: Extent) -> MappedPool:
+        """The pool that the extent lies in. Raises EcdError: this process has not mapped it."""
+        pool = self.by_number.get(extent.pool)
+        if pool is None or extent.offset + extent.nbytes > pool.nbytes:
+            raise EcdError(
+                f"the entry lies at {extent.offset} of pool {extent.pool}, and this client has "
+                f"mapped only {sorted(self.by_number)}: is it older than the daemon?"
+            )
+        return pool
+
+    def prefault(self) -> None:
+        for pool in self.by_number.values():
+            pool.prefault()
+
+    def close(self) -> None:
+        self._files.close()
+
+    def cut_off(self) -> None:
+        for pool in self.by_number.values():
+            pool.cut_off()

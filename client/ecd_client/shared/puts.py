@@ -1,0 +1,324 @@
+"""Putting without a call: write where memory was granted ahead of need, and ring the doorbell.
+
+`PutWriter` takes the seven steps of the writer in docs/reading-without-a-call.md, in that order.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from math import isfinite
+from typing import NamedTuple
+
+from ecd_client.errors import DaemonUnavailable
+from ecd_client.pools import MappedPool
+from ecd_client.shared.board import MappedBoard
+from ecd_client.shared.index import AskDaemon, IndexReader
+from ecd_client.shared.spin import spin
+from ecd_proto.contract import MAX_DIMENSIONS
+from ecd_proto.shm.files import granules_bytes
+from ecd_proto.shm.index import INDEX_HEADER_BYTES, MAILBOXES_AT, RESERVATIONS_WORD
+from ecd_proto.shm.rows import ROW_BYTES, Row, pack_row, row_is_truncated
+from ecd_proto.shm.session_page import (
+    CLAIM_DONE,
+    CLAIM_NUMBER,
+    CLAIM_ROW,
+    CLAIM_WORDS,
+    CLAIMS_WORD,
+    DOORBELL,
+    FIRST_ANSWER_WORD,
+    FIRST_CLAIM_WORD,
+    FIRST_GRANT_WORD,
+    MAILBOX_BYTES,
+    MAX_CLAIMS,
+    MAX_GRANTS,
+    REFUSED,
+    STORED,
+    answer_to,
+    unpack_grant,
+)
+
+MAX_UNANSWERED = MAX_CLAIMS // 2
+"""Unanswered puts at which the next one waits for its answer: the daemon lags behind."""
+SPIN_S = 150e-6
+"""How long a writer spins for an answer before it sleeps between two looks."""
+PAUSES_S = (20e-6, 1e-3)
+"""First and longest sleep between two looks."""
+RING_AGAIN_S = 0.01
+
+
+CopyTo = Callable[[memoryview], None]
+"""Fills a writable view of the entry's length."""
+
+
+class PutOutcome(Enum):
+    """How far a put has come."""
+
+    STORED = 1
+    ALREADY_STORED = 2
+    MUST_CALL = 3
+    """Nothing has happened: the entry must be reserved and committed by calls."""
+    UNANSWERED = 4
+    """Written, and the daemon may refuse it: its answer must be awaited."""
+    BEING_WRITTEN = 5
+    """Another client is writing the key."""
+
+
+class NewEntry(NamedTuple):
+    """An entry to put: its key, and its content."""
+
+    namespace: str
+    mm_hash: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    metadata: bytes
+    cost_s: float
+
+
+class Claim(NamedTuple):
+    """A put that is announced in the page: its place there, and its extent.
+
+    `needs_answer`: a reservation by a call was open then, perhaps of the same key.
+    """
+
+    place: int
+    number: int
+    pool: int
+    offset: int
+    nbytes: int
+    record: bytes
+    needs_answer: bool
+
+
+class PutWriter:
+    """Puts entries into one session's granted memory. Thread-safe."""
+
+    def __init__(
+        self, board: MappedBoard, index: IndexReader, pool: MappedPool, doorbell_path: str
+    ) -> None:
+        """`pool` is where grants lie. Raises OSError where the doorbell is missing."""
+        self.page_number = board.page_number
+        self.session_is_over = False
+        """Set when the stream has ended: nobody answers any more."""
+        self._index, self._pool = index, pool
+        self._memory = board.page.view(0, board.page.nbytes)
+        self._words = self._memory.cast("Q")
+        self._header = board.index.view(0, INDEX_HEADER_BYTES).cast("Q")
+        mailbox_at = MAILBOXES_AT + board.page_number * MAILBOX_BYTES
+        self._mailbox = board.index.view(mailbox_at, MAILBOX_BYTES).cast("Q")
+        self._lock = threading.Lock()
+        self._places = list(range(MAX_CLAIMS))
+        self._unanswered: list[Claim] = []
+        self._records: set[bytes] = set()  # of claims without an answer
+        self._last = 0
+        self._grants = [0] * MAX_GRANTS
+        self._pieces = [(0, 0)] * MAX_GRANTS  # start and end of the rest of each grant
+        self._doorbell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        try:
+            self._doorbell.connect(doorbell_path)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- the steps -----------------------------------------------------------------------------
+
+    def claim(self, entry: NewEntry) -> Claim | PutOutcome:
+        """Steps 1 to 4: claim granted memory for the entry, unless a call must decide.
+
+        A waiter for the key waits for this put from now on, so every claim must be written or
+        left.
+        """
+        try:
+            record = self._index.record(entry.namespace, entry.mm_hash)
+        except AskDaemon:
+            return PutOutcome.MUST_CALL
+        if record is None:
+            return PutOutcome.MUST_CALL
+        if self._is_stored(record):
+            return PutOutcome.ALREADY_STORED
+        if not _is_plain(entry):
+            return PutOutcome.MUST_CALL
+        # Once more, as the grant may have changed in between.
+        claim = self._claim(entry, record) or self._claim(entry, record)
+        if claim is None:
+            return PutOutcome.MUST_CALL
+        # Step 4: see whether another session has claimed the key, or it is stored by now.
+        if self._index.claims.any_elsewhere(record):
+            self.leave(claim)
+            return PutOutcome.MUST_CALL
+        if self._is_stored(record):
+            self.leave(claim)
+            return PutOutcome.ALREADY_STORED
+        return claim
+
+    def _claim(self, entry: NewEntry, record: bytes) -> Claim | None:
+        """Steps 1 to 3. None: no granted memory has room for it."""
+        # One put at a time: no other thread is given memory that a stale claim lies in.
+        with self._lock:
+            self._leave_answered()
+            if not self._places or record in self._records:
+                return None
+            # Step 1: read a grant's word, take the next part of it.
+            piece = self._take_piece(granules_bytes(entry.nbytes))
+            if piece is None:
+                return None
+            number, offset = piece
+            grant = self._grants[number]
+            # Step 2: claim it, by a row and then its number.
+            self._last += 1
+            put, place = self._last, self._places.pop()
+            self._records.add(record)
+            self._words[CLAIMS_WORD] += 1
+            _, _, dtype, shape, nbytes, metadata, cost_s = entry
+            pool = self._pool.number
+            content = Row(put, pool, offset, nbytes, dtype, shape, metadata, cost_s, False)
+            row = pack_row(record, content, 0)
+            at = _word_of(place)
+            start = (at + CLAIM_ROW) * 8
+            self._memory[start : start + ROW_BYTES] = row
+            self._words[at + CLAIM_NUMBER] = put
+            needs_answer = self._header[RESERVATIONS_WORD] > 0
+            claim = Claim(place, put, pool, offset, nbytes, record, needs_answer)
+            # Step 3: recheck the grant's word.
+            if row_is_truncated(row) or not self._is_granted(number, grant):
+                self._leave(claim)
+                return None
+            return claim
+
+    def write(self, claim: Claim, copy_to: CopyTo) -> PutOutcome:
+        """Steps 5 to 7: copy, mark the claim as done, ring. Raises what `copy_to` raises.
+
+        Returns STORED or UNANSWERED.
+        """
+        try:
+            copy_to(self._pool.write_view(claim))  # step 5
+        except BaseException:
+            self.leave(claim)
+            raise
+        with self._lock:  # a locked instruction, which completes even a copy past the caches
+            self._words[_word_of(claim.place) + CLAIM_DONE] = claim.number  # step 6
+        lags = len(self._unanswered) >= MAX_UNANSWERED
+        is_rung = self._ring()  # step 7
+        if not is_rung or lags or claim.needs_answer or self.session_is_over:
+            return PutOutcome.UNANSWERED
+        with self._lock:
+            self._unanswered.append(claim)
+        return PutOutcome.STORED
+
+    def answer(self, claim: Claim, timeout_s: float) -> PutOutcome:
+        """Wait for the answer: STORED, ALREADY_STORED, or MUST_CALL where the daemon refused.
+
+        Raises DaemonUnavailable, after which this session must end.
+        """
+        answer = self._wait(claim, timeout_s)
+        self.leave(claim)
+        if answer == REFUSED:
+            return PutOutcome.MUST_CALL
+        return PutOutcome.STORED if answer == STORED else PutOutcome.ALREADY_STORED
+
+    def leave(self, claim: Claim) -> None:
+        """Take the claim back: it has its answer, or nothing was written."""
+        with self._lock:
+            self._leave(claim)
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self._doorbell.close()
+
+    def cut_off(self) -> None:
+        """In a forked child: the session is the parent's."""
+        self._lock = threading.Lock()
+        self.session_is_over = True
+
+    # -- parts of steps ------------------------------------------------------------------------
+
+    def _is_stored(self, record: bytes) -> bool:
+        with suppress(AskDaemon):
+            if self._index.is_listed(record):
+                self._index.note_duplicate()
+                return True
+        return False
+
+    def _take_piece(self, nbytes: int) -> tuple[int, int] | None:
+        """Cut `nbytes` off a grant: the grant's place in the mailbox, and the part's offset."""
+        words = self._mailbox[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
+        for number, word in enumerate(words):
+            if word != self._grants[number]:
+                grant = unpack_grant(word)
+                self._pieces[number] = grant.offset, grant.offset + grant.nbytes
+                self._grants[number] = word
+            start, end = self._pieces[number]
+            if start + nbytes <= end:
+                self._pieces[number] = start + nbytes, end
+                return number, start
+        return None
+
+    def _is_granted(self, number: int, grant: int) -> bool:
+        return self._mailbox[FIRST_GRANT_WORD + number] == grant
+
+    def _leave_answered(self) -> None:
+        still = []
+        for claim in self._unanswered:
+            if answer_to(claim.number, self._mailbox[FIRST_ANSWER_WORD + claim.place]):
+                self._leave(claim)
+            else:
+                still.append(claim)
+        self._unanswered = still
+
+    def _leave(self, claim: Claim) -> None:
+        self._words[_word_of(claim.place) + CLAIM_NUMBER] = 0
+        self._words[CLAIMS_WORD] -= 1
+        self._places.append(claim.place)
+        self._records.discard(claim.record)
+
+    def _wait(self, claim: Claim, timeout_s: float) -> int:
+        """Read the mailbox until the answer is there, and ring again now and then."""
+        mailbox, word = self._mailbox, FIRST_ANSWER_WORD + claim.place
+
+        def look() -> int:
+            return answer_to(claim.number, mailbox[word])
+
+        if answer := spin(look, SPIN_S):
+            return answer
+        started_s = rung_s = time.monotonic()
+        pause_s, longest_s = PAUSES_S
+        while not (answer := look()):
+            now_s = time.monotonic()
+            if self.session_is_over or now_s - started_s > timeout_s:
+                raise DaemonUnavailable("the daemon did not take a put in time")
+            if now_s - rung_s > RING_AGAIN_S:
+                self._ring()
+                rung_s = now_s
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, longest_s)
+        return answer
+
+    def _ring(self) -> bool:
+        """Ring the doorbell. False: its queue is full, or the daemon is gone."""
+        try:
+            self._doorbell.send(DOORBELL.pack(self.page_number))
+        except OSError:
+            return False
+        return True
+
+
+def _is_plain(entry: NewEntry) -> bool:
+    """Whether the daemon accepts the entry as it is; a call says what is wrong with another."""
+    return bool(
+        entry.namespace
+        and entry.mm_hash
+        and len(entry.shape) <= MAX_DIMENSIONS
+        and isfinite(entry.cost_s)
+        and entry.cost_s >= 0.0
+    )
+
+
+def _word_of(place: int) -> int:
+    """The word of the page at which a put begins."""
+    return FIRST_CLAIM_WORD + place * CLAIM_WORDS

@@ -1,0 +1,176 @@
+"""Looking wanted items up: in memory at once, the rest with one message to the daemon a step."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from vllm.logger import init_logger
+
+from ecd_client.client import Client
+from ecd_client.errors import DaemonUnavailable, EcdError
+from ecd_client.vllm.outputs import Outputs
+from ecd_client.vllm.producer import Producer
+from ecd_client.vllm.settings import FAIL, Settings
+from ecd_client.vllm.sharing import Sharing
+from ecd_client.vllm.stats import EcdStats
+from ecd_client.vllm.wanted import WantedItem
+
+logger = init_logger(f"vllm.{__name__}")
+
+ENOUGH_LEFT = 1 / 2
+"""Share of a lease's TTL that lets a request be scheduled: enough to load it a step later."""
+ASK_AGAIN_S = 0.05
+
+
+class Lookup:
+    """Finds items without waiting; what came of it is noted in each `WantedItem`.
+
+    A producer is told of the items that memory does not show, so that it stores them again.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        settings: Settings,
+        sharing: Sharing,
+        outputs: Outputs,
+        stats: EcdStats,
+        producer: Producer | None,
+    ) -> None:
+        self._client, self._sharing, self._outputs = client, sharing, outputs
+        self._wait_s = settings.load_timeout_s
+        self._fails = settings.on_unavailable == FAIL
+        self._stats, self._producer = stats, producer
+        self._to_ask: dict[str, WantedItem] = {}
+        self._away = False
+
+    def forget(self) -> None:
+        """Drop the questions of the next message: they are about items of other weights."""
+        self._to_ask.clear()
+
+    def is_asking(self, wanted: WantedItem) -> bool:
+        """Whether the daemon was asked for the item, or will be with the next message."""
+        return wanted.answer is not None or wanted.identifier in self._to_ask
+
+    def has_peers(self) -> bool:
+        """Whether the daemon may know of entries on other nodes."""
+        with contextlib.suppress(DaemonUnavailable):
+            return bool(self._client.node)
+        return False
+
+    def look(self, wanted: WantedItem) -> None:
+        """Take an answer that has come, or read memory; what it lacks is asked of the daemon."""
+        if wanted.answer is not None:
+            self._take_answer(wanted)
+        if wanted.item is not None and not wanted.has_left(ENOUGH_LEFT):
+            wanted.give_up("its lease ran out: the daemon is away")
+        if (
+            wanted.item is not None
+            or self.is_asking(wanted)
+            or (wanted.missing and not wanted.bare)
+            or (wanted.bare and not self._sharing.includes(wanted.identifier))
+            or (wanted.ask_again_s and time.monotonic() < wanted.ask_again_s)
+        ):
+            return
+        try:
+            item, may_come = self._client.get_now(wanted.identifier)
+        except EcdError as error:
+            self._note_failure(wanted, error)
+            return
+        if item is not None:
+            wanted.take(item, self._outputs)
+            self._away = False
+            return
+        if self._producer is not None:
+            self._producer.save(wanted.identifier)
+        if may_come or (self._fails and not wanted.bare):
+            self._to_ask[wanted.identifier] = wanted
+        else:
+            self._note_miss(wanted, "nobody has stored it")
+
+    def send(self) -> None:
+        """Ask for all that this step did not find in memory: one message for each kind of wait.
+
+        Items that an encoder could make are waited for only while they are being written.
+        """
+        asked, self._to_ask = self._to_ask, {}
+        for is_bare in (False, True):
+            unique = [w for w in asked.values() if w.expected and bool(w.bare) == is_bare]
+            if unique:
+                self._ask(unique, only_if_written=is_bare or not self._fails)
+
+    def _ask(self, unique: list[WantedItem], *, only_if_written: bool) -> None:
+        try:
+            answers = self._client.get_async(
+                [wanted.identifier for wanted in unique],
+                self._wait_s,
+                only_if_written=only_if_written,
+                nodes=[wanted.hints for wanted in unique],
+            )
+        except EcdError as error:
+            for wanted in unique:
+                self._note_failure(wanted, error)
+            return
+        for wanted, answer in zip(unique, answers, strict=True):
+            wanted.answer = answer
+            wanted.cause = "nobody has stored it"
+
+    def _take_answer(self, wanted: WantedItem) -> None:
+        answer = wanted.answer
+        assert answer is not None
+        if not answer.done():
+            return
+        wanted.answer = None
+        error = answer.exception()
+        if error is not None:
+            self._note_failure(wanted, error)
+            return
+        item = answer.result()
+        if item is None:
+            self._note_miss(wanted, wanted.cause)
+            return
+        wanted.take(item, self._outputs)
+        self._away = False
+
+    # -- outcomes ------------------------------------------------------------------------------
+
+    def note_late(self, wanted: WantedItem) -> None:
+        """Count a daemon that did not answer in time, and give the item up."""
+        self._stats.count("failures")
+        self._note_away("it did not answer in time")
+        wanted.give_up("ecd did not answer in time")
+
+    def note_mismatch(self, wanted: WantedItem) -> None:
+        """Say once why an entry that is there cannot be used for all of the item's users."""
+        assert wanted.item is not None
+        wanted.cause = (
+            f"the entry is {wanted.item.dtype} of shape {wanted.item.shape}, but "
+            f"{set(wanted.expected.values())} embeddings of {self._outputs} are expected: a client "
+            "may have given one uuid to different media, or stored something else under it"
+        )
+        if not wanted.mismatched:
+            wanted.mismatched = True
+            self._stats.count("mismatches")
+            logger.warning("ecd: %s is a miss: %s", wanted.identifier, wanted.cause)
+
+    def _note_miss(self, wanted: WantedItem, cause: str) -> None:
+        self._away = False
+        wanted.denied = True
+        self._note_absent(wanted, cause)
+
+    def _note_failure(self, wanted: WantedItem, error: BaseException) -> None:
+        self._stats.count("failures")
+        self._note_away(error)
+        wanted.denied = False
+        self._note_absent(wanted, str(error))
+
+    def _note_absent(self, wanted: WantedItem, cause: str) -> None:
+        wanted.cause = cause
+        wanted.missing = not self._fails
+        wanted.ask_again_s = time.monotonic() + ASK_AGAIN_S
+
+    def _note_away(self, cause: object) -> None:
+        if not self._away:
+            self._away = True
+            logger.warning("ecd: every item is a miss for now: %s", cause)

@@ -1,0 +1,138 @@
+"""Whether a request may be scheduled: each item is leased, or known to be missing."""
+
+from __future__ import annotations
+
+import enum
+import time
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST, fail_by_itself
+from ecd_client.vllm.lookup import ENOUGH_LEFT, Lookup
+from ecd_client.vllm.request_items import RequestItems
+from ecd_client.vllm.settings import FAIL, Settings
+from ecd_client.vllm.sharing import Sharing
+from ecd_client.vllm.stats import EcdStats
+from ecd_client.vllm.wanted import User, WantedItem, WantedItems
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+NEWS_S = 1.0
+"""How long an entry may take to become known to this node, counted from the first question."""
+
+
+class _Verdict(enum.Enum):
+    """The meaning of one item for its request."""
+
+    READY = enum.auto()
+    NOT_YET = enum.auto()
+    FAILS = enum.auto()
+
+
+class Readiness:
+    """Judges requests by their items, and fails those that cannot be served."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        sharing: Sharing,
+        items: WantedItems,
+        lookup: Lookup,
+        stats: EcdStats,
+    ) -> None:
+        self._sharing, self._items, self._lookup = sharing, items, lookup
+        self._wait_s = settings.load_timeout_s
+        self._fails = settings.on_unavailable == FAIL
+        self._stats = stats
+        self.failed: set[str] = set()
+        """Ids of failed requests, for vLLM's scheduler to end; vLLM 0.28 ends them by itself."""
+
+    def is_ready(self, request: Request, state: RequestItems) -> bool:
+        """Look up every item that the request still needs, and judge by them."""
+        ahead = [(self._items.want(state, needed), state.user(needed)) for needed in state.ahead()]
+        for wanted, _ in ahead:
+            self._lookup.look(wanted)
+        is_ready = True
+        for wanted, user in ahead:
+            if user in wanted.bare:
+                verdict = self._judge_bare(state, wanted, user)
+                why = "it came without media to encode"
+            else:
+                verdict = self._judge(state, wanted, user)
+                why = "this engine has no encoder"
+            if verdict is _Verdict.FAILS:
+                self._fail(request, state, wanted, why)
+                return False
+            is_ready = is_ready and verdict is _Verdict.READY
+        return is_ready
+
+    def _judge(self, state: RequestItems, wanted: WantedItem, user: User) -> _Verdict:
+        """Judge an item that the engine can encode, unless it has no encoder."""
+        if wanted.missing or wanted.serves_all(ENOUGH_LEFT):
+            return _Verdict.READY
+        is_late = time.monotonic() >= state.deadline_s
+        if wanted.item is not None:
+            self._lookup.note_mismatch(wanted)
+            serves = wanted.serves(user, ENOUGH_LEFT)
+            # Bare users count on the entry as it is: they go first, while it lasts.
+            wanted.contested = is_late and bool(wanted.bare) and not serves
+            if self._fails:
+                return _Verdict.FAILS if is_late or not serves else _Verdict.NOT_YET
+            return _Verdict.READY if serves or not wanted.bare else _Verdict.NOT_YET
+        if not is_late:
+            return _Verdict.NOT_YET
+        if self._fails:
+            return _Verdict.FAILS
+        self._lookup.note_late(wanted)
+        wanted.missing = True
+        return _Verdict.READY
+
+    def _judge_bare(self, state: RequestItems, wanted: WantedItem, user: User) -> _Verdict:
+        """Judge an item that only ecd can give."""
+        serves = wanted.serves(user, ENOUGH_LEFT)
+        if wanted.contested or (not serves and self._is_beyond_hope(state, wanted)):
+            return _Verdict.FAILS
+        return _Verdict.READY if serves else _Verdict.NOT_YET
+
+    def _is_beyond_hope(self, state: RequestItems, wanted: WantedItem) -> bool:
+        """Whether waiting for an item would be in vain."""
+        now_s = time.monotonic()
+        if wanted.item is not None:
+            self._lookup.note_mismatch(wanted)
+            return True
+        if not self._sharing.includes(wanted.identifier):
+            wanted.cause = "its name does not say what it is, so that it is not shared"
+            return True
+        if wanted.denied:
+            asked_s = state.deadline_s - self._wait_s
+            news_s = NEWS_S if self._lookup.has_peers() else 0
+            return now_s >= min(asked_s + news_s, state.deadline_s)
+        if now_s < state.deadline_s:
+            return False
+        if self._lookup.is_asking(wanted):
+            self._lookup.note_late(wanted)
+        return True
+
+    def _fail(self, request: Request, state: RequestItems, wanted: WantedItem, why: str) -> None:
+        self._stats.count("unavailable")
+        logger.error(
+            "ecd: request %s fails: its item %s cannot be had, and %s: %s",
+            request.request_id,
+            wanted.identifier,
+            why,
+            wanted.cause,
+        )
+        state.failed = True
+        self._items.leave_all(state, state.needed)
+        if CAN_FAIL_ONE_REQUEST:
+            self.failed.add(request.request_id)
+        else:
+            fail_by_itself(request, wanted.cause)
+
+    def take_failed(self) -> set[str]:
+        failed, self.failed = self.failed, set()
+        return failed

@@ -1,0 +1,162 @@
+"""The items that requests and loads still need, each with its lease or with why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ecd_client.item import Item
+from ecd_client.reader import close_unseen
+from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST
+from ecd_client.vllm.outputs import Outputs
+from ecd_client.vllm.request_items import NeededItem, RequestItems, RequestUser
+from ecd_proto.contract import Hint
+
+
+@dataclass(eq=False, slots=True)
+class Loading:
+    """A load on its way to the workers, which keeps its item's lease until every rank reports."""
+
+    wanted: WantedItem
+    missing_ranks: set[int]
+    since_s: float
+
+
+User: TypeAlias = "RequestUser | Loading"
+"""A holder of an item: one place of a request, or a load."""
+
+
+@dataclass(eq=False, slots=True)
+class WantedItem:
+    """An item with at least one user, what is known of it, and its lease.
+
+    `expected` has the number of embeddings that each user counts on. The users in `bare` cannot do
+    without the item: their requests brought no media to encode.
+    """
+
+    identifier: str
+    modalities: set[str] = field(default_factory=set)
+    expected: dict[User, int] = field(default_factory=dict)
+    bare: set[User] = field(default_factory=set)
+    hints: list[Hint] = field(default_factory=list)  # nodes that are said to have it
+    answer: Future[Item | None] | None = None
+    item: Item | None = None
+    embeddings: int | None = None  # of `item`; None: this engine's encoder cannot have made it
+    promised: bool = False  # to the step that is being scheduled
+    missing: bool = False  # the engine is to encode it
+    denied: bool = False  # the last answer: no node has it
+    contested: bool = False  # other users have waited in vain for those in `bare` to finish
+    mismatched: bool = False
+    cause: str = "it was not looked up yet"
+    ask_again_s: float = 0.0
+
+    def take(self, item: Item, outputs: Outputs) -> None:
+        """Hold a leased item from now on."""
+        self.item = item
+        self.measure(outputs)
+        self.missing = self.denied = False
+
+    def measure(self, outputs: Outputs) -> None:
+        """Compare the item with what this engine's encoder makes of each modality."""
+        if self.item is not None:
+            dtype, shape = self.item.dtype, self.item.shape
+            fits = all(outputs.fit(modality, dtype, shape) for modality in self.modalities)
+            self.embeddings = shape[0] if fits else None
+
+    def has_left(self, share: float) -> bool:
+        """Whether the item is leased, with this share of the lease's TTL ahead."""
+        return self.item is not None and self.item.has_left(share)
+
+    def serves_all(self, share_left: float) -> bool:
+        """Whether the item is leased for long enough, and is what every user expects."""
+        return self.has_left(share_left) and all(
+            expected == self.embeddings for expected in self.expected.values()
+        )
+
+    def serves(self, user: User, share_left: float) -> bool:
+        """Whether the item is leased for long enough, and is what this user expects."""
+        return self.expected[user] == self.embeddings and self.has_left(share_left)
+
+    def give_up(self, cause: str) -> None:
+        """Drop the item and any answer under way; loads on their way keep the lease they have."""
+        self.cause = cause
+        loadings = [user for user in self.expected if isinstance(user, Loading)]
+        if loadings and self.item is not None:
+            kept = WantedItem(self.identifier, item=self.item)
+            for loading in loadings:
+                kept.expected[loading] = self.expected.pop(loading)
+                loading.wanted = kept
+        elif self.item is not None:
+            self.item.close()
+        elif self.answer is not None and not self.answer.cancel():
+            self.answer.add_done_callback(close_unseen)
+        self.item = self.answer = None
+        self.mismatched = False
+
+    def start_over(self, cause: str) -> None:
+        """Give up, and have the item looked up as if for the first time."""
+        self.give_up(cause)
+        self.missing = self.denied = False
+        self.ask_again_s = 0.0
+
+
+class WantedItems:
+    """The wanted items by identifier. An item leaves with its last user, and so does its lease."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        self._outputs = outputs
+        self._items: dict[str, WantedItem] = {}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, identifier: str) -> WantedItem | None:
+        return self._items.get(identifier)
+
+    def want(self, request: RequestItems, needed: NeededItem) -> WantedItem:
+        """Note that the request needs an item; a new user has a missing item looked up again."""
+        user = request.user(needed)
+        wanted = self._items.get(needed.identifier)
+        if wanted is None:
+            wanted = self._items[needed.identifier] = WantedItem(needed.identifier)
+        elif wanted.missing and user not in wanted.expected:
+            wanted.start_over(wanted.cause)
+        wanted.expected[user] = needed.embeddings
+        if needed.modality not in wanted.modalities:
+            wanted.modalities.add(needed.modality)
+            wanted.measure(self._outputs)
+        if needed.is_bare and user not in wanted.bare:
+            wanted.bare.add(user)
+            if wanted.item is None:  # an answer that others wait for may be long in coming
+                wanted.give_up(wanted.cause)
+        if request.hints:
+            wanted.hints = request.hints.get(needed.identifier, wanted.hints)
+        return wanted
+
+    def leave_all(self, request: RequestItems, items: Iterable[NeededItem]) -> None:
+        """End the request's use of some of its items."""
+        for needed in items:
+            wanted = self._items.get(needed.identifier)
+            if wanted is not None:
+                self.leave(wanted, request.user(needed))
+
+    def leave(self, wanted: WantedItem, user: User) -> None:
+        """End one use of an item; the last one ends the lease."""
+        wanted.bare.discard(user)
+        if wanted.expected.pop(user, None) is None or wanted.expected:
+            return
+        wanted.give_up(wanted.cause)
+        if self._items.get(wanted.identifier) is wanted:
+            del self._items[wanted.identifier]
+
+    def start_over(self, cause: str) -> None:
+        """Give every item up; those that only loads held leave."""
+        for wanted in list(self._items.values()):
+            wanted.promised = False
+            if wanted.bare and not CAN_FAIL_ONE_REQUEST:
+                continue  # a running request's, which vLLM 0.28 would have the engine encode
+            wanted.start_over(cause)
+            if not wanted.expected:
+                del self._items[wanted.identifier]

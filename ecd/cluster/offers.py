@@ -1,0 +1,70 @@
+"""Offers: keys that other nodes are told of, because they are expected to want them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from ecd.background import Background
+from ecd.cluster.admission import Admitted
+from ecd.cluster.candidates import Candidates
+from ecd.cluster.peer import PeerUnavailable
+from ecd.core.cache import Cache
+from ecd.core.types import Key
+from ecd_proto.contract import MAX_HINTS, Hint
+
+logger = logging.getLogger(__name__)
+
+MAX_OFFERS = 4096
+OFFER_TTL_S = 60.0
+"""How long an offer of a key that is not stored yet is kept."""
+
+
+class Offers:
+    """Offers that wait until their key is stored here."""
+
+    def __init__(self, cache: Cache, candidates: Candidates) -> None:
+        self._cache, self._candidates = cache, candidates
+        self._waiting: OrderedDict[Key, tuple[Sequence[Admitted], float]] = OrderedDict()
+        self._background = Background()
+
+    def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
+        """Tell these nodes of these keys: now, or when they are stored."""
+        self._background.spawn(self._offer(keys, [Hint(node) for node in nodes[:MAX_HINTS]]))
+
+    def stored(self, key: Key) -> None:
+        """Send the offer that waited for the key, if there is one."""
+        nodes, until_s = self._waiting.pop(key, ((), 0.0))
+        if time.monotonic() < until_s:
+            for node in nodes:
+                self._background.spawn(self._send(node, [key]))
+
+    async def close(self) -> None:
+        await self._background.close()
+
+    async def _offer(self, keys: Sequence[Key], nodes: Sequence[Hint]) -> None:
+        admitted = await self._candidates.hinted(nodes)
+        if not admitted:
+            return
+        until_s = time.monotonic() + OFFER_TTL_S
+        stored = [key for key in keys if self._cache.contains(key)]
+        for key in set(keys).difference(stored):
+            self._waiting[key] = admitted, until_s
+            self._waiting.move_to_end(key)
+        while self._waiting and (
+            len(self._waiting) > MAX_OFFERS
+            or next(iter(self._waiting.values()))[1] < time.monotonic()
+        ):
+            self._waiting.popitem(last=False)
+        if stored:
+            await asyncio.gather(*(self._send(to, stored) for to in admitted))
+
+    async def _send(self, to: Admitted, keys: Sequence[Key]) -> None:
+        try:
+            link = await self._candidates.link(to)
+            link.offer({key: self._cache.extent(key) for key in keys})
+        except PeerUnavailable as error:
+            logger.debug("an offer is lost: %s", error)

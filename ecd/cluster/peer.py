@@ -1,0 +1,71 @@
+"""One other node, and how it has been doing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from ecd_proto.v1 import peer_pb2 as pb
+
+BACKOFF_S = (0.25, 10.0)
+"""First and longest time for which a peer that did not answer is not asked again."""
+
+
+class PeerUnavailable(Exception):
+    """The node cannot be asked now; the message says why."""
+
+
+@dataclass(eq=False)
+class Peer:
+    """A node, its last description of itself, and counts of what was read from it."""
+
+    node: str
+    hinted: bool = False  # only requests name it
+    last: pb.NodeDescription = field(default_factory=pb.NodeDescription)
+    last_error: str = ""
+    backoff_s: float = 0.0
+    retry_at_s: float = 0.0
+    round_trip_s: float = 0.0
+    reads: int = 0
+    read_bytes: int = 0
+    failed_reads: int = 0
+    in_flight: int = 0
+
+    @property
+    def was_reached(self) -> bool:
+        return bool(self.last.incarnation)
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether the node is known from hints alone, and was never reached."""
+        return self.hinted and not self.was_reached
+
+    def connected(self, description: pb.NodeDescription) -> None:
+        self.last, self.last_error = description, ""
+        self.backoff_s = 0.0
+
+    def failed(self, why: object) -> None:
+        """Ask the node no more for a while, each time for longer."""
+        self.blame(why)
+        first_s, longest_s = BACKOFF_S
+        self.backoff_s = min(max(2 * self.backoff_s, first_s), longest_s)
+        self.retry_at_s = time.monotonic() + self.backoff_s
+
+    def blame(self, why: object) -> None:
+        """Note an error of the node that is no reason to avoid it."""
+        self.last_error = str(why)
+
+    def answered(self, took_s: float) -> None:
+        self.round_trip_s = took_s
+
+    def read_began(self) -> None:
+        self.in_flight += 1
+
+    def read_ended(self, failures: int) -> None:
+        self.in_flight -= 1
+        self.failed_reads += failures
+
+    def brought(self, nbytes: int) -> None:
+        """Count an entry that was read from the node and is stored here."""
+        self.reads += 1
+        self.read_bytes += nbytes

@@ -1,0 +1,29 @@
+"""Reads of peers' memory into this node's pool."""
+
+from __future__ import annotations
+
+from ecd.cluster.reads import Reading, Reads
+from ecd.cluster.transfers import RemoteExtent
+from ecd.core.types import Extent
+from ecd_proto.mapping import Mapping
+from ecd_proto.v1 import peer_pb2 as pb
+
+
+class PoolReads:
+    """An engine's reads, with extents of the pool as their destinations."""
+
+    def __init__(self, reads: Reads, pool: Mapping) -> None:
+        self._reads, self._pool = reads, pool
+
+    def begin(
+        self, described: pb.NodeDescription, address: int, extent: Extent, asked_s: float
+    ) -> Reading:
+        """Begin to read from the address at the described node; `asked_s` as for `Reads.read`."""
+        source = RemoteExtent(
+            described.engine,
+            address,
+            extent.nbytes,
+            described.identity_address,
+            bytes.fromhex(described.incarnation),
+        )
+        return self._reads.read(source, self._pool.address + extent.offset, asked_s)

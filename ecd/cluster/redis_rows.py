@@ -1,0 +1,112 @@
+"""The rows of the directory in Redis, and what may be believed of them.
+
+`ecd:<cluster>:e:<digest of the key>`  a hash with one field for each node that holds the key: the
+                                       node's incarnation, and the entry's extent there, as
+                                       `<pool>:<offset>+<bytes>`. Expires after ROW_TTL_S, and is
+                                       written again before that.
+`ecd:<cluster>:n:<incarnation>`        the node's record, as JSON. Expires after NODE_TTL_S: with it
+                                       every row of the node is void.
+`ecd:<cluster>:a:<host:port>`          the incarnation of the node that is reached there. Expires
+                                       with the node's record.
+
+Others write to Redis too. A row that cannot be ours is passed over, and costs nothing but itself:
+no value of unknown size is read whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.cluster import RedisCluster
+
+from ecd.cluster.directory import Candidate
+from ecd.core.types import Extent, Key
+from ecd_proto.contract import NODE_PATTERN, Hint
+
+NODE_TTL_S = 15
+ROW_TTL_S = 3600
+MAX_RECORD_BYTES = 1024
+INCARNATION = re.compile(rb"[0-9a-f]{32}")
+SOME_OF_ROW = """
+if redis.call('type', KEYS[1]).ok ~= 'hash' then return {} end
+local some = {}
+for _, name in ipairs(redis.call('hrandfield', KEYS[1], ARGV[1])) do
+  if #name == 32 and redis.call('hstrlen', KEYS[1], name) <= 42 then
+    table.insert(some, name)
+    table.insert(some, redis.call('hget', KEYS[1], name))
+  end
+end
+return some
+"""
+"""Some fields of a row that may be ours, with their values, however many and long all are."""
+
+
+class RowNames:
+    """The names of one cluster's rows."""
+
+    def __init__(self, cluster: str) -> None:
+        self._prefix = f"ecd:{cluster}"
+
+    def row(self, key: Key) -> str:
+        digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
+        return f"{self._prefix}:e:{digest}"
+
+    def record(self, incarnation: str) -> str:
+        return f"{self._prefix}:n:{incarnation}"
+
+    def address(self, node: str) -> str:
+        return f"{self._prefix}:a:{node}"
+
+
+def pack_place(extent: Extent | None) -> str:
+    return "" if extent is None else f"{extent.pool}:{extent.offset}+{extent.nbytes}"
+
+
+def unpack_place(value: bytes) -> Extent:
+    """The extent; an extent of no bytes if it is unknown, or the value is not ours."""
+    found = re.fullmatch(rb"([0-9]{1,4}):([0-9]{1,18})\+([0-9]{1,18})", value)
+    return Extent(*map(int, found.groups())) if found else Extent(0, 0, 0)
+
+
+def pack_record(node: str, zone: str, load: int) -> str:
+    return json.dumps({"node": node, "zone": zone, "load": load})
+
+
+def unpack_record(record: bytes) -> Candidate | None:
+    """The node of a record; None if there is no record, or it is not ours."""
+    if not record or len(record) > MAX_RECORD_BYTES:
+        return None
+    try:
+        fields = json.loads(record)
+        if not re.fullmatch(NODE_PATTERN, fields["node"]):
+            return None
+        return Candidate(Hint(fields["node"]), str(fields["zone"]), int(fields["load"]))
+    except Exception:  # JSON has many ways to be none of ours: too deep, 1e999, a list, ...
+        return None
+
+
+def connect(url: str, timeout_s: float) -> Any:
+    """A client of one server, or of a Redis Cluster."""
+    options: Any = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    scheme, separator, rest = url.partition("://")
+    if scheme.endswith("+cluster"):
+        return RedisCluster.from_url(scheme.removesuffix("+cluster") + separator + rest, **options)
+    return Redis.from_url(url, **options)
+
+
+async def execute(pipeline: Any, or_else: Any = None) -> list[Any]:
+    """The answer to each command; `or_else` for a row that is of another type than ours.
+
+    Raises any other error that Redis answers with.
+    """
+    answers: list[Any] = await pipeline.execute(raise_on_error=False)
+    for place, answer in enumerate(answers):
+        if isinstance(answer, Exception):
+            if not str(answer).startswith("WRONGTYPE"):
+                raise answer
+            answers[place] = or_else
+    return answers

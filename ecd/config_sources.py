@@ -1,0 +1,82 @@
+"""The sources of the settings' values, and how they are merged.
+
+Flags come before `ECD_*` variables, those before the TOML file, that before the defaults.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
+
+from ecd.config import ENV_PREFIX, NOT_OURS, SECRETS, Config, ConfigError, pairs
+from ecd.redaction import without_password, without_secret_variables
+
+_READABLE = "(from flag): every user of the machine can read a flag"
+
+
+def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, str]]:
+    """Merge the sources: the effective settings, and the origin of each value.
+
+    Raises ConfigError for a value that is not allowed, an unknown name in the file, or a file
+    that cannot be read.
+    """
+    sources = {"default": dict[str, Any]()}
+    if file is not None:
+        sources[str(file)] = _read(file)
+    sources["environment"] = EnvSettingsSource(Config)()
+    sources["flag"] = {name: value for name, value in flags.items() if value is not None}
+    url, variables = (sources["flag"].get(name) for name in ("directory", "mooncake"))
+    if without_password(url) != url:
+        raise ConfigError(
+            f"directory {_READABLE}, so that it may hold a host, a port and a database and nothing "
+            "else. Use ECD_DIRECTORY or the file"
+        )
+    given = pairs(variables or "")
+    if without_secret_variables(given) != given:
+        raise ConfigError(
+            f"mooncake {_READABLE}, so that it may hold no secret. Use ECD_MOONCAKE or the file"
+        )
+    origins = dict.fromkeys(Config.model_fields, "default")
+    merged: dict[str, Any] = {}
+    for origin, values in sources.items():
+        merged |= values
+        origins |= dict.fromkeys(values, origin)
+    try:
+        return Config(**merged), origins
+    except ValidationError as error:
+        lines = [
+            f"{wrong['loc'][0]} (from {origins[str(wrong['loc'][0])]}): "
+            f"{wrong['msg']}, got {_shown(wrong)!r}"
+            if wrong["loc"]
+            else wrong["msg"].removeprefix("Value error, ")
+            for wrong in error.errors()
+        ]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _shown(wrong: ErrorDetails) -> object:
+    """The wrong value, unless it may be a secret: of a misspelt name, or in the form of a URL."""
+    name, value = wrong["loc"][0], wrong["input"]
+    secret = name in (*SECRETS, "directory", "mooncake") or name not in Config.model_fields
+    return "a secret" if secret or re.search("://|@", str(value)) else value
+
+
+def unknown_variables() -> list[str]:
+    """List `ECD_*` variables that are no settings, most likely misspelt."""
+    known = {f"{ENV_PREFIX}{name}".upper() for name in Config.model_fields} | NOT_OURS
+    return sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ConfigError(f"no such file: {file}")
+    try:
+        return TomlConfigSettingsSource(Config, toml_file=file)()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None

@@ -1,0 +1,217 @@
+"""Entries by id, by key and by age of commit.
+
+Only this file knows that a key may have several copies, each an entry in a pool of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, KeysView, Sequence
+
+from ecd.core.entry import Entry
+from ecd.core.pool import Pool
+from ecd.core.states import EntryState
+from ecd.core.types import EntryId, Key
+
+
+class Entries:
+    """Every entry that owns an extent.
+
+    In each pool a key has at most one committed entry and at most one open reservation. Doomed
+    and orphaned entries are found by id alone; they still own their extents.
+    """
+
+    def __init__(self, pools: Sequence[Pool]) -> None:
+        """`pools` are at least one, the nearest to readers first, with distinct numbers."""
+        self.pools = tuple(pools)
+        self._numbered = {pool.number: pool for pool in pools}
+        assert len(self._numbered) == len(pools) > 0, "pools need distinct numbers"
+        self._nearness = {number: place for place, number in enumerate(self._numbered)}
+        self._by_id: dict[EntryId, Entry] = {}
+        self._stored: dict[str, dict[str, Entry]] = {}  # nearest copy, by namespace, by mm_hash
+        self._count = 0
+        self._writing: dict[Key, Entry] = {}  # reservation in the nearest pool
+        self._order: list[EntryId] = []  # committed ids, ascending, some of them dead
+        self._changes: dict[Key, bool] | None = None
+        self._last_id = 0
+
+    def next_id(self) -> EntryId:
+        self._last_id += 1
+        return EntryId(self._last_id)
+
+    def pool(self, number: int) -> Pool | None:
+        return self._numbered.get(number)
+
+    def pool_of(self, entry: Entry) -> Pool:
+        return self._numbered[entry.block.allocator.pool_number]
+
+    # -- changes -------------------------------------------------------------------------------
+
+    def add(self, entry: Entry) -> None:
+        """Add a new reservation."""
+        key = entry.key
+        self._by_id[entry.id] = entry
+        entry.block.owner = entry
+        self._writing[key] = self._linked(self._writing.get(key), entry)
+
+    def free(self, entry: Entry) -> None:
+        """Forget an entry and give its extent back."""
+        del self._by_id[entry.id]
+        entry.block.owner = None
+        self.pool_of(entry).allocator.free(entry.block)
+
+    def publish(self, entry: Entry) -> None:
+        """Make a reservation a committed copy, with a new id: ids are in order of commit."""
+        self.stop_writing(entry)
+        del self._by_id[entry.id]
+        entry.id = self.next_id()
+        self._by_id[entry.id] = entry
+        of_namespace = self._stored.setdefault(entry.namespace, {})
+        of_namespace[entry.mm_hash] = self._linked(of_namespace.get(entry.mm_hash), entry)
+        self._count += 1
+        self._order.append(entry.id)
+        if self._changes is not None:
+            self._changes[entry.key] = True
+
+    def stop_writing(self, entry: Entry) -> None:
+        """End a reservation: its key is free for another writer in its pool."""
+        key = entry.key
+        nearest = _unlinked(self._writing.pop(key), entry)
+        if nearest is not None:
+            self._writing[key] = nearest
+
+    def hide(self, entry: Entry) -> None:
+        """Take a committed copy away from its key."""
+        of_namespace = self._stored[entry.namespace]
+        nearest = _unlinked(of_namespace.pop(entry.mm_hash), entry)
+        if nearest is not None:
+            of_namespace[entry.mm_hash] = nearest
+        elif not of_namespace:
+            del self._stored[entry.namespace]
+        self._count -= 1
+        if self._changes is not None:
+            self._changes[entry.key] = nearest is not None
+        if len(self._order) > 64 and len(self._order) > 2 * self._count:
+            self._order = [entry for entry in self._order if entry in self._by_id]
+
+    def take_changes(self) -> dict[Key, bool]:
+        """The keys stored (True) or gone since the last call; the first call starts the log."""
+        changes, self._changes = self._changes, {}
+        return changes or {}
+
+    # -- finding -------------------------------------------------------------------------------
+
+    def get(self, entry: EntryId) -> Entry | None:
+        return self._by_id.get(entry)
+
+    def readable(self, entry: EntryId) -> Entry | None:
+        """The entry, if a reader may have it: committed, or doomed after the reader found it."""
+        found = self._by_id.get(entry)
+        if found is None or found.state not in (EntryState.COMMITTED, EntryState.DOOMED):
+            return None
+        return found
+
+    def ids(self) -> KeysView[EntryId]:
+        """A live view of the ids of all entries that own an extent."""
+        return self._by_id.keys()
+
+    def stored(self, key: Key) -> Entry | None:
+        """The key's nearest committed copy."""
+        of_namespace = self._stored.get(key.namespace)
+        return None if of_namespace is None else of_namespace.get(key.mm_hash)
+
+    def copies(self, key: Key) -> Iterator[Entry]:
+        """The key's committed copies, the nearest first."""
+        return _chain(self.stored(key))
+
+    def writing(self, key: Key) -> Entry | None:
+        """The key's open reservation in the nearest pool that has one."""
+        return self._writing.get(key)
+
+    def stored_in(self, pool: Pool, key: Key) -> Entry | None:
+        return _in_pool(pool.number, self.stored(key))
+
+    def writing_in(self, pool: Pool, key: Key) -> Entry | None:
+        return _in_pool(pool.number, self._writing.get(key))
+
+    @property
+    def being_written(self) -> int:
+        """How many keys have an open reservation."""
+        return len(self._writing)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        """The number of committed entries."""
+        return self._count
+
+    def page(self, after: EntryId | None, limit: int) -> tuple[list[Entry], EntryId | None]:
+        """Up to `limit` committed entries in order of commit, and where the next page starts.
+
+        The second value is None after the last page. O(log n + entries passed).
+        """
+        start = 0 if after is None else bisect_right(self._order, after)
+        found: list[Entry] = []
+        for position in range(start, len(self._order)):
+            if len(found) == limit:
+                return found, found[-1].id
+            entry = self._by_id.get(self._order[position])
+            if entry is not None and entry.state is EntryState.COMMITTED:
+                found.append(entry)
+        return found, None
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _linked(self, nearest: Entry | None, entry: Entry) -> Entry:
+        """Add an entry to its key's chain; returns the chain's nearest."""
+        if nearest is None:
+            return entry
+        if self._nearness[entry.pool] < self._nearness[nearest.pool]:
+            entry.farther = nearest
+            return entry
+        nearest.farther = self._linked(nearest.farther, entry)
+        return nearest
+
+    def check(self) -> None:
+        """Raise AssertionError unless all views of the entries agree. O(n log n)."""
+        for entry in self._by_id.values():
+            assert entry.block.owner is entry
+            assert not entry.block.is_free
+            pool, key = self.pool_of(entry), entry.key
+            stored, writing = self.stored_in(pool, key), self.writing_in(pool, key)
+            assert (stored is entry) == (entry.state is EntryState.COMMITTED)
+            assert (writing is entry) == (entry.state is EntryState.RESERVED)
+        assert all(self._stored.values()), "an empty group was kept"
+        stored_chains = [_chain(e) for group in self._stored.values() for e in group.values()]
+        chains = [list(chain) for chain in (*stored_chains, *map(_chain, self._writing.values()))]
+        for chain in chains:
+            places = [self._nearness[entry.pool] for entry in chain]
+            assert places == sorted(set(places)), "copies out of order, or two in one pool"
+            assert all(self._by_id[entry.id] is entry for entry in chain)
+        committed = {e.id for e in self._by_id.values() if e.state is EntryState.COMMITTED}
+        assert len(committed) == self._count
+        assert self._order == sorted(self._order)
+        assert committed <= set(self._order)
+
+
+def _chain(nearest: Entry | None) -> Iterator[Entry]:
+    while nearest is not None:
+        yield nearest
+        nearest = nearest.farther
+
+
+def _in_pool(pool: int, nearest: Entry | None) -> Entry | None:
+    while nearest is not None and nearest.pool != pool:
+        nearest = nearest.farther
+    return nearest
+
+
+def _unlinked(nearest: Entry, entry: Entry) -> Entry | None:
+    """Take an entry out of its key's chain; returns the chain's nearest."""
+    if nearest is entry:
+        farther, entry.farther = entry.farther, None
+        return farther
+    assert nearest.farther is not None, f"{entry} is not in its key's chain"
+    nearest.farther = _unlinked(nearest.farther, entry)
+    return nearest

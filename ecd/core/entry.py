@@ -1,0 +1,60 @@
+"""The entry: one copy of a key's bytes, in one pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ecd.core.allocator import Block
+from ecd.core.states import ENTRY, EntryEvent, EntryState, apply
+from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """The life of one copy in one pool. `state` changes only through `step`."""
+
+    id: EntryId
+    namespace: str
+    mm_hash: str
+    content: Content
+    block: Block = field(repr=False)
+    writer: SessionId
+    state: EntryState = EntryState.RESERVED
+    leases: int = 0  # pins that a scan has found included
+    hits: int = 0
+    created_s: float = 0.0
+    used_s: float = 0.0
+    checksum: int | None = None  # None until somebody has read all bytes
+    farther: Entry | None = field(default=None, repr=False)  # the key's next copy
+    colder: Entry | None = field(default=None, repr=False)  # neighbours in the policy's order
+    warmer: Entry | None = field(default=None, repr=False)
+
+    @property
+    def key(self) -> Key:
+        return Key(self.namespace, self.mm_hash)
+
+    @property
+    def pool(self) -> int:
+        """The number of the pool that holds the copy."""
+        return self.block.allocator.pool_number
+
+    @property
+    def extent(self) -> Extent:
+        return self.block.extent(self.content.nbytes)
+
+    def step(self, event: EntryEvent) -> None:
+        """Change the state. Raises IllegalTransition."""
+        self.state = apply(ENTRY, self.state, event)
+
+    def info(self) -> EntryInfo:
+        return EntryInfo(
+            self.id,
+            self.key,
+            self.content,
+            self.extent,
+            self.leases,
+            self.hits,
+            self.created_s,
+            self.used_s,
+            self.checksum,
+        )

@@ -1,0 +1,125 @@
+"""The evictor: hides and retires entries, and makes room by it."""
+
+from __future__ import annotations
+
+from ecd.core.allocator import Block
+from ecd.core.board import Board
+from ecd.core.counters import Counters
+from ecd.core.entries import Entries
+from ecd.core.entry import Entry
+from ecd.core.pins import Pins
+from ecd.core.pool import Pool
+from ecd.core.states import EntryEvent
+from ecd.core.types import EntryId, EvictionReport, Selection
+
+MAX_VICTIMS = 64
+"""Most entries evicted for one extent of a grant; more would block the event loop."""
+
+
+class Evictor:
+    """Evicts for room, above the watermarks and on request, the least used first."""
+
+    def __init__(self, entries: Entries, pins: Pins, board: Board, counters: Counters) -> None:
+        self._entries, self._pins = entries, pins
+        self._board, self._counters = board, counters
+
+    def evict(self, entry: Entry, reason: str) -> None:
+        """Hide and retire an entry: a whole scan of the pins frees it, unless it is held."""
+        pool = self._entries.pool_of(entry)
+        pool.evictions[reason] += 1
+        self._counters.evictions[reason] += 1
+        entry.step(EntryEvent.EVICT)
+        self._entries.hide(entry)
+        self._board.hide(entry.id, entry.key)
+        pool.policy.remove(entry)
+        self._pins.retire(entry)
+
+    def drain_uses(self, now_s: float) -> None:
+        """Count the reads without a call, and tell the policies of them."""
+        uses = self._board.drain_uses()
+        self._counters.hits += uses.hits
+        self._counters.bytes_out += uses.nbytes
+        self._counters.misses += uses.misses
+        self._counters.duplicates += uses.duplicates
+        known_s = 0.0
+        for used in uses.entries:
+            entry = self._entries.get(used)
+            if entry is not None:
+                known_s += entry.content.cost_s
+                self._entries.pool_of(entry).use(entry, now_s)
+        if uses.entries:  # the other reads saved about as much each
+            self._counters.saved_s += known_s * uses.hits / len(uses.entries)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every evicted entry that nobody reads is free."""
+        return self._pins.is_settled
+
+    def scan(self, now_s: float) -> bool:
+        """Drain the uses, then take one step of a scan of the pins."""
+        self.drain_uses(now_s)
+        return self._pins.step()
+
+    def make_room(self, pool: Pool, nbytes: int, now_s: float) -> Block | None:
+        """Revoke grants, then evict, for a reservation.
+
+        Returns None if that was not enough, or is not finished: grants are open, or the pins are
+        not settled.
+        """
+        are_closed = pool.grants.revoke(self._board)
+        block = pool.allocator.allocate(nbytes)
+        if block is not None or not are_closed or not self.scan(now_s):
+            return block
+        block = pool.allocator.allocate(nbytes)  # the scan may have freed it
+        return block or pool.evict_for(nbytes, self.evict, self._pins.step)
+
+    def make_room_for_grant(self, pool: Pool, nbytes: int, now_s: float) -> Block | None:
+        """Evict up to MAX_VICTIMS entries for one extent of a grant."""
+        if not self._pins.is_settled and not self._pins.step():
+            return None
+        self.drain_uses(now_s)  # an entry read a moment ago is not the coldest
+        return pool.evict_for(nbytes, self.evict, self._pins.step, MAX_VICTIMS)
+
+    def evict_selected(
+        self,
+        selection: Selection,
+        now_s: float,
+        limit: int,
+        after: EntryId | None,
+        dry_run: bool,
+    ) -> EvictionReport:
+        """Evict the selected among the next `limit` entries, or only report them."""
+        self.drain_uses(now_s)
+        if selection.key is None:
+            page, next_after = self._entries.page(after, limit)
+        else:
+            page, next_after = list(self._entries.copies(selection.key)), None
+        chosen = [
+            entry
+            for entry in page
+            if selection.namespace in (None, entry.namespace)
+            and selection.pool in (None, entry.pool)
+            and now_s - entry.used_s >= selection.idle_s
+            and now_s - entry.created_s >= selection.age_s
+        ]
+        report = EvictionReport(
+            entries=len(chosen),
+            nbytes=sum(entry.content.nbytes for entry in chosen),
+            leased=sum(entry.leases > 0 for entry in chosen),
+            next_after=next_after,
+        )
+        if not dry_run:
+            for pool in self._entries.pools:
+                pool.grants.revoke(self._board)
+            for entry in chosen:
+                self.evict(entry, "requested")
+        return report
+
+    def trim(self, limit: int, now_s: float) -> bool:
+        """Evict up to `limit` entries of the pools that need it; returns whether to go on."""
+        if not self.scan(now_s):
+            return True  # the victims of the last call must be free first
+        left = limit
+        for pool in self._entries.pools:
+            left -= pool.trim(left, self.evict)
+        return left < limit

@@ -1,0 +1,142 @@
+"""Outcomes: the answers of the cache's operations, all immutable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Union
+
+from ecd.core.types import Content, EntryId, Extent, Key, LeaseId, SessionId, Ticket
+
+# -- any operation ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LimitReached:
+    """A bound of `Limits` was met; `what` names it."""
+
+    what: str
+    limit: int
+
+
+@dataclass(frozen=True)
+class SessionEnded:
+    """The session is unknown or over, and everything that it owned is gone."""
+
+
+# -- reserve -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reserved:
+    entry: EntryId
+    extent: Extent
+
+
+@dataclass(frozen=True)
+class AlreadyStored:
+    """The pool has a committed copy: there is nothing to write."""
+
+
+@dataclass(frozen=True)
+class BeingWritten:
+    """Another writer has the key: wait for its commit, or for its abort."""
+
+
+@dataclass(frozen=True)
+class PoolFull:
+    """No set of unleased entries makes room."""
+
+    nbytes: int
+    largest_free_bytes: int
+    held_bytes: int
+
+
+@dataclass(frozen=True)
+class MakingRoom:
+    """Room is being made, a bounded part of it with each call: ask again in the next turn."""
+
+
+@dataclass(frozen=True)
+class EntryTooLarge:
+    nbytes: int
+    pool_bytes: int
+
+
+Reservation = Union[
+    Reserved, AlreadyStored, BeingWritten, PoolFull, EntryTooLarge, LimitReached, SessionEnded
+]
+"""The final outcomes of `reserve`, which `MakingRoom` only postpones."""
+
+# -- commit and abort --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The entry is visible from now on. `woken` are the waits that the commit ended."""
+
+    woken: tuple[Wakeup, ...] = ()
+
+
+@dataclass(frozen=True)
+class Aborted:
+    woken: tuple[Wakeup, ...] = ()
+
+
+@dataclass(frozen=True)
+class NotReserved:
+    """The session has no such open reservation."""
+
+
+Commitment = Union[Committed, NotReserved]
+Abortion = Union[Aborted, NotReserved]
+
+# -- acquire -----------------------------------------------------------------------------------
+
+
+class Leased(NamedTuple):
+    """The key is stored and leased. A tuple, because every call that hits builds one."""
+
+    lease: LeaseId
+    key: Key
+    content: Content
+    extent: Extent
+    expires_s: float
+    entry: EntryId
+    checksum: int | None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The key is stored; no lease was taken, because the client pins the entry itself."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The key is not stored, nobody writes it, and no fetch is expected to bring it."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The answer comes later, as a `Wakeup` that carries this ticket."""
+
+    ticket: Ticket
+
+
+Acquisition = Union[Leased, Stored, Missing, Waiting, LimitReached, SessionEnded]
+
+
+@dataclass(frozen=True)
+class Wakeup:
+    """The end of a wait, for the session that waited."""
+
+    session: SessionId
+    ticket: Ticket
+    outcome: Leased | Stored | Missing | LimitReached
+
+
+@dataclass(frozen=True)
+class Expired:
+    """A lease that ran out. Its session must be told, so that it stops renewing the lease."""
+
+    session: SessionId
+    lease: LeaseId

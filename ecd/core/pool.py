@@ -1,0 +1,205 @@
+"""One pool: its allocator, policy and grants, and how room is made in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ecd.core.allocator import Allocator, Block
+from ecd.core.board import MAX_PIECES
+from ecd.core.entry import Entry
+from ecd.core.eviction import plan
+from ecd.core.grants import Grants
+from ecd.core.policy import Lru, Policy
+from ecd.core.states import EntryState
+from ecd.core.types import PoolLimits
+
+PLANS = 3
+"""Plans tried for one extent: a reader may pin a victim at the last moment."""
+
+REASONS = ("capacity", "watermark", "requested")
+"""Why entries are evicted."""
+
+Evict = Callable[[Entry, str], None]
+"""Evicts an entry for one of REASONS. Its extent is not free before a scan of the pins."""
+Scan = Callable[[], bool]
+"""Takes one step of a scan of the pins; returns whether every unread victim is free by now."""
+
+
+class Pool:
+    """Memory of one kind. The cache decides who gets it; the pool knows where there is room."""
+
+    def __init__(
+        self,
+        number: int,
+        nbytes: int,
+        granule_bytes: int,
+        kind: str = "host",
+        limits: PoolLimits | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        """`number` names the pool in extents, and `kind` names its memory to operators.
+
+        `nbytes` is rounded down to whole granules. Raises ValueError if none fits.
+        """
+        self.number, self.kind = number, kind
+        self.limits = PoolLimits() if limits is None else limits
+        self.allocator = Allocator(number, nbytes, granule_bytes)
+        self.policy: Policy = Lru() if policy is None else policy
+        self.grants = Grants(self.allocator)
+        self.evictions = dict.fromkeys(REASONS, 0)
+        self.reserved_bytes = 0  # in extents that a writer may still write
+        self.leased_bytes = 0  # in extents that somebody holds, by lease or pin
+        self.is_making_room = False
+        """Whether room is being made for a reservation: no grant may take it meanwhile."""
+        self._is_trimming = False
+
+    # -- figures -------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        return self.allocator.nbytes
+
+    @property
+    def granule_bytes(self) -> int:
+        return self.allocator.granule_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in extents of entries and reservations; `used + granted + free` is the pool."""
+        return self.allocator.used_bytes - self.grants.nbytes
+
+    @property
+    def granted_bytes(self) -> int:
+        """Bytes that sessions may turn into entries without a call."""
+        return self.grants.nbytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no extent and no grant."""
+        return self.allocator.free_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        return self.allocator.largest_free_bytes
+
+    @property
+    def fragmentation(self) -> float:
+        """1 - largest free extent / free bytes: 0 when all free memory is in one piece."""
+        return self.allocator.fragmentation
+
+    def rounded_bytes(self, nbytes: int) -> int:
+        """The bytes that an extent of `nbytes` takes from the pool."""
+        return self.allocator.rounded_bytes(nbytes)
+
+    # -- readers -------------------------------------------------------------------------------
+
+    def hold(self, entry: Entry) -> None:
+        """Count one lease or pin more: a held entry cannot be evicted for room."""
+        if entry.leases == 0:
+            if entry.state is EntryState.COMMITTED:
+                self.policy.hold(entry)
+            self.leased_bytes += entry.block.nbytes
+        entry.leases += 1
+
+    def let_go(self, entry: Entry) -> None:
+        """Count one lease or pin less."""
+        entry.leases -= 1
+        if entry.leases == 0:
+            self.leased_bytes -= entry.block.nbytes
+            if entry.state is EntryState.COMMITTED:
+                self.policy.let_go(entry)
+
+    def use(self, entry: Entry, now_s: float) -> None:
+        """Count one read of the entry, by lease or pin."""
+        entry.hits += 1
+        entry.used_s = now_s
+        if entry.state is EntryState.COMMITTED:
+            self.policy.use(entry)
+
+    # -- making room ---------------------------------------------------------------------------
+
+    def evict_for(
+        self, nbytes: int, evict: Evict, scan: Scan, most: int | None = None
+    ) -> Block | None:
+        """Evict until an extent of `nbytes` is free, and allocate it.
+
+        Returns None if no plan, of at most `most` victims, frees it, or if the pins must be
+        scanned further first.
+        """
+        for _ in range(PLANS):
+            victims = plan(nbytes, self.allocator, self.policy)
+            if victims is None or (most is not None and len(victims) > most):
+                return None
+            for victim in victims:
+                evict(victim, "capacity")
+            is_settled = scan()
+            block = self.allocator.allocate(nbytes)
+            if block is not None or not is_settled:
+                return block
+        return None
+
+    def pieces(
+        self, nbytes: int, least: int, most: int, make_room: Callable[[int], Block | None]
+    ) -> list[Block]:
+        """Allocate up to `most` times `nbytes`, whole granules, in MAX_PIECES pieces at most.
+
+        Takes free memory, in as few pieces as possible. Only while there is room for fewer than
+        `least`, it calls `make_room`. All grants together stay within their share of the pool.
+        """
+        share = int(self.limits.granted_share * self.nbytes) - self.granted_bytes
+        least, most = min(least, share // nbytes), min(most, share // nbytes)
+        pieces: list[Block] = []
+        count = 0
+        while count < most and len(pieces) < MAX_PIECES:
+            fit = min(most - count, self.largest_free_bytes // nbytes)
+            if fit:
+                piece = self.allocator.allocate(fit * nbytes)
+            elif count < least:
+                fit, piece = 1, make_room(nbytes)
+            else:
+                break
+            if piece is None:
+                break
+            pieces.append(piece)
+            count += fit
+        return pieces
+
+    def needs_trim(self) -> bool:
+        """Whether extents and grants fill the pool above the high watermark."""
+        return self.allocator.used_bytes > self.limits.high_watermark * self.nbytes
+
+    def trim(self, most: int, evict: Evict) -> int:
+        """Evict up to `most` of the coldest entries; returns how many.
+
+        Begins above the high watermark and goes on, call by call, down to the low one.
+        """
+        self._is_trimming = self._is_trimming or self.needs_trim()
+        excess_bytes = self.allocator.used_bytes - self.limits.low_watermark * self.nbytes
+        evicted = 0
+        while self._is_trimming and evicted < most:
+            entry = next(self.policy.coldest(), None) if excess_bytes > 0 else None
+            if entry is None:
+                self._is_trimming = False
+                break
+            excess_bytes -= entry.block.nbytes
+            evict(entry, "watermark")
+            evicted += 1
+        return evicted
+
+    def check(self, entries: Iterable[Entry]) -> None:
+        """Raise AssertionError unless the figures are those of `entries`, all that lie here."""
+        self.allocator.check()
+        self.grants.check()
+        used_bytes = reserved_bytes = leased_bytes = 0
+        for entry in entries:
+            nbytes = entry.block.nbytes
+            assert nbytes == self.rounded_bytes(entry.content.nbytes)
+            used_bytes += nbytes
+            is_evictable = entry.state is EntryState.COMMITTED and entry.leases == 0
+            assert (self.policy.warmth(entry) is not None) == is_evictable
+            if entry.state in (EntryState.RESERVED, EntryState.ORPHANED):
+                reserved_bytes += nbytes
+            elif entry.leases:
+                leased_bytes += nbytes
+        assert (reserved_bytes, leased_bytes) == (self.reserved_bytes, self.leased_bytes)
+        assert used_bytes == self.used_bytes, "an extent without an entry"

@@ -1,0 +1,217 @@
+"""Writers: reservations, which sessions may write until commit, and grants ahead of need."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+
+from ecd.core.allocator import Block
+from ecd.core.board import Board
+from ecd.core.counters import Counters
+from ecd.core.entries import Entries
+from ecd.core.entry import Entry
+from ecd.core.evictor import Evictor
+from ecd.core.outcomes import BeingWritten, MakingRoom, PoolFull, Reserved
+from ecd.core.pool import Pool
+from ecd.core.sessions import Session, Sessions
+from ecd.core.states import EntryEvent, EntryState
+from ecd.core.types import Content, EntryId, Extent, Key, SessionId
+
+RECLAIMED_AT_A_TIME = 256
+"""Most reservations freed by one call, for a session that closes."""
+
+
+class Writers:
+    """The reservations and grants of all sessions."""
+
+    def __init__(
+        self,
+        entries: Entries,
+        sessions: Sessions,
+        evictor: Evictor,
+        board: Board,
+        counters: Counters,
+    ) -> None:
+        self._entries, self._sessions = entries, sessions
+        self._evictor, self._board, self._counters = evictor, board, counters
+        self._about_to_reserve = 0
+
+    # -- the count on the board ----------------------------------------------------------------
+
+    @property
+    def are_announced(self) -> bool:
+        """Whether a caller is between `announce` and `settle`."""
+        return self._about_to_reserve > 0
+
+    def announce(self) -> None:
+        """Count one caller more who is about to reserve (see `Board.announce_reservations`)."""
+        self._about_to_reserve += 1
+        self._publish_count()
+
+    def settle(self) -> None:
+        """Count one such caller less; after the last, no room is being made."""
+        self._about_to_reserve -= 1
+        self._publish_count()
+        if not self._about_to_reserve:
+            for pool in self._entries.pools:
+                pool.is_making_room = False
+
+    def _publish_count(self) -> None:
+        count = self._entries.being_written + self._about_to_reserve
+        self._board.announce_reservations(count)
+
+    # -- reservations --------------------------------------------------------------------------
+
+    def reserve(
+        self, pool: Pool, owner: Session, key: Key, content: Content, now_s: float
+    ) -> Reserved | BeingWritten | MakingRoom | PoolFull:
+        """Reserve a key that is not taken in the pool, after a scan of the claims."""
+        if self._board.is_claimed(key):
+            return BeingWritten()
+        nbytes = content.nbytes
+        block = pool.allocator.allocate(nbytes) or self._evictor.make_room(pool, nbytes, now_s)
+        if block is not None:
+            pool.is_making_room = False
+            entry = self._open(pool, owner, key, content, block, now_s)
+            return Reserved(entry.id, entry.extent)
+        pool.is_making_room = pool.grants.are_open or not self._evictor.is_settled
+        return MakingRoom() if pool.is_making_room else self.no_room(pool, nbytes)
+
+    def no_room(self, pool: Pool, nbytes: int) -> PoolFull:
+        self._counters.refused["pool_full"] += 1
+        held_bytes = pool.leased_bytes + pool.reserved_bytes
+        return PoolFull(nbytes, pool.largest_free_bytes, held_bytes)
+
+    def recover(self, owner: Session, key: Key, content: Content, extent: Extent) -> Entry | None:
+        """Reserve this extent; None if it or the key is taken."""
+        pool = self._entries.pool(extent.pool)
+        if pool is None or self._entries.writing_in(pool, key) is not None:
+            return None
+        block = pool.allocator.allocate_at(extent)
+        return None if block is None else self._open(pool, owner, key, content, block, 0.0)
+
+    def find(self, session: SessionId, reservation: EntryId) -> tuple[Session, Entry] | None:
+        """An open session and its open reservation."""
+        owner = self._sessions.get(session)
+        if owner is None or reservation not in owner.reservations:
+            return None
+        entry = self._entry(reservation)
+        return (owner, entry) if entry.state is EntryState.RESERVED else None
+
+    def publish(self, owner: Session, entry: Entry, now_s: float, checksum: int | None) -> None:
+        """Commit a reservation."""
+        self._take(owner, entry)
+        self._publish(entry, now_s, checksum)
+
+    def abort(self, owner: Session, entry: Entry) -> None:
+        """End an open reservation and free its extent."""
+        entry.step(EntryEvent.ABORT)
+        self._stop_writing(entry)
+        self._free(owner, entry)
+
+    def orphan(self, entry: Entry) -> None:
+        """Free the key of an open reservation, but not its extent: it may still be written."""
+        entry.step(EntryEvent.WRITER_LOST)
+        self._stop_writing(entry)
+
+    def orphan_all(self, owner: Session) -> list[Key]:
+        """Orphan the session's open reservations; returns their keys."""
+        entries = [self._entry(reservation) for reservation in owner.reservations]
+        lost = [entry for entry in entries if entry.state is EntryState.RESERVED]
+        for entry in lost:
+            self.orphan(entry)
+        return [entry.key for entry in lost]
+
+    def reclaim(self, owner: Session, reservation: EntryId) -> None:
+        """Free the extent of an orphaned reservation: nothing can write there any more."""
+        entry = self._entry(reservation)
+        entry.step(EntryEvent.WRITER_GONE)
+        self._free(owner, entry)
+
+    def reclaim_some(self, owner: Session) -> bool:
+        """Reclaim some of the session's orphaned reservations; returns whether none is left."""
+        for reservation in list(islice(owner.reservations, RECLAIMED_AT_A_TIME)):
+            self.reclaim(owner, reservation)
+        return not owner.reservations
+
+    # -- grants --------------------------------------------------------------------------------
+
+    def grant(
+        self, pool: Pool, session: SessionId, nbytes: int, least: int, most: int, now_s: float
+    ) -> bool:
+        if self._sessions.get(session) is None or pool.is_making_room:
+            return False
+        make_room = partial(self._evictor.make_room_for_grant, pool, now_s=now_s)
+        pieces = pool.pieces(pool.rounded_bytes(nbytes), least, most, make_room)
+        begun = self._board.grant(session, [piece.extent() for piece in pieces]) if pieces else None
+        if begun is None:
+            for piece in pieces:
+                pool.allocator.free(piece)
+            return False
+        self.give_back(session, begun)
+        pool.grants.grant(session, pieces)
+        return True
+
+    def give_back(self, session: SessionId, begun: list[Extent]) -> None:
+        """Free what the session was granted in any pool, but for what it has begun to write."""
+        for pool in self._entries.pools:
+            pool.grants.give_back(session, begun)
+
+    def publish_granted(
+        self, session: SessionId, key: Key, content: Content, block: Block, now_s: float
+    ) -> Entry:
+        """Commit what the session wrote in a block of its grants."""
+        entry = Entry(self._entries.next_id(), *key, content, block, session)
+        self._entries.add(entry)
+        self._publish(entry, now_s, None)
+        return entry
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _entry(self, reservation: EntryId) -> Entry:
+        found = self._entries.get(reservation)
+        assert found is not None, f"reservation {reservation} vanished"
+        return found
+
+    def _open(
+        self, pool: Pool, owner: Session, key: Key, content: Content, block: Block, now_s: float
+    ) -> Entry:
+        """Make a reservation of an allocated block."""
+        entry = Entry(self._entries.next_id(), *key, content, block, owner.id, created_s=now_s)
+        self._entries.add(entry)
+        owner.reservations.add(entry.id)
+        pool.reserved_bytes += block.nbytes
+        self._publish_count()
+        return entry
+
+    def _publish(self, entry: Entry, now_s: float, checksum: int | None) -> None:
+        """Let everybody find the entry."""
+        entry.step(EntryEvent.COMMIT)
+        entry.created_s = entry.used_s = now_s
+        entry.checksum = checksum
+        self._entries.publish(entry)
+        self._entries.pool_of(entry).policy.admit(entry)
+        self._board.show(entry.info())
+        self._publish_count()
+        self._counters.puts += 1
+        self._counters.bytes_in += entry.content.nbytes
+
+    def _stop_writing(self, entry: Entry) -> None:
+        self._entries.stop_writing(entry)
+        self._publish_count()
+        self._counters.aborts += 1
+
+    def _take(self, owner: Session, entry: Entry) -> None:
+        """Take a reservation off the books."""
+        owner.reservations.remove(entry.id)
+        self._entries.pool_of(entry).reserved_bytes -= entry.block.nbytes
+
+    def _free(self, owner: Session, entry: Entry) -> None:
+        self._take(owner, entry)
+        self._entries.free(entry)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the sessions' books agree with the entries. O(n)."""
+        writable = (EntryState.RESERVED, EntryState.ORPHANED)
+        reservations = {entry.id for entry in self._entries if entry.state in writable}
+        assert reservations == self._sessions.reservations()

@@ -1,0 +1,138 @@
+"""Follow-ups of the core's operations, on the event loop.
+
+Waits that ended are told at once. The rest is done once for all operations of a turn: the timer of
+the next deadline is set, and a pool that gets full is trimmed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from ecd.background import Background
+from ecd.core.cache import Cache
+from ecd.core.outcomes import Wakeup
+from ecd.core.types import Key, LeaseId, SessionId
+from ecd.turns import PIECE, Turns
+
+EVICTED_AT_A_TIME = 32
+"""Entries evicted, or examined for an eviction, in one turn of the event loop."""
+
+
+class Subscriber(Protocol):
+    """The owner of sessions, told of their events between calls."""
+
+    def wait_ended(self, wakeup: Wakeup) -> None: ...
+
+    def leases_ended(self, session: SessionId, leases: Sequence[LeaseId]) -> None:
+        """These leases ran out."""
+
+
+class FollowUps:
+    """Does the follow-ups of every operation of the core."""
+
+    def __init__(self, cache: Cache, turns: Turns, now_s: Callable[[], float]) -> None:
+        self._cache, self._turns, self._now_s = cache, turns, now_s
+        self._subscribers: dict[SessionId, Subscriber] = {}
+        self._woken: deque[Wakeup] = deque()  # not told yet
+        self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+        self._is_due = self._may_be_full = self._is_trimming = False
+        self._background = Background()
+
+    def subscribe(self, session: SessionId, subscriber: Subscriber) -> None:
+        self._subscribers[session] = subscriber
+
+    def unsubscribe(self, session: SessionId) -> None:
+        self._subscribers.pop(session, None)
+
+    def after(self, woken: Iterable[Wakeup] = (), changed: bool = False) -> None:
+        """Follow an operation that ended these waits, and may have stored or evicted entries."""
+        if woken:
+            self._deliver(woken)
+        if changed:
+            self._changed.set()
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._follow)
+
+    def after_filling(self, woken: Iterable[Wakeup] = ()) -> None:
+        """As `after`, of an operation that took memory for clients of this node."""
+        self._may_be_full = True
+        self.after(woken, changed=True)
+
+    async def changes(self, collect_s: float) -> dict[Key, bool]:
+        """Wait for a change, and collect more for so long: keys stored (True) or evicted."""
+        await self._changed.wait()
+        await asyncio.sleep(collect_s)
+        self._changed.clear()
+        return self._cache.take_changes()
+
+    def _follow(self) -> None:
+        self._is_due = False
+        self._arm()
+        if self._may_be_full and not self._is_trimming and self._cache.needs_trim():
+            self._is_trimming = True
+            self._background.spawn(self._trim())
+        self._may_be_full = False
+
+    # -- waits ---------------------------------------------------------------------------------
+
+    def _deliver(self, woken: Iterable[Wakeup]) -> None:
+        is_telling = bool(self._woken)
+        self._woken.extend(woken)
+        if not is_telling:
+            self._tell_some()
+
+    def _tell_some(self) -> None:
+        """Tell a piece of the ended waits, the rest in the next turns: a thousand may end at once.
+
+        A session that has left is not told.
+        """
+        for _ in range(min(PIECE, len(self._woken))):
+            wakeup = self._woken.popleft()
+            if subscriber := self._subscribers.get(wakeup.session):
+                subscriber.wait_ended(wakeup)
+        if self._woken:
+            asyncio.get_running_loop().call_soon(self._tell_some)
+
+    # -- deadlines -----------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        """Set the timer to the core's next deadline, if that is nearer than the timer's."""
+        next_s = self._cache.next_deadline_s()
+        if next_s is None or (self._timer is not None and self._timer_s <= next_s):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_s = next_s
+        delay_s = max(0.0, next_s - self._now_s())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        expired, overdue = self._cache.expire(self._now_s())
+        ended: dict[SessionId, list[LeaseId]] = {}
+        for lease in expired:
+            ended.setdefault(lease.session, []).append(lease.lease)
+        for session, leases in ended.items():
+            if subscriber := self._subscribers.get(session):
+                subscriber.leases_ended(session, leases)
+        self.after(overdue)
+
+    # -- room ----------------------------------------------------------------------------------
+
+    async def _trim(self) -> None:
+        """Make room ahead of need."""
+        pace = self._turns.pace()
+        try:
+            goes_on = True
+            while goes_on:
+                await pace.turn()
+                goes_on = self._cache.trim(EVICTED_AT_A_TIME, self._now_s())
+                self._changed.set()
+        finally:
+            self._is_trimming = False

@@ -1,0 +1,321 @@
+"""The core on the event loop: the one front door through which the daemon changes its cache.
+
+Two things surround every operation. Before it, puts that clients made without a call are stored, as
+the operation may depend on them. After it come its follow-ups: waits that ended are told, the timer
+of the next deadline is set, changes are announced, and a pool that gets full is trimmed. Callers
+remember none of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+
+from ecd.background import Background
+from ecd.core.cache import Cache
+from ecd.core.outcomes import (
+    Aborted,
+    Abortion,
+    Acquisition,
+    Commitment,
+    Committed,
+    Leased,
+    LimitReached,
+    MakingRoom,
+    Missing,
+    Reservation,
+    Reserved,
+    Waiting,
+    Wakeup,
+)
+from ecd.core.types import (
+    Answer,
+    Content,
+    EntryId,
+    EvictionReport,
+    Extent,
+    Key,
+    LeaseId,
+    Selection,
+    SessionId,
+    Ticket,
+    WaitFor,
+)
+from ecd.followups import EVICTED_AT_A_TIME, FollowUps, Subscriber
+from ecd.intake import Intake, NoPuts, Taken
+from ecd.turns import Pace, Turns
+
+SCAN_S = 0.25
+"""Longest pause between two scans of what clients read without a call."""
+
+Reserve = Callable[[Key, Content], Awaitable[Reservation]]
+"""Reserves space for one entry, within `LiveCache.reserving`."""
+
+
+class LiveCache:
+    """The core, its clock and its follow-ups; one per daemon.
+
+    Questions that change nothing go to `cache` itself.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        intake: Intake | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cache = cache
+        self.now_s = now_s
+        self.turns = Turns()
+        self._intake: Intake = NoPuts() if intake is None else intake
+        self._followups = FollowUps(cache, self.turns, now_s)
+        self._is_draining = False
+        self._background = Background()
+
+    async def run(self) -> None:
+        """Store puts as clients ring, and scan what they read, until cancelled."""
+        self._intake.listen(self.drain)
+        while True:
+            await asyncio.sleep(SCAN_S)
+            settled = self.scan()
+            while not settled:
+                await self.turns.next()
+                settled = self.cache.scan_pins()
+
+    def scan(self) -> bool:
+        """Count entries that were read without a call, and scan some pins. False: pins are left."""
+        return self.cache.scan(self.now_s())
+
+    # -- before an operation -------------------------------------------------------------------
+
+    async def begin(self) -> Pace:
+        """Begin a call: all puts made before it are stored. The call's pace, for its pieces."""
+        self.drain()
+        last = self._intake.collected
+        while self._intake.taken < last:
+            await asyncio.sleep(0)
+        return self.turns.pace()
+
+    def drain(self) -> None:
+        """Store some of what was put without a call, the rest in the next turns."""
+        self._intake.collect()
+        if not self._is_draining:
+            self._drain_some()
+
+    def _drain_some(self) -> None:
+        self._is_draining = False
+        if self._intake.is_pending:
+            self._took(self._intake.step(self.now_s()))
+            self._intake.grant_next(self.now_s())
+        if self._intake.is_pending:
+            self._is_draining = True
+            asyncio.get_running_loop().call_soon(self._drain_some)
+
+    def _took(self, taken: Taken) -> None:
+        if taken.puts:
+            self._followups.after_filling(taken.woken)
+
+    async def learn(self, keys: Sequence[Key], pace: Pace) -> None:
+        """Store puts of a moment ago and scan claims, once for all of these keys."""
+        if not all(map(self.cache.contains, keys)):
+            self.drain()
+        if not all(map(self.cache.contains, keys)):
+            await pace.through(self.cache.scan_claims())
+
+    # -- changes -------------------------------------------------------------------------------
+
+    def note_changes(self) -> None:
+        """Note what is stored and evicted from now on, for `changes`."""
+        self.cache.take_changes()
+
+    async def changes(self, collect_s: float = 0.0) -> dict[Key, bool]:
+        """Wait for a change, and collect more for so long: keys stored (True) or evicted."""
+        return await self._followups.changes(collect_s)
+
+    # -- sessions ------------------------------------------------------------------------------
+
+    def open_session(self) -> SessionId | LimitReached:
+        return self.cache.open_session()
+
+    def subscribe(self, session: SessionId, subscriber: Subscriber) -> None:
+        """Tell the subscriber how the session's waits and leases end, until the session leaves."""
+        self._followups.subscribe(session, subscriber)
+
+    def leave_session(self, session: SessionId) -> None:
+        """End the session for its client, whose process may still touch the memory."""
+        self._took(self._intake.take_last(session, self.now_s()))
+        self._followups.unsubscribe(session)
+        self._followups.after(self.cache.leave_session(session))
+
+    def close_session(self, session: SessionId) -> None:
+        """Take back, in turns, all memory of a session whose process cannot touch it any more.
+
+        A put that began before the session's stream ended may have been finished since.
+        """
+        self._took(self._intake.take_last(session, self.now_s()))
+        self._background.spawn(self._close_session(session))
+
+    async def _close_session(self, session: SessionId) -> None:
+        is_closed = False
+        while not is_closed:
+            await self.turns.any()
+            is_closed = self.cache.close_session(session)
+
+    # -- writing -------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def reserving(
+        self, session: SessionId, pace: Pace, patience_s: float
+    ) -> AsyncIterator[Reserve]:
+        """Reserve for a client, with one scan of the claims for all that is reserved within.
+
+        Room for one reservation is made for at most `patience_s`: others may take what it frees.
+        At the end the client may be granted memory, for more of what it reserved last.
+        """
+        last_bytes: int | None = None
+
+        async def reserve(key: Key, content: Content) -> Reservation:
+            nonlocal last_bytes
+            until_s = self.now_s() + patience_s
+            outcome = await self._reserve(session, key, content, pace, until_s)
+            if isinstance(outcome, Reserved):
+                last_bytes = content.nbytes
+            return outcome
+
+        try:
+            with self.cache.reserving() as scan:
+                await pace.through(scan)
+                yield reserve
+            if last_bytes is not None:
+                self._intake.grant(session, last_bytes, self.now_s())
+        finally:
+            self._followups.after_filling()
+
+    async def reserve(
+        self, session: SessionId, key: Key, content: Content, pace: Pace
+    ) -> Reservation:
+        """Reserve for a fetch, making room until its flight ends."""
+        try:
+            with self.cache.reserving() as scan:
+                await pace.through(scan)
+                return await self._reserve(session, key, content, pace, math.inf)
+        finally:
+            self._followups.after(changed=True)
+
+    async def _reserve(
+        self, session: SessionId, key: Key, content: Content, pace: Pace, until_s: float
+    ) -> Reservation:
+        while (now_s := self.now_s()) < until_s:
+            outcome = self.cache.reserve(session, key, content, now_s, scanned=True)
+            if not isinstance(outcome, MakingRoom):
+                return outcome
+            await pace.turn()
+        return self.cache.no_room(content.nbytes)
+
+    def commit(
+        self,
+        session: SessionId,
+        reservation: EntryId,
+        checksum: int | None = None,
+        content: Content | None = None,
+    ) -> Commitment:
+        outcome = self.cache.commit(session, reservation, self.now_s(), checksum, content)
+        if isinstance(outcome, Committed):
+            self._followups.after(outcome.woken, changed=True)
+        return outcome
+
+    def abort(self, session: SessionId, reservation: EntryId) -> Abortion:
+        return self._stopped(self.cache.abort(session, reservation))
+
+    def abandon(self, session: SessionId, reservation: EntryId) -> Abortion:
+        return self._stopped(self.cache.abandon(session, reservation))
+
+    def _stopped(self, outcome: Abortion) -> Abortion:
+        if isinstance(outcome, Aborted):
+            self._followups.after(outcome.woken)
+        return outcome
+
+    def reclaim(self, session: SessionId, reservation: EntryId) -> None:
+        self.cache.reclaim(session, reservation)
+
+    def recover(
+        self, session: SessionId, key: Key, content: Content, extent: Extent
+    ) -> EntryId | None:
+        return self.cache.recover(session, key, content, extent)
+
+    def expect(self, key: Key) -> None:
+        self.cache.expect(key)
+
+    def stop_expecting(self, key: Key) -> None:
+        self._followups.after(self.cache.stop_expecting(key))
+
+    def note_checksum(self, entry: EntryId, checksum: int) -> None:
+        self.cache.note_checksum(entry, checksum)
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def acquire(
+        self,
+        session: SessionId,
+        key: Key,
+        wait_s: float = 0.0,
+        wait_for: WaitFor = WaitFor.ANY,
+        answer: Answer = Answer.LEASE,
+    ) -> Acquisition:
+        """As `Cache.acquire`; with `WaitFor.WRITER` after `learn`."""
+        how = wait_s, wait_for, answer
+        outcome = self.cache.acquire(session, key, self.now_s(), *how, scanned=True)
+        self._followups.after()
+        return outcome
+
+    def is_being_written(self, key: Key) -> bool:
+        """Whether a client of this node or a fetch writes the key, after `learn`."""
+        return self.cache.is_being_written(key, scanned=True)
+
+    def release(self, session: SessionId, lease: LeaseId) -> bool:
+        return self.cache.release(session, lease)
+
+    def renew(self, session: SessionId, leases: Iterable[LeaseId]) -> tuple[float, list[LeaseId]]:
+        return self.cache.renew(session, leases, self.now_s())
+
+    def cancel_wait(self, session: SessionId, ticket: Ticket) -> None:
+        """End the wait with Missing, unless it has ended: then its outcome is on the way."""
+        if self.cache.cancel_wait(session, ticket):
+            self._followups.after([Wakeup(session, ticket, Missing())])
+
+    def drop(self, session: SessionId, outcome: Acquisition) -> None:
+        """Undo an acquisition whose outcome cannot be told to anybody."""
+        if isinstance(outcome, Leased):
+            self.cache.release(session, outcome.lease)
+        elif isinstance(outcome, Waiting):
+            self.cache.cancel_wait(session, outcome.ticket)
+
+    # -- evicting ------------------------------------------------------------------------------
+
+    async def evict(self, selection: Selection, dry_run: bool, pace: Pace) -> EvictionReport:
+        """Evict all selected entries. The extents of those that nobody reads are free then."""
+        total = EvictionReport(0, 0, 0, EntryId(0))
+        await self._scan_pins(pace)
+        while (after := total.next_after) is not None:
+            now_s = self.now_s()
+            some = self.cache.evict(selection, now_s, EVICTED_AT_A_TIME, after, dry_run)
+            total = EvictionReport(
+                total.entries + some.entries,
+                total.nbytes + some.nbytes,
+                total.leased + some.leased,
+                some.next_after,
+            )
+            self._followups.after(changed=True)
+            await pace.turn()
+            if not self.cache.is_settled:
+                await self._scan_pins(pace)
+                await pace.turn()
+        return total
+
+    async def _scan_pins(self, pace: Pace) -> None:
+        """Scan pins until every evicted entry that nobody reads is free."""
+        while not self.cache.scan_pins():
+            await pace.turn()

@@ -1,0 +1,110 @@
+"""Recovery of the entries that earlier daemons had stored.
+
+At the start their places are reserved, so that nothing else is stored there. Each reservation is
+committed when its bytes have the checksum in its row, and aborted otherwise: at once if a client
+asks for the key, in the background if not. An entry without a checksum is committed unseen: there
+is nothing to compare, and the daemon after this one must find it in this one's index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from ecd.core.outcomes import Committed, LimitReached
+from ecd.core.types import EntryId, Key
+from ecd.live import LiveCache
+from ecd.memory.checksums import Checksums
+from ecd.memory.leftovers import LeftoverEntry, Leftovers
+from ecd.memory.shared_index import SharedIndex
+
+logger = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Verifies leftovers and commits the good ones; one per daemon that found some."""
+
+    def __init__(
+        self, live: LiveCache, checksums: Checksums, leftovers: Leftovers, index: SharedIndex
+    ) -> None:
+        """Reserve the entries' places, before anything else is stored."""
+        self._live, self._checksums = live, checksums
+        self._leftovers, self._index = leftovers, index
+        session = live.open_session()
+        assert not isinstance(session, LimitReached)
+        self._session = session
+        self._kept = 0
+        self._unhashed: list[Key] = []
+        found, self._dropped = leftovers.entries()
+        reserved: list[tuple[EntryId, LeftoverEntry]] = []
+        for each in found:
+            entry = live.recover(session, each.key, each.content, each.extent)
+            if entry is None:
+                self._dropped += 1
+            else:
+                reserved.append((entry, each))
+        reserved.sort(key=lambda pair: (pair[1].generation, pair[1].put, pair[1].number))
+        self._unseen: dict[Key, tuple[EntryId, LeftoverEntry]] = {}
+        for entry, each in reserved:  # in the order in which they were stored
+            if each.checksum:
+                self._unseen[each.key] = entry, each
+            else:
+                self._commit(entry, None)
+                self._unhashed.append(each.key)
+        self._verifying: dict[Key, asyncio.Task[None]] = {}
+        self._is_over = False
+        index.note_unseen(len(self._unseen))
+        index.note_taken()
+
+    async def run(self) -> None:
+        """Verify whatever no client asks for, and remove the leftovers."""
+        started_s = time.monotonic()
+        logger.info("%d entries of the last daemon are to be verified", len(self._unseen))
+        await self.settle(None)
+        self._leftovers.remove()
+        self._live.leave_session(self._session)
+        self._live.close_session(self._session)
+        self._is_over = True
+        await self._checksums.note_all(self._unhashed)
+        logger.info(
+            "took over %d entries of the last daemon, dropped %d in doubt, in %.1f s",
+            *(self._kept, self._dropped, time.monotonic() - started_s),
+        )
+
+    async def settle(self, keys: Sequence[Key] | None) -> None:
+        """Verify these keys, or all, now."""
+        if self._is_over:
+            return
+        if keys is not None:
+            for key in keys:
+                await self._settle(key)
+            return
+        while self._unseen or self._verifying:
+            await self._settle(next(iter(self._unseen or self._verifying)))
+
+    async def _settle(self, key: Key) -> None:
+        if key in self._unseen:
+            entry, leftover = self._unseen.pop(key)
+            self._verifying[key] = asyncio.ensure_future(self._verify(entry, leftover))
+        if key in self._verifying:
+            await asyncio.shield(self._verifying[key])
+
+    async def _verify(self, entry: EntryId, leftover: LeftoverEntry) -> None:
+        try:
+            checksum = await self._checksums.compute(leftover.extent)
+            if checksum == leftover.checksum:
+                self._commit(entry, checksum)
+                return
+            self._live.abort(self._session, entry)
+            self._dropped += 1
+            logger.warning("the bytes of %s are not what they were: dropped", leftover.key.mm_hash)
+        finally:
+            del self._verifying[leftover.key]
+            self._index.note_unseen(len(self._unseen) + len(self._verifying))
+
+    def _commit(self, entry: EntryId, checksum: int | None) -> None:
+        outcome = self._live.commit(self._session, entry, checksum)
+        assert isinstance(outcome, Committed)
+        self._kept += 1

@@ -1,0 +1,56 @@
+"""The counters by which sessions say what they read without a call."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from ecd.core.board import Uses
+from ecd.memory.session_page import SessionPage
+from ecd_proto.shm.session_page import DUPLICATES_WORD, PAGE_BYTES, USES_WORD
+
+MAX_USES = 1024
+"""Entries ranked anew at a time."""
+MAX_USED_PAGES = 128
+"""Pages whose uses are taken at a time: each takes some 5 us."""
+_COUNTERS = range(USES_WORD, DUPLICATES_WORD + 1)
+_NONE = (0, 0, 0, 0)
+
+
+class UseCounters:
+    """The counters in all pages, as last read."""
+
+    def __init__(self, pages: memoryview, sessions: int) -> None:
+        """`pages` are the words of all sessions' pages."""
+        self._counters = [pages[word :: PAGE_BYTES // 8] for word in _COUNTERS]
+        self._last = [_NONE] * sessions
+        self._next = 0  # the page whose uses come first the next time
+
+    def take(self, used: int, page_at: Callable[[int], SessionPage | None]) -> Uses:
+        """The new uses in some of the first `used` pages, in turns, so that no call takes long."""
+        counted = list(zip(*(words[:used].tolist() for words in self._counters), strict=True))
+        changed = [page for page in range(used) if counted[page] != self._last[page]]
+        turn = bisect_left(changed, self._next)
+        taken: list[Uses] = []
+        known = 0
+        for number in (changed[turn:] + changed[:turn])[:MAX_USED_PAGES]:
+            self._last[number] = counted[number]
+            page = page_at(number)
+            if page is None:
+                continue
+            taken.append(page.drain_uses(counted[number]))
+            known += len(taken[-1].entries)
+            self._next = number + 1
+            if known >= MAX_USES:
+                break
+        return Uses(
+            tuple(entry for uses in taken for entry in uses.entries),
+            sum(uses.hits for uses in taken),
+            sum(uses.nbytes for uses in taken),
+            sum(uses.misses for uses in taken),
+            sum(uses.duplicates for uses in taken),
+        )
+
+    def forget(self, page: int) -> None:
+        """Forget a page that was cleared: its counters begin anew."""
+        self._last[page] = _NONE

@@ -1,0 +1,51 @@
+"""One node's cache on its event loop, as its clients reach it: all but files, servers and peers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ecd.core.cache import Cache
+from ecd.identity import NodeIdentity
+from ecd.live import LiveCache
+from ecd.memory.shared_index import SharedIndex
+from ecd.rpc.cache_service import CacheService, Monitor
+from ecd.rpc.origins import OtherNodes, Recovering
+from ecd.rpc.puts import Doorbell, PutIntake
+from ecd.rpc.sessions import SessionFiles, SessionStreams
+
+
+@dataclass(frozen=True)
+class SharedBoard:
+    """Memory and socket through which clients read and write without a call, as far as they exist.
+
+    Without an index every get is a call; without a doorbell every put is one.
+    """
+
+    index: SharedIndex | None = None
+    doorbell: Doorbell | None = None
+
+
+def live_cache(
+    cache: Cache,
+    board: SharedBoard,
+    observe: Callable[[str, float], None],
+    now_s: Callable[[], float] = time.monotonic,
+) -> LiveCache:
+    """The core behind its front door; `observe` is told how long each put without a call took."""
+    if board.index is None or board.doorbell is None:
+        return LiveCache(cache, now_s=now_s)
+    return LiveCache(cache, PutIntake(cache, board.index, board.doorbell, observe), now_s)
+
+
+class Node:
+    """The live cache of one node, and the sessions of its clients."""
+
+    def __init__(self, live: LiveCache, files: SessionFiles, identity: NodeIdentity) -> None:
+        self.live = live
+        self.streams = SessionStreams(live, files, identity)
+
+    def service(self, others: OtherNodes, recovery: Recovering, monitor: Monitor) -> CacheService:
+        """The service that engines on this node call."""
+        return CacheService(self.live, self.streams, others, recovery, monitor)

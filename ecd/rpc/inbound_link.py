@@ -1,0 +1,216 @@
+"""A link that a peer opened: its requests for leases and keys, and the replies to them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Protocol
+
+from ecd.background import Background
+from ecd.core.outcomes import Leased, LimitReached, Waiting, Wakeup
+from ecd.core.types import Extent, Key, LeaseId, SessionId, Ticket, WaitFor
+from ecd.live import LiveCache
+from ecd.turns import Pace
+from ecd.wire import (
+    InvalidRequest,
+    check_batch,
+    key_from,
+    places_from,
+    seconds_from,
+    to_content,
+    to_extents,
+)
+from ecd_proto.contract import Hint
+from ecd_proto.v1 import cache_pb2
+from ecd_proto.v1 import peer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT_S = 60.0
+MAX_UNREAD_REPLIES = 10_000
+"""Replies a peer may leave unread before its link is ended."""
+TURN = 64
+"""Keys of one request before the event loop gets its turn."""
+HASHED_IN_TURN = 8
+"""Of these, entries still to be hashed, of up to INLINE_BYTES each."""
+
+
+class Memory(Protocol):
+    """The memory that peers read, and the fetches that fill it."""
+
+    def describe(self) -> pb.NodeDescription: ...
+
+    def address_of(self, extent: Extent) -> int: ...
+
+    def checksum_of(self, leased: Leased) -> int | Awaitable[int]:
+        """The entry's checksum; at once where it is known."""
+
+    def is_speculative(self, key: Key) -> bool:
+        """Whether the key is being written by a speculative read, which no node has confirmed."""
+
+    async def offered(self, found: Mapping[Key, Hint]) -> None:
+        """Take an offer: a node has these keys and expects this one to want them."""
+
+
+class InboundLink:
+    """One peer's link, from its hello to its end."""
+
+    def __init__(self, live: LiveCache, memory: Memory, session: SessionId, node: str) -> None:
+        self.session, self.node = session, node
+        self.outbox: asyncio.Queue[pb.LinkReply | None] = asyncio.Queue(MAX_UNREAD_REPLIES)
+        self._live, self._memory = live, memory
+        self._waits: dict[Ticket, int] = {}
+        self._hashing = Background()
+        live.subscribe(session, self)
+
+    def end(self) -> None:
+        """End the peer's session: peers never write to this memory."""
+        self._live.leave_session(self.session)
+        self._live.close_session(self.session)
+        self._hashing.cancel()
+
+    def hang_up(self) -> None:
+        """Make the link end, whatever replies are unread."""
+        if self.outbox.full():
+            self.outbox.get_nowait()
+        self.outbox.put_nowait(None)
+
+    async def take(self, request: pb.LinkRequest) -> None:
+        """Act on one request, in turns with others. Raises InvalidRequest."""
+        match request.WhichOneof("request"):
+            case "lease":
+                await self._lease(request.lease)
+            case "release":
+                check_batch(request.release.leases)
+                await self._live.turns.pace().each(
+                    lambda lease: self._live.release(self.session, LeaseId(lease)),
+                    request.release.leases,
+                )
+            case "find":
+                await self._find(request.find)
+            case "offer":
+                check_batch(request.offer.keys)
+                keys = [key_from(key) for key in request.offer.keys]
+                places = places_from(request.offer.extents, len(keys))
+                await self._memory.offered(
+                    {key: Hint(self.node, *at) for key, at in zip(keys, places, strict=True)}
+                )
+            case _:
+                raise InvalidRequest("an unknown request on a link")
+
+    async def _find(self, request: pb.FindKeys) -> None:
+        check_batch(request.keys)
+        keys = [key_from(key) for key in request.keys]
+        reply = pb.FoundKeys(ticket=request.ticket)
+        pace = self._live.turns.pace()
+        await self._live.learn(keys, pace)
+        for start in range(0, len(keys), TURN):
+            if start > 0:
+                await pace.turn()
+            turn = keys[start : start + TURN]
+            reply.found.extend(map(self._has, turn))
+            reply.extents.extend(to_extents(map(self._live.cache.extent, turn)))
+        self._post(pb.LinkReply(found=reply))
+
+    def _has(self, key: Key) -> bool:
+        """Whether the key is here, or being written here, after `learn`.
+
+        A speculative read does not count: the node that asks may be the one being read.
+        """
+        return self._live.cache.contains(key) or (
+            self._live.is_being_written(key) and not self._memory.is_speculative(key)
+        )
+
+    async def _lease(self, request: pb.LeaseKeys) -> None:
+        check_batch(request.keys)
+        asked = [
+            (item.ticket, key_from(item.key), seconds_from(item.wait_s, "wait_s"))
+            for item in request.keys
+        ]
+        pace = self._live.turns.pace()
+        await self._live.learn([key for _, key, _ in asked], pace)
+        for start in range(0, len(asked), TURN):
+            if start > 0:
+                await pace.turn()
+            await self._lease_in_turn(asked[start : start + TURN], pace)
+
+    async def _lease_in_turn(self, asked: Sequence[tuple[int, Key, float]], pace: Pace) -> None:
+        """Lease stored keys before the event loop gets a turn; hash their entries after it."""
+        known: list[pb.LeaseOutcome] = []
+        unhashed: list[tuple[int, Leased]] = []
+        for ticket, key, wait_s in asked:
+            if not self._has(key):
+                known.append(pb.LeaseOutcome(ticket=ticket, missing=cache_pb2.Missing()))
+                continue
+            wait_s = min(wait_s, MAX_WAIT_S)
+            outcome = self._live.acquire(self.session, key, wait_s, WaitFor.WRITER)
+            if isinstance(outcome, Waiting):
+                self._waits[outcome.ticket] = ticket
+            elif not isinstance(outcome, Leased):
+                known.append(_refused(ticket, outcome))
+            elif outcome.checksum is None:
+                unhashed.append((ticket, outcome))
+            else:
+                known.append(self._outcome(ticket, outcome, outcome.checksum))
+        self._say(known)
+        for start in range(0, len(unhashed), HASHED_IN_TURN):
+            if start > 0:
+                await pace.turn()
+            turn = unhashed[start : start + HASHED_IN_TURN]
+            self._say([said for ticket, leased in turn for said in self._granted(ticket, leased)])
+
+    def leases_ended(self, session: SessionId, leases: Sequence[LeaseId]) -> None:
+        pass  # the peer knows their time to live, and does not renew them
+
+    def wait_ended(self, wakeup: Wakeup) -> None:
+        ticket = self._waits.pop(wakeup.ticket)
+        if isinstance(wakeup.outcome, Leased):
+            self._say(self._granted(ticket, wakeup.outcome))
+        else:
+            self._say([_refused(ticket, wakeup.outcome)])
+
+    def _say(self, outcomes: Sequence[pb.LeaseOutcome]) -> None:
+        if outcomes:
+            self._post(pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=outcomes)))
+
+    def _granted(self, ticket: int, leased: Leased) -> list[pb.LeaseOutcome]:
+        """The outcome to say now; none while the entry's checksum is being computed."""
+        checksum = self._memory.checksum_of(leased)
+        if isinstance(checksum, int):
+            return [self._outcome(ticket, leased, checksum)]
+        self._hashing.spawn(self._say_later(ticket, leased, checksum))
+        return []
+
+    async def _say_later(self, ticket: int, leased: Leased, checksum: Awaitable[int]) -> None:
+        try:
+            self._say([self._outcome(ticket, leased, await checksum)])
+        except Exception:
+            logger.exception("what peer %s leased cannot be hashed", self.node)
+            self._live.release(self.session, leased.lease)
+            self._say([_refused(ticket, None)])
+
+    def _outcome(self, ticket: int, leased: Leased, checksum: int) -> pb.LeaseOutcome:
+        return pb.LeaseOutcome(
+            ticket=ticket,
+            leased=pb.PeerLeased(
+                lease=leased.lease,
+                content=to_content(leased.content),
+                address=self._memory.address_of(leased.extent),
+                checksum=checksum,
+            ),
+        )
+
+    def _post(self, reply: pb.LinkReply) -> None:
+        if self.outbox.full():
+            logger.warning("peer %s leaves its replies unread: its link ends", self.node)
+            self.hang_up()
+            return
+        self.outbox.put_nowait(reply)
+
+
+def _refused(ticket: int, outcome: object) -> pb.LeaseOutcome:
+    if isinstance(outcome, LimitReached):
+        reached = cache_pb2.LimitReached(what=outcome.what, limit=outcome.limit)
+        return pb.LeaseOutcome(ticket=ticket, limit_reached=reached)
+    return pb.LeaseOutcome(ticket=ticket, missing=cache_pb2.Missing())

@@ -1,0 +1,55 @@
+"""Where entries come from besides the clients of this node: other nodes, and the last daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ecd.core.types import Key
+from ecd_proto.contract import Hint
+from ecd_proto.v1 import cache_pb2 as pb
+
+
+class OtherNodes(Protocol):
+    """The nodes around this one, as the service needs them."""
+
+    def want(self, key: Key, hints: Sequence[Hint]) -> None:
+        """Bring the key here for a waiting client, unless it is here or on its way."""
+
+    def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
+        """Tell these nodes of these keys, as soon as they are stored here."""
+
+    def status(self) -> pb.PeersReply: ...
+
+
+class NoOtherNodes:
+    """A daemon that serves its node alone."""
+
+    def want(self, key: Key, hints: Sequence[Hint]) -> None:
+        pass
+
+    def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
+        pass
+
+    def status(self) -> pb.PeersReply:
+        return pb.PeersReply(directory=pb.DirectoryStatus(kind="none", up=True))
+
+
+class Recovering(Protocol):
+    """The entries of the last daemon, each unknown until its bytes are verified."""
+
+    async def run(self) -> None:
+        """Verify whatever no client asks for."""
+
+    async def settle(self, keys: Sequence[Key] | None) -> None:
+        """Verify these, or all, now."""
+
+
+class NothingToRecover:
+    """A daemon that began with an empty pool."""
+
+    async def run(self) -> None:
+        pass
+
+    async def settle(self, keys: Sequence[Key] | None) -> None:
+        pass

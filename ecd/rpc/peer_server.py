@@ -1,0 +1,61 @@
+"""The gRPC server that other nodes reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from ecd.rpc.listener import Listener
+from ecd.rpc.peer_service import PeerService
+from ecd_proto.contract import MAX_MESSAGE_BYTES
+from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
+
+
+class PeerServerError(Exception):
+    """The address for peers cannot be had; the message says what to change."""
+
+
+class PeerServer:
+    """One address for peers, and the service behind it."""
+
+    def __init__(self, service: PeerService, credentials: grpc.ServerCredentials | None) -> None:
+        self._service, self._credentials = service, credentials
+        self._listener: Listener | None = None
+
+    def bind(self, address: str) -> None:
+        """Take the address, for `start`. Raises PeerServerError."""
+        try:
+            self._listener = Listener(lambda: self._make(address))
+        except RuntimeError:
+            raise PeerServerError(
+                f"cannot listen for peers on {address}: it is not an address of this machine, or "
+                "something listens there. ECD_PEER_ADDRESS is where other nodes reach this one"
+            ) from None
+
+    def _make(self, address: str) -> Any:
+        server = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 3_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ]
+        )
+        pb_grpc.add_PeerServicer_to_server(self._service, server)
+        if self._credentials is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, self._credentials)
+        return server
+
+    async def start(self) -> None:
+        assert self._listener is not None
+        await self._listener.start()
+
+    async def stop(self, grace_s: float) -> None:
+        self._service.end_all()
+        if self._listener is not None:
+            await self._listener.stop(grace_s)

@@ -1,0 +1,103 @@
+"""The daemon's state and figures, read once for `ecd-cli status` and for metrics alike."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Protocol
+
+from ecd.core.cache import Cache
+from ecd.core.pool import Pool
+from ecd.identity import NodeIdentity
+from ecd.rpc.sessions import SessionStreams
+from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.v1 import cache_pb2 as pb
+
+State = pb.StatusReply.State
+
+
+class PopulatedPool(Protocol):
+    """The pool's memory, as operators see it."""
+
+    path: Path
+    nbytes: int
+    populated_bytes: int
+
+
+class ClientIndex(Protocol):
+    """The index that clients read without a call."""
+
+    @property
+    def unlisted(self) -> int:
+        """Entries that are not in the index."""
+
+
+class Status:
+    """The state of one daemon, from its start to its end."""
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        cache: Cache,
+        memory: PopulatedPool,
+        index: ClientIndex | None,
+        streams: SessionStreams,
+    ) -> None:
+        """Without an `index` every entry is unlisted."""
+        self._identity, self._cache, self._memory = identity, cache, memory
+        self._index, self._streams = index, streams
+        self._state = State.STATE_POPULATING
+        self._started_s = time.monotonic()
+
+    def serving(self) -> None:
+        self._state = State.STATE_SERVING
+
+    def stopping(self) -> None:
+        self._state = State.STATE_STOPPING
+
+    def unavailable(self) -> str | None:
+        """Why calls are refused now; None while they are not."""
+        if self._state == State.STATE_SERVING:
+            return None
+        if self._state == State.STATE_STOPPING:
+            return "the daemon is stopping"
+        percent = 100 * self._memory.populated_bytes // self._memory.nbytes
+        return f"the daemon is populating its pool: {percent} %"
+
+    def read(self) -> pb.StatusReply:
+        cache = self._cache
+        return pb.StatusReply(
+            incarnation=self._identity.incarnation,
+            name=self._identity.name,
+            version=self._identity.daemon,
+            contract_version=CONTRACT_VERSION,
+            pid=os.getpid(),
+            state=self._state,
+            uptime_s=time.monotonic() - self._started_s,
+            pools=[self._read_pool(pool) for pool in cache.pools],
+            node=self._identity.node,
+            entries=cache.entries,
+            unlisted=cache.entries if self._index is None else self._index.unlisted,
+            sessions=self._streams.clients,
+            leases=cache.leases,
+            waits=cache.waits,
+            counters=pb.Counters(**vars(cache.counters)),
+        )
+
+    def _read_pool(self, pool: Pool) -> pb.PoolStatus:
+        """The pool's figures; granted memory counts as free."""
+        return pb.PoolStatus(
+            pool=pool.number,
+            kind=pool.kind,
+            path=str(self._memory.path),
+            populated_bytes=self._memory.populated_bytes,
+            pool_bytes=pool.nbytes,
+            used_bytes=pool.used_bytes,
+            granted_bytes=pool.granted_bytes,
+            reserved_bytes=pool.reserved_bytes,
+            leased_bytes=pool.leased_bytes,
+            free_bytes=pool.free_bytes + pool.granted_bytes,
+            largest_free_bytes=pool.largest_free_bytes,
+            fragmentation=pool.fragmentation,
+        )

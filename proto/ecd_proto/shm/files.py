@@ -1,0 +1,73 @@
+"""The files under `/dev/shm/ecd-<name>/`, which the daemon makes and clients open, and their locks.
+
+lock                    the daemon's for its life (flock): one daemon per directory
+<incarnation>.pool      the host pool; extents start and end on granules
+<incarnation>.sessions  one byte per session, locked by the client that owns the session
+<incarnation>.index     where each stored entry lies: written by the daemon, read by clients
+<incarnation>.pins      one page per session (pins, claims), which its client writes
+<incarnation>.puts      the same file under the name that a recovering daemon gives it, so that no
+                        late client opens it
+<incarnation>.bell      the doorbell, a datagram socket: a client sends its page's number there
+
+Every start makes new files and unlinks those of dead daemons. No file is truncated or reused: a
+client that still maps an old pool keeps reading the bytes that were there.
+
+A client's byte lock is an open file description lock (Linux, `fcntl(2)`). The kernel drops the lock
+when the last process that shares the description is gone. A held lock therefore proves that the
+client may still touch the pool, however its stream ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import struct
+from pathlib import Path
+
+LOCK_NAME = "lock"
+POOL_SUFFIX = ".pool"
+SESSIONS_SUFFIX = ".sessions"
+INDEX_SUFFIX = ".index"
+PINS_SUFFIX = ".pins"
+PUTS_SUFFIX = ".puts"
+DOORBELL_SUFFIX = ".bell"
+SUFFIXES = (
+    *(POOL_SUFFIX, SESSIONS_SUFFIX, INDEX_SUFFIX),
+    *(PINS_SUFFIX, PUTS_SUFFIX, DOORBELL_SUFFIX),
+)
+
+GRANULE_BYTES = 4096
+"""Extents start and end on multiples of a granule: a page, so that no two share one."""
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, len, pid
+
+
+def pool_dir(shm_dir: str, name: str) -> Path:
+    """The directory that holds the files of the daemon called `name`."""
+    return Path(shm_dir) / f"ecd-{name}"
+
+
+def granules_bytes(nbytes: int) -> int:
+    """The size of an extent for so many bytes: whole granules, at least one."""
+    return max(1, -(-nbytes // GRANULE_BYTES)) * GRANULE_BYTES
+
+
+def lock_session(fd: int, offset: int) -> None:
+    """Lock a session's byte. Raises BlockingIOError if another description holds the lock."""
+    flock = _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, flock)
+
+
+def is_session_locked(fd: int, offset: int) -> bool:
+    """Whether a client, as seen from another open file description, holds its session's byte."""
+    return _is_locked(fd, offset, 1)
+
+
+def is_any_session_locked(fd: int) -> bool:
+    """Whether any client of the daemon that made this file may still touch the pool."""
+    return _is_locked(fd, 0, 0)  # to the end
+
+
+def _is_locked(fd: int, offset: int, nbytes: int) -> bool:
+    flock = _FLOCK.pack(fcntl.F_WRLCK, 0, offset, nbytes, 0)
+    found: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, flock))[0]
+    return found != fcntl.F_UNLCK

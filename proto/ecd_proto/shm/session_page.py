@@ -1,0 +1,94 @@
+"""A session's page, which its client writes, and its mailbox, which the daemon writes.
+
+The page, in words of 8 bytes: a header, the pins, a ring of entries used last, the claims. The
+mailbox lies in the index file: the session's grant in pieces, then the answer to each claim.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from ecd_proto.shm.files import GRANULE_BYTES
+from ecd_proto.shm.rows import ROW_BYTES
+
+PAGE_BYTES = 5 * 4096
+_WORDS = 4096 // 8
+
+# -- header ----------------------------------------------------------------------------------------
+
+PINS_USED_WORD = 0
+"""The number of pins ever used: the daemon's scan ends there."""
+USES_WORD, USED_BYTES_WORD, MISSES_WORD, DUPLICATES_WORD = 1, 2, 3, 4
+CLAIMS_WORD = 5
+"""The number of claims that are announced: a scan skips the page if it is 0."""
+
+# -- pins ------------------------------------------------------------------------------------------
+
+FIRST_PIN_WORD = 8
+MAX_PINS = _WORDS - FIRST_PIN_WORD
+FIRST_USE_WORD = _WORDS
+RECENT_USES = _WORDS
+"""The length of the ring of recently used entries, which the daemon drains."""
+
+# -- claims ----------------------------------------------------------------------------------------
+
+MAX_CLAIMS = 16
+"""The puts of one session that may be under way without a call."""
+FIRST_CLAIM_WORD = 2 * _WORDS
+CLAIM_WORDS = 8 + ROW_BYTES // 8
+CLAIM_NUMBER, CLAIM_DONE, CLAIM_ROW = 0, 1, 8
+"""Words of a claim: its number (0: none; never used twice), that number again once the bytes are
+written, and a row that describes them. A done claim becomes an entry, unless a call has reserved
+its key: a reader that finds a done claim without an answer finds the entry a moment later."""
+
+# -- the mailbox -----------------------------------------------------------------------------------
+
+MAILBOX_BYTES = 256
+FIRST_GRANT_WORD, FIRST_ANSWER_WORD = 0, 16
+MAX_GRANTS = 16
+"""The pieces of one grant."""
+STORED, DUPLICATE, REFUSED = 1, 2, 3
+DOORBELL = struct.Struct("<I")  # the message that a client sends: the number of its page
+_NUMBERS, _STARTS, _SIZES = 1 << 20, 1 << 28, 1 << 16
+_KEPT = _NUMBERS >> 1
+
+
+class Grant(NamedTuple):
+    """A piece of granted memory, packed into one word, which a reader reads whole."""
+
+    number: int
+    offset: int
+    nbytes: int
+
+
+def pack_grant(grant: Grant) -> int | None:
+    """The grant as a word, or None where the offset or the size is beyond the word's fields."""
+    start, size = grant.offset // GRANULE_BYTES, grant.nbytes // GRANULE_BYTES
+    if start >= _STARTS or size >= _SIZES:
+        return None
+    return (grant.number % _NUMBERS * _STARTS + start) * _SIZES + size
+
+
+def unpack_grant(word: int) -> Grant:
+    rest, size = divmod(word, _SIZES)
+    number, start = divmod(rest, _STARTS)
+    return Grant(number, start * GRANULE_BYTES, size * GRANULE_BYTES)
+
+
+def pack_kept(claim: int, offset: int, nbytes: int) -> int:
+    """The memory that an unanswered claim keeps after its grant was taken back.
+
+    The word stands in the answer's place, for a recovering daemon alone: no client's claim has so
+    large a number that the word could be its answer.
+    """
+    return pack_grant(Grant(claim % _KEPT + _KEPT, offset, nbytes)) or 0
+
+
+def pack_answer(claim: int, outcome: int) -> int:
+    return claim % (1 << 56) << 8 | outcome
+
+
+def answer_to(claim: int, word: int) -> int:
+    """The outcome of the claim; 0 while the daemon has not answered."""
+    return word & 0xFF if word >> 8 == claim % (1 << 56) else 0
