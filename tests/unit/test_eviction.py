@@ -1,0 +1,149 @@
+"""Plans of eviction: the victims they choose, and the ranking that they start from."""
+
+from ecd.core.allocator import Allocator
+from ecd.core.entry import Entry
+from ecd.core.eviction import ANCHORS, MAX_ANCHORS, plan
+from ecd.core.policy import Lru
+from ecd.core.pool import PLANS, Pool
+from ecd.core.types import Content, EntryId, Extent, SessionId
+
+PAGE = 4096
+
+
+class Filled:
+    """A pool laid out as a string: one letter an entry, `.` free; the letters' order is warmth."""
+
+    def __init__(self, layout: str, held: str = "") -> None:
+        self.allocator = Allocator(0, len(layout) * PAGE, PAGE)
+        self.policy = Lru()
+        self.entries: dict[str, Entry] = {}
+        for name in sorted(set(layout) - {"."}, key=layout.index):
+            self._place(name, layout.index(name), layout.count(name))
+        for name in sorted(self.entries):
+            self.policy.admit(self.entries[name])
+            self.entries[name].used_s = float(ord(name))
+        for name in held:
+            self.policy.hold(self.entries[name])
+
+    def _place(self, name: str, start: int, pages: int) -> None:
+        block = self.allocator.allocate_at(Extent(0, start * PAGE, pages * PAGE))
+        assert block is not None
+        content = Content("int8", (pages,), pages * PAGE)
+        entry = Entry(EntryId(ord(name)), "n", name, content, block, SessionId(1))
+        block.owner = self.entries[name] = entry
+
+    def plan(self, pages: int) -> str | None:
+        victims = plan(pages * PAGE, self.allocator, self.policy)
+        return None if victims is None else "".join(sorted(victim.mm_hash for victim in victims))
+
+
+def test_the_coldest_entry_that_is_large_enough_goes() -> None:
+    assert Filled("aabbcc").plan(2) == "a"
+
+
+def test_neighbours_go_together_rather_than_the_coldest_one_by_one() -> None:
+    """In order of warmth a to c would go first, and free nothing in one piece."""
+    filled = Filled("awbxcyde", held="wxy")
+    assert filled.plan(2) == "de"
+    assert Filled("dabc").plan(2) == "ab", "the window grows to the colder side"
+
+
+def test_free_neighbours_count() -> None:
+    assert Filled("a.bbbcc").plan(2) == "a", "one page given up makes two"
+    assert Filled("bbb.a.cc").plan(3) == "a"
+
+
+def test_the_window_that_gives_up_the_fewest_bytes_goes() -> None:
+    """The coldest alone would do, but is larger."""
+    assert Filled("aaaabbcc").plan(2) == "b"
+
+
+def test_held_entries_block_a_window() -> None:
+    assert Filled("abcd", held="b").plan(2) == "cd"
+    assert Filled("abcd", held="bc").plan(2) is None
+    assert Filled("abcd", held="abcd").plan(1) is None
+
+
+def test_a_plan_changes_nothing() -> None:
+    filled = Filled("ab.cd")
+    assert filled.plan(5) == "abcd"
+    assert [entry.mm_hash for entry in filled.policy.coldest()] == list("abcd")
+    assert filled.allocator.used_bytes == 4 * PAGE
+    filled.allocator.check()
+
+
+def test_a_plan_tries_a_bounded_number_of_windows() -> None:
+    """Every second entry is held, but for a pair at the warm end."""
+
+    def among(count: int) -> str | None:
+        names = [chr(0x100 + number) for number in range(2 * count)]
+        return Filled("".join(names), held="".join(names[1 : 2 * count - 2 : 2])).plan(2)
+
+    assert among(ANCHORS + 10) is not None, "nothing cheaper was found: it goes on"
+    assert among(MAX_ANCHORS + 10) is None
+
+
+def test_the_policy_ranks_by_the_end_of_use() -> None:
+    filled = Filled("abcd")
+    policy, entries = filled.policy, filled.entries
+    policy.use(entries["a"])
+    policy.hold(entries["b"])
+    policy.use(entries["b"])
+    assert [entry.mm_hash for entry in policy.coldest()] == ["c", "d", "a"]
+    assert policy.warmth(entries["b"]) is None
+    policy.let_go(entries["b"])
+    policy.remove(entries["c"])
+    policy.remove(entries["c"])
+    assert [entry.mm_hash for entry in policy.coldest()] == ["d", "a", "b"]
+
+
+def pool_with(pages: int) -> tuple[Pool, list[Entry]]:
+    """A full pool of entries of one page, the first coldest."""
+    pool = Pool(0, pages * PAGE, PAGE)
+    entries = []
+    for number in range(pages):
+        block = pool.allocator.allocate(PAGE)
+        assert block is not None
+        content = Content("int8", (1,), PAGE)
+        entry = Entry(EntryId(number), "n", str(number), content, block, SessionId(1))
+        block.owner = entry
+        pool.policy.admit(entry)
+        entries.append(entry)
+    return pool, entries
+
+
+def test_a_pool_plans_anew_for_victims_that_were_pinned_at_the_last_moment() -> None:
+    pool, entries = pool_with(4)
+    evicted = []
+
+    def evict(entry: Entry, reason: str) -> None:
+        """The first is pinned, and keeps its extent."""
+        evicted.append((entry.mm_hash, reason))
+        pool.policy.remove(entry)
+        if entry is not entries[0]:
+            pool.allocator.free(entry.block)
+
+    assert pool.evict_for(PAGE, evict, scan=lambda: True) is not None
+    assert evicted == [("0", "capacity"), ("1", "capacity")]
+
+
+def test_a_pool_gives_up_after_some_plans_or_where_a_scan_goes_on() -> None:
+    for settled, plans in ((True, PLANS), (False, 1)):
+        pool, _ = pool_with(8)
+        evicted: list[Entry] = []
+
+        def evict(entry: Entry, _: str, pool: Pool = pool, to: list[Entry] = evicted) -> None:
+            to.append(entry)
+            pool.policy.remove(entry)
+
+        assert pool.evict_for(PAGE, evict, scan=lambda settled=settled: settled) is None
+        assert len(evicted) == plans
+
+
+def test_a_plan_with_too_many_victims_evicts_nothing() -> None:
+    pool, _ = pool_with(4)
+
+    def evict(entry: Entry, reason: str) -> None:
+        raise AssertionError("nothing may go")
+
+    assert pool.evict_for(2 * PAGE, evict, scan=lambda: True, most=1) is None

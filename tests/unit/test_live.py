@@ -1,0 +1,122 @@
+"""The core on the event loop: what follows an operation happens, whoever made it."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from ecd.core.cache import Cache
+from ecd.core.outcomes import Leased, LimitReached, Missing, Reserved, Waiting, Wakeup
+from ecd.core.pool import Pool
+from ecd.core.types import Content, Key, LeaseId, SessionId
+from ecd.live import LiveCache
+
+POOL_BYTES = 1 << 20
+KEY, CONTENT = Key("n", "k"), Content("uint8", (4096,), 4096)
+
+
+class Told:
+    """A session's owner."""
+
+    def __init__(self, live: LiveCache) -> None:
+        session = live.open_session()
+        assert not isinstance(session, LimitReached)
+        self.session = session
+        self.waits: list[Wakeup] = []
+        self.leases: list[LeaseId] = []
+        live.subscribe(session, self)
+
+    def wait_ended(self, wakeup: Wakeup) -> None:
+        self.waits.append(wakeup)
+
+    def leases_ended(self, session: SessionId, leases: Sequence[LeaseId]) -> None:
+        self.leases += leases
+
+
+async def store(live: LiveCache, session: SessionId, key: Key = KEY) -> None:
+    pace = await live.begin()
+    async with live.reserving(session, pace, 1.0) as reserve:
+        reserved = await reserve(key, CONTENT)
+    assert isinstance(reserved, Reserved)
+    live.commit(session, reserved.entry)
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    started_s = time.monotonic()
+    while not is_so():
+        await asyncio.sleep(0.001)
+        assert time.monotonic() - started_s < 5.0
+
+
+def run(act: Callable[[LiveCache], Awaitable[None]]) -> None:
+    async def on_loop() -> None:
+        live = LiveCache(Cache([Pool(0, POOL_BYTES, 4096)], lease_ttl_s=0.05))
+        await act(live)
+        live.cache.check()
+
+    asyncio.run(on_loop())
+
+
+def test_a_commit_tells_who_waited_and_its_lease_runs_out() -> None:
+    async def act(live: LiveCache) -> None:
+        writer, reader = Told(live), Told(live)
+        assert isinstance(live.acquire(reader.session, KEY, wait_s=60.0), Waiting)
+        await store(live, writer.session)
+        await until(lambda: reader.waits)
+        [ended] = reader.waits
+        assert isinstance(ended.outcome, Leased)
+        await until(lambda: reader.leases)
+        assert reader.leases == [ended.outcome.lease]
+        assert live.cache.leases == 0
+
+    run(act)
+
+
+def test_a_wait_ends_with_its_time_and_when_it_is_cancelled() -> None:
+    async def act(live: LiveCache) -> None:
+        reader = Told(live)
+        late = live.acquire(reader.session, KEY, wait_s=0.02)
+        cancelled = live.acquire(reader.session, KEY, wait_s=60.0)
+        assert isinstance(late, Waiting)
+        assert isinstance(cancelled, Waiting)
+        live.cancel_wait(reader.session, cancelled.ticket)
+        await until(lambda: len(reader.waits) == 2)
+        assert [each.ticket for each in reader.waits] == [cancelled.ticket, late.ticket]
+        assert all(isinstance(each.outcome, Missing) for each in reader.waits)
+
+    run(act)
+
+
+def test_a_session_that_has_left_is_told_nothing() -> None:
+    async def act(live: LiveCache) -> None:
+        writer, reader = Told(live), Told(live)
+        assert isinstance(live.acquire(reader.session, KEY, wait_s=60.0), Waiting)
+        live.leave_session(reader.session)
+        live.close_session(reader.session)
+        await store(live, writer.session)
+        await until(lambda: live.cache.sessions == 1)
+        assert not reader.waits
+
+    run(act)
+
+
+def test_changes_are_collected_from_when_they_are_noted() -> None:
+    async def act(live: LiveCache) -> None:
+        writer, later = Told(live), Key("n", "later")
+        await store(live, writer.session)
+        live.note_changes()
+        await store(live, writer.session, later)
+        assert await live.changes() == {later: True}
+
+    run(act)
+
+
+def test_a_pool_that_gets_full_is_trimmed() -> None:
+    async def act(live: LiveCache) -> None:
+        writer = Told(live)
+        for number in range(256):
+            await store(live, writer.session, Key("n", str(number)))
+        [pool] = live.cache.pools
+        await until(lambda: pool.used_bytes <= pool.limits.low_watermark * POOL_BYTES)
+        assert live.cache.counters.evictions["capacity"] == 0
+
+    run(act)
