@@ -28,6 +28,8 @@ STORED = 64
 """Items that are there; a round takes the next ones."""
 TOKENS, WIDTH = 64, 128
 NAMESPACE = "connector"
+PIXELS = {"pixel_values": SimpleNamespace(data=b"")}
+"""The media of an item, which no call reads."""
 Request = Any
 
 
@@ -37,7 +39,11 @@ def request_of(number: int, identifiers: list[str]) -> Request:
         position = SimpleNamespace(
             offset=index * TOKENS, length=TOKENS, get_num_embeds=lambda: TOKENS
         )
-        features.append(SimpleNamespace(identifier=identifier, mm_position=position))
+        features.append(
+            SimpleNamespace(
+                identifier=identifier, modality="image", data=PIXELS, mm_position=position
+            )
+        )
     return SimpleNamespace(
         request_id=f"request-{number}",
         mm_features=features,
@@ -67,7 +73,14 @@ def connector_of(name: str, place: str) -> Any:
             ec_role="ec_consumer",
             ec_connector_extra_config=extra,
         ),
-        model_config=None,
+        model_config=SimpleNamespace(
+            is_encoder_decoder=False,
+            dtype="torch.float32",
+            multimodal_config=SimpleNamespace(mm_processor_cache_gb=4, video_pruning_rate=None),
+            hf_config=SimpleNamespace(),
+            get_inputs_embeds_size=lambda: WIDTH,
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
         lora_config=None,
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
@@ -84,7 +97,7 @@ def steps(connector: Any, request: Request, hit: bool) -> tuple[float, float]:
     for index, feature in enumerate(request.mm_features):
         assert connector.has_cache_item(feature.identifier) == hit
         connector.update_state_after_alloc(request, index)
-    metadata = connector.build_connector_meta(None)
+    metadata = connector.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=1))
     scheduled_s = time.perf_counter()
     if hasattr(metadata, "loads"):  # ecd's: its leases end when the only rank reports them
         done = {f"0/{load.id}" for load in metadata.loads}

@@ -26,7 +26,9 @@ from rich.console import Console
 from ecd.cluster.directory import StaticDirectory
 from ecd.cluster.peers import Peers
 from ecd.cluster.redis_directory import RedisDirectory
-from ecd.core.types import EntryId, Extent, Key
+from ecd.config import Config
+from ecd.core.types import EntryId, EntryInfo, Extent, Key
+from ecd.identity import NodeIdentity
 from ecd_proto.contract import Hint
 
 PORT = 16399
@@ -42,12 +44,24 @@ def keys(count: int, first: int = 0) -> list[Key]:
     ]
 
 
-def no_page(after: EntryId, limit: int) -> tuple[list[Key], EntryId | None]:
-    return [], None
+class Stored:
+    """A node's cache: all keys at a place whose numbers are of usual length."""
+
+    leases = 0
+
+    def page(self, after: EntryId, limit: int) -> tuple[list[EntryInfo], EntryId | None]:
+        return [], None
+
+    def extent(self, key: Key) -> Extent:
+        return Extent(0, 3 << 30, 10 << 20)
 
 
-def extent(key: Key) -> Extent:
-    return Extent(0, 3 << 30, 10 << 20)
+def config(number: int, **settings: str) -> Config:
+    return Config(peer_address=f"10.0.0.{number}:1", peer_token=TOKEN, cluster="bench", **settings)
+
+
+def identity(number: int) -> NodeIdentity:
+    return NodeIdentity("bench", f"{number:032x}", "bench", f"10.0.0.{number}:1")
 
 
 async def timed_us(action: Callable[[], Awaitable[object]], times: int = 300) -> float:
@@ -68,8 +82,7 @@ async def measure_redis(rows: Rows) -> None:
     redis = Redis(port=PORT)
     url = f"redis://127.0.0.1:{PORT}/0"
     asking, holding = (
-        RedisDirectory(url, "bench", f"10.0.0.{n}:1", f"{n:032x}", "", lambda: 0, no_page, extent)
-        for n in range(2)
+        RedisDirectory(config(n, directory=url), identity(n), Stored()) for n in range(2)
     )
     running = [asyncio.ensure_future(node.run()) for node in (asking, holding)]
     await asyncio.sleep(0.5)
@@ -117,7 +130,7 @@ async def measure_links(rows: Rows, address: str, pid: int) -> None:
         return sum(daemon.cpu_times()[:2])
 
     before_bytes = daemon.memory_info().rss
-    askers = [Peers(f"10.0.0.{n}:1", "bench", "tcp", TOKEN, None) for n in range(LINKS)]
+    askers = [Peers(config(n), identity(n), None) for n in range(LINKS)]
     for asker in askers:
         await asker.link(address)
     link_kib = (daemon.memory_info().rss - before_bytes) / LINKS / 1024

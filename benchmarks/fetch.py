@@ -55,9 +55,9 @@ Way = Callable[[int, int], float]
 
 def start_engine(host: str, ports: str) -> Any:
     """With the variables that ecd sets."""
-    from ecd.cluster.engine import start_transfer_engine
+    from ecd.cluster.engine import EngineSettings, start_transfer_engine
 
-    return start_transfer_engine(host, "tcp", "", ports, {})
+    return start_transfer_engine(EngineSettings(host, "tcp", ports))
 
 
 def serve_bare(pipe: Connection) -> None:

@@ -21,12 +21,14 @@ import typer
 from common import end_daemon, machine, markdown, show, start_daemon, timed_us
 from rich.console import Console
 
-from ecd.core.allocator import GRANULE_BYTES
 from ecd.core.cache import Cache
-from ecd.core.types import Content, Key, Leased, LimitReached, Limits, Reserved, SessionId
+from ecd.core.outcomes import Leased, LimitReached, Reserved
+from ecd.core.pool import Pool
+from ecd.core.types import Content, Key, PoolLimits, SessionId
 from ecd_client import Client
 from ecd_client.calls import call, open_channel
 from ecd_proto.mapping import Mapping
+from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
@@ -49,8 +51,8 @@ def content(granules: int) -> Content:
 def filled(count: int, chance: random.Random) -> tuple[Cache, SessionId]:
     """A cache of `count` entries of 1 to 16 granules, the pool full to the last few."""
     sizes = [chance.randint(1, 16) for _ in range(count)]
-    limits = Limits(high_watermark=1.0, low_watermark=1.0)
-    cache = Cache((sum(sizes) + 64) * GRANULE_BYTES, lease_ttl_s=30.0, limits=limits)
+    limits = PoolLimits(high_watermark=1.0, low_watermark=1.0)
+    cache = Cache([Pool(0, (sum(sizes) + 64) * GRANULE_BYTES, GRANULE_BYTES, limits=limits)])
     session = cache.open_session()
     assert not isinstance(session, LimitReached)
     for index, granules in enumerate(sizes):

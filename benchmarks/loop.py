@@ -17,8 +17,8 @@ import selectors
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -27,34 +27,44 @@ import typer
 from common import MIB, machine, markdown, show
 from rich.console import Console
 
+from ecd.cluster.cluster import Cluster, PoolMemory
+from ecd.config import Config
 from ecd.core.cache import Cache
-from ecd.core.types import Content, EntryId, Key, LimitReached, MakingRoom, Reserved, SessionId
-from ecd.memory.mapped_index import MappedIndex
+from ecd.core.outcomes import Leased, LimitReached, MakingRoom, Reserved
+from ecd.core.pool import Pool
+from ecd.core.types import Answer, Content, EntryId, Extent, Key, SessionId
+from ecd.identity import NodeIdentity
+from ecd.memory.checksums import Checksums
 from ecd.memory.pool_dir import PoolDir
-from ecd.rpc.cache_service import CacheService, NoOtherNodes
-from ecd.rpc.puts import Bell, Puts
-from ecd.rpc.sessions import Sessions, Stream
+from ecd.memory.shared_index import SharedIndex
+from ecd.node import Node as CacheNode
+from ecd.node import SharedBoard, live_cache
+from ecd.rpc.cache_service import Monitor
+from ecd.rpc.inbound_link import InboundLink
+from ecd.rpc.origins import NoOtherNodes, NothingToRecover
+from ecd.rpc.puts import Doorbell
+from ecd.rpc.sessions import Stream
 from ecd_proto.contract import MAX_BATCH
-from ecd_proto.shm import (
-    BELL,
+from ecd_proto.mapping import Mapping
+from ecd_proto.shm.files import GRANULE_BYTES
+from ecd_proto.shm.rows import ROW_BYTES, Row, key_record, pack_row
+from ecd_proto.shm.session_page import (
+    CLAIM_DONE,
+    CLAIM_NUMBER,
+    CLAIM_ROW,
+    CLAIM_WORDS,
+    CLAIMS_WORD,
+    DOORBELL,
+    FIRST_CLAIM_WORD,
     FIRST_GRANT_WORD,
     FIRST_PIN_WORD,
-    FIRST_PUT_WORD,
+    MAX_CLAIMS,
     MAX_PINS,
-    MAX_PUTS,
     PINS_USED_WORD,
-    PUT_DONE,
-    PUT_NUMBER,
-    PUT_ROW,
-    PUT_WORDS,
-    PUTS_WORD,
-    ROW_BYTES,
-    Row,
-    key_record,
-    pack_row,
     unpack_grant,
 )
 from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import peer_pb2 as peer_pb
 
 LIMIT_S = 0.005
 KIB = 1 << 10
@@ -93,38 +103,38 @@ class Node:
     def __init__(self, directory: Path, sessions: int, pool_bytes: int, selector: Selector) -> None:
         self.watching = selector.watching
         place = PoolDir(str(directory), "bench")
-        self.index = MappedIndex(place, "bench", pool_bytes, sessions + 8)
-        self.cache = Cache(pool_bytes, clients=self.index)
-        self.locked: set[int] = set()
-        self.sessions = Sessions(self.cache, self, "bench", "bench", "", time.monotonic)
-        self.others = NoOtherNodes(lambda: None)
-        self.service = CacheService(
-            self.cache, self.sessions, self.others, "bench", time.monotonic, pb.StatusReply, _ignore
+        self.index = SharedIndex(place, "bench", pool_bytes, sessions + 8)
+        self.cache = Cache([Pool(0, pool_bytes, GRANULE_BYTES)], board=self.index)
+        self.doorbell = Doorbell(directory / "bell")
+        board, identity = (
+            SharedBoard(self.index, self.doorbell),
+            NodeIdentity("bench", "bench", "bench"),
         )
-        self.bell = Bell(directory / "bell")
-        self.puts = Puts(
-            self.cache, self.index, self.sessions, self.bell, self.service.trim_soon, _ignore
-        )
-        self.sessions.puts, self.service.grant = self.puts, self.puts.grant
+        self.live = live_cache(self.cache, board, _ignore)
+        node = CacheNode(self.live, self, identity)
+        self.streams, self.intake = node.streams, self.live._intake
+        monitor = Monitor(pb.StatusReply, _ignore)
+        self.service = node.service(NoOtherNodes(), NothingToRecover(), monitor)
+        self.opened: dict[SessionId, Stream] = {}
         self.clients = [self.open() for _ in range(sessions)]
 
     def open(self) -> SessionId:
-        session = self.cache.open_session()
-        assert not isinstance(session, LimitReached)
-        self.index.open_page(session)
-        stream = Stream(session, str(session), "bench", attached=True)
-        self.sessions._by_token[stream.token] = self.sessions._by_session[session] = stream
-        return session
+        stream = self.streams.open("bench")
+        assert isinstance(stream, Stream)
+        stream.attached = True
+        self.index.open_page(stream.session)
+        self.opened[stream.session] = stream
+        return stream.session
 
     async def call(self, name: str, request: Any) -> Any:
         """A call's handler, watched from when its request is there."""
         if "session" in request.DESCRIPTOR.fields_by_name:
-            request.session = str(self.clients[0])
+            request.session = self.opened[self.clients[0]].token
         with self.watching():
             return await getattr(self.service, name)(request, None)
 
     def is_session_locked(self, offset: int) -> bool:
-        return offset in self.locked
+        return False
 
     def words(self, session: SessionId) -> memoryview:
         return self.index._pages[session]._words
@@ -138,7 +148,7 @@ class Node:
                 break
         assert isinstance(reserved, Reserved), reserved
         self.cache.commit(session, reserved.entry, time.monotonic())
-        info = self.cache.look(Key("n", key))
+        info = self.cache.info(Key("n", key))
         assert info is not None
         return info.entry
 
@@ -148,11 +158,11 @@ class Node:
         assert number is not None
         record = key_record(number, key)
         assert record is not None
-        words, at = self.words(session), FIRST_PUT_WORD + place * PUT_WORDS
+        words, at = self.words(session), FIRST_CLAIM_WORD + place * CLAIM_WORDS
         row = pack_row(record, Row(1, 0, offset, nbytes, "uint8", (nbytes,), b"", 0.0, False), 0)
-        words[at + PUT_ROW : at + PUT_ROW + ROW_BYTES // 8] = memoryview(row).cast("Q")
-        words[PUTS_WORD] += 1
-        words[at + PUT_NUMBER] = 1
+        words[at + CLAIM_ROW : at + CLAIM_ROW + ROW_BYTES // 8] = memoryview(row).cast("Q")
+        words[CLAIMS_WORD] += 1
+        words[at + CLAIM_NUMBER] = 1
 
     def close(self) -> None:
         self.index.close()
@@ -174,10 +184,13 @@ def garbage(node: Node) -> None:
     for session in node.clients:
         words = node.words(session)
         words[PINS_USED_WORD] = MAX_PINS
-        for first, count in ((FIRST_PIN_WORD, MAX_PINS), (FIRST_PUT_WORD, MAX_PUTS * PUT_WORDS)):
+        for first, count in (
+            (FIRST_PIN_WORD, MAX_PINS),
+            (FIRST_CLAIM_WORD, MAX_CLAIMS * CLAIM_WORDS),
+        ):
             data = memoryview(random.randbytes(8 * count)).cast("Q")
             words[first : first + count] = data
-        words[PUTS_WORD] = MAX_PUTS
+        words[CLAIMS_WORD] = MAX_CLAIMS
 
 
 def many_pins(node: Node) -> None:
@@ -194,7 +207,7 @@ def a_full_pool(node: Node) -> None:
     """Garbage in all pages, and no memory that is free: every reservation evicts."""
     garbage(node)
     number = 0
-    while node.cache.allocator.free_bytes >= 8 * KIB:
+    while node.cache.pools[0].free_bytes >= 8 * KIB:
         node.store(f"filler-{number}", 4 * KIB)
         number += 1
 
@@ -212,7 +225,7 @@ def reserve_request(node: Node, nbytes: int = 4 * KIB) -> pb.ReserveRequest:
     first = random.randrange(1 << 40)
     keys = (pb.Key(namespace="n", mm_hash=f"{first + n:064x}") for n in range(MAX_BATCH))
     items = [pb.ReserveItem(key=key, content=content) for key in keys]
-    return pb.ReserveRequest(session=str(node.clients[0]), items=items)
+    return pb.ReserveRequest(items=items)
 
 
 async def reserve(node: Node) -> list[int]:
@@ -247,7 +260,7 @@ async def miss(node: Node) -> None:
 
 def looked_at(node: Node) -> None:
     garbage(node)
-    while not node.cache.look_at_readers(0.0):
+    while not node.cache.scan(0.0):
         pass
 
 
@@ -258,17 +271,17 @@ async def evict(node: Node) -> None:
 async def look(node: Node) -> None:
     """As four times a second."""
     with node.watching():
-        settled = node.cache.look_at_readers(time.monotonic())
+        settled = node.cache.scan(time.monotonic())
         while not settled:
             await asyncio.sleep(0)
-            settled = node.cache.look_at_pins()
+            settled = node.cache.scan_pins()
 
 
 async def close_sessions(node: Node) -> None:
     """Up to a hundred streams end in one turn each, their processes gone."""
     with node.watching():
         for session in node.clients[-100:-1]:
-            node.sessions._end(node.sessions._by_session[session])
+            node.streams.end(node.opened[session])
             await asyncio.sleep(0)
     await look(node)
 
@@ -278,28 +291,28 @@ async def puts_at_once(node: Node) -> None:
     pages: list[int] = []
     left = PUTS_AT_ONCE
     for session in node.clients:
-        node.puts.grant(session, MIB)
+        node.intake.grant(session, MIB, time.monotonic())
         page = node.index._pages[session]
         place = 0
-        for word in page._desk[FIRST_GRANT_WORD : FIRST_GRANT_WORD + 16].tolist():
+        for word in page._mailbox[FIRST_GRANT_WORD : FIRST_GRANT_WORD + 16].tolist():
             grant = unpack_grant(word)
             for offset in range(grant.offset, grant.offset + grant.nbytes - MIB + 1, MIB):
-                if left and place < MAX_PUTS:
+                if left and place < MAX_CLAIMS:
                     node.claim(session, place, f"put-{session}-{place}", MIB, offset)
-                    at = FIRST_PUT_WORD + place * PUT_WORDS
-                    node.words(session)[at + PUT_DONE] = 1
+                    at = FIRST_CLAIM_WORD + place * CLAIM_WORDS
+                    node.words(session)[at + CLAIM_DONE] = 1
                     place, left = place + 1, left - 1
         if place:
             pages.append(page.number)
-    node.puts.listen()
+    node.intake.listen(node.live.drain)
     await asyncio.sleep(0)
-    node.puts._rung |= dict.fromkeys(pages)  # beyond what the bell's queue holds
+    node.intake._rung |= dict.fromkeys(pages)  # beyond what the doorbell's queue holds
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bell:
-        bell.connect(str(node.bell.path))
-        bell.send(BELL.pack(pages[0]))
+        bell.connect(str(node.doorbell.path))
+        bell.send(DOORBELL.pack(pages[0]))
         before = node.cache.counters.puts
         with node.watching():
-            await node.puts.catch_up()
+            await node.live.begin()
     assert node.cache.counters.puts - before == PUTS_AT_ONCE - left
 
 
@@ -310,10 +323,9 @@ async def end_a_rich_session(node: Node) -> None:
     for _ in range(node.cache.limits.leases_per_session):
         node.cache.acquire(session, Key("n", "leased"), time.monotonic())
     with node.watching():
-        node.sessions._end(node.sessions._by_session[session])
-        while node.sessions._closing:
+        node.streams.end(node.opened[session])
+        while node.cache.leases:
             await asyncio.sleep(0)
-    assert node.cache.leases == 0
 
 
 async def wake(node: Node) -> None:
@@ -322,11 +334,113 @@ async def wake(node: Node) -> None:
     reserved = node.cache.reserve(node.clients[0], key, content, time.monotonic())
     assert isinstance(reserved, Reserved)
     for session in node.clients:
-        node.cache.acquire(session, key, time.monotonic(), 5.0, to_pin=True)
+        node.cache.acquire(session, key, time.monotonic(), 5.0, answer=Answer.PIN)
     await node.call("Commit", pb.CommitRequest(reservations=[reserved.entry]))
     with node.watching():
-        while node.sessions._woken:
+        while any(node.opened[session].outbox.empty() for session in node.clients):
             await asyncio.sleep(0)
+
+
+class PoolOfZeros:
+    """The pool as peers read it: nothing is hashed, nothing fetched."""
+
+    def is_speculative(self, key: Key) -> bool:
+        return False
+
+    def address_of(self, extent: Extent) -> int:
+        return extent.offset
+
+    def checksum_of(self, leased: Leased) -> int:
+        return 1
+
+
+def a_thousand_keys(node: Node) -> None:
+    """Stored, every other one of those that peers ask for; a put under way in each session."""
+    one_claim_each(node)
+    for number in range(0, MAX_BATCH, 2):
+        node.store(f"k{number}", KIB)
+
+
+def asked_keys() -> list[pb.Key]:
+    return [pb.Key(namespace="n", mm_hash=f"k{number}") for number in range(MAX_BATCH)]
+
+
+async def ask_as_a_peer(node: Node, request: peer_pb.LinkRequest) -> InboundLink:
+    """Watched from when the request is there to when all of it is answered."""
+    session = node.live.open_session()
+    assert not isinstance(session, LimitReached)
+    link = InboundLink(node.live, PoolOfZeros(), session, "127.0.0.1:1")  # type: ignore[arg-type]
+    with node.watching():
+        await link.take(request)
+    return link
+
+
+async def find_keys(node: Node) -> None:
+    find = peer_pb.FindKeys(ticket=1, keys=asked_keys())
+    link = await ask_as_a_peer(node, peer_pb.LinkRequest(find=find))
+    reply = link.outbox.get_nowait()
+    assert reply is not None
+    assert sum(reply.found.found) == MAX_BATCH // 2
+
+
+async def lease_keys(node: Node) -> None:
+    keys = [
+        peer_pb.LeaseKey(ticket=ticket, key=key, wait_s=1.0)
+        for ticket, key in enumerate(asked_keys(), 1)
+    ]
+    lease = peer_pb.LeaseKeys(keys=keys)
+    link = await ask_as_a_peer(node, peer_pb.LinkRequest(lease=lease))
+    replies = [link.outbox.get_nowait() for _ in range(link.outbox.qsize())]
+    outcomes = [each for reply in replies if reply for each in reply.leases.outcomes]
+    assert len(outcomes) == MAX_BATCH
+    assert sum(each.HasField("leased") for each in outcomes) == MAX_BATCH // 2
+
+
+@asynccontextmanager
+async def a_cluster(node: Node) -> AsyncIterator[Cluster]:
+    """The node among others that do not answer, its memory in this process alone."""
+    config = Config(
+        peer_address="127.0.88.1:9465",
+        peer_token="the token of a benchmark",
+        hint_networks="127.0.0.0/8",
+    )
+    memory = Mapping.of_memory(64 * MIB)
+    checksums = Checksums(node.live, memory)
+    identity = NodeIdentity("bench", "a" * 32, "bench", "127.0.88.1:9465")
+    pool = PoolMemory(memory, memory, checksums)
+    cluster = Cluster(config, node.live, pool, identity, lambda *_: None)
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
+        checksums.close()
+
+
+async def offer(node: Node) -> None:
+    """Of MAX_BATCH keys to one node, half of them stored here."""
+    keys = [Key(key.namespace, key.mm_hash) for key in asked_keys()]
+    async with a_cluster(node) as cluster:
+        with node.watching():
+            cluster.offer(keys, ["127.0.77.1:1"])
+            for _ in range(4):
+                await asyncio.sleep(0)
+
+
+async def publish(node: Node) -> None:
+    """MAX_BATCH entries that are hashed on the loop, changed in one moment."""
+    async with a_cluster(node) as cluster:
+        session, names = node.clients[0], [f"published-{number}" for number in range(MAX_BATCH)]
+        content = Content("uint8", (KIB,), KIB)
+        for name in names:
+            reserved = node.cache.reserve(session, Key("n", name), content, time.monotonic())
+            assert isinstance(reserved, Reserved)
+            node.live.commit(session, reserved.entry)
+        publishing = asyncio.ensure_future(cluster._publish())
+        last = Key("n", names[-1])
+        with node.watching():
+            while (info := node.cache.info(last)) is None or info.checksum is None:
+                await asyncio.sleep(0)
+        publishing.cancel()
 
 
 CASES: tuple[tuple[str, int, Callable[[Node], None], Callable[[Node], Awaitable[object]]], ...] = (
@@ -343,6 +457,15 @@ CASES: tuple[tuple[str, int, Callable[[Node], None], Callable[[Node], Awaitable[
     ("a session of 65,536 leases ends", 64, nothing, end_a_rich_session),
     ("every session waits for one key", 64, nothing, wake),
     ("256 puts of 1 MiB rung at once", 4096, nothing, puts_at_once),
+    (
+        "a peer looks for 1,024 keys, a put under way in each session",
+        64,
+        a_thousand_keys,
+        find_keys,
+    ),
+    ("a peer leases 1,024 keys, a put under way in each session", 64, a_thousand_keys, lease_keys),
+    ("1,024 keys offered to a node", 64, a_thousand_keys, offer),
+    ("1,024 changes hashed and published", 64, nothing, publish),
 )
 
 
