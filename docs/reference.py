@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md, docs/metrics.md and docs/runbook.md from the code and the rules.
+"""Writes the generated pages and pictures of docs/ from the code, the alerts and docs/pictures/.
 
 python docs/reference.py [--check]
 """
@@ -10,32 +10,34 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
+from pictures import pictures
 from pydantic.fields import FieldInfo
 
 from ecd.config import ENV_PREFIX, RELOADABLE, Config
-from ecd.core.cache import Cache
+from ecd.core.counters import Counters
 from ecd.metrics import Metrics
 from ecd_proto.v1 import cache_pb2 as pb
 
 DOCS = Path(__file__).parent
 CONFIGURATION = """# Settings
 
-`ecd config` prints the effective ones, and where each came from. Flags (`--lease-ttl-s`) come
-before variables, those before the TOML file of `--config`, that before the defaults. Those marked
-with R are taken over by a running daemon on SIGHUP, if it has such a file.
+`ecd config` prints the effective settings, and where each came from. A flag (`--lease-ttl-s`) wins
+over a variable, a variable over the TOML file of `--config`, the file over the default.
+
+R: a running daemon takes the setting over on SIGHUP, if it was started with a file.
 
 """
 METRICS = """# Metrics
 
-On `metrics_address`, for Prometheus. Those about peers, fetches and the directory are there once
-the daemon has a `peer_address`.
+On `metrics_address`, for Prometheus. Metrics of peers, fetches and the directory exist once the
+daemon has a `peer_address`.
 
 """
 RULES = DOCS.parent / "deploy" / "prometheus" / "ecd.rules.yml"
 RUNBOOK = """# Runbook
 
-The alerts of `deploy/prometheus/ecd.rules.yml`, and what to do. None of them means wrong bytes or
-an engine that is down: without ecd an engine encodes for itself.
+The alerts of `deploy/prometheus/ecd.rules.yml`, and what to do. No alert means wrong bytes or an
+engine that is down: without ecd an engine encodes for itself.
 
 """
 DEFAULTS = {"address": "`unix:///run/ecd/ecd.sock` for root, else in `$XDG_RUNTIME_DIR`"}
@@ -73,7 +75,10 @@ def configuration() -> str:
 
 
 def metrics() -> str:
-    registry = Metrics(Cache(1 << 20), lambda: 0, lambda: 0, "0")
+    registry = Metrics("0")
+    counters = pb.Counters(**vars(Counters()))
+    pools = [pb.PoolStatus(kind="host")]
+    registry.watch_core(lambda: pb.StatusReply(counters=counters, pools=pools))
     registry.observe_call("Get", 0.0)
     reply = pb.PeersReply(fetches={"fetched": 1}, peers=[pb.PeerStatus(node="a:1")])
     registry.watch_peers(lambda: reply, lambda: (0, 0), set)
@@ -105,6 +110,7 @@ def main() -> None:
         "configuration.md": configuration(),
         "metrics.md": metrics(),
         "runbook.md": runbook(),
+        **pictures(),
     }
     stale = []
     for name, text in pages.items():
@@ -114,7 +120,7 @@ def main() -> None:
             if "--check" not in sys.argv:
                 file.write_text(text)
     if stale and "--check" in sys.argv:
-        sys.exit(f"{', '.join(stale)}: not what the code says. Run make docs")
+        sys.exit(f"{', '.join(stale)}: stale. Run make docs")
 
 
 if __name__ == "__main__":
