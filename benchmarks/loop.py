@@ -47,7 +47,7 @@ from ecd.rpc.sessions import Stream
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm.files import GRANULE_BYTES
-from ecd_proto.shm.rows import ROW_BYTES, Row, key_record, pack_row
+from ecd_proto.shm.rows import Row, key_record, pack_row
 from ecd_proto.shm.session_page import (
     CLAIM_DONE,
     CLAIM_NUMBER,
@@ -61,6 +61,7 @@ from ecd_proto.shm.session_page import (
     MAX_CLAIMS,
     MAX_PINS,
     PINS_USED_WORD,
+    claim_at,
     unpack_grant,
 )
 from ecd_proto.v1 import cache_pb2 as pb
@@ -158,9 +159,9 @@ class Node:
         assert number is not None
         record = key_record(number, key)
         assert record is not None
-        words, at = self.words(session), FIRST_CLAIM_WORD + place * CLAIM_WORDS
+        words, at = self.words(session), claim_at(place)
         row = pack_row(record, Row(1, 0, offset, nbytes, "uint8", (nbytes,), b"", 0.0, False), 0)
-        words[at + CLAIM_ROW : at + CLAIM_ROW + ROW_BYTES // 8] = memoryview(row).cast("Q")
+        words[at + CLAIM_ROW : at + CLAIM_WORDS] = memoryview(row).cast("Q")
         words[CLAIMS_WORD] += 1
         words[at + CLAIM_NUMBER] = 1
 
@@ -299,7 +300,7 @@ async def puts_at_once(node: Node) -> None:
             for offset in range(grant.offset, grant.offset + grant.nbytes - MIB + 1, MIB):
                 if left and place < MAX_CLAIMS:
                     node.claim(session, place, f"put-{session}-{place}", MIB, offset)
-                    at = FIRST_CLAIM_WORD + place * CLAIM_WORDS
+                    at = claim_at(place)
                     node.words(session)[at + CLAIM_DONE] = 1
                     place, left = place + 1, left - 1
         if place:

@@ -10,26 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ecd_proto.shm.barriers import barrier
-from ecd_proto.shm.rows import ROW_BYTES, row_entry, row_is_whole, unpack_key
+from ecd_proto.shm.rows import row_entry, row_is_whole, unpack_key
 from ecd_proto.shm.session_page import (
     CLAIM_NUMBER,
     CLAIM_ROW,
     CLAIM_WORDS,
     CLAIMS_WORD,
     FIRST_ANSWER_WORD,
-    FIRST_CLAIM_WORD,
-    MAILBOX_BYTES,
+    MAILBOX_WORDS,
     MAX_CLAIMS,
-    PAGE_BYTES,
+    PAGE_WORDS,
     answer_to,
+    claim_at,
 )
 
 CLAIMS_AT_A_TIME = 256
 """Rows read in one step of a scan: each takes some 2 us."""
 NUMBERS_FOR_A_CLAIM = 16
 """Numbers read in the time of one row, at least."""
-_PAGE_WORDS, _MAILBOX_WORDS = PAGE_BYTES // 8, MAILBOX_BYTES // 8
-_FIRST_NUMBER = FIRST_CLAIM_WORD + CLAIM_NUMBER
 
 Claimed = tuple[int, str]
 """A namespace's number, and an mm_hash."""
@@ -53,13 +51,13 @@ class Claims:
         """
         barrier()
         cost = 0
-        end = pages * _PAGE_WORDS
-        if not self._open and not any(self._pages[CLAIMS_WORD:end:_PAGE_WORDS].tolist()):
+        end = pages * PAGE_WORDS
+        if not self._open and not any(self._pages[CLAIMS_WORD:end:PAGE_WORDS].tolist()):
             return
         for place in range(MAX_CLAIMS):
             known = self._numbers[place]
-            first = _FIRST_NUMBER + place * CLAIM_WORDS
-            numbers = self._pages[first:end:_PAGE_WORDS].tolist()
+            first = claim_at(place) + CLAIM_NUMBER
+            numbers = self._pages[first:end:PAGE_WORDS].tolist()
             cost += pages // NUMBERS_FOR_A_CLAIM
             if numbers == known[:pages]:
                 continue
@@ -85,9 +83,9 @@ class Claims:
         """Read one row, with its present number: another scan may have read it meanwhile."""
         slot = page * MAX_CLAIMS + place
         self._drop(slot)
-        at = page * _PAGE_WORDS + FIRST_CLAIM_WORD + place * CLAIM_WORDS
+        at = page * PAGE_WORDS + claim_at(place)
         number = self._pages[at + CLAIM_NUMBER]
-        row = self._pages[at + CLAIM_ROW : at + CLAIM_ROW + ROW_BYTES // 8].tobytes()
+        row = self._pages[at + CLAIM_ROW : at + CLAIM_WORDS].tobytes()
         if not row_is_whole(row) or row_entry(row) != number:
             number = 0  # not whole yet: the next scan reads it again
         self._numbers[place][page] = number
@@ -110,5 +108,5 @@ class Claims:
 
     def _is_unanswered(self, slot: int) -> bool:
         page, place = divmod(slot, MAX_CLAIMS)
-        answer = self._mailboxes[page * _MAILBOX_WORDS + FIRST_ANSWER_WORD + place]
+        answer = self._mailboxes[page * MAILBOX_WORDS + FIRST_ANSWER_WORD + place]
         return not answer_to(self._numbers[place][page], answer)

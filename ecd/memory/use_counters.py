@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ecd.core.board import Uses
 from ecd.memory.session_page import SessionPage
-from ecd_proto.shm.session_page import DUPLICATES_WORD, PAGE_BYTES, USES_WORD
+from ecd_proto.shm.session_page import DUPLICATES_WORD, PAGE_WORDS, USES_WORD
 
 MAX_USES = 1024
 """Entries ranked anew at a time."""
@@ -22,7 +22,7 @@ class UseCounters:
 
     def __init__(self, pages: memoryview, sessions: int) -> None:
         """`pages` are the words of all sessions' pages."""
-        self._counters = [pages[word :: PAGE_BYTES // 8] for word in _COUNTERS]
+        self._counters = [pages[word::PAGE_WORDS] for word in _COUNTERS]
         self._last = [_NONE] * sessions
         self._next = 0  # the page whose uses come first the next time
 

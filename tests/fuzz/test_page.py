@@ -22,7 +22,6 @@ from ecd_proto.shm.session_page import (
     CLAIM_DONE,
     CLAIM_NUMBER,
     CLAIM_ROW,
-    CLAIM_WORDS,
     CLAIMS_WORD,
     DOORBELL,
     FIRST_CLAIM_WORD,
@@ -37,6 +36,7 @@ from ecd_proto.shm.session_page import (
     PINS_USED_WORD,
     RECENT_USES,
     USES_WORD,
+    claim_at,
     unpack_grant,
 )
 from support.daemon import Daemon
@@ -139,7 +139,7 @@ class Vandal:
 
     def claim(self, chance: Random) -> None:
         """A put that is announced and may be done: in own memory, in others', or nowhere."""
-        at = FIRST_CLAIM_WORD + chance.randrange(MAX_CLAIMS) * CLAIM_WORDS
+        at = claim_at(chance.randrange(MAX_CLAIMS))
         is_of_others = chance.random() < 0.3
         keys = OTHERS_KEYS if is_of_others else OWN_KEYS
         namespace, mm_hash = chance.choice(keys)

@@ -25,8 +25,8 @@ from ecd_proto.shm.session_page import (
     CLAIM_DONE,
     CLAIM_NUMBER,
     CLAIM_ROW,
-    CLAIM_WORDS,
     FIRST_CLAIM_WORD,
+    claim_at,
 )
 from support.daemon import Daemon, eventually
 
@@ -376,7 +376,7 @@ class Page:
         row = pack_row(
             record, Row(1000 + place, 0, offset, nbytes, "uint8", (nbytes,), b"", 0, False), 0
         )
-        at = FIRST_CLAIM_WORD + place * CLAIM_WORDS
+        at = claim_at(place)
         self.puts._memory[(at + CLAIM_ROW) * 8 : (at + CLAIM_ROW) * 8 + ROW_BYTES] = row
         self.puts._words[at + CLAIM_NUMBER] = 1000 + place
         self.puts._words[at + CLAIM_DONE] = (1000 + place) * done

@@ -20,7 +20,7 @@ from ecd_client import Client, EcdError
 from ecd_client.shared.index import AskDaemon
 from ecd_client.shared.puts import Claim, NewEntry
 from ecd_proto.shm.rows import ROW_BYTES, row_is_whole, unpack_row
-from ecd_proto.shm.session_page import CLAIM_ROW, CLAIM_WORDS, FIRST_CLAIM_WORD, MAX_PINS
+from ecd_proto.shm.session_page import CLAIM_ROW, MAX_PINS, claim_at
 from support.daemon import Daemon, eventually
 from support.pin_stress import STEPS
 
@@ -296,7 +296,7 @@ def test_a_row_that_makes_no_sense_in_a_page_harms_no_other_client(
         puts = rogue._connection.session().puts
         claim = puts.claim(NewEntry("default", "k", "uint8", (1,), 1, b"", 0.0))
         assert isinstance(claim, Claim)
-        at = (FIRST_CLAIM_WORD + claim.place * CLAIM_WORDS + CLAIM_ROW) * 8
+        at = (claim_at(claim.place) + CLAIM_ROW) * 8
         row = bytearray(puts._memory[at : at + ROW_BYTES])
         row[50:52] = b"\xff\xff"  # dtype and dimensions
         row[8:16] = struct.pack("<Q", crc32(row[16 : ROW_BYTES - 8]))

@@ -55,6 +55,7 @@ from ecd_proto.shm.session_page import (
     MAX_CLAIMS,
     MAX_GRANTS,
     MAX_PINS,
+    claim_at,
     unpack_grant,
 )
 from ecd_proto.v1 import cache_pb2 as pb
@@ -109,17 +110,17 @@ class Node:
         assert namespace is not None
         record = key_record(namespace, key)
         assert record is not None
-        words, at = self.words(session), FIRST_CLAIM_WORD + place * CLAIM_WORDS
+        words, at = self.words(session), claim_at(place)
         row = pack_row(record, Row(1, 0, offset, 4096, "uint8", (4096,), b"", 0.0, False), 0)
-        words[at + CLAIM_ROW : at + CLAIM_ROW + ROW_BYTES // 8] = memoryview(row).cast("Q")
+        words[at + CLAIM_ROW : at + CLAIM_WORDS] = memoryview(row).cast("Q")
         words[CLAIMS_WORD] += 1
         words[at + CLAIM_NUMBER] = 1
 
     def finish(self, session: SessionId, place: int) -> None:
-        self.words(session)[FIRST_CLAIM_WORD + place * CLAIM_WORDS + CLAIM_DONE] = 1
+        self.words(session)[claim_at(place) + CLAIM_DONE] = 1
 
     def unclaim(self, session: SessionId, place: int) -> None:
-        self.words(session)[FIRST_CLAIM_WORD + place * CLAIM_WORDS + CLAIM_NUMBER] = 0
+        self.words(session)[claim_at(place) + CLAIM_NUMBER] = 0
         self.words(session)[CLAIMS_WORD] -= 1
 
     def store(self, *names: str) -> list[EntryId]:
@@ -656,7 +657,7 @@ def test_a_put_that_is_refused_evicts_nothing(node: Node) -> None:
     assert record is not None
     row = pack_row(record, Row(1, 0, 0, 1 << 20, "uint8", (1 << 20,), b"", 0.0, False), 0)
     words, at = node.words(rogue), FIRST_CLAIM_WORD
-    words[at + CLAIM_ROW : at + CLAIM_ROW + ROW_BYTES // 8] = memoryview(row).cast("Q")
+    words[at + CLAIM_ROW : at + CLAIM_WORDS] = memoryview(row).cast("Q")
     words[at + CLAIM_NUMBER] = words[at + CLAIM_DONE] = 1
 
     async def act() -> None:

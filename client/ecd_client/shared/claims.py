@@ -14,14 +14,13 @@ from ecd_proto.shm.session_page import (
     CLAIM_WORDS,
     CLAIMS_WORD,
     FIRST_ANSWER_WORD,
-    FIRST_CLAIM_WORD,
     MAILBOX_BYTES,
+    MAILBOX_WORDS,
     MAX_CLAIMS,
-    PAGE_BYTES,
+    PAGE_WORDS,
     answer_to,
+    claim_at,
 )
-
-_PAGE_WORDS = PAGE_BYTES // 8
 
 
 class SeenClaim(NamedTuple):
@@ -45,15 +44,15 @@ class ClaimReader:
     def of(self, record: bytes, others_only: bool = False) -> Iterator[SeenClaim]:
         """The claims of this key, of this session too unless `others_only`."""
         pages = self._pages
-        used = self._header[PAGES_WORD] * _PAGE_WORDS
-        for page, count in enumerate(pages[CLAIMS_WORD:used:_PAGE_WORDS].tolist()):
+        used = self._header[PAGES_WORD] * PAGE_WORDS
+        for page, count in enumerate(pages[CLAIMS_WORD:used:PAGE_WORDS].tolist()):
             if not count or (others_only and page == self._own):
                 continue
-            first = page * _PAGE_WORDS + FIRST_CLAIM_WORD
+            first = page * PAGE_WORDS + claim_at(0)
             numbers = pages[first : first + MAX_CLAIMS * CLAIM_WORDS : CLAIM_WORDS].tolist()
             for place, number in enumerate(numbers):
                 at = first + place * CLAIM_WORDS
-                answer = page * MAILBOX_BYTES // 8 + FIRST_ANSWER_WORD + place
+                answer = page * MAILBOX_WORDS + FIRST_ANSWER_WORD + place
                 if not number or answer_to(number, self._mailboxes[answer]):
                     continue
                 row = pages[at + CLAIM_ROW : at + CLAIM_WORDS].tobytes()

@@ -27,11 +27,9 @@ from ecd_proto.shm.session_page import (
     CLAIM_DONE,
     CLAIM_NUMBER,
     CLAIM_ROW,
-    CLAIM_WORDS,
     CLAIMS_WORD,
     DOORBELL,
     FIRST_ANSWER_WORD,
-    FIRST_CLAIM_WORD,
     FIRST_GRANT_WORD,
     MAILBOX_BYTES,
     MAX_CLAIMS,
@@ -39,6 +37,7 @@ from ecd_proto.shm.session_page import (
     REFUSED,
     STORED,
     answer_to,
+    claim_at,
     unpack_grant,
 )
 
@@ -178,7 +177,7 @@ class PutWriter:
             pool = self._pool.number
             content = Row(put, pool, offset, nbytes, dtype, shape, metadata, cost_s, False)
             row = pack_row(record, content, 0)
-            at = _word_of(place)
+            at = claim_at(place)
             start = (at + CLAIM_ROW) * 8
             self._memory[start : start + ROW_BYTES] = row
             self._words[at + CLAIM_NUMBER] = put
@@ -201,7 +200,7 @@ class PutWriter:
             self.leave(claim)
             raise
         with self._lock:  # a locked instruction, which completes even a copy past the caches
-            self._words[_word_of(claim.place) + CLAIM_DONE] = claim.number  # step 6
+            self._words[claim_at(claim.place) + CLAIM_DONE] = claim.number  # step 6
         lags = len(self._unanswered) >= MAX_UNANSWERED
         is_rung = self._ring()  # step 7
         if not is_rung or lags or claim.needs_answer or self.session_is_over:
@@ -272,7 +271,7 @@ class PutWriter:
         self._unanswered = still
 
     def _leave(self, claim: Claim) -> None:
-        self._words[_word_of(claim.place) + CLAIM_NUMBER] = 0
+        self._words[claim_at(claim.place) + CLAIM_NUMBER] = 0
         self._words[CLAIMS_WORD] -= 1
         self._places.append(claim.place)
         self._records.discard(claim.record)
@@ -317,8 +316,3 @@ def _is_plain(entry: NewEntry) -> bool:
         and isfinite(entry.cost_s)
         and entry.cost_s >= 0.0
     )
-
-
-def _word_of(place: int) -> int:
-    """The word of the page at which a put begins."""
-    return FIRST_CLAIM_WORD + place * CLAIM_WORDS

@@ -10,9 +10,10 @@ import struct
 from typing import NamedTuple
 
 from ecd_proto.shm.files import GRANULE_BYTES
-from ecd_proto.shm.rows import ROW_BYTES
+from ecd_proto.shm.rows import ROW_WORDS
 
 PAGE_BYTES = 5 * 4096
+PAGE_WORDS = PAGE_BYTES // 8
 _WORDS = 4096 // 8
 
 # -- header ----------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ RECENT_USES = _WORDS
 MAX_CLAIMS = 16
 """The puts of one session that may be under way without a call."""
 FIRST_CLAIM_WORD = 2 * _WORDS
-CLAIM_WORDS = 8 + ROW_BYTES // 8
+CLAIM_WORDS = 8 + ROW_WORDS
 CLAIM_NUMBER, CLAIM_DONE, CLAIM_ROW = 0, 1, 8
 """Words of a claim: its number (0: none; never used twice), that number again once the bytes are
 written, and a row that describes them. A done claim becomes an entry, unless a call has reserved
@@ -45,6 +46,7 @@ its key: a reader that finds a done claim without an answer finds the entry a mo
 # -- the mailbox -----------------------------------------------------------------------------------
 
 MAILBOX_BYTES = 256
+MAILBOX_WORDS = MAILBOX_BYTES // 8
 FIRST_GRANT_WORD, FIRST_ANSWER_WORD = 0, 16
 MAX_GRANTS = 16
 """The pieces of one grant."""
@@ -52,6 +54,11 @@ STORED, DUPLICATE, REFUSED = 1, 2, 3
 DOORBELL = struct.Struct("<I")  # the message that a client sends: the number of its page
 _NUMBERS, _STARTS, _SIZES = 1 << 20, 1 << 28, 1 << 16
 _KEPT = _NUMBERS >> 1
+
+
+def claim_at(place: int) -> int:
+    """The word of the page at which a claim begins."""
+    return FIRST_CLAIM_WORD + place * CLAIM_WORDS
 
 
 class Grant(NamedTuple):
