@@ -19,9 +19,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ecd.core.types import Content, Extent, Key
-from ecd.memory.session_page import SessionPage
+from ecd.memory.session_page import SessionPage, described_by
 from ecd.wire import InvalidRequest, check_content, check_key
 from ecd_proto.shm.files import (
     GRANULE_BYTES,
@@ -40,6 +41,7 @@ from ecd_proto.shm.index import (
     NAMESPACES_AT,
     PAGES_WORD,
     RECOVERING_WORD,
+    IndexShape,
     unpack_index_header,
 )
 from ecd_proto.shm.namespaces import NAMESPACES_BYTES, Namespaces
@@ -47,9 +49,7 @@ from ecd_proto.shm.rows import (
     ROW_BYTES,
     row_checksum,
     row_entry,
-    row_is_whole,
-    unpack_key,
-    unpack_row,
+    row_is_truncated,
 )
 from ecd_proto.shm.session_page import MAILBOX_BYTES, PAGE_BYTES
 
@@ -215,13 +215,19 @@ def _header(index: Path) -> tuple[int, ...]:
         return struct.unpack("<512Q", file.read(INDEX_HEADER_BYTES))
 
 
+def _table(file: BinaryIO) -> tuple[IndexShape, Namespaces]:
+    """The shape and the namespaces of an index that `find` has accepted."""
+    shape = unpack_index_header(file.read(INDEX_HEADER_BYTES))
+    assert shape is not None
+    file.seek(NAMESPACES_AT)
+    names = file.read(NAMESPACES_BYTES).ljust(NAMESPACES_BYTES, b"\0")
+    return shape, Namespaces(memoryview(names))
+
+
 def _rows(index: Path, generation: int, pool_bytes: int) -> Iterator[LeftoverEntry | None]:
     """Every row that lists an entry; None for a row in doubt."""
     with index.open("rb") as file:
-        shape = unpack_index_header(file.read(INDEX_HEADER_BYTES))
-        assert shape is not None
-        file.seek(NAMESPACES_AT)
-        names = Namespaces(memoryview(file.read(NAMESPACES_BYTES).ljust(NAMESPACES_BYTES, b"\0")))
+        shape, names = _table(file)
         size = os.fstat(file.fileno()).st_size
         if shape.rows_at >= size:
             return
@@ -240,21 +246,13 @@ def _rows(index: Path, generation: int, pool_bytes: int) -> Iterator[LeftoverEnt
 
 
 def _left(row: bytes, names: Namespaces, generation: int, pool_bytes: int) -> LeftoverEntry | None:
-    if not row_is_whole(row):
+    described = described_by(row, names)
+    if described is None or row_is_truncated(row):
         return None
-    try:
-        said = unpack_row(row)
-        namespace, mm_hash = unpack_key(row)
-        name = names.name_of(namespace)
-    except (UnicodeDecodeError, IndexError, struct.error):
-        return None
-    if said.truncated:
-        return None
-    content = Content(said.dtype, said.shape, said.nbytes, said.metadata, said.cost_s)
-    extent = Extent(said.pool, said.offset, said.nbytes)
-    checked = _checked(Key(name, mm_hash), content, extent, pool_bytes)
+    key, content, extent = described
+    checked = _checked(key, content, extent, pool_bytes)
     return (
-        LeftoverEntry(*checked, extent, row_checksum(row), generation, False, said.entry)
+        LeftoverEntry(*checked, extent, row_checksum(row), generation, False, row_entry(row))
         if checked
         else None
     )
@@ -267,9 +265,7 @@ def _puts(index: Path, generation: int, pool_bytes: int) -> Iterator[LeftoverEnt
     except FileNotFoundError:
         return
     with pages, index.open("rb") as file:
-        shape = unpack_index_header(file.read(INDEX_HEADER_BYTES))
-        assert shape is not None
-        names = Namespaces(memoryview(file.read(NAMESPACES_BYTES).ljust(NAMESPACES_BYTES, b"\0")))
+        shape, names = _table(file)
         file.seek(MAILBOXES_AT)
         for number in range(min(_header(index)[PAGES_WORD], shape.mailboxes)):
             words, mailbox = pages.read(PAGE_BYTES), file.read(MAILBOX_BYTES)

@@ -1,4 +1,5 @@
-"""One session's page, written by its client, and its mailbox, written for it. Layout in `shm.py`.
+"""One session's page, written by its client, and its mailbox, written for it. Layout:
+`ecd_proto/shm/session_page.py`.
 
 The client may write anything into its page: a lie there harms no other client.
 """
@@ -170,20 +171,24 @@ class SessionPage:
     def _read(self, place: int, number: int) -> Put | None:
         start = FIRST_CLAIM_WORD + place * CLAIM_WORDS + CLAIM_ROW
         row = self._words[start : start + ROW_BYTES // 8].tobytes()
-        if not row_is_whole(row):
-            return None
-        try:
-            said = unpack_row(row)
-            namespace, mm_hash = unpack_key(row)
-            return Put(
-                place,
-                number,
-                Key(self._names.name_of(namespace), mm_hash),
-                Content(said.dtype, said.shape, said.nbytes, said.metadata, said.cost_s),
-                Extent(said.pool, said.offset, said.nbytes),
-            )
-        except (UnicodeDecodeError, IndexError, struct.error):
-            return None
+        described = described_by(row, self._names)
+        return None if described is None else Put(place, number, *described)
+
+
+def described_by(row: bytes, names: Namespaces) -> tuple[Key, Content, Extent] | None:
+    """The entry that a row describes; None if the row is not whole, or describes no entry."""
+    if not row_is_whole(row):
+        return None
+    try:
+        said = unpack_row(row)
+        namespace, mm_hash = unpack_key(row)
+        return (
+            Key(names.name_of(namespace), mm_hash),
+            Content(said.dtype, said.shape, said.nbytes, said.metadata, said.cost_s),
+            Extent(said.pool, said.offset, said.nbytes),
+        )
+    except (UnicodeDecodeError, IndexError, struct.error):
+        return None
 
 
 def _lies_in(extent: Extent, pieces: Sequence[tuple[int, int]]) -> bool:
