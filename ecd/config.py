@@ -28,7 +28,7 @@ NOT_OURS = {"ECD_REQUIRE_VLLM"}
 """Variables with our prefix that the daemon has no use for."""
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 KERNEL_PORTS = range(32768, 61000)
-"""What Linux hands out to outgoing connections: Mooncake ignores a port range that is in here."""
+"""Linux' ports for outgoing connections; Mooncake ignores a port range that lies among them."""
 MIN_ENGINE_PORTS = 2
 SECRETS = ("peer_token",)
 """Settings without a flag: every user of the machine can read a process's arguments."""

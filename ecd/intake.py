@@ -29,7 +29,7 @@ class Intake(Protocol):
 
     @property
     def collected(self) -> int:
-        """What `taken` will be once all pages collected so far are emptied."""
+        """The count that `taken` reaches when all pages collected so far are emptied."""
 
     def listen(self, rung: Callable[[], None]) -> None:
         """Have `rung` called on the event loop whenever a client has finished a put."""

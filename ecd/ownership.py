@@ -1,4 +1,4 @@
-"""Whose a directory or a file is. The daemon uses only what no other user can change or replace."""
+"""Checks of owners: the daemon uses only files that no other user can change or replace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NotOurs(Exception):
 
 
 def describe(found: os.stat_result) -> str:
-    """What it is, whose, and with which mode."""
+    """The file's kind, owner and mode, for a message."""
     kind = _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
     return f"{kind} of {user(found.st_uid)}, mode {stat.S_IMODE(found.st_mode):04o}"
 

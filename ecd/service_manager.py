@@ -1,4 +1,4 @@
-"""What systemd is told of the daemon's life, where it runs under it: sd_notify(3)."""
+"""Messages to systemd of the daemon's state, where systemd runs it: sd_notify(3)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_supervised() -> bool:
 
 
 class ServiceManager:
-    """Does nothing where nobody listens."""
+    """Sends states to the service manager; does nothing where none listens."""
 
     def __init__(self) -> None:
         to_manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -27,7 +27,7 @@ class ServiceManager:
         self._watchdog = WatchDog(to_manager)
 
     def say(self, status: str) -> None:
-        """What `systemctl status` shows of the daemon."""
+        """Set the line that `systemctl status` shows."""
         with contextlib.suppress(OSError):
             self._watchdog.status(status)
 

@@ -48,11 +48,11 @@ MAX_HINTED = 2
 SPECULATIVE_BYTES = 8 << 20
 """Entries up to here are read before they are leased: beyond, leasing is a tenth of the time."""
 READ_FIRST_BYTES = 1 << 20
-"""From here on reading takes longer than leasing, and begins before the question goes out."""
+"""Entries of this size or more are read before the peer is asked: reading takes longer."""
 TURNS_TO_ASK = 2
-"""Turns of the event loop in which a question goes out."""
+"""Turns of the event loop until a question to the peer is on its way."""
 RETRY_PAUSE_S = 0.1
-"""Between attempts at a read whose pieces failed more often than connections can have died."""
+"""Pause before a read is tried again, after more failures than connections that can have died."""
 
 FETCHED, MISSING, LOCAL = "fetched", "missing", "written here"
 UNREACHABLE, FAILED, CORRUPT, STALE = "unreachable", "read failed", "corrupt", "stale"

@@ -25,7 +25,7 @@ class Identities:
     def __init__(self, slots: int = MAX_IDENTITY_READS) -> None:
         self.scratch = Mapping.of_memory(slots * IDENTITY_BYTES)
         self.seen: dict[str, bytes] = {}
-        """By the name of the peer's engine."""
+        """The identities read last, by the names of the peers' engines."""
         self.free_slots = list(range(0, self.scratch.nbytes, IDENTITY_BYTES))
         """Offsets in the scratch memory that no transfer may write to."""
 

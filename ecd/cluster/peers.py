@@ -30,9 +30,9 @@ CONNECT_TIMEOUT_S = 1.0
 MAX_PEERS = 1024
 """Nodes remembered; one that is not in use is forgotten for another."""
 MAX_STRANGERS = 256
-"""Of these, nodes known from hints alone that were never reached."""
+"""Nodes remembered that were named by hints alone and never reached."""
 MAX_STRANGERS_TRIED = 64
-"""Of these, nodes to which a link is being made."""
+"""Links being made to nodes that were never reached."""
 MAX_WAITING_FOR_STRANGERS = 256
 """Flights, of 1,024, that wait for such links."""
 MAX_LEASE_TTL_S = 3600.0

@@ -14,7 +14,7 @@ from ecd.cluster.transfers import Ended, Piece, Progress, Read, Transfers
 MAX_READS_PER_PEER = 64
 """Pieces in flight at one time. A peer's queue in Mooncake that overflows may stop for good."""
 MAX_LARGE_READS_PER_PEER = 4
-"""Of these, pieces of large reads. Small reads do not wait for them."""
+"""Pieces of large reads in flight at one time. Small reads do not wait for them."""
 READ_BYTES = 8 << 20
 """Longest piece. One piece is hashed while the next ones are in flight."""
 PAUSE_S = (5e-6, 500e-6)

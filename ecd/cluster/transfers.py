@@ -35,7 +35,7 @@ class Read:
     asked_s: float
     """When the peer was asked for the lease; without the lease nobody uses the bytes."""
     wanted: bool = True
-    """False: given up. Set by any thread, never set back."""
+    """Whether the bytes are still of use. Any thread may clear it, nobody sets it again."""
     failures: int = 0
     """Transfers that failed, the reads of the identity included."""
     # The rest belongs to the read's queue.

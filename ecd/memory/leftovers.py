@@ -1,4 +1,4 @@
-"""What earlier daemons left: their pool, the rows of their indexes, and puts without an answer.
+"""Leftovers of earlier daemons: their pool, the rows of their indexes, unanswered puts.
 
 Each generation leaves its pool, index, session pages and locks under one name. The next one links
 the pool under its own name, and removes the old files only when it has verified every entry: killed
@@ -81,7 +81,7 @@ class LeftoverEntry:
 
     @property
     def rank(self) -> tuple[int, bool, bool]:
-        """Of two leftovers that overlap, only the higher one can be right."""
+        """The order of trust: of two overlapping leftovers only the higher one can be right."""
         return self.generation, not self.put, self.checksum != 0
 
 

@@ -33,7 +33,7 @@ MAX_UNREAD_REPLIES = 10_000
 TURN = 64
 """Keys of one request before the event loop gets its turn."""
 HASHED_IN_TURN = 8
-"""Of these, entries still to be hashed, of up to INLINE_BYTES each."""
+"""Entries hashed in one turn, of up to INLINE_BYTES each."""
 
 
 class Memory(Protocol):

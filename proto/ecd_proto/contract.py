@@ -1,4 +1,4 @@
-"""What both sides of the contract must agree on besides the messages themselves."""
+"""Constants of the contract that its messages do not contain."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def leftovers(shm_dir: str | Path) -> list[Leftover]:
 
 
 def _look(path: Path, name: str) -> Leftover | None:
-    """None: a daemon uses it, or there is nothing in it. Raises OSError: it is no directory."""
+    """The leftover in a directory; None if it is empty or in use. Raises OSError for a file."""
     seen = path.lstat()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
