@@ -31,10 +31,10 @@ class Loads:
         """Have the workers load a leased item in the step that is being scheduled."""
         self._last += 1
         assert wanted.item is not None
-        load = Load(self._last, wanted.identifier, *wanted.item.handle())
+        load = Load(self._last, wanted.identifier, wanted.item.handle())
         self._new.append(load)
         loading = Loading(wanted, set(self._ranks), time.monotonic())
-        wanted.expected[loading] = load.shape[0]
+        wanted.expected[loading] = load.handle.shape[0]
         self._loading[load.id] = loading
 
     def take_new(self) -> list[Load]:

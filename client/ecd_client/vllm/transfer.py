@@ -10,28 +10,19 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 
+from ecd_client.item import Handle
 from ecd_client.vllm.stats import EcdStats
 
 
 class Load(NamedTuple):
-    """One leased extent that every worker is to copy into its encoder cache.
+    """One leased item that every worker is to copy into its encoder cache.
 
-    `expires_s` is on the node's monotonic clock; the scheduler keeps the lease, renewed, until
-    every worker has reported `id`. The pool can be opened as `pool_path`, or, after a restart of
-    the daemon, as `pool_fd_path`.
+    The scheduler keeps the lease, renewed, until every worker has reported `id`.
     """
 
     id: int
     identifier: str
-    incarnation: str
-    pool_path: str
-    pool_fd_path: str
-    pool_bytes: int
-    offset: int
-    nbytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    expires_s: float
+    handle: Handle
 
 
 @dataclass

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, EcdError
+from ecd_client.item import Handle
 from ecd_client.tensors import private_copy
 from ecd_client.vllm.compat import TELLS_WHAT_TO_SAVE
 from ecd_client.vllm.settings import Settings
@@ -148,16 +149,17 @@ class WorkerRole:
                 _, cost_s = self._origins.get(load.identifier, (-1, 0.0))
                 self._note_origin(load.identifier, cost_s)
                 self._stats.count("loads")
-                self._stats.count("loaded_bytes", load.nbytes)
+                self._stats.count("loaded_bytes", load.handle.nbytes)
             self._loaded.add(f"{self._tensor_parallel_rank()}/{load.id}")
         self._encoding_since_s = monotonic()
 
     def _copy(self, load: Load) -> torch.Tensor:
+        handle = load.handle
         device = self._device = self._device or _device()
         try:
-            view = self._pool(load).view(load.offset, load.nbytes)
-            copy = private_copy(view, load.dtype, load.shape, device)
-            if monotonic() < load.expires_s:
+            view = self._pool(handle).view(handle.offset, handle.nbytes)
+            copy = private_copy(view, handle.dtype, handle.shape, device)
+            if monotonic() < handle.expires_s:
                 return copy
             cause = "its lease may have run out before this step"
         except OSError as error:
@@ -170,21 +172,21 @@ class WorkerRole:
             raise RuntimeError(
                 f"ecd: {load.identifier} was promised, but {cause}; {error}"
             ) from error
-        if item is None or item.shape != load.shape or item.dtype != load.dtype:
+        if item is None or item.shape != handle.shape or item.dtype != handle.dtype:
             raise RuntimeError(f"ecd: {load.identifier} was promised, but {cause} and it is gone")
         with item:
             return item.to(device)
 
-    def _pool(self, load: Load) -> Mapping:
-        place = load.incarnation, load.pool_path
+    def _pool(self, handle: Handle) -> Mapping:
+        place = handle.incarnation, handle.pool_path
         pool = self._pools.get(place)
         if pool is None:
             try:
-                fd = os.open(load.pool_path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = os.open(handle.pool_path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:  # the daemon was restarted: the scheduler still has it open
-                fd = os.open(load.pool_fd_path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = os.open(handle.pool_fd_path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                pool = self._pools[place] = Mapping(fd, load.pool_bytes, writable=False)
+                pool = self._pools[place] = Mapping(fd, handle.pool_bytes, writable=False)
             finally:
                 os.close(fd)
             pool.populate_soon()
