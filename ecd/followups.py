@@ -40,7 +40,7 @@ class FollowUps:
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
-        self._is_due = self._may_be_full = self._is_trimming = False
+        self._is_due = self._is_trimming = False
         self._background = Background()
 
     def subscribe(self, session: SessionId, subscriber: Subscriber) -> None:
@@ -61,8 +61,13 @@ class FollowUps:
 
     def after_filling(self, woken: Iterable[Wakeup] = ()) -> None:
         """As `after`, of an operation that took memory for clients of this node."""
-        self._may_be_full = True
-        self.after(woken, changed=True)
+        if woken:
+            self._deliver(woken)
+        self._changed.set()
+        self._arm()
+        if not self._is_trimming and self._cache.needs_trim():
+            self._is_trimming = True
+            self._background.spawn(self._trim())
 
     async def changes(self, collect_s: float) -> dict[Key, bool]:
         """Wait for a change, and collect more for so long: keys stored (True) or evicted."""
@@ -74,10 +79,6 @@ class FollowUps:
     def _follow(self) -> None:
         self._is_due = False
         self._arm()
-        if self._may_be_full and not self._is_trimming and self._cache.needs_trim():
-            self._is_trimming = True
-            self._background.spawn(self._trim())
-        self._may_be_full = False
 
     # -- waits ---------------------------------------------------------------------------------
 
