@@ -112,7 +112,7 @@ def measure_client(count: int, progress: Console) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         daemon, address = start_daemon(Path(directory), f"growth-{count}", pool_bytes)
         try:
-            with Client(address, namespace="growth", prefault=True) as client:
+            with Client(address, namespace="growth") as client:
                 name = client_name(address)
                 before = anonymous_bytes(daemon.pid) + index_bytes(name)
 

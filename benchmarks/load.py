@@ -44,7 +44,7 @@ def work(
     """One client, doing `rate` operations a second (0: what it can); durations in microseconds."""
     chance, data = random.Random(number), bytes([number]) * nbytes
     took: dict[str, list[float]] = {"get": [], "put": [], "miss": []}
-    with Client(address, namespace="load", prefault=True) as client:
+    with Client(address, namespace="load") as client:
         for index in range(200):
             client.put_bytes(f"{number}-{index}", data, "uint8", (nbytes,))
         latest = 200

@@ -47,20 +47,17 @@ class Client:
         name: str = "python",
         connect_timeout: float = 5.0,
         call_timeout: float = CALL_TIMEOUT_S,
-        prefault: bool = False,
     ) -> None:
         """Connect to `address`, by default `ECD_ADDRESS` or this user's daemon.
 
         Keys are in `namespace` unless a call names another; `name` is shown to operators. Waits
         `connect_timeout` seconds for the daemon, then raises DaemonUnavailable; with 0 it returns
         at once and connects in the background. A call, waits apart, that the daemon does not
-        answer within `call_timeout` seconds fails. `prefault` fills this process's page tables on
-        a side thread whenever it connects, so that no copy pays for page faults: for processes
-        that live long.
+        answer within `call_timeout` seconds fails.
         """
         self.address = resolve(address)
         self.namespace = namespace
-        self._connection = Connection(self.address, name, prefault, call_timeout)
+        self._connection = Connection(self.address, name, call_timeout)
         self._reader = Reader(self._connection)
         self._writer = Writer(self._connection, self._reader)
         if connect_timeout > 0:

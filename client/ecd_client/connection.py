@@ -44,10 +44,10 @@ _kept: list[Connection] = []
 class Connection:
     """Keeps a session with the daemon open, on a thread of its own."""
 
-    def __init__(self, address: str, name: str, prefault: bool, call_timeout_s: float) -> None:
+    def __init__(self, address: str, name: str, call_timeout_s: float) -> None:
         if forks.is_child:
             raise DaemonUnavailable(NOT_IN_A_CHILD)
-        self._address, self._name, self._prefault = address, name, prefault
+        self._address, self._name = address, name
         self._call_timeout_s = call_timeout_s
         self._channel = open_channel(address)
         self._stub: Any = pb_grpc.CacheStub(self._channel)
@@ -158,7 +158,7 @@ class Connection:
         try:
             for event in stream:
                 if session is None:
-                    session = Session(calls, stream, outbox, event, sent_s, uid, self._prefault)
+                    session = Session(calls, stream, outbox, event, sent_s, uid)
                     outbox.put(session)
                     self._announce(session)
                 else:

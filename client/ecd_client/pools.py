@@ -11,7 +11,11 @@ from typing import Protocol
 from ecd_client.calls import open_file
 from ecd_client.errors import EcdError
 from ecd_proto.mapping import Mapping
+from ecd_proto.shm.session_page import Grant
 from ecd_proto.v1 import cache_pb2 as pb
+
+HUGE_SHARE = 0.9
+"""Share of a pool in huge pages from which on clients fill their page tables at once."""
 
 
 class Extent(Protocol):
@@ -43,30 +47,43 @@ class MappedPool:
             self._readable = Mapping(self._fd, self.nbytes, writable=False)
             self._file = opened.pop_all()
         self.fd_path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self._prefaults = False
+        self.is_huge = file.huge_bytes >= HUGE_SHARE * file.nbytes
+        """Whether the page tables of all of it are small enough to be filled ahead of need."""
         self._lock = threading.Lock()
         self._writable: Mapping | None = None
-
-    def prefault(self) -> None:
-        """Fill the page tables of all mappings, on threads of their own."""
-        self._prefaults = True
-        self._readable.populate_soon()
-        self._map_writable()
+        if self.is_huge:
+            self._readable.populate_soon()
 
     def read_view(self, extent: Extent, keeps: object = None) -> memoryview:
         """The extent's bytes, for reading; whatever refers to the view refers to `keeps` too."""
+        self._readable.populate_once(extent.offset, extent.nbytes)
         return self._readable.view(extent.offset, extent.nbytes, keeps)
 
     def write_view(self, extent: Extent) -> memoryview:
         """The extent's bytes, for writing."""
         mapping = self._writable or self._map_writable()
+        mapping.populate_once(extent.offset, extent.nbytes)
         return mapping.view(extent.offset, extent.nbytes)
+
+    def expect_writes(self, pieces: Iterable[Grant]) -> None:
+        """Populate memory that will be written, on a thread of its own."""
+        mapping = self._writable or self._map_writable()
+        unpopulated = [
+            piece for piece in pieces if not mapping.is_populated(piece.offset, piece.nbytes)
+        ]
+
+        def populate() -> None:
+            for piece in unpopulated:
+                mapping.populate_once(piece.offset, piece.nbytes)
+
+        if unpopulated:
+            threading.Thread(target=populate, name="ecd-populate", daemon=True).start()
 
     def _map_writable(self) -> Mapping:
         with self._lock:
             if self._writable is None:
                 self._writable = Mapping(self._fd, self.nbytes, writable=True)
-                if self._prefaults:
+                if self.is_huge:
                     self._writable.populate_soon()
             return self._writable
 
@@ -111,10 +128,6 @@ class MappedPools:
                 f"mapped only {sorted(self.by_number)}: is it older than the daemon?"
             )
         return pool
-
-    def prefault(self) -> None:
-        for pool in self.by_number.values():
-            pool.prefault()
 
     def close(self) -> None:
         self._files.close()

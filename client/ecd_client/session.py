@@ -44,7 +44,6 @@ class Session:
         first: pb.SessionEvent,
         sent_s: float,
         uid: int,
-        prefault: bool,
     ) -> None:
         """Take part in what `first`, the Welcome to the Hello of `sent_s`, names.
 
@@ -86,8 +85,6 @@ class Session:
                     opened.callback(self.puts.close)
             self._files = opened.pop_all()
             forks.add(self)
-        if prefault:
-            self.pools.prefault()
 
     # -- calls ---------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ def timed_ms(action) -> float:
 def produce(address: str) -> None:
     outputs = [image(number) for number in range(IMAGES)]
     target = torch.empty_like(outputs[0])
-    with Client(address, namespace="demo", name="producer", prefault=True) as client:
+    with Client(address, namespace="demo", name="producer") as client:
         time.sleep(0.5)  # a real engine connected long ago, and has its page tables filled
         copies = [timed_ms(lambda t=tensor: target.copy_(t)) for tensor in outputs]
         puts = [
@@ -58,7 +58,7 @@ def produce(address: str) -> None:
 
 
 def consume(address: str) -> None:
-    with Client(address, namespace="demo", name="consumer", prefault=True) as client:
+    with Client(address, namespace="demo", name="consumer") as client:
         time.sleep(0.5)
         views, copies, same = [], [], 0
         for number in range(IMAGES):

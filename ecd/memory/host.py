@@ -1,5 +1,8 @@
 """The host pool: a tmpfs file, populated before serving, mapped by clients.
 
+Where the kernel can, its pages are huge ones: they are populated faster, clients take 512 times
+fewer page faults, and a mapping's page tables take 512 times less memory.
+
 A start makes it anew, or takes over the last one's (`leftovers.py`). A file is only ever unlinked,
 so that a client that still maps an old one keeps reading the bytes that were there.
 """
@@ -17,7 +20,7 @@ from pathlib import Path
 from ecd.memory import holders
 from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find
 from ecd.memory.pool_dir import PoolDir, PoolError
-from ecd_proto.mapping import CHUNK_BYTES, Mapping
+from ecd_proto.mapping import CHUNK_BYTES, HUGE_BYTES, Mapping
 from ecd_proto.shm.files import POOL_SUFFIX, SESSIONS_SUFFIX, is_session_locked
 
 logger = logging.getLogger(__name__)
@@ -62,6 +65,8 @@ class HostPool:
             self._remove_files()
             raise
         self.inode = os.fstat(self._fd).st_ino
+        self.huge_bytes = 0
+        """Bytes that lie in huge pages."""
 
     @property
     def generation(self) -> int:
@@ -111,20 +116,28 @@ class HostPool:
     def populate(self, progress: Callable[[int], None]) -> None:
         """Touch every page, so that no writer pays for it. Blocking; run it off the loop.
 
+        Pages become huge ones, those of a pool that is taken over too: what clients have mapped
+        keeps its bytes.
+
         `progress` is told the populated bytes after each chunk. Raises PoolError when memory
         runs out on the way.
         """
-        if self.leftovers is not None:
-            return  # it is populated
         for offset in range(0, self.nbytes, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, self.nbytes - offset)
-            self._populate_chunk(offset, nbytes)
-            self.populated_bytes = offset + nbytes
-            progress(self.populated_bytes)
+            if self.leftovers is None:
+                self._populate_chunk(offset, nbytes)
+                self.populated_bytes = offset + nbytes
+            elif self.writable.collapse(offset, nbytes):
+                self.huge_bytes += nbytes // HUGE_BYTES * HUGE_BYTES
+            progress(offset + nbytes)
 
     def _populate_chunk(self, offset: int, nbytes: int) -> None:
         try:
             # Allocating first turns a lack of memory into an error instead of a SIGBUS.
+            for first in range(offset, offset + nbytes, HUGE_BYTES):
+                os.posix_fallocate(self._fd, first, 1)
+            if self.writable.collapse(offset, nbytes):
+                self.huge_bytes += nbytes // HUGE_BYTES * HUGE_BYTES
             os.posix_fallocate(self._fd, offset, nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):

@@ -20,7 +20,12 @@ class SessionFiles:
     def pool_file(self) -> pb.PoolFile:
         pool = self._pool
         return pb.PoolFile(
-            pool=0, kind="host", path=str(pool.path), nbytes=pool.nbytes, inode=pool.inode
+            pool=0,
+            kind="host",
+            path=str(pool.path),
+            nbytes=pool.nbytes,
+            inode=pool.inode,
+            huge_bytes=pool.huge_bytes,
         )
 
     def index_file(self, session: SessionId) -> pb.IndexFile | None:

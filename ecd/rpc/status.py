@@ -23,6 +23,7 @@ class PopulatedPool(Protocol):
     path: Path
     nbytes: int
     populated_bytes: int
+    huge_bytes: int
 
 
 class ClientIndex(Protocol):
@@ -92,6 +93,7 @@ class Status:
             kind=pool.kind,
             path=str(self._memory.path),
             populated_bytes=self._memory.populated_bytes,
+            huge_bytes=self._memory.huge_bytes,
             pool_bytes=pool.nbytes,
             used_bytes=pool.used_bytes,
             granted_bytes=pool.granted_bytes,

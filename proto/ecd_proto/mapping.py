@@ -13,7 +13,12 @@ from typing import Any
 
 MADV_POPULATE_READ = 22  # Linux 5.14; elsewhere the first touch pays
 MADV_POPULATE_WRITE = 23
+MADV_COLLAPSE = 25  # Linux 6.1
 CHUNK_BYTES = 64 << 20
+HUGE_BYTES = 2 << 20
+"""A huge page, and the alignment of mappings that can use one."""
+UNIT_BYTES = 64 << 10
+"""The unit in which `populate_once` remembers; a page fault fills as much for a reader."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -23,7 +28,7 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -37,14 +42,17 @@ class Mapping:
     def __init__(self, fd: int, nbytes: int, writable: bool, offset: int = 0) -> None:
         """`offset` must be a page's. Raises OSError."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, offset)
-        if address == _MAP_FAILED:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "mmap")
-        self._unmap = weakref.finalize(self, _libc.munmap, address, nbytes)
+        spare = HUGE_BYTES if nbytes >= HUGE_BYTES else 0
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        start = _mapped(None, nbytes + spare, _PROT_NONE, flags, -1, 0)
+        self._unmap = weakref.finalize(self, _libc.munmap, start, nbytes + spare)
         self._unmap.atexit = False
-        assert address is not None
-        self.address: int = address
+        address = start if not spare else -(-start // HUGE_BYTES) * HUGE_BYTES
+        self.address = _mapped(
+            address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset
+        )
         self.nbytes, self._writable = nbytes, writable
+        self._populated = bytearray(-(-nbytes // UNIT_BYTES))
 
     @classmethod
     def of_memory(cls, nbytes: int, content: bytes = b"", writable: bool = True) -> Mapping:
@@ -74,8 +82,32 @@ class Mapping:
         flags = _MAP_FIXED | _MAP_NORESERVE | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         _libc.mmap(self.address, self.nbytes, protection, flags, -1, 0)
 
+    def collapse(self, offset: int, nbytes: int) -> bool:
+        """Have the file's pages moved to huge ones, those that it lacks made of zeros.
+
+        At least one page of each huge page must be there. False: some stay small, for lack of
+        memory or of a kernel that can do it.
+        """
+        return bool(_libc.madvise(self.address + offset, nbytes, MADV_COLLAPSE) == 0)
+
+    def is_populated(self, offset: int, nbytes: int) -> bool:
+        """Whether `populate_once` and `populate_soon` have seen to all of these page tables."""
+        last = -(-(offset + nbytes) // UNIT_BYTES)
+        return self._populated.find(0, offset // UNIT_BYTES, last) < 0
+
+    def populate_once(self, offset: int, nbytes: int) -> None:
+        """`populate` these page tables unless this mapping has done so before."""
+        if self.is_populated(offset, nbytes):
+            return
+        first, last = offset // UNIT_BYTES, -(-(offset + nbytes) // UNIT_BYTES)
+        start, end = first * UNIT_BYTES, min(last * UNIT_BYTES, self.nbytes)
+        with contextlib.suppress(OSError):
+            self.populate(start, end - start)
+        self._populated[first:last] = bytes([1]) * (last - first)
+
     def populate_soon(self) -> None:
         """`populate` all of it on a thread of its own."""
+        self._populated = bytearray([1]) * len(self._populated)
         threading.Thread(target=self._populate_all, name="ecd-populate", daemon=True).start()
 
     def populate(self, offset: int, nbytes: int) -> bool:
@@ -96,3 +128,12 @@ class Mapping:
                 if self.populate(offset, min(CHUNK_BYTES, self.nbytes - offset)):
                     continue
             return
+
+
+def _mapped(
+    address: int | None, nbytes: int, protection: int, flags: int, fd: int, offset: int
+) -> int:
+    mapped: int | None = _libc.mmap(address, nbytes, protection, flags, fd, offset)
+    if mapped is None or mapped == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "mmap")
+    return mapped

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -165,6 +166,9 @@ def test_populating_is_told_and_nothing_is_served_before(
         probed = f"127.0.0.1:{free.getsockname()[1]}"
     daemon = make_daemon("2GiB", ECD_HEALTH_ADDRESS=probed).start(wait=False)
     eventually(lambda: "populating" in daemon.text(), 20)
+    os.kill(daemon.pid, signal.SIGSTOP)  # however fast it is, progress is told now and then
+    time.sleep(1.0)
+    os.kill(daemon.pid, signal.SIGCONT)
     seen: list[int] = []
     hello = pb.SessionRequest(hello=pb.Hello(contract_version=CONTRACT_VERSION))
     with open_channel(daemon.address) as channel, grpc.insecure_channel(probed) as network:
@@ -183,7 +187,6 @@ def test_populating_is_told_and_nothing_is_served_before(
                 for check in checks:
                     assert check.status == health_pb2.HealthCheckResponse.NOT_SERVING
                 assert re.search(r"populating its pool: \d+ %", refusal)
-            time.sleep(0.05)
         assert len(set(seen)) > 2, "progress"
         for probe in probes:
             check = probe.Check(health_pb2.HealthCheckRequest(service="ecd.v1.Cache"))

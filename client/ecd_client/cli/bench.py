@@ -43,7 +43,7 @@ def measure(address: str, room_bytes: int, rounds: int, evict: Evict) -> Iterato
     Raises WrongBytes, and EcdError.
     """
     namespace = f"ecd-cli bench {secrets.token_hex(4)}"
-    with Client(address, namespace=namespace, name="ecd-cli bench", prefault=True) as client:
+    with Client(address, namespace=namespace, name="ecd-cli bench") as client:
         try:
             for size, nbytes in SIZES.items():
                 if 2 * KEYS * nbytes <= room_bytes:

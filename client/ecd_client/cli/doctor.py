@@ -18,6 +18,7 @@ from rich.filesize import decimal
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
+from ecd_client.pools import HUGE_SHARE
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.leftovers import leftovers
 from ecd_proto.shm.barriers import has_barriers
@@ -27,6 +28,9 @@ GOOD, DOUBTFUL, BAD = "ok", "look", "fix"
 VLLM_VERSIONS = (0, 28), (0, 33)
 """The first and the last version that the connector is made for."""
 CONNECT_TIMEOUT_S = 1.0
+SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+COLLAPSES_SINCE = (6, 1)
+"""The version of Linux that first moves pages of shared memory to huge ones when asked to."""
 TIME_ERROR = 5
 """adjtimex(2): the clock is not synchronized."""
 
@@ -56,6 +60,7 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
         yield _reading(address, status)
         if status.pools:  # a daemon of the contract before names none
             yield _pool(status)
+            yield _huge_pages(status)
             yield _locked_memory(status, peers)
         yield from _nodes(peers)
     yield _shared_memory(status)
@@ -131,6 +136,30 @@ def _pool(status: pb.StatusReply) -> Finding:
         found += f"; {refused['pool_full']:,} entries found it full of what was in use"
         return Finding("pool", DOUBTFUL, found, "raise ECD_HOST_POOL_BYTES if that goes on")
     return Finding("pool", GOOD, found)
+
+
+def _huge_pages(status: pb.StatusReply) -> Finding:
+    """Check that clients need not take a page fault for every 4 KiB that they touch first."""
+    pool = status.pools[0]
+    share = pool.huge_bytes / max(1, pool.pool_bytes)
+    found = f"{share:.0%} of the pool lies in huge pages"
+    if share >= HUGE_SHARE:
+        return Finding("huge pages", GOOD, found)
+    if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < COLLAPSES_SINCE:
+        advice = "Linux 6.1 or newer; until then the first use of memory takes longer"
+    elif _setting(SHMEM_HUGE_PAGES) == "deny":
+        advice = f"echo never > {SHMEM_HUGE_PAGES}, and start the daemon anew"
+    else:
+        advice = "memory is in pieces: start the daemon before others, or lower the pool's size"
+    return Finding("huge pages", DOUBTFUL, found, advice)
+
+
+def _setting(path: str) -> str:
+    """The word in brackets, which is in force, of a kernel's setting; "" if there is none."""
+    with contextlib.suppress(OSError):
+        chosen = re.search(r"\[(\w+)\]", Path(path).read_text())
+        return chosen[1] if chosen else ""
+    return ""
 
 
 def _locked_memory(status: pb.StatusReply, peers: pb.PeersReply) -> Finding:

@@ -82,7 +82,11 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
 
 def _pool(pool: pb.PoolStatus) -> list[tuple[str, str]]:
     return [
-        (f"{pool.kind} pool", f"{decimal(pool.pool_bytes)} in {pool.path}"),
+        (
+            f"{pool.kind} pool",
+            f"{decimal(pool.pool_bytes)} in {pool.path}, "
+            f"{share(pool.huge_bytes, pool.pool_bytes)} in huge pages",
+        ),
         ("used", f"{decimal(pool.used_bytes)} ({share(pool.used_bytes, pool.pool_bytes)})"),
         (
             "of which",

@@ -116,6 +116,7 @@ class PutWriter:
         self._records: set[bytes] = set()  # of claims without an answer
         self._last = 0
         self._grants = [0] * MAX_GRANTS
+        self._expected = [0] * MAX_GRANTS  # of these, the memory is populated
         self._pieces = [(0, 0)] * MAX_GRANTS  # start and end of the rest of each grant
         self._doorbell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
@@ -207,6 +208,8 @@ class PutWriter:
             return PutOutcome.UNANSWERED
         with self._lock:
             self._unanswered.append(claim)
+        if not self._pool.is_huge:
+            self._expect_writes()
         return PutOutcome.STORED
 
     def answer(self, claim: Claim, timeout_s: float) -> PutOutcome:
@@ -257,6 +260,13 @@ class PutWriter:
                 self._pieces[number] = start + nbytes, end
                 return number, start
         return None
+
+    def _expect_writes(self) -> None:
+        """Have grants that are new populated before they are written."""
+        words = self._mailbox[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
+        if words != self._expected:
+            self._pool.expect_writes(map(unpack_grant, set(words) - set(self._expected)))
+            self._expected = words
 
     def _is_granted(self, number: int, grant: int) -> bool:
         return self._mailbox[FIRST_GRANT_WORD + number] == grant

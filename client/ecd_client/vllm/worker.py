@@ -50,7 +50,6 @@ class WorkerRole:
             settings.address,
             name="vllm worker",
             connect_timeout=0.0,
-            prefault=True,
         )
         self._stats = EcdStats()
         self._pools: dict[tuple[str, str], Mapping] = {}  # by incarnation and path
@@ -157,7 +156,9 @@ class WorkerRole:
         handle = load.handle
         device = self._device = self._device or _device()
         try:
-            view = self._pool(handle).view(handle.offset, handle.nbytes)
+            pool = self._pool(handle)
+            pool.populate_once(handle.offset, handle.nbytes)
+            view = pool.view(handle.offset, handle.nbytes)
             copy = private_copy(view, handle.dtype, handle.shape, device)
             if monotonic() < handle.expires_s:
                 return copy
@@ -189,7 +190,6 @@ class WorkerRole:
                 pool = self._pools[place] = Mapping(fd, handle.pool_bytes, writable=False)
             finally:
                 os.close(fd)
-            pool.populate_soon()
             incarnations = list(dict.fromkeys(incarnation for incarnation, _ in self._pools))
             for left in incarnations[:-MAX_INCARNATIONS]:
                 self._pools = {at: each for at, each in self._pools.items() if at[0] != left}

@@ -285,6 +285,7 @@ class PoolFile(google.protobuf.message.Message):
     NBYTES_FIELD_NUMBER: builtins.int
     INODE_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
+    HUGE_BYTES_FIELD_NUMBER: builtins.int
     pool: builtins.int
     """its number, by which extents name it"""
     path: builtins.str
@@ -292,6 +293,8 @@ class PoolFile(google.protobuf.message.Message):
     inode: builtins.int
     kind: builtins.str
     """"host"; a client passes over a kind that it does not know"""
+    huge_bytes: builtins.int
+    """bytes that lie in huge pages"""
     def __init__(
         self,
         *,
@@ -300,8 +303,9 @@ class PoolFile(google.protobuf.message.Message):
         nbytes: builtins.int = ...,
         inode: builtins.int = ...,
         kind: builtins.str = ...,
+        huge_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["inode", b"inode", "kind", b"kind", "nbytes", b"nbytes", "path", b"path", "pool", b"pool"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["huge_bytes", b"huge_bytes", "inode", b"inode", "kind", b"kind", "nbytes", b"nbytes", "path", b"path", "pool", b"pool"]) -> None: ...
 
 global___PoolFile = PoolFile
 
@@ -1305,6 +1309,7 @@ class PoolStatus(google.protobuf.message.Message):
     LARGEST_FREE_BYTES_FIELD_NUMBER: builtins.int
     FRAGMENTATION_FIELD_NUMBER: builtins.int
     GRANTED_BYTES_FIELD_NUMBER: builtins.int
+    HUGE_BYTES_FIELD_NUMBER: builtins.int
     pool: builtins.int
     """its number"""
     kind: builtins.str
@@ -1321,6 +1326,8 @@ class PoolStatus(google.protobuf.message.Message):
     """1 - largest free extent / free bytes"""
     granted_bytes: builtins.int
     """of the free ones, given to writers ahead of need"""
+    huge_bytes: builtins.int
+    """bytes that lie in huge pages"""
     def __init__(
         self,
         *,
@@ -1336,8 +1343,9 @@ class PoolStatus(google.protobuf.message.Message):
         largest_free_bytes: builtins.int = ...,
         fragmentation: builtins.float = ...,
         granted_bytes: builtins.int = ...,
+        huge_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "granted_bytes", b"granted_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 

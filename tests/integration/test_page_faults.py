@@ -1,0 +1,122 @@
+"""Page faults in the path of a copy, on a pool of huge pages and on one of small pages."""
+
+import ctypes
+import mmap
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ecd_client import Client
+from ecd_client.cli.doctor import COLLAPSES_SINCE, SHMEM_HUGE_PAGES
+from ecd_client.writer import describe_entry
+from support.daemon import Daemon, eventually
+
+MIB = 1 << 20
+NBYTES = 8 * MIB
+SMALL_PAGES = NBYTES // 4096
+FEW_FAULTS = SMALL_PAGES // 10
+WITHOUT_HUGE_PAGES = (
+    "import ctypes, os, sys;"
+    "ctypes.CDLL(None).prctl(41, 1, 0, 0, 0);"  # PR_SET_THP_DISABLE
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def can_collapse() -> bool:
+    version = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    return version >= COLLAPSES_SINCE and "[deny]" not in Path(SHMEM_HUGE_PAGES).read_text()
+
+
+@pytest.fixture(params=["huge pages", "small pages"])
+def daemon(request: pytest.FixtureRequest, make_daemon: Callable[..., Daemon]) -> Daemon:
+    daemon = make_daemon("256MiB")
+    if request.param == "small pages":
+        daemon.prefix = (sys.executable, "-c", WITHOUT_HUGE_PAGES)
+    elif not can_collapse():
+        pytest.skip("this kernel moves no shared memory to huge pages")
+    daemon.start()
+    expected = daemon.status().pools[0].pool_bytes if request.param == "huge pages" else 0
+    assert daemon.status().pools[0].huge_bytes == expected
+    return daemon
+
+
+def faults(action: Callable[[], object]) -> int:
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    action()
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+def test_faults_are_counted() -> None:
+    with mmap.mmap(-1, NBYTES) as fresh:
+        assert faults(lambda: fresh.write(bytes(NBYTES))) > FEW_FAULTS
+
+
+def test_a_put_and_a_get_take_few_page_faults(daemon: Daemon) -> None:
+    data, target = ctypes.create_string_buffer(NBYTES), ctypes.create_string_buffer(NBYTES)
+    ctypes.memset(data, 7, NBYTES)
+    took: list[int] = []
+
+    def fill(view: memoryview) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        took.append(faults(lambda: ctypes.memmove(address, data, NBYTES)))
+
+    with Client(daemon.address) as client, Client(daemon.address) as other:
+        for number in range(4):
+            entry = describe_entry(("default", f"k{number}"), "uint8", (NBYTES,), 0.0, b"")
+            assert client._writer.put(entry, fill, 5.0)
+        for number in range(4):
+            with other.get(f"k{number}") as item:
+                address = item.tensor.data_ptr()
+                took.append(faults(lambda a=address: ctypes.memmove(target, a, NBYTES)))
+            assert target.raw == data.raw
+    assert len(took) == 8
+    assert max(took) < FEW_FAULTS
+    daemon.check_nothing_leaked()
+
+
+def test_what_is_granted_is_populated_before_it_is_written(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        for number in range(3):
+            client.put_bytes(f"k{number}", bytes(MIB), "uint8", (MIB,))
+        pool = client._connection.session().pools.granted
+        writer = client._connection.session().puts
+        assert pool.is_huge == (daemon.status().pools[0].huge_bytes > 0)
+
+        def is_populated() -> bool:
+            pieces = [piece for piece in writer._pieces if piece[0] < piece[1]]
+            assert pieces
+            return all(pool._writable.is_populated(start, end - start) for start, end in pieces)
+
+        eventually(is_populated, 10)
+
+
+def test_a_pool_that_is_taken_over_gets_huge_pages(make_daemon: Callable[..., Daemon]) -> None:
+    if not can_collapse():
+        pytest.skip("this kernel moves no shared memory to huge pages")
+    daemon = make_daemon("64MiB", ECD_WARM_RESTART="true")
+    daemon.prefix = (sys.executable, "-c", WITHOUT_HUGE_PAGES)
+    daemon.start()
+    data = bytes(range(256)) * 4096
+    with Client(daemon.address) as client:
+        client.put_bytes("k", data, "uint8", (MIB,))
+    assert daemon.terminate() == 0
+    daemon.prefix = ()
+    daemon.start()
+    pool = daemon.status().pools[0]
+    assert pool.huge_bytes == pool.pool_bytes
+    with Client(daemon.address) as client, client.get("k") as item:
+        assert bytes(item.view) == data
+
+
+def test_doctor_advises_where_pages_are_small(daemon: Daemon) -> None:
+    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    line = next(line for line in done.stdout.splitlines() if "huge pages" in line)
+    is_huge = daemon.status().pools[0].huge_bytes > 0
+    assert ("100%" in line) == is_huge
+    assert ("memory is in pieces" in done.stdout) != is_huge
