@@ -10,20 +10,30 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from ecd_client import Client, DaemonUnavailable
+from ecd_proto.mapping import Mapping
 
 MIB = 1 << 20
+SIZES = {"64 KiB": 64 << 10, "1 MiB": MIB, "8 MiB": 8 * MIB, "32 MiB": 32 * MIB}
+PLAIN = "plain copy"
+PLAIN_WRITER = f"{PLAIN}, writer"
 
 
 def timed_us(action: Callable[[], object]) -> float:
     started = time.perf_counter()
     action()
     return (time.perf_counter() - started) * 1e6
+
+
+def shared_memory(nbytes: int) -> torch.Tensor:
+    """What the pool is made of: its pages are small ones."""
+    return torch.frombuffer(Mapping.of_memory(nbytes).view(0, nbytes), dtype=torch.uint8)
 
 
 def start_daemon(
@@ -54,6 +64,16 @@ def end_daemon(daemon: subprocess.Popen[bytes]) -> None:
     """With SIGINT: then it leaves nothing for a next start."""
     daemon.send_signal(signal.SIGINT)
     daemon.wait()
+
+
+def open_store(place: str, segment_bytes: int) -> Any:
+    """A client of the master at `place` that gives the store so much memory."""
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    arguments = ("127.0.0.1", "P2PHANDSHAKE", segment_bytes, 64 * MIB, "tcp", "", place)
+    assert store.setup(*arguments) == 0
+    return store
 
 
 def machine() -> str:

@@ -1,51 +1,75 @@
-"""What else keeps a tensor for another process of one node, each behind the same four verbs.
+"""What else keeps a tensor for another process of one node, each behind the same verbs.
 
-A `Peer` is one process's view of it; a `Place` is what lies between the processes: servers, files.
+A `Peer` is one process's view of it, made as a user makes it by default; `WARM` has the same with
+what a process that lives long may prepare.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from common import MIB, end_daemon, start_daemon
+from common import MIB, open_store
 
 from ecd_client import Client
 
 FILES_BYTES = 512 * MIB
+ECD = "ecd"
+FILES = "safetensors on tmpfs"
+REDIS = "Redis, unix socket"
+STORE = "Mooncake Store, tcp"
 ALONE = "LMCache's engine, in one process"
 EXAMPLE = "vLLM's ECExampleConnector"
 
 
-class Peer(Protocol):
+class Peer:
+    needs: tuple[str, ...] = ()
+    """The modules that a user imports for it."""
+    hold: Callable[[str], None] | None = None
+    """Find it and let it go, without a copy of its bytes."""
+    maps = False
+    """Whether `load` maps a file, and has read no byte of it yet."""
+
     def put(self, key: str, tensor: torch.Tensor) -> None:
         """Return once another process can get it."""
+        raise NotImplementedError
 
-    def hold(self, key: str) -> None:
-        """Find it and let it go, without a copy of its bytes."""
+    def look(self, key: str) -> object | None:
+        """What `hold` finds, held until it is dropped; None if it is not there, said at once."""
+        raise NotImplementedError
+
+    def load(self, key: str) -> torch.Tensor:
+        """The tensor as a user gets it."""
+        raise NotImplementedError
+
+    def fresh(self, key: str) -> torch.Tensor:
+        """A tensor of the caller's own, with every byte read."""
+        return self.load(key).clone() if self.maps else self.load(key)
 
     def copy(self, key: str, target: torch.Tensor) -> None:
-        """The bytes, into memory of the caller's own."""
+        """The bytes, into memory that the caller had before."""
+        target.copy_(self.load(key))
 
-    def contains(self, key: str) -> bool: ...
+    def contains(self, key: str) -> bool:
+        raise NotImplementedError
+
+    def tidy(self) -> None:
+        """Remove old entries, if nothing evicts them."""
 
 
-class Ecd:
-    def __init__(self, place: str, nbytes: int) -> None:
-        self._client = Client(place, namespace=str(nbytes), prefault=True)
+class Ecd(Peer):
+    def __init__(self, place: str, nbytes: int, **options: bool) -> None:
+        self._client = Client(place, namespace=str(nbytes), **options)
 
     def put(self, key: str, tensor: torch.Tensor) -> None:
         self._client.put(key, tensor)
@@ -53,6 +77,16 @@ class Ecd:
     def hold(self, key: str) -> None:
         with self._client.get(key) as item:
             _ = item.tensor
+
+    def look(self, key: str) -> object | None:
+        item, _ = self._client.get_now(key)
+        if item is not None:
+            _ = item.tensor
+        return item
+
+    def load(self, key: str) -> torch.Tensor:
+        with self._client.get(key) as item:
+            return item.to("cpu")
 
     def copy(self, key: str, target: torch.Tensor) -> None:
         with self._client.get(key) as item:
@@ -63,8 +97,11 @@ class Ecd:
         return self._client.contains([key])[0]
 
 
-class Files:
-    """One safetensors file a tensor, in a directory on tmpfs, written aside and renamed."""
+class Files(Peer):
+    """A safetensors file for each tensor, on tmpfs, written aside and renamed."""
+
+    needs = ("safetensors.torch",)
+    maps = True
 
     def __init__(self, place: str, nbytes: int) -> None:
         self._directory = Path(place) / str(nbytes)
@@ -75,13 +112,12 @@ class Files:
     def put(self, key: str, tensor: torch.Tensor) -> None:
         from safetensors.torch import save_file
 
-        path = self._directory / key
-        save_file({"t": tensor}, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").rename(path)
+        aside = self._directory / f"{key}.tmp"
+        save_file({"t": tensor}, aside)
+        aside.rename(self._directory / key)
         self._stored.append(key)
 
     def tidy(self) -> None:
-        """Nothing evicts files."""
         while len(self._stored) > self._keep:
             (self._directory / self._stored.popleft()).unlink()
 
@@ -91,16 +127,28 @@ class Files:
         with safe_open(self._directory / key, "pt") as file:
             file.get_slice("t")
 
-    def copy(self, key: str, target: torch.Tensor) -> None:
+    def look(self, key: str) -> object | None:
+        from safetensors import safe_open
+
+        if not self.contains(key):
+            return None
+        file: Any = safe_open(self._directory / key, "pt")
+        file.get_slice("t")
+        return file
+
+    def load(self, key: str) -> torch.Tensor:
         from safetensors.torch import load_file
 
-        target.copy_(load_file(self._directory / key)["t"])
+        tensor: torch.Tensor = load_file(self._directory / key)["t"]
+        return tensor
 
     def contains(self, key: str) -> bool:
         return (self._directory / key).exists()
 
 
-class Redis:
+class Redis(Peer):
+    needs = ("redis",)
+
     def __init__(self, place: str, nbytes: int) -> None:
         import redis
 
@@ -111,28 +159,26 @@ class Redis:
     def put(self, key: str, tensor: torch.Tensor) -> None:
         self._redis.set(self._prefix + key, memoryview(tensor.numpy()))
 
-    hold = None
-
-    def copy(self, key: str, target: torch.Tensor) -> None:
-        target.copy_(torch.frombuffer(self._redis.get(self._prefix + key), dtype=torch.uint8))
+    def load(self, key: str) -> torch.Tensor:
+        return torch.frombuffer(self._redis.get(self._prefix + key), dtype=torch.uint8)
 
     def contains(self, key: str) -> bool:
         return bool(self._redis.exists(self._prefix + key))
 
 
-class Store:
-    """Mooncake Store over tcp, with registered buffers on both sides."""
+class Store(Peer):
+    """Mooncake Store over tcp."""
+
+    needs = ("mooncake.store",)
 
     def __init__(self, place: str, nbytes: int) -> None:
-        self._store = _store(place, 0)
+        self._store = open_store(place, 0)
         self._prefix = f"{nbytes}/"
         self._keep = FILES_BYTES // nbytes
         self._stored: deque[str] = deque()
-        self._known: set[int] = set()
 
     def put(self, key: str, tensor: torch.Tensor) -> None:
-        self._register(tensor)
-        assert self._store.put_from(self._prefix + key, tensor.data_ptr(), tensor.nbytes) == 0
+        assert self._store.put_tensor(self._prefix + key, tensor) == 0
         self._stored.append(self._prefix + key)
 
     def tidy(self) -> None:
@@ -140,15 +186,30 @@ class Store:
         while len(self._stored) > self._keep:
             self._store.remove(self._stored.popleft())
 
-    hold = None
+    def load(self, key: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._store.get_tensor(self._prefix + key)
+        return tensor
+
+    def contains(self, key: str) -> bool:
+        return bool(self._store.is_exist(self._prefix + key) == 1)
+
+
+class RegisteredStore(Store):
+    """The same with registered buffers on both sides."""
+
+    def __init__(self, place: str, nbytes: int) -> None:
+        super().__init__(place, nbytes)
+        self._known: set[int] = set()
+
+    def put(self, key: str, tensor: torch.Tensor) -> None:
+        self._register(tensor)
+        assert self._store.put_from(self._prefix + key, tensor.data_ptr(), tensor.nbytes) == 0
+        self._stored.append(self._prefix + key)
 
     def copy(self, key: str, target: torch.Tensor) -> None:
         self._register(target)
         got = self._store.get_into(self._prefix + key, target.data_ptr(), target.nbytes)
         assert got == target.nbytes
-
-    def contains(self, key: str) -> bool:
-        return bool(self._store.is_exist(self._prefix + key) == 1)
 
     def _register(self, tensor: torch.Tensor) -> None:
         """Once for each buffer: the rounds come back to the same ones."""
@@ -157,8 +218,10 @@ class Store:
             self._store.register_buffer(tensor.data_ptr(), tensor.nbytes)
 
 
-class LMCache:
+class LMCache(Peer):
     """LMCache's encoder-cache engine, in one process: memory, and a small disk because it must."""
+
+    needs = ("lmcache.v1.config", "lmcache.v1.ec_engine", "lmcache.v1.metadata")
 
     def __init__(self, place: str, nbytes: int) -> None:
         from lmcache.v1.config import LMCacheEngineConfig
@@ -178,18 +241,24 @@ class LMCache:
     def put(self, key: str, tensor: torch.Tensor) -> None:
         assert self._engine.put(key, tensor.view(1, -1))
 
-    hold = None
+    def load(self, key: str) -> torch.Tensor:
+        tensor: torch.Tensor | None = self._engine.get(key, "cpu")
+        assert tensor is not None
+        return tensor
 
     def copy(self, key: str, target: torch.Tensor) -> None:
         """The engine's own copy: it gives no other."""
-        assert self._engine.get(key, "cpu") is not None
+        self.load(key)
 
     def contains(self, key: str) -> bool:
         return bool(self._engine.contains(key))
 
 
-class ExampleConnector:
+class ExampleConnector(Peer):
     """vLLM's ECExampleConnector: what its worker saves and loads, what its scheduler looks for."""
+
+    needs = ("vllm.distributed.ec_transfer.ec_connector.example_connector", "vllm.platforms")
+    maps = True
 
     def __init__(self, place: str, nbytes: int) -> None:
         from types import SimpleNamespace
@@ -216,41 +285,31 @@ class ExampleConnector:
         self._stored.append(key)
 
     def tidy(self) -> None:
-        """Nothing evicts files."""
         while len(self._stored) > self._keep:
             shutil.rmtree(self._path / self._stored.popleft())
 
-    hold = None
+    def contains(self, key: str) -> bool:
+        return bool(self._connector.has_cache_item(key))
 
-    def copy(self, key: str, target: torch.Tensor) -> None:
+    def load(self, key: str) -> torch.Tensor:
         wanted = self._example.ECExampleConnectorMetadata()
         wanted.add_mm_data(self._example.MMMeta(key, 1))
         self._connector.bind_connector_metadata(wanted)
         loaded: dict[str, torch.Tensor] = {}
         self._connector.start_load_caches(loaded)
-        target.copy_(loaded[key])
-
-    def contains(self, key: str) -> bool:
-        return bool(self._connector.has_cache_item(key))
+        return loaded[key]
 
 
-def _store(place: str, segment_bytes: int) -> Any:
-    from mooncake.store import MooncakeDistributedStore
-
-    store = MooncakeDistributedStore()
-    arguments = ("127.0.0.1", "P2PHANDSHAKE", segment_bytes, 64 * MIB, "tcp", "", place)
-    assert store.setup(*arguments) == 0
-    return store
-
-
-PEERS: dict[str, Callable[[str, int], Any]] = {
-    "ecd": Ecd,
-    "safetensors on tmpfs": Files,
-    "Redis, unix socket": Redis,
-    "Mooncake Store, tcp": Store,
+PEERS: dict[str, type[Peer]] = {
+    ECD: Ecd,
+    FILES: Files,
+    REDIS: Redis,
+    STORE: Store,
     ALONE: LMCache,
     EXAMPLE: ExampleConnector,
 }
+Make = Callable[[str, int], Peer]
+WARM: dict[str, Make] = {**PEERS, ECD: partial(Ecd, prefault=True), STORE: RegisteredStore}
 ENVIRONMENTS = Path(__file__).parents[1] / ".venvs"
 
 
@@ -287,72 +346,3 @@ def run_for(peer: str, module: str, function: str, *arguments: object) -> dict[s
         raise SystemExit(f"{peer}:\n{done.stderr}")
     results: dict[str, float] = json.loads(done.stderr.splitlines()[-1])
     return results
-
-
-@contextlib.contextmanager
-def open_place(name: str, nbytes: int) -> Iterator[str]:
-    """What lies between the processes, with room for `nbytes`; how they find it."""
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if name == "ecd":
-            daemon, address = start_daemon(directory, "ecd", nbytes)
-            stack.callback(end_daemon, daemon)
-            yield address
-        elif name in ("safetensors on tmpfs", ALONE, EXAMPLE):
-            files = tempfile.mkdtemp(dir="/dev/shm", prefix="ecd-bench-")
-            stack.callback(shutil.rmtree, files)
-            yield files
-        elif name == "Redis, unix socket":
-            path = directory / "redis.sock"
-            limits = ["--maxmemory", str(nbytes), "--maxmemory-policy", "allkeys-lru"]
-            stack.callback(
-                _end,
-                subprocess.Popen(
-                    ["redis-server", "--port", "0", "--unixsocket", path, "--save", "", *limits],
-                    cwd=directory,
-                    stdout=subprocess.DEVNULL,
-                ),
-            )
-            _wait_for(path.exists)
-            yield str(path)
-        else:
-            yield _open_store(directory, nbytes, stack)
-
-
-def _open_store(directory: Path, nbytes: int, stack: contextlib.ExitStack) -> str:
-    """A master, and a process that has the memory: this one."""
-    import mooncake
-
-    rpc, metrics = (_free_port() for _ in range(2))
-    binary = Path(mooncake.__file__).parent / "mooncake_master"
-    ports = [f"--rpc_port={rpc}", f"--metrics_port={metrics}", "--rpc_address=127.0.0.1"]
-    with (directory / "master.log").open("wb") as log:
-        stack.callback(_end, subprocess.Popen([binary, *ports], stdout=log, stderr=log))
-    _wait_for(lambda: _answers(rpc))
-    host = _store(f"127.0.0.1:{rpc}", 2 * nbytes)
-    stack.callback(host.close)
-    return f"127.0.0.1:{rpc}"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    process.wait()
-
-
-def _wait_for(ready: Callable[[], object], timeout_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline_s, "it does not start"
-        time.sleep(0.05)
-
-
-def _answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,209 +1,178 @@
 """put, get and contains between two processes: ecd beside its peers and a plain copy.
 
-    python benchmarks/run.py [--peer NAME ...] [--rounds N] [--processes N] [--output FILE.md]
-        [--plot FILE.png]
+    python benchmarks/run.py [--table life|warm] [--peer NAME ...] [--rounds N] [--life-rounds N]
+        [--processes N] [--output FILE.md] [--plot FILE.png] [--json]
 
-One process writes, another reads, the peer lies between. Every round times a plain copy and the
-operation one after the other, over buffers that rotate, so that neither finds its bytes in the
-processor's caches; what copies nothing is timed in a loop of its own. Each is done by several
-processes in turn; the medians of their medians, and the ratio of these to the plain copy's in the
-same run, are printed. LMCache's engine keeps what it has for its own process: there the reader
-reads what it has put itself.
+One process writes, another reads, the peer lies between. The table of life has operations as an
+engine does them, after pauses and on new memory (`life.py`), and what a client's first operation
+takes. The warm table has loops (`warm.py`). Each cell is done by several processes in turn; the
+medians of their medians are printed, and their ratio to a plain copy's in the same run. LMCache's
+engine keeps what it has for its own process: there the writer reads.
+
+A round of life takes 10 to 20 ms and its operation, a table two to four minutes for each peer.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from functools import partial
+from enum import Enum
 from pathlib import Path
-from statistics import median
 from typing import Annotated
 
-import torch
+import life
 import typer
-from common import MIB, machine, markdown, show, timed_us
-from peers import ALONE, PEERS, open_place, run_for
+import warm
+from common import PLAIN, PLAIN_WRITER, SIZES, machine, markdown, show
+from peers import PEERS
+from places import open_place
 from rich.console import Console
 
-from ecd_proto.mapping import Mapping
-
-SIZES = {"64 KiB": 64 << 10, "1 MiB": MIB, "8 MiB": 8 * MIB, "32 MiB": 32 * MIB}
 POOL_BYTES = 1 << 30
-RING_BYTES = POOL_BYTES // 2
-SHORT_ROUNDS = 400
-"""Of what copies nothing."""
-OPERATIONS = {
-    "put": "until another process can get it",
-    "get, private copy": "into memory of the reader's own",
-    "get, handle": "found and held, no byte copied",
-    "contains": "one key",
+MINUTES = 3
+"""What a table takes for one peer, about."""
+Sizes = dict[str, dict[str, float]]
+"""Medians in microseconds by size, then by operation."""
+
+
+class Table(str, Enum):
+    life = "life"
+    warm = "warm"
+
+
+OPERATIONS: dict[Table, dict[str, str | None]] = {
+    Table.life: {
+        "put": PLAIN_WRITER,
+        "get, private copy": life.PLAIN_NEW,
+        life.INTO: PLAIN,
+        "get, handle": life.PLAIN_SMALL,
+        life.AT_ONCE: life.PLAIN_SMALL,
+        life.PUT_TO_HANDLE: PLAIN_WRITER,
+        "contains": life.PLAIN_SMALL,
+    },
+    Table.warm: {
+        "put": PLAIN_WRITER,
+        "get, private copy": PLAIN,
+        "get, handle": None,
+        "contains": None,
+    },
 }
-PLAIN = "plain copy"
-
-
-class Ring:
-    """Buffers in turn, more of them than the caches hold."""
-
-    def __init__(self, nbytes: int, shared: bool = False) -> None:
-        """`shared` memory is what the pool is made of: its pages are small ones."""
-        count = max(2, RING_BYTES // nbytes)
-        if shared:
-            memory = torch.frombuffer(
-                Mapping.of_memory(count * nbytes).view(0, count * nbytes), dtype=torch.uint8
-            )
-            self._buffers = list(memory.split(nbytes))
-        else:
-            self._buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(count)]
-        for number, buffer in enumerate(self._buffers):
-            buffer.fill_(number % 251)
-        self._next = 0
-
-    def take(self) -> torch.Tensor:
-        self._next = (self._next + 1) % len(self._buffers)
-        return self._buffers[self._next]
-
-
-def rounds_of(rounds: int, nbytes: int) -> int:
-    return max(20, rounds // max(1, nbytes // MIB))
-
-
-def write(peer: str, place: str, nbytes: int, rounds: int, turn: int) -> dict[str, float]:
-    """Puts, each with a plain copy before it."""
-    torch.set_num_threads(1)
-    client = PEERS[peer](place, nbytes)
-    time.sleep(2.0)  # page tables fill in the background
-    sources, targets = Ring(nbytes), Ring(nbytes, shared=True)
-    copies, puts = [], []
-    for index in range(rounds_of(rounds, nbytes)):
-        target, source = targets.take(), sources.take()
-        copies.append(timed_us(lambda t=target, s=source: t.copy_(s)))
-        source = sources.take()
-        puts.append(timed_us(lambda i=index, s=source: client.put(f"{turn}-{i}", s)))
-        if hasattr(client, "tidy"):
-            client.tidy()
-    return {f"{PLAIN}, writer": median(copies), "put": median(puts)}
-
-
-def read(peer: str, place: str, nbytes: int, rounds: int, turn: int) -> dict[str, float]:
-    """What this turn's writer left, in the order of its last puts."""
-    torch.set_num_threads(1)
-    client = PEERS[peer](place, nbytes)
-    total = rounds_of(rounds, nbytes)
-    if peer == ALONE:  # nobody else can get what it keeps
-        for index in range(total):
-            client.put(f"{turn}-{index}", torch.full((nbytes,), index % 251, dtype=torch.uint8))
-    here = [key for i in range(total) if client.contains(key := f"{turn}-{i}")][-200:]
-    assert here, f"{peer} has kept nothing"
-    time.sleep(2.0)
-    sources, targets = Ring(nbytes), Ring(nbytes)
-    took: dict[str, list[float]] = {PLAIN: [], "get, private copy": []}
-    for step in range(total):
-        key = here[step % len(here)]
-        target, source = targets.take(), sources.take()
-        took[PLAIN].append(timed_us(lambda t=target, s=source: t.copy_(s)))
-        target = targets.take()
-        took["get, private copy"].append(timed_us(lambda k=key, t=target: client.copy(k, t)))
-    for name, action in (("get, handle", client.hold), ("contains", client.contains)):
-        if action is not None:
-            keys = (here * SHORT_ROUNDS)[:SHORT_ROUNDS]
-            took[name] = [timed_us(partial(action, key)) for key in keys]
-    return {name: median(values) for name, values in took.items()}
+"""The rows, and the plain copy that each is compared with."""
+TITLES = {
+    Table.life: "As an engine lives: before each operation 64 MiB of other memory written and 5 ms "
+    "of sleep, new tensors, default clients, writer and reader in two processes. Medians; in "
+    "brackets the ratio to a plain copy under the same conditions: of a put to a copy of the same "
+    "bytes into touched shared memory, of a private copy to one into a new tensor, page faults "
+    "included, of handles and contains to one of 64 KiB. Put to handle: from the start of a put to "
+    "a handle in another process, which asks for it all the time.",
+    Table.warm: "Warm loops, clients with their page tables filled. Medians; in brackets the ratio "
+    "to a plain copy of the same bytes in the same run: of a put to a copy into touched shared "
+    "memory, of a get to one into touched private memory.",
+}
+FIRST_TITLE = "The first operation of a client, of 64 KiB, after its imports and a pause. Medians."
 
 
 def measure(
-    peer: str, rounds: int, processes: int, progress: Console
-) -> dict[str, dict[str, float]]:
-    """By size, the medians over some writers and readers, in microseconds."""
-    results = {}
+    table: Table, peer: str, rounds: int, processes: int, progress: Console
+) -> tuple[Sizes, dict[str, float]]:
+    """By size; and for life the first operations."""
     with open_place(peer, POOL_BYTES) as place:
-        for name, nbytes in SIZES.items():
-            progress.print(f"{peer}, {name} ...")
-            turns = []
-            for turn in range(processes):
-                written = run_for(peer, "run", "write", peer, place, nbytes, rounds, turn)
-                turns.append(
-                    written | run_for(peer, "run", "read", peer, place, nbytes, rounds, turn)
-                )
-            results[name] = {key: median(each[key] for each in turns) for key in turns[0]}
-    return results
+        if table is Table.warm:
+            return warm.measure(peer, place, rounds, processes, progress), {}
+        first = life.measure_first(peer, place, progress)
+        return life.measure(peer, place, rounds, processes, progress), first
 
 
-def plot(results: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
+def plot(results: dict[Table, dict[str, Sizes]], path: Path) -> None:
     """Each peer's put and private copy, as a ratio to the plain copy in its run."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
-    width = 0.8 / len(results)
-    for axis, operation in zip(axes, ("put", "get, private copy"), strict=True):
-        for number, (peer, sizes) in enumerate(results.items()):
-            ratios = [
-                medians[operation] / medians[plain_of(operation)] for medians in sizes.values()
-            ]
-            places = [place + number * width for place in range(len(sizes))]
-            axis.bar(places, ratios, width, label=peer)
-        axis.set_xticks([i + 0.4 - width / 2 for i in range(len(SIZES))], SIZES)
-        axis.set_yscale("log")
-        axis.set_title(f"{operation}: times a plain copy")
-        axis.axhline(1.0, color="grey", linewidth=0.8)
-    axes[1].legend()
+    figure, axes = pyplot.subplots(
+        len(results), 2, figsize=(11, 4 * len(results)), sharey="row", squeeze=False
+    )
+    for row, (table, peers) in zip(axes, results.items(), strict=True):
+        width = 0.8 / len(peers)
+        for axis, operation in zip(row, ("put", "get, private copy"), strict=True):
+            plain = OPERATIONS[table][operation] or PLAIN
+            for number, (peer, sizes) in enumerate(peers.items()):
+                ratios = [medians[operation] / medians[plain] for medians in sizes.values()]
+                places = [place + number * width for place in range(len(sizes))]
+                axis.bar(places, ratios, width, label=peer)
+            axis.set_xticks([i + 0.4 - width / 2 for i in range(len(SIZES))], SIZES)
+            axis.set_yscale("log")
+            axis.set_title(f"{table.value}, {operation}: times a plain copy")
+            axis.axhline(1.0, color="grey", linewidth=0.8)
+    axes[0][1].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
-def plain_of(operation: str) -> str:
-    return f"{PLAIN}, writer" if operation == "put" else PLAIN
+def cell(medians: dict[str, float], operation: str, plain: str | None) -> str:
+    if operation not in medians:
+        return "-"
+    if plain is None:
+        return f"{medians[operation]:,.1f} us"
+    return f"{medians[operation]:,.0f} us ({medians[operation] / medians[plain]:.2f}x)"
 
 
-def rows_of(results: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
+def rows_of(table: Table, peers: dict[str, Sizes]) -> list[list[str]]:
     rows = [["", "", *SIZES]]
-    for operation in OPERATIONS:
-        for peer, sizes in results.items():
-            cells = []
-            for medians in sizes.values():
-                if operation not in medians:
-                    cells.append("-")
-                    continue
-                text = f"{medians[operation]:,.0f} us"
-                if operation != "contains" and operation != "get, handle":
-                    text += f" ({medians[operation] / medians[plain_of(operation)]:.2f}x)"
-                else:
-                    text = f"{medians[operation]:,.1f} us"
-                cells.append(text)
+    for operation, plain in OPERATIONS[table].items():
+        for peer, sizes in peers.items():
+            cells = (cell(medians, operation, plain) for medians in sizes.values())
             rows.append([operation, peer, *cells])
-    for name in (f"{PLAIN}, writer", PLAIN):
-        of_size = [
-            [sizes[size][name] for sizes in results.values() if size in sizes] for size in SIZES
-        ]
-        cells = [f"{min(values):,.0f} to {max(values):,.0f} us" for values in of_size]
+    for name in dict.fromkeys(filter(None, OPERATIONS[table].values())):
+        of_size = [[sizes[size][name] for sizes in peers.values()] for size in SIZES]
+        cells = (f"{min(values):,.0f} to {max(values):,.0f} us" for values in of_size)
         rows.append([name, "in each run", *cells])
     return rows
 
 
+def first_rows(firsts: dict[str, dict[str, float]]) -> list[list[str]]:
+    columns = list(next(iter(firsts.values())))
+    rows = [[peer, *(f"{took[name]:,.0f} us" for name in columns)] for peer, took in firsts.items()]
+    return [["", *columns], *rows]
+
+
 def main(
+    table: Annotated[Table | None, typer.Option(help="Only this one.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="Only these; may be repeated.")] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds for sizes up to 1 MiB.")] = 400,
+    rounds: Annotated[int, typer.Option(help="Warm rounds for sizes up to 1 MiB.")] = 400,
+    life_rounds: Annotated[int, typer.Option(help="Rounds of life in each process.")] = 28,
     processes: Annotated[int, typer.Option(help="Writers, and readers, one after another.")] = 3,
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Write a PNG here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    out, progress = Console(highlight=False, width=140), Console(stderr=True)
-    results = {name: measure(name, rounds, processes, progress) for name in peer or PEERS}
-    title = (
-        "Medians; in brackets the ratio to a plain copy of the same bytes in the same run: of a "
-        "put to a copy into touched shared memory, of a get to one into touched private memory."
-    )
-    rows = rows_of(results)
+    out, progress = Console(highlight=False, width=150), Console(stderr=True)
+    tables, peers = [table] if table else list(Table), peer or list(PEERS)
+    progress.print(f"about {MINUTES * len(tables) * len(peers)} minutes")
+    results: dict[Table, dict[str, Sizes]] = {each: {} for each in tables}
+    firsts: dict[str, dict[str, float]] = {}
+    for each in tables:
+        for name in peers:
+            count = life_rounds if each is Table.life else rounds
+            results[each][name], first = measure(each, name, count, processes, progress)
+            if first:
+                firsts[name] = first
+    parts = []
+    for each in tables:
+        parts.append((TITLES[each], rows_of(each, results[each])))
+        if each is Table.life:
+            parts.append((FIRST_TITLE, first_rows(firsts)))
     if as_json:
-        out.print_json(json.dumps({"machine": machine(), "medians_us": results}))
+        medians = {each.value: of_table for each, of_table in results.items()}
+        out.print_json(
+            json.dumps({"machine": machine(), "medians_us": medians | {"first": firsts}})
+        )
     else:
-        show(out, title, rows)
+        for title, rows in parts:
+            show(out, title, rows)
     if output is not None:
-        output.write_text(f"{machine()}.\n{title}\n\n{markdown(rows)}")
+        texts = (f"{title}\n\n{markdown(rows)}" for title, rows in parts)
+        output.write_text("\n".join((f"{machine()}.\n", *texts)))
     if picture is not None:
         plot(results, picture)
 
