@@ -1,14 +1,15 @@
 """Operations as an engine does them: now and then, between other work, on memory that is new.
 
 A pause comes before each: 64 MiB of other memory written, then 5 ms of sleep. The source of a put
-and the target of a copy are tensors made for it, before the pause. Clients are made the default
-way, and torch has one thread. Writer and reader are two processes at the same time, and each key is
-read once. Plain copies have the same pauses and tensors: into touched shared memory for a put, into
-a new tensor for a private copy (page faults included), into a touched one for the rest.
+and the target of a copy are tensors made for it. Clients are made the default way, and torch has
+one thread. Writer and reader are two processes at the same time, and each key is read once. Plain
+copies have the same pauses and tensors: into touched shared memory for a put, from there to a new
+tensor for a private copy (page faults included), between touched tensors for the rest.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import time
 from collections import defaultdict
@@ -33,11 +34,18 @@ INTO = "get, into touched memory"
 AT_ONCE = "handle at once after the put"
 PUT_TO_HANDLE = "put to handle"
 FIRST_PROCESSES = 5
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 READY, RETURNED = 0, 1
 """Words that writer and reader share: the round that the reader is ready for, the last put's."""
 Took = defaultdict[str, list[float]]
 
 _other = torch.zeros(PAUSE_BYTES, dtype=torch.uint8)
+
+
+def settle() -> None:
+    """Let torch have one thread, and large new tensors new pages whatever was freed before."""
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)
 
 
 def pause() -> None:
@@ -64,8 +72,7 @@ def plain_copy(target: torch.Tensor) -> float:
     return timed(lambda: target.copy_(source))
 
 
-def plain_clone(nbytes: int) -> float:
-    source = fresh(nbytes)
+def plain_clone(source: torch.Tensor) -> float:
     pause()
     return timed(source.clone)
 
@@ -86,6 +93,7 @@ def write(client: Peer, keys: list[str], nbytes: int) -> Took:
 def read(client: Peer, keys: list[str], nbytes: int) -> Took:
     """Each of the keys: by turns into a new tensor and into a touched one."""
     took: Took = defaultdict(list)
+    source = shared_memory(nbytes).fill_(1)
     for number, key in enumerate(keys):
         took[PLAIN_SMALL].append(plain_copy(fresh(SMALL_BYTES)))
         for name, action in (("contains", client.contains), ("get, handle", client.hold)):
@@ -93,7 +101,7 @@ def read(client: Peer, keys: list[str], nbytes: int) -> Took:
                 pause()
                 took[name].append(timed(partial(action, key)))
         if number % 2:
-            took[PLAIN_NEW].append(plain_clone(nbytes))
+            took[PLAIN_NEW].append(plain_clone(source))
             pause()
             took["get, private copy"].append(timed(partial(client.fresh, key)))
         else:
@@ -154,7 +162,7 @@ def reader(
     pipe: Connection,
 ) -> None:
     """The second process, from the first read to the last handle."""
-    torch.set_num_threads(1)
+    settle()
     client = PEERS[peer](place, nbytes)
     pipe.send(read(client, keys, nbytes))
     if races:
@@ -164,7 +172,7 @@ def reader(
 
 def live(peer: str, place: str, nbytes: int, rounds: int, turn: int) -> dict[str, float]:
     """Puts; then another process's gets of what is still there; then both at the same time."""
-    torch.set_num_threads(1)
+    settle()
     client = PEERS[peer](place, nbytes)
     keys = [f"{turn}-{number}" for number in range(rounds)]
     took = write(client, keys, nbytes)
@@ -194,7 +202,7 @@ def live(peer: str, place: str, nbytes: int, rounds: int, turn: int) -> dict[str
 
 def first(peer: str, place: str, verb: str, key: str) -> dict[str, float]:
     """A client and one operation of it, in a process that has only imported."""
-    torch.set_num_threads(1)
+    settle()
     for module in PEERS[peer].needs:
         importlib.import_module(module)
     source = fresh(SMALL_BYTES)

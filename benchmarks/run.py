@@ -125,7 +125,8 @@ def rows_of(table: Table, peers: dict[str, Sizes]) -> list[list[str]]:
             rows.append([operation, peer, *cells])
     for name in dict.fromkeys(filter(None, OPERATIONS[table].values())):
         of_size = [[sizes[size][name] for sizes in peers.values()] for size in SIZES]
-        cells = (f"{min(values):,.0f} to {max(values):,.0f} us" for values in of_size)
+        ends = (dict.fromkeys(f"{end(values):,.0f}" for end in (min, max)) for values in of_size)
+        cells = (f"{' to '.join(both)} us" for both in ends)
         rows.append([name, "in each run", *cells])
     return rows
 
