@@ -100,7 +100,7 @@ def read(client: Peer, keys: list[str], nbytes: int) -> Took:
             if action is not None:
                 pause()
                 took[name].append(timed(partial(action, key)))
-        if number % 2:
+        if number % 2 or not client.into:
             took[PLAIN_NEW].append(plain_clone(source))
             pause()
             took["get, private copy"].append(timed(partial(client.fresh, key)))

@@ -1,7 +1,6 @@
 """What else keeps a tensor for another process of one node, each behind the same verbs.
 
-A `Peer` is one process's view of it, made as a user makes it by default; `WARM` has the same with
-what a process that lives long may prepare.
+A `Peer` is one process's view of it, made the default way; `WARM` prepares what a long life may.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ class Peer:
     """The modules that a user imports for it."""
     hold: Callable[[str], None] | None = None
     """Find it and let it go, without a copy of its bytes."""
+    into = True  # `copy` writes to its target
     maps = False
     """Whether `load` maps a file, and has read no byte of it yet."""
 
@@ -222,6 +222,7 @@ class LMCache(Peer):
     """LMCache's encoder-cache engine, in one process: memory, and a small disk because it must."""
 
     needs = ("lmcache.v1.config", "lmcache.v1.ec_engine", "lmcache.v1.metadata")
+    into = False
 
     def __init__(self, place: str, nbytes: int) -> None:
         from lmcache.v1.config import LMCacheEngineConfig

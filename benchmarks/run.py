@@ -124,7 +124,8 @@ def rows_of(table: Table, peers: dict[str, Sizes]) -> list[list[str]]:
             cells = (cell(medians, operation, plain) for medians in sizes.values())
             rows.append([operation, peer, *cells])
     for name in dict.fromkeys(filter(None, OPERATIONS[table].values())):
-        of_size = [[sizes[size][name] for sizes in peers.values()] for size in SIZES]
+        runs = [sizes for sizes in peers.values() if all(name in sizes[size] for size in SIZES)]
+        of_size = [[sizes[size][name] for sizes in runs] for size in SIZES if runs]
         ends = (dict.fromkeys(f"{end(values):,.0f}" for end in (min, max)) for values in of_size)
         cells = (f"{' to '.join(both)} us" for both in ends)
         rows.append([name, "in each run", *cells])
