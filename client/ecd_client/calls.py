@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import queue
@@ -126,6 +127,11 @@ class Calls:
         self._replies: Any = None
         self._due_s: float | None = None
         self._over = self._overdue = False
+
+    def open(self) -> None:
+        """Open the stream, so that the first blocking call need not wait for that."""
+        with contextlib.suppress(EcdError):
+            self.now("contains", pb.ContainsRequest())
 
     def later(self, name: str, request: Any) -> Any:
         """Make a call, named as in ExchangeRequest, and return gRPC's future of the reply."""

@@ -10,8 +10,10 @@ with Client(namespace="my-model") as client:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
+from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -55,6 +57,8 @@ class Client:
         at once and connects in the background. A call, waits apart, that the daemon does not
         answer within `call_timeout` seconds fails.
         """
+        if "torch" in sys.modules:
+            import_module("ecd_client.tensors")  # the first put would wait for it
         self.address = resolve(address)
         self.namespace = namespace
         self._connection = Connection(self.address, name, call_timeout)

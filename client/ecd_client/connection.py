@@ -159,6 +159,7 @@ class Connection:
             for event in stream:
                 if session is None:
                     session = Session(calls, stream, outbox, event, sent_s, uid)
+                    calls.open()
                     outbox.put(session)
                     self._announce(session)
                 else:

@@ -9,13 +9,14 @@ import torch
 
 from ecd_client.errors import InvalidArgument
 from ecd_proto.contract import DTYPES
+from ecd_proto.mapping import advise_huge_pages
 
 _BY_NAME: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
 }
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
-SMALL_BYTES = 256 << 10
-"""Up to here torch's overhead takes longer than the copy."""
+HUGE_PAGES_FROM_BYTES = 4 << 20
+"""Size from which on a private copy is worth huge pages: new small ones take most of its time."""
 
 
 def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -32,7 +33,7 @@ def as_tensor(view: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Ten
     """A tensor over the bytes of `view`, which it keeps alive."""
     if not view.nbytes:
         return torch.empty(shape, dtype=_BY_NAME[dtype])
-    return torch.frombuffer(view, dtype=torch.uint8).view(_BY_NAME[dtype]).view(shape)
+    return torch.frombuffer(view, dtype=_BY_NAME[dtype]).view(shape)
 
 
 class TensorSource:
@@ -52,7 +53,7 @@ class TensorSource:
     def copy_to(self, view: memoryview) -> None:
         """Copy the tensor into `view`, densely: the only copy of a put."""
         tensor = self._tensor
-        if 0 < view.nbytes <= SMALL_BYTES and _is_its_bytes(tensor, view.nbytes):
+        if _is_its_bytes(tensor, view.nbytes):
             ctypes.memmove(_address_of(view), tensor.data_ptr(), view.nbytes)
             return
         dtype, shape = describe(tensor)
@@ -74,9 +75,11 @@ def private_copy(
     """A tensor with the bytes of `view` on `device`, complete when this returns."""
     if isinstance(device, str):
         device = torch.device(device)
-    if device.type == "cpu" and 0 < view.nbytes <= SMALL_BYTES:
+    if device.type == "cpu" and view.nbytes:
         copy = torch.empty(shape, dtype=_BY_NAME[dtype])
         if copy.nbytes == view.nbytes:
+            if view.nbytes >= HUGE_PAGES_FROM_BYTES:
+                advise_huge_pages(copy.data_ptr(), view.nbytes)
             ctypes.memmove(copy.data_ptr(), _address_of(view), view.nbytes)
             return copy
     tensor = as_tensor(view, dtype, shape)
@@ -99,7 +102,7 @@ def _is_its_bytes(tensor: torch.Tensor, nbytes: int) -> bool:
         and tensor.is_contiguous()
         and tensor.nbytes == nbytes
         and not tensor.is_neg()
-        and tensor.data_ptr() != 0
+        and tensor.data_ptr() != 0  # no element, or no memory at all
     )
 
 

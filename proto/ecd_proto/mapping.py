@@ -13,6 +13,7 @@ from typing import Any
 
 MADV_POPULATE_READ = 22  # Linux 5.14; elsewhere the first touch pays
 MADV_POPULATE_WRITE = 23
+_MADV_HUGEPAGE = 14
 MADV_COLLAPSE = 25  # Linux 6.1
 CHUNK_BYTES = 64 << 20
 HUGE_BYTES = 2 << 20
@@ -128,6 +129,14 @@ class Mapping:
                 if self.populate(offset, min(CHUNK_BYTES, self.nbytes - offset)):
                     continue
             return
+
+
+def advise_huge_pages(address: int, nbytes: int) -> None:
+    """Have this process's own memory, as far as it is new, come in huge pages."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    _libc.madvise(
+        start, (address + nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE, _MADV_HUGEPAGE
+    )
 
 
 def _mapped(
