@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +309,7 @@ PEERS: dict[str, type[Peer]] = {
     EXAMPLE: ExampleConnector,
 }
 Make = Callable[[str, int], Peer]
-WARM: dict[str, Make] = {**PEERS, ECD: partial(Ecd, prefault=True), STORE: RegisteredStore}
+WARM: dict[str, Make] = {**PEERS, STORE: RegisteredStore}
 ENVIRONMENTS = Path(__file__).parents[1] / ".venvs"
 
 
