@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ class Identity:
         """Whether no other engine can have this namespace."""
         return self.weights.startswith(PRIVATE)
 
-    @property
+    @cached_property
     def namespace(self) -> str:
         namespace = "|".join(filter(None, (self.settings, self.weights)))
         if len(namespace.encode()) > MAX_NAMESPACE_BYTES:

@@ -144,7 +144,8 @@ class SchedulerRole:
             state.deadline_s = time.monotonic() + self._wait_s
         if state.preemptions != request.num_preemptions:
             state.restart(request.num_preemptions, time.monotonic() + self._wait_s)
-        self._items.leave_all(state, state.advance(num_computed_tokens))
+        if left := state.advance(num_computed_tokens):
+            self._items.leave_all(state, left)
         if state.is_past_all:
             return True
         return not state.failed and self._readiness.is_ready(request, state)

@@ -107,18 +107,17 @@ class WorkerRole:
 
     def report(self) -> EcdWorkerMetadata | None:
         """The message to the scheduler, if there is news."""
-        stats = self._take_stats()
+        self._reap()
+        if self._stats.is_empty() and (self._only_encodes or self.forgotten < 0):
+            return None
+        stats = self._stats.take()
         if self._only_encodes:
             self._count(stats)
-            return None
-        if stats.is_empty() and self.forgotten < 0:
             return None
         return EcdWorkerMetadata(stats, self.forgotten)
 
     def _count(self, stats: EcdStats) -> None:
         """Count in shared memory: vLLM drops the message of an engine that only encodes."""
-        if stats.is_empty():
-            return
         if self._counts is None and self._counts_path is not None:
             with contextlib.suppress(OSError, ValueError):  # the scheduler is on another machine
                 self._counts = SharedCounts(self._counts_path)
@@ -272,10 +271,6 @@ class WorkerRole:
             return
         self._saves.append((identifier, future, nbytes))
         self._saving_bytes += nbytes
-
-    def _take_stats(self) -> EcdStats:
-        self._reap()
-        return self._stats.take()
 
     def _reap(self) -> None:
         """Count the saves that are over."""
