@@ -1,4 +1,4 @@
-"""The connector of `ttft.py`: in one engine, each request shares in the way that it names.
+"""The connector of `ttft.py` and `connector.py`: one engine that shares in one way after another.
 
 Two processes of the same engine differ by several percent, for as long as they live, by where their
 memory happens to lie; that is more than connectors do. So they are compared in one.
@@ -7,6 +7,7 @@ memory happens to lie; that is more than connectors do. So they are compared in 
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,12 @@ from vllm.distributed.ec_transfer.ec_connector.example_connector import ECExampl
 
 from ecd_client.vllm import EcdConnector
 
-HOOKS = (
-    *("bind_connector_metadata", "clear_connector_metadata", "start_load_caches", "save_caches"),
-    *("get_finished", "build_connector_worker_meta", "get_ec_connector_stats", "has_cache_item"),
-    *("take_unavailable_requests", "update_state_after_alloc", "build_connector_meta"),
-    *("update_connector_output", "request_finished"),
+HOOKS = tuple(
+    name
+    for name, member in vars(ECConnectorBase).items()
+    if inspect.isfunction(member) and not name.startswith("_") and name != "shutdown"
 )
+"""All that vLLM asks a connector while it runs."""
 
 
 class Nothing(ECConnectorBase):
@@ -45,7 +46,8 @@ class Nothing(ECConnectorBase):
 class Switching(ECConnectorBase):
     """Forwards to the connector that the last request named in `ec_transfer_params`.
 
-    For one request at a time, and for an engine that is one process: both roles are told at once.
+    All requests at one time name the same; the connector sees them without these parameters. The
+    scheduler's message tells the worker, which may be another process.
     """
 
     way = "Nothing"
@@ -53,11 +55,22 @@ class Switching(ECConnectorBase):
     def __init__(self, vllm_config: Any, role: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
         kinds = (EcdConnector, ECExampleConnector, Nothing)
-        self._ways = {kind.__name__: kind(vllm_config, role) for kind in kinds}
+        self._ways: dict[str, Any] = {kind.__name__: kind(vllm_config, role) for kind in kinds}
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
-        Switching.way = request.ec_transfer_params["way"]
+        if request.ec_transfer_params is not None:
+            Switching.way = request.ec_transfer_params["way"]
+            request.ec_transfer_params = None
         return self._ways[self.way].ensure_cache_available(request, num_computed_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
+        metadata = self._ways[self.way].build_connector_meta(scheduler_output)
+        metadata.way = self.way
+        return metadata
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        Switching.way = connector_metadata.way
+        self._ways[self.way].bind_connector_metadata(connector_metadata)
 
     def shutdown(self) -> None:
         for connector in self._ways.values():
@@ -75,5 +88,6 @@ def _forward(hook: str) -> Callable[..., Any]:
 
 
 for _hook in HOOKS:
-    setattr(Switching, _hook, _forward(_hook))
+    if _hook not in vars(Switching):
+        setattr(Switching, _hook, _forward(_hook))
 abc.update_abstractmethods(Switching)

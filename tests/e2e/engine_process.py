@@ -88,7 +88,7 @@ def generate(engine: LLM, command: dict) -> dict:
     sampling = [
         SamplingParams(
             temperature=0,
-            max_tokens=command.get("max_tokens", 6),
+            max_tokens=request.get("max_tokens", command.get("max_tokens", 6)),
             ignore_eos=True,
             logprobs=0,
             extra_args={"ec_transfer_params": request.get("ec_transfer_params")},
