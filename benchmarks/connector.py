@@ -206,8 +206,8 @@ def spread(values: list[float]) -> dict[str, float]:
 def tables(found: Found) -> tuple[list[list[str]], list[list[str]]]:
     """The sums, and what each hook has of them."""
     columns = ("hooks", "scheduler", "worker", COPY)
-    sums = [["a step that", "", "steps", "hooks", "p99", *columns[1:], "the step", "share"]]
-    hooks = [["a step that", "", "hook", "mean", "p99"]]
+    sums = [["a step that", "with", "steps", "hooks", "p99", *columns[1:], "the step", "share"]]
+    hooks = [["a step that", "with", "hook", "mean", "p99"]]
     for kind, ways in found.items():
         for way, took in ways.items():
             row = [kind, NAMES[way], f"{took['steps']:,}"]
@@ -244,8 +244,8 @@ def main(
         out.print_json(json.dumps({"machine": machine(), "item_bytes": nbytes, "steps": found}))
         return
     titles = (
-        f"One step's hooks, medians and one p99, of {rounds} rounds; an item has {nbytes:,} bytes.",
-        "The same by hook.",
+        f"All hooks of one step, medians and their p99; {rounds} rounds, each item {nbytes:,} B.",
+        "By hook; a hook that a step did not call counts as 0.",
     )
     text = f"{machine()}, vLLM {VERSION}.\n"
     for title, rows in zip(titles, tables(found), strict=True):
