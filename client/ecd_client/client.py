@@ -53,9 +53,10 @@ class Client:
         """Connect to `address`, by default `ECD_ADDRESS` or this user's daemon.
 
         Keys are in `namespace` unless a call names another; `name` is shown to operators. Waits
-        `connect_timeout` seconds for the daemon, then raises DaemonUnavailable; with 0 it returns
-        at once and connects in the background. A call, waits apart, that the daemon does not
-        answer within `call_timeout` seconds fails.
+        `connect_timeout` seconds for the daemon, up to a minute for one that is still populating
+        its pool, then raises DaemonUnavailable; with 0 it returns at once and connects in the
+        background. A call, waits apart, that the daemon does not answer within `call_timeout`
+        seconds fails.
         """
         if "torch" in sys.modules:
             import_module("ecd_client.tensors")  # the first put would wait for it

@@ -21,12 +21,15 @@ from ecd_client import forks
 from ecd_client.calls import Calls, GrpcThreads, open_channel, socket_owner, translate, unreachable
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.session import Outbox, Session
-from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.contract import CONTRACT_VERSION, POPULATING
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
 PAUSE_S = 0.25
 """Pause between the end of one session and the next; the channel adds its own backoff."""
+
+POPULATED_WITHIN_S = 60.0
+"""Longest wait for a daemon that answers that it is populating its pool."""
 
 CHECK_S = 0.25
 """Interval at which a running call is checked for being overdue."""
@@ -71,7 +74,8 @@ class Connection:
     def session(self, wait_s: float = 0.0) -> Session:
         """Return the open session, waiting up to `wait_s` for one.
 
-        Raises DaemonUnavailable with the cause.
+        A daemon that populates its pool is waited for POPULATED_WITHIN_S. Raises DaemonUnavailable
+        with the cause.
         """
         session = self._session
         if session is not None and not session.abandoned:
@@ -79,13 +83,24 @@ class Connection:
         if self.is_cut_off:
             raise forks.before_fork()
         with self._changed:
-            self._changed.wait_for(lambda: self.current or self._closed.is_set(), wait_s)
+            started_s = time.monotonic()
+            self._wait(wait_s)
+            while self._is_populating(wait_s) and time.monotonic() - started_s < POPULATED_WITHIN_S:
+                self._wait(CHECK_S)
             session = self.current
             if session is None:
                 raise DaemonUnavailable(
                     "the client is closed" if self._closed.is_set() else str(self._cause)
                 )
             return session
+
+    def _wait(self, wait_s: float) -> None:
+        self._changed.wait_for(lambda: self.current or self._closed.is_set(), wait_s)
+
+    def _is_populating(self, wait_s: float) -> bool:
+        """Whether a caller that waits at all should wait on: the daemon is there, and starting."""
+        waits = wait_s > 0 and self.current is None and not self._closed.is_set()
+        return waits and str(self._cause).startswith(POPULATING)
 
     def ref(self) -> Session:
         """Return the open session, kept until its `unref`. Raises DaemonUnavailable."""

@@ -11,7 +11,7 @@ from ecd.core.cache import Cache
 from ecd.core.pool import Pool
 from ecd.identity import NodeIdentity
 from ecd.rpc.sessions import SessionStreams
-from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.contract import CONTRACT_VERSION, POPULATING
 from ecd_proto.v1 import cache_pb2 as pb
 
 State = pb.StatusReply.State
@@ -64,7 +64,7 @@ class Status:
         if self._state == State.STATE_STOPPING:
             return "the daemon is stopping"
         percent = 100 * self._memory.populated_bytes // self._memory.nbytes
-        return f"the daemon is populating its pool: {percent} %"
+        return f"{POPULATING}: {percent} %"
 
     def read(self) -> pb.StatusReply:
         cache = self._cache

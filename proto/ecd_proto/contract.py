@@ -25,6 +25,8 @@ DTYPES: dict[str, int] = {
 }
 """The dtypes an entry may have, by their names in torch, and the bytes of one element."""
 
+POPULATING = "the daemon is populating its pool"
+"""How a refusal begins that time alone will end."""
 MAX_METADATA_BYTES = 4096
 MAX_NAMESPACE_BYTES = 1024
 MAX_MM_HASH_BYTES = 1024

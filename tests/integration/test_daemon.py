@@ -25,7 +25,7 @@ from ecd_client.calls import open_channel
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
-from support.daemon import Daemon, eventually
+from support.daemon import WITHOUT_HUGE_PAGES, Daemon, eventually
 
 
 def serve(*arguments: str, **environ: str) -> subprocess.CompletedProcess:
@@ -196,6 +196,19 @@ def test_populating_is_told_and_nothing_is_served_before(
     assert re.search(r"populating \d+ %", daemon.text())
     blocks = next(daemon.shm.glob("*.pool")).stat().st_blocks * 512
     assert blocks == 2 << 30, "every page is there before the first client"
+
+
+def test_a_client_waits_for_a_daemon_that_populates_its_pool(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    daemon = make_daemon("3GiB")
+    daemon.prefix = WITHOUT_HUGE_PAGES  # which take longer
+    daemon.start(wait=False)
+    with open_channel(daemon.address) as channel:
+        status = pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), wait_for_ready=True)
+    assert status.state == pb.StatusReply.STATE_POPULATING
+    with Client(daemon.address, connect_timeout=0.3) as client:
+        assert client.contains(["k"]) == [False]
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,12 @@ import pytest
 from ecd_client import Client
 from ecd_client.cli.doctor import COLLAPSES_SINCE, SHMEM_HUGE_PAGES
 from ecd_client.writer import describe_entry
-from support.daemon import Daemon, eventually
+from support.daemon import WITHOUT_HUGE_PAGES, Daemon, eventually
 
 MIB = 1 << 20
 NBYTES = 8 * MIB
 SMALL_PAGES = NBYTES // 4096
 FEW_FAULTS = SMALL_PAGES // 10
-WITHOUT_HUGE_PAGES = (
-    "import ctypes, os, sys;"
-    "ctypes.CDLL(None).prctl(41, 1, 0, 0, 0);"  # PR_SET_THP_DISABLE
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
 
 
 def can_collapse() -> bool:
@@ -36,7 +31,7 @@ def can_collapse() -> bool:
 def daemon(request: pytest.FixtureRequest, make_daemon: Callable[..., Daemon]) -> Daemon:
     daemon = make_daemon("256MiB")
     if request.param == "small pages":
-        daemon.prefix = (sys.executable, "-c", WITHOUT_HUGE_PAGES)
+        daemon.prefix = WITHOUT_HUGE_PAGES
     elif not can_collapse():
         pytest.skip("this kernel moves no shared memory to huge pages")
     daemon.start()
@@ -99,7 +94,7 @@ def test_a_pool_that_is_taken_over_gets_huge_pages(make_daemon: Callable[..., Da
     if not can_collapse():
         pytest.skip("this kernel moves no shared memory to huge pages")
     daemon = make_daemon("64MiB", ECD_WARM_RESTART="true")
-    daemon.prefix = (sys.executable, "-c", WITHOUT_HUGE_PAGES)
+    daemon.prefix = WITHOUT_HUGE_PAGES
     daemon.start()
     data = bytes(range(256)) * 4096
     with Client(daemon.address) as client:

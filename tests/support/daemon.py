@@ -18,6 +18,14 @@ from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
 READY_S = 60.0
+WITHOUT_HUGE_PAGES = (
+    sys.executable,
+    "-c",
+    "import ctypes, os, sys;"
+    "ctypes.CDLL(None).prctl(41, 1, 0, 0, 0);"  # PR_SET_THP_DISABLE
+    "os.execv(sys.argv[1], sys.argv[1:])",
+)
+"""A prefix: the daemon's pool has small pages, as on kernels that cannot do better."""
 
 
 class Daemon:
