@@ -83,8 +83,6 @@ class MappedPool:
         with self._lock:
             if self._writable is None:
                 self._writable = Mapping(self._fd, self.nbytes, writable=True)
-                if self.is_huge:
-                    self._writable.populate_soon()
             return self._writable
 
     def close(self) -> None:
