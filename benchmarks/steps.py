@@ -1,0 +1,134 @@
+"""The steps of a get and of a put, with cold caches and once each ms, beside bare ones.
+
+    python benchmarks/steps.py [--rounds N] [--output FILE.md]
+
+Cold means as in `life.py`: 64 MiB of other memory written and 5 ms of sleep before each. A step
+that is part of another one costs less within it, as the other has warmed some of what both touch.
+The bare steps show what Python and the kernel take for as little as a call that does nothing.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from common import MIB, end_daemon, report, start_daemon
+from life import fresh, pause, settle, timed
+
+from ecd_client import Client
+from ecd_client.shared.index import OnMiss
+from ecd_client.tensors import TensorSource
+from ecd_client.writer import describe_entry
+
+NBYTES = 64 << 10
+Step = Callable[[], object]
+
+
+class Finished:
+    """Ends what a timed step began, once the step's time is taken."""
+
+    def __init__(self, end: Step) -> None:
+        self._end = end
+
+    def __del__(self) -> None:
+        self._end()
+
+
+def bare() -> dict[str, Step]:
+    """Steps that have nothing to do with ecd."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    lock, packed, data = threading.Lock(), struct.Struct("<QQQ"), bytes(256)
+    source, target = fresh(NBYTES), fresh(NBYTES)
+
+    def locked() -> None:
+        with lock:
+            pass
+
+    def send() -> None:
+        ours.send(b"x")
+        theirs.recv(1)
+
+    return {
+        "a call that does nothing": lambda: None,
+        "a lock": locked,
+        "three words unpacked": lambda: packed.unpack_from(data),
+        "a datagram sent and received": send,
+        "a copy of 64 KiB by torch": lambda: target.copy_(source),
+    }
+
+
+def of_ecd(client: Client) -> dict[str, Step]:
+    """Steps of this client's gets and puts; the daemon has `k0`."""
+    session: Any = client._connection.session()
+    index, puts = session.index, session.puts
+    numbers = count(1)
+    held = client.get("k0")
+    assert held is not None
+
+    def get() -> None:
+        with client.get("k0") as item:
+            _ = item.tensor
+
+    def pin() -> None:
+        index.unpin(index.pin(client.namespace, "k0", OnMiss.COUNT)[1])
+
+    def put() -> None:
+        client.put(f"k{next(numbers)}", source)
+
+    def claim() -> object:
+        key = client.namespace, f"claimed {next(numbers)}"
+        claimed = puts.claim(describe_entry(key, "uint8", (NBYTES,), 0.0, b""))
+        return Finished(partial(puts.write, claimed, TensorSource(source).copy_to))
+
+    source = fresh(NBYTES)
+    return {
+        "contains": lambda: client.contains(["k0"]),
+        "get, tensor, close": get,
+        "- pin and unpin": pin,
+        "- the tensor": lambda: held.tensor,
+        "put of 64 KiB": put,
+        "- the claim": claim,
+        "- ring": puts._ring,
+    }
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Of each step.")] = 60,
+    output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
+) -> None:
+    settle()
+    rows = [["", "cold", "each ms"]]
+    with tempfile.TemporaryDirectory() as directory:
+        daemon, address = start_daemon(Path(directory), "steps", 256 * MIB)
+        try:
+            with Client(address, namespace="steps") as client:
+                client.put("k0", fresh(NBYTES))
+                for number in range(3):
+                    client.put(f"first {number}", fresh(NBYTES))
+                for name, step in (bare() | of_ecd(client)).items():
+                    cold = []
+                    for _ in range(rounds):
+                        pause()
+                        cold.append(timed(step))
+                    warm = []
+                    for _ in range(rounds):
+                        time.sleep(0.001)  # the daemon answers a put meanwhile
+                        warm.append(timed(step))
+                    rows.append([name, f"{median(cold):,.0f} us", f"{median(warm):,.1f} us"])
+        finally:
+            end_daemon(daemon)
+    report("The steps of a get and of a put, medians.", rows, output, 100)
+
+
+if __name__ == "__main__":
+    typer.run(main)
