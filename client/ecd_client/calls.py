@@ -131,7 +131,8 @@ class Calls:
     def open(self) -> None:
         """Open the stream, so that the first blocking call need not wait for that."""
         with contextlib.suppress(EcdError):
-            self.now("contains", pb.ContainsRequest())
+            if not self._over:
+                self.now("contains", pb.ContainsRequest())
 
     def later(self, name: str, request: Any) -> Any:
         """Make a call, named as in ExchangeRequest, and return gRPC's future of the reply."""
@@ -153,6 +154,8 @@ class Calls:
             if self._replies is None:
                 self._replies = self._stub.Exchange(self._asked())
                 self._replies.add_done_callback(self._threads.note)
+                if self._over:  # closed meanwhile, without this stream
+                    self._replies.cancel()
             self._due_s = time.monotonic() + self.timeout_s
             self._requests.put(pb.ExchangeRequest(**{name: request}))
             reply = next(self._replies)

@@ -59,6 +59,7 @@ class Connection:
         self._cause: EcdError = DaemonUnavailable(unreachable(address))
         self._closed = threading.Event()
         self._stream: Any = None
+        self._calls: Calls | None = None
         self._threads = GrpcThreads()
         self.is_cut_off = False
         self._thread = threading.Thread(target=self._run, name="ecd-connection", daemon=True)
@@ -120,10 +121,12 @@ class Connection:
             return
         self._closed.set()
         with self._changed:
-            stream = self._stream
+            stream, calls = self._stream, self._calls
             self._changed.notify_all()
         if stream is not None:
             stream.cancel()
+        if calls is not None:
+            calls.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._channel.close()
@@ -165,17 +168,18 @@ class Connection:
         with self._changed:
             if self._closed.is_set():
                 return
+            calls = Calls(self._stub, self._address, self._call_timeout_s, self._threads)
+            self._calls = calls
             sent_s = time.monotonic()
             stream = self._stream = self._stub.Session(self._requests(outbox))
         stream.add_done_callback(self._threads.note)
-        calls = Calls(self._stub, self._address, self._call_timeout_s, self._threads)
         session = None
         try:
             for event in stream:
                 if session is None:
                     session = Session(calls, stream, outbox, event, sent_s, uid)
-                    calls.open()
                     outbox.put(session)
+                    calls.open()
                     self._announce(session)
                 else:
                     session.take(event)

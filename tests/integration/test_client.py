@@ -389,3 +389,21 @@ def test_a_closed_client_says_so(daemon: Daemon) -> None:
     client.close()
     with pytest.raises(EcdError, match="closed"):
         client.get("k")
+
+
+def test_a_client_of_a_daemon_that_stands_still_can_be_closed_at_any_moment(
+    daemon: Daemon,
+) -> None:
+    for step in range(30):
+        client = Client(daemon.address, connect_timeout=0.0)
+        time.sleep(step * 0.002)  # on the way to a session
+        os.kill(daemon.pid, signal.SIGSTOP)
+        closing = threading.Thread(target=client.close, daemon=True)
+        try:
+            closing.start()
+            closing.join(4.0)
+            assert not closing.is_alive()
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        closing.join(10.0)
+    daemon.check_nothing_leaked()
