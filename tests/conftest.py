@@ -8,7 +8,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from ecd_client import Client
-from support.daemon import Daemon
+from support.daemon import Daemon, close_all
 
 LONGEST = ("tests/cluster", "tests/e2e", "tests/fuzz", "tests/integration/test_warm_restart.py")
 
@@ -44,9 +44,8 @@ def make_daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
         return daemons[-1]
 
     yield make
-    for daemon in daemons:
-        daemon.close()
-        assert not daemon.shm.exists()
+    close_all(daemons)
+    assert not any(daemon.shm.exists() for daemon in daemons)
 
 
 @pytest.fixture

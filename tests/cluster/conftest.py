@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ecd_client import Client
-from support.daemon import Daemon
+from support.daemon import Daemon, close_all
 from support.nodes import Node, NodeClient, NodeDaemon
 
 TOKEN = "a secret of the test"
@@ -15,25 +16,38 @@ _hosts = itertools.count(2)
 _ports = itertools.count()
 
 
+def as_peer(make_daemon: Callable[..., Daemon], pool: str = "64MiB", **settings: str) -> Daemon:
+    """A daemon on a loopback address of its own, which stands for a node."""
+    node = settings.pop("ECD_PEER_ADDRESS", f"127.0.77.{next(_hosts)}:9465")
+    first = 19000 + 16 * next(_ports)  # its own: a port that was closed rests for a minute
+    clustered = {
+        "ECD_PEER_ADDRESS": node,
+        "ECD_PEER_TOKEN": TOKEN,
+        "ECD_HINT_NETWORKS": "127.0.0.0/8",
+        "ECD_ENGINE_PORTS": f"{first}-{first + 15}",
+        "ECD_WARM_RESTART": "false",  # a node that restarts has lost what it had
+    }
+    daemon = make_daemon(pool, **{**clustered, **settings})
+    daemon.peer = node
+    return daemon
+
+
 @pytest.fixture
 def make_peer(make_daemon: Callable[..., Daemon]) -> Callable[..., Daemon]:
-    """Daemons on loopback addresses of their own, which stand for nodes."""
+    return partial(as_peer, make_daemon)
 
-    def make(pool: str = "64MiB", **settings: str) -> Daemon:
-        node = settings.pop("ECD_PEER_ADDRESS", f"127.0.77.{next(_hosts)}:9465")
-        first = 19000 + 16 * next(_ports)  # its own: a port that was closed rests for a minute
-        clustered = {
-            "ECD_PEER_ADDRESS": node,
-            "ECD_PEER_TOKEN": TOKEN,
-            "ECD_HINT_NETWORKS": "127.0.0.0/8",
-            "ECD_ENGINE_PORTS": f"{first}-{first + 15}",
-            "ECD_WARM_RESTART": "false",  # a node that restarts has lost what it had
-        }
-        daemon = make_daemon(pool, **{**clustered, **settings})
-        daemon.peer = node
-        return daemon
 
-    return make
+@pytest.fixture(scope="module")
+def make_lasting_peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Daemon]]:
+    """Peers that end with the module."""
+    directory, daemons = tmp_path_factory.mktemp("peers"), []
+
+    def make(pool: str, **settings: str) -> Daemon:
+        daemons.append(Daemon(directory, pool, **settings))
+        return daemons[-1]
+
+    yield partial(as_peer, make)
+    close_all(daemons)
 
 
 @pytest.fixture
@@ -76,5 +90,4 @@ def on_node(tmp_path: Path) -> Iterator[Callable[..., tuple[NodeDaemon, NodeClie
     yield make
     for client in clients:
         client.close()
-    for daemon in daemons:
-        daemon.close()
+    close_all(daemons)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -162,6 +164,12 @@ class Daemon:
     def metrics(self) -> str:
         with urllib.request.urlopen(self.metrics_url()) as answer:
             return answer.read().decode()
+
+
+def close_all(daemons: Iterable[Daemon]) -> None:
+    """Close them at one time: Mooncake takes a second and a half to end."""
+    with ThreadPoolExecutor() as side:
+        list(side.map(Daemon.close, daemons))
 
 
 def eventually(condition, timeout: float = 5.0, what: str = "") -> float:
