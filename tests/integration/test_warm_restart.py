@@ -500,7 +500,7 @@ def test_what_another_version_left_is_not_read(make_daemon: MakeDaemon) -> None:
 # -- again and again -------------------------------------------------------------------------------
 
 ENTRIES = 10_000
-RESTARTS = int(os.environ.get("WARM_RESTARTS", "16"))
+RESTARTS = int(os.environ.get("WARM_RESTARTS", "8"))
 """Two seconds each: CI has no time for more."""
 WORKER = """
 import random, sys, time
