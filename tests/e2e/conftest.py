@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from e2e.engines import VERSIONS, Engine, installed, make_model
+from e2e.engines import EAGER, VERSIONS, Engine, installed, make_model
 from support.daemon import Daemon
 
 
@@ -46,6 +46,7 @@ def start_engine(
 ) -> Iterator[Callable[..., Engine]]:
     """Engines of this module's version and daemon, ended with the module."""
     number = itertools.count()
+    engines: list[Engine] = []
 
     def start(
         role: str | None = None,
@@ -69,12 +70,12 @@ def start_engine(
         if kv is not None:
             setup["kv"] = kv
         log = tmp_path_factory.mktemp("engine") / f"{role}-{next(number)}.log"
-        started = Engine(version, log, setup, daemon.prefix, **(environ or {}))
-        engines.callback(started.close)
-        return started
+        engines.append(Engine(version, log, setup, daemon.prefix, **EAGER, **(environ or {})))
+        return engines[-1]
 
-    with contextlib.ExitStack() as engines:
-        yield start
+    yield start
+    with ThreadPoolExecutor() as side:
+        list(side.map(Engine.close, engines))
 
 
 @pytest.fixture(scope="module")

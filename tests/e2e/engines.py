@@ -10,13 +10,15 @@ import re
 import select
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -24,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 VERSIONS = ("0.32.0", "0.28.0")
 START_S = 240.0
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+"""Else an engine's first request compiles what counts logprobs: 15 s."""
 
 
 def python_of(version: str) -> Path:
@@ -47,11 +51,12 @@ def scratch() -> str:
     return directory
 
 
-def environment(**extra: str) -> dict[str, str]:
+def environment(version: str, **extra: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ECD_", "PYTHON", "VLLM"))}
     return kept | {
         "PYTHONPATH": str(HERE / "site"),
         "TMPDIR": scratch(),
+        "VLLM_CACHE_ROOT": str(python_of(version).parents[1] / "cache"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -62,28 +67,78 @@ def environment(**extra: str) -> dict[str, str]:
     }
 
 
+@cache
+def warm_interpreter(version: str) -> socket.socket:
+    """What forks processes that have imported this vLLM; it ends with this process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, (Path(scratch()) / f"warm-{version}.log").open("wb") as log:
+        subprocess.Popen(
+            [str(python_of(version)), str(HERE / "warm_interpreter.py"), str(theirs.fileno())],
+            env=environment(version, **EAGER),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return ours
+
+
+class Fork:
+    """A script run by a fork of a warm interpreter, with the part of Popen that is used here."""
+
+    def __init__(
+        self, version: str, command: Sequence[str], out: IO[bytes], *passed: int, **environ: str
+    ) -> None:
+        """The numbers of the descriptors `passed` become the script's first arguments."""
+        self._ended, tell = os.pipe()
+        read, write = os.pipe()
+        self.stdin = os.fdopen(write, "wb")
+        message = json.dumps([command, environ]).encode()
+        descriptors = [read, out.fileno(), tell, *passed]
+        socket.send_fds(warm_interpreter(version), [message], descriptors)
+        os.close(read)
+        os.close(tell)
+        told = os.read(self._ended, 4)
+        assert told, (Path(scratch()) / f"warm-{version}.log").read_text()[-6000:]
+        (self.pid,) = struct.unpack("i", told)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._code is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            (self._code,) = struct.unpack("i", os.read(self._ended, 4))
+            os.close(self._ended)
+        return self._code
+
+
+def output_of(version: str, script: str, *arguments: str) -> str:
+    """What a script of this directory prints, in a vLLM environment."""
+    with tempfile.TemporaryFile() as out:
+        ran = Fork(version, [str(HERE / script), *arguments], out)
+        ran.stdin.close()
+        code = ran.wait(300)
+        out.seek(0)
+        text = out.read().decode(errors="replace")
+    assert code == 0, text[-9000:]
+    return text
+
+
 def make_model(version: str, kind: str, directory: Path) -> Path:
-    subprocess.run(
-        [str(python_of(version)), str(HERE / "tiny_models.py"), kind, str(directory)],
-        env=environment(),
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    output_of(version, "tiny_models.py", kind, str(directory))
     return directory
 
 
 def result_of(version: str, script: str, *arguments: str) -> Any:
-    """The JSON that a script of this directory prints behind RESULT, in a vLLM environment."""
-    ran = subprocess.run(
-        [str(python_of(version)), str(HERE / script), *arguments],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-6000:]
-    [line] = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
+    """The JSON that a script prints behind RESULT."""
+    printed = output_of(version, script, *arguments).splitlines()
+    [line] = [line for line in printed if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT "))
 
 
@@ -96,17 +151,21 @@ class Engine:
         """`prefix` is what runs the engine on another node."""
         self.log = log
         reader, writer = os.pipe()
-        script = str(HERE / "engine_process.py")
+        script, told = str(HERE / "engine_process.py"), json.dumps(setup)
+        self._process: subprocess.Popen[bytes] | Fork
         with log.open("wb") as out:
-            self._process = subprocess.Popen(
-                [*prefix, str(python_of(version)), script, str(writer), json.dumps(setup)],
-                env=environment(**environ),
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=out,
-                pass_fds=[writer],
-                start_new_session=True,
-            )
+            if prefix or "PYTHONPATH" in environ:  # a fork is on this node, and has its path
+                self._process = subprocess.Popen(
+                    [*prefix, str(python_of(version)), script, str(writer), told],
+                    env=environment(version, **environ),
+                    stdin=subprocess.PIPE,
+                    stdout=out,
+                    stderr=out,
+                    pass_fds=[writer],
+                    start_new_session=True,
+                )
+            else:
+                self._process = Fork(version, [script, told], out, writer, **environ)
         os.close(writer)
         self._replies = os.fdopen(reader)
         self._ready = False

@@ -22,7 +22,7 @@ from random import Random
 
 import pytest
 
-from e2e.engines import ROOT, START_S, environment, python_of
+from e2e.engines import ROOT, START_S, Fork, python_of
 
 PROXY_VERSION = "0.32.0"
 PROXY = "examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py"
@@ -60,20 +60,14 @@ def proxy_script() -> Path:
 class Server:
     """One process that serves HTTP. Starts at once, `wait_ready` waits."""
 
-    def __init__(self, log: Path, command: list[str], **environ: str) -> None:
+    def __init__(self, version: str, log: Path, command: list[str]) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.log = log
         command = [*command, "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
         with log.open("wb") as out:
-            self._process = subprocess.Popen(
-                command,
-                env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", **environ),
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+            self._process = Fork(version, command, out, VLLM_ENABLE_V1_MULTIPROCESSING="1")
 
     def wait_ready(self) -> Server:
         deadline = time.monotonic() + START_S
@@ -124,8 +118,9 @@ class Server:
         return found
 
     def close(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        self._process.stdin.close()
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.kill(self._process.pid, signal.SIGTERM)
             self._process.wait(30)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -140,7 +135,7 @@ def api_server(
     flags: Sequence[str] = (),
     **extra: object,
 ) -> Server:
-    command = [str(python_of(version)), "-m", "vllm.entrypoints.openai.api_server"]
+    command = ["-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "tiny", "--enforce-eager"]
     command += ["--max-model-len", "2048", "--max-num-seqs", "8"]
     command += ["--limit-mm-per-prompt", json.dumps({"image": 4, "video": 0})]
@@ -154,13 +149,12 @@ def api_server(
         command += ["--ec-transfer-config", json.dumps(transfer)]
     if role == "ec_producer":
         command += ["--no-enable-prefix-caching"]
-    return Server(log, [*command, *flags])
+    return Server(version, log, [*command, *flags])
 
 
 def proxy(log: Path, encoder: Server, decoder: Server) -> Server:
-    command = [str(python_of(PROXY_VERSION)), str(proxy_script())]
-    command += ["--encode-servers-urls", encoder.url, "--decode-servers-urls", decoder.url]
-    return Server(log, command)
+    urls = ["--encode-servers-urls", encoder.url, "--decode-servers-urls", decoder.url]
+    return Server(PROXY_VERSION, log, [str(proxy_script()), *urls])
 
 
 def picture_url(seed: int, width: int = 336, height: int = 224) -> str:

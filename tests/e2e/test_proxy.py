@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,19 +83,22 @@ def row(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Row]:
     logs = tmp_path_factory.mktemp("servers")
-    with contextlib.ExitStack() as servers:
+    servers: list[Server] = []
 
-        def start(role: str | None, flags: Sequence[str] = (), **extra: object) -> Server:
-            model = model_of("qwen2_5_vl")
-            server = api_server(version, logs / f"{role}.log", model, role, flags, **extra)
-            servers.callback(server.close)
-            return server
+    def start(role: str | None, flags: Sequence[str] = (), **extra: object) -> Server:
+        model = model_of("qwen2_5_vl")
+        servers.append(api_server(version, logs / f"{role}.log", model, role, flags, **extra))
+        return servers[-1]
 
-        shared_daemon.start()
+    shared_daemon.start()
+    try:
         row = Row(shared_daemon, start, logs / "proxy.log")
-        servers.callback(row.proxy.close)
+        servers.append(row.proxy)
         row.proxy.wait_ready()
         yield row
+    finally:
+        with ThreadPoolExecutor() as side:
+            list(side.map(Server.close, servers))
 
 
 def test_metadata_travels_in_place_of_the_media(row: Row) -> None:
