@@ -122,7 +122,11 @@ class Server:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.kill(self._process.pid, signal.SIGTERM)
             self._process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
+        deadline = time.monotonic() + 5.0
+        with contextlib.suppress(ProcessLookupError):  # that nothing is left of its group
+            while time.monotonic() < deadline:  # the last to end removes the others' shared memory
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.05)
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
