@@ -1,25 +1,14 @@
 """The core by example: reserve, commit, acquire, release, evict, in the order of an entry's life.
 
-`test_cache.py` checks every other order of these events.
+`test_cache.py` checks every other order of these events, `test_waits.py` how a reader waits.
 """
 
 import pytest
 
 from ecd.core.cache import Cache
-from ecd.core.outcomes import (
-    AlreadyStored,
-    BeingWritten,
-    Committed,
-    Leased,
-    Missing,
-    PoolFull,
-    Reserved,
-    Stored,
-    Waiting,
-    Wakeup,
-)
+from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, Leased, Missing, PoolFull
 from ecd.core.pool import Pool
-from ecd.core.types import Answer, Content, Key, Selection, SessionId
+from ecd.core.types import Content, Key, Selection, SessionId
 
 PAGE = 4096
 KEY, OTHER = Key("model", "image-1"), Key("model", "image-2")
@@ -45,9 +34,7 @@ def reader(cache: Cache) -> SessionId:
 
 
 def store(cache: Cache, writer: SessionId, key: Key, pages: int, now_s: float = 0.0) -> None:
-    reserved = cache.reserve(writer, key, content(pages), now_s)
-    assert isinstance(reserved, Reserved), reserved
-    cache.commit(writer, reserved.entry, now_s)
+    cache.commit(writer, cache.reserve(writer, key, content(pages), now_s).entry, now_s)
 
 
 def test_a_reservation_is_invisible_until_it_is_committed(
@@ -86,18 +73,6 @@ def test_a_lease_lasts_until_it_is_released_or_runs_out(
     assert expired.lease == second.lease
 
 
-def test_a_reader_may_wait_for_the_writer(
-    cache: Cache, writer: SessionId, reader: SessionId
-) -> None:
-    reserved = cache.reserve(writer, KEY, content(1), now_s=0.0)
-    leasing = cache.acquire(reader, KEY, now_s=0.0, wait_s=5.0)
-    pinning = cache.acquire(reader, KEY, now_s=0.0, wait_s=5.0, answer=Answer.PIN)
-    assert isinstance(leasing, Waiting)
-    [leased, stored] = cache.commit(writer, reserved.entry, now_s=1.0).woken
-    assert (leased.ticket, type(leased.outcome)) == (leasing.ticket, Leased)
-    assert stored == Wakeup(reader, pinning.ticket, Stored())
-
-
 def test_the_least_recently_used_entry_makes_room(cache: Cache, writer: SessionId) -> None:
     store(cache, writer, KEY, pages=2, now_s=0.0)
     store(cache, writer, OTHER, pages=2, now_s=1.0)
@@ -120,15 +95,3 @@ def test_a_leased_entry_is_evicted_but_its_bytes_stay(
     assert cache.pools[0].free_bytes == 0, "its reader still reads"
     cache.release(reader, leased.lease)
     assert cache.pools[0].free_bytes == 4 * PAGE
-
-
-def test_a_session_that_ends_leaves_nothing(
-    cache: Cache, writer: SessionId, reader: SessionId
-) -> None:
-    cache.reserve(writer, KEY, content(1), now_s=0.0)
-    cache.leave_session(writer)  # its stream ended; its process may still write
-    assert cache.pools[0].used_bytes == PAGE
-    assert isinstance(cache.reserve(reader, KEY, content(1), now_s=0.0), Reserved)
-    assert cache.close_session(writer), "its process is gone"
-    assert cache.pools[0].used_bytes == PAGE, "the other's"
-    cache.check()
