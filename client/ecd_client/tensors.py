@@ -32,7 +32,7 @@ def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 def as_tensor(view: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor over the bytes of `view`, which it keeps alive."""
     if not view.nbytes:
-        return torch.empty(shape, dtype=_BY_NAME[dtype])
+        return torch.empty(shape, dtype=_BY_NAME[dtype], device="cpu")
     return torch.frombuffer(view, dtype=_BY_NAME[dtype]).view(shape)
 
 
@@ -76,8 +76,8 @@ def private_copy(
     if isinstance(device, str):
         device = torch.device(device)
     if device.type == "cpu" and view.nbytes:
-        copy = torch.empty(shape, dtype=_BY_NAME[dtype])
-        if copy.nbytes == view.nbytes:
+        copy = torch.empty(shape, dtype=_BY_NAME[dtype], device=device)
+        if _is_its_bytes(copy, view.nbytes):
             if view.nbytes >= HUGE_PAGES_FROM_BYTES:
                 advise_huge_pages(copy.data_ptr(), view.nbytes)
             ctypes.memmove(copy.data_ptr(), _address_of(view), view.nbytes)

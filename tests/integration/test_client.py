@@ -90,6 +90,16 @@ def test_a_view_is_the_pools_memory_and_a_copy_is_not(client: Client) -> None:
     assert torch.equal(copy, torch.ones(1024))
 
 
+@pytest.mark.parametrize("nbytes", [1, 1 << 20, 5 << 20])
+def test_a_private_copy_is_where_it_was_asked_for(client: Client, nbytes: int) -> None:
+    tensor = torch.full((nbytes,), 7, dtype=torch.uint8)
+    client.put("k", tensor)
+    with client.get("k") as item, torch.device("meta"):  # the default of new tensors
+        copy = item.to("cpu")
+    assert copy.is_cpu
+    assert torch.equal(copy, tensor)
+
+
 def test_a_forgotten_item_is_released(client: Client, daemon: Daemon) -> None:
     client.put("k", torch.ones(4))
     client.get("k")
