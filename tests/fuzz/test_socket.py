@@ -8,6 +8,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -266,6 +267,22 @@ def test_messages_to_the_socket(make_node: Callable[..., Daemon]) -> None:
         drive("socket", 0.25, send, BATCH)
 
 
+def connected(address: str) -> socket.socket:
+    """A connection to a server that may be about to listen again, as a caller has ended it."""
+    deadline_s = time.monotonic() + ANSWERED_S
+    while True:
+        intruder = socket.socket(socket.AF_UNIX)
+        intruder.settimeout(ANSWERED_S)
+        try:
+            intruder.connect(address.removeprefix("unix://"))
+            return intruder
+        except ConnectionRefusedError:
+            intruder.close()
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)
+
+
 def test_bytes_to_the_socket(daemon: Daemon, tmp_path: Path) -> None:
     """HTTP/2 as grpc speaks it, recorded, spoilt and broken off."""
     spoken = recorded(daemon, tmp_path / "recorder.sock")
@@ -279,13 +296,10 @@ def test_bytes_to_the_socket(daemon: Daemon, tmp_path: Path) -> None:
                 data = chance.randbytes(chance.choice((1, 24, 500)))
             elif chance.random() < 0.8:
                 data = spoilt(data, chance)
-            with socket.socket(socket.AF_UNIX) as intruder:
-                intruder.settimeout(ANSWERED_S)
-                intruder.connect(daemon.address.removeprefix("unix://"))
-                with contextlib.suppress(ConnectionError):
-                    intruder.sendall(data)
-                    if chance.random() < 0.3:
-                        intruder.recv(1 << 16)
+            with connected(daemon.address) as intruder, contextlib.suppress(ConnectionError):
+                intruder.sendall(data)
+                if chance.random() < 0.3:
+                    intruder.recv(1 << 16)
             watch.now_and_then(50)
 
         drive("bytes on the socket", 0.1, send)
