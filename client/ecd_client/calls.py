@@ -126,12 +126,12 @@ class Calls:
         self._requests: queue.SimpleQueue[pb.ExchangeRequest | None] = queue.SimpleQueue()
         self._replies: Any = None
         self._due_s: float | None = None
-        self._over = self._overdue = False
+        self.is_over = self._overdue = False
 
     def open(self) -> None:
         """Open the stream, so that the first blocking call need not wait for that."""
         with contextlib.suppress(EcdError):
-            if not self._over:
+            if not self.is_over:
                 self.now("contains", pb.ContainsRequest())
 
     def later(self, name: str, request: Any) -> Any:
@@ -147,14 +147,14 @@ class Calls:
     def now(self, name: str, request: Any) -> Any:
         """Make a call, named as in ExchangeRequest, and wait for the reply. Raises EcdError."""
         _check_size(request)
-        if self._over or not self._lock.acquire(blocking=False):
+        if self.is_over or not self._lock.acquire(blocking=False):
             method = getattr(self._stub, name.title())
             return call(method, request, self.address, self.timeout_s)
         try:
             if self._replies is None:
                 self._replies = self._stub.Exchange(self._asked())
                 self._replies.add_done_callback(self._threads.note)
-                if self._over:  # closed meanwhile, without this stream
+                if self.is_over:  # closed meanwhile, without this stream
                     self._replies.cancel()
             self._due_s = time.monotonic() + self.timeout_s
             self._requests.put(pb.ExchangeRequest(**{name: request}))
@@ -195,7 +195,7 @@ class Calls:
             self.close()
 
     def close(self) -> None:
-        self._over = True
+        self.is_over = True
         self._requests.put(None)
         if self._replies is not None:
             self._replies.cancel()

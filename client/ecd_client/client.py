@@ -10,6 +10,7 @@ with Client(namespace="my-model") as client:
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -59,7 +60,8 @@ class Client:
         seconds fails.
         """
         if "torch" in sys.modules:
-            import_module("ecd_client.tensors")  # the first put would wait for it
+            with contextlib.suppress(Exception):  # it may be half imported, or barred
+                import_module("ecd_client.tensors")  # the first put would wait for it
         self.address = resolve(address)
         self.namespace = namespace
         self._connection = Connection(self.address, name, call_timeout)
@@ -67,7 +69,7 @@ class Client:
         self._writer = Writer(self._connection, self._reader)
         if connect_timeout > 0:
             try:
-                self._connection.session(connect_timeout)
+                self._connection.start(connect_timeout)
             except BaseException:
                 self.close()
                 raise

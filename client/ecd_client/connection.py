@@ -18,7 +18,15 @@ from typing import Any
 import grpc
 
 from ecd_client import forks
-from ecd_client.calls import Calls, GrpcThreads, open_channel, socket_owner, translate, unreachable
+from ecd_client.calls import (
+    Calls,
+    GrpcThreads,
+    late,
+    open_channel,
+    socket_owner,
+    translate,
+    unreachable,
+)
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.session import Outbox, Session
 from ecd_proto.contract import CONTRACT_VERSION, POPULATING
@@ -75,8 +83,7 @@ class Connection:
     def session(self, wait_s: float = 0.0) -> Session:
         """Return the open session, waiting up to `wait_s` for one.
 
-        A daemon that populates its pool is waited for POPULATED_WITHIN_S. Raises DaemonUnavailable
-        with the cause.
+        Raises DaemonUnavailable with the cause.
         """
         session = self._session
         if session is not None and not session.abandoned:
@@ -84,10 +91,7 @@ class Connection:
         if self.is_cut_off:
             raise forks.before_fork()
         with self._changed:
-            started_s = time.monotonic()
             self._wait(wait_s)
-            while self._is_populating(wait_s) and time.monotonic() - started_s < POPULATED_WITHIN_S:
-                self._wait(CHECK_S)
             session = self.current
             if session is None:
                 raise DaemonUnavailable(
@@ -98,10 +102,21 @@ class Connection:
     def _wait(self, wait_s: float) -> None:
         self._changed.wait_for(lambda: self.current or self._closed.is_set(), wait_s)
 
-    def _is_populating(self, wait_s: float) -> bool:
-        """Whether a caller that waits at all should wait on: the daemon is there, and starting."""
-        waits = wait_s > 0 and self.current is None and not self._closed.is_set()
-        return waits and str(self._cause).startswith(POPULATING)
+    def start(self, wait_s: float) -> None:
+        """Wait for a session up to `wait_s`, or POPULATED_WITHIN_S where the pool is populated.
+
+        Raises DaemonUnavailable with the cause.
+        """
+        deadline_s = time.monotonic() + POPULATED_WITHIN_S
+        with self._changed:
+            self._wait(wait_s)
+            while self._is_populating() and time.monotonic() < deadline_s:
+                self._wait(CHECK_S)
+        self.session()
+
+    def _is_populating(self) -> bool:
+        is_waited_for = self.current is None and not self._closed.is_set()
+        return is_waited_for and str(self._cause).startswith(POPULATING)
 
     def ref(self) -> Session:
         """Return the open session, kept until its `unref`. Raises DaemonUnavailable."""
@@ -142,6 +157,8 @@ class Connection:
                     self._cause = DaemonUnavailable(f"connecting anew to {self._address}")
                 else:
                     self._cause = translate(error, self._address)
+            except RuntimeError as error:  # no thread can be started
+                self._cause = DaemonUnavailable(f"this process has no thread left: {error}")
             except (OSError, ValueError) as error:
                 self._cause = DaemonUnavailable(
                     f"the daemon answers on {self._address}, but its pool cannot be mapped: "
@@ -180,6 +197,9 @@ class Connection:
                     session = Session(calls, stream, outbox, event, sent_s, uid)
                     outbox.put(session)
                     calls.open()
+                    if calls.is_over:
+                        self._cause = DaemonUnavailable(late(self._address))
+                        return
                     self._announce(session)
                 else:
                     session.take(event)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ecd_client.calls import open_file
 from ecd_client.errors import EcdError
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapping import Mapping, populate_aside
 from ecd_proto.shm.session_page import Grant
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -56,14 +56,16 @@ class MappedPool:
 
     def read_view(self, extent: Extent, keeps: object = None) -> memoryview:
         """The extent's bytes, for reading; whatever refers to the view refers to `keeps` too."""
+        view = self._readable.view(extent.offset, extent.nbytes, keeps)
         self._readable.populate_once(extent.offset, extent.nbytes)
-        return self._readable.view(extent.offset, extent.nbytes, keeps)
+        return view
 
     def write_view(self, extent: Extent) -> memoryview:
         """The extent's bytes, for writing."""
         mapping = self._writable or self._map_writable()
+        view = mapping.view(extent.offset, extent.nbytes)
         mapping.populate_once(extent.offset, extent.nbytes)
-        return mapping.view(extent.offset, extent.nbytes)
+        return view
 
     def expect_writes(self, pieces: Iterable[Grant]) -> None:
         """Populate memory that will be written, on a thread of its own."""
@@ -77,7 +79,7 @@ class MappedPool:
                 mapping.populate_once(piece.offset, piece.nbytes)
 
         if unpopulated:
-            threading.Thread(target=populate, name="ecd-populate", daemon=True).start()
+            populate_aside(populate)
 
     def _map_writable(self) -> Mapping:
         with self._lock:

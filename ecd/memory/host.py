@@ -25,6 +25,10 @@ from ecd_proto.shm.files import POOL_SUFFIX, SESSIONS_SUFFIX, is_session_locked
 
 logger = logging.getLogger(__name__)
 
+TAKEN_OVER_WITHIN_S = 1.0
+"""Longest time in which small pages of a pool that is taken over are moved to huge ones."""
+MAX_FAILURES = 8
+"""Huge pages in a row that could not be had, after which no more are tried."""
 SPACE_WAIT_S = 10.0
 """How long a start waits for clients of a dead daemon to let go of its pool."""
 
@@ -65,6 +69,7 @@ class HostPool:
             self._remove_files()
             raise
         self.inode = os.fstat(self._fd).st_ino
+        self._failures = 0  # to get a huge page, one after the other
         self.huge_bytes = 0
         """Bytes that lie in huge pages."""
 
@@ -116,28 +121,42 @@ class HostPool:
     def populate(self, progress: Callable[[int], None]) -> None:
         """Touch every page, so that no writer pays for it. Blocking; run it off the loop.
 
-        Pages become huge ones, those of a pool that is taken over too: what clients have mapped
-        keeps its bytes.
+        Pages become huge ones. Those of a pool that is taken over keep their bytes, and stay small
+        where moving them would take longer than TAKEN_OVER_WITHIN_S: it is to serve at once.
 
         `progress` is told the populated bytes after each chunk. Raises PoolError when memory
         runs out on the way.
         """
+        until_s = time.monotonic() + TAKEN_OVER_WITHIN_S
         for offset in range(0, self.nbytes, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, self.nbytes - offset)
             if self.leftovers is None:
                 self._populate_chunk(offset, nbytes)
                 self.populated_bytes = offset + nbytes
-            elif self.writable.collapse(offset, nbytes):
-                self.huge_bytes += nbytes // HUGE_BYTES * HUGE_BYTES
+            elif time.monotonic() < until_s:
+                self._collapse(offset, nbytes)
             progress(offset + nbytes)
+
+    def _collapse(self, offset: int, nbytes: int) -> None:
+        """Move pages to huge ones: all at once, or else as many as can be had."""
+        if self._failures < MAX_FAILURES and self.writable.collapse(offset, nbytes):
+            self.huge_bytes += nbytes // HUGE_BYTES * HUGE_BYTES
+            return
+        for piece in range(offset, offset + nbytes - HUGE_BYTES + 1, HUGE_BYTES):
+            if self._failures >= MAX_FAILURES:
+                return
+            if self.writable.collapse(piece, HUGE_BYTES):
+                self.huge_bytes += HUGE_BYTES
+                self._failures = 0
+            else:
+                self._failures += 1
 
     def _populate_chunk(self, offset: int, nbytes: int) -> None:
         try:
             # Allocating first turns a lack of memory into an error instead of a SIGBUS.
             for first in range(offset, offset + nbytes, HUGE_BYTES):
                 os.posix_fallocate(self._fd, first, 1)
-            if self.writable.collapse(offset, nbytes):
-                self.huge_bytes += nbytes // HUGE_BYTES * HUGE_BYTES
+            self._collapse(offset, nbytes)
             os.posix_fallocate(self._fd, offset, nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):

@@ -9,6 +9,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 MADV_POPULATE_READ = 22  # Linux 5.14; elsewhere the first touch pays
@@ -54,6 +55,7 @@ class Mapping:
         )
         self.nbytes, self._writable = nbytes, writable
         self._populated = bytearray(-(-nbytes // UNIT_BYTES))
+        self._is_populated = False
 
     @classmethod
     def of_memory(cls, nbytes: int, content: bytes = b"", writable: bool = True) -> Mapping:
@@ -93,11 +95,13 @@ class Mapping:
 
     def is_populated(self, offset: int, nbytes: int) -> bool:
         """Whether `populate_once` and `populate_soon` have seen to all of these page tables."""
+        if self._is_populated:
+            return True
         last = -(-(offset + nbytes) // UNIT_BYTES)
         return self._populated.find(0, offset // UNIT_BYTES, last) < 0
 
     def populate_once(self, offset: int, nbytes: int) -> None:
-        """`populate` these page tables unless this mapping has done so before."""
+        """`populate` page tables that `view` gives, unless this mapping has done so before."""
         if self.is_populated(offset, nbytes):
             return
         first, last = offset // UNIT_BYTES, -(-(offset + nbytes) // UNIT_BYTES)
@@ -107,9 +111,9 @@ class Mapping:
         self._populated[first:last] = bytes([1]) * (last - first)
 
     def populate_soon(self) -> None:
-        """`populate` all of it on a thread of its own."""
-        self._populated = bytearray([1]) * len(self._populated)
-        threading.Thread(target=self._populate_all, name="ecd-populate", daemon=True).start()
+        """`populate` all of it on a thread of its own, if one can be had."""
+        self._is_populated = True
+        populate_aside(self._populate_all)
 
     def populate(self, offset: int, nbytes: int) -> bool:
         """Fill these page tables, so that copies do not pay for faults.
@@ -129,6 +133,12 @@ class Mapping:
                 if self.populate(offset, min(CHUNK_BYTES, self.nbytes - offset)):
                     continue
             return
+
+
+def populate_aside(populate: Callable[[], None]) -> None:
+    """Run `populate` on a thread of its own; without one the first touches pay."""
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=populate, name="ecd-populate", daemon=True).start()
 
 
 def advise_huge_pages(address: int, nbytes: int) -> None:

@@ -207,6 +207,11 @@ def test_a_client_waits_for_a_daemon_that_populates_its_pool(
     with open_channel(daemon.address) as channel:
         status = pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), wait_for_ready=True)
     assert status.state == pb.StatusReply.STATE_POPULATING
+    with Client(daemon.address, connect_timeout=0.0) as client:
+        started = time.monotonic()
+        with pytest.raises(DaemonUnavailable):
+            client.wait_connected(0.2)
+        assert time.monotonic() - started < 1.0, "this bound is the caller's"
     with Client(daemon.address, connect_timeout=0.3) as client:
         assert client.contains(["k"]) == [False]
 

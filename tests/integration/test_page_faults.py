@@ -6,11 +6,14 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ecd.memory.host import HostPool
+from ecd.memory.pool_dir import PoolDir
 from ecd_client import Client
 from ecd_client.cli.doctor import COLLAPSES_SINCE, SHMEM_HUGE_PAGES
 from ecd_client.writer import describe_entry
@@ -119,3 +122,36 @@ def test_doctor_advises_where_pages_are_small(daemon: Daemon) -> None:
     is_huge = daemon.status().pools[0].huge_bytes > 0
     assert ("100%" in line) == is_huge
     assert ("memory is in pieces" in done.stdout) != is_huge
+
+
+def test_one_huge_page_that_cannot_be_had_costs_no_other() -> None:
+    if not can_collapse():
+        pytest.skip("this kernel moves no shared memory to huge pages")
+    directory = PoolDir("/dev/shm", f"test-{os.getpid()}-pages", None)
+    pool = HostPool(directory, "0" * 32, 64 * MIB, cold=True)
+    try:
+        for first in range(0, 64 * MIB, 2 * MIB):
+            if first != 20 * MIB:  # this piece stays empty, which the kernel refuses
+                os.posix_fallocate(pool._fd, first, 1)
+        pool._collapse(0, 64 * MIB)
+        assert pool.huge_bytes == 62 * MIB
+    finally:
+        pool.close()
+
+
+def test_without_a_thread_for_them_pages_are_populated_later(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "ecd-populate":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with Client(daemon.address) as client:
+        for number in range(5):
+            assert client.put_bytes(f"k{number}", bytes(MIB), "uint8", (MIB,))
+        with client.get("k4") as item:
+            assert bytes(item.view) == bytes(MIB)

@@ -21,6 +21,7 @@ from ecd_client.errors import EcdError
 from ecd_client.pools import HUGE_SHARE
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.leftovers import leftovers
+from ecd_proto.mapping import HUGE_BYTES
 from ecd_proto.shm.barriers import has_barriers
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -57,10 +58,13 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
     if status is not None and peers is not None:
         yield _daemon(status)
         yield _versions(status)
-        yield _reading(address, status)
+        is_serving = status.state == pb.StatusReply.STATE_SERVING
+        if is_serving:
+            yield _reading(address, status)
         if status.pools:  # a daemon of the contract before names none
             yield _pool(status)
-            yield _huge_pages(status)
+            if is_serving:
+                yield _huge_pages(status)
             yield _locked_memory(status, peers)
         yield from _nodes(peers)
     yield _shared_memory(status)
@@ -141,7 +145,8 @@ def _pool(status: pb.StatusReply) -> Finding:
 def _huge_pages(status: pb.StatusReply) -> Finding:
     """Check that clients need not take a page fault for every 4 KiB that they touch first."""
     pool = status.pools[0]
-    share = pool.huge_bytes / max(1, pool.pool_bytes)
+    possible_bytes = pool.populated_bytes // HUGE_BYTES * HUGE_BYTES
+    share = pool.huge_bytes / possible_bytes if possible_bytes else 1.0
     found = f"{share:.0%} of the pool lies in huge pages"
     if share >= HUGE_SHARE:
         return Finding("huge pages", GOOD, found)

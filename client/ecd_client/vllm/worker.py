@@ -156,8 +156,8 @@ class WorkerRole:
         device = self._device = self._device or _device()
         try:
             pool = self._pool(handle)
-            pool.populate_once(handle.offset, handle.nbytes)
             view = pool.view(handle.offset, handle.nbytes)
+            pool.populate_once(handle.offset, handle.nbytes)
             copy = private_copy(view, handle.dtype, handle.shape, device)
             if monotonic() < handle.expires_s:
                 return copy
