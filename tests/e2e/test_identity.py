@@ -130,7 +130,9 @@ def test_weights_that_change_in_place_are_other_weights(
     for _ in range(2):  # what has the same name again is shared again
         slept = picture()
         expected = plain.generate([ask(slept)])
+        stored = len(started.entries())
         assert said(one.generate([ask(slept)])) == said(expected)
+        eventually(lambda stored=stored: len(started.entries()) > stored)
         shared = other.generate([ask(slept)])
         assert (said(shared), shared["encoded"]) == (said(expected), 0)
         for engine in (one, other):
