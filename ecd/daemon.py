@@ -7,7 +7,6 @@ import contextlib
 import gc
 import grp
 import logging
-import os
 import secrets
 import signal
 import time
@@ -216,7 +215,6 @@ class Daemon:
         if self._pool.leftovers is not None and self._board.index is None:
             self._pool.leftovers.remove()  # no index will say what memory has been reused
         self._has_served = True
-        _yield_to_clients()
         parts.status.serving()
         await parts.server.set_serving(True)
         config, cache = self._config, parts.node.live.cache
@@ -330,13 +328,3 @@ def _gid(group: str | None) -> int | None:
         return grp.getgrnam(group).gr_gid
     except KeyError:
         raise StartError(f"no such group: {group} (ECD_GROUP or --group)") from None
-
-
-def _yield_to_clients() -> None:
-    """Let this thread's wakeups preempt nobody.
-
-    A client that rings the doorbell would else wait, on a busy machine, until its put is stored.
-    """
-    with contextlib.suppress(OSError):
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
