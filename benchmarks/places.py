@@ -55,7 +55,7 @@ def _start_store(directory: Path, nbytes: int, stack: contextlib.ExitStack) -> s
     with (directory / "master.log").open("wb") as log:
         stack.callback(_end, subprocess.Popen([binary, *ports], stdout=log, stderr=log))
     _wait_for(lambda: _answers(rpc))
-    host = open_store(f"127.0.0.1:{rpc}", 2 * nbytes)
+    host = open_store(f"127.0.0.1:{rpc}", 8 * nbytes)
     stack.callback(host.close)
     return f"127.0.0.1:{rpc}"
 
