@@ -21,6 +21,7 @@ import typer
 from common import end_daemon, machine, markdown, show, start_daemon, timed_us
 from rich.console import Console
 
+from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Leased, LimitReached, Reserved
 from ecd.core.pool import Pool
@@ -52,7 +53,8 @@ def filled(count: int, chance: random.Random) -> tuple[Cache, SessionId]:
     """A cache of `count` entries of 1 to 16 granules, the pool full to the last few."""
     sizes = [chance.randint(1, 16) for _ in range(count)]
     limits = PoolLimits(high_watermark=1.0, low_watermark=1.0)
-    cache = Cache([Pool(0, (sum(sizes) + 64) * GRANULE_BYTES, GRANULE_BYTES, limits=limits)])
+    allocator = Allocator(0, (sum(sizes) + 64) * GRANULE_BYTES, GRANULE_BYTES)
+    cache = Cache([Pool(allocator, limits=limits)])
     session = cache.open_session()
     assert not isinstance(session, LimitReached)
     for index, granules in enumerate(sizes):

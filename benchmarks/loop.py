@@ -29,6 +29,7 @@ from rich.console import Console
 
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import Config
+from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Leased, LimitReached, MakingRoom, Reserved
 from ecd.core.pool import Pool
@@ -105,7 +106,7 @@ class Node:
         self.watching = selector.watching
         place = PoolDir(str(directory), "bench")
         self.index = SharedIndex(place, "bench", pool_bytes, sessions + 8)
-        self.cache = Cache([Pool(0, pool_bytes, GRANULE_BYTES)], board=self.index)
+        self.cache = Cache([Pool(Allocator(0, pool_bytes, GRANULE_BYTES))], board=self.index)
         self.doorbell = Doorbell(directory / "bell")
         board, identity = (
             SharedBoard(self.index, self.doorbell),

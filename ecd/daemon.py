@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import RELOADABLE, Config, ConfigError
+from ecd.core.allocator import Allocator
 from ecd.core.cache import DEFAULT_LIMITS, Cache
 from ecd.core.pool import Pool
 from ecd.identity import NodeIdentity
@@ -167,7 +168,7 @@ class Daemon:
     def _make_parts(self, metrics: Metrics, running: contextlib.AsyncExitStack) -> _Parts:
         """Make what serves, in order of need. Raises MetricsError, ClusterError, EngineError."""
         config, board = self._config, self._board
-        pool = Pool(0, self._pool.nbytes, GRANULE_BYTES)
+        pool = Pool(Allocator(0, self._pool.nbytes, GRANULE_BYTES))
         cache = Cache([pool], config.lease_ttl_s, DEFAULT_LIMITS, board.index)
         doorbell_path = None if board.doorbell is None else board.doorbell.path
         files = SessionFiles(self._pool, board.index, doorbell_path)

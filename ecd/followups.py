@@ -1,7 +1,8 @@
 """Follow-ups of the core's operations, on the event loop.
 
-Waits that ended are told at once. The rest is done once for all operations of a turn: the timer of
-the next deadline is set, and a pool that gets full is trimmed.
+Waits that ended are told at once, and a pool that gets full is trimmed in the turns that follow.
+The timer of the next deadline is set once for all operations of a turn that took no memory, and at
+once for the others.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class FollowUps:
             asyncio.get_running_loop().call_soon(self._follow)
 
     def after_filling(self, woken: Iterable[Wakeup] = ()) -> None:
-        """As `after`, of an operation that took memory for clients of this node."""
+        """As `after`, of an operation that took memory."""
         if woken:
             self._deliver(woken)
         self._changed.set()

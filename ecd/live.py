@@ -1,9 +1,9 @@
 """The core on the event loop: the one front door through which the daemon changes its cache.
 
-Two things surround every operation. Before it, puts that clients made without a call are stored, as
-the operation may depend on them. After it come its follow-ups: waits that ended are told, the timer
-of the next deadline is set, changes are announced, and a pool that gets full is trimmed. Callers
-remember none of it.
+A call begins with `begin`, which stores what clients have put without a call, as its operations may
+depend on that. After each operation come its follow-ups: waits that ended are told, the timer of
+the next deadline is set, changes are announced, and a pool that gets full is trimmed. Callers
+remember none of these.
 """
 
 from __future__ import annotations
@@ -140,6 +140,10 @@ class LiveCache:
     def open_session(self) -> SessionId | LimitReached:
         return self.cache.open_session()
 
+    def refuse(self, cause: str, limit: int) -> None:
+        """Count a session that met a bound of its service, under one of the core's CAUSES."""
+        self.cache.counters.refuse(cause, limit)
+
     def subscribe(self, session: SessionId, subscriber: Subscriber) -> None:
         """Tell the subscriber how the session's waits and leases end, until the session leaves."""
         self._followups.subscribe(session, subscriber)
@@ -203,7 +207,7 @@ class LiveCache:
                 await pace.through(scan)
                 return await self._reserve(session, key, content, pace, math.inf)
         finally:
-            self._followups.after(changed=True)
+            self._followups.after_filling()
 
     async def _reserve(
         self, session: SessionId, key: Key, content: Content, pace: Pace, until_s: float

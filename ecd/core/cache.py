@@ -385,10 +385,6 @@ class Cache:
         """Whether every evicted entry that nobody reads is free."""
         return self._pins.is_settled
 
-    def drain_uses(self, now_s: float) -> None:
-        """Count the reads without a call, and tell the policies of them."""
-        self._evictor.drain_uses(now_s)
-
     # -- time ----------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> tuple[list[Expired], list[Wakeup]]:

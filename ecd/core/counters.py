@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from ecd.core.outcomes import LimitReached
 from ecd.core.pool import REASONS
 
-CAUSES = ("pool_full", "entry_too_large", "sessions", "reservations", "leases", "waits")
+CAUSES = (
+    "pool_full",
+    "entry_too_large",
+    "sessions",
+    "peer_links",
+    "reservations",
+    "leases",
+    "waits",
+)
 """Why requests are refused."""
 
 

@@ -30,20 +30,15 @@ class Pool:
 
     def __init__(
         self,
-        number: int,
-        nbytes: int,
-        granule_bytes: int,
+        allocator: Allocator,
         kind: str = "host",
         limits: PoolLimits | None = None,
         policy: Policy | None = None,
     ) -> None:
-        """`number` names the pool in extents, and `kind` names its memory to operators.
-
-        `nbytes` is rounded down to whole granules. Raises ValueError if none fits.
-        """
-        self.number, self.kind = number, kind
+        """`kind` names the memory to operators, the allocator's number names it in extents."""
+        self.allocator = allocator
+        self.number, self.kind = allocator.pool_number, kind
         self.limits = PoolLimits() if limits is None else limits
-        self.allocator = Allocator(number, nbytes, granule_bytes)
         self.policy: Policy = Lru() if policy is None else policy
         self.grants = Grants(self.allocator)
         self.evictions = dict.fromkeys(REASONS, 0)

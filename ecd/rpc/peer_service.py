@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 MAX_LINKS = 2048
 """Links of peers, of the 4,096 sessions that a daemon has: the rest is for its engines."""
-PEER_LINKS = "peer_links"
-"""The cause under which links beyond MAX_LINKS are counted as refused."""
 
 Ctx = grpc.aio.ServicerContext[Any, Any]
 
@@ -37,7 +35,6 @@ class PeerService(pb_grpc.PeerServicer):
     def __init__(self, live: LiveCache, memory: Memory, token: TokenCheck) -> None:
         self._live, self._memory, self._token = live, memory, token
         self._links: set[InboundLink] = set()
-        live.cache.counters.refused[PEER_LINKS] = 0
 
     async def Describe(self, request: pb.DescribeRequest, context: Ctx) -> pb.NodeDescription:
         await self._token.check(context)
@@ -75,7 +72,7 @@ class PeerService(pb_grpc.PeerServicer):
     def _open_session(self) -> SessionId | LimitReached:
         if len(self._links) < MAX_LINKS:
             return self._live.open_session()
-        self._live.cache.counters.refused[PEER_LINKS] += 1
+        self._live.refuse("peer_links", MAX_LINKS)
         return LimitReached("links of peers", MAX_LINKS)
 
     def end_all(self) -> None:

@@ -23,6 +23,7 @@ from ecd.cluster.fetcher import Fetcher
 from ecd.cluster.peers import Peers
 from ecd.cluster.redis_directory import RedisDirectory
 from ecd.config import Config
+from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Missing, Waiting, Wakeup
 from ecd.core.pool import Pool
@@ -258,9 +259,9 @@ def test_rows_that_lead_nowhere_cost_a_miss(two: Two, redis: RedisServer) -> Non
     store(here, "k")
     redis.ask("hset", row("k"), "2" * 32, "", "4" * 32, "")
     eventually(lambda: here.incarnation in known(redis, "k"))
-    before = b.peers().reads_ahead_used
+    before = b.peers().speculative_reads_used
     assert look(there, "k"), "one right row among wrong ones is enough"
-    assert b.peers().reads_ahead_used == before + 1, "the row says where it lies"
+    assert b.peers().speculative_reads_used == before + 1, "the row says where it lies"
     for daemon in (a, b):
         daemon.check_nothing_leaked()
 
@@ -269,7 +270,7 @@ def directory_of(redis: RedisServer) -> RedisDirectory:
     """That of a node which stores nothing, in this process."""
     config = Config(peer_address="127.0.77.1:1", peer_insecure=True, directory=url(redis))
     identity = NodeIdentity("default", "f" * 32, "a test", "127.0.77.1:1")
-    return RedisDirectory(config, identity, Cache([Pool(0, 1 << 20, GRANULE_BYTES)]))
+    return RedisDirectory(config, identity, Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))]))
 
 
 def a_node(redis: RedisServer, incarnation: str, record: str | None = None) -> None:
@@ -422,7 +423,7 @@ def test_a_lookup_that_raises_is_answered_at_once() -> None:
         peers = Peers(config, NodeIdentity("default", "f" * 32, "a test", "127.0.77.1:1"), None)
         directory = BrokenDirectory()
         admission = Admission("127.0.77.1:1", config, peers, directory)
-        live = LiveCache(Cache([Pool(0, 1 << 20, GRANULE_BYTES)]))
+        live = LiveCache(Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))]))
         asking, told = live.open_session(), Asking()
         live.subscribe(asking, told)
         candidates = Candidates(peers, admission, directory, "")

@@ -17,6 +17,7 @@ from prometheus_client import generate_latest
 
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import Config
+from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Reserved
 from ecd.core.pool import Pool
@@ -129,7 +130,8 @@ def test_peers_cannot_take_all_sessions(make_peer: MakePeer, client_of: ClientOf
 
 def test_what_is_offered_or_published_gives_up_the_loop() -> None:
     """Counted in turns and in this thread's time, as neither depends on what else runs here."""
-    live, memory = LiveCache(Cache([Pool(0, 1 << 24, GRANULE_BYTES)])), Mapping.of_memory(1 << 24)
+    live = LiveCache(Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))]))
+    memory = Mapping.of_memory(1 << 24)
     cache, session = live.cache, live.open_session()
     keys = [Key("default", str(n)) for n in range(1024)]
 
@@ -165,7 +167,7 @@ def test_what_is_offered_or_published_gives_up_the_loop() -> None:
 
 def test_a_scrape_never_fails() -> None:
     """Its thread reads what the event loop changes all the time."""
-    cache = Cache([Pool(0, 1 << 24, GRANULE_BYTES)])
+    cache = Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))])
     identity = NodeIdentity("default", "a" * 32, "a test")
     streams = SessionStreams(LiveCache(cache), None, identity)
     pool = SimpleNamespace(path="a pool", nbytes=1 << 24, populated_bytes=1 << 24, huge_bytes=0)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Reserved
 from ecd.core.pool import Pool
@@ -333,7 +334,7 @@ def test_a_reservation_is_counted_and_seen_before_claims_are_looked_for(
 
     directory = PoolDir(str(tmp_path), "test")
     index = SharedIndex(directory, "ab", 64 * MIB, 4)
-    cache = Cache([Pool(0, 64 * MIB, 4096)], board=index)
+    cache = Cache([Pool(Allocator(0, 64 * MIB, 4096))], board=index)
     session = cache.open_session()
     index.open_page(session)
     index._header = Header(index._header)

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ecd.core.allocator import Allocator
 from ecd.core.board import MAX_PIECES, Portion, Uses
 from ecd.core.cache import Cache
 from ecd.core.outcomes import (
@@ -220,7 +221,7 @@ class CacheMachine(RuleBasedStateMachine):
             for number in self.numbers
         }
         pools = [
-            Pool(number, count * GRANULE_BYTES, GRANULE_BYTES, limits=POOL_LIMITS)
+            Pool(Allocator(number, count * GRANULE_BYTES, GRANULE_BYTES), limits=POOL_LIMITS)
             for number, count in self.granules.items()
         ]
         self.cache = Cache(pools, TTL_S, LIMITS, self.board)
@@ -901,7 +902,7 @@ class CacheMachine(RuleBasedStateMachine):
                 tag, extent, content, _ = self.stored[place]
                 self.stored[place] = (tag, extent, content, self.now_s)
                 self.warm_s[tag] = self.now_s
-        self.cache.drain_uses(self.now_s)
+        self.cache._evictor.drain_uses(self.now_s)  # without a scan of the pins
 
     # -- time and eviction -----------------------------------------------------------------------
 
@@ -1110,7 +1111,7 @@ TestTwoPools = TwoPoolsMachine.TestCase
 
 def test_who_waits_for_an_expected_key_outlasts_a_writer_that_gives_up() -> None:
     """Seldom met by chance: expected, being written and waited for, all at one time."""
-    cache, key = Cache([Pool(0, GRANULE_BYTES, GRANULE_BYTES)], TTL_S, LIMITS), KEYS[0]
+    cache, key = Cache([Pool(Allocator(0, GRANULE_BYTES, GRANULE_BYTES))], TTL_S, LIMITS), KEYS[0]
     writer, reader = cache.open_session(), cache.open_session()
     assert not isinstance(writer, LimitReached)
     assert not isinstance(reader, LimitReached)
@@ -1125,7 +1126,7 @@ def test_who_waits_for_an_expected_key_outlasts_a_writer_that_gives_up() -> None
 
 def test_what_a_life_before_left_is_seen_by_nobody_until_it_is_committed() -> None:
     board = Board()
-    cache = Cache([Pool(0, 64 * GRANULE_BYTES, GRANULE_BYTES)], board=board)
+    cache = Cache([Pool(Allocator(0, 64 * GRANULE_BYTES, GRANULE_BYTES))], board=board)
     session, reader = cache.open_session(), cache.open_session()
     assert not isinstance(session, LimitReached)
     assert not isinstance(reader, LimitReached)
@@ -1162,7 +1163,7 @@ def test_an_entry_hidden_during_a_scan_is_kept_for_who_pinned_it_behind_the_scan
 ) -> None:
     """Its page was read before it pinned: only the next scan knows, and no release frees it."""
     board = Board()
-    cache = Cache([Pool(0, 64 * GRANULE_BYTES, GRANULE_BYTES)], board=board)
+    cache = Cache([Pool(Allocator(0, 64 * GRANULE_BYTES, GRANULE_BYTES))], board=board)
     first, second = cache.open_session(), cache.open_session()
     assert not isinstance(first, LimitReached)
     assert not isinstance(second, LimitReached)

@@ -1,11 +1,16 @@
 """Plans of eviction: the victims they choose, and the ranking that they start from."""
 
+from collections.abc import Iterator
+
+import pytest
+
 from ecd.core.allocator import Allocator
+from ecd.core.cache import Cache
 from ecd.core.entry import Entry
 from ecd.core.eviction import ANCHORS, MAX_ANCHORS, plan
-from ecd.core.policy import Lru
+from ecd.core.policy import Lru, Policy
 from ecd.core.pool import PLANS, Pool
-from ecd.core.types import Content, EntryId, Extent, SessionId
+from ecd.core.types import Content, EntryId, Extent, Key, SessionId
 
 PAGE = 4096
 
@@ -99,7 +104,7 @@ def test_the_policy_ranks_by_the_end_of_use() -> None:
 
 def pool_with(pages: int) -> tuple[Pool, list[Entry]]:
     """A full pool of entries of one page, the first coldest."""
-    pool = Pool(0, pages * PAGE, PAGE)
+    pool = Pool(Allocator(0, pages * PAGE, PAGE))
     entries = []
     for number in range(pages):
         block = pool.allocator.allocate(PAGE)
@@ -147,3 +152,46 @@ def test_a_plan_with_too_many_victims_evicts_nothing() -> None:
         raise AssertionError("nothing may go")
 
     assert pool.evict_for(2 * PAGE, evict, scan=lambda: True, most=1) is None
+
+
+class OldestFirst:
+    """A policy of another kind: what was stored first goes first, whatever was read."""
+
+    def __init__(self) -> None:
+        self._ranked: dict[EntryId, Entry] = {}
+
+    def admit(self, entry: Entry) -> None:
+        self._ranked[entry.id] = entry
+
+    let_go = admit
+
+    def use(self, entry: Entry) -> None: ...
+
+    def hold(self, entry: Entry) -> None:
+        del self._ranked[entry.id]
+
+    def remove(self, entry: Entry) -> None:
+        self._ranked.pop(entry.id, None)
+
+    def coldest(self) -> Iterator[Entry]:
+        return iter([self._ranked[entry] for entry in sorted(self._ranked)])
+
+    def warmth(self, entry: Entry) -> float | None:
+        return float(entry.id) if entry.id in self._ranked else None
+
+
+@pytest.mark.parametrize(("policy", "stays"), [(Lru(), "a"), (OldestFirst(), "b")])
+def test_the_policy_of_a_pool_decides_who_goes(policy: Policy, stays: str) -> None:
+    cache = Cache([Pool(Allocator(0, 2 * PAGE, PAGE), policy=policy)])
+    session = cache.open_session()
+
+    def put(name: str) -> None:
+        reserved = cache.reserve(session, Key("n", name), Content("int8", (PAGE,), PAGE), 0.0)
+        cache.commit(session, reserved.entry, 0.0)
+
+    put("a")
+    put("b")
+    cache.release(session, cache.acquire(session, Key("n", "a"), 1.0).lease)
+    put("c")
+    assert [name for name in "ab" if cache.contains(Key("n", name))] == [stays]
+    cache.check()

@@ -148,7 +148,9 @@ def test_room_counts_whole_extents_in_each_piece() -> None:
 
 
 def test_a_grant_takes_free_memory_in_few_pieces_and_makes_room_for_the_least_only() -> None:
-    pool = Pool(POOL, 32 * GRANULE_BYTES, GRANULE_BYTES, limits=PoolLimits(granted_share=0.5))
+    pool = Pool(
+        Allocator(POOL, 32 * GRANULE_BYTES, GRANULE_BYTES), limits=PoolLimits(granted_share=0.5)
+    )
     taken = [pool.allocator.allocate(2 * GRANULE_BYTES) for _ in range(16)]
     for block in taken[2:5] + taken[8:9]:
         assert block is not None
@@ -169,7 +171,9 @@ def test_a_grant_takes_free_memory_in_few_pieces_and_makes_room_for_the_least_on
 
 
 def test_all_grants_together_stay_within_their_share() -> None:
-    pool = Pool(POOL, 32 * GRANULE_BYTES, GRANULE_BYTES, limits=PoolLimits(granted_share=0.25))
+    pool = Pool(
+        Allocator(POOL, 32 * GRANULE_BYTES, GRANULE_BYTES), limits=PoolLimits(granted_share=0.25)
+    )
     pool.grants.grant(SESSION, pool.pieces(GRANULE_BYTES, 1, 6, lambda _: None))
     assert pool.granted_bytes == 6 * GRANULE_BYTES
     pool.grants.grant(SessionId(2), pool.pieces(GRANULE_BYTES, 1, 6, lambda _: None))

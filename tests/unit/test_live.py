@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Leased, LimitReached, Missing, Reserved, Waiting, Wakeup
 from ecd.core.pool import Pool
@@ -49,7 +50,7 @@ async def until(is_so: Callable[[], object]) -> None:
 
 def run(act: Callable[[LiveCache], Awaitable[None]]) -> None:
     async def on_loop() -> None:
-        live = LiveCache(Cache([Pool(0, POOL_BYTES, 4096)], lease_ttl_s=0.05))
+        live = LiveCache(Cache([Pool(Allocator(0, POOL_BYTES, 4096))], lease_ttl_s=0.05))
         await act(live)
         live.cache.check()
 
@@ -115,6 +116,22 @@ def test_a_pool_that_gets_full_is_trimmed() -> None:
         writer = Told(live)
         for number in range(256):
             await store(live, writer.session, Key("n", str(number)))
+        [pool] = live.cache.pools
+        await until(lambda: pool.used_bytes <= pool.limits.low_watermark * POOL_BYTES)
+        assert live.cache.counters.evictions["capacity"] == 0
+
+    run(act)
+
+
+def test_a_pool_that_fetches_fill_is_trimmed() -> None:
+    async def act(live: LiveCache) -> None:
+        fetcher = Told(live)
+        for number in range(256):
+            pace = await live.begin()
+            key = Key("n", str(number))
+            reserved = await live.reserve(fetcher.session, key, CONTENT, pace)
+            assert isinstance(reserved, Reserved)
+            live.commit(fetcher.session, reserved.entry)
         [pool] = live.cache.pools
         await until(lambda: pool.used_bytes <= pool.limits.low_watermark * POOL_BYTES)
         assert live.cache.counters.evictions["capacity"] == 0

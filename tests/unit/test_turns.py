@@ -13,6 +13,7 @@ import pytest
 
 from ecd import turns
 from ecd.cluster.fetcher import Fetcher
+from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import (
     BeingWritten,
@@ -77,7 +78,7 @@ class Node:
 
     def __init__(self, directory: Path) -> None:
         self.index = SharedIndex(PoolDir(str(directory), "test"), "ab", POOL_BYTES, SESSIONS)
-        self.cache = Cache([Pool(0, POOL_BYTES, GRANULE_BYTES)], board=self.index)
+        self.cache = Cache([Pool(Allocator(0, POOL_BYTES, GRANULE_BYTES))], board=self.index)
         board = SharedBoard(self.index, Doorbell(directory / "bell"))
         identity = NodeIdentity("test", "ab", "test")
         self.live = live_cache(self.cache, board, lambda *_: None, lambda: 0.0)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import (
     AlreadyStored,
@@ -31,7 +32,9 @@ def content(pages: int = 1) -> Content:
 @pytest.fixture
 def pools() -> tuple[Pool, Pool]:
     """The nearest first; their numbers say nothing of that, and their granules differ."""
-    return Pool(7, 8 * PAGE, PAGE, limits=LIMITS), Pool(2, 16 * PAGE, 2 * PAGE, limits=LIMITS)
+    return Pool(Allocator(7, 8 * PAGE, PAGE), limits=LIMITS), Pool(
+        Allocator(2, 16 * PAGE, 2 * PAGE), limits=LIMITS
+    )
 
 
 @pytest.fixture
