@@ -141,8 +141,8 @@ class Config(BaseSettings):
     engine_ports: str = Field(
         default="18200-18231",
         pattern=r"^\d{1,5}-\d{1,5}$",
-        description="Ports that Mooncake may listen on. Fewer than 32 may all be taken by the life "
-        "before after a quick restart.",
+        description="Ports that Mooncake may listen on. Fewer than 32 may all be taken by the "
+        "daemon before after a quick restart.",
     )
     mooncake: Annotated[dict[str, str], NoDecode] = Field(
         default={}, description="Mooncake's own MC_* variables: MC_A=1,MC_B=2, or a TOML table."

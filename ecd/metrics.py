@@ -74,14 +74,15 @@ class _CoreCollector(Collector):
         if status is None:
             return
         counters = status.counters
+        labels = _pool_labels(status.pools)
         for name, text, value in (
-            ("hits", "Leases granted: an entry was there.", counters.hits),
+            ("hits", "Entries that readers found, by lease or pin.", counters.hits),
             ("misses", "Lookups and waits that ended without an entry.", counters.misses),
             ("puts", "Entries committed.", counters.puts),
             ("duplicates", "Writers told that the entry was there.", counters.duplicates),
             ("aborts", "Reservations given up, dead writers' included.", counters.aborts),
             ("bytes_in", "Bytes of committed entries.", counters.bytes_in),
-            ("bytes_out", "Bytes of leased entries.", counters.bytes_out),
+            ("bytes_out", "Bytes of entries that readers found.", counters.bytes_out),
             ("saved_seconds", "What the hits had cost to encode.", counters.saved_s),
             ("leases_expired", "Leases that ran out unrenewed.", counters.leases_expired),
             ("waits_expired", "Waits that ran out.", counters.waits_expired),
@@ -107,16 +108,25 @@ class _CoreCollector(Collector):
             full_name = f"ecd_pool_{name.removeprefix('pool_')}"
             gauge = GaugeMetricFamily(full_name, text, labels=["pool"])
             for pool in status.pools:
-                gauge.add_metric([pool.kind], getattr(pool, name))
+                gauge.add_metric([labels[pool.pool]], getattr(pool, name))
             yield gauge
         for name, text, value in (
             ("entries", "Committed entries.", status.entries),
             ("unlisted_entries", "Entries that are not in the mapped index.", status.unlisted),
             ("sessions", "Sessions of clients, open or leaving.", status.sessions),
-            ("leases", "Leases held.", status.leases),
+            ("leases", "Leases and pins held.", status.leases),
             ("waits", "Clients' waits for a commit.", status.waits),
         ):
             yield GaugeMetricFamily(f"ecd_{name}", text, value=value)
+
+
+def _pool_labels(pools: Iterable[pb.PoolStatus]) -> dict[int, str]:
+    """Each pool's kind, and its number behind that from the second of a kind on."""
+    labels: dict[int, str] = {}
+    for pool in pools:
+        is_first = pool.kind not in labels.values()
+        labels[pool.pool] = pool.kind if is_first else f"{pool.kind}{pool.pool}"
+    return labels
 
 
 class _PeersCollector(Collector):
@@ -152,11 +162,15 @@ class _PeersCollector(Collector):
                 refused,
             ),
             ("read_retries", "Reads that failed and were tried again.", status.read_retries),
-            ("reads_ahead", "Reads begun by a hint, before their lease.", status.reads_ahead),
             (
-                "reads_ahead_used",
-                "Of those begun before their lease, the reads that brought the entry.",
-                status.reads_ahead_used,
+                "speculative_reads",
+                "Speculative reads: begun by a hint, before their lease.",
+                status.speculative_reads,
+            ),
+            (
+                "speculative_reads_used",
+                "Speculative reads that brought the entry.",
+                status.speculative_reads_used,
             ),
             ("set_aside", "Reads given up while they were under way.", status.set_aside),
             ("directory_lookups", "Keys asked of the directory.", directory.lookups),

@@ -13,7 +13,7 @@ from ecd.memory.shared_index import SharedIndex
 from ecd.rpc.cache_service import CacheService, Monitor
 from ecd.rpc.origins import OtherNodes, Recovering
 from ecd.rpc.puts import Doorbell, PutIntake
-from ecd.rpc.sessions import SessionFiles, SessionStreams
+from ecd.rpc.sessions import OpenedFiles, SessionStreams
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def live_cache(
 class Node:
     """The live cache of one node, and the sessions of its clients."""
 
-    def __init__(self, live: LiveCache, files: SessionFiles, identity: NodeIdentity) -> None:
+    def __init__(self, live: LiveCache, files: OpenedFiles, identity: NodeIdentity) -> None:
         self.live = live
         self.streams = SessionStreams(live, files, identity)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from ecd_client.calls import open_file
 from ecd_client.errors import EcdError
 from ecd_proto.mapping import Mapping, populate_aside
-from ecd_proto.shm.session_page import Grant
+from ecd_proto.shm.session_page import GRANTED_POOL, Grant
 from ecd_proto.v1 import cache_pb2 as pb
 
 HUGE_SHARE = 0.9
@@ -113,11 +113,10 @@ class MappedPools:
                     continue
                 self.by_number[file.pool] = MappedPool(file, uid)
                 opened.callback(self.by_number[file.pool].close)
-            if not self.by_number:
-                raise FileNotFoundError("the daemon named no host pool")
+            if GRANTED_POOL not in self.by_number:
+                raise FileNotFoundError(f"the daemon did not name host pool {GRANTED_POOL}")
             self._files = opened.pop_all()
-        self.granted = next(iter(self.by_number.values()))
-        """The first pool: grants lie in it."""
+        self.granted = self.by_number[GRANTED_POOL]
 
     def of(self, extent: Extent) -> MappedPool:
         """The pool that the extent lies in. Raises EcdError: this process has not mapped it."""

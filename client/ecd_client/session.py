@@ -78,9 +78,9 @@ class Session:
             opened.callback(self.pools.close)
             if welcome.HasField("index") and (board := MappedBoard.open(welcome.index, uid)):
                 self.index = IndexReader(board)
-                if welcome.index.bell_path:
+                if welcome.index.doorbell_path:
                     self.puts = PutWriter(
-                        board, self.index, self.pools.granted, welcome.index.bell_path
+                        board, self.index, self.pools.granted, welcome.index.doorbell_path
                     )
                     opened.callback(self.puts.close)
             self._files = opened.pop_all()

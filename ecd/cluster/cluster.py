@@ -37,7 +37,7 @@ TURN = 8
 
 
 class EntryChecksums(Protocol):
-    """EntryChecksums of stored entries, each computed once."""
+    """Computes the checksums of stored entries, each once."""
 
     def of(self, leased: Leased) -> int | Awaitable[int]: ...
 
@@ -229,8 +229,8 @@ class Cluster:
             set_aside_bytes=counters.set_aside_bytes,
             set_aside=counters.set_aside,
             read_retries=counters.retries,
-            reads_ahead=counters.speculative,
-            reads_ahead_used=counters.speculative_used,
+            speculative_reads=counters.speculative,
+            speculative_reads_used=counters.speculative_used,
             peers=[
                 cache_pb2.PeerStatus(
                     node=peer.node,

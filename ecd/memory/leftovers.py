@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from ecd_proto.shm.index import (
     PAGES_WORD,
     RECOVERING_WORD,
     IndexShape,
+    index_header_words,
     unpack_index_header,
 )
 from ecd_proto.shm.namespaces import NAMESPACES_BYTES, Namespaces
@@ -212,7 +212,7 @@ def _generation(index: Path) -> int | None:
 def _header(index: Path) -> tuple[int, ...]:
     """The index's header, as words."""
     with index.open("rb") as file:
-        return struct.unpack("<512Q", file.read(INDEX_HEADER_BYTES))
+        return index_header_words(file.read(INDEX_HEADER_BYTES))
 
 
 def _table(file: BinaryIO) -> tuple[IndexShape, Namespaces]:

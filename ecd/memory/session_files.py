@@ -37,7 +37,7 @@ class SessionFiles:
             path=str(self._index.path),
             pins_path=str(self._index.pins_path),
             pins_offset=offset,
-            bell_path="" if self._doorbell is None else str(self._doorbell),
+            doorbell_path="" if self._doorbell is None else str(self._doorbell),
         )
 
     def lock_path(self) -> str:

@@ -25,6 +25,7 @@ from ecd_proto.shm.session_page import (
     FIRST_GRANT_WORD,
     FIRST_PIN_WORD,
     FIRST_USE_WORD,
+    GRANTED_POOL,
     MAX_CLAIMS,
     MAX_GRANTS,
     MAX_PINS,
@@ -99,6 +100,9 @@ class SessionPage:
     # -- writing -------------------------------------------------------------------------------
 
     def grant(self, pieces: Sequence[Extent]) -> bool:
+        """Show a grant to the client. False: the words cannot say where it lies."""
+        if len(pieces) > MAX_GRANTS or any(piece.pool != GRANTED_POOL for piece in pieces):
+            return False
         words = [0] * MAX_GRANTS
         for place, piece in enumerate(pieces):
             self._grants += 1

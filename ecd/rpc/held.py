@@ -14,7 +14,7 @@ HOLD_S = 0.005
 
 
 @dataclass(eq=False)
-class _Answer:
+class _Held:
     """The waits of one call that is not answered yet."""
 
     waiting: set[Ticket]
@@ -36,7 +36,7 @@ class HeldAnswers:
 
     def __init__(self, live: LiveCache) -> None:
         self._live = live
-        self._answers: dict[Ticket, _Answer] = {}
+        self._answers: dict[Ticket, _Held] = {}
 
     def take(self, wakeup: Wakeup) -> bool:
         """Put the end of a wait into the answer that is held back for it. False: there is none."""
@@ -54,7 +54,7 @@ class HeldAnswers:
         if not waiting or any(isinstance(outcome, Leased | Stored) for outcome in outcomes):
             return outcomes
         loop = asyncio.get_running_loop()
-        answer = _Answer(waiting, loop.create_future())
+        answer = _Held(waiting, loop.create_future())
         self._answers |= dict.fromkeys(waiting, answer)
         late = loop.call_later(HOLD_S, answer.let_go)
         try:

@@ -42,7 +42,7 @@ Event = pb.SessionEvent | pb.WaitEnded | None
 """An event to write; None ends the stream."""
 
 
-class SessionFiles(Protocol):
+class OpenedFiles(Protocol):
     """The files that a client opens at the start of its session."""
 
     def pool_file(self) -> pb.PoolFile: ...
@@ -68,7 +68,7 @@ class Stream:
 class SessionStreams:
     """All open streams, and the sessions whose stream has ended while their process lives on."""
 
-    def __init__(self, live: LiveCache, files: SessionFiles, identity: NodeIdentity) -> None:
+    def __init__(self, live: LiveCache, files: OpenedFiles, identity: NodeIdentity) -> None:
         self.identity = identity
         self.held = HeldAnswers(live)
         self._live, self._files = live, files

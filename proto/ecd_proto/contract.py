@@ -68,7 +68,7 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def proof(token: str, *said: str) -> str:
-    """That whoever says this has the cluster's token, which itself is never sent."""
+    """Prove that the speaker has the cluster's token, which itself is never sent."""
     return hmac.new(token.encode(), "\0".join(said).encode(), "sha256").hexdigest()
 
 

@@ -236,7 +236,7 @@ def test_nodes_that_expect_a_key_from_each_other_do_not_wait(
             ]
             assert [found.result(6) for found in both] == [None, None]
             assert time.monotonic() - started < 2
-    assert a.peers().reads_ahead + b.peers().reads_ahead > 0
+    assert a.peers().speculative_reads + b.peers().speculative_reads > 0
 
 
 # -- a peer that lies ------------------------------------------------------------------------------

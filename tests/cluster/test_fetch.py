@@ -150,7 +150,7 @@ def test_static_peers_are_asked_at_one_time(make_peer: MakePeer, client_of: Clie
     assert found.result(3) is None
     assert time.monotonic() - started < 1.5, "a node that is away is not asked again and again"
     assert asking.peers().directory.kind == "static"
-    assert asking.peers().reads_ahead_used == 2
+    assert asking.peers().speculative_reads_used == 2
 
 
 def test_an_entry_that_is_being_written_is_waited_for(
@@ -183,7 +183,9 @@ def test_an_entry_that_is_being_written_is_waited_for(
     finally:
         torch.Tensor.copy_ = original
     status = b.peers()
-    assert (status.reads_ahead, status.reads_ahead_used) == (1, 0), "what lay there before"
+    assert (status.speculative_reads, status.speculative_reads_used) == (1, 0), (
+        "what lay there before"
+    )
 
 
 def test_offers_bring_entries_ahead_of_need(make_peer: MakePeer, client_of: ClientOf) -> None:
@@ -198,7 +200,7 @@ def test_offers_bring_entries_ahead_of_need(make_peer: MakePeer, client_of: Clie
     with there.get("after") as item:
         assert (item.tensor == 2.0).all()
     assert fetched(b) == 2
-    assert b.peers().reads_ahead_used == 2
+    assert b.peers().speculative_reads_used == 2
 
 
 # -- hints that say where an entry lies ------------------------------------------------------------
@@ -229,7 +231,7 @@ def test_what_a_hint_locates_is_read_before_it_is_leased(
             assert (item.metadata, item.cost_s) == (key.encode(), 0.25)
             assert torch.equal(item.tensor[0], tensor)
     status = b.peers()
-    assert (status.reads_ahead, status.reads_ahead_used) == (len(tensors) - 1,) * 2
+    assert (status.speculative_reads, status.speculative_reads_used) == (len(tensors) - 1,) * 2
     assert status.peers[0].reads == len(tensors)
     assert here.hint("nothing") == (here.node, 0, 0, 0)
     for daemon in (a, b):
@@ -262,7 +264,7 @@ def test_hints_that_hold_no_more_cost_a_read(make_peer: MakePeer, client_of: Cli
     with there.get("moved") as item:
         assert torch.equal(item.tensor, moved)
     status = b.peers()
-    assert (status.reads_ahead, status.reads_ahead_used) == (4, 0)
+    assert (status.speculative_reads, status.speculative_reads_used) == (4, 0)
     assert status.fetches["corrupt"] == 0, "the node has done nothing wrong"
     for daemon in (a, b):
         daemon.check_nothing_leaked()
@@ -280,7 +282,7 @@ def test_hints_that_cannot_be_are_hints_of_a_node(make_peer: MakePeer, client_of
         here.put(f"k{number}", torch.full((100,), float(number)))
         with there.get(f"k{number}", 5.0, nodes=[Hint(here.node, *extent)]) as item:
             assert (item.tensor == number).all()
-    assert b.peers().reads_ahead == 0
+    assert b.peers().speculative_reads == 0
     hint = here.hint("k0")
     a.evict_all()
     here.put("k", torch.ones(1000))
@@ -332,7 +334,7 @@ def test_hints_grow_old_while_they_are_followed(make_peer: MakePeer, client_of: 
     writing.result()
     status = b.peers()
     assert right >= 200
-    assert 0 < status.reads_ahead_used < status.reads_ahead
+    assert 0 < status.speculative_reads_used < status.speculative_reads
     assert (status.fetches["corrupt"], status.fetches["fetched"]) == (0, right)
     for daemon in (a, b):
         daemon.check_nothing_leaked()

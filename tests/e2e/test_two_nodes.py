@@ -159,7 +159,7 @@ def test_the_consumer_uses_what_another_machine_encoded(
     [peer] = [peer for peer in status.peers if peer.node == has.node.peer]
     assert peer.reads == len(PICTURES)
     ahead = len(PICTURES)
-    assert (status.reads_ahead, status.reads_ahead_used) == (ahead, ahead)
+    assert (status.speculative_reads, status.speculative_reads_used) == (ahead, ahead)
     again = consumer.generate(requests)
     assert (tokens(again), again["encoded"]) == (tokens(expected), 0)
     assert wants.peers().fetches["fetched"] == len(PICTURES), "it is local from then on"

@@ -68,7 +68,7 @@ class Vandal:
             self._client.put_bytes(f"own {number}", b"v" * 5000, "uint8", (5000,))
         session = self._client._connection.session()
         self.number = session.puts.page_number
-        index_path, pins_path, bell_path = (
+        index_path, pins_path, doorbell_path = (
             next(Path(daemon.shm).glob(f"{session.incarnation}{suffix}"))
             for suffix in (".index", ".pins", ".bell")
         )
@@ -80,7 +80,7 @@ class Vandal:
         self.page = pins.view(self.number * PAGE_BYTES, PAGE_BYTES)
         self.words = self.page.cast("Q")
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._bell.connect(str(bell_path))
+        self._bell.connect(str(doorbell_path))
         self._last = 1 << 32
         self._numbers = self._client._connection.session().index._names
 
@@ -89,8 +89,8 @@ class Vandal:
         self._client.close()
 
     def grants(self, page: int) -> list[tuple[int, int]]:
-        desk = self._index.view(MAILBOXES_AT + page * MAILBOX_BYTES, MAILBOX_BYTES).cast("Q")
-        words = desk[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
+        mailbox = self._index.view(MAILBOXES_AT + page * MAILBOX_BYTES, MAILBOX_BYTES).cast("Q")
+        words = mailbox[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
         grants = [unpack_grant(word) for word in words if word] or [unpack_grant(1)]
         return [(grant.offset, grant.nbytes) for grant in grants]
 

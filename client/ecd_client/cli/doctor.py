@@ -131,8 +131,9 @@ def _reading(address: str, status: pb.StatusReply) -> Finding:
 
 def _pool(status: pb.StatusReply) -> Finding:
     refused = status.counters.refused
-    share = status.pools[0].used_bytes / max(1, status.pools[0].pool_bytes)
-    found = f"{decimal(status.pools[0].pool_bytes)}, {share:.0%} in use"
+    pool_bytes = sum(pool.pool_bytes for pool in status.pools)
+    share = sum(pool.used_bytes for pool in status.pools) / max(1, pool_bytes)
+    found = f"{decimal(pool_bytes)}, {share:.0%} in use"
     if refused["entry_too_large"]:
         found += f"; {refused['entry_too_large']:,} entries were larger than all of it"
         return Finding("pool", BAD, found, "raise ECD_HOST_POOL_BYTES")
@@ -144,9 +145,8 @@ def _pool(status: pb.StatusReply) -> Finding:
 
 def _huge_pages(status: pb.StatusReply) -> Finding:
     """Check that clients need not take a page fault for every 4 KiB that they touch first."""
-    pool = status.pools[0]
-    possible_bytes = pool.populated_bytes // HUGE_BYTES * HUGE_BYTES
-    share = pool.huge_bytes / possible_bytes if possible_bytes else 1.0
+    possible_bytes = sum(p.populated_bytes // HUGE_BYTES * HUGE_BYTES for p in status.pools)
+    share = sum(p.huge_bytes for p in status.pools) / possible_bytes if possible_bytes else 1.0
     found = f"{share:.0%} of the pool lies in huge pages"
     if share >= HUGE_SHARE:
         return Finding("huge pages", GOOD, found)
@@ -178,7 +178,7 @@ def _locked_memory(status: pb.StatusReply, peers: pb.PeersReply) -> Finding:
         return Finding("locked memory", GOOD, "not seen from here: the daemon is elsewhere")
     limit = found[1]
     needed = bool(peers.protocol) and peers.protocol != "tcp"
-    enough = limit == "unlimited" or int(limit) >= status.pools[0].pool_bytes
+    enough = limit == "unlimited" or int(limit) >= sum(pool.pool_bytes for pool in status.pools)
     shown = limit if limit == "unlimited" else decimal(int(limit))
     if enough or not needed:
         why = "" if needed else "; only RDMA and GPUs need it"
@@ -199,11 +199,13 @@ def _nodes(peers: pb.PeersReply) -> Iterator[Finding]:
             advice = "other nodes must reach it: look at firewalls and network policies"
             yield Finding(what, BAD, f"{endpoint}: {error}", advice)
     directory = peers.directory
-    if directory.up or directory.kind != "redis":
+    if directory.up:
         yield Finding("directory", GOOD, directory.kind)
     else:
         found = f"{directory.kind} does not answer: {directory.last_error}"
-        yield Finding("directory", BAD, found, "look after the Redis, and at ECD_DIRECTORY")
+        yield Finding(
+            "directory", BAD, found, f"look after the {directory.kind}, and at ECD_DIRECTORY"
+        )
     away = [peer for peer in peers.peers if peer.state == "unreachable"]
     if not away:
         yield Finding("peers", GOOD, f"{len(peers.peers)} known, none unreachable")

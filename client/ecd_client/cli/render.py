@@ -125,7 +125,10 @@ def peers(out: Console, reply: pb.PeersReply) -> None:
         ("fetches", f"{_counts(reply.fetches)}; {reply.flights:,} under way"),
         ("set aside", f"{decimal(reply.set_aside_bytes)}; {reply.set_aside:,} times so far"),
         ("retries", f"{reply.read_retries:,} reads"),
-        ("read ahead", f"{reply.reads_ahead:,} reads, {reply.reads_ahead_used:,} of use"),
+        (
+            "speculative",
+            f"{reply.speculative_reads:,} reads, {reply.speculative_reads_used:,} of use",
+        ),
     ]
     _facts(out, rows)
     out.print(peers_table(reply))

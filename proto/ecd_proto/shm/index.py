@@ -86,6 +86,11 @@ def unpack_index_header(header: bytes) -> IndexShape | None:
     return IndexShape(*shape)
 
 
+def index_header_words(header: bytes) -> tuple[int, ...]:
+    """The words of a whole header, by their numbers above."""
+    return tuple(memoryview(header).cast("Q"))
+
+
 def bucket_of(record: bytes, shape: IndexShape) -> int:
     """The bucket of a key's record: its remainder by a secret prime (Karp and Rabin, 1987).
 

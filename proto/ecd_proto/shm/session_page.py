@@ -48,6 +48,8 @@ its key: a reader that finds a done claim without an answer finds the entry a mo
 MAILBOX_BYTES = 256
 MAILBOX_WORDS = MAILBOX_BYTES // 8
 FIRST_GRANT_WORD, FIRST_ANSWER_WORD = 0, 16
+GRANTED_POOL = 0
+"""The number of the pool that grants lie in: a grant's word has no room for it."""
 MAX_GRANTS = 16
 """The pieces of one grant."""
 STORED, DUPLICATE, REFUSED = 1, 2, 3

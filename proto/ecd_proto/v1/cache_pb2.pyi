@@ -318,12 +318,12 @@ class IndexFile(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     PINS_PATH_FIELD_NUMBER: builtins.int
     PINS_OFFSET_FIELD_NUMBER: builtins.int
-    BELL_PATH_FIELD_NUMBER: builtins.int
+    DOORBELL_PATH_FIELD_NUMBER: builtins.int
     path: builtins.str
     pins_path: builtins.str
     pins_offset: builtins.int
     """of this session's page"""
-    bell_path: builtins.str
+    doorbell_path: builtins.str
     """empty: every put is a call"""
     def __init__(
         self,
@@ -331,9 +331,9 @@ class IndexFile(google.protobuf.message.Message):
         path: builtins.str = ...,
         pins_path: builtins.str = ...,
         pins_offset: builtins.int = ...,
-        bell_path: builtins.str = ...,
+        doorbell_path: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bell_path", b"bell_path", "path", b"path", "pins_offset", b"pins_offset", "pins_path", b"pins_path"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["doorbell_path", b"doorbell_path", "path", b"path", "pins_offset", b"pins_offset", "pins_path", b"pins_path"]) -> None: ...
 
 global___IndexFile = IndexFile
 
@@ -1518,8 +1518,8 @@ class PeersReply(google.protobuf.message.Message):
     SET_ASIDE_BYTES_FIELD_NUMBER: builtins.int
     SET_ASIDE_FIELD_NUMBER: builtins.int
     READ_RETRIES_FIELD_NUMBER: builtins.int
-    READS_AHEAD_FIELD_NUMBER: builtins.int
-    READS_AHEAD_USED_FIELD_NUMBER: builtins.int
+    SPECULATIVE_READS_FIELD_NUMBER: builtins.int
+    SPECULATIVE_READS_USED_FIELD_NUMBER: builtins.int
     PEERS_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     node: builtins.str
@@ -1536,9 +1536,9 @@ class PeersReply(google.protobuf.message.Message):
     """how often that has happened"""
     read_retries: builtins.int
     """reads that failed and were tried again"""
-    reads_ahead: builtins.int
+    speculative_reads: builtins.int
     """reads begun before the lease, where a hint had said"""
-    reads_ahead_used: builtins.int
+    speculative_reads_used: builtins.int
     """of those, how many brought what was then leased"""
     @property
     def directory(self) -> global___DirectoryStatus: ...
@@ -1561,12 +1561,12 @@ class PeersReply(google.protobuf.message.Message):
         set_aside_bytes: builtins.int = ...,
         set_aside: builtins.int = ...,
         read_retries: builtins.int = ...,
-        reads_ahead: builtins.int = ...,
-        reads_ahead_used: builtins.int = ...,
+        speculative_reads: builtins.int = ...,
+        speculative_reads_used: builtins.int = ...,
         peers: collections.abc.Iterable[global___PeerStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["directory", b"directory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["directory", b"directory", "engine", b"engine", "fetches", b"fetches", "flights", b"flights", "incarnation", b"incarnation", "node", b"node", "peers", b"peers", "protocol", b"protocol", "read_retries", b"read_retries", "reads_ahead", b"reads_ahead", "reads_ahead_used", b"reads_ahead_used", "set_aside", b"set_aside", "set_aside_bytes", b"set_aside_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["directory", b"directory", "engine", b"engine", "fetches", b"fetches", "flights", b"flights", "incarnation", b"incarnation", "node", b"node", "peers", b"peers", "protocol", b"protocol", "read_retries", b"read_retries", "set_aside", b"set_aside", "set_aside_bytes", b"set_aside_bytes", "speculative_reads", b"speculative_reads", "speculative_reads_used", b"speculative_reads_used"]) -> None: ...
 
 global___PeersReply = PeersReply
 

@@ -55,7 +55,7 @@ class NodeDescription(google.protobuf.message.Message):
     """the transport that its TransferEngine really installed"""
     identity_address: builtins.int
     """Where the 16 bytes of the incarnation lie in memory that its TransferEngine has registered. A
-    reader that finds them there after its read has read this life of the daemon.
+    reader that finds them there after its read has read this daemon.
     """
     lease_ttl_s: builtins.float
     leases: builtins.int
