@@ -123,8 +123,9 @@ demo: $(VENV)/.ready  ## a daemon, a producer and a consumer process, and what h
 	@$(BIN)/python docs/examples/demo.py
 
 .PHONY: bench
-bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one node, load, first tokens, two nodes, the directory, growth, the event loop
+bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one node, steps, load, first tokens, two nodes, the directory, growth, the event loop
 	$(BIN)/python benchmarks/run.py --output docs/benchmarks/one-node.md --plot docs/benchmarks/one-node.png
+	$(BIN)/python benchmarks/steps.py --output docs/benchmarks/steps.md
 	$(BIN)/python benchmarks/load.py --output docs/benchmarks/load.md
 	$(BIN)/python benchmarks/ttft.py --output docs/benchmarks/ttft.md
 	$(BIN)/python benchmarks/connector.py --output docs/benchmarks/connector.md
