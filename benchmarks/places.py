@@ -55,10 +55,11 @@ def _start_store(directory: Path, nbytes: int, stack: contextlib.ExitStack) -> s
     with (directory / "master.log").open("wb") as log:
         stack.callback(_end, subprocess.Popen([binary, *ports], stdout=log, stderr=log))
     _wait_for(lambda: _answers(rpc))
-    host = open_store(f"127.0.0.1:{rpc}", 4 * nbytes)  # it refuses puts before it has evicted
+    segment_bytes = 4 * nbytes  # as it refuses puts before it has evicted
+    host = open_store(f"127.0.0.1:{rpc}", segment_bytes)
     stack.callback(host.close)
     filler = bytes(16 * MIB)  # its memory is touched, as it is after some hours
-    for number in range(4 * nbytes * 9 // 10 // len(filler)):
+    for number in range(segment_bytes * 9 // 10 // len(filler)):
         assert host.put(f"filler/{number}", filler) == 0
     assert host.remove_all() >= 0
     return f"127.0.0.1:{rpc}"

@@ -35,7 +35,6 @@ def test_a_reservation_is_invisible_until_it_is_committed(cache: Cache, client: 
     assert reserved.extent == (0, 0, PAGE)  # pool, offset, bytes
     assert cache.acquire(client, KEY, now_s=0.0) == Missing()
     assert cache.reserve(client, KEY, content(1), now_s=0.0) == BeingWritten()
-
     assert cache.commit(client, reserved.entry, now_s=1.0) == Committed()
     assert cache.contains(KEY)
     assert cache.reserve(client, KEY, content(1), now_s=1.0) == AlreadyStored()
@@ -72,7 +71,8 @@ def test_a_leased_entry_is_evicted_but_its_bytes_stay(cache: Cache, client: Sess
     store(cache, client, KEY, pages=4)
     leased = cache.acquire(client, KEY, now_s=0.0)
     assert cache.reserve(client, OTHER, content(1), now_s=0.0) == PoolFull(PAGE, 0, 4 * PAGE)
-    assert cache.evict(Selection(key=KEY), now_s=0.0, limit=1).leased == 1
+    report = cache.evict(Selection(key=KEY), now_s=0.0, limit=1)
+    assert (report.entries, report.leased) == (1, 1)
     assert cache.acquire(client, KEY, now_s=0.0) == Missing(), "nobody finds it any more"
     assert cache.scan_pins(), "one step: nobody reads without a call here"
     assert cache.pools[0].free_bytes == 0, "its reader still reads"

@@ -32,9 +32,8 @@ def content(pages: int = 1) -> Content:
 @pytest.fixture
 def pools() -> tuple[Pool, Pool]:
     """The nearest first; their numbers say nothing of that, and their granules differ."""
-    return Pool(Allocator(7, 8 * PAGE, PAGE), limits=LIMITS), Pool(
-        Allocator(2, 16 * PAGE, 2 * PAGE), limits=LIMITS
-    )
+    near, far = Allocator(7, 8 * PAGE, PAGE), Allocator(2, 16 * PAGE, 2 * PAGE)
+    return Pool(near, limits=LIMITS), Pool(far, limits=LIMITS)
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Link(self, request_iterator, context):
-        """What one daemon asks of another for as long as both live. The first request is LinkHello, the first reply is the
+        """The questions of one daemon to another. The first request is LinkHello, the first reply is the
         node's description. Leases granted on a link end with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

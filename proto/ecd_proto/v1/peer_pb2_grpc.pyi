@@ -33,7 +33,7 @@ class PeerStub:
         ecd_proto.v1.peer_pb2.LinkRequest,
         ecd_proto.v1.peer_pb2.LinkReply,
     ]
-    """What one daemon asks of another for as long as both live. The first request is LinkHello, the first reply is the
+    """The questions of one daemon to another. The first request is LinkHello, the first reply is the
     node's description. Leases granted on a link end with it.
     """
 
@@ -48,7 +48,7 @@ class PeerAsyncStub:
         ecd_proto.v1.peer_pb2.LinkRequest,
         ecd_proto.v1.peer_pb2.LinkReply,
     ]
-    """What one daemon asks of another for as long as both live. The first request is LinkHello, the first reply is the
+    """The questions of one daemon to another. The first request is LinkHello, the first reply is the
     node's description. Leases granted on a link end with it.
     """
 
@@ -67,7 +67,7 @@ class PeerServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[ecd_proto.v1.peer_pb2.LinkRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[ecd_proto.v1.peer_pb2.LinkReply], collections.abc.AsyncIterator[ecd_proto.v1.peer_pb2.LinkReply]]:
-        """What one daemon asks of another for as long as both live. The first request is LinkHello, the first reply is the
+        """The questions of one daemon to another. The first request is LinkHello, the first reply is the
         node's description. Leases granted on a link end with it.
         """
 
