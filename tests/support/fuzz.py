@@ -234,7 +234,7 @@ class Watch:
 
     def __init__(self, daemon: Daemon, citizens: Sequence[Citizen]) -> None:
         self._daemon, self._citizens = daemon, citizens
-        self._read = self._turns = 0
+        self._turns = 0
         self.slowest_s = 0.0
 
     def now_and_then(self, turns: int) -> None:
@@ -249,11 +249,7 @@ class Watch:
         assert self.slowest_s < STATUS_S, f"status took {self.slowest_s:.1f} s"
         for citizen in self._citizens:
             citizen.check()
-        with self._daemon.log.open("rb") as log:
-            log.seek(self._read)
-            new = log.read()
-        self._read += len(new)
-        complaint = _first_complaint(new)
+        complaint = _first_complaint(self._daemon.log.read_bytes())
         assert complaint is None, complaint
 
 
@@ -284,11 +280,11 @@ def watched(daemon: Daemon, citizens: int = 1) -> Iterator[Watch]:
 
 
 OF_CALLERS = re.compile(
-    rb"\n[^\n]* ERROR [^\n]*codec can't decode[^\n]*\nNoneType: None"
-    rb"|\nTraceback[^\n]*\n(  [^\n]*\n)+grpc._cython.cygrpc.ExecuteBatchError[^\n]*"
-    rb"|\n[^\n]* ERROR asyncio: Task exception was never retrieved"
+    rb"^[^\n]* ERROR [^\n]*codec can't decode[^\n]*\nNoneType: None"
+    rb"|^Traceback[^\n]*\n(  [^\n]*\n)+grpc._cython.cygrpc.ExecuteBatchError[^\n]*"
+    rb"|^[^\n]* ERROR asyncio: Task exception was never retrieved"
     rb"\nfuture: [^\n]*UnicodeDecodeError.*?_server_main_loop\nUnicodeDecodeError[^\n]*",
-    re.DOTALL,
+    re.DOTALL | re.MULTILINE,
 )
 """What grpcio says where a caller has ended the server, or has gone before its answer."""
 
