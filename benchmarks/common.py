@@ -1,4 +1,4 @@
-"""What the runners share: a daemon, the machine's description, one table shown and written."""
+"""Helpers of all runners: a daemon, the machine's description, one table shown and written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def timed_us(action: Callable[[], object]) -> float:
 
 
 def shared_memory(nbytes: int) -> torch.Tensor:
-    """What the pool is made of: its pages are small ones."""
+    """Shared memory like a pool's, in small pages."""
     return torch.frombuffer(Mapping.of_memory(nbytes).view(0, nbytes), dtype=torch.uint8)
 
 
@@ -61,7 +61,7 @@ def start_daemon(
 
 
 def end_daemon(daemon: subprocess.Popen[bytes]) -> None:
-    """With SIGINT: then it leaves nothing for a next start."""
+    """End the daemon with SIGINT, so that it leaves no pool for a next start."""
     daemon.send_signal(signal.SIGINT)
     daemon.wait()
 
@@ -97,7 +97,7 @@ def show(out: Console, title: str, rows: list[list[str]]) -> None:
 def report(
     title: str, rows: list[list[str]], output: Path | None, width: int, where: str = ""
 ) -> None:
-    """One table on the screen and, if so wanted, as Markdown under the machine's description."""
+    """Show one table and, if so wanted, write it as Markdown under the machine's description."""
     show(Console(highlight=False, width=width), title, rows)
     if output is not None:
         output.write_text(f"{machine()}{where}.\n{title}\n\n{markdown(rows)}")

@@ -1,4 +1,4 @@
-"""What a connector costs a real vLLM engine under load: ecd, vLLM's example connector, none.
+"""The cost of a connector to a real vLLM engine under load: ecd, vLLM's example connector, none.
 
     python benchmarks/connector.py [--rounds N] [--size WxH] [--json] [--output FILE.md]
 

@@ -1,4 +1,4 @@
-"""What finding a key on other nodes costs: Redis, static peers, links.
+"""The cost of finding a key on other nodes: Redis, static peers, links.
 
     python benchmarks/directory.py [--output FILE.md]
 

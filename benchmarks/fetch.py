@@ -54,7 +54,7 @@ Way = Callable[[int, int], float]
 
 
 def start_engine(host: str, ports: str) -> Any:
-    """With the variables that ecd sets."""
+    """Start Mooncake's engine with the variables that ecd sets."""
     from ecd.cluster.engine import EngineSettings, start_transfer_engine
 
     return start_transfer_engine(EngineSettings(host, "tcp", ports))
@@ -138,7 +138,7 @@ def serve_raw(pipe: Connection) -> None:
 
 
 class Raw:
-    """One request, one answer, on streams that stay open."""
+    """A plain TCP transfer: one request, one answer, on streams that stay open."""
 
     def __init__(self) -> None:
         pipe, theirs = multiprocessing.Pipe()
@@ -221,7 +221,7 @@ class Ecd:
         return self._one(self._hints)
 
     def one_by_node(self, nbytes: int, count: int) -> float:
-        """As where nobody has said where in the node's pool an entry lies."""
+        """Fetch by hints that name the node, not the entry's place in its pool."""
         return self._one({key: [self._has.node] for key in self._keys})
 
     def _one(self, hints: dict[str, list[str | Hint]]) -> float:
@@ -237,7 +237,7 @@ class Ecd:
         return took_s
 
     def fetch(self, nbytes: int, count: int) -> float:
-        """What of the round before was the daemon's: from wanting an entry to serving it."""
+        """The daemon's part of the last round: from wanting an entry to serving it."""
         return self._fetch_s
 
     def _fetched_s(self) -> float:

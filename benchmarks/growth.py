@@ -101,7 +101,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def index_bytes(name: str) -> int:
-    """What the files beside the pool take of /dev/shm."""
+    """The memory that the files beside the pool take of /dev/shm."""
     directory = Path("/dev/shm") / f"ecd-{name}"
     return sum(f.stat().st_blocks * 512 for f in directory.iterdir() if f.suffix != ".pool")
 

@@ -78,7 +78,7 @@ def plain_clone(source: torch.Tensor) -> float:
 
 
 def write(client: Peer, keys: list[str], nbytes: int) -> Took:
-    """Each of the keys."""
+    """Put each of the keys once, from a new tensor."""
     took: Took = defaultdict(list)
     target = shared_memory(nbytes).fill_(1)
     for key in keys:
@@ -91,7 +91,7 @@ def write(client: Peer, keys: list[str], nbytes: int) -> Took:
 
 
 def read(client: Peer, keys: list[str], nbytes: int) -> Took:
-    """Each of the keys: by turns into a new tensor and into a touched one."""
+    """Get each of the keys: by turns into a new tensor and into a touched one."""
     took: Took = defaultdict(list)
     source = shared_memory(nbytes).fill_(1)
     for number, key in enumerate(keys):

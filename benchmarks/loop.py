@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -74,7 +75,7 @@ PUTS_AT_ONCE = 256
 
 
 class Selector(selectors.DefaultSelector):  # type: ignore[valid-type, misc]
-    """Notes how long the loop was away between two looks for events, while it is told to."""
+    """Measures the loop's longest turn, from one `select` to the next, within `watching`."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ class Selector(selectors.DefaultSelector):  # type: ignore[valid-type, misc]
 
 
 class Node:
-    """What a daemon has on its loop, without the servers."""
+    """A daemon's core, index and services on one event loop, without the servers."""
 
     def __init__(self, directory: Path, sessions: int, pool_bytes: int, selector: Selector) -> None:
         self.watching = selector.watching
@@ -138,11 +139,14 @@ class Node:
     def is_session_locked(self, offset: int) -> bool:
         return False
 
+    def copies_by_dma(self, session: SessionId) -> bool:
+        return False
+
     def words(self, session: SessionId) -> memoryview:
         return self.index._pages[session]._words
 
     def store(self, key: str, nbytes: int) -> EntryId:
-        """As a call does, without one."""
+        """Store an entry as Reserve and Commit do, without the calls."""
         session, content = self.clients[0], Content("uint8", (nbytes,), nbytes)
         while True:
             reserved = self.cache.reserve(session, Key("n", key), content, time.monotonic())
@@ -155,7 +159,7 @@ class Node:
         return info.entry
 
     def claim(self, session: SessionId, place: int, key: str, nbytes: int, offset: int) -> None:
-        """What a client writes into its page before it copies."""
+        """Claim a key in the session's page, as its client does before it copies."""
         number = self.index._names.add("n")
         assert number is not None
         record = key_record(number, key)
@@ -271,7 +275,7 @@ async def evict(node: Node) -> None:
 
 
 async def look(node: Node) -> None:
-    """As four times a second."""
+    """Scan uses and pins to the end, as the daemon does four times a second."""
     with node.watching():
         settled = node.cache.scan(time.monotonic())
         while not settled:
@@ -319,7 +323,7 @@ async def puts_at_once(node: Node) -> None:
 
 
 async def end_a_rich_session(node: Node) -> None:
-    """Its process is gone, and it had as many leases as it may."""
+    """End a session that holds as many leases as one may."""
     node.store("leased", KIB)
     session = node.clients[0]
     for _ in range(node.cache.limits.leases_per_session):
@@ -331,7 +335,7 @@ async def end_a_rich_session(node: Node) -> None:
 
 
 async def wake(node: Node) -> None:
-    """All sessions wait for one key."""
+    """Commit a key that every session waits for."""
     key, content = Key("n", "waited for"), Content("uint8", (KIB,), KIB)
     reserved = node.cache.reserve(node.clients[0], key, content, time.monotonic())
     assert isinstance(reserved, Reserved)
@@ -357,7 +361,7 @@ class PoolOfZeros:
 
 
 def a_thousand_keys(node: Node) -> None:
-    """Stored, every other one of those that peers ask for; a put under way in each session."""
+    """Store every other key that peers ask for, with a put under way in each session."""
     one_claim_each(node)
     for number in range(0, MAX_BATCH, 2):
         node.store(f"k{number}", KIB)
@@ -368,7 +372,7 @@ def asked_keys() -> list[pb.Key]:
 
 
 async def ask_as_a_peer(node: Node, request: peer_pb.LinkRequest) -> InboundLink:
-    """Watched from when the request is there to when all of it is answered."""
+    """Watch a peer's request from its arrival until all of it is answered."""
     session = node.live.open_session()
     assert not isinstance(session, LimitReached)
     link = InboundLink(node.live, PoolOfZeros(), session, "127.0.0.1:1")  # type: ignore[arg-type]
@@ -407,10 +411,10 @@ async def a_cluster(node: Node) -> AsyncIterator[Cluster]:
         hint_networks="127.0.0.0/8",
     )
     memory = Mapping.of_memory(64 * MIB)
-    checksums = Checksums(node.live, memory)
+    pools = {0: SimpleNamespace(readable=memory, writable=memory)}
+    checksums = Checksums(node.live, pools)
     identity = NodeIdentity("bench", "a" * 32, "bench", "127.0.88.1:9465")
-    pool = PoolMemory(memory, memory, checksums)
-    cluster = Cluster(config, node.live, pool, identity, lambda *_: None)
+    cluster = Cluster(config, node.live, PoolMemory(pools, checksums), identity, lambda *_: None)
     try:
         yield cluster
     finally:
@@ -419,7 +423,7 @@ async def a_cluster(node: Node) -> AsyncIterator[Cluster]:
 
 
 async def offer(node: Node) -> None:
-    """Of MAX_BATCH keys to one node, half of them stored here."""
+    """Offer MAX_BATCH keys to one node, half of them stored here."""
     keys = [Key(key.namespace, key.mm_hash) for key in asked_keys()]
     async with a_cluster(node) as cluster:
         with node.watching():

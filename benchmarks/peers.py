@@ -1,4 +1,4 @@
-"""What else keeps a tensor for another process of one node, each behind the same verbs.
+"""Other stores that hand a tensor to another process of the node, behind the same verbs.
 
 A `Peer` is one process's view of it, made the default way; `WARM` prepares what a long life may.
 """
@@ -44,7 +44,7 @@ class Peer:
         raise NotImplementedError
 
     def look(self, key: str) -> object | None:
-        """What `hold` finds, held until it is dropped; None if it is not there, said at once."""
+        """Hold the entry until the result is dropped; None at once if it is not stored."""
         raise NotImplementedError
 
     def load(self, key: str) -> torch.Tensor:
@@ -181,7 +181,7 @@ class Store(Peer):
         self._stored.append(self._prefix + key)
 
     def tidy(self) -> None:
-        """It evicts behind its puts, and refuses one that comes before that."""
+        """Remove old entries: the store evicts behind a put, and refuses one that comes sooner."""
         while len(self._stored) > self._keep:
             self._store.remove(self._stored.popleft())
 
@@ -327,7 +327,7 @@ def _environment_of(name: str) -> tuple[str, dict[str, str]]:
 
 
 def run_for(peer: str, module: str, function: str, *arguments: object) -> dict[str, float]:
-    """What a function of a module beside this one gives in the environment that the peer needs."""
+    """Run a function of a module beside this one in the environment that the peer needs."""
     python, environment = _environment_of(peer)
     program = (
         f"import json, os, sys, {module}; "

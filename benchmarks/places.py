@@ -1,4 +1,4 @@
-"""What lies between the processes that a peer serves: a daemon, a directory, servers."""
+"""The daemon, directory or servers between the processes that a peer serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peers import ALONE, ECD, EXAMPLE, FILES, REDIS
 
 @contextlib.contextmanager
 def open_place(name: str, nbytes: int) -> Iterator[str]:
-    """What lies between the processes, with room for `nbytes`; how they find it."""
+    """Open the peer's place, with room for `nbytes`; yields the address of it."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if name == ECD:

@@ -36,7 +36,7 @@ def write(name: str, content: object) -> None:
 
 
 class Steps:
-    """What each step of this process's engine core had to do, and how long it took."""
+    """The steps of this process's engine core: each one's work, and its time."""
 
     def __init__(self) -> None:
         self.all: list[dict[str, Any]] = []

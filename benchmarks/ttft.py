@@ -84,7 +84,7 @@ def start(version: str, model: Path, directory: Path, daemon: str) -> dict[str, 
 
 
 def ask(engine: Engine, way: str, size: str, seed: int) -> dict:
-    """For the first token, of an engine that has no embedding of its own."""
+    """Ask an engine that has no embedding of its own for the first token."""
     width, height = map(int, size.split("x"))
     request = {
         "text": "what is in this picture?",

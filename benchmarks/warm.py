@@ -60,7 +60,7 @@ def write(peer: str, place: str, nbytes: int, rounds: int, turn: int) -> dict[st
 
 
 def read(peer: str, place: str, nbytes: int, rounds: int, turn: int) -> dict[str, float]:
-    """What this turn's writer left, in the order of its last puts."""
+    """Read the entries of this turn's writer, in the order of its last puts."""
     torch.set_num_threads(1)
     client = WARM[peer](place, nbytes)
     total = rounds_of(rounds, nbytes)

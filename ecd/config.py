@@ -182,7 +182,7 @@ class Config(BaseSettings):
     @field_validator("host_pool_bytes", mode="before")
     @classmethod
     def _quantity(cls, value: object) -> object:
-        """As Kubernetes writes sizes, too: 4Gi."""
+        """Accept sizes as Kubernetes writes them, too: 4Gi."""
         return f"{value}B" if isinstance(value, str) and value.endswith("i") else value
 
     @field_validator("peers", "hint_networks", mode="before")

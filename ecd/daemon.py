@@ -12,13 +12,12 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import RELOADABLE, Config, ConfigError
-from ecd.core.allocator import Allocator
-from ecd.core.cache import DEFAULT_LIMITS, Cache
-from ecd.core.pool import Pool
+from ecd.core.cache import DEFAULT_LIMITS
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
@@ -28,7 +27,8 @@ from ecd.memory.recovery import Recovery
 from ecd.memory.session_files import SessionFiles
 from ecd.memory.shared_index import SharedIndex
 from ecd.metrics import Metrics
-from ecd.node import Node, SharedBoard, live_cache
+from ecd.node import Node, SharedBoard, live_cache, make_cache
+from ecd.rpc.attach import AttachSocket
 from ecd.rpc.cache_service import Monitor
 from ecd.rpc.origins import NoOtherNodes, NothingToRecover, Recovering
 from ecd.rpc.peer_server import PeerServer
@@ -41,7 +41,8 @@ from ecd.rpc.status import Status
 from ecd.service_manager import ServiceManager, is_supervised
 from ecd_proto.leftovers import TOUCH_S
 from ecd_proto.shm.barriers import has_barriers
-from ecd_proto.shm.files import DOORBELL_SUFFIX, GRANULE_BYTES
+from ecd_proto.shm.files import ATTACH_SUFFIX, DOORBELL_SUFFIX
+from ecd_proto.shm.session_page import GRANTED_POOL
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ GRACE_S = 5.0
 """How long calls in flight may take after the daemon was told to stop."""
 
 PROGRESS_S = 0.5
+
+BoundSocket = TypeVar("BoundSocket", Doorbell, AttachSocket)
 
 
 class StartError(Exception):
@@ -97,15 +100,22 @@ class Daemon:
                 PoolDir(config.shm_dir, config.name, self._gid),
                 self._identity.incarnation,
                 config.host_pool_bytes,
-                cold or config.warm_restart is False,
+                # Without an index nothing can be recovered.
+                cold or config.warm_restart is False or not has_barriers(),
             )
-            opened.callback(self._close_pool)
+            self._pools = {GRANTED_POOL: self._pool}
+            opened.callback(lambda: self._pool.close(self._keep, self._has_served))
             index = self._make_index()
             if index is not None:
                 opened.callback(index.close)
-            self._board = SharedBoard(index, None if index is None else self._make_doorbell())
-            if self._board.doorbell is not None:
-                opened.callback(self._board.doorbell.close)
+            doorbell = attach = None
+            if index is not None:
+                doorbell = self._bind(Doorbell, DOORBELL_SUFFIX, "Every put is a call")
+                attach = self._bind(AttachSocket, ATTACH_SUFFIX, "No client copies by DMA")
+            self._board, self._attach = SharedBoard(index, doorbell), attach
+            for bound in (doorbell, attach):
+                if bound is not None:
+                    opened.callback(bound.close)
             self._opened = opened.pop_all()
 
     def _make_index(self) -> SharedIndex | None:
@@ -119,20 +129,22 @@ class Daemon:
         return SharedIndex(
             self._pool.directory,
             self._identity.incarnation,
-            self._pool.nbytes,
+            sum(pool.nbytes for pool in self._pools.values()),
             DEFAULT_LIMITS.sessions,
             self._pool.generation,
         )
 
-    def _make_doorbell(self) -> Doorbell | None:
-        """The doorbell; None if every put is a call."""
-        path = self._pool.directory.path / f"{self._identity.incarnation}{DOORBELL_SUFFIX}"
+    def _bind(
+        self, make: Callable[[Path], BoundSocket], suffix: str, without: str
+    ) -> BoundSocket | None:
+        """Bind a socket in the pool's directory. None: there is none, and `without` is logged."""
+        path = self._pool.directory.path / f"{self._identity.incarnation}{suffix}"
         try:
-            doorbell = Doorbell(path)
+            bound = make(path)
             self._pool.directory.share(path.name)
-            return doorbell
+            return bound
         except OSError as error:
-            logger.warning("no socket at %s: %s. Every put is a call", path, error)
+            logger.warning("no socket at %s: %s. %s", path, error, without)
             return None
 
     # -- its life ------------------------------------------------------------------------------
@@ -167,15 +179,17 @@ class Daemon:
 
     def _make_parts(self, metrics: Metrics, running: contextlib.AsyncExitStack) -> _Parts:
         """Make what serves, in order of need. Raises MetricsError, ClusterError, EngineError."""
-        config, board = self._config, self._board
-        pool = Pool(Allocator(0, self._pool.nbytes, GRANULE_BYTES))
-        cache = Cache([pool], config.lease_ttl_s, DEFAULT_LIMITS, board.index)
+        config, board, pools = self._config, self._board, self._pools
+        cache = make_cache(pools, config.lease_ttl_s, board)
         doorbell_path = None if board.doorbell is None else board.doorbell.path
-        files = SessionFiles(self._pool, board.index, doorbell_path)
+        attach_path = None if self._attach is None else self._attach.path
+        files = SessionFiles(pools, board.index, doorbell_path, attach_path)
         live = live_cache(cache, board, metrics.observe_call)
         node = Node(live, files, self._identity)
-        status = Status(self._identity, cache, self._pool, board.index, node.streams)
-        checksums = Checksums(live, self._pool.readable)
+        if self._attach is not None:
+            self._attach.listen(node.streams)
+        status = Status(self._identity, cache, pools, board.index, node.streams)
+        checksums = Checksums(live, pools)
         running.callback(checksums.close)
         recovery = self._make_recovery(live, checksums)
         metrics.watch_core(status.read)
@@ -183,7 +197,7 @@ class Daemon:
         logger.info("metrics on http://%s/metrics", address)
         peer_server: PeerServer | None = None
         if config.peer_address is not None:
-            memory = PoolMemory(self._pool.readable, self._pool.writable, checksums)
+            memory = PoolMemory(pools, checksums)
             cluster = Cluster(config, live, memory, self._identity, metrics.observe_fetch)
             running.push_async_callback(cluster.close)
             metrics.watch_peers(cluster.status, cluster.hints, cluster.never_reached)
@@ -213,8 +227,6 @@ class Daemon:
             await parts.peer_server.start()
         gc.collect()
         gc.freeze()  # or all that was imported is looked through now and then: tens of ms
-        if self._pool.leftovers is not None and self._board.index is None:
-            self._pool.leftovers.remove()  # no index will say what memory has been reused
         self._has_served = True
         parts.status.serving()
         await parts.server.set_serving(True)
@@ -273,12 +285,6 @@ class Daemon:
         if self._keep:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(parts.checksums.complete(), GRACE_S)
-
-    def _close_pool(self) -> None:
-        """Leave the pool to the next daemon, or remove it with the leftovers taken over."""
-        if self._has_served and not self._keep and self._pool.leftovers is not None:
-            self._pool.leftovers.remove()
-        self._pool.close(keep=self._keep)
 
     # -- settings ------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 A call begins with `begin`, which stores what clients have put without a call, as its operations may
 depend on that. After each operation come its follow-ups: waits that ended are told, the timer of
 the next deadline is set, changes are announced, and a pool that gets full is trimmed. Callers
-remember none of these.
+remember no follow-up.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ecd.core.outcomes import (
     Waiting,
     Wakeup,
 )
+from ecd.core.pool import Pool
 from ecd.core.types import (
     Answer,
     Content,
@@ -108,8 +109,9 @@ class LiveCache:
     def _drain_some(self) -> None:
         self._is_draining = False
         if self._intake.is_pending:
-            self._took(self._intake.step(self.now_s()))
+            taken = self._intake.step(self.now_s())
             self._intake.grant_next(self.now_s())
+            self._followups.after_filling(taken.woken)  # a grant may have evicted, too
         if self._intake.is_pending:
             self._is_draining = True
             asyncio.get_running_loop().call_soon(self._drain_some)
@@ -172,20 +174,21 @@ class LiveCache:
 
     @asynccontextmanager
     async def reserving(
-        self, session: SessionId, pace: Pace, patience_s: float
+        self, session: SessionId, pace: Pace, patience_s: float, pool: Pool | None = None
     ) -> AsyncIterator[Reserve]:
         """Reserve for a client, with one scan of the claims for all that is reserved within.
 
         Room for one reservation is made for at most `patience_s`: others may take what it frees.
-        At the end the client may be granted memory, for more of what it reserved last.
+        At the end the client may be granted memory, for more of what it reserved last, unless
+        the caller has chosen the `pool`: grants lie in one pool only.
         """
         last_bytes: int | None = None
 
         async def reserve(key: Key, content: Content) -> Reservation:
             nonlocal last_bytes
             until_s = self.now_s() + patience_s
-            outcome = await self._reserve(session, key, content, pace, until_s)
-            if isinstance(outcome, Reserved):
+            outcome = await self._reserve(session, key, content, pool, pace, until_s)
+            if isinstance(outcome, Reserved) and pool is None:
                 last_bytes = content.nbytes
             return outcome
 
@@ -199,25 +202,31 @@ class LiveCache:
             self._followups.after_filling()
 
     async def reserve(
-        self, session: SessionId, key: Key, content: Content, pace: Pace
+        self, session: SessionId, key: Key, content: Content, pace: Pace, pool: Pool | None = None
     ) -> Reservation:
         """Reserve for a fetch, making room until its flight ends."""
         try:
             with self.cache.reserving() as scan:
                 await pace.through(scan)
-                return await self._reserve(session, key, content, pace, math.inf)
+                return await self._reserve(session, key, content, pool, pace, math.inf)
         finally:
             self._followups.after_filling()
 
     async def _reserve(
-        self, session: SessionId, key: Key, content: Content, pace: Pace, until_s: float
+        self,
+        session: SessionId,
+        key: Key,
+        content: Content,
+        pool: Pool | None,
+        pace: Pace,
+        until_s: float,
     ) -> Reservation:
         while (now_s := self.now_s()) < until_s:
-            outcome = self.cache.reserve(session, key, content, now_s, scanned=True)
+            outcome = self.cache.reserve(session, key, content, now_s, scanned=True, pool=pool)
             if not isinstance(outcome, MakingRoom):
                 return outcome
             await pace.turn()
-        return self.cache.no_room(content.nbytes)
+        return self.cache.no_room(content.nbytes, pool)
 
     def commit(
         self,

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_se
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ecd_proto.contract import pool_names
 from ecd_proto.v1 import cache_pb2 as pb
 
 LATENCY_BUCKETS_S = (
@@ -74,7 +75,7 @@ class _CoreCollector(Collector):
         if status is None:
             return
         counters = status.counters
-        labels = _pool_labels(status.pools)
+        names = pool_names({pool.pool: pool.kind for pool in status.pools})
         for name, text, value in (
             ("hits", "Entries that readers found, by lease or pin.", counters.hits),
             ("misses", "Lookups and waits that ended without an entry.", counters.misses),
@@ -108,7 +109,7 @@ class _CoreCollector(Collector):
             full_name = f"ecd_pool_{name.removeprefix('pool_')}"
             gauge = GaugeMetricFamily(full_name, text, labels=["pool"])
             for pool in status.pools:
-                gauge.add_metric([labels[pool.pool]], getattr(pool, name))
+                gauge.add_metric([names[pool.pool]], getattr(pool, name))
             yield gauge
         for name, text, value in (
             ("entries", "Committed entries.", status.entries),
@@ -116,17 +117,18 @@ class _CoreCollector(Collector):
             ("sessions", "Sessions of clients, open or leaving.", status.sessions),
             ("leases", "Leases and pins held.", status.leases),
             ("waits", "Clients' waits for a commit.", status.waits),
+            (
+                "sessions_waiting_for_dma",
+                "Sessions of dead clients to whose memory a device may still write.",
+                status.waiting_for_dma,
+            ),
+            (
+                "pinning_sessions",
+                "Sessions whose clients have pinned the pool for their GPUs.",
+                status.pinning,
+            ),
         ):
             yield GaugeMetricFamily(f"ecd_{name}", text, value=value)
-
-
-def _pool_labels(pools: Iterable[pb.PoolStatus]) -> dict[int, str]:
-    """Each pool's kind, and its number behind that from the second of a kind on."""
-    labels: dict[int, str] = {}
-    for pool in pools:
-        is_first = pool.kind not in labels.values()
-        labels[pool.pool] = pool.kind if is_first else f"{pool.kind}{pool.pool}"
-    return labels
 
 
 class _PeersCollector(Collector):

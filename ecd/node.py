@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ecd.core.cache import Cache
+from ecd.core.allocator import Allocator
+from ecd.core.cache import DEFAULT_LIMITS, Cache
+from ecd.core.pool import Pool
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
+from ecd.memory.host import HostPool
 from ecd.memory.shared_index import SharedIndex
 from ecd.rpc.cache_service import CacheService, Monitor
 from ecd.rpc.origins import OtherNodes, Recovering
 from ecd.rpc.puts import Doorbell, PutIntake
 from ecd.rpc.sessions import OpenedFiles, SessionStreams
+from ecd_proto.shm.files import GRANULE_BYTES
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,12 @@ class SharedBoard:
 
     index: SharedIndex | None = None
     doorbell: Doorbell | None = None
+
+
+def make_cache(memory: Mapping[int, HostPool], lease_ttl_s: float, board: SharedBoard) -> Cache:
+    """The core over these pools, by their numbers, the nearest to readers first."""
+    pools = [Pool(Allocator(number, each.nbytes, GRANULE_BYTES)) for number, each in memory.items()]
+    return Cache(pools, lease_ttl_s, DEFAULT_LIMITS, board.index)
 
 
 def live_cache(

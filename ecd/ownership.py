@@ -85,7 +85,10 @@ def take_lock(directory_fd: int, name: str, owners: frozenset[int]) -> int:
 
 
 def _check_lock(found: os.stat_result, name: str, owners: frozenset[int]) -> None:
-    """An unlinked file has no link: its holder has just ended."""
+    """Raise NotOurs unless the lock is a file of `owners`' alone.
+
+    A file without a link counts as theirs: its holder has ended, and unlinked it.
+    """
     if not stat.S_ISREG(found.st_mode) or found.st_uid not in owners or found.st_nlink > 1:
         links = f", {found.st_nlink} links" if found.st_nlink > 1 else ""
         raise NotOurs(f"its lock {name} is {describe(found)}{links}: remove it")

@@ -85,7 +85,7 @@ class Pace:
             done.append(do(item))
         return done
 
-    async def through(self, look: Iterator[None]) -> None:
-        """All steps of a look, one a turn."""
-        for _ in look:
+    async def through(self, scan: Iterator[None]) -> None:
+        """Take all steps of a scan, one a turn."""
+        for _ in scan:
             await self.turn()

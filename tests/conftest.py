@@ -14,7 +14,7 @@ LONGEST = ("tests/cluster", "tests/e2e", "tests/fuzz", "tests/integration/test_w
 
 
 def scope(nodeid: str) -> str:
-    """What stays with one of several workers, as it shares addresses or engines."""
+    """The scope of a test: all tests of one scope share addresses or engines, and a worker."""
     file = nodeid.partition("::")[0]
     directory = file.rpartition("/")[0]
     return directory if directory in LONGEST else file

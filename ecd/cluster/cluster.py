@@ -44,11 +44,20 @@ class EntryChecksums(Protocol):
     async def note(self, key: Key) -> None: ...
 
 
-class PoolMemory(NamedTuple):
-    """The pool, as other nodes may read it and as only this one may write it."""
+class SharedPool(Protocol):
+    """One pool's memory, as other nodes may read it and as only this one may write it."""
 
-    readable: Mapping
-    writable: Mapping
+    @property
+    def readable(self) -> Mapping: ...
+
+    @property
+    def writable(self) -> Mapping: ...
+
+
+class PoolMemory(NamedTuple):
+    """The pools by their numbers, and the checksums of the entries in them."""
+
+    pools: MappingOf[int, SharedPool]
     checksums: EntryChecksums
 
 
@@ -76,21 +85,23 @@ class Cluster:
             host, config.protocol, config.engine_ports, config.device, config.mooncake
         )
         self._engine = Engine(settings, bytes.fromhex(identity.incarnation))
-        # Over tcp a peer could write to whatever is registered; the kernel lets it only read this.
-        self._registered = memory.readable if config.protocol == "tcp" else memory.writable
+        readable = {number: pool.readable for number, pool in memory.pools.items()}
+        writable = {number: pool.writable for number, pool in memory.pools.items()}
+        # Over tcp a peer could write to all registered memory; the kernel lets it only read this.
+        self._registered = readable if config.protocol == "tcp" else writable
         self._peers = Peers(config, identity, channel_credentials)
         self._directory = self._make_directory()
         self._admission = Admission(self.node, config, self._peers, self._directory)
         self._candidates = Candidates(self._peers, self._admission, self._directory, config.zone)
         self._offers = Offers(live.cache, self._candidates)
-        reads = PoolReads(self._engine.reads, memory.writable)
+        reads = PoolReads(self._engine.reads, writable)
         self._fetcher = Fetcher(live, reads, self._candidates, observe, config.fetch_timeout_s)
         live.note_changes()
 
     async def start(self) -> None:
-        """Let other nodes read the pool, which is populated, for `run`. Raises EngineError."""
+        """Let other nodes read the pools, which are populated, for `run`. Raises EngineError."""
         await self._engine.verify(self._config.protocol)
-        await self._engine.register(self._registered)
+        await self._engine.register(*self._registered.values())
 
     def reload(self, config: Config) -> None:
         """Take over what may change at any time: the peers asked, hints followed, the deadline."""
@@ -160,12 +171,13 @@ class Cluster:
             lease_ttl_s=self._live.cache.lease_ttl_s,
             leases=self._live.cache.leases,
             pools=[
-                peer_pb2.PeerPool(address=self._registered.address, nbytes=self._registered.nbytes)
+                peer_pb2.PeerPool(pool=number, address=memory.address, nbytes=memory.nbytes)
+                for number, memory in self._registered.items()
             ],
         )
 
     def address_of(self, extent: Extent) -> int:
-        return self._registered.address + extent.offset
+        return self._registered[extent.pool].address + extent.offset
 
     def checksum_of(self, leased: Leased) -> int | Awaitable[int]:
         """The checksum of a leased entry; at once where it is known."""

@@ -113,12 +113,12 @@ class Engine:
             )
         self.reads.start()
 
-    async def register(self, pool: Mapping) -> None:
-        """Let other nodes read the pool and this node's identity. Raises EngineError.
+    async def register(self, *pools: Mapping) -> None:
+        """Let other nodes read the pools and this node's identity. Raises EngineError.
 
-        Registration runs in a thread: a device pins the whole pool, for some seconds if large.
+        Registration runs in a thread: a device pins whole pools, for some seconds if large.
         """
-        self._registered.append(pool)  # keeps the pool mapped as long as peers may read it
+        self._registered += pools  # keeps them mapped as long as peers may read them
         addresses = [memory.address for memory in self._registered]
         sizes = [memory.nbytes for memory in self._registered]
         loop = asyncio.get_running_loop()

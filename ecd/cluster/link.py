@@ -210,7 +210,7 @@ class Link:
         return self._others.popleft() if self._others else None
 
     async def _read(self) -> None:
-        cause = "it ended the conversation"
+        cause = "it ended the link"
         try:
             while (reply := await self._call.read()) is not grpc.aio.EOF:
                 if reply is None:  # what gRPC could not decode

@@ -1,6 +1,8 @@
-"""Reads of peers' memory into this node's pool."""
+"""Reads of peers' memory into this node's pools."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping as MappingOf
 
 from ecd.cluster.reads import Reading, Reads
 from ecd.cluster.transfers import RemoteExtent
@@ -10,10 +12,11 @@ from ecd_proto.v1 import peer_pb2 as pb
 
 
 class PoolReads:
-    """An engine's reads, with extents of the pool as their destinations."""
+    """An engine's reads, with extents of the pools as their destinations."""
 
-    def __init__(self, reads: Reads, pool: Mapping) -> None:
-        self._reads, self._pool = reads, pool
+    def __init__(self, reads: Reads, pools: MappingOf[int, Mapping]) -> None:
+        """`pools` are the writable memory of each pool, by its number."""
+        self._reads, self._pools = reads, pools
 
     def begin(
         self, described: pb.NodeDescription, address: int, extent: Extent, asked_s: float
@@ -26,4 +29,5 @@ class PoolReads:
             described.identity_address,
             bytes.fromhex(described.incarnation),
         )
-        return self._reads.read(source, self._pool.address + extent.offset, asked_s)
+        target = self._pools[extent.pool].address + extent.offset
+        return self._reads.read(source, target, asked_s)

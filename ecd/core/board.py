@@ -58,7 +58,7 @@ class Board(Protocol):
         A client that claims a key while the count is above 0 asks how its put ended.
         """
 
-    def prove(self, entry: EntryId, key: Key, checksum: int) -> None:
+    def note_checksum(self, entry: EntryId, key: Key, checksum: int) -> None:
         """Record the checksum of a shown entry's bytes, for a daemon's recovery."""
 
     def hide(self, entry: EntryId, key: Key) -> None:
@@ -106,7 +106,7 @@ class NoBoard:
     def announce_reservations(self, count: int) -> None:
         pass
 
-    def prove(self, entry: EntryId, key: Key, checksum: int) -> None:
+    def note_checksum(self, entry: EntryId, key: Key, checksum: int) -> None:
         pass
 
     def hide(self, entry: EntryId, key: Key) -> None:

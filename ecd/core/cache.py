@@ -271,9 +271,10 @@ class Cache:
         entry = self._writers.publish_granted(session, key, content, block, now_s)
         return Committed(self._readers.wake(entry, now_s))
 
-    def puts_left(self, session: SessionId, nbytes: int) -> int:
-        """How many entries of `nbytes` the session's grants can hold."""
-        return sum(p.grants.room(session, p.rounded_bytes(nbytes)) for p in self.pools)
+    def puts_left(self, session: SessionId, nbytes: int, pool: Pool | None = None) -> int:
+        """How many entries of `nbytes` the session's grants in the pool can hold."""
+        pool = pool or self.pools[0]
+        return pool.grants.room(session, pool.rounded_bytes(nbytes))
 
     # -- entries expected from elsewhere -------------------------------------------------------
 
@@ -364,7 +365,7 @@ class Cache:
         found = self._entries.get(entry)
         if found is not None:
             found.checksum = checksum
-            self._board.prove(entry, found.key, checksum)
+            self._board.note_checksum(entry, found.key, checksum)
 
     # -- reads without a call ------------------------------------------------------------------
 

@@ -25,13 +25,11 @@ class Evictor:
 
     def evict(self, entry: Entry, reason: str) -> None:
         """Hide and retire an entry: a whole scan of the pins frees it, unless it is held."""
-        pool = self._entries.pool_of(entry)
-        pool.evictions[reason] += 1
         self._counters.evictions[reason] += 1
         entry.step(EntryEvent.EVICT)
         self._entries.hide(entry)
         self._board.hide(entry.id, entry.key)
-        pool.policy.remove(entry)
+        self._entries.pool_of(entry).drop(entry, reason)
         self._pins.retire(entry)
 
     def drain_uses(self, now_s: float) -> None:

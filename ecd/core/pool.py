@@ -86,6 +86,16 @@ class Pool:
         """The bytes that an extent of `nbytes` takes from the pool."""
         return self.allocator.rounded_bytes(nbytes)
 
+    # -- writers -------------------------------------------------------------------------------
+
+    def begin_write(self, entry: Entry) -> None:
+        """Count the extent of a new reservation as one that a writer may write."""
+        self.reserved_bytes += entry.block.nbytes
+
+    def end_write(self, entry: Entry) -> None:
+        """Count the extent no more: it is committed, or no writer can reach it."""
+        self.reserved_bytes -= entry.block.nbytes
+
     # -- readers -------------------------------------------------------------------------------
 
     def hold(self, entry: Entry) -> None:
@@ -112,6 +122,19 @@ class Pool:
             self.policy.use(entry)
 
     # -- making room ---------------------------------------------------------------------------
+
+    def begin_making_room(self) -> None:
+        """Keep memory that gets free for a reservation: nothing is granted meanwhile."""
+        self.is_making_room = True
+
+    def end_making_room(self) -> None:
+        """Allow grants again: the reservation has its extent, or is given up."""
+        self.is_making_room = False
+
+    def drop(self, entry: Entry, reason: str) -> None:
+        """Rank an evicted entry no more, and count it under one of REASONS."""
+        self.policy.remove(entry)
+        self.evictions[reason] += 1
 
     def evict_for(
         self, nbytes: int, evict: Evict, scan: Scan, most: int | None = None

@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Where an entry's bytes lie. `nbytes` is the size asked for, not rounded up to granules."""
+    """The place of an entry's bytes. `nbytes` is the size asked for, not rounded to granules."""
 
     pool: int
     offset: int
@@ -91,7 +91,10 @@ class EntryInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """Which entries to evict: those that meet all given conditions."""
+    """The conditions for an eviction: an entry goes if it meets all that are given.
+
+    `pool` is the core's alone: no message of the contract can name one (docs/decisions.md).
+    """
 
     key: Key | None = None
     namespace: str | None = None

@@ -54,7 +54,7 @@ class Writers:
         self._publish_count()
         if not self._about_to_reserve:
             for pool in self._entries.pools:
-                pool.is_making_room = False
+                pool.end_making_room()
 
     def _publish_count(self) -> None:
         count = self._entries.being_written + self._about_to_reserve
@@ -70,12 +70,14 @@ class Writers:
             return BeingWritten()
         nbytes = content.nbytes
         block = pool.allocator.allocate(nbytes) or self._evictor.make_room(pool, nbytes, now_s)
-        if block is not None:
-            pool.is_making_room = False
-            entry = self._open(pool, owner, key, content, block, now_s)
-            return Reserved(entry.id, entry.extent)
-        pool.is_making_room = pool.grants.are_open or not self._evictor.is_settled
-        return MakingRoom() if pool.is_making_room else self.no_room(pool, nbytes)
+        if block is None and (pool.grants.are_open or not self._evictor.is_settled):
+            pool.begin_making_room()
+            return MakingRoom()
+        pool.end_making_room()
+        if block is None:
+            return self.no_room(pool, nbytes)
+        entry = self._open(pool, owner, key, content, block, now_s)
+        return Reserved(entry.id, entry.extent)
 
     def no_room(self, pool: Pool, nbytes: int) -> PoolFull:
         self._counters.refused["pool_full"] += 1
@@ -180,7 +182,7 @@ class Writers:
         entry = Entry(self._entries.next_id(), *key, content, block, owner.id, created_s=now_s)
         self._entries.add(entry)
         owner.reservations.add(entry.id)
-        pool.reserved_bytes += block.nbytes
+        pool.begin_write(entry)
         self._publish_count()
         return entry
 
@@ -204,7 +206,7 @@ class Writers:
     def _take(self, owner: Session, entry: Entry) -> None:
         """Take a reservation off the books."""
         owner.reservations.remove(entry.id)
-        self._entries.pool_of(entry).reserved_bytes -= entry.block.nbytes
+        self._entries.pool_of(entry).end_write(entry)
 
     def _free(self, owner: Session, entry: Entry) -> None:
         self._take(owner, entry)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from collections.abc import Mapping as MappingOf
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from ecd.checksum import digests, fold
 from ecd.core.outcomes import Leased
@@ -21,11 +23,19 @@ TURN = 8
 PAGE = 1000
 
 
+class ReadablePool(Protocol):
+    """One pool's memory, as far as it is hashed."""
+
+    @property
+    def readable(self) -> Mapping: ...
+
+
 class Checksums:
     """Computes checksums, once each, and keeps them with their entries; one per daemon."""
 
-    def __init__(self, live: LiveCache, memory: Mapping) -> None:
-        self._live, self._memory = live, memory
+    def __init__(self, live: LiveCache, pools: MappingOf[int, ReadablePool]) -> None:
+        """`pools` are all of the cache's, by their numbers."""
+        self._live, self._pools = live, pools
         self._hashing: dict[EntryId, asyncio.Future[int]] = {}
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="ecd-checksum")
 
@@ -74,7 +84,8 @@ class Checksums:
         return asyncio.get_running_loop().run_in_executor(self._hasher, self._read, extent)
 
     def _read(self, extent: Extent) -> int:
-        return fold(digests(self._memory.view(extent.offset, extent.nbytes)))
+        memory = self._pools[extent.pool].readable
+        return fold(digests(memory.view(extent.offset, extent.nbytes)))
 
     def close(self) -> None:
         self._hasher.shutdown(wait=False, cancel_futures=True)

@@ -42,7 +42,7 @@ class Claims:
         self._open: dict[int, Claimed] = {}  # by page and place; answered ones are found out
         self._slots: dict[Claimed, set[int]] = {}
 
-    def look(self, pages: int) -> Iterator[None]:
+    def scan(self, pages: int) -> Iterator[None]:
         """Scan the first `pages` pages for new claims, some a step.
 
         The caller has published its count of reservations before. The barrier shows this scan the

@@ -175,11 +175,14 @@ class HostPool:
         """Whether the client of this session may still touch the pool."""
         return is_session_locked(self._sessions_fd, offset)
 
-    def close(self, keep: bool = False) -> None:
+    def close(self, keep: bool = False, was_served: bool = False) -> None:
         """Let go of the directory, and unlink the files unless the next daemon is to find them.
 
-        Files of earlier generations stay. Clients keep what they have mapped.
+        Files of earlier generations go with them once the pool `was_served`, which may have reused
+        its memory. Clients keep what they have mapped.
         """
+        if was_served and not keep and self.leftovers is not None:
+            self.leftovers.remove()
         self._remove_files(KEPT_SUFFIXES if keep else ())
         os.close(self._fd)
         os.close(self._sessions_fd)

@@ -51,7 +51,13 @@ from ecd_proto.shm.rows import (
     row_entry,
     row_is_truncated,
 )
-from ecd_proto.shm.session_page import MAILBOX_BYTES, PAGE_BYTES
+from ecd_proto.shm.session_page import (
+    DMA_BLIND_GRACE_S,
+    DMA_WORD,
+    GRANTED_POOL,
+    MAILBOX_BYTES,
+    PAGE_BYTES,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +67,7 @@ CHUNK_ROWS = 2048
 MAX_GENERATION = 1 << 63
 """More than there can have been; the next generation's number has to fit its word."""
 WAIT_S = 10.0
-"""How long a start waits for clients of the last daemon to let go of its pool."""
+"""How long a start waits for clients of the last daemon to let go of its pool; DMA comes on top."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class LeftoverEntry:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """The generations that had the pool, the last one first."""
+    """The generations that had the pool of number GRANTED_POOL, the last one first."""
 
     pool: Path
     nbytes: int
@@ -174,6 +180,13 @@ def find(directory: Path, wanted_bytes: int | None) -> Leftovers | Lost | None:
             index.with_suffix(PINS_SUFFIX).rename(index.with_suffix(PUTS_SUFFIX))
     if not _let_go([index.with_suffix(SESSIONS_SUFFIX) for _, index in same]):
         return Lost(f"some client has not let go of its pool within {WAIT_S:.0f} s")
+    if any(_died_copying(index) for _, index in same):
+        logger.info(
+            "waiting %.0f s: a client of the last daemon was killed while its device could copy, "
+            "and the device may still write to the pool",
+            DMA_BLIND_GRACE_S,
+        )
+        time.sleep(DMA_BLIND_GRACE_S)
     return Leftovers(pool, stat.st_size, tuple(same))
 
 
@@ -192,6 +205,19 @@ def _let_go(sessions: Sequence[Path]) -> bool:
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def _died_copying(index: Path) -> bool:
+    """Whether a page, all locks having dropped, says that a device may copy for its client."""
+    try:
+        fd = os.open(index.with_suffix(PUTS_SUFFIX), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        pages = min(_header(index)[PAGES_WORD], os.fstat(fd).st_size // PAGE_BYTES)
+        return any(any(os.pread(fd, 8, at * PAGE_BYTES + 8 * DMA_WORD)) for at in range(pages))
+    finally:
+        os.close(fd)
 
 
 def _generation(index: Path) -> int | None:
@@ -282,8 +308,11 @@ def _puts(index: Path, generation: int, pool_bytes: int) -> Iterator[LeftoverEnt
 def _checked(
     key: Key, content: Content, extent: Extent, pool_bytes: int
 ) -> tuple[Key, Content] | None:
-    """The key and content as the contract allows them; None if there can be no such entry."""
-    if extent.pool or extent.offset % GRANULE_BYTES or _end(extent) > pool_bytes:
+    """The key and content as the contract allows them; None if there can be no such entry.
+
+    Only GRANTED_POOL is recovered: no file of another pool is found again.
+    """
+    if extent.pool != GRANTED_POOL or extent.offset % GRANULE_BYTES or _end(extent) > pool_bytes:
         return None
     try:
         return check_key(*key), check_content(content)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ecd.ownership import NotOurs, describe, open_place, take_lock
 from ecd_proto.leftovers import is_pool_file, leftovers, user
-from ecd_proto.shm.files import DOORBELL_SUFFIX, LOCK_NAME, pool_dir
+from ecd_proto.shm.files import LOCK_NAME, SOCKET_SUFFIXES, pool_dir
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class PoolDir:
         found = {
             name: os.stat(name, dir_fd=self._fd, follow_symlinks=False)
             for name in self.names()
-            if not name.endswith(DOORBELL_SUFFIX)
+            if not name.endswith(SOCKET_SUFFIXES)
         }
         here = Counter(each.st_ino for each in found.values())
         foreign = [name for name, each in found.items() if self._is_foreign(each, here)]

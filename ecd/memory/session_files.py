@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from ecd.core.types import SessionId
 from ecd.memory.host import HostPool
 from ecd.memory.shared_index import SharedIndex
+from ecd_proto.shm.session_page import GRANTED_POOL
 from ecd_proto.v1 import cache_pb2 as pb
 
 
 class SessionFiles:
-    """The pool, the index and the doorbell's path, as they are told to clients."""
+    """The pools, the index and the paths of sockets, as they are told to clients."""
 
-    def __init__(self, pool: HostPool, index: SharedIndex | None, doorbell: Path | None) -> None:
-        """Without an `index` every get is a call; without a `doorbell` every put is one."""
-        self._pool, self._index, self._doorbell = pool, index, doorbell
+    def __init__(
+        self,
+        pools: Mapping[int, HostPool],
+        index: SharedIndex | None,
+        doorbell: Path | None,
+        attach: Path | None,
+    ) -> None:
+        """`pools` are by their numbers. The locks of all sessions lie beside pool GRANTED_POOL.
 
-    def pool_file(self) -> pb.PoolFile:
-        pool = self._pool
-        return pb.PoolFile(
-            pool=0,
-            kind="host",
-            path=str(pool.path),
-            nbytes=pool.nbytes,
-            inode=pool.inode,
-            huge_bytes=pool.huge_bytes,
-        )
+        Without an `index` every get is a call; without a `doorbell` every put is one;
+        without an `attach` socket no client copies by DMA.
+        """
+        self._pools, self._index = pools, index
+        self._locks = pools[GRANTED_POOL]
+        self._doorbell, self._attach = doorbell, attach
+
+    def pool_files(self) -> list[pb.PoolFile]:
+        return [
+            pb.PoolFile(
+                pool=number,
+                kind="host",
+                path=str(pool.path),
+                nbytes=pool.nbytes,
+                inode=pool.inode,
+                huge_bytes=pool.huge_bytes,
+            )
+            for number, pool in self._pools.items()
+        ]
 
     def index_file(self, session: SessionId) -> pb.IndexFile | None:
         """Open a page for the session. None: it must call for everything."""
@@ -40,8 +56,14 @@ class SessionFiles:
             doorbell_path="" if self._doorbell is None else str(self._doorbell),
         )
 
+    def attach_path(self) -> str:
+        return "" if self._attach is None else str(self._attach)
+
     def lock_path(self) -> str:
-        return str(self._pool.sessions_path)
+        return str(self._locks.sessions_path)
 
     def is_session_locked(self, offset: int) -> bool:
-        return self._pool.is_session_locked(offset)
+        return self._locks.is_session_locked(offset)
+
+    def copies_by_dma(self, session: SessionId) -> bool:
+        return self._index is not None and self._index.copies_by_dma(session)

@@ -20,6 +20,7 @@ from ecd_proto.shm.session_page import (
     CLAIM_NUMBER,
     CLAIM_ROW,
     CLAIM_WORDS,
+    DMA_WORD,
     FIRST_ANSWER_WORD,
     FIRST_CLAIM_WORD,
     FIRST_GRANT_WORD,
@@ -29,6 +30,7 @@ from ecd_proto.shm.session_page import (
     MAX_CLAIMS,
     MAX_GRANTS,
     MAX_PINS,
+    PINNED_WORD,
     RECENT_USES,
     Grant,
     answer_to,
@@ -60,7 +62,7 @@ class SessionPage:
         self._last_pins, self._last_pinned = _NO_PINS, frozenset[EntryId]()
         self._counted = (0, 0, 0, 0)
         self._grants = 0
-        self._granted: list[tuple[int, int]] = []  # from, to
+        self._granted: list[tuple[int, int]] = []  # from, to, in GRANTED_POOL
         self._allowed: list[tuple[int, int]] = []  # and what was, until the next grant
 
     def clear(self) -> None:
@@ -68,6 +70,16 @@ class SessionPage:
             words.cast("B")[:] = bytes(words.nbytes)
 
     # -- reading -------------------------------------------------------------------------------
+
+    @property
+    def copies_by_dma(self) -> bool:
+        """Whether the page says that a device may copy between the client and the pool."""
+        return self._words[DMA_WORD] != 0
+
+    @property
+    def pins_for_dma(self) -> bool:
+        """Whether the client says that it has pinned memory of the pools for its GPUs."""
+        return self._words[PINNED_WORD] != 0
 
     def pinned(self, live: KeysView[EntryId]) -> tuple[frozenset[EntryId], int]:
         """The entries of `live` that the page pins, and how many words were examined.
@@ -196,11 +208,16 @@ def described_by(row: bytes, names: Namespaces) -> tuple[Key, Content, Extent] |
 
 
 def _lies_in(extent: Extent, pieces: Sequence[tuple[int, int]]) -> bool:
+    """Whether one of these pieces of GRANTED_POOL contains the extent."""
     end = extent.offset + granules_bytes(extent.nbytes)
-    return any(first <= extent.offset and end <= last for first, last in pieces)
+    is_contained = any(first <= extent.offset and end <= last for first, last in pieces)
+    return is_contained and extent.pool == GRANTED_POOL
 
 
 def _kept(put: Put) -> int:
+    """The word that records the put's memory; 0 for memory of another pool than GRANTED_POOL."""
+    if put.extent.pool != GRANTED_POOL:
+        return 0
     return pack_kept(put.number, put.extent.offset, granules_bytes(put.extent.nbytes))
 
 

@@ -42,6 +42,7 @@ from ecd_proto.shm.rows import (
     ROW_BYTES,
     ROW_CHECKSUM_WORD,
     ROW_ENTRY_WORD,
+    ROW_NEXT_WORD,
     ROW_WORDS,
     Row,
     key_record,
@@ -71,7 +72,10 @@ class SharedIndex:
         sessions: int,
         generation: int = 1,
     ) -> None:
-        """`generation` counts the daemons that have had the pool. Raises PoolError."""
+        """`pool_bytes` are those of all pools together, each granule of which may need a row.
+
+        `generation` counts the daemons that have had the pool. Raises PoolError.
+        """
         rows = pool_bytes // GRANULE_BYTES
         buckets = max(MIN_BUCKETS, 1 << (rows - 1).bit_length())
         self.shape = IndexShape(buckets, rows, random_prime(), sessions)
@@ -145,7 +149,7 @@ class SharedIndex:
         if info.checksum is not None:
             self._row_words[(number - 1) * ROW_WORDS + ROW_CHECKSUM_WORD] = info.checksum
 
-    def prove(self, entry: EntryId, key: Key, checksum: int) -> None:
+    def note_checksum(self, entry: EntryId, key: Key, checksum: int) -> None:
         _, _, number = self._place_of(entry, key)
         if number:
             self._row_words[(number - 1) * ROW_WORDS + ROW_CHECKSUM_WORD] = checksum
@@ -174,9 +178,9 @@ class SharedIndex:
         words = self._row_words
         words[(number - 1) * ROW_WORDS + ROW_ENTRY_WORD] = 0  # later pins of it do not hold
         self._header[REMOVALS_WORD] += 1
-        after = words[(number - 1) * ROW_WORDS]
+        after = words[(number - 1) * ROW_WORDS + ROW_NEXT_WORD]
         if before:
-            words[(before - 1) * ROW_WORDS] = after
+            words[(before - 1) * ROW_WORDS + ROW_NEXT_WORD] = after
         else:
             self._buckets[bucket] = after
         self._header[REMOVALS_WORD] += 1
@@ -185,8 +189,8 @@ class SharedIndex:
     def pinned(self, live: KeysView[EntryId]) -> Iterator[Portion]:
         """Scan all pins of these entries: after the last portion, one in no portion is free.
 
-        The first barrier shows this scan the pins of all readers that saw their row again before
-        it was hidden. The second orders what they read before what is written there next. Pages
+        The first barrier shows this scan the pins of all readers whose recheck came before the row
+        was hidden. The second orders their reads before the next writes to the same memory. Pages
         of later sessions do not matter: they can pin no entry that was hidden before.
         """
         pinned: set[EntryId] = set()
@@ -226,12 +230,12 @@ class SharedIndex:
 
     @staticmethod
     def _begun(*pages: SessionPage) -> list[list[Extent]]:
-        """The barrier shows what was begun by all clients that saw the grant before it went."""
+        """The puts begun by all clients that saw a grant before it went, as the barrier shows."""
         barrier()
         return [page.begun() for page in pages]
 
     def scan_claims(self) -> Iterator[None]:
-        return self._claims.look(self._header[PAGES_WORD])
+        return self._claims.scan(self._header[PAGES_WORD])
 
     def is_claimed(self, key: Key) -> bool:
         namespace = self._names.numbers.get(key.namespace)
@@ -257,6 +261,16 @@ class SharedIndex:
     def page_of(self, session: SessionId) -> int | None:
         page = self._pages.get(session)
         return None if page is None else page.number
+
+    def copies_by_dma(self, session: SessionId) -> bool:
+        """Whether the session's page says that a device may copy; without a page none does."""
+        page = self._pages.get(session)
+        return page is not None and page.copies_by_dma
+
+    @property
+    def pinning_sessions(self) -> int:
+        """The sessions whose clients say that they have pinned the pool for their GPUs."""
+        return sum(page.pins_for_dma for page in self._pages.values())
 
     def open_page(self, session: SessionId) -> int | None:
         """Give the session a page: its offset in the file of pins. None if there is no memory."""
@@ -306,7 +320,7 @@ class SharedIndex:
         before, number = 0, self._buckets[bucket]
         words = self._row_words
         while number and words[(number - 1) * ROW_WORDS + ROW_ENTRY_WORD] != entry:
-            before, number = number, words[(number - 1) * ROW_WORDS]
+            before, number = number, words[(number - 1) * ROW_WORDS + ROW_NEXT_WORD]
         return bucket, before, number
 
     def _write(self, start: int, row: bytes) -> None:

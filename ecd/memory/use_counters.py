@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 from ecd.core.board import Uses
 from ecd.memory.session_page import SessionPage
-from ecd_proto.shm.session_page import DUPLICATES_WORD, PAGE_WORDS, USES_WORD
+from ecd_proto.shm.session_page import PAGE_WORDS, USE_COUNTERS
 
 MAX_USES = 1024
 """Entries ranked anew at a time."""
 MAX_USED_PAGES = 128
 """Pages whose uses are taken at a time: each takes some 5 us."""
-_COUNTERS = range(USES_WORD, DUPLICATES_WORD + 1)
 _NONE = (0, 0, 0, 0)
 
 
@@ -22,7 +21,7 @@ class UseCounters:
 
     def __init__(self, pages: memoryview, sessions: int) -> None:
         """`pages` are the words of all sessions' pages."""
-        self._counters = [pages[word::PAGE_WORDS] for word in _COUNTERS]
+        self._counters = [pages[word::PAGE_WORDS] for word in USE_COUNTERS]
         self._last = [_NONE] * sessions
         self._next = 0  # the page whose uses come first the next time
 

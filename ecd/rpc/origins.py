@@ -1,4 +1,4 @@
-"""Where entries come from besides the clients of this node: other nodes, and the last daemon."""
+"""Sources of entries besides the clients of this node: other nodes, and the last daemon."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, NotReserve
 from ecd.core.types import SessionId
 from ecd.intake import Taken
 from ecd.wire import InvalidRequest, check_content, check_key
-from ecd_proto.shm.session_page import DOORBELL, DUPLICATE, REFUSED, STORED
+from ecd_proto.shm.session_page import DOORBELL, DUPLICATE, GRANTED_POOL, REFUSED, STORED
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,12 @@ class PutIntake:
         doorbell: Doorbell,
         observe: Callable[[str, float], None],
     ) -> None:
-        """`observe` is told how long each put took here, as for calls."""
+        """`observe` is told how long each put took here, as for calls.
+
+        Grants lie in the cache's pool of number GRANTED_POOL, whichever others it has.
+        """
         self._cache, self._mailboxes = cache, mailboxes
+        [self._pool] = (pool for pool in cache.pools if pool.number == GRANTED_POOL)
         self._doorbell, self._observe = doorbell, observe
         self._rung: dict[int, None] = {}  # pages to empty, the first to ring first
         self._to_grant: dict[SessionId, int] = {}  # bytes of the session's last put
@@ -142,13 +146,14 @@ class PutIntake:
         return Taken(0 if page is None else self._empty(page, now_s, woken), woken)
 
     def grant(self, session: SessionId, nbytes: int, now_s: float) -> None:
-        pool = self._cache.pools[0]
+        cache, pool = self._cache, self._pool
         rounded = pool.rounded_bytes(nbytes)
         fewest, enough = KEPT_PUTS
-        if self._cache.puts_left(session, nbytes) < max(fewest, min(enough, KEPT_BYTES // rounded)):
+        kept = max(fewest, min(enough, KEPT_BYTES // rounded))
+        if cache.puts_left(session, nbytes, pool) < kept:
             most = min(MAX_GRANT_BYTES, int(MAX_GRANT_SHARE * pool.nbytes))
             puts = max(GRANTED_PUTS, MIN_GRANT_BYTES // rounded)
-            self._cache.grant(session, nbytes, fewest, min(puts, most // rounded), now_s)
+            cache.grant(session, nbytes, fewest, min(puts, most // rounded), now_s, pool)
 
     def _empty(self, page: int, now_s: float, woken: list[Wakeup]) -> int:
         """Store and answer the page's puts, adding the waits that this ended; how many puts."""

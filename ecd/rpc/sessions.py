@@ -1,7 +1,8 @@
 """Session streams: one for each client, open as long as its session.
 
 The end of a stream is the end of its session. Memory that the client may still touch is taken back
-only when the kernel says that its process has dropped the session's lock.
+only when the kernel says that its process has dropped the session's lock, and what a device may
+still write for a dead client only when the device's copies are over (`attach.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ecd.core.outcomes import LimitReached, Wakeup
 from ecd.core.types import LeaseId, SessionId, Ticket
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
+from ecd.rpc.attach import DmaProcesses
 from ecd.rpc.convert import SessionOver, to_acquire_outcome
 from ecd.rpc.held import HeldAnswers
 from ecd.wire import InvalidRequest
@@ -45,13 +47,17 @@ Event = pb.SessionEvent | pb.WaitEnded | None
 class OpenedFiles(Protocol):
     """The files that a client opens at the start of its session."""
 
-    def pool_file(self) -> pb.PoolFile: ...
+    def pool_files(self) -> list[pb.PoolFile]: ...
 
     def index_file(self, session: SessionId) -> pb.IndexFile | None: ...
 
     def lock_path(self) -> str: ...
 
+    def attach_path(self) -> str: ...
+
     def is_session_locked(self, offset: int) -> bool: ...
+
+    def copies_by_dma(self, session: SessionId) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -74,6 +80,7 @@ class SessionStreams:
         self._live, self._files = live, files
         self._by_token: dict[str, Stream] = {}
         self._by_session: dict[SessionId, Stream] = {}
+        self._processes = DmaProcesses()
         self._stopping = False
         self._leaving = 0
 
@@ -81,6 +88,11 @@ class SessionStreams:
     def clients(self) -> int:
         """Sessions of clients, open or leaving; the daemon's own and its peers' apart."""
         return len(self._by_session) + self._leaving
+
+    @property
+    def waiting_for_dma(self) -> int:
+        """Leaving sessions whose lock has dropped and to whose memory a device may still write."""
+        return self._processes.waiting
 
     def attached(self, token: str) -> SessionId:
         """The open session of this name, whose client holds its lock.
@@ -98,6 +110,18 @@ class SessionStreams:
                 )
             stream.attached = True
         return stream.session
+
+    def attach(self, token: str, pidfd: int | None) -> bool:
+        """Let the client of an open session copy by DMA, and take charge of its process's pidfd.
+
+        Without a pidfd nothing tells when the process has ended. False: no open session has this
+        name.
+        """
+        stream = self._by_token.get(token)
+        if stream is None:
+            return False
+        self._processes.attach(stream.session, pidfd)
+        return True
 
     # -- what happens between calls ------------------------------------------------------------
 
@@ -169,17 +193,19 @@ class SessionStreams:
         return hello
 
     def _welcome(self, stream: Stream) -> pb.Welcome:
+        index = self._files.index_file(stream.session)
         return pb.Welcome(
             session=stream.token,
             contract_version=CONTRACT_VERSION,
             daemon=self.identity.daemon,
             lease_ttl_s=self._live.cache.lease_ttl_s,
             now_s=self._live.now_s(),
-            pools=[self._files.pool_file()],
+            pools=self._files.pool_files(),
             lock_path=self._files.lock_path(),
             lock_offset=stream.session,
-            index=self._files.index_file(stream.session),
+            index=index,
             node=self.identity.node,
+            attach_path="" if index is None else self._files.attach_path(),
         )
 
     async def _read(self, stream: Stream, requests: SessionIterator) -> None:
@@ -252,13 +278,20 @@ class SessionStreams:
     def _take_back(self, session: SessionId, pause_s: float) -> None:
         if self._stopping:
             return  # the pool goes as a whole; clients keep what they have mapped
-        if self._files.is_session_locked(session):
+        if self._files.is_session_locked(session) or self._may_copy(session):
             pause_s = min(pause_s, RECHECK_S[1])
             loop = asyncio.get_running_loop()
             loop.call_later(pause_s, self._take_back, session, pause_s * 2)
             return
         self._leaving -= 1
+        self._processes.forget(session)
         self._live.close_session(session)
+
+    def _may_copy(self, session: SessionId) -> bool:
+        """Whether a device may still write for the session, whose lock has dropped."""
+        if not self._files.copies_by_dma(session):
+            return False
+        return self._processes.may_copy(session, self._live.now_s())
 
 
 def _merged(events: Iterable[Event]) -> Iterator[pb.SessionEvent | None]:

@@ -80,7 +80,7 @@ class OwnedSocket:
         bound = self.path.with_name(self._bound_name)
         server.add_insecure_port(f"unix:{bound}")
         try:
-            _grant(bound, gid)
+            _give(bound, gid)
             bound.rename(self.path)
         except FileNotFoundError as error:
             raise RuntimeError(f"another server ended: {error}") from None
@@ -93,8 +93,8 @@ class OwnedSocket:
         os.close(self._place_fd)
 
 
-def _grant(path: Path, gid: int | None) -> None:
-    """The owner may connect, and members of the group if there is one."""
+def _give(path: Path, gid: int | None) -> None:
+    """Let the owner connect, and members of the group if there is one."""
     if gid is not None:
         os.chown(path, -1, gid)
     path.chmod(0o600 if gid is None else 0o660)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +19,7 @@ State = pb.StatusReply.State
 
 
 class PopulatedPool(Protocol):
-    """The pool's memory, as operators see it."""
+    """The memory of one pool, as operators see it."""
 
     path: Path
     nbytes: int
@@ -33,6 +34,10 @@ class ClientIndex(Protocol):
     def unlisted(self) -> int:
         """Entries that are not in the index."""
 
+    @property
+    def pinning_sessions(self) -> int:
+        """Sessions whose clients have pinned the pools for their GPUs."""
+
 
 class Status:
     """The state of one daemon, from its start to its end."""
@@ -41,11 +46,11 @@ class Status:
         self,
         identity: NodeIdentity,
         cache: Cache,
-        memory: PopulatedPool,
+        memory: Mapping[int, PopulatedPool],
         index: ClientIndex | None,
         streams: SessionStreams,
     ) -> None:
-        """Without an `index` every entry is unlisted."""
+        """`memory` holds each pool's, by its number. Without an `index` every entry is unlisted."""
         self._identity, self._cache, self._memory = identity, cache, memory
         self._index, self._streams = index, streams
         self._state = State.STATE_POPULATING
@@ -63,7 +68,9 @@ class Status:
             return None
         if self._state == State.STATE_STOPPING:
             return "the daemon is stopping"
-        percent = 100 * self._memory.populated_bytes // self._memory.nbytes
+        pools = self._memory.values()
+        populated_bytes = sum(pool.populated_bytes for pool in pools)
+        percent = 100 * populated_bytes // sum(pool.nbytes for pool in pools)
         return f"{POPULATING}: {percent} %"
 
     def read(self) -> pb.StatusReply:
@@ -83,17 +90,20 @@ class Status:
             sessions=self._streams.clients,
             leases=cache.leases,
             waits=cache.waits,
+            waiting_for_dma=self._streams.waiting_for_dma,
+            pinning=0 if self._index is None else self._index.pinning_sessions,
             counters=pb.Counters(**vars(cache.counters)),
         )
 
     def _read_pool(self, pool: Pool) -> pb.PoolStatus:
         """The pool's figures; granted memory counts as free."""
+        memory = self._memory[pool.number]
         return pb.PoolStatus(
             pool=pool.number,
             kind=pool.kind,
-            path=str(self._memory.path),
-            populated_bytes=self._memory.populated_bytes,
-            huge_bytes=self._memory.huge_bytes,
+            path=str(memory.path),
+            populated_bytes=memory.populated_bytes,
+            huge_bytes=memory.huge_bytes,
             pool_bytes=pool.nbytes,
             used_bytes=pool.used_bytes,
             granted_bytes=pool.granted_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 CONTRACT_VERSION = 2
@@ -57,6 +58,14 @@ class Hint(NamedTuple):
     pool: int = 0
     offset: int = 0
     nbytes: int = 0
+
+
+def pool_names(kinds: Mapping[int, str]) -> dict[int, str]:
+    """The name of each pool, by number: its kind, and its number too from a kind's second on."""
+    names: dict[int, str] = {}
+    for number, kind in kinds.items():
+        names[number] = f"{kind}{number}" if kind in names.values() else kind
+    return names
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:

@@ -41,7 +41,7 @@ class Leftover:
 
 
 def user(uid: int) -> str:
-    """Name and number."""
+    """The user's name and number."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:

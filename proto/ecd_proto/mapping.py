@@ -20,7 +20,7 @@ CHUNK_BYTES = 64 << 20
 HUGE_BYTES = 2 << 20
 """A huge page, and the alignment of mappings that can use one."""
 UNIT_BYTES = 64 << 10
-"""The unit in which `populate_once` remembers; a page fault fills as much for a reader."""
+"""The unit in which `populate_once` remembers small pages; a fault fills as much for a reader."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -41,8 +41,10 @@ class Mapping:
     hence the C library's.
     """
 
-    def __init__(self, fd: int, nbytes: int, writable: bool, offset: int = 0) -> None:
-        """`offset` must be a page's. Raises OSError."""
+    def __init__(
+        self, fd: int, nbytes: int, writable: bool, offset: int = 0, is_huge: bool = False
+    ) -> None:
+        """`offset` must be a page's; `is_huge`: most pages are. Raises OSError."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         spare = HUGE_BYTES if nbytes >= HUGE_BYTES else 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -54,7 +56,8 @@ class Mapping:
             address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset
         )
         self.nbytes, self._writable = nbytes, writable
-        self._populated = bytearray(-(-nbytes // UNIT_BYTES))
+        self._unit = HUGE_BYTES if is_huge else UNIT_BYTES
+        self._populated = bytearray(-(-nbytes // self._unit))
         self._is_populated = False
 
     @classmethod
@@ -97,15 +100,15 @@ class Mapping:
         """Whether `populate_once` and `populate_soon` have seen to all of these page tables."""
         if self._is_populated:
             return True
-        last = -(-(offset + nbytes) // UNIT_BYTES)
-        return self._populated.find(0, offset // UNIT_BYTES, last) < 0
+        last = -(-(offset + nbytes) // self._unit)
+        return self._populated.find(0, offset // self._unit, last) < 0
 
     def populate_once(self, offset: int, nbytes: int) -> None:
         """`populate` page tables that `view` gives, unless this mapping has done so before."""
         if self.is_populated(offset, nbytes):
             return
-        first, last = offset // UNIT_BYTES, -(-(offset + nbytes) // UNIT_BYTES)
-        start, end = first * UNIT_BYTES, min(last * UNIT_BYTES, self.nbytes)
+        first, last = offset // self._unit, -(-(offset + nbytes) // self._unit)
+        start, end = first * self._unit, min(last * self._unit, self.nbytes)
         with contextlib.suppress(OSError):
             self.populate(start, end - start)
         self._populated[first:last] = bytes([1]) * (last - first)

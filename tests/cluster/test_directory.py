@@ -267,7 +267,7 @@ def test_rows_that_lead_nowhere_cost_a_miss(two: Two, redis: RedisServer) -> Non
 
 
 def directory_of(redis: RedisServer) -> RedisDirectory:
-    """That of a node which stores nothing, in this process."""
+    """The directory of a node that stores nothing, in this process."""
     config = Config(peer_address="127.0.77.1:1", peer_insecure=True, directory=url(redis))
     identity = NodeIdentity("default", "f" * 32, "a test", "127.0.77.1:1")
     return RedisDirectory(config, identity, Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))]))
@@ -380,7 +380,7 @@ def check_that_all_is_found(redis: RedisServer) -> None:
 def test_lookups_at_one_time_do_not_hurt_each_other(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one of them forgets, as its time is over, another one may be about to use."""
+    """A lookup that times out drops its connections; another may be about to use them."""
     monkeypatch.setattr("ecd.cluster.redis_directory.NODE_CACHE_S", 0.01)
     names = [f"{number:032x}" for number in range(16)]
     for name in names:

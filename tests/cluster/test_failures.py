@@ -1,4 +1,4 @@
-"""Whatever happens to a peer or to the network: right bytes or a miss, in time, and no leak.
+"""Failures of peers and of the network: right bytes or a miss, in time, and no leak.
 
 The deadline of a fetch is 5 s (ECD_FETCH_TIMEOUT_S); every wait here is bound to BOUND_S. A daemon
 that is lied to has 2 s, and a bound a second later as well.
@@ -277,7 +277,7 @@ def liar(request: pytest.FixtureRequest) -> Iterator[str | Hint]:
 
 @pytest.fixture(scope="module")
 def believer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Client]]:
-    """One daemon that is lied to all the time, and must not mind."""
+    """One daemon for all lying peers: no lie may leave a trace in it."""
     daemon = Daemon(
         tmp_path_factory.mktemp("believer"),
         ECD_PEER_ADDRESS="127.0.79.1:9465",
@@ -341,7 +341,7 @@ def test_a_peer_that_lies(
 def test_a_peer_once_proven_that_answers_late_is_looked_at_again(
     believer: tuple[Daemon, Client],
 ) -> None:
-    """Its lease vouches for what has come soon after it was asked for; this comes after that."""
+    """A lease proves the peer only for bytes that come soon after the question; these come late."""
     daemon, client = believer
     with lying_peers({99: [LATER, "0.1"]}) as [node]:
         items = [client.get(f"{key} of {node}", 5.0, nodes=[node]) for key in ("first", "second")]
@@ -357,7 +357,7 @@ def test_a_peer_once_proven_that_answers_late_is_looked_at_again(
 def test_peers_that_die_at_any_moment_of_a_read(
     believer: tuple[Daemon, Client], ahead: bool
 ) -> None:
-    """Before its first byte, amid its pieces, or before the look at whose they were."""
+    """The peer dies before the first byte, amid the pieces, or before its identity is read."""
     daemon, client = believer
     deaths = {
         100 + 50 * ahead + step: ("dies with the lease", str(step * 0.0005)) for step in range(1, 9)

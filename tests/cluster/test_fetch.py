@@ -294,7 +294,7 @@ def test_hints_that_cannot_be_are_hints_of_a_node(make_peer: MakePeer, client_of
 
 
 def test_hints_grow_old_while_they_are_followed(make_peer: MakePeer, client_of: ClientOf) -> None:
-    """Of a pool too small for its keys, whose places are other keys' all the time."""
+    """The peer's pool is too small for its keys: hinted places hold other keys' bytes."""
     a, b = make_peer("16MiB").start(), make_peer().start()
     here, there = client_of(a), client_of(b)
     draw = random.Random(1)

@@ -214,7 +214,7 @@ def test_hints_of_any_form_take_less_than_a_millisecond(
 
 
 def test_hints_are_what_they_were(hints: ModuleType) -> None:
-    """In both forms that vLLM has, and of the items that the request has."""
+    """Hints come through in both forms that vLLM has, for the request's own items only."""
     said = {"ecd_node": "10.0.0.1:9465", "ecd_extent": [0, 4096, 100]}
     hint = Hint("10.0.0.1:9465", 0, 4096, 100)
     for params in ({"k": said, "l": {}}, {"ec_items": [{"mm_hash": "k", **said}]}):

@@ -15,13 +15,15 @@ import grpc
 import torch
 from prometheus_client import generate_latest
 
+from ecd.checksum import digests, fold
 from ecd.cluster.cluster import Cluster, PoolMemory
+from ecd.cluster.pool_reads import PoolReads
 from ecd.config import Config
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Reserved
 from ecd.core.pool import Pool
-from ecd.core.types import Content, Key
+from ecd.core.types import Content, Extent, Key
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
@@ -139,10 +141,10 @@ def test_what_is_offered_or_published_gives_up_the_loop() -> None:
         config = Config(
             peer_address="127.0.88.1:9465", peer_token=TOKEN, hint_networks="127.0.0.0/8"
         )
-        checksums = Checksums(live, memory)
+        pools = {0: SimpleNamespace(readable=memory, writable=memory)}
+        checksums = Checksums(live, pools)
         identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
-        pool = PoolMemory(memory, memory, checksums)
-        cluster = Cluster(config, live, pool, identity, lambda *_: None)
+        cluster = Cluster(config, live, PoolMemory(pools, checksums), identity, lambda *_: None)
         for key in keys:
             reserved = cache.reserve(session, key, Content("uint8", (64,), 64), 0.0)
             live.commit(session, reserved.entry)
@@ -165,6 +167,37 @@ def test_what_is_offered_or_published_gives_up_the_loop() -> None:
     asyncio.run(run())
 
 
+def test_peers_read_and_fill_the_pool_that_an_extent_names() -> None:
+    """A node reads from its second pool, by the address that peers are told, into the same."""
+    memory = [Mapping.of_memory(1 << 20) for _ in range(2)]
+    live = LiveCache(Cache([Pool(Allocator(n, 1 << 20, GRANULE_BYTES)) for n in range(2)]))
+    source, target = Extent(1, 4096, 100_000), Extent(1, 1 << 19, 100_000)
+    memory[1].view(source.offset, source.nbytes)[:] = content = secrets.token_bytes(source.nbytes)
+    checksum = fold(digests(memoryview(content)))
+
+    async def run() -> None:
+        config = Config(peer_address="127.0.88.2:9465", peer_token=TOKEN)
+        identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
+        pools = {n: SimpleNamespace(readable=each, writable=each) for n, each in enumerate(memory)}
+        checksums = Checksums(live, pools)
+        assert await checksums.compute(source) == checksum
+        cluster = Cluster(config, live, PoolMemory(pools, checksums), identity, lambda *_: None)
+        await cluster.start()
+        described = cluster.describe()
+        assert [(each.pool, each.address) for each in described.pools] == [
+            (number, each.address) for number, each in enumerate(memory)
+        ]
+        reads = PoolReads(cluster._engine.reads, dict(enumerate(memory)))
+        reading = reads.begin(described, cluster.address_of(source), target, time.monotonic())
+        assert fold(await asyncio.wait_for(reading.ended, 10.0)) == checksum
+        assert bytes(memory[1].view(target.offset, target.nbytes)) == content
+        assert not any(memory[0].view(0, 1 << 20)), "the first pool is untouched"
+        await cluster.close()
+        checksums.close()
+
+    asyncio.run(run())
+
+
 def test_a_scrape_never_fails() -> None:
     """Its thread reads what the event loop changes all the time."""
     cache = Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))])
@@ -172,7 +205,7 @@ def test_a_scrape_never_fails() -> None:
     streams = SessionStreams(LiveCache(cache), None, identity)
     pool = SimpleNamespace(path="a pool", nbytes=1 << 24, populated_bytes=1 << 24, huge_bytes=0)
     metrics = Metrics("0")
-    metrics.watch_core(Status(identity, cache, pool, None, streams).read)
+    metrics.watch_core(Status(identity, cache, {0: pool}, None, streams).read)
     scrapes: list[bytes] = []
     failures: list[BaseException] = []
     over = threading.Event()

@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 
 def got(client: Client, key: str, node: str) -> bytes | None:
-    """What a fetch brings, within its deadline."""
+    """The bytes that a fetch brings within its deadline; None: a miss."""
     started = time.monotonic()
     [found] = client.get_async([key], 5.5, only_if_written=True, nodes=[[node]])
     item = found.result(BOUND_S)
@@ -285,7 +285,7 @@ def test_a_read_that_was_given_up_and_completes_late_harms_nobody(
 def test_a_small_read_does_not_wait_for_a_large_one(
     pair: tuple[Node, Node], on_node: OnNode
 ) -> None:
-    """What is under way of the large one takes 6 s."""
+    """The pieces of the large read that are under way take 6 s."""
     near, far = pair
     has, owner = on_node(near, "64MiB")
     wants, asker = on_node(far, "64MiB", ECD_FETCH_TIMEOUT_S="20")
@@ -335,7 +335,7 @@ def test_what_has_arrived_does_not_wait_for_others_to_begin(
 def test_a_read_too_slow_for_its_lease_to_vouch_for_it(
     pair: tuple[Node, Node], on_node: OnNode
 ) -> None:
-    """There is a look at the peer's identity after it, though there was one before."""
+    """The peer's identity is read after it, though it was read before."""
     near, far = pair
     has, owner = on_node(near, "16MiB")
     wants, asker = on_node(far, "16MiB")
@@ -382,7 +382,7 @@ def test_first_contact_with_nobody_holds_up_no_other(
 
 
 def one_sided(host: str, port: int, opcode: int, address: int, data: bytes, nbytes: int) -> bytes:
-    """What anybody can say to Mooncake's data port, with no credentials."""
+    """Send one request to Mooncake's data port, as anybody can without credentials."""
     with socket.create_connection((host, port), 5) as connection:
         with contextlib.suppress(ConnectionError):  # a write is refused before its last byte
             connection.sendall(struct.pack("<QQB7x", nbytes, address, opcode) + data)

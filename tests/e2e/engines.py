@@ -69,7 +69,7 @@ def environment(version: str, **extra: str) -> dict[str, str]:
 
 @cache
 def warm_interpreter(version: str) -> socket.socket:
-    """What forks processes that have imported this vLLM; it ends with this process."""
+    """The process that forks others with this vLLM imported; it ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, (Path(scratch()) / f"warm-{version}.log").open("wb") as log:
         subprocess.Popen(
@@ -119,7 +119,7 @@ class Fork:
 
 
 def output_of(version: str, script: str, *arguments: str) -> str:
-    """What a script of this directory prints, in a vLLM environment."""
+    """Run a script of this directory in a vLLM environment; returns its output."""
     with tempfile.TemporaryFile() as out:
         ran = Fork(version, [str(HERE / script), *arguments], out)
         ran.stdin.close()

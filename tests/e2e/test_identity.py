@@ -24,7 +24,7 @@ FACTOR = -3.0
 
 
 def picture() -> list[int]:
-    """One that nobody has seen, of the one size: its embeddings fit wherever another's do."""
+    """A new picture of the one size: its embeddings fit wherever another's do."""
     return [*SIZE, next(seeds)]
 
 

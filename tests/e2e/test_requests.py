@@ -71,7 +71,7 @@ def producer(shared_daemon: Daemon, start_engine: Callable[..., Engine]) -> Engi
 
 @pytest.fixture(scope="module")
 def consumer(start_engine: Callable[..., Engine], version: str) -> Engine:
-    """Without an encoder, where the version has such a mode."""
+    """An engine without an encoder, where the version has such a mode."""
     extra: dict = {"ecd_load_timeout_s": WAIT_S}
     if version != "0.28.0":
         extra["ecd_on_unavailable"] = "fail"
@@ -103,7 +103,7 @@ def anew(daemon: Daemon, pool: str = "64MiB") -> Daemon:
 
 @contextlib.contextmanager
 def squeezed(daemon: Daemon, left_bytes: int) -> Iterator[None]:
-    """All of the smallest pool but this much is somebody's."""
+    """Reserve all of the smallest pool but `left_bytes`."""
     anew(daemon, "1MiB")
     with being_written(daemon.address, (1 << 20) - left_bytes):
         yield

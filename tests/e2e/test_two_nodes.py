@@ -55,7 +55,7 @@ def nodes() -> Iterator[tuple[Node, Node]]:
 def daemons(
     nodes: tuple[Node, Node], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[NodeDaemon, NodeDaemon]]:
-    """One on each node, not started: tests choose how they find each other."""
+    """A daemon on each node, not started: tests choose how they find each other."""
     directory = tmp_path_factory.mktemp("daemons")
     made = NodeDaemon(nodes[0], directory), NodeDaemon(nodes[1], directory)
     yield made

@@ -1,4 +1,4 @@
-"""What a daemon leaves, spoilt before the next one starts: it serves what was put, or nothing."""
+"""Leftovers spoilt before the next daemon starts: it serves the bytes that were put, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client may write into its page, and ring: claims, pins and counters that are not true."""
+"""Clients that write untrue claims, pins and counters into their pages, and ring."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def any_word(chance: Random) -> int:
 
 
 def alter_row(row: bytearray, chance: Random) -> None:
-    """One of its fields, or some of its bytes."""
+    """Alter one field of the row, or some of its bytes."""
     if chance.random() < 0.7:
         at = chance.choice([*ROW_FIELDS, RECORD_AT, RECORD_AT + 2])
         kind = ROW_FIELDS.get(at, "<H")
@@ -238,7 +238,7 @@ def test_pages_that_are_not_true(make_daemon: Callable[..., Daemon]) -> None:
 
 
 def test_a_claim_that_cannot_be_is_no_error_of_others(daemon: Daemon) -> None:
-    """Its checksum is right; its dtype, its dimensions or its lengths are not."""
+    """The claim's checksum is right; its dtype, its dimensions or its lengths are not."""
     with contextlib.closing(Vandal(daemon)) as vandal, Client(daemon.address) as client:
         index = client._connection.session().index
         record = key_record(vandal._numbers.number_of("vandal"), "claimed")

@@ -1,4 +1,4 @@
-"""What other nodes may send to the peer port, and what they may answer when they are asked."""
+"""Nodes that send anything to the peer port, and answer anything when they are asked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NODES = [f"127.0.81.10:{port}" for port in range(9465, 9497)]
 
 
 class Link:
-    """One that was opened properly, or nearly."""
+    """A link that was opened properly, or nearly."""
 
     def __init__(self, node: str, token: str | None, chance: Random) -> None:
         self._channel = open_channel(node)
@@ -175,7 +175,7 @@ class FuzzingPeer:
         return self._process.stdout.readline().strip()
 
     def alter(self, seed: int) -> None:
-        """What it answers from now on is altered by this."""
+        """Alter the peer's answers from now on, by this seed."""
         assert self._process.stdin is not None
         print(json.dumps(seed), file=self._process.stdin)
         assert self._say() == "ok"

@@ -1,4 +1,4 @@
-"""What anybody may send to the daemon's socket: altered messages in live sessions, and bytes."""
+"""Callers that send altered messages in live sessions, and bytes, to the daemon's socket."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Intruder:
                 return method, METHODS[method][0]()
 
     def send(self, chance: Random) -> None:
-        """Some messages by all the ways there are; they are answered in time."""
+        """Send some messages by every kind of call; they are answered in time."""
         answers = []
         for _ in range(BATCH):
             method, request = self.request(chance)
@@ -306,7 +306,7 @@ def test_bytes_to_the_socket(daemon: Daemon, tmp_path: Path) -> None:
 
 
 def recorded(daemon: Daemon, path: Path) -> bytes:
-    """What a client sends on its connection in one short life."""
+    """Record the bytes that a client sends on its connection in one short life."""
     spoken = bytearray()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))

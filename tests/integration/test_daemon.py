@@ -71,7 +71,7 @@ def test_what_a_dead_daemon_left_is_cleared_by_the_next(daemon: Daemon) -> None:
     assert set(daemon.shm.iterdir()) == first, "a killed daemon cleans up nothing"
     daemon.start()
     left = {path.name for path in daemon.shm.iterdir()}
-    assert len(left) == 6
+    assert len(left) == 7
     assert not {path.name for path in first} & left - {"lock"}
 
 

@@ -1,4 +1,4 @@
-"""What the documentation shows runs as it stands."""
+"""The examples of the documentation run as they stand."""
 
 from __future__ import annotations
 

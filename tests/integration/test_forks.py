@@ -175,7 +175,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
 def test_a_child_of_a_busy_parent_ends_in_time(daemon: Daemon, end: str) -> None:
-    """Whatever locks the parent's threads hold; gRPC would abort the child or never connect."""
+    """The parent's threads may hold any lock; gRPC would abort the child or never connect."""
     program = f"""
 client.put_bytes("k", b"x" * 4096, "uint8", (4096,))
 over = False

@@ -1,4 +1,4 @@
-"""What a daemon that has ended leaves in memory is found, and goes."""
+"""The memory that an ended daemon leaves is found, and removed."""
 
 from __future__ import annotations
 

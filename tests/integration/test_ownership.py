@@ -27,7 +27,7 @@ MakeUsersDaemon = Callable[..., UsersDaemon]
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """As /dev/shm: on tmpfs, open to all, and nobody removes another's."""
+    """A directory like /dev/shm: on tmpfs, open to all, nobody can remove another's files."""
     directory = Path(tempfile.mkdtemp(prefix="test-owners-", dir="/dev/shm"))
     directory.chmod(0o1777)
     yield directory
@@ -104,7 +104,7 @@ def test_a_link_in_place_of_the_directory_is_refused(daemon: UsersDaemon, place:
 
 
 def test_a_directory_that_was_made_for_it_stays(daemon: UsersDaemon) -> None:
-    """As systemd-tmpfiles makes it at boot, so that no other user can be there first."""
+    """systemd-tmpfiles makes it at boot, so that no other user can be there first."""
     shell(daemon.uid, 'mkdir -m 750 "$1"; : >"$1/keep"', daemon.shm)
     daemon._settings["ECD_WARM_RESTART"] = "false"
     daemon.start()

@@ -29,7 +29,7 @@ ECD = Path(sys.executable).with_name("ecd")
 
 
 class Manager:
-    """What listens where systemd would."""
+    """A socket where systemd would listen for notifications."""
 
     def __init__(self, directory: Path) -> None:
         self.address = str(directory / "notify")
@@ -318,7 +318,7 @@ class Machine:
         )
 
     def systemctl(self, *arguments: str) -> str:
-        """What it answers; empty if it fails."""
+        """Run systemctl; returns its answer, empty if it fails."""
         done = self.run("systemctl", *arguments)
         return done.stdout.strip() if done.returncode == 0 else ""
 

@@ -34,7 +34,7 @@ def make_daemon(make_daemon: MakeDaemon) -> MakeDaemon:
 
 
 def content(key: str, nbytes: int) -> bytes:
-    """What belongs to a key, and to no other."""
+    """The one right content of a key."""
     return random.Random(key).randbytes(nbytes)
 
 
@@ -379,7 +379,7 @@ def test_a_first_start_that_comes_to_nothing_leaves_nothing(make_daemon: MakeDae
 
 
 def rows(index: mmap.mmap) -> list[int]:
-    """Where the rows that list something begin."""
+    """The offsets of the rows that list an entry."""
     shape = unpack_index_header(index[:INDEX_HEADER_BYTES])
     assert shape is not None
     starts = range(shape.rows_at, shape.rows_at + 2048 * ROW_BYTES, ROW_BYTES)
@@ -603,7 +603,7 @@ print(*stored)
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
 def test_what_was_put_until_the_end_is_there_again(make_daemon: MakeDaemon, how: str) -> None:
-    """All that returned True, up to the moment in which its writer sees that the daemon ends."""
+    """Every put that returned True is there, up to the moment when its writer sees the end."""
     daemon = make_daemon("256MiB").start()
     for turn in range(4):
         writers = [
@@ -630,7 +630,7 @@ def test_what_was_put_until_the_end_is_there_again(make_daemon: MakeDaemon, how:
 
 
 def test_the_time_to_serve_again_does_not_grow_with_the_bytes(make_daemon: MakeDaemon) -> None:
-    """What is held is looked at after it serves."""
+    """The pool's bytes are verified after the daemon serves again."""
     daemon = make_daemon("1GiB").start()
     with Client(daemon.address) as client:
         for number in range(9):

@@ -93,7 +93,7 @@ def drive(target: str, share: float, send: Callable[[Random], None], batch: int 
 
 
 def pick(chance: Random, values: Sequence[Any]) -> Any:
-    """One of them, drawn alike however many there are just now."""
+    """Draw one of the values, by one random number however many there are just now."""
     return values[chance.randrange(1 << 16) % len(values)]
 
 
@@ -110,7 +110,7 @@ def mutated(message: Message, chance: Random, known: Known) -> bytes:
 
 
 def _alter(message: Message, chance: Random, known: Known) -> None:
-    """One field of it, or of what it has in it."""
+    """Alter one field of the message, or of a message within it."""
     present = [field for field, _ in message.ListFields() if field.message_type]
     if present and chance.random() < 0.7:
         inner = getattr(message, chance.choice(present).name)
@@ -166,7 +166,7 @@ def _value(field: Any, chance: Random, known: Known) -> Any:
 
 
 def spoilt(data: bytes, chance: Random) -> bytes:
-    """Some bytes of it changed, lost, doubled, in another order, or cut off."""
+    """The data with some bytes changed, lost, doubled, in another order, or cut off."""
     spoiling = bytearray(data)
     for _ in range(chance.randint(1, 4)):
         at = int(chance.random() * (len(spoiling) + 1))
@@ -230,7 +230,7 @@ class Citizen:
 
 
 class Watch:
-    """What must be so of a daemon at any time, looked at now and then."""
+    """Checks, now and then, of conditions that hold for a daemon at any time."""
 
     def __init__(self, daemon: Daemon, citizens: Sequence[Citizen]) -> None:
         self._daemon, self._citizens = daemon, citizens
@@ -255,7 +255,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watched(daemon: Daemon, citizens: int = 1) -> Iterator[Watch]:
-    """Clients that work meanwhile, and a look at what is left when all have gone."""
+    """Have clients work meanwhile, and check that nothing is left when all have gone."""
     working = [Citizen(daemon, number) for number in range(citizens)]
     try:
         watch = Watch(daemon, working)
@@ -290,7 +290,7 @@ OF_CALLERS = re.compile(
 
 
 def _first_complaint(log: bytes) -> str | None:
-    """What the daemon says where something in it went wrong."""
+    """The log from the daemon's first error of its own on; None if it has none."""
     log = OF_CALLERS.sub(b"", log)
     found = [at for sign in (b"Traceback", b" ERROR ") if (at := log.find(sign)) >= 0]
     return log[max(0, min(found) - 500) :][:6000].decode(errors="replace") if found else None

@@ -69,7 +69,7 @@ class Node:
 
     @property
     def prefix(self) -> list[str]:
-        """What comes before a command to run it on this node."""
+        """The words that, before a command, run it on this node."""
         return ["nsenter", "-t", str(self._holder.pid), "-n", "-m", "--"]
 
     def run(self, *command: str) -> str:

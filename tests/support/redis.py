@@ -43,7 +43,7 @@ class RedisServer:
         return self
 
     def ask(self, *command: str) -> str:
-        """What redis-cli prints."""
+        """Run one command by redis-cli; returns its output."""
         at = ["redis-cli", "-h", self.host, "-p", str(self.port), *self._cli]
         done = subprocess.run([*self._prefix, *at, *command], capture_output=True, text=True)
         return done.stdout.strip()

@@ -27,7 +27,7 @@ needs_root = pytest.mark.skipif(
 
 
 def prefix(directory: Path, uid: int, groups: str = "") -> list[str]:
-    """What comes before a command to run it as this user, who can read Python and this tree."""
+    """The words that run a command as this user, who can then read Python and this tree."""
     if uid == 0:
         return []
     return [

@@ -99,19 +99,19 @@ class ModelSession:
 
 @dataclass
 class Pin:
-    """A reader that asks nobody, between two of its steps."""
+    """A reader without a call, between two of its steps."""
 
     session: SessionId
     info: EntryInfo
     set: bool = False
     blocks: bool = False  # set while the entry was shown
-    held: bool = False  # and shown when the reader looked again
+    held: bool = False  # and shown at the recheck
 
 
 class Board:
-    """What those see who ask nobody, what they pin and where they write. The naive one: no words.
+    """A naive board of plain collections: entries shown, pins, grants and claims.
 
-    With `ambush`, whoever has found an entry pins it in the last moment before it is hidden.
+    With `ambush`, every reader that has found an entry pins it just before it is hidden.
     """
 
     def __init__(self) -> None:
@@ -121,8 +121,8 @@ class Board:
         self.grants: dict[SessionId, list[Extent]] = {}  # what is left of them
         self.begun: dict[SessionId, list[Writer]] = {}
         self.reservations = 0
-        self.known: set[Key] = set()  # of those, keys that a look at the claims has found
-        self.slow = False  # a look takes as many steps as there are sessions with pins
+        self.known: set[Key] = set()  # claimed keys that the last scan has found
+        self.slow = False  # a scan of pins takes a step for each session with pins
         self.uses: list[EntryInfo] = []
         self.told: list[EntryInfo] = []
         self.ambush = self.ambushed = False
@@ -133,7 +133,7 @@ class Board:
     def show(self, info: EntryInfo) -> None:
         self.shown[info.entry] = info
 
-    def prove(self, entry: EntryId, key: Key, checksum: int) -> None:
+    def note_checksum(self, entry: EntryId, key: Key, checksum: int) -> None:
         assert self.shown[entry].key == key
 
     def hide(self, entry: EntryId, key: Key) -> None:
@@ -149,7 +149,7 @@ class Board:
         return {pin.info.entry for pin in self.pins if pin.set} | self.garbage
 
     def pinned(self, live: KeysView[EntryId]) -> Iterator[Portion]:
-        """Page by page if `slow`: what is pinned behind the scan's back is not seen."""
+        """Scan page by page if `slow`: a pin set on a page that was read is not seen."""
         pages = sorted({pin.session for pin in self.pins}) if self.slow else []
         for page in pages:
             pins = [pin for pin in self.pins if pin.set and pin.session == page]
@@ -240,7 +240,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.known_extents: dict[EntryId, Extent] = {}
         self.set_aside: dict[SessionId, dict[EntryId, Writer]] = {}
         self.batch: AbstractContextManager[Iterator[None]] | None = None
-        self.batch_look: Iterator[None] | None = None  # None: it is over
+        self.batch_scan: Iterator[None] | None = None  # None: it is over
         self.vaguely_warm: set[int] = set()  # tags of which `warm_s` is not sure
         self.known: dict[Key, bool] = {}
         self.cache.take_changes()
@@ -274,7 +274,7 @@ class CacheMachine(RuleBasedStateMachine):
         return next((p for n in self.numbers if (p := (key, n)) in self.stored), None)
 
     def infos(self) -> dict[Place, EntryInfo]:
-        """What the cache has, each key once in each pool."""
+        """All entries of the cache, each key once in each pool."""
         infos, after = {}, None
         for _ in range(len(KEYS) * len(self.numbers) + 2):
             page, after = self.cache.page(after, 3)
@@ -299,19 +299,19 @@ class CacheMachine(RuleBasedStateMachine):
         } | {self.tags[entry] for entry in self.board.pins_set() if entry in self.tags}
 
     def known_leased_tags(self) -> set[int]:
-        """Without those whose pins the cache may not have seen as yet."""
+        """The tags that are leased, without those whose pins the cache may not have seen yet."""
         if not self.board.slow:
             return self.leased_tags()
         everyone = [*self.open.values(), *self.leaving.values()]
         return {reader.tag for session in everyone for reader in session.readers.values()}
 
-    def look(self) -> None:
-        """All pins, unless looks are slow."""
+    def scan(self) -> None:
+        """Scan all pins, unless scans are slow."""
         while not self.board.slow and not self.cache.scan_pins():
             pass
 
     def forget_evicted(self) -> int:
-        """Drop from the model what the cache no longer has; the count of what went."""
+        """Drop entries from the model that the cache no longer has; returns how many."""
         left = self.infos()
         gone = [place for place in self.stored if place not in left]
         for place in gone:
@@ -433,25 +433,25 @@ class CacheMachine(RuleBasedStateMachine):
             self.finish(session, outcome.entry)
 
     @rule(slow=st.booleans())
-    def look_slowly(self, slow: bool) -> None:
-        """From now on only some pins are looked at with each step, or again all of them."""
+    def scan_slowly(self, slow: bool) -> None:
+        """Scan only some pins with each step from now on, or again all of them."""
         self.board.slow = slow
-        self.look()
+        self.scan()
 
     @precondition(lambda self: self.board.slow)
     @rule()
-    def look_on(self) -> None:
+    def scan_on(self) -> None:
         self.cache.scan_pins()
 
     @rule()
     def reserve_many(self) -> None:
-        """Begin a batch, go on with its look at the claims, or end it."""
+        """Begin a batch, go on with its scan of the claims, or end it."""
         if self.batch is None:
             self.batch = self.cache.reserving()
-            self.batch_look = self.batch.__enter__()
-        elif self.batch_look is not None:
-            if next(self.batch_look, self) is self:
-                self.batch_look = None
+            self.batch_scan = self.batch.__enter__()
+        elif self.batch_scan is not None:
+            if next(self.batch_scan, self) is self:
+                self.batch_scan = None
         else:
             self.batch.__exit__(None, None, None)
             self.batch = None
@@ -460,7 +460,7 @@ class CacheMachine(RuleBasedStateMachine):
         self, session: SessionId, key: Key, nbytes: int, pool: Pool
     ) -> Reservation | MakingRoom:
         place = key, pool.number
-        scanned = self.batch is not None and self.batch_look is None
+        scanned = self.batch is not None and self.batch_scan is None
         model = self.open[session]
         content = Content("int8", (nbytes,), nbytes, metadata=key.mm_hash.encode())
         was_stored = place in self.stored
@@ -609,7 +609,7 @@ class CacheMachine(RuleBasedStateMachine):
         if granted:
             pieces = self.board.grants.pop(session)
             assert all(piece.nbytes >= nbytes for piece in pieces)
-            assert self.cache.puts_left(session, nbytes) > 0
+            assert self.cache.puts_left(session, nbytes, pool) > 0
             for piece in pieces:
                 assert piece.pool == pool.number
                 self.assert_free(piece)
@@ -873,7 +873,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.unpinned(pin.info.entry)
 
     def unpinned(self, entry: EntryId) -> None:
-        self.look()
+        self.scan()
         if self.board.slow and entry in self.tags:
             self.vaguely_warm.add(self.tags[entry])
         if entry in self.tags and self.tags[entry] not in self.leased_tags():
@@ -981,7 +981,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.cache.needs_trim())
     @rule()
     def trim(self) -> None:
-        self.look_slowly(slow=False)
+        self.scan_slowly(slow=False)
         leased = self.leased_tags()
         needy = [pool for pool in self.cache.pools if pool.needs_trim()]
         while self.cache.trim(1, self.now_s):
@@ -1009,7 +1009,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def late_writers_write(self) -> None:
-        """Whoever was granted space and has not given it back may write at any time."""
+        """A writer that has not given its extent back may write at any time."""
         for session in [*self.open.values(), *self.leaving.values()]:
             for writer in session.writers.values():
                 self.write(writer)
@@ -1040,7 +1040,7 @@ class CacheMachine(RuleBasedStateMachine):
         everyone = [*self.open.values(), *self.leaving.values()]
         assert self.cache.entries == len(self.stored)
         assert self.board.reservations == len(self.keys_written()) + (self.batch is not None)
-        self.look()
+        self.scan()
         alive = set(self.board.shown) | {p.info.entry for p in self.board.pins if p.blocks}
         pinned = 0 if self.board.slow else len(self.board.pins_set() & alive)
         assert self.cache.leases - sum(len(m.readers) for m in everyone) >= pinned
@@ -1083,9 +1083,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert not any(granted_bytes), "a grant outlived its session"
         self.board.ambush, self.board.garbage = False, set()
         self.board.slow = False
-        self.look()
+        self.scan()
         self.cache.evict(Selection(), self.now_s, limit=len(KEYS) * len(self.numbers) + 1)
-        self.look()
+        self.scan()
         self.cache.check()
         for pool in self.cache.pools:
             assert pool.allocator.is_one_free_extent, "something leaked"
@@ -1110,7 +1110,7 @@ TestTwoPools = TwoPoolsMachine.TestCase
 
 
 def test_who_waits_for_an_expected_key_outlasts_a_writer_that_gives_up() -> None:
-    """Seldom met by chance: expected, being written and waited for, all at one time."""
+    """A key expected, being written and waited for at one time, which chance seldom meets."""
     cache, key = Cache([Pool(Allocator(0, GRANULE_BYTES, GRANULE_BYTES))], TTL_S, LIMITS), KEYS[0]
     writer, reader = cache.open_session(), cache.open_session()
     assert not isinstance(writer, LimitReached)
@@ -1124,7 +1124,7 @@ def test_who_waits_for_an_expected_key_outlasts_a_writer_that_gives_up() -> None
     assert cache.stop_expecting(key) == (Wakeup(reader, waiting.ticket, Missing()),)
 
 
-def test_what_a_life_before_left_is_seen_by_nobody_until_it_is_committed() -> None:
+def test_a_recovered_entry_is_seen_by_nobody_until_it_is_committed() -> None:
     board = Board()
     cache = Cache([Pool(Allocator(0, 64 * GRANULE_BYTES, GRANULE_BYTES))], board=board)
     session, reader = cache.open_session(), cache.open_session()
@@ -1161,7 +1161,7 @@ def test_what_a_life_before_left_is_seen_by_nobody_until_it_is_committed() -> No
 def test_an_entry_hidden_during_a_scan_is_kept_for_who_pinned_it_behind_the_scan(
     leased: bool,
 ) -> None:
-    """Its page was read before it pinned: only the next scan knows, and no release frees it."""
+    """The reader pins after its page was read: only the next scan sees the pin."""
     board = Board()
     cache = Cache([Pool(Allocator(0, 64 * GRANULE_BYTES, GRANULE_BYTES))], board=board)
     first, second = cache.open_session(), cache.open_session()

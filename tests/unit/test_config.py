@@ -70,7 +70,7 @@ def test_what_is_no_secret_is_shown(url: str | None, shown: str | None) -> None:
 
 
 def test_redis_takes_a_password_among_the_parameters() -> None:
-    """Which is why they are hidden."""
+    """Passwords may stand in a URL's parameters, so these are hidden too."""
     client = Redis.from_url(f"redis://h/0?%70assword={SECRET}")
     assert client.connection_pool.connection_kwargs["password"] == SECRET
 

@@ -1,4 +1,4 @@
-"""What a session keeps of its granted memory when the rest is taken back."""
+"""The memory of a grant that a session keeps when the rest is taken back."""
 
 from __future__ import annotations
 

@@ -3,13 +3,17 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Leased, LimitReached, Missing, Reserved, Waiting, Wakeup
 from ecd.core.pool import Pool
 from ecd.core.types import Content, Key, LeaseId, SessionId
+from ecd.intake import NoPuts
 from ecd.live import LiveCache
+from ecd.memory.pool_dir import PoolDir
+from ecd.memory.shared_index import SharedIndex
 
 POOL_BYTES = 1 << 20
 KEY, CONTENT = Key("n", "k"), Content("uint8", (4096,), 4096)
@@ -137,3 +141,46 @@ def test_a_pool_that_fetches_fill_is_trimmed() -> None:
         assert live.cache.counters.evictions["capacity"] == 0
 
     run(act)
+
+
+class OneGrant(NoPuts):
+    """An intake whose puts are all stored, with one session that is still to be granted memory."""
+
+    is_pending = True
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        session = cache.open_session()
+        assert not isinstance(session, LimitReached)
+        self.session = session
+
+    def grant_next(self, now_s: float) -> None:
+        self.is_pending = False
+        assert self._cache.grant(self.session, CONTENT.nbytes, 16, 16, now_s)
+
+
+def test_a_turn_that_only_grants_announces_what_it_evicted(tmp_path: Path) -> None:
+    directory = PoolDir(str(tmp_path), "test")
+    index = SharedIndex(directory, "ab", POOL_BYTES, 4)
+
+    async def act() -> None:
+        [pool] = pools = [Pool(Allocator(0, POOL_BYTES, 4096))]
+        cache = Cache(pools, board=index)
+        intake = OneGrant(cache)
+        index.open_page(intake.session)
+        live = LiveCache(cache, intake)
+        for number in range(256):
+            reserved = cache.reserve(intake.session, Key("n", str(number)), CONTENT, 0.0)
+            assert isinstance(reserved, Reserved)
+            cache.commit(intake.session, reserved.entry, 0.0)
+        live.note_changes()
+        live.drain()
+        assert pool.evictions["capacity"] == 16
+        changes = await asyncio.wait_for(live.changes(), 5.0)
+        assert changes == {Key("n", str(number)): False for number in range(16)}
+        await until(lambda: pool.used_bytes + pool.granted_bytes <= 0.9 * POOL_BYTES)
+        cache.check()
+
+    asyncio.run(act())
+    index.close()
+    directory.close()

@@ -43,7 +43,7 @@ def seen(shown: SharedIndex) -> IndexReader:
 
 
 def pinned(shown: SharedIndex, live: Iterable[int]) -> set[EntryId]:
-    """What a whole scan finds."""
+    """The entries that a whole scan finds pinned."""
     portions = shown.pinned(dict.fromkeys(map(EntryId, live)).keys())
     return {entry for portion in portions for entry in portion.pinned}
 
@@ -116,7 +116,7 @@ def test_of_a_namespace_without_a_number_the_daemon_is_asked(
 
 
 def test_a_chain_that_never_ends_is_given_up(shown: SharedIndex, seen: IndexReader) -> None:
-    """Whatever a reader meets while rows move, it comes back."""
+    """A reader comes back, whatever chain it meets while rows move."""
     shown.show(info(1, "a"))
     shown._buckets[:] = memoryview(b"\1\0\0\0" * len(shown._buckets)).cast("I")
     shown._row_words[0] = 1

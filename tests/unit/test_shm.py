@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from ecd.core.board import MAX_PIECES
 from ecd_proto.shm.index import IndexShape, bucket_of, pack_index_header, unpack_index_header
 from ecd_proto.shm.namespaces import NAMESPACES_BYTES, Namespaces
 from ecd_proto.shm.rows import (
@@ -17,6 +18,7 @@ from ecd_proto.shm.rows import (
     row_mark,
     unpack_row,
 )
+from ecd_proto.shm.session_page import FIRST_ANSWER_WORD, FIRST_GRANT_WORD, MAX_GRANTS
 
 ROW = Row(7, 0, 4096, 96, "bfloat16", (4, 12), b"grid", 0.25, False)
 RECORD = key_record(3, "abc")
@@ -24,7 +26,7 @@ assert RECORD is not None
 
 
 def test_the_layout_is_what_other_versions_expect() -> None:
-    """Whoever changes these bytes raises INDEX_VERSION: older clients then ask for everything."""
+    """A change of these bytes raises INDEX_VERSION: older clients then call for everything."""
     assert pack_index_header(IndexShape(1024, 16, 7, 2)).hex() == (
         "65636469" "6e646578" "04000000" "00010000"
         "0004000000000000" "1000000000000000" "0700000000000000" "0200000000000000"
@@ -35,6 +37,10 @@ def test_the_layout_is_what_other_versions_expect() -> None:
         "03000300" "616263" "0400000000000000" "0c00000000000000"
         "67726964" "0000000000000000000000000000000000000000000000000000000000"
     ).replace("CHECKSUM", pack_row(RECORD, ROW, 3)[8:16].hex())[:224]  # fmt: skip
+
+
+def test_a_mailbox_has_a_word_for_each_piece_that_the_core_grants() -> None:
+    assert MAX_PIECES == MAX_GRANTS == FIRST_ANSWER_WORD - FIRST_GRANT_WORD
 
 
 def test_a_header_of_another_version_is_not_read() -> None:

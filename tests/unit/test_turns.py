@@ -50,9 +50,11 @@ from ecd_proto.shm.session_page import (
     CLAIM_WORDS,
     CLAIMS_WORD,
     DOORBELL,
+    FIRST_ANSWER_WORD,
     FIRST_CLAIM_WORD,
     FIRST_GRANT_WORD,
     FIRST_PIN_WORD,
+    GRANTED_POOL,
     MAX_CLAIMS,
     MAX_GRANTS,
     MAX_PINS,
@@ -67,14 +69,14 @@ SESSIONS = 200
 
 
 class Locks:
-    """Of sessions whose clients hold theirs as long as they are there."""
+    """Session locks that every client holds for its whole session."""
 
     def is_session_locked(self, offset: int) -> bool:
         return True
 
 
 class Node:
-    """The daemon's core, index and services, and clients that are their pages alone."""
+    """A daemon's core, index and services; its clients consist of their pages alone."""
 
     def __init__(self, directory: Path) -> None:
         self.index = SharedIndex(PoolDir(str(directory), "test"), "ab", POOL_BYTES, SESSIONS)
@@ -105,14 +107,16 @@ class Node:
     def words(self, session: SessionId) -> memoryview:
         return self.index._pages[session]._words
 
-    def claim(self, session: SessionId, place: int, key: str, offset: int = 0) -> None:
-        """What its client announces, with a grant's memory at `offset`."""
+    def claim(
+        self, session: SessionId, place: int, key: str, offset: int = 0, pool: int = 0
+    ) -> None:
+        """Claim a key at `offset` of granted memory, as the session's client does."""
         namespace = self.index._names.add("n")
         assert namespace is not None
         record = key_record(namespace, key)
         assert record is not None
         words, at = self.words(session), claim_at(place)
-        row = pack_row(record, Row(1, 0, offset, 4096, "uint8", (4096,), b"", 0.0, False), 0)
+        row = pack_row(record, Row(1, pool, offset, 4096, "uint8", (4096,), b"", 0.0, False), 0)
         words[at + CLAIM_ROW : at + CLAIM_WORDS] = memoryview(row).cast("Q")
         words[CLAIMS_WORD] += 1
         words[at + CLAIM_NUMBER] = 1
@@ -135,7 +139,7 @@ class Node:
         return [info.entry for info in infos if info is not None]
 
     def run(self, act: Callable[[], Awaitable[object]]) -> int:
-        """The most of what is appended to `did` that is done in one turn."""
+        """Run `act`; returns the most that one turn of the loop appended to `did`."""
 
         async def count() -> None:
             while True:
@@ -445,7 +449,7 @@ def test_a_pin_is_seen_though_its_page_is_as_it_was(node: Node) -> None:
 # -- claims ----------------------------------------------------------------------------------------
 
 
-def test_a_look_at_claims_reads_some_rows_a_step_and_each_once(
+def test_a_scan_of_claims_reads_some_rows_a_step_and_each_once(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for session in node.clients:
@@ -469,7 +473,7 @@ def test_a_look_at_claims_reads_some_rows_a_step_and_each_once(
 
 @pytest.mark.parametrize("before", ["nothing", "a piece of the row", "another put's row"])
 def test_a_row_that_is_seen_after_its_number_is_read_again(node: Node, before: str) -> None:
-    """As on processors that do not show stores in order."""
+    """The order of stores on processors that do not show them in order."""
     session, key = node.clients[3], Key("n", "k")
     words, at = node.words(session), FIRST_CLAIM_WORD + CLAIM_ROW
     row = slice(at, at + ROW_BYTES // 8)
@@ -515,8 +519,21 @@ def test_claims_come_and_go_and_pages_change_hands(node: Node) -> None:
     assert node.cache.is_being_written(Key("n", "other"))
 
 
+@pytest.mark.parametrize("pool", [GRANTED_POOL, GRANTED_POOL + 1])
+def test_only_a_claim_in_the_pool_of_grants_keeps_memory(node: Node, pool: int) -> None:
+    session = node.clients[3]
+    assert node.cache.grant(session, 4096, 1, 1, 0.0)
+    page = node.index._pages[session]
+    offset = unpack_grant(page._mailbox[FIRST_GRANT_WORD]).offset
+    node.claim(session, 0, "k", offset, pool)
+    node.index.revoke([session])
+    assert bool(page._mailbox[FIRST_ANSWER_WORD]) == (pool == GRANTED_POOL)
+    node.finish(session, 0)
+    assert [page.is_granted(put) for put in page.finished_puts()] == [pool == GRANTED_POOL]
+
+
 class NoMemory:
-    """Of a node that fetches nothing itself."""
+    """The memory of a node that fetches nothing itself, as peers read it."""
 
     def is_speculative(self, key: Key) -> bool:
         return False
@@ -641,7 +658,7 @@ def test_the_last_puts_of_a_session_are_taken_with_its_end(node: Node) -> None:
 
 
 def test_a_put_that_is_refused_evicts_nothing(node: Node) -> None:
-    """Whatever size it says that it has. The pool may be full here, without being trimmed."""
+    """A refused put may name any size. The pool is full here, and is not trimmed."""
     pool = node.cache.pools[0]
     pool.limits = replace(pool.limits, high_watermark=1.0)
     content = Content("uint8", (1 << 16,), 1 << 16)

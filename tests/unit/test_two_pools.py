@@ -1,12 +1,16 @@
 """A second host pool, used through the whole core: nothing may assume that there is one pool."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from ecd.core.allocator import Allocator
+from ecd.core.board import NoBoard
 from ecd.core.cache import Cache
 from ecd.core.outcomes import (
     AlreadyStored,
     BeingWritten,
+    Committed,
     EntryTooLarge,
     Leased,
     Missing,
@@ -39,6 +43,13 @@ def pools() -> tuple[Pool, Pool]:
 @pytest.fixture
 def cache(pools: tuple[Pool, Pool]) -> Cache:
     return Cache(pools)
+
+
+class GrantingBoard(NoBoard):
+    """A board where every session has a place, and none has begun a put."""
+
+    def grant(self, session: SessionId, pieces: Sequence[Extent]) -> list[Extent] | None:
+        return []
 
 
 @pytest.fixture
@@ -104,6 +115,25 @@ def test_readers_get_the_nearest_copy(
     cache.evict(Selection(key=KEY), 0.0, 1)
     assert cache.take_changes() == {KEY: False}
     assert cache.acquire(session, KEY, 0.0) == Missing()
+    cache.check()
+
+
+def test_memory_granted_in_the_second_pool_becomes_an_entry_there(pools: tuple[Pool, Pool]) -> None:
+    near, far = pools
+    cache = Cache(pools, board=GrantingBoard())
+    session = cache.open_session()
+    assert cache.grant(session, PAGE, 1, 1, 0.0, far)
+    assert (near.granted_bytes, far.granted_bytes) == (0, 2 * PAGE)
+    assert (cache.puts_left(session, PAGE), cache.puts_left(session, PAGE, far)) == (0, 1)
+    assert cache.put(session, KEY, content(), Extent(7, 0, PAGE), 1.0) == NotReserved()
+    assert cache.put(session, KEY, content(), Extent(2, 0, PAGE), 1.0) == Committed()
+    assert cache.extent(KEY) == Extent(2, 0, PAGE)
+    assert (figures(near), figures(far)) == ((0, 0, 0), (2, 0, 0))
+    assert far.granted_bytes == cache.puts_left(session, PAGE, far) == 0
+    cache.check()
+    cache.evict(Selection(pool=2), 1.0, 10)
+    cache.scan_pins()
+    assert far.allocator.is_one_free_extent
     cache.check()
 
 

@@ -43,7 +43,8 @@ def list_entries(
     if as_json or options.as_json:
         render.as_json(out, [render.plain(entry) for entry in found])
     else:
-        render.entries(out, found, more)
+        pools = render.names_of_pools(options.call("Status", pb.StatusRequest()))
+        render.entries(out, found, more, pools)
 
 
 def namespaces(context: typer.Context, as_json: AsJson = False) -> None:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ecd_client.cli.bench import Measured
 from ecd_client.cli.doctor import BAD, DOUBTFUL, GOOD, Finding
+from ecd_proto.contract import pool_names
 from ecd_proto.v1 import cache_pb2 as pb
 
 
@@ -54,6 +55,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         pool_bytes = sum(pool.pool_bytes for pool in reply.pools)
         state += f" {100 * populated_bytes // max(1, pool_bytes)} %"
     lookups = counters.hits + counters.misses
+    names = names_of_pools(reply)
     rows = [
         ("daemon", f"{reply.version}, contract {reply.contract_version}, pid {reply.pid}"),
         ("address", address),
@@ -61,9 +63,10 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("node", reply.node or "alone"),
         ("incarnation", reply.incarnation),
         ("state", f"{state}, up {duration(reply.uptime_s)}"),
-        *(row for pool in reply.pools for row in _pool(pool)),
+        *(row for pool in reply.pools for row in _pool(names[pool.pool], pool)),
         ("entries", f"{reply.entries:,}"),
         ("clients", f"{reply.sessions} sessions, {reply.leases} leases, {reply.waits} waits"),
+        *_gpus(reply),
         (
             "hits",
             f"{counters.hits:,} of {lookups:,} lookups ({share(counters.hits, lookups)}), "
@@ -80,10 +83,29 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
     _facts(out, rows)
 
 
-def _pool(pool: pb.PoolStatus) -> list[tuple[str, str]]:
+def _gpus(reply: pb.StatusReply) -> list[tuple[str, str]]:
+    """A row for daemons whose clients have GPUs, or had."""
+    if not (reply.pinning or reply.waiting_for_dma):
+        return []
+    waiting = f"; {reply.waiting_for_dma} ended, which GPUs may still copy for"
     return [
         (
-            f"{pool.kind} pool",
+            "GPUs",
+            f"{reply.pinning} of {reply.sessions} sessions have pinned the pool"
+            + (waiting if reply.waiting_for_dma else ""),
+        )
+    ]
+
+
+def names_of_pools(reply: pb.StatusReply) -> dict[int, str]:
+    """Names of the daemon's pools by their numbers, as in its metrics."""
+    return pool_names({pool.pool: pool.kind for pool in reply.pools})
+
+
+def _pool(name: str, pool: pb.PoolStatus) -> list[tuple[str, str]]:
+    return [
+        (
+            f"{name} pool",
             f"{decimal(pool.pool_bytes)} in {pool.path}, "
             f"{share(pool.huge_bytes, pool.pool_bytes)} in huge pages",
         ),
@@ -152,14 +174,18 @@ def peers_table(reply: pb.PeersReply) -> Table:
     return table
 
 
-def entries(out: Console, found: list[pb.EntryInfo], more: bool) -> None:
-    table = Table("namespace", "mm_hash", "dtype", "shape", "size", "leases", "hits", "age", "idle")
+def entries(out: Console, found: list[pb.EntryInfo], more: bool, pools: Mapping[int, str]) -> None:
+    """Show entries in a table; `pools` names their pools."""
+    table = Table(
+        *("namespace", "mm_hash", "pool", "dtype", "shape", "size", "leases", "hits", "age", "idle")
+    )
     for column in table.columns[:2]:
         column.overflow = "fold"
     for entry in found:
         table.add_row(
             escape(entry.key.namespace),
             escape(entry.key.mm_hash),
+            escape(pools.get(entry.pool, str(entry.pool))),
             escape(entry.content.dtype),
             "x".join(map(str, entry.content.shape)) or "scalar",
             decimal(entry.content.nbytes),

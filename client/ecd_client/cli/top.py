@@ -119,10 +119,11 @@ def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
     table.add_column(style="bold")
     state = render.plain(status)["state"]
     table.add_row(escape(status.name), escape(f"{state}, {status.version}, pid {status.pid}"))
+    names = render.names_of_pools(status)
     for pool in status.pools:
         used = f"{decimal(pool.used_bytes)} of {decimal(pool.pool_bytes)}"
         table.add_row(
-            escape(f"{pool.kind} pool"),
+            escape(f"{names[pool.pool]} pool"),
             f"{used} ({render.share(pool.used_bytes, pool.pool_bytes)}), "
             f"{decimal(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}",
         )

@@ -8,6 +8,8 @@ lock                    the daemon's for its life (flock): one daemon per direct
 <incarnation>.puts      the same file under the name that a recovering daemon gives it, so that no
                         late client opens it
 <incarnation>.bell      the doorbell, a datagram socket: a client sends its page's number there
+<incarnation>.attach    a SOCK_SEQPACKET socket: a client that will copy by DMA names its session
+                        there, once, and so shows the daemon its process
 
 Every start makes new files and unlinks those of dead daemons. No file is truncated or reused: a
 client that still maps an old pool keeps reading the bytes that were there.
@@ -15,6 +17,9 @@ client that still maps an old pool keeps reading the bytes that were there.
 A client's byte lock is an open file description lock (Linux, `fcntl(2)`). The kernel drops the lock
 when the last process that shares the description is gone. A held lock therefore proves that the
 client may still touch the pool, however its stream ended.
+
+A lock does not cover DMA. A device may go on writing for a dead process, so a client that copies by
+DMA also sets a word of its page (`session_page.DMA_WORD`).
 """
 
 from __future__ import annotations
@@ -30,9 +35,11 @@ INDEX_SUFFIX = ".index"
 PINS_SUFFIX = ".pins"
 PUTS_SUFFIX = ".puts"
 DOORBELL_SUFFIX = ".bell"
+ATTACH_SUFFIX = ".attach"
+SOCKET_SUFFIXES = (DOORBELL_SUFFIX, ATTACH_SUFFIX)
 SUFFIXES = (
     *(POOL_SUFFIX, SESSIONS_SUFFIX, INDEX_SUFFIX),
-    *(PINS_SUFFIX, PUTS_SUFFIX, DOORBELL_SUFFIX),
+    *(PINS_SUFFIX, PUTS_SUFFIX, *SOCKET_SUFFIXES),
 )
 
 GRANULE_BYTES = 4096

@@ -15,7 +15,7 @@ _ROW = struct.Struct("<QQQQQdHBBHH")
 
 The key's record follows, then the shape and the metadata.
 """
-ROW_ENTRY_WORD = 2
+ROW_NEXT_WORD, ROW_ENTRY_WORD = 0, 2
 ROW_CHECKSUM_WORD = ROW_WORDS - 1
 """The last word: the checksum of the entry's bytes, 0 until the daemon has read them.
 

@@ -21,8 +21,19 @@ _WORDS = 4096 // 8
 PINS_USED_WORD = 0
 """The number of pins ever used: the daemon's scan ends there."""
 USES_WORD, USED_BYTES_WORD, MISSES_WORD, DUPLICATES_WORD = 1, 2, 3, 4
+USE_COUNTERS = USES_WORD, USED_BYTES_WORD, MISSES_WORD, DUPLICATES_WORD
+"""The words in which a client counts its reads and its puts of stored keys; they only grow."""
 CLAIMS_WORD = 5
 """The number of claims that are announced: a scan skips the page if it is 0."""
+DMA_WORD = 6
+"""1 while a device may copy between this session's process and the pool: DMA outlives the process.
+
+A client that is attached (`ATTACHED`) sets the word before its first copy by DMA. It clears the
+word when its session's files are closed and no copy is under way, just before it drops the
+session's lock. So a dropped lock with the word still set means that the process died.
+"""
+PINNED_WORD = 7
+"""Bytes of the pools that the session's process has pinned for its GPUs; for people alone."""
 
 # -- pins ------------------------------------------------------------------------------------------
 
@@ -43,13 +54,33 @@ CLAIM_NUMBER, CLAIM_DONE, CLAIM_ROW = 0, 1, 8
 written, and a row that describes them. A done claim becomes an entry, unless a call has reserved
 its key: a reader that finds a done claim without an answer finds the entry a moment later."""
 
+# -- DMA of a dead process -------------------------------------------------------------------------
+
+DMA_GRACE_S = 1.0
+"""How long DMA may go on after the end of its process, which has closed the device's files.
+
+The driver may leave the release of a killed process's queues to a kernel thread. How long that
+takes is not measured; a copy of 128 MiB takes some 3 ms.
+"""
+DMA_BLIND_GRACE_S = 10.0
+"""How long DMA may go on after a session's lock was dropped, where no pidfd tells of its process.
+
+The kernel drops a lock before it closes files that were opened earlier, a device's among them:
+0.2 s before, in an experiment with a file that is slow to close.
+"""
+ATTACHED = b"ok"
+"""The daemon's answer to a session's name on its attach socket: the client may copy by DMA."""
+
 # -- the mailbox -----------------------------------------------------------------------------------
 
 MAILBOX_BYTES = 256
 MAILBOX_WORDS = MAILBOX_BYTES // 8
 FIRST_GRANT_WORD, FIRST_ANSWER_WORD = 0, 16
 GRANTED_POOL = 0
-"""The number of the pool that grants lie in: a grant's word has no room for it."""
+"""The number of the pool in which grants lie, as a grant's word has no room for it.
+
+Recovery takes over this pool alone.
+"""
 MAX_GRANTS = 16
 """The pieces of one grant."""
 STORED, DUPLICATE, REFUSED = 1, 2, 3

@@ -86,7 +86,7 @@ class CacheServicer(object):
 
     def Session(self, request_iterator, context):
         """A client's life. The first request is Hello, the first event is Welcome. When the stream ends,
-        for whatever reason, everything the session owns is taken back.
+        for any reason, everything the session owns is taken back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,8 +124,8 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Exchange(self, request_iterator, context):
-        """The calls above and Contains one after the other on one stream, answered in order: less than
-        half the time of a call each. The end of this stream means nothing.
+        """The calls above and Contains one after the other on one stream, answered in order: a sixth to a
+        quarter less time than unary calls take. The end of this stream means nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

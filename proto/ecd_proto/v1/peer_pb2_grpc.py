@@ -30,7 +30,7 @@ class PeerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """Who answers here. Needs no link; for operators and probes.
+        """The description of the node that answers. Needs no link; for operators and probes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

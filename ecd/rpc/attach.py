@@ -1,0 +1,195 @@
+"""Clients that copy by DMA: a socket on which each names its session, and the end of their copies.
+
+A device goes on copying for a process that was killed, after the kernel has dropped the session's
+lock. So a client attaches before its first copy. The connection shows the daemon its process, as a
+pidfd: that is ready only when the process has closed all its files, the device's among them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import math
+import os
+import select
+import socket
+from pathlib import Path
+from typing import Protocol
+
+from ecd.core.types import SessionId
+from ecd_proto.shm.session_page import ATTACHED, DMA_BLIND_GRACE_S, DMA_GRACE_S
+
+logger = logging.getLogger(__name__)
+
+SO_PEERPIDFD = 77
+"""The option that gives a pidfd of the peer's process (Linux 6.5): Python has no name for it."""
+SILENT_S = 5.0
+"""How long a connection may say nothing: a client sends its token as soon as it has connected."""
+MAX_TOKEN_BYTES = 64
+"""More than a token has: the kernel discards the rest of a longer packet."""
+BACKLOG = 4096
+"""Connections that the kernel queues: as many as there can be sessions, which may start at once."""
+MAX_SILENT = 128
+"""Connections that have said nothing: all may speak in one turn of the loop, at 20 us each."""
+ACCEPTED_AT_A_TIME = 16
+"""Connections accepted in one turn of the event loop: each takes some 20 us."""
+NO_FILES_PAUSE_S = 1.0
+"""Pause once descriptors have run out: the queued connection would wake the loop in each turn."""
+
+
+class Sessions(Protocol):
+    """Sessions of this node's clients; `attach` takes charge of the pidfd if it returns True."""
+
+    @property
+    def clients(self) -> int: ...
+
+    def attach(self, token: str, pidfd: int | None) -> bool: ...
+
+
+class AttachSocket:
+    """Attaches a session's client: it sends the session's token, and is answered ATTACHED.
+
+    Each connection is for one packet. One that sends no open session's token is closed without an
+    answer, and so is the oldest where more are silent than there are sessions, or than MAX_SILENT.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Bind the socket. Raises OSError: the path is too long, most likely."""
+        self.path = path
+        self._silent: dict[socket.socket, asyncio.TimerHandle] = {}  # the oldest first
+        self._pause: asyncio.TimerHandle | None = None
+        self._socket = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        try:
+            self._socket.bind(str(path))
+            os.chmod(path, 0o600)
+            self._socket.listen(BACKLOG)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def listen(self, sessions: Sessions) -> None:
+        """Attach clients to `sessions` on the running event loop."""
+        self._pause = None
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._accept, sessions)
+
+    def close(self) -> None:
+        """Stop listening on the running event loop, and drop connections that have said nothing."""
+        if self._pause is not None:
+            self._pause.cancel()
+        for connection in list(self._silent):
+            self._drop(connection, "the daemon stops")
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+
+    def _accept(self, sessions: Sessions) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPTED_AT_A_TIME):
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.warning("nobody can attach for %.0f s: %s", NO_FILES_PAUSE_S, error)
+                loop.remove_reader(self._socket.fileno())
+                self._pause = loop.call_later(NO_FILES_PAUSE_S, self.listen, sessions)
+                return
+            connection.setblocking(False)
+            loop.add_reader(connection.fileno(), self._hear, connection, sessions)
+            self._silent[connection] = loop.call_later(
+                SILENT_S, self._drop, connection, "it is silent"
+            )
+            if len(self._silent) > min(sessions.clients, MAX_SILENT):
+                self._drop(next(iter(self._silent)), "too many connections are silent")
+
+    def _hear(self, connection: socket.socket, sessions: Sessions) -> None:
+        """Answer what a connection has sent, and close it."""
+        try:
+            token = connection.recv(MAX_TOKEN_BYTES).decode("ascii")
+            pidfd = _peer_pidfd(connection)
+            if sessions.attach(token, pidfd):
+                connection.send(ATTACHED)
+                why = "it is attached"
+            else:
+                why = "it names no open session"
+                if pidfd is not None:
+                    os.close(pidfd)
+        except (OSError, UnicodeDecodeError) as error:
+            why = str(error)
+        self._drop(connection, why)
+
+    def _drop(self, connection: socket.socket, why: str) -> None:
+        logger.debug("a connection to %s is closed: %s", self.path.name, why)
+        self._silent.pop(connection).cancel()
+        asyncio.get_running_loop().remove_reader(connection.fileno())
+        connection.close()
+
+
+class DmaProcesses:
+    """The processes of sessions that copy by DMA, and when the copies of a dead one are over.
+
+    A session's copies are over when its lock has dropped, its process's pidfd is ready, and
+    DMA_GRACE_S has passed since. Without a pidfd they are over DMA_BLIND_GRACE_S after the lock has
+    dropped.
+    """
+
+    def __init__(self) -> None:
+        self._pidfds: dict[SessionId, int] = {}
+        self._over_s: dict[SessionId, float] = {}  # infinite while a process lives
+
+    @property
+    def waiting(self) -> int:
+        """Sessions whose lock has dropped and whose copies may be under way."""
+        return len(self._over_s)
+
+    def attach(self, session: SessionId, pidfd: int | None) -> None:
+        """Take charge of the pidfd of the session's process, in place of an earlier one."""
+        self.forget(session)
+        if pidfd is not None:
+            self._pidfds[session] = pidfd
+
+    def may_copy(self, session: SessionId, now_s: float) -> bool:
+        """Whether a copy may be under way, for a session that dropped its lock with DMA_WORD set.
+
+        The first question starts the clock.
+        """
+        pidfd = self._pidfds.get(session)
+        grace_s = DMA_BLIND_GRACE_S
+        if pidfd is not None:
+            if not _has_ended(pidfd):
+                self._over_s[session] = math.inf
+                return True
+            grace_s = DMA_GRACE_S
+        over_s = self._over_s.get(session, math.inf)
+        if over_s == math.inf:
+            over_s = self._over_s[session] = now_s + grace_s
+        return now_s < over_s
+
+    def forget(self, session: SessionId) -> None:
+        """Let go of a session's process."""
+        self._over_s.pop(session, None)
+        pidfd = self._pidfds.pop(session, None)
+        if pidfd is not None:
+            os.close(pidfd)
+
+
+def _peer_pidfd(connection: socket.socket) -> int | None:
+    """Return a pidfd of the process that connected; None on a kernel that gives none.
+
+    Raises OSError: the process has ended, or descriptors have run out.
+    """
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+        return None
+
+
+def _has_ended(pidfd: int) -> bool:
+    """Whether the process has ended, all its threads and files included."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
