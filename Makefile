@@ -25,7 +25,7 @@ system:
 	$(call debian,libibverbs1,ldconfig -p | grep libibverbs.so.1)
 
 # What the tests use besides: a Redis, network namespaces, certificates, a systemd,
-# a Prometheus, kubectl (1.27 or newer).
+# a Prometheus, kubectl (1.27 or newer), a C compiler.
 .PHONY: test-system
 test-system:
 	$(call debian,redis-server,command -v redis-server)
@@ -36,6 +36,15 @@ test-system:
 	$(call debian,prometheus,command -v prometheus && command -v promtool)
 	$(call debian,kubernetes-client,command -v kubectl)
 	$(call debian,systemd,test -x /lib/systemd/systemd && command -v systemd-analyze)
+	$(call debian,gcc libc6-dev,gcc -E -include pthread.h -x c /dev/null)
+
+# The stand-in for CUDA's driver, which tests load in place of NVIDIA's.
+STANDIN := build/standin/libcuda.so.1
+$(STANDIN): tests/support/cuda/libcuda_standin.c | test-system
+	@mkdir -p $(@D)
+	gcc -std=gnu11 -O1 -g -Wall -Wextra -fvisibility=hidden -shared -fPIC -pthread \
+	  -Wl,-soname,$(@F) -o $@.new $<
+	@mv $@.new $@
 
 $(VENV)/.ready: pyproject.toml | system
 	$(PYTHON) -m venv $(VENV)
@@ -115,7 +124,7 @@ unit: $(VENV)/.ready  ## the core's tests alone, with fewer random examples: the
 	ECD_EXAMPLES=0.2 $(BIN)/pytest -n 2 -q tests/unit
 
 .PHONY: test
-test: check vllm test-system  ## everything that can run without a GPU, real vLLM included
+test: check vllm test-system $(STANDIN)  ## everything that can run without a GPU, real vLLM included
 	$(BIN)/pytest -n 2
 
 .PHONY: demo

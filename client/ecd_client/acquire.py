@@ -35,9 +35,9 @@ def _to_hint(index: int, nodes: Nodes) -> pb.Hint:
     return pb.Hint(index=index, nodes=[hint.node for hint in hints], extents=extents)
 
 
-def pinned(session: Session, key: Key, on_miss: OnMiss) -> Item | None:
+def pinned(session: Session, key: Key, on_miss: OnMiss, is_use: bool = True) -> Item | None:
     """Pin an entry that the index shows. Raises AskDaemon."""
-    pin = session.pin(*key, on_miss)
+    pin = session.pin(*key, on_miss, is_use)
     if pin is None:
         return None
     try:

@@ -69,6 +69,7 @@ class Connection:
         self._stream: Any = None
         self._calls: Calls | None = None
         self._threads = GrpcThreads()
+        self._gpu: int | None = None
         self.is_cut_off = False
         self._thread = threading.Thread(target=self._run, name="ecd-connection", daemon=True)
         forks.add(self)
@@ -107,16 +108,18 @@ class Connection:
 
         Raises DaemonUnavailable with the cause.
         """
-        deadline_s = time.monotonic() + POPULATED_WITHIN_S
+        started_s = time.monotonic()
+        until_s = started_s + wait_s
         with self._changed:
             self._wait(wait_s)
-            while self._is_populating() and time.monotonic() < deadline_s:
+            while self.current is None and not self._closed.is_set():
+                now_s = time.monotonic()
+                if str(self._cause).startswith(POPULATING):
+                    until_s = now_s + wait_s  # its socket may be away for a moment meanwhile
+                if now_s >= min(until_s, started_s + max(wait_s, POPULATED_WITHIN_S)):
+                    break
                 self._wait(CHECK_S)
         self.session()
-
-    def _is_populating(self) -> bool:
-        is_waited_for = self.current is None and not self._closed.is_set()
-        return is_waited_for and str(self._cause).startswith(POPULATING)
 
     def ref(self) -> Session:
         """Return the open session, kept until its `unref`. Raises DaemonUnavailable."""
@@ -124,6 +127,14 @@ class Connection:
         if not session.ref():
             raise DaemonUnavailable(f"the daemon on {self._address} just went away")
         return session
+
+    def pin(self, device: int) -> None:
+        """Pin the pools of this session and of all later ones for this GPU's copies."""
+        with self._changed:
+            self._gpu = device
+            session = self._session
+        if session is not None:
+            session.pools.pin(device)
 
     def cut_off(self) -> None:
         """In a forked child: gRPC's objects here are not touched again, not even to end them."""
@@ -214,8 +225,10 @@ class Connection:
 
     def _announce(self, session: Session | None) -> None:
         with self._changed:
-            self._session = session
+            self._session, device = session, self._gpu
             self._changed.notify_all()
+        if session is not None and device is not None:
+            session.pools.pin(device)
 
     def _requests(self, outbox: Outbox) -> Iterator[pb.SessionRequest]:
         """Yield the client's side of the stream; gRPC draws it on a thread of its own."""

@@ -33,6 +33,13 @@ class LeaseExpired(EcdError):
     """
 
 
+class DeviceError(EcdError):
+    """A call of CUDA's driver failed; the message has its name and the driver's reason.
+
+    After an illegal address, or where the GPU is lost, every later call of the process fails too.
+    """
+
+
 def limit_reached(what: str, limit: int) -> EcdError:
     """The error for a bound of the daemon, such as leases in one session."""
     return EcdError(f"the daemon's limit of {limit} {what} is reached")

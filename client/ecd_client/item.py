@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecd_client import forks
@@ -12,6 +14,8 @@ from ecd_client.leases import Hold
 
 if TYPE_CHECKING:
     import torch
+
+    from ecd_client.device.driver import Event
 
 
 class Handle(NamedTuple):
@@ -43,6 +47,7 @@ class Item:
         self.namespace, self.mm_hash = namespace, mm_hash
         self._hold = hold
         self._open = {"hold": hold}
+        self._loads: Sequence[Event] = ()  # copies to GPUs that may be under way
 
     @property
     def dtype(self) -> str:
@@ -84,11 +89,33 @@ class Item:
 
         return as_tensor(self.view, self.dtype, self.shape)
 
-    def to(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A private copy on `device`, good for ever. Raises LeaseExpired."""
-        from ecd_client.tensors import private_copy
+    def to(self, device: torch.device | str = "cpu", *, non_blocking: bool = False) -> torch.Tensor:
+        """A private copy on `device`, good for ever. Raises LeaseExpired.
 
-        copy = private_copy(self.view, self.dtype, self.shape, device)
+        With `non_blocking` a copy to a GPU is queued and not waited for: work that is queued on the
+        current stream from now on sees it whole, other streams have to wait for that one. The item
+        may be closed at once; the entry is held until the copy is over. An entry that is leased,
+        not pinned, is waited for all the same: its lease must hold to the end.
+        """
+        import torch
+
+        from ecd_client.device.copies import for_device
+        from ecd_client.device.ends import under_way
+        from ecd_client.tensors import load, private_copy
+
+        device = torch.device(device)
+        copies = for_device(device)
+        if copies is None:
+            copy = private_copy(self.view, self.dtype, self.shape, device)
+        else:
+            self.check()
+            hold = self._hold
+            hold.pool.use_dma(copies.device)
+            copy, over = load(hold.pool.load_parts(hold.extent), self.dtype, self.shape, copies)
+            self._loads = [*under_way(self._loads), over]
+            if non_blocking and hold.expires_s == math.inf:
+                return copy
+            over.wait()
         self.check()  # the lease held until every byte was read
         return copy
 
@@ -107,6 +134,11 @@ class Item:
             tuple(content.shape),
             hold.expires_s,
         )
+
+    def is_of(self, handle: Handle) -> bool:
+        """Whether the handle is of this entry."""
+        own = self.handle()._replace(pool_fd_path=handle.pool_fd_path, expires_s=handle.expires_s)
+        return own == handle
 
     def has_left(self, share: float) -> bool:
         """Whether at least this share of the lease's TTL is left; a pin has no limit."""
@@ -127,7 +159,13 @@ class Item:
     def close(self) -> None:
         """End the lease now. Views of the item may show another entry's bytes from now on."""
         hold = self._open.pop("hold", None)  # None: closed, perhaps by another thread
-        if hold is not None:
+        if hold is None:
+            return
+        if self._loads:
+            from ecd_client.device.ends import after
+
+            after(self._loads, hold.end)
+        else:
             hold.end()
 
     def __del__(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 from collections.abc import Iterable
 from typing import Protocol
 
 from ecd_client.calls import open_file
+from ecd_client.device import pinned
+from ecd_client.device.dma import SessionDma
 from ecd_client.errors import EcdError
 from ecd_proto.mapping import Mapping, populate_aside
 from ecd_proto.shm.session_page import GRANTED_POOL, Grant
@@ -16,6 +19,10 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 HUGE_SHARE = 0.9
 """Share of a pool in huge pages from which on clients fill their page tables at once."""
+
+
+Parts = list[tuple[int, int]]
+"""Addresses and sizes in this process of the parts of an extent, to be copied one by one."""
 
 
 class Extent(Protocol):
@@ -36,20 +43,26 @@ class MappedPool:
     the daemon has unlinked `path`.
     """
 
-    def __init__(self, file: pb.PoolFile, uid: int) -> None:
-        """Map a file that must be user `uid`'s and the one the daemon meant. Raises OSError."""
+    def __init__(self, file: pb.PoolFile, uid: int, dma: SessionDma | None = None) -> None:
+        """Map a file that must be user `uid`'s and the one the daemon meant. Raises OSError.
+
+        Without `dma` no copy of a GPU is pinned.
+        """
         self.number, self.path, self.nbytes = file.pool, file.path, file.nbytes
         with contextlib.ExitStack() as opened:
             self._fd = open_file(file.path, os.O_RDWR, uid)
             opened.callback(os.close, self._fd)
             if os.fstat(self._fd).st_ino != file.inode:
                 raise FileNotFoundError(f"{file.path} is not the daemon's file")
-            self._readable = Mapping(self._fd, self.nbytes, writable=False)
+            self.is_huge = file.huge_bytes >= HUGE_SHARE * file.nbytes
+            """Whether the page tables of all of it are small enough to be filled ahead of need."""
+            self._readable = self._map(writable=False)
             self._file = opened.pop_all()
         self.fd_path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self.is_huge = file.huge_bytes >= HUGE_SHARE * file.nbytes
-        """Whether the page tables of all of it are small enough to be filled ahead of need."""
         self._lock = threading.Lock()
+        self._dma = dma
+        self._pinned: pinned.PinnedPool | None = None
+        self._is_closed = False
         self._writable: Mapping | None = None
         if self.is_huge:
             self._readable.populate_soon()
@@ -84,11 +97,61 @@ class MappedPool:
     def _map_writable(self) -> Mapping:
         with self._lock:
             if self._writable is None:
-                self._writable = Mapping(self._fd, self.nbytes, writable=True)
+                self._writable = self._map(writable=True)
             return self._writable
 
+    def _map(self, writable: bool) -> Mapping:
+        return Mapping(self._fd, self.nbytes, writable, is_huge=self.is_huge)
+
+    # -- copies of GPUs ------------------------------------------------------------------------
+
+    def use_dma(self, device: int) -> None:
+        """Begin to pin the pools of this one's session for a GPU's copies, unless that was done."""
+        if self._dma is not None:
+            self._dma.begin(device)
+
+    def pin(self, device: int) -> None:
+        """Register the pool with CUDA, in the background. Raises OSError."""
+        with self._lock:
+            if self._pinned is None and not self._is_closed:
+                self._pinned = pinned.acquire(self._fd, self.nbytes, device)
+
+    def wait_pinned(self) -> int:
+        """Wait until as much is registered as can be; returns how many bytes."""
+        pinned_pool = self._pinned
+        return 0 if pinned_pool is None else pinned_pool.wait()
+
+    @property
+    def pin_failure(self) -> str | None:
+        """The driver's refusal to pin all of the pool."""
+        return None if self._pinned is None else self._pinned.failure
+
+    def load_parts(self, extent: Extent) -> Parts:
+        """The memory for a GPU to copy the extent from: pinned, or mapped for reading."""
+        return self._pinned_parts(extent) or _whole(self.read_view(extent))
+
+    def save_parts(self, extent: Extent) -> Parts:
+        """The memory for a GPU to copy the extent to: pinned, or mapped for writing."""
+        parts = self._pinned_parts(extent)
+        if parts and self._dma is not None and self._dma.may_write:
+            self._dma.note_write()
+            return parts
+        return _whole(self.write_view(extent))
+
+    def _pinned_parts(self, extent: Extent) -> Parts:
+        """Empty: not all of the extent is pinned."""
+        pinned_pool = self._pinned
+        return [] if pinned_pool is None else pinned_pool.parts(extent.offset, extent.nbytes)
+
+    # -- life ----------------------------------------------------------------------------------
+
     def close(self) -> None:
-        """Close the file. What is mapped stays mapped for as long as a view refers to it."""
+        """Close the file, and unpin the pool. Views keep what is mapped."""
+        with self._lock:
+            self._is_closed = True
+            unused, self._pinned = self._pinned, None
+        if unused is not None:
+            pinned.release(unused)
         self._file.close()
 
     def cut_off(self) -> None:
@@ -96,6 +159,9 @@ class MappedPool:
         self._lock = threading.Lock()
         if self._writable is not None:
             self._writable.cut_off()
+        if self._pinned is not None:
+            self._pinned.cut_off()
+            self._pinned = None
 
 
 class MappedPools:
@@ -104,15 +170,19 @@ class MappedPools:
     An extent elsewhere, as in a pool that the daemon added later, cannot be read in place.
     """
 
-    def __init__(self, files: Iterable[pb.PoolFile], uid: int) -> None:
+    def __init__(
+        self, files: Iterable[pb.PoolFile], uid: int, dma: SessionDma | None = None
+    ) -> None:
         """Map files that must be user `uid`'s. Raises OSError."""
         with contextlib.ExitStack() as opened:
             self.by_number: dict[int, MappedPool] = {}
             for file in files:
                 if file.kind != "host":
                     continue
-                self.by_number[file.pool] = MappedPool(file, uid)
+                self.by_number[file.pool] = MappedPool(file, uid, dma)
                 opened.callback(self.by_number[file.pool].close)
+            if dma is not None:
+                dma.add(self.by_number.values())
             if GRANTED_POOL not in self.by_number:
                 raise FileNotFoundError(f"the daemon did not name host pool {GRANTED_POOL}")
             self._files = opened.pop_all()
@@ -128,9 +198,28 @@ class MappedPools:
             )
         return pool
 
+    def pin(self, device: int) -> None:
+        """Pin all of them for this GPU's copies, in the background, unless that has begun."""
+        self.granted.use_dma(device)
+
+    @property
+    def pin_failure(self) -> str | None:
+        """The driver's refusal to pin all of a pool."""
+        failures = (pool.pin_failure for pool in self.by_number.values())
+        return next(filter(None, failures), None)
+
     def close(self) -> None:
         self._files.close()
 
     def cut_off(self) -> None:
         for pool in self.by_number.values():
             pool.cut_off()
+
+
+def _whole(view: memoryview) -> Parts:
+    return [(address_of(view), view.nbytes)] if view.nbytes else []
+
+
+def address_of(view: memoryview) -> int:
+    """The address of a view's first byte in this process; 0 for an empty one."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0

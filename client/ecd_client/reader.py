@@ -13,7 +13,7 @@ from ecd_client.acquire import Acquire, ItemFuture, Key, Nodes, pinned
 from ecd_client.calls import late
 from ecd_client.connection import Connection
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
-from ecd_client.item import Item
+from ecd_client.item import Handle, Item
 from ecd_client.session import Session
 from ecd_client.shared.index import AskDaemon, OnMiss
 from ecd_proto.contract import MAX_BATCH, MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES, Hint
@@ -56,6 +56,20 @@ class Reader:
         except AskDaemon:
             return None, True
         return item, item is None and bool(session.node)
+
+    def hold(self, key: Key, handle: Handle) -> Item | None:
+        """Hold an entry without a call if it is the one of the handle, and count no use."""
+        session = self._connection.current
+        if session is None or session.incarnation != handle.incarnation:
+            return None
+        try:
+            item = pinned(session, key, _GO_ON, is_use=False)
+        except AskDaemon:
+            return None
+        if item is not None and not item.is_of(handle):
+            item.close()
+            return None
+        return item
 
     def get_async(
         self,
@@ -138,7 +152,7 @@ def close_unseen(future: ItemFuture) -> None:
 
 
 def _extent(session: Session, key: Key) -> tuple[int, int, int] | None:
-    """Offset and bytes of an entry that memory shows as stored or claimed."""
+    """The extent (pool, offset, bytes) of an entry that memory shows as stored or claimed."""
     with contextlib.suppress(AskDaemon):
         if session.index is not None:
             return session.index.extent(*key)

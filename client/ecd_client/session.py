@@ -18,6 +18,7 @@ import grpc
 
 from ecd_client import forks
 from ecd_client.calls import Calls, open_file
+from ecd_client.device.dma import SessionDma, is_wanted
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
 from ecd_client.leases import Lease, Pin
 from ecd_client.pools import MappedPools
@@ -74,9 +75,14 @@ class Session:
             lock_fd = open_file(welcome.lock_path, os.O_RDWR, uid)
             opened.callback(os.close, lock_fd)
             lock_session(lock_fd, welcome.lock_offset)
-            self.pools = MappedPools(welcome.pools, uid)
+            board = MappedBoard.open(welcome.index, uid) if welcome.HasField("index") else None
+            self._dma: SessionDma | None = None
+            if board is not None and welcome.attach_path and is_wanted():
+                self._dma = SessionDma(welcome.attach_path, self.token, board)
+                opened.callback(self._dma.end)  # as the last thing but for the lock
+            self.pools = MappedPools(welcome.pools, uid, self._dma)
             opened.callback(self.pools.close)
-            if welcome.HasField("index") and (board := MappedBoard.open(welcome.index, uid)):
+            if board is not None:
                 self.index = IndexReader(board)
                 if welcome.index.doorbell_path:
                     self.puts = PutWriter(
@@ -156,6 +162,8 @@ class Session:
         self._lock = threading.RLock()
         self._over = self.abandoned = self.is_cut_off = True
         self.pools.cut_off()
+        if self._dma is not None:
+            self._dma.cut_off()
         if self.index is not None:
             self.index.cut_off()
         if self.puts is not None:
@@ -182,13 +190,13 @@ class Session:
             self._leases[lease.id] = lease
         return lease
 
-    def pin(self, namespace: str, mm_hash: str, on_miss: OnMiss) -> Pin | None:
+    def pin(self, namespace: str, mm_hash: str, on_miss: OnMiss, is_use: bool = True) -> Pin | None:
         """Hold an entry without a call. None: it is not stored. Raises AskDaemon."""
         index = self.index
         if index is None or not self.ref():
             raise AskDaemon
         try:
-            found = index.pin(namespace, mm_hash, on_miss)
+            found = index.pin(namespace, mm_hash, on_miss, is_use)
         except BaseException:  # Ctrl-C too
             self.unref()
             raise

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ecd_client.device.copies import Copies, for_tensor
 from ecd_client.errors import InvalidArgument
+from ecd_client.pools import Extent, MappedPool, Parts, address_of
 from ecd_proto.contract import DTYPES
 from ecd_proto.mapping import advise_huge_pages
+
+if TYPE_CHECKING:
+    from ecd_client.device.driver import Event
 
 _BY_NAME: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
@@ -37,24 +42,38 @@ def as_tensor(view: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Ten
 
 
 class TensorSource:
-    """A tensor to copy into the pool, with the value it has when this is made.
+    """A tensor to copy into a pool, with the value it has when this is made.
 
-    A CUDA tensor is read on a side stream that waits for the work queued so far, so that the
-    model's own stream goes on. The caller must not write to the tensor until it is copied.
+    A tensor of a GPU is read on a stream beside the model's, after the work that is queued now.
+    The caller must not write to the tensor until it is copied.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
+        self._tensor = tensor = tensor.detach()
+        self._copies = for_tensor(tensor) if type(tensor) is torch.Tensor else None
         self._ready: Any = None
-        if tensor.is_cuda:
+        if self._copies is not None:
+            self._tensor = tensor.resolve_conj().resolve_neg().contiguous()
+            self._ready = self._copies.queued()
+        elif tensor.is_cuda:
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record(torch.cuda.current_stream(tensor.device))
 
-    def copy_to(self, view: memoryview) -> None:
-        """Copy the tensor into `view`, densely: the only copy of a put."""
+    @property
+    def is_on_host(self) -> bool:
+        """Whether copying it is this thread's own work, and waits for no device."""
+        return self._copies is None and self._tensor.is_cpu
+
+    def copy_to(self, pool: MappedPool, extent: Extent) -> None:
+        """Copy the tensor into its extent of the pool, densely: the only copy of a put."""
+        if self._copies is not None:
+            pool.use_dma(self._copies.device)
+            self._copies.save(self._tensor, self._ready, pool.save_parts(extent))
+            return
+        view = pool.write_view(extent)
         tensor = self._tensor
         if _is_its_bytes(tensor, view.nbytes):
-            ctypes.memmove(_address_of(view), tensor.data_ptr(), view.nbytes)
+            ctypes.memmove(address_of(view), tensor.data_ptr(), view.nbytes)
             return
         dtype, shape = describe(tensor)
         target = as_tensor(view, dtype, shape)
@@ -69,6 +88,13 @@ class TensorSource:
         stream.synchronize()
 
 
+def load(
+    parts: Parts, dtype: str, shape: tuple[int, ...], copies: Copies
+) -> tuple[torch.Tensor, Event]:
+    """A tensor of the GPU that a copy on its way fills, for the current stream to use."""
+    return copies.load(parts, shape, _BY_NAME[dtype])
+
+
 def private_copy(
     view: memoryview, dtype: str, shape: tuple[int, ...], device: torch.device | str
 ) -> torch.Tensor:
@@ -80,7 +106,7 @@ def private_copy(
         if _is_its_bytes(copy, view.nbytes):
             if view.nbytes >= HUGE_PAGES_FROM_BYTES:
                 advise_huge_pages(copy.data_ptr(), view.nbytes)
-            ctypes.memmove(copy.data_ptr(), _address_of(view), view.nbytes)
+            ctypes.memmove(copy.data_ptr(), address_of(view), view.nbytes)
             return copy
     tensor = as_tensor(view, dtype, shape)
     if device.type != "cuda":
@@ -104,10 +130,6 @@ def _is_its_bytes(tensor: torch.Tensor, nbytes: int) -> bool:
         and not tensor.is_neg()
         and tensor.data_ptr() != 0  # no element, or no memory at all
     )
-
-
-def _address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -208,7 +208,7 @@ class _Put:
     def _copy_and_commit(self, reserved: pb.Reserved) -> None:
         session, reservations = self.session, [reserved.reservation]
         try:
-            self._copy_to(session.pools.of(reserved.extent).write_view(reserved.extent))
+            self._copy_to(session.pools.of(reserved.extent), reserved.extent)
         except BaseException:
             abort = pb.AbortRequest(session=session.token, reservations=reservations)
             session.calls.now("abort", abort)

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from ecd_client import Client
+from ecd_client.pools import Extent, MappedPool
 from ecd_client.writer import describe_entry
 from ecd_proto.shm.index import INDEX_HEADER_BYTES, RECOVERING_WORD, unpack_index_header
 from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD, Row, pack_row
@@ -51,8 +52,8 @@ def put(client, number):
     nbytes = chance.randint(*chance.choice(SIZES))
     key = f"{name}-{number}-{nbytes}"
     content = random.Random(key).randbytes(nbytes)
-    def copy_to(view):
-        view[:] = content
+    def copy_to(pool, extent):
+        pool.write_view(extent)[:] = content
     what = describe_entry(("n", key), "uint8", (nbytes,), 0.5, key.encode())
     kind = chance.random()
     if kind < 0.3:
@@ -103,7 +104,7 @@ with Client(address, namespace="n") as client:
 
 
 def content(key: str) -> bytes:
-    """What belongs to a key, and to no other; the key says how many bytes that is."""
+    """The one right content of a key, which names the number of its bytes."""
     return random.Random(key).randbytes(int(key.split("-")[2]))
 
 
@@ -222,10 +223,10 @@ def test_a_put_that_nobody_has_heard_of_is_kept(make_daemon: MakeDaemon) -> None
     copying, go_on = threading.Event(), threading.Event()
     old, new = "old-0-4096", [f"new-{number}-{4096 * number}" for number in range(5)]
 
-    def copy_to(view: memoryview) -> None:
+    def copy_to(pool: MappedPool, extent: Extent) -> None:
         copying.set()
         assert go_on.wait(20)
-        view[:] = content(old)
+        pool.write_view(extent)[:] = content(old)
 
     with Client(daemon.address, namespace="n") as client:
         for number in range(3):
@@ -277,7 +278,7 @@ def test_kills_one_after_the_other_lose_nothing(make_daemon: MakeDaemon) -> None
 
 
 def forget_proofs(daemon: Daemon) -> None:
-    """As if it had been killed before it read any bytes."""
+    """Clear all checksums, as if the daemon had been killed before it read any bytes."""
     [index] = daemon.shm.glob("*.index")
     with index.open("r+b") as file:
         shape = unpack_index_header(file.read(INDEX_HEADER_BYTES))
@@ -289,11 +290,11 @@ def forget_proofs(daemon: Daemon) -> None:
 
 @contextmanager
 def kept_aside(daemon: Daemon) -> Iterator[Callable[[], None]]:
-    """What a dead daemon has left, to be put back: as if the next one had not removed it."""
+    """Keep a dead daemon's files; the result puts them back, as if they had never been removed."""
     with tempfile.TemporaryDirectory() as made:
         aside = Path(made)
         for path in daemon.shm.iterdir():
-            if path.suffix not in (".bell", ".pool", ""):
+            if path.suffix not in (".bell", ".attach", ".pool", ""):
                 subprocess.run(["cp", "--sparse=always", path, aside], check=True)
         [stem] = {path.stem for path in aside.iterdir()}
 
@@ -362,7 +363,7 @@ def test_a_daemon_killed_before_it_began_costs_nothing(make_daemon: MakeDaemon) 
 
 
 class Page:
-    """What a client may write as it likes."""
+    """A client's page and claims, written at will."""
 
     def __init__(self, client: Client) -> None:
         session = client._connection.session()

@@ -16,6 +16,7 @@ from ecd.memory.host import HostPool
 from ecd.memory.pool_dir import PoolDir
 from ecd_client import Client
 from ecd_client.cli.doctor import COLLAPSES_SINCE, SHMEM_HUGE_PAGES
+from ecd_client.pools import Extent, MappedPool, address_of
 from ecd_client.writer import describe_entry
 from support.daemon import WITHOUT_HUGE_PAGES, Daemon, eventually
 
@@ -59,8 +60,8 @@ def test_a_put_and_a_get_take_few_page_faults(daemon: Daemon) -> None:
     ctypes.memset(data, 7, NBYTES)
     took: list[int] = []
 
-    def fill(view: memoryview) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    def fill(pool: MappedPool, extent: Extent) -> None:
+        address = address_of(pool.write_view(extent))
         took.append(faults(lambda: ctypes.memmove(address, data, NBYTES)))
 
     with Client(daemon.address) as client, Client(daemon.address) as other:

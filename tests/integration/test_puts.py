@@ -22,6 +22,7 @@ from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import SharedIndex
 from ecd_client import Client, DaemonUnavailable
 from ecd_client.calls import open_channel
+from ecd_client.pools import Extent, MappedPool
 from ecd_client.shared.puts import MAX_UNANSWERED, Claim, NewEntry, PutOutcome, PutWriter
 from ecd_proto.shm.session_page import CLAIM_WORDS, FIRST_CLAIM_WORD, MAX_CLAIMS
 from ecd_proto.v1 import cache_pb2 as pb
@@ -96,10 +97,10 @@ def test_what_is_being_written_outlives_its_grant(daemon: Daemon) -> None:
     with Client(daemon.address) as client, Client(daemon.address) as other:
         client.put("first", filled(MIB, 1))
 
-        def copy_to(view: memoryview) -> None:
+        def copy_to(pool: MappedPool, extent: Extent) -> None:
             copying.set()
             go_on.wait(20)
-            view[:] = b"\x07" * len(view)
+            pool.write_view(extent)[:] = b"\x07" * extent.nbytes
 
         entry = NewEntry("default", "slow", "uint8", (MIB,), MIB, b"", 0.0)
         stored = []
@@ -162,7 +163,7 @@ def test_a_copy_that_fails_stores_nothing_and_keeps_nothing(daemon: Daemon) -> N
         client.put("first", filled(MIB, 1))
         entry = NewEntry("default", "k", "uint8", (MIB,), MIB, b"", 0.0)
 
-        def copy_to(view: memoryview) -> None:
+        def copy_to(*_: object) -> None:
             raise OSError("the device is gone")
 
         for _ in range(MAX_CLAIMS + 1):
@@ -174,7 +175,7 @@ def test_a_copy_that_fails_stores_nothing_and_keeps_nothing(daemon: Daemon) -> N
 
 
 def test_whoever_looks_after_a_put_sees_it(daemon: Daemon) -> None:
-    """In memory and by calls, though the daemon lists it a moment later; a last put too."""
+    """Readers in memory and by calls see it, though the daemon lists it a moment later."""
     with Client(daemon.address) as client, Client(daemon.address) as other:
         stub = pb_grpc.CacheStub(open_channel(daemon.address))
         client.put("first", filled(5000, 1))
@@ -254,7 +255,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_put_that_ends_after_its_stream_is_kept(daemon: Daemon) -> None:
-    """Its client may not know yet, and says that all is well."""
+    """The client may not know yet that its stream has ended, and returns True."""
     with Client(daemon.address) as client, Client(daemon.address) as other:
         client.put("first", filled(5000, 1))
         session = client._connection.ref()
@@ -265,9 +266,12 @@ def test_a_put_that_ends_after_its_stream_is_kept(daemon: Daemon) -> None:
             assert isinstance(claim, Claim)
             return claim
 
+        def copy_to(pool: MappedPool, extent: Extent) -> None:
+            pool.write_view(extent)[:] = b"\7" * 5000
+
         def write(claim: Claim) -> PutOutcome:
             puts.session_is_over = False
-            return puts.write(claim, lambda view: view.__setitem__(slice(None), b"\7" * 5000))
+            return puts.write(claim, copy_to)
 
         rung, silent = claim("rung"), claim("silent")
         session._outbox.put(pb.SessionRequest(hello=pb.Hello()))  # a second one
@@ -329,7 +333,7 @@ def test_a_reservation_is_counted_and_seen_before_claims_are_looked_for(
 
     class Pages(Header):
         def __getitem__(self, words: slice) -> memoryview:
-            steps.append("look")
+            steps.append("scan")
             return self.words[words]
 
     directory = PoolDir(str(tmp_path), "test")
@@ -342,7 +346,7 @@ def test_a_reservation_is_counted_and_seen_before_claims_are_looked_for(
     monkeypatch.setattr("ecd.memory.claims.barrier", lambda: steps.append("barrier"))
     content = Content("uint8", (1,), 1)
     assert isinstance(cache.reserve(session, Key("n", "k"), content, 0.0), Reserved)
-    assert steps[:3] == ["count 1", "barrier", "look"]
+    assert steps[:3] == ["count 1", "barrier", "scan"]
     assert "count 0" not in steps
     index.close()
     directory.close()
@@ -363,7 +367,7 @@ def test_what_is_on_its_way_can_be_seen(daemon: Daemon) -> None:
     """An engine asks only for what may come: a miss that costs no call costs no step."""
     copying, go_on = threading.Event(), threading.Event()
 
-    def copy_to(view: memoryview) -> None:
+    def copy_to(*_: object) -> None:
         copying.set()
         go_on.wait(20)
 

@@ -151,9 +151,9 @@ def run_worker(address: str, without: str, seed: int) -> None:
     is_granted = PutWriter._is_granted
 
     def slow_write(self, claim, copy_to):
-        def slow_copy(view: memoryview) -> None:
+        def slow_copy(pool, extent) -> None:
             pause()
-            copy_to(view)
+            copy_to(pool, extent)
             pause()
 
         return write(self, claim, slow_copy)

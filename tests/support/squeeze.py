@@ -15,7 +15,7 @@ def being_written(address: str, nbytes: int) -> Iterator[None]:
     """Somebody's put of so many bytes has begun, and ends with the context."""
     copying, go_on = threading.Event(), threading.Event()
 
-    def copy_to(_: memoryview) -> None:
+    def copy_to(*_: object) -> None:
         copying.set()
         go_on.wait(120)
 

@@ -93,7 +93,7 @@ class IndexReader:
         self._free = list(range(FIRST_PIN_WORD + MAX_PINS - 1, FIRST_PIN_WORD - 1, -1))
 
     def contains(self, namespace: str, mm_hashes: Sequence[str]) -> list[bool]:
-        """Which of the keys are stored. Raises AskDaemon."""
+        """Tell for each key whether it is stored. Raises AskDaemon."""
         found, find = [], self._find
         for mm_hash in mm_hashes:
             record = self.record(namespace, mm_hash)
@@ -124,10 +124,12 @@ class IndexReader:
         """Whether the key has a row; puts without one do not count. Raises AskDaemon."""
         return self._find(record) is not None
 
-    def pin(self, namespace: str, mm_hash: str, on_miss: OnMiss) -> tuple[Row, int] | None:
+    def pin(
+        self, namespace: str, mm_hash: str, on_miss: OnMiss, is_use: bool = True
+    ) -> tuple[Row, int] | None:
         """The entry's row, and the pin that holds it until `unpin`. None: it is not stored.
 
-        Raises AskDaemon.
+        `is_use`: count it, for statistics and eviction. Raises AskDaemon.
         """
         record = self.record(namespace, mm_hash)
         for _ in range(TRIES):
@@ -151,7 +153,8 @@ class IndexReader:
             pin = self._announce(row.entry)
             try:
                 if row_mark(self._rows[start : start + ROW_BYTES]) == row_mark(bytes_):
-                    self._note_use(row)
+                    if is_use:
+                        self._note_use(row)
                     return row, pin
             except BaseException:  # Ctrl-C
                 self.unpin(pin)

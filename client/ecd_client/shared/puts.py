@@ -15,7 +15,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from ecd_client.errors import DaemonUnavailable
-from ecd_client.pools import MappedPool
+from ecd_client.pools import Extent, MappedPool
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.index import AskDaemon, IndexReader
 from ecd_client.shared.spin import spin
@@ -50,8 +50,8 @@ PAUSES_S = (20e-6, 1e-3)
 RING_AGAIN_S = 0.01
 
 
-CopyTo = Callable[[memoryview], None]
-"""Fills a writable view of the entry's length."""
+CopyTo = Callable[[MappedPool, Extent], None]
+"""Writes the entry's bytes to its extent of the pool; they are there when it returns or raises."""
 
 
 class PutOutcome(Enum):
@@ -196,7 +196,7 @@ class PutWriter:
         Returns STORED or UNANSWERED.
         """
         try:
-            copy_to(self._pool.write_view(claim))  # step 5
+            copy_to(self._pool, claim)  # step 5
         except BaseException:
             self.leave(claim)
             raise

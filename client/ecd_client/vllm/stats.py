@@ -17,6 +17,7 @@ COUNTERS = {
     "loads": "Items loaded into the engine's encoder cache.",
     "loaded_bytes": "Bytes of these.",
     "reloads": "Loads whose lease had run out and that had to get the item again.",
+    "pin_failures": "Pools that CUDA refused to pin: copies of them take three times as long.",
     "saves": "Items stored in ecd.",
     "saved_bytes": "Bytes of these.",
     "duplicates": "Items encoded here that ecd had already.",

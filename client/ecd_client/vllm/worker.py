@@ -1,9 +1,8 @@
-"""The worker's role: copy leased extents into vLLM's encoder cache, and its outputs into ecd."""
+"""The worker's role: ecd's items into vLLM's encoder cache, and the encoder's outputs into ecd."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import OrderedDict, deque
 from concurrent.futures import Future, wait
 from time import monotonic
@@ -14,13 +13,11 @@ from vllm.logger import init_logger
 
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, EcdError
-from ecd_client.item import Handle
-from ecd_client.tensors import private_copy
 from ecd_client.vllm.compat import TELLS_WHAT_TO_SAVE
+from ecd_client.vllm.loader import Loader
 from ecd_client.vllm.settings import Settings
 from ecd_client.vllm.stats import EcdStats, SharedCounts
 from ecd_client.vllm.transfer import EcdMetadata, EcdWorkerMetadata, Load
-from ecd_proto.mapping import Mapping
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -36,8 +33,6 @@ SEEN_WITHIN_S = 0.1
 """Longest wait of a step until memory shows the items that it saved."""
 MAX_ORIGINS = 1 << 14
 """Items whose move and cost are remembered, in case they have to be stored again."""
-MAX_INCARNATIONS = 2
-"""Incarnations whose pools stay mapped: the daemon's, and the one before."""
 
 
 class WorkerRole:
@@ -52,15 +47,14 @@ class WorkerRole:
             connect_timeout=0.0,
         )
         self._stats = EcdStats()
-        self._pools: dict[tuple[str, str], Mapping] = {}  # by incarnation and path
-        self._loaded: set[str] = set()
+        self._loader = Loader(self._client, settings.load_timeout_s, self._stats)
+        self._loader.pin()
         self._saves: deque[tuple[str, Future[bool], int]] = deque()
         self._saving_bytes = 0
         self._origins: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._is_answered = True  # whether the last wait for a save ended in time
         self._encoding_since_s = monotonic()
         self._rank: int | None = None
-        self._device: torch.device | None = None
         self._namespace: str | None = None
         self._encoder_cache: dict[str, torch.Tensor] | None = None
         self._counts: SharedCounts | None = None
@@ -102,8 +96,7 @@ class WorkerRole:
         """The loads done since the last call, each as `<rank>/<load>`."""
         if self._only_encodes:
             self._wait_seen()
-        loaded, self._loaded = self._loaded, set()
-        return loaded
+        return self._loader.take_reports()
 
     def report(self) -> EcdWorkerMetadata | None:
         """The message to the scheduler, if there is news."""
@@ -138,61 +131,20 @@ class WorkerRole:
     # -- loading -------------------------------------------------------------------------------
 
     def load(self, loads: list[Load], encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Copy every item into `encoder_cache`; the copies are complete on return."""
+        """Put every item into `encoder_cache`, whole for what the step does next."""
         self._encoder_cache = encoder_cache
         self._check_mark(encoder_cache)
         for load in loads:
-            if load.identifier not in encoder_cache:
-                encoder_cache[load.identifier] = self._copy(load)
+            report = f"{self._tensor_parallel_rank()}/{load.id}"
+            if load.identifier in encoder_cache:
+                self._loader.report(report)
+            else:
+                encoder_cache[load.identifier] = self._loader.load(load, report)
                 _, cost_s = self._origins.get(load.identifier, (-1, 0.0))
                 self._note_origin(load.identifier, cost_s)
                 self._stats.count("loads")
                 self._stats.count("loaded_bytes", load.handle.nbytes)
-            self._loaded.add(f"{self._tensor_parallel_rank()}/{load.id}")
         self._encoding_since_s = monotonic()
-
-    def _copy(self, load: Load) -> torch.Tensor:
-        handle = load.handle
-        device = self._device = self._device or _device()
-        try:
-            pool = self._pool(handle)
-            view = pool.view(handle.offset, handle.nbytes)
-            pool.populate_once(handle.offset, handle.nbytes)
-            copy = private_copy(view, handle.dtype, handle.shape, device)
-            if monotonic() < handle.expires_s:
-                return copy
-            cause = "its lease may have run out before this step"
-        except OSError as error:
-            cause = f"its pool cannot be mapped: {error}"
-        # The scheduler may well have renewed the lease; a lease of our own is proof.
-        self._stats.count("reloads")
-        try:
-            item = self._client.get(load.identifier, self._settings.load_timeout_s)
-        except EcdError as error:
-            raise RuntimeError(
-                f"ecd: {load.identifier} was promised, but {cause}; {error}"
-            ) from error
-        if item is None or item.shape != handle.shape or item.dtype != handle.dtype:
-            raise RuntimeError(f"ecd: {load.identifier} was promised, but {cause} and it is gone")
-        with item:
-            return item.to(device)
-
-    def _pool(self, handle: Handle) -> Mapping:
-        place = handle.incarnation, handle.pool_path
-        pool = self._pools.get(place)
-        if pool is None:
-            try:
-                fd = os.open(handle.pool_path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:  # the daemon was restarted: the scheduler still has it open
-                fd = os.open(handle.pool_fd_path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                pool = self._pools[place] = Mapping(fd, handle.pool_bytes, writable=False)
-            finally:
-                os.close(fd)
-            incarnations = list(dict.fromkeys(incarnation for incarnation, _ in self._pools))
-            for left in incarnations[:-MAX_INCARNATIONS]:
-                self._pools = {at: each for at, each in self._pools.items() if at[0] != left}
-        return pool
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -223,8 +175,7 @@ class WorkerRole:
                 item, _ = self._client.get_now(identifier)
                 if item is not None:
                     with item:
-                        self._device = self._device or _device()
-                        encoder_cache[identifier] = item.to(self._device)
+                        encoder_cache[identifier] = item.to(self._loader.device, non_blocking=True)
                         self._note_origin(identifier, item.cost_s)
 
     def _note_origin(self, identifier: str, cost_s: float) -> None:
@@ -296,13 +247,3 @@ class WorkerRole:
 
             self._rank = get_tensor_model_parallel_rank()
         return self._rank
-
-
-def _device() -> torch.device:
-    """The device of this worker's encoder cache."""
-    from vllm.platforms import current_platform
-
-    device: Any = current_platform.device_type
-    if current_platform.is_cuda_alike():
-        return torch.device(f"{device}:{current_platform.current_device()}")
-    return torch.device(device)

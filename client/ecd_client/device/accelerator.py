@@ -1,0 +1,119 @@
+"""The GPUs that this process uses through torch, as far as copies beside its own work need them."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+BINDINGS_SINCE = (12, 9, 1)
+"""The version of cuda-bindings that first lets other threads run while a call waits."""
+
+
+class Stream(Protocol):
+    @property
+    def cuda_stream(self) -> int:
+        """The stream's number in CUDA's driver."""
+
+
+class Accelerator(Protocol):
+    """Tensors and streams of the process's GPUs, which are numbered as its driver numbers them."""
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        """The GPU that has the tensor; None: it is elsewhere."""
+
+    def current_device(self) -> int: ...
+
+    def current_stream(self, device: int) -> Stream: ...
+
+    def new_stream(self, device: int) -> Stream: ...
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: int, stream: Any
+    ) -> torch.Tensor:
+        """A new tensor for `stream` to fill and the current stream to use.
+
+        Its memory is given to others only after both have done what was queued before its end.
+        """
+
+
+class TorchCuda:
+    """NVIDIA's GPUs, by torch. No test without a GPU runs these lines."""
+
+    def __init__(self) -> None:
+        from torch import cuda
+
+        self._cuda: Any = cuda
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        return tensor.get_device() if tensor.is_cuda else None
+
+    def current_device(self) -> int:
+        device: int = self._cuda.current_device()
+        return device
+
+    def current_stream(self, device: int) -> Any:
+        return self._cuda.current_stream(device)
+
+    def new_stream(self, device: int) -> Any:
+        return self._cuda.Stream(device)
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: int, stream: Any
+    ) -> torch.Tensor:
+        import torch
+
+        with self._cuda.stream(stream):
+            made = torch.empty(shape, dtype=dtype, device=torch.device("cuda", device))
+        made.record_stream(self.current_stream(device))
+        return made
+
+
+def _check_bindings() -> None:
+    """Import the driver's calls. Raises Exception, whose text says what is wrong."""
+    import cuda.bindings
+
+    from ecd_client.device import driver
+
+    version = str(cuda.bindings.__version__)
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < BINDINGS_SINCE:
+        raise ImportError(f"{version} of it holds up all threads while one waits")
+    assert driver
+
+
+_found: Accelerator | None = None
+_is_missing = False
+
+
+def find() -> Accelerator | None:
+    """The GPUs, once this process has used one; None also where torch is not NVIDIA's.
+
+    A process that has not used its GPU yet is left alone: the driver's context takes 0.5 GiB.
+    """
+    global _found, _is_missing
+    if _found is not None or _is_missing:
+        return _found
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "version"):  # half imported
+        return None
+    if torch.version.cuda is None:
+        _is_missing = True
+    elif torch.cuda.is_initialized():
+        try:
+            _check_bindings()
+        except Exception as error:  # not installed, or not for this driver
+            _is_missing = True
+            logger.warning(
+                "GPU copies are not pinned and hold up their caller, as cuda-bindings cannot be "
+                "used: %s. `pip install 'cuda-bindings>=12.9.1'` mends that",
+                error,
+            )
+        else:
+            _found = TorchCuda()
+    return _found

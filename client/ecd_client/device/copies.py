@@ -1,0 +1,140 @@
+"""Copies between a GPU and the pools, on streams of their own beside the engine's work.
+
+The rules that keep every byte right, by the names that docs/gpu.md explains them under:
+
+W1  A save reads its tensor after the work that was queued when the save was asked for.
+W2  An entry is committed after this process has seen the end of the copies into its extent.
+W3  Until then the tensor stays referred to, and the extent stays the session's.
+R1  An entry is held before a load of it is queued.
+R2  The hold ends after the load is over.
+R3  A load's destination goes to nobody else before the load is over, and the stream that uses it
+    waits for the load.
+R4  Memory is unregistered and unmapped after all copies from and to it are over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ecd_client.device import accelerator
+from ecd_client.device.ends import FAILED_S
+from ecd_client.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ecd_client.device.driver import Event
+    from ecd_client.pools import Parts
+
+
+class Copies:
+    """Loads from and saves to the pools for one GPU, on one stream each."""
+
+    def __init__(self, gpu: accelerator.Accelerator, device: int) -> None:
+        """Raises ImportError where cuda-bindings is missing."""
+        from ecd_client.device import driver
+
+        self.device = device
+        self._gpu, self._driver = gpu, driver
+        self._loads, self._saves = gpu.new_stream(device), gpu.new_stream(device)
+
+    def load(
+        self, source: Parts, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Event]:
+        """Queue copies of host memory, given by addresses and sizes, into a new tensor.
+
+        What the current stream does from now on sees the tensor whole. The caller holds the memory
+        until the event is over. Raises DeviceError.
+        """
+        with self._driver.on(self.device):
+            tensor = self._gpu.empty(shape, dtype, self.device, self._loads)  # R3
+            to, stream = tensor.data_ptr(), self._loads.cuda_stream
+            for address, nbytes in source:
+                self._driver.copy(to, address, nbytes, stream)
+                to += nbytes
+            over = self._driver.Event(self.device, stream)
+            over.precede(self._gpu.current_stream(self.device).cuda_stream)  # R3
+            return tensor, over
+
+    def queued(self) -> Event:
+        """The end of what is queued on the current stream now. Raises DeviceError."""
+        stream = self._gpu.current_stream(self.device).cuda_stream
+        return self._driver.Event(self.device, stream)
+
+    def save(self, tensor: torch.Tensor, queued: Event, target: Parts) -> None:
+        """Copy a dense tensor, which the work before `queued` makes, to host memory.
+
+        All copies are over when this returns or raises. Raises DeviceError.
+        """
+        with self._driver.on(self.device):
+            stream, source = self._saves.cuda_stream, tensor.data_ptr()
+            queued.precede(stream)  # W1
+            with self._settled(stream):  # W2, W3
+                for address, nbytes in target:
+                    self._driver.copy(address, source, nbytes, stream)
+                    source += nbytes
+
+    @contextlib.contextmanager
+    def _settled(self, stream: int) -> Iterator[None]:
+        """Wait for what the body queues, also where it breaks off."""
+        broken: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            broken = error
+        while True:
+            try:
+                self._driver.Event(self.device, stream).wait()
+                break
+            except KeyboardInterrupt as error:  # the GPU goes on writing
+                broken = broken or error
+            except DeviceError as error:
+                time.sleep(FAILED_S)
+                broken = broken or error
+                break
+        if broken is not None:
+            raise broken
+
+    def settle(self) -> None:
+        """Wait for all copies that were queued before. Raises DeviceError."""
+        for stream in (self._loads, self._saves):
+            self._driver.Event(self.device, stream.cuda_stream).wait()
+
+
+_lock = threading.Lock()
+_copies: dict[int, Copies] = {}
+
+
+def settle() -> None:
+    """Wait for all copies of this process that were queued before. Raises DeviceError."""
+    with _lock:
+        each = list(_copies.values())
+    for copies in each:
+        copies.settle()
+
+
+def for_tensor(tensor: torch.Tensor) -> Copies | None:
+    """The copies of the tensor's GPU. None: it has none, or torch must copy it."""
+    gpu = accelerator.find()
+    return None if gpu is None else _for_number(gpu, gpu.device_of(tensor))
+
+
+def for_device(device: torch.device) -> Copies | None:
+    """The copies of a GPU. None: it is none, or torch must copy there."""
+    gpu = accelerator.find() if device.type == "cuda" else None
+    if gpu is None:
+        return None
+    return _for_number(gpu, gpu.current_device() if device.index is None else device.index)
+
+
+def _for_number(gpu: accelerator.Accelerator, number: int | None) -> Copies | None:
+    if number is None:
+        return None
+    with _lock:
+        if number not in _copies:
+            _copies[number] = Copies(gpu, number)
+        return _copies[number]

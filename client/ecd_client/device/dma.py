@@ -1,0 +1,87 @@
+"""One session's DMA: the daemon is told of it before the first copy, and the pools are pinned."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ecd_client.device.attach import attach
+from ecd_client.errors import EcdError
+from ecd_client.shared.board import MappedBoard
+from ecd_proto.shm.session_page import DMA_WORD, PAGE_BYTES, PINNED_WORD
+
+if TYPE_CHECKING:
+    from ecd_client.pools import MappedPool
+
+logger = logging.getLogger(__name__)
+
+
+def is_wanted() -> bool:
+    """Whether `ECD_PIN` allows pinning: `auto`, the default, or `off`."""
+    return os.environ.get("ECD_PIN", "auto").strip().lower() not in ("off", "0", "false", "no")
+
+
+class SessionDma:
+    """Lets one session's copies go to and from pinned memory.
+
+    A process that is killed leaves copies that its GPU goes on with. So the daemon takes a
+    descriptor of the process as the session attaches, and a word in the session's page says from
+    the first copy into the pool on that there may be such copies; docs/gpu.md has the rule.
+    """
+
+    def __init__(self, attach_path: str, token: str, board: MappedBoard) -> None:
+        self._attach_path, self._token = attach_path, token
+        self._words = board.page.view(0, PAGE_BYTES).cast("Q")
+        self._lock = threading.Lock()
+        self._has_begun = self._has_ended = False
+        self._pools: tuple[MappedPool, ...] = ()
+        self.may_write = False
+        """Whether the daemon knows of this process, so that copies into the pool may be DMA."""
+
+    def add(self, pools: Iterable[MappedPool]) -> None:
+        """Name the session's pools, once, before `begin`."""
+        self._pools = tuple(pools)
+
+    def begin(self, device: int) -> None:
+        """Attach and pin the pools, on a thread of its own; later calls do nothing."""
+        if self._has_begun:
+            return
+        with self._lock:
+            if self._has_begun:
+                return
+            self._has_begun = True
+        threading.Thread(target=self._run, args=(device,), name="ecd-attach", daemon=True).start()
+
+    def _run(self, device: int) -> None:
+        try:
+            attach(self._attach_path, self._token)
+            self.may_write = True
+        except (OSError, EcdError) as error:
+            logger.warning("copies from the GPU are not pinned: the daemon refused: %s", error)
+        for pool in self._pools:
+            try:
+                pool.pin(device)
+            except OSError as error:
+                logger.warning("a pool cannot be mapped to be pinned: %s", error)
+        pinned_bytes = sum(pool.wait_pinned() for pool in self._pools)
+        with self._lock:  # after the end the page is another session's
+            if not self._has_ended:
+                self._words[PINNED_WORD] = pinned_bytes
+
+    def note_write(self) -> None:
+        """Say that copies by DMA into the pool may be under way, until `end`."""
+        self._words[DMA_WORD] = 1
+
+    def end(self) -> None:
+        """Say that no copy is under way, and none will be."""
+        with self._lock:
+            self._has_ended = True
+            self._words[PINNED_WORD] = self._words[DMA_WORD] = 0
+
+    def cut_off(self) -> None:
+        """In a forked child: the session is the parent's."""
+        self._lock = threading.Lock()
+        self._has_begun = True

@@ -1,0 +1,100 @@
+"""The calls of CUDA's driver that ecd makes, checked.
+
+They come from cuda-bindings, which torch's CUDA builds bring along. Streams are plain numbers, as
+torch gives them. `on` makes the primary context of a device, which torch works in, current for a
+while: whatever the thread had before is current again after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cuda.bindings import driver as cuda
+
+from ecd_client.errors import DeviceError
+
+_OK, _NOT_READY = cuda.CUresult.CUDA_SUCCESS, cuda.CUresult.CUDA_ERROR_NOT_READY
+_PORTABLE = cuda.CU_MEMHOSTREGISTER_PORTABLE
+_EVENT_FLAGS = (
+    cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING | cuda.CUevent_flags.CU_EVENT_BLOCKING_SYNC
+)
+
+_contexts: dict[int, Any] = {}
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    result, *values = function(*arguments)
+    if result != _OK:
+        raise _error(function.__name__, result)
+    return values[0] if values else None
+
+
+def _error(call: str, result: Any) -> DeviceError:
+    return DeviceError(f"{call}: {getattr(result, 'name', result)}")
+
+
+@contextlib.contextmanager
+def on(device: int) -> Iterator[None]:
+    """Have the device's primary context current in the body. Raises DeviceError."""
+    context = _contexts.get(device)
+    if context is None:
+        _call(cuda.cuInit, 0)
+        context = _call(cuda.cuDevicePrimaryCtxRetain, _call(cuda.cuDeviceGet, device))
+        context = _contexts.setdefault(device, context)
+    _call(cuda.cuCtxPushCurrent, context)
+    try:
+        yield
+    finally:
+        cuda.cuCtxPopCurrent()
+
+
+def register(address: int, nbytes: int) -> None:
+    """Pin host memory, for copies of every device of this process. Raises DeviceError."""
+    _call(cuda.cuMemHostRegister, address, nbytes, _PORTABLE)
+
+
+def unregister(address: int) -> None:
+    """Undo `register`; no copy may be under way there. Raises DeviceError."""
+    _call(cuda.cuMemHostUnregister, address)
+
+
+def copy(to: int, source: int, nbytes: int, stream: int) -> None:
+    """Queue a copy between any two addresses.
+
+    Returns at once where host memory is registered, and may wait where it is not. Raises
+    DeviceError.
+    """
+    _call(cuda.cuMemcpyAsync, to, source, nbytes, cuda.CUstream(stream))
+
+
+class Event:
+    """The end of all that was queued on a stream of the device when this was made."""
+
+    def __init__(self, device: int, stream: int) -> None:
+        """Raises DeviceError."""
+        self._device = device
+        with on(device):
+            self._event = _call(cuda.cuEventCreate, _EVENT_FLAGS)
+            weakref.finalize(self, cuda.cuEventDestroy, self._event).atexit = False
+            _call(cuda.cuEventRecord, self._event, cuda.CUstream(stream))
+
+    def is_over(self) -> bool:
+        """Whether all of it is done. Raises DeviceError where the device has failed."""
+        with on(self._device):
+            result = cuda.cuEventQuery(self._event)[0]
+        if result not in (_OK, _NOT_READY):
+            raise _error("cuEventQuery", result)
+        return bool(result == _OK)
+
+    def wait(self) -> None:
+        """Block this thread until `is_over`. Raises DeviceError where the device has failed."""
+        with on(self._device):
+            _call(cuda.cuEventSynchronize, self._event)
+
+    def precede(self, stream: int) -> None:
+        """Have all that is queued on `stream` from now on wait for this. Raises DeviceError."""
+        with on(self._device):
+            _call(cuda.cuStreamWaitEvent, cuda.CUstream(stream), self._event, 0)

@@ -1,0 +1,149 @@
+"""Pools whose pages are pinned in this process, so that a GPU copies from and to them by DMA.
+
+A pool is mapped and registered with CUDA once per process, however many sessions use it: that takes
+about 0.1 s for a GiB. It is registered in pieces, on a thread of its own; one copy must not cross
+from one piece into the next. CUDA copies from memory that is not registered too, through a buffer
+of its own, at a third of the speed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+
+from ecd_client.errors import DeviceError
+from ecd_proto.mapping import Mapping
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 1 << 30
+"""Bytes registered by one call: 512 GiB at once fail, and launches may wait for a call."""
+PROGRESS_S = 2.0
+
+
+class PinnedPool:
+    """One pool's file, mapped for DMA; `pinned_bytes` of it, from its first on, are registered."""
+
+    def __init__(self, fd: int, nbytes: int, device: int) -> None:
+        """Map the file, and begin to register it. Raises OSError."""
+        self.nbytes, self.pinned_bytes = nbytes, 0
+        self.failure: str | None = None
+        """The driver's refusal, after which nothing more is registered."""
+        self.users = 0  # sessions; changed by `acquire` and `release` alone
+        self._device = device
+        self._mapping = Mapping(fd, nbytes, writable=True)
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._register, name="ecd-pin", daemon=True)
+        self._thread.start()
+
+    def parts(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """Addresses and sizes of the parts to copy one by one; empty: not all of it is pinned."""
+        end = offset + nbytes
+        if end > self.pinned_bytes:
+            return []
+        parts = []
+        while offset < end:
+            part = min(end, (offset // PIECE_BYTES + 1) * PIECE_BYTES) - offset
+            parts.append((self._mapping.address + offset, part))
+            offset += part
+        return parts
+
+    def wait(self) -> int:
+        """Wait until nothing more will be registered; returns `pinned_bytes`."""
+        self._thread.join()
+        return self.pinned_bytes
+
+    def _register(self) -> None:
+        from ecd_client.device import driver  # cuda-bindings, which not every process has
+
+        started_s = told_s = time.monotonic()
+        try:
+            with driver.on(self._device):
+                while self.pinned_bytes < self.nbytes and self._register_next():
+                    if time.monotonic() - told_s >= PROGRESS_S:
+                        told_s = time.monotonic()
+                        logger.info(
+                            "pinning the pool: %.0f %%", 100 * self.pinned_bytes / self.nbytes
+                        )
+        except DeviceError as error:
+            self.failure = str(error)
+            logger.warning(
+                "the pool cannot be pinned, and GPU copies of what lies beyond %.2f GiB take "
+                "three times as long: %s",
+                self.pinned_bytes / (1 << 30),
+                error,
+            )
+        else:
+            if not self._closing:
+                took_s = time.monotonic() - started_s
+                logger.info("pinned %.2f GiB in %.2f s", self.nbytes / (1 << 30), took_s)
+
+    def _register_next(self) -> bool:
+        """Register one more piece. False: this object is being closed. Raises DeviceError."""
+        from ecd_client.device import driver
+
+        with self._lock:
+            if self._closing:
+                return False
+            nbytes = min(PIECE_BYTES, self.nbytes - self.pinned_bytes)
+            driver.register(self._mapping.address + self.pinned_bytes, nbytes)
+            self.pinned_bytes += nbytes
+            return True
+
+    def close(self) -> None:
+        """Wait for the copies under way, then unregister all pieces (R4)."""
+        from ecd_client.device import copies, driver
+
+        with self._lock:  # a piece that is being registered comes first
+            self._closing = True
+            pieces = range(0, self.pinned_bytes, PIECE_BYTES)
+            self.pinned_bytes = 0
+            try:
+                copies.settle()
+                with driver.on(self._device):
+                    for offset in pieces:
+                        driver.unregister(self._mapping.address + offset)
+            except DeviceError as error:
+                logger.warning("the pool stays pinned in this process: %s", error)
+
+    def cut_off(self) -> None:
+        """In a forked child: nothing written here reaches the pool any more."""
+        self._mapping.cut_off()
+
+
+_lock = threading.Lock()
+_pools: dict[tuple[int, int], PinnedPool] = {}  # by device and inode of the file
+
+
+def acquire(fd: int, nbytes: int, device: int) -> PinnedPool:
+    """The pinned pool of this file, for one session until `release`. Raises OSError."""
+    found = os.fstat(fd)
+    with _lock:
+        pool = _pools.get((found.st_dev, found.st_ino))
+        if pool is None:
+            pool = _pools[found.st_dev, found.st_ino] = PinnedPool(fd, nbytes, device)
+        pool.users += 1
+        return pool
+
+
+def release(pool: PinnedPool) -> None:
+    """Let go of a session's pool, and unpin it with the last one."""
+    with _lock:
+        pool.users -= 1
+        if pool.users:
+            return
+        for place in [place for place, each in _pools.items() if each is pool]:
+            del _pools[place]
+    pool.close()
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _pools.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)  # its pools are the parent's

@@ -1,0 +1,190 @@
+"""Copies of items for vLLM's encoder cache, from the memory that the scheduler's role holds.
+
+On a GPU a copy is only queued: the step that needs it waits on the GPU, and no step waits on the
+host. The worker holds the entry itself meanwhile, so that the load is over for the scheduler at
+once; where it cannot, the scheduler hears of the load in the first step that finds the copy done.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from math import inf
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+
+from ecd_client.client import Client
+from ecd_client.device.copies import Copies, for_device
+from ecd_client.device.ends import under_way
+from ecd_client.errors import DeviceError, EcdError
+from ecd_client.item import Handle
+from ecd_client.pools import address_of
+from ecd_client.tensors import load as start_load
+from ecd_client.tensors import private_copy
+from ecd_client.vllm.stats import EcdStats
+from ecd_client.vllm.transfer import Load
+from ecd_proto.mapping import Mapping
+
+if TYPE_CHECKING:
+    from ecd_client.device.driver import Event
+
+logger = init_logger(f"vllm.{__name__}")
+
+MAX_INCARNATIONS = 2
+"""Incarnations whose pools stay mapped: the daemon's, and the one before."""
+
+
+class Loader:
+    """Loads items onto this worker's device, and remembers which loads to report as done."""
+
+    def __init__(self, client: Client, timeout_s: float, stats: EcdStats) -> None:
+        """`timeout_s` bounds the call for an item whose lease ran out before its load."""
+        self._client, self._timeout_s, self._stats = client, timeout_s, stats
+        self._pools: dict[tuple[str, str], Mapping] = {}  # by incarnation and path
+        self._reports: set[str] = set()
+        self._under_way: list[tuple[Event, str]] = []
+        self._pin_failure: str | None = None
+        self._has_failed = False  # so that torch makes the copies
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of this worker's encoder cache."""
+        return _device()
+
+    def pin(self) -> None:
+        """Pin the pool in the background, where this device is a GPU."""
+        self._client.pin(self.device)
+
+    def load(self, load: Load, report: str) -> torch.Tensor:
+        """The item on this device, whole for what is queued next; `report` says when it is done.
+
+        Raises RuntimeError where the item is gone.
+        """
+        copies = None if self._has_failed else for_device(self.device)
+        if copies is not None:
+            self._note_pin_failure()
+            try:
+                return self._queue(load, report, copies)
+            except DeviceError as error:  # torch will say the same, if the device is lost
+                self._has_failed = True
+                self._stats.count("pin_failures")
+                logger.warning("ecd: copies are made by torch from now on: %s", error)
+            except OSError:
+                pass  # its pool cannot be mapped
+        copy = self._load_leased(load)
+        self.report(report)
+        return copy
+
+    def report(self, report: str) -> None:
+        """Have the next `take_reports` name a load that needs the scheduler's hold no more."""
+        self._reports.add(report)
+
+    def take_reports(self) -> set[str]:
+        """The reports of loads that were done since the last call; waits for none."""
+        if self._under_way:
+            left = set(under_way(over for over, _ in self._under_way))
+            self._reports |= {report for over, report in self._under_way if over not in left}
+            self._under_way = [each for each in self._under_way if each[0] in left]
+        reports, self._reports = self._reports, set()
+        return reports
+
+    # -- ways to load --------------------------------------------------------------------------
+
+    def _queue(self, load: Load, report: str, copies: Copies) -> torch.Tensor:
+        """Queue a copy. Raises DeviceError, and OSError where the item's pool cannot be mapped."""
+        handle = load.handle
+        held = self._client.hold(load.identifier, handle)
+        if held is not None:
+            with held:  # until the copy is over
+                copy = held.to(self.device, non_blocking=True)
+            self.report(report)
+            return copy
+        view = self._view(handle)
+        parts = [(address_of(view), view.nbytes)] if view.nbytes else []
+        copy, over = start_load(parts, handle.dtype, handle.shape, copies)
+        if handle.expires_s == inf:  # the scheduler's pin, which outlasts the copy
+            self._under_way.append((over, report))
+            return copy
+        over.wait()
+        if monotonic() >= handle.expires_s:
+            copy = self._load_anew(load, "its lease may have run out before this step")
+        self.report(report)
+        return copy
+
+    def _load_leased(self, load: Load) -> torch.Tensor:
+        """Copy while the scheduler's lease holds, and look at the clock after that."""
+        handle = load.handle
+        try:
+            copy = private_copy(self._view(handle), handle.dtype, handle.shape, self.device)
+            if monotonic() < handle.expires_s:
+                return copy
+            cause = "its lease may have run out before this step"
+        except OSError as error:
+            cause = f"its pool cannot be mapped: {error}"
+        return self._load_anew(load, cause)
+
+    def _load_anew(self, load: Load, cause: str) -> torch.Tensor:
+        """Get the item once more: a lease of our own proves what the scheduler may have renewed.
+
+        Raises RuntimeError.
+        """
+        self._stats.count("reloads")
+        try:
+            item = self._client.get(load.identifier, self._timeout_s)
+        except EcdError as error:
+            raise RuntimeError(
+                f"ecd: {load.identifier} was promised, but {cause}; {error}"
+            ) from error
+        handle = load.handle
+        if item is None or item.shape != handle.shape or item.dtype != handle.dtype:
+            raise RuntimeError(f"ecd: {load.identifier} was promised, but {cause} and it is gone")
+        with item:
+            return item.to(self.device, non_blocking=True)
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _view(self, handle: Handle) -> memoryview:
+        """The item's bytes. Raises OSError."""
+        pool = self._pool(handle)
+        view = pool.view(handle.offset, handle.nbytes)
+        pool.populate_once(handle.offset, handle.nbytes)
+        return view
+
+    def _pool(self, handle: Handle) -> Mapping:
+        place = handle.incarnation, handle.pool_path
+        pool = self._pools.get(place)
+        if pool is None:
+            try:
+                fd = os.open(handle.pool_path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:  # the daemon was restarted: the scheduler still has it open
+                fd = os.open(handle.pool_fd_path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                pool = self._pools[place] = Mapping(fd, handle.pool_bytes, writable=False)
+            finally:
+                os.close(fd)
+            incarnations = list(dict.fromkeys(incarnation for incarnation, _ in self._pools))
+            for left in incarnations[:-MAX_INCARNATIONS]:
+                self._pools = {at: each for at, each in self._pools.items() if at[0] != left}
+        return pool
+
+    def _note_pin_failure(self) -> None:
+        """Count a refusal to pin, and log it, once."""
+        failure = self._client.pin_failure
+        if failure != self._pin_failure:
+            self._pin_failure = failure
+            if failure is not None:
+                self._stats.count("pin_failures")
+                logger.warning("ecd: the pool cannot be pinned for GPU copies: %s", failure)
+
+
+def _device() -> torch.device:
+    """The device of this worker's encoder cache."""
+    from vllm.platforms import current_platform
+
+    device: Any = current_platform.device_type
+    if current_platform.is_cuda_alike():
+        return torch.device(f"{device}:{current_platform.current_device()}")
+    return torch.device(device)

@@ -1,0 +1,165 @@
+"""Drives the connector on the stand-in's GPU, through vLLM's own code of both model runners.
+
+    python gpu_order.py ADDRESS MODEL
+
+Prints what each step did, waited for and left in the encoder cache, as JSON.
+"""
+
+import json
+import sys
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from vllm.config import ECTransferConfig
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+from vllm.distributed.parallel_state import (
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunnerMixin
+
+import ecd_client.vllm.loader
+from ecd_client import Client
+from ecd_client.vllm.identity import Identity
+from support.cuda.gpu import StandinGpu
+from support.cuda.standin import Control
+
+address, model = sys.argv[1:]
+control = Control.of_this_process()
+gpu = StandinGpu.use()
+ecd_client.vllm.loader._device = lambda: torch.device("cuda:0")
+transfer_config = ECTransferConfig(
+    ec_connector="EcdConnector",
+    ec_connector_module_path="ecd_client.vllm",
+    ec_role="ec_both",
+    ec_connector_extra_config={"ecd_address": address},
+)
+config = EngineArgs(model=model, ec_transfer_config=transfer_config).create_engine_config()
+from vllm.config import set_current_vllm_config  # noqa: E402
+
+with set_current_vllm_config(config):
+    init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
+    ensure_model_parallel_initialized(1, 1)
+
+scheduler = ECConnectorFactory.create_connector(config, ECConnectorRole.SCHEDULER)
+state = sys.modules["vllm.distributed.ec_transfer.ec_transfer_state"]
+state.ensure_ec_transfer_initialized(config)
+worker = state.get_ec_transfer()
+cache: dict[str, torch.Tensor] = {}
+client = Client(address, namespace=Identity.of(config, None, None).namespace)
+for role in (scheduler._scheduler, worker._worker):
+    role._client.wait_connected(30)
+STEP = SimpleNamespace(total_num_scheduled_tokens=8)
+SHAPE = (8, 128)
+
+
+@contextmanager
+def first_runner(output: SimpleNamespace):
+    """The hooks in the order of vLLM's first runner, which saves as it encodes."""
+    with ECConnectorModelRunnerMixin._get_ec_connector_output(output, cache) as result:
+        yield result
+
+
+try:
+    from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
+
+    second_runner = ActiveECConnector(config, cache).maybe_get_output
+except ImportError:  # vLLM 0.28
+    second_runner = None
+
+
+def request(name: str, identifier: str) -> SimpleNamespace:
+    feature = SimpleNamespace(
+        identifier=identifier,
+        mm_position=SimpleNamespace(offset=0, length=8, get_num_embeds=lambda: 8),
+        modality="image",
+        data=MultiModalKwargsItem.dummy(),
+    )
+    return SimpleNamespace(
+        request_id=name, mm_features=[feature], num_preemptions=0, ec_transfer_params=None
+    )
+
+
+def until_ready(asked: SimpleNamespace) -> None:
+    deadline = time.monotonic() + 10
+    while not scheduler.ensure_cache_available(asked, 0):
+        assert time.monotonic() < deadline
+        scheduler.build_connector_meta(STEP)
+        time.sleep(0.001)
+
+
+def step(runner, asked: SimpleNamespace, byte: int | None, is_aborted: bool = False) -> dict:
+    """One step; it encodes the item if `byte` is given. Copies take 50 ms each meanwhile."""
+    identifier = asked.mm_features[0].identifier
+    until_ready(asked)
+    promised = scheduler.has_cache_item(identifier)
+    scheduler.update_state_after_alloc(asked, 0)
+    output = SimpleNamespace(
+        ec_connector_metadata=scheduler.build_connector_meta(STEP), finished_req_ids=set()
+    )
+    before = control.counters()
+    control.delay_us = 50_000
+    started = time.monotonic()
+    with runner(output) as result:
+        loaded = identifier in cache
+        if byte is not None:
+            cache[identifier] = gpu.encode(SHAPE, torch.bfloat16, byte)
+            if runner is first_runner:
+                ECConnectorModelRunnerMixin.maybe_save_ec_to_connector(cache, identifier)
+    took_s = time.monotonic() - started
+    after = control.counters()
+    control.delay_us = 500
+    scheduler.update_connector_output(result)
+    scheduler.request_finished(asked)
+    done = {
+        "promised": promised,
+        "loaded": loaded,
+        "waits": after.main_waits - before.main_waits,
+        "pageable": after.pageable_copies - before.pageable_copies,
+        "waited": took_s > 0.05,
+        "loads under way": len(scheduler._scheduler._loads),
+    }
+    if is_aborted:
+        del cache[identifier]
+        return done
+    return done | {"right": set(gpu.content(cache[identifier])) == {byte or 7}}
+
+
+def pinned() -> bool:
+    pool = worker._worker._client._connection.session().pools.granted
+    return pool._pinned is not None and pool._pinned.pinned_bytes == pool.nbytes
+
+
+control.delay_us = 500
+worker._worker._loader.device  # noqa: B018  pins, as the first load would
+deadline = time.monotonic() + 10
+while not pinned():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+steps = {}
+for name, runner in (("first", first_runner), ("second", second_runner)):
+    if runner is None:
+        continue
+    encoded = step(runner, request(f"{name}-a", f"{name} picture"), byte=7)
+    del cache[f"{name} picture"]  # its tensor goes while the save may be under way
+    gpu.encode(SHAPE, torch.bfloat16, 255)
+    with client.get(f"{name} picture", timeout=10) as item:
+        encoded["stored"] = set(bytes(item.view)) == {7}
+    loaded = step(runner, request(f"{name}-b", f"{name} picture"), byte=None)
+    del cache[f"{name} picture"]
+    aborted = step(runner, request(f"{name}-c", f"{name} picture"), byte=None, is_aborted=True)
+    again = step(runner, request(f"{name}-d", f"{name} picture"), byte=None)
+    del cache[f"{name} picture"]
+    steps[name] = {"encoded": encoded, "loaded": loaded, "aborted": aborted, "again": again}
+stats = scheduler.get_ec_connector_stats()
+steps["stats"] = None if stats is None else stats.data
+steps["faults"] = control.counters().faults
+print("RESULT", json.dumps(steps))
+scheduler.shutdown()
+worker.shutdown()
+client.close()

@@ -1,0 +1,210 @@
+"""Copies between GPUs and the pool, by a client of a real daemon: docs/gpu.md, "The rules"."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ecd_client import Client
+from support.cuda.dma_stress import KINDS, RULES
+from support.cuda.processes import Cuda
+from support.cuda.standin import Control
+from support.daemon import Daemon, eventually
+
+STRESS = Path(__file__).parents[1] / "support/cuda/dma_stress.py"
+SCENARIOS = Path(__file__).with_name("scenarios.py")
+STRESS_S = float(os.environ.get("ECD_STRESS_S", "8"))
+MIB = 1 << 20
+
+
+def stress(seconds: float, *arguments: str) -> dict:
+    command = [sys.executable, str(STRESS), "--seconds", str(seconds), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60)
+    assert run.stdout, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.usefixtures("control")
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_byte_is_wrong_however_late_copies_are(kind: str) -> None:
+    found = stress(STRESS_S, "--kind", kind)
+    assert (found["wrong"], found["faults"], found.get("ended")) == (0, 0, None)
+    assert found["evictions"] > 50
+    assert found["killed"] > 5 or kind != "doomed"
+
+
+@pytest.mark.usefixtures("control")
+@pytest.mark.parametrize("rule", RULES)
+def test_without_this_rule_there_are_wrong_bytes_or_a_fault(rule: str) -> None:
+    found = stress(60, "--without", rule)
+    assert found["wrong"] > 0 or found["faults"] > 0
+    assert "ended" not in found or rule == "R4", found["ended"]
+
+
+@pytest.fixture
+def scenario(cuda: Cuda, control: Control, daemon: Daemon) -> Callable[[str], dict]:
+    """Run one of `scenarios.py` against a daemon; nothing may be left in the pool after it."""
+
+    def run(name: str) -> dict:
+        done = cuda.run(SCENARIOS, name, daemon.address)
+        daemon.check_nothing_leaked(within_s=15.0)
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_neither_a_load_nor_a_save_holds_up_its_caller(scenario: Callable[[str], dict]) -> None:
+    assert scenario("nothing_waits") == {
+        "put returned at once": True,
+        "stored before its copy": False,
+        "load returned at once": True,
+        "waits": 0,
+        "right": True,
+        "pageable": 0,
+        "registered after": 0,
+    }
+
+
+def test_a_pool_that_cannot_be_pinned_is_used_all_the_same(scenario: Callable[[str], dict]) -> None:
+    found = scenario("registration_is_refused")
+    assert (found["stored"], found["right"]) == (True, True)
+    assert found["failure"] == "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
+    [warning] = found["warnings"]
+    assert found["failure"] in warning
+
+
+def test_a_pool_may_be_pinned_in_part(scenario: Callable[[str], dict]) -> None:
+    found = scenario("half_of_it_is_refused")
+    assert found == {"right": True, "pinned": True, "faults": 0, "registered after": 0}
+
+
+def test_no_copy_crosses_from_one_registration_into_the_next(
+    scenario: Callable[[str], dict],
+) -> None:
+    found = scenario("pieces_are_not_crossed")
+    assert found == {"right": True, "split": 0, "pageable": 0, "faults": 0}
+
+
+def test_pinning_can_be_turned_off(scenario: Callable[[str], dict]) -> None:
+    assert scenario("pinning_is_off") == {"right": True, "registered": 0}
+
+
+def test_a_process_pins_a_pool_once(scenario: Callable[[str], dict]) -> None:
+    found = scenario("two_clients_pin_once")
+    assert found == {"calls": 1, "right": True, "still": True, "warnings": []}
+
+
+def test_operators_see_which_clients_have_pinned_the_pool(
+    scenario: Callable[[str], dict],
+) -> None:
+    assert scenario("shown_to_operators") == {"before": 0}
+
+
+def test_a_client_may_be_closed_amid_its_copies(scenario: Callable[[str], dict]) -> None:
+    found = scenario("closed_amid_copies")
+    assert (found["right"], found["faults"]) == (True, 0)
+
+
+def test_an_interrupted_put_waits_for_its_copy(scenario: Callable[[str], dict]) -> None:
+    assert scenario("interrupted_put") == {"interrupted": True, "copy had ended": True}
+
+
+def test_a_lost_device_is_an_error_and_the_host_goes_on(scenario: Callable[[str], dict]) -> None:
+    found = scenario("device_is_lost")
+    assert found["errors"] == ["DeviceError", "DeviceError"]
+    assert found["on the host"]
+
+
+def test_a_child_ends_nothing_of_its_parents_copies(scenario: Callable[[str], dict]) -> None:
+    found = scenario("forked_amid_copies")
+    assert found == {"child": 0, "right": True, "again": True, "faults": 0}
+
+
+def test_only_a_process_that_the_daemon_knows_writes_by_dma(
+    scenario: Callable[[str], dict],
+) -> None:
+    assert scenario("daemon_refuses_attaching") == {
+        "stored": True,
+        "right": True,
+        "pageable saves": 1,
+        "pageable loads": 0,
+        "word": 0,
+    }
+
+
+def test_tensors_come_back_as_they_were(scenario: Callable[[str], dict]) -> None:
+    assert all(scenario("tensors_of_all_kinds")["right"])
+
+
+RESTARTS = """
+import sys, torch
+sys.argv[1:] = ["", sys.argv[1]]
+from scenarios import *
+with Client(sys.argv[2]) as client:
+    for number in range(3):
+        client.wait_connected(20)
+        pin(client)
+        put(client, str(number), number)
+        print(is_right(load(client, str(number)), number), flush=True)
+        sys.stdin.readline()
+        eventually(lambda: not client.connected or sys.stdin is None)
+"""
+
+
+def test_a_client_pins_again_after_a_restart(cuda: Cuda, control: Control, daemon: Daemon) -> None:
+    own = str(SCENARIOS.parent)
+    path = ":".join([own, str(SCENARIOS.parents[1])])
+    process = cuda.start(RESTARTS, daemon.address, PYTHONPATH=path)
+    for _ in range(3):
+        assert process.stdout.readline() == "True\n"
+        daemon.kill()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        eventually(lambda: control.counters().registrations == 1, what="the old pool is unpinned")
+        daemon.start()
+    assert process.wait(20) == 0
+
+
+def test_the_daemon_has_no_context(cuda: Cuda, control: Control, daemon: Daemon) -> None:
+    done = cuda.run(SCENARIOS, "nothing_waits", daemon.address)
+    assert done.returncode == 0
+    maps = Path(f"/proc/{daemon.pid}/maps").read_text()
+    assert "libcuda" not in maps
+    assert control.counters().contexts == 1, "of the client, which did not release it at its end"
+
+
+def test_a_stopped_engine_amid_a_save_keeps_its_memory(
+    cuda: Cuda, control: Control, daemon: Daemon
+) -> None:
+    """SIGSTOP stops the process and not its copies: nothing of its memory is reused."""
+    process = cuda.start(
+        "import sys; sys.argv[1:] = ['', sys.argv[1]]\n"
+        "from scenarios import *\n"
+        "with Client(sys.argv[2]) as client:\n"
+        "    pin(client); put(client, 'first', 1)\n"
+        "    control.delay_us = 400_000\n"
+        "    stored = client.put_async('k', gpu.encode(SHAPE, torch.uint8, 2))\n"
+        "    print('copying', flush=True)\n"
+        "    print(stored.result(30), is_right(load(client, 'k'), 2), flush=True)\n",
+        daemon.address,
+        PYTHONPATH=":".join([str(SCENARIOS.parent), str(SCENARIOS.parents[1])]),
+    )
+    assert process.stdout.readline() == "copying\n"
+    process.send_signal(signal.SIGSTOP)
+    with Client(daemon.address) as client:
+        for number in range(200):
+            client.put_bytes(str(number), bytes([7]) * MIB, "uint8", (MIB,))
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.readline() == "True True\n"
+        for number in range(150, 200):
+            if item := client.get(str(number)):
+                with item:
+                    assert set(item.view.tobytes()) == {7}
+    assert process.wait(20) == 0

@@ -1,0 +1,332 @@
+"""Engines that save and load by DMA while the daemon evicts and reuses as fast as it can.
+
+    python tests/support/cuda/dma_stress.py [--kind KIND] [--seconds 60] [--without RULE]
+
+Runs on the stand-in for CUDA's driver, whose copies are late and in two halves. Four processes
+compare every byte that they get; their sessions break off, and some processes are killed. Kinds:
+
+engines  all of them encode, put and get on GPUs, with copies of 1.5 ms
+slow     two have GPUs, with copies of 60 ms; the other two put and get by the CPU, so that what a
+         slow copy reads or writes is evicted and reused meanwhile, if it can be
+doomed   as slow; the two with GPUs are killed in the middle of their saves, which outlive them
+
+With a rule of docs/gpu.md taken out the run must find wrong bytes or a fault of the device: that it
+does is what makes the other runs worth something. Prints one line of JSON; exits with 0 if no byte
+was wrong and nothing leaked.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[2])
+
+RULES = {
+    **dict.fromkeys(("W1", "W2", "W3", "R4"), "engines"),
+    **dict.fromkeys(("R1", "R2"), "slow"),
+    "D1": "doomed",
+}
+"""The rules, each with the kind of run that shows what it is for."""
+KINDS = {"engines": 1500, "slow": 60_000, "doomed": 60_000}
+"""Time of each operation of the stand-in, in us."""
+KEYS = 40
+SIZES = (4096, 16384, 65536, 262144)
+POOL = "2MiB"
+LATE = 4
+"""Loads that a process has under way before it compares the first of them."""
+
+
+# -- the daemon ------------------------------------------------------------------------------------
+
+
+def run_daemon(without: str) -> None:
+    from ecd.__main__ import main
+    from ecd.rpc.sessions import SessionStreams
+
+    if without == "D1":  # memory is taken back as soon as the lock is free
+        SessionStreams._may_copy = lambda self, session: False
+    sys.argv = ["ecd", "serve"]
+    main()
+
+
+# -- an engine -------------------------------------------------------------------------------------
+
+
+def take_out(without: str) -> None:
+    """Break one rule in this process."""
+    from ecd_client.device import copies, driver, ends
+    from ecd_client.shared.index import IndexReader
+    from ecd_client.tensors import TensorSource
+
+    match without:
+        case "W1":
+
+            class Nothing:
+                def precede(self, stream: int) -> None:
+                    pass
+
+            copies.Copies.queued = lambda self: Nothing()
+        case "W2":
+            copies.Copies._settled = lambda self, stream: contextlib.nullcontext()
+        case "W3":
+
+            class Address:
+                def __init__(self, tensor) -> None:
+                    self.data_ptr = tensor.data_ptr().__int__
+
+            def copy_to(self, pool, extent) -> None:
+                address, self._tensor = Address(self._tensor), None
+                pool.use_dma(self._copies.device)
+                self._copies.save(address, self._ready, pool.save_parts(extent))
+
+            TensorSource.copy_to = copy_to
+        case "R1":
+            announce = IndexReader._announce
+
+            def forget(self, entry: int) -> int:
+                pin = announce(self, entry)
+                self._words[pin] = 0
+                return pin
+
+            IndexReader._announce = forget
+        case "R2":
+            ends.after = lambda events, end: end()
+        case "R4":
+            ends.after = lambda events, end: end()
+            copies.settle = lambda: None
+    assert driver
+
+
+def run_worker(address: str, without: str, has_gpu: bool) -> None:
+    from ecd_client import Client
+    from support.cuda.gpu import StandinGpu
+
+    take_out(without)
+    random.seed(os.getpid())
+    gpu = StandinGpu.use() if has_gpu else None
+    counts = dict.fromkeys(("gets", "puts", "misses", "wrong", "broken"), 0)
+    engine = Engine(gpu, counts, breaks=0.3 if without == "R4" else 0.01)
+    told = time.monotonic()
+    with Client(address, namespace="stress", connect_timeout=30.0) as client:
+        client.pin()
+        while True:
+            engine.step(client)
+            if time.monotonic() - told > 0.2:
+                told = time.monotonic()
+                print(json.dumps(counts), flush=True)
+
+
+def run_doomed(address: str) -> None:
+    """Fork engines, which begin quickly, and kill each within its saves."""
+    import torch
+
+    from ecd_client import Client
+    from support.cuda.gpu import StandinGpu
+
+    assert torch
+    killed = 0
+    while True:
+        told, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            random.seed(os.getpid())
+            with Client(address, namespace="stress", connect_timeout=30.0) as client:
+                engine = Engine(StandinGpu.use(), dict.fromkeys(("misses", "puts"), 0), 0.0)
+                client.pin()
+                while not client._connection.session().pools.granted._pinned:
+                    time.sleep(0.001)
+                for number in range(1000):
+                    key = random.randrange(KEYS)
+                    engine.save(client, f"{os.getpid()} {number}", key, SIZES[key % len(SIZES)])
+                    os.write(tell, b".")
+        os.close(tell)
+        os.read(told, 1)
+        time.sleep(random.random() * 0.2)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(told)
+        killed += 1
+        print(json.dumps({"killed": killed}), flush=True)
+
+
+class Engine:
+    """Puts and gets of one process: on its GPU, or by the CPU alone if it has none."""
+
+    def __init__(self, gpu, counts: dict[str, int], breaks: float) -> None:
+        self._gpu, self._counts, self._breaks = gpu, counts, breaks
+        self._loads: deque = deque()
+
+    def step(self, client) -> None:
+        from ecd_client import EcdError
+
+        number = random.randrange(KEYS)
+        try:
+            item = client.get(str(number))
+            if item is None:
+                self._counts["misses"] += 1
+                self._put(client, number, SIZES[number % len(SIZES)])
+            else:
+                with item:
+                    self._load(item, number)
+                if random.random() < self._breaks:
+                    self._counts["broken"] += 1
+                    item._hold.session.abandon()  # the stream breaks, the copy goes on
+                    time.sleep(0.02)
+        except EcdError:
+            time.sleep(0.01)  # full of what others hold, or between two sessions
+        while len(self._loads) > LATE:
+            number, tensor = self._loads.popleft()
+            content = self._gpu.content(tensor)
+            self._counts["wrong"] += content != bytes([number]) * len(content)
+
+    def _put(self, client, number: int, size: int) -> None:
+        import torch
+
+        if self._gpu is None:
+            content = bytes([number]) * size
+            self._counts["puts"] += client.put_bytes(str(number), content, "uint8", (size,))
+            return
+        stored = self.save(client, str(number), number, size)
+        for _ in range(3):  # the model goes on, in memory that may be free by now
+            self._gpu.encode((size,), torch.uint8, 255)
+        if random.random() < 0.5:
+            self._counts["puts"] += stored.result(20)
+
+    def save(self, client, key: str, number: int, size: int):
+        import torch
+
+        return client.put_async(key, self._gpu.encode((size,), torch.uint8, number))
+
+    def _load(self, item, number: int) -> None:
+        self._counts["gets"] += 1
+        if self._gpu is None:
+            self._counts["wrong"] += item.view.tobytes() != bytes([number]) * item.nbytes
+        else:
+            self._loads.append((number, item.to("cuda", non_blocking=True)))
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+class Worker:
+    def __init__(self, address: str, role: str, without: str, env: dict[str, str]) -> None:
+        self.role, self.env = role, env
+        self.command = [sys.executable, __file__, f"--{role}", address, "--without", without]
+        self.counts: dict[str, int] = {}
+        self.start()
+
+    def start(self) -> None:
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            self.command,
+            stdout=self.output,
+            stderr=self.output,
+            env={**os.environ, **self.env},
+            start_new_session=True,
+        )
+
+    def collect(self) -> dict[str, int]:
+        self.output.seek(0)
+        lines = [line for line in self.output.read().splitlines() if line.endswith("}")]
+        return json.loads(lines[-1]) if lines else {}
+
+    def said(self) -> str:
+        self.output.seek(0)
+        return self.output.read()
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for name, count in self.collect().items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        self.output.close()
+
+
+def run(kind: str, seconds: float, without: str) -> dict:
+    from support.cuda.standin import Control, environment
+    from support.daemon import Daemon
+
+    roles = {
+        "engines": ["engine"] * 4,
+        "slow": ["engine", "cpu"] * 2,
+        "doomed": ["doomed", "cpu"] * 2,
+    }
+    found: dict[str, object] = {"kind": kind, "without": without, "killed": 0, "wrong": 0}
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        control = Control(Path(directory) / "cuda")
+        control.delay_us = KINDS[kind]
+        env = environment(control, afterlife=kind == "doomed")
+        daemon = Daemon(Path(directory), POOL)
+        daemon.command = (sys.executable, __file__, "--daemon", "--without", without)
+        stack.callback(daemon.close)
+        daemon.start()
+        workers = [Worker(daemon.address, role, without, env) for role in roles[kind]]
+        try:
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                time.sleep(0.3)
+                worker = random.choice(workers)
+                if worker.process.poll() is not None:
+                    found["ended"] = worker.said()[-2000:]
+                    break
+                if random.random() < 0.1 and worker.collect().get("puts"):
+                    worker.end()
+                    worker.start()
+                    found["killed"] += 1
+                if without and _is_found_out(control, workers):
+                    break
+        finally:
+            for worker in workers:
+                worker.end()
+        for worker in workers:
+            for name, count in worker.counts.items():
+                found[name] = found.get(name, 0) + count
+        counters = control.counters()
+        found["faults"], found["pageable"] = counters.faults, counters.pageable_copies
+        found["copies"], found["waits"] = counters.copies, counters.main_waits
+        found["evictions"] = sum(daemon.status().counters.evictions.values())
+        if not without:
+            daemon.check_nothing_leaked(within_s=15.0)
+    return found
+
+
+def _is_found_out(control, workers: list[Worker]) -> bool:
+    return bool(control.counters().faults or any(w.collect().get("wrong") for w in workers))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", choices=KINDS)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--without", default="", choices=("", *RULES))
+    parser.add_argument("--engine")
+    parser.add_argument("--cpu")
+    parser.add_argument("--doomed")
+    parser.add_argument("--daemon", action="store_true")
+    given = parser.parse_args()
+    if given.daemon:
+        run_daemon(given.without)
+    elif given.doomed:
+        run_doomed(given.doomed)
+    elif given.engine or given.cpu:
+        run_worker(given.engine or given.cpu, given.without, has_gpu=bool(given.engine))
+    else:
+        kind = given.kind or RULES.get(given.without, "engines")
+        found = run(kind, given.seconds, given.without)
+        print(json.dumps(found))
+        sys.exit(1 if found["wrong"] or found["faults"] or "ended" in found else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Processes that use CUDA, on the stand-in or on a GPU, as ECD_TEST_CUDA says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.cuda.standin import Control, Hold, NotBuilt, environment, physical_bytes
+from support.daemon import eventually
+
+TESTS = Path(__file__).parents[2]
+LOST = 999  # CUDA_ERROR_UNKNOWN
+
+
+class Cuda:
+    """Runs a test's scripts where CUDA's driver is found; all of them end with the test."""
+
+    def __init__(self, directory: Path) -> None:
+        """Fails the test where the stand-in is to be used and is not built."""
+        kind = os.environ.get("ECD_TEST_CUDA", "standin")
+        if kind not in ("standin", "device"):
+            pytest.fail(f"ECD_TEST_CUDA is standin or device, not {kind}")
+        self.is_standin = kind == "standin"
+        self._control = Control(directory / "cuda-control") if self.is_standin else None
+        self._processes: list[subprocess.Popen[str]] = []
+        if self._control is not None:
+            try:
+                environment(self._control)
+            except NotBuilt as error:
+                pytest.fail(str(error))
+
+    @property
+    def control(self) -> Control:
+        """The stand-in's control page. Skips the test on a GPU."""
+        if self._control is None:
+            pytest.skip("a GPU can neither be directed nor watched as the stand-in is")
+        return self._control
+
+    def environment(self, devices: int = 1, afterlife: bool = False) -> dict[str, str]:
+        """What a process needs to find the driver, to be added to the test's own variables.
+
+        A GPU has neither choice: with one of them the test is skipped there.
+        """
+        if self._control is None and devices == 1 and not afterlife:
+            return {}
+        return environment(self.control, devices, afterlife)
+
+    def run(
+        self, script: Path | str, *arguments: object, check: bool = True, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a script, which is a file or its text, to its end; its output is captured.
+
+        Fails the test if the script fails, unless `check` is false. `variables` are added to the
+        environment.
+        """
+        process = self._popen(script, arguments, variables, stderr=subprocess.PIPE)
+        output, errors = process.communicate(timeout=60)
+        done = subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+        assert not check or done.returncode == 0, errors
+        return done
+
+    def start(
+        self, script: Path | str, *arguments: object, **variables: str
+    ) -> subprocess.Popen[str]:
+        """Start a script, with pipes to its standard input and from its standard output."""
+        return self._popen(script, arguments, variables, stderr=None)
+
+    def _popen(
+        self,
+        script: Path | str,
+        arguments: tuple[object, ...],
+        variables: dict[str, str],
+        **kw: Any,
+    ) -> subprocess.Popen[str]:
+        own = {name: value for name, value in os.environ.items() if not name.startswith("ECD_")}
+        paths = [str(TESTS), *filter(None, [own.get("PYTHONPATH")])]
+        what = [str(script)] if isinstance(script, Path) else ["-c", script]
+        process = subprocess.Popen(
+            [sys.executable, *what, *map(str, arguments)],
+            env={**own, "PYTHONPATH": ":".join(paths), **self.environment(), **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **kw,
+        )
+        self._processes.append(process)
+        return process
+
+    def close(self) -> None:
+        """End all scripts, and their copies. Fails the test if device memory is left."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        if self._control is not None:
+            control = self._control
+            control.hold, control.lost = Hold.NOTHING, LOST
+            eventually(lambda: physical_bytes(control) == 0, what="device memory freed")
