@@ -222,6 +222,7 @@ class Connection:
             self._announce(None)
             if session is not None:
                 session.end()
+                del session, event  # an error of the stream has this frame in its traceback
 
     def _announce(self, session: Session | None) -> None:
         with self._changed:

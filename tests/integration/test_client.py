@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from pathlib import Path
 
 import pytest
 import torch
@@ -399,6 +401,33 @@ def test_a_closed_client_says_so(daemon: Daemon) -> None:
     client.close()
     with pytest.raises(EcdError, match="closed"):
         client.get("k")
+
+
+def test_what_an_ended_session_had_mapped_goes_without_the_collector(daemon: Daemon) -> None:
+    """Else the memory of a pool that a restart has replaced would stay until Python collects."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(str(daemon.shm))
+
+    before = mapped()
+    gc.collect()
+    gc.disable()
+    try:
+        with Client(daemon.address) as client:
+            client.put("k", torch.ones(1000))
+            with client.get("k") as item:
+                item.to("cpu")
+            del item
+            one_session = mapped() - before
+            daemon.kill()
+            eventually(lambda: not client.connected)
+            eventually(lambda: mapped() == before)
+            daemon.start()
+            client.wait_connected(20)
+            eventually(lambda: 0 < mapped() - before <= one_session)
+        eventually(lambda: mapped() == before)
+    finally:
+        gc.enable()
 
 
 def test_a_client_of_a_daemon_that_stands_still_can_be_closed_at_any_moment(

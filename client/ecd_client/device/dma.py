@@ -79,6 +79,7 @@ class SessionDma:
         """Say that no copy is under way, and none will be."""
         with self._lock:
             self._has_ended = True
+            self._pools = ()  # which refer to this object, and would keep each other mapped
             self._words[PINNED_WORD] = self._words[DMA_WORD] = 0
 
     def cut_off(self) -> None:
