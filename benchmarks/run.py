@@ -62,7 +62,8 @@ TITLES = {
     "of sleep, new tensors, default clients, writer and reader in two processes. Medians; in "
     "brackets the ratio to a plain copy under the same conditions: of a put to a copy of the same "
     "bytes into touched shared memory, of a private copy to one into a new tensor, page faults "
-    "included, of handles and contains to one of 64 KiB. Put to handle: from the start of a put to "
+    "included (malloc takes new pages for 128 KiB and more, as a new process does), of handles and "
+    "contains to one of 64 KiB. Put to handle: from the start of a put to "
     "a handle in another process, which asks for it all the time.",
     Table.warm: "Warm loops, clients with their page tables filled. Medians; in brackets the ratio "
     "to a plain copy of the same bytes in the same run: of a put to a copy into touched shared "

@@ -63,7 +63,7 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
 
 
 def test_ready_is_said_once_the_pool_is_populated(manager: Manager, tmp_path: Path) -> None:
-    daemon = Daemon(tmp_path, pool="1GiB", NOTIFY_SOCKET=manager.address, WATCHDOG_USEC="900000")
+    daemon = Daemon(tmp_path, pool="3GiB", NOTIFY_SOCKET=manager.address, WATCHDOG_USEC="900000")
     try:
         daemon.start(wait=False)
         manager.wait_for("READY=1")
