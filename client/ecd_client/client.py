@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from ecd_client.acquire import Key, Nodes, to_key
 from ecd_client.calls import CALL_TIMEOUT_S, resolve
 from ecd_client.connection import Connection
+from ecd_client.device.pinned import Pinning
 from ecd_client.errors import InvalidArgument
 from ecd_client.item import Handle, Item
 from ecd_client.pools import Extent, MappedPool
@@ -121,10 +122,10 @@ class Client:
             self._connection.pin(copies.device)
 
     @property
-    def pin_failure(self) -> str | None:
-        """The driver's refusal to pin all of the pool, if there was one."""
+    def pinning(self) -> Pinning:
+        """What this process has pinned of the pool; all zero until that has ended."""
         session = self._connection.current
-        return None if session is None else session.pools.pin_failure
+        return Pinning() if session is None else session.pools.granted.pinning
 
     # -- writing -------------------------------------------------------------------------------
 

@@ -122,9 +122,10 @@ class MappedPool:
         return 0 if pinned_pool is None else pinned_pool.wait()
 
     @property
-    def pin_failure(self) -> str | None:
-        """The driver's refusal to pin all of the pool."""
-        return None if self._pinned is None else self._pinned.failure
+    def pinning(self) -> pinned.Pinning:
+        """How far pinning has come; all zero where it goes on, or was not begun."""
+        pinned_pool = self._pinned
+        return pinned.Pinning() if pinned_pool is None else pinned_pool.outcome
 
     def load_parts(self, extent: Extent) -> Parts:
         """The memory for a GPU to copy the extent from: pinned, or mapped for reading."""
@@ -201,12 +202,6 @@ class MappedPools:
     def pin(self, device: int) -> None:
         """Pin all of them for this GPU's copies, in the background, unless that has begun."""
         self.granted.use_dma(device)
-
-    @property
-    def pin_failure(self) -> str | None:
-        """The driver's refusal to pin all of a pool."""
-        failures = (pool.pin_failure for pool in self.by_number.values())
-        return next(filter(None, failures), None)
 
     def close(self) -> None:
         self._files.close()

@@ -35,7 +35,7 @@ class Listener(logging.Handler):
 
 logging.getLogger("ecd_client").addHandler(Listener(logging.WARNING))
 control = Control.of_this_process()
-gpu = StandinGpu.use()
+gpu = StandinGpu.use(int(os.environ.get("GPU", "0")))
 
 
 def pool_of(client: Client):
@@ -94,12 +94,12 @@ def registration_is_refused(address: str) -> dict:
     control.fail({"cuMemHostRegister": 2})
     with Client(address) as client:
         client.pin()
-        eventually(lambda: client.pin_failure)
+        eventually(lambda: client.pinning.failure)
         control.fail({})
         stored = put(client, "k", 6)
         right = is_right(load(client, "k"), 6)
         right &= is_right(load(client, "k", non_blocking=True), 6)
-        failure = client.pin_failure
+        failure = client.pinning.failure
     return {"stored": stored, "right": right, "failure": failure, "warnings": warnings}
 
 
@@ -109,7 +109,7 @@ def half_of_it_is_refused(address: str) -> dict:
     control.fail({"cuMemHostRegister": 2}, after=4)
     with Client(address) as client:
         client.pin()
-        eventually(lambda: client.pin_failure)
+        eventually(lambda: client.pinning.failure)
         right = [put(client, str(n), n) and is_right(load(client, str(n)), n) for n in range(60)]
         counters = control.counters()
     return {
@@ -141,6 +141,30 @@ def pinning_is_off(address: str) -> dict:
         right = put(client, "k", 8) and is_right(load(client, "k"), 8)
         counters = control.counters()
     return {"right": right, "registered": counters.registered_bytes - gpu._out.nbytes}
+
+
+def second_gpu(address: str) -> dict:
+    """A process that uses the second GPU has no context on the first."""
+    with Client(address) as client:
+        client.pin("cuda")
+        eventually(lambda: client.pinning.nbytes)
+        right = put(client, "k", 8) and is_right(load(client, "k", non_blocking=True), 8)
+        with client.get("k") as item:
+            right &= is_right(item.to(f"cuda:{gpu.device}"), 8)
+        return {"right": right, "contexts": control.counters().contexts}
+
+
+def copies_fail(address: str) -> dict:
+    """A copy faults, which is the end of the process's context: puts fail and store nothing."""
+    with Client(address) as client:
+        pin(client)
+        put(client, "k", 17)
+        control.fail({"copy": 700})
+        error = client.put_async("l", gpu.encode(SHAPE, torch.uint8, 18)).exception(20)
+        control.fail({})
+        stored = client.put("m", torch.full(SHAPE, 19, dtype=torch.uint8))
+        contained = client.contains(["k", "l", "m"])
+    return {"error": type(error).__name__, "stored": stored, "contained": contained}
 
 
 def two_clients_pin_once(address: str) -> dict:

@@ -18,6 +18,7 @@ from support.cuda.processes import Cuda
 from support.cuda.standin import Control
 from support.daemon import Daemon, eventually
 
+Scenario = Callable[..., dict]
 STRESS = Path(__file__).parents[1] / "support/cuda/dma_stress.py"
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 STRESS_S = float(os.environ.get("ECD_STRESS_S", "8"))
@@ -26,11 +27,12 @@ MIB = 1 << 20
 
 def stress(seconds: float, *arguments: str) -> dict:
     command = [sys.executable, str(STRESS), "--seconds", str(seconds), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 110)
     assert run.stdout, run.stderr
     return json.loads(run.stdout)
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("control")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_byte_is_wrong_however_late_copies_are(kind: str) -> None:
@@ -40,6 +42,7 @@ def test_no_byte_is_wrong_however_late_copies_are(kind: str) -> None:
     assert found["killed"] > 5 or kind != "doomed"
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("control")
 @pytest.mark.parametrize("rule", RULES)
 def test_without_this_rule_there_are_wrong_bytes_or_a_fault(rule: str) -> None:
@@ -49,18 +52,18 @@ def test_without_this_rule_there_are_wrong_bytes_or_a_fault(rule: str) -> None:
 
 
 @pytest.fixture
-def scenario(cuda: Cuda, control: Control, daemon: Daemon) -> Callable[[str], dict]:
+def scenario(cuda: Cuda, control: Control, daemon: Daemon) -> Scenario:
     """Run one of `scenarios.py` against a daemon; nothing may be left in the pool after it."""
 
-    def run(name: str) -> dict:
-        done = cuda.run(SCENARIOS, name, daemon.address)
+    def run(name: str, **variables: str) -> dict:
+        done = cuda.run(SCENARIOS, name, daemon.address, **variables)
         daemon.check_nothing_leaked(within_s=15.0)
         return json.loads(done.stdout)
 
     return run
 
 
-def test_neither_a_load_nor_a_save_holds_up_its_caller(scenario: Callable[[str], dict]) -> None:
+def test_neither_a_load_nor_a_save_holds_up_its_caller(scenario: Scenario) -> None:
     assert scenario("nothing_waits") == {
         "put returned at once": True,
         "stored before its copy": False,
@@ -72,7 +75,7 @@ def test_neither_a_load_nor_a_save_holds_up_its_caller(scenario: Callable[[str],
     }
 
 
-def test_a_pool_that_cannot_be_pinned_is_used_all_the_same(scenario: Callable[[str], dict]) -> None:
+def test_a_pool_that_cannot_be_pinned_is_used_all_the_same(scenario: Scenario) -> None:
     found = scenario("registration_is_refused")
     assert (found["stored"], found["right"]) == (True, True)
     assert found["failure"] == "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
@@ -80,55 +83,68 @@ def test_a_pool_that_cannot_be_pinned_is_used_all_the_same(scenario: Callable[[s
     assert found["failure"] in warning
 
 
-def test_a_pool_may_be_pinned_in_part(scenario: Callable[[str], dict]) -> None:
+def test_a_pool_may_be_pinned_in_part(scenario: Scenario) -> None:
     found = scenario("half_of_it_is_refused")
     assert found == {"right": True, "pinned": True, "faults": 0, "registered after": 0}
 
 
 def test_no_copy_crosses_from_one_registration_into_the_next(
-    scenario: Callable[[str], dict],
+    scenario: Scenario,
 ) -> None:
     found = scenario("pieces_are_not_crossed")
     assert found == {"right": True, "split": 0, "pageable": 0, "faults": 0}
 
 
-def test_pinning_can_be_turned_off(scenario: Callable[[str], dict]) -> None:
+def test_pinning_can_be_turned_off(scenario: Scenario) -> None:
     assert scenario("pinning_is_off") == {"right": True, "registered": 0}
 
 
-def test_a_process_pins_a_pool_once(scenario: Callable[[str], dict]) -> None:
+def test_a_process_pins_a_pool_once(scenario: Scenario) -> None:
     found = scenario("two_clients_pin_once")
     assert found == {"calls": 1, "right": True, "still": True, "warnings": []}
 
 
 def test_operators_see_which_clients_have_pinned_the_pool(
-    scenario: Callable[[str], dict],
+    scenario: Scenario,
 ) -> None:
     assert scenario("shown_to_operators") == {"before": 0}
 
 
-def test_a_client_may_be_closed_amid_its_copies(scenario: Callable[[str], dict]) -> None:
+def test_a_client_may_be_closed_amid_its_copies(scenario: Scenario) -> None:
     found = scenario("closed_amid_copies")
     assert (found["right"], found["faults"]) == (True, 0)
 
 
-def test_an_interrupted_put_waits_for_its_copy(scenario: Callable[[str], dict]) -> None:
+def test_an_interrupted_put_waits_for_its_copy(scenario: Scenario) -> None:
     assert scenario("interrupted_put") == {"interrupted": True, "copy had ended": True}
 
 
-def test_a_lost_device_is_an_error_and_the_host_goes_on(scenario: Callable[[str], dict]) -> None:
+def test_a_lost_device_is_an_error_and_the_host_goes_on(scenario: Scenario) -> None:
     found = scenario("device_is_lost")
     assert found["errors"] == ["DeviceError", "DeviceError"]
     assert found["on the host"]
 
 
-def test_a_child_ends_nothing_of_its_parents_copies(scenario: Callable[[str], dict]) -> None:
+def test_a_copy_that_faults_stores_nothing(scenario: Scenario) -> None:
+    assert scenario("copies_fail") == {
+        "error": "DeviceError",
+        "stored": True,
+        "contained": [True, False, True],
+    }
+
+
+def test_a_process_uses_its_own_gpu_alone(scenario: Scenario, cuda: Cuda) -> None:
+    variables = {**cuda.environment(devices=2), "GPU": "1"}
+    assert scenario("second_gpu", **variables) == {"right": True, "contexts": 1}
+
+
+def test_a_child_ends_nothing_of_its_parents_copies(scenario: Scenario) -> None:
     found = scenario("forked_amid_copies")
     assert found == {"child": 0, "right": True, "again": True, "faults": 0}
 
 
 def test_only_a_process_that_the_daemon_knows_writes_by_dma(
-    scenario: Callable[[str], dict],
+    scenario: Scenario,
 ) -> None:
     assert scenario("daemon_refuses_attaching") == {
         "stored": True,
@@ -139,7 +155,7 @@ def test_only_a_process_that_the_daemon_knows_writes_by_dma(
     }
 
 
-def test_tensors_come_back_as_they_were(scenario: Callable[[str], dict]) -> None:
+def test_tensors_come_back_as_they_were(scenario: Scenario) -> None:
     assert all(scenario("tensors_of_all_kinds")["right"])
 
 
@@ -208,3 +224,24 @@ def test_a_stopped_engine_amid_a_save_keeps_its_memory(
                 with item:
                     assert set(item.view.tobytes()) == {7}
     assert process.wait(20) == 0
+
+
+WITHOUT_CUDA = """
+import sys, torch
+from ecd_client import Client
+with Client(sys.argv[1]) as client:
+    tensor = torch.arange(1000)
+    assert client.put("k", tensor)
+    client.pin()
+    with client.get("k") as item:
+        assert torch.equal(item.to("cpu", non_blocking=True), tensor)
+        assert item.to("meta").shape == (1000,)
+    torch.version.cuda, torch.version.hip = None, "6.0"  # as AMD's torch says
+    assert client.put_async("l", tensor).result(5)
+assert "ecd_client.device.driver" not in sys.modules
+"""
+
+
+def test_without_cuda_none_of_it_is_loaded_and_torch_copies(cuda: Cuda, daemon: Daemon) -> None:
+    """Other accelerators are torch's own too: `meta` stands for them."""
+    cuda.run(WITHOUT_CUDA, daemon.address)

@@ -223,11 +223,12 @@ def test_a_container_without_the_machines_root_may_use_its_place(make: MakeUsers
 def test_rights_are_as_narrow_as_they_can_be(
     make: MakeUsersDaemon, tmp_path: Path, group: int | None
 ) -> None:
-    """Clients write to pool, pins and bell, and lock sessions; the daemon alone writes rows."""
+    """Clients write to pool, pins and sockets, and lock sessions; the daemon alone writes rows."""
     daemon = make(0, **({} if group is None else {"ECD_GROUP": str(group)}))
     daemon.start()
     read, write = (0, 0) if group is None else (0o040, 0o060)
-    expected = {".pool": write, ".sessions": write, ".pins": write, ".bell": write, ".index": read}
+    written = (".pool", ".sessions", ".pins", ".bell", ".attach")
+    expected = {**dict.fromkeys(written, write), ".index": read}
     for suffix, mode in expected.items():
         file = left(daemon, suffix).stat()
         assert stat.S_IMODE(file.st_mode) == 0o600 | mode, suffix

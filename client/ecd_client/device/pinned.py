@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+from typing import NamedTuple
 
 from ecd_client.errors import DeviceError
 from ecd_proto.mapping import Mapping
@@ -23,14 +24,22 @@ PIECE_BYTES = 1 << 30
 PROGRESS_S = 2.0
 
 
+class Pinning(NamedTuple):
+    """How far a process came with pinning: bytes and seconds once it ended, or the refusal."""
+
+    nbytes: int = 0
+    took_s: float = 0.0
+    failure: str | None = None
+
+
 class PinnedPool:
     """One pool's file, mapped for DMA; `pinned_bytes` of it, from its first on, are registered."""
 
     def __init__(self, fd: int, nbytes: int, device: int) -> None:
         """Map the file, and begin to register it. Raises OSError."""
         self.nbytes, self.pinned_bytes = nbytes, 0
-        self.failure: str | None = None
-        """The driver's refusal, after which nothing more is registered."""
+        self.outcome = Pinning()
+        """All zero until nothing more will be registered."""
         self.users = 0  # sessions; changed by `acquire` and `release` alone
         self._device = device
         self._mapping = Mapping(fd, nbytes, writable=True)
@@ -60,26 +69,26 @@ class PinnedPool:
         from ecd_client.device import driver  # cuda-bindings, which not every process has
 
         started_s = told_s = time.monotonic()
+        failure: str | None = None
         try:
             with driver.on(self._device):
                 while self.pinned_bytes < self.nbytes and self._register_next():
                     if time.monotonic() - told_s >= PROGRESS_S:
                         told_s = time.monotonic()
-                        logger.info(
-                            "pinning the pool: %.0f %%", 100 * self.pinned_bytes / self.nbytes
-                        )
+                        percent = 100 * self.pinned_bytes / self.nbytes
+                        logger.info("pinning the pool: %.0f %%", percent)
         except DeviceError as error:
-            self.failure = str(error)
+            failure = str(error)
             logger.warning(
                 "the pool cannot be pinned, and GPU copies of what lies beyond %.2f GiB take "
                 "three times as long: %s",
                 self.pinned_bytes / (1 << 30),
                 error,
             )
-        else:
-            if not self._closing:
-                took_s = time.monotonic() - started_s
-                logger.info("pinned %.2f GiB in %.2f s", self.nbytes / (1 << 30), took_s)
+        took_s = time.monotonic() - started_s
+        self.outcome = Pinning(self.pinned_bytes, took_s, failure)
+        if failure is None and not self._closing:
+            logger.info("pinned %.2f GiB in %.2f s", self.nbytes / (1 << 30), took_s)
 
     def _register_next(self) -> bool:
         """Register one more piece. False: this object is being closed. Raises DeviceError."""

@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 from ecd_client.client import Client
 from ecd_client.device.copies import Copies, for_device
 from ecd_client.device.ends import under_way
+from ecd_client.device.pinned import Pinning
 from ecd_client.errors import DeviceError, EcdError
 from ecd_client.item import Handle
 from ecd_client.pools import address_of
@@ -46,7 +47,7 @@ class Loader:
         self._pools: dict[tuple[str, str], Mapping] = {}  # by incarnation and path
         self._reports: set[str] = set()
         self._under_way: list[tuple[Event, str]] = []
-        self._pin_failure: str | None = None
+        self._pinning = Pinning()
         self._has_failed = False  # so that torch makes the copies
 
     @cached_property
@@ -65,7 +66,7 @@ class Loader:
         """
         copies = None if self._has_failed else for_device(self.device)
         if copies is not None:
-            self._note_pin_failure()
+            self._note_pinning()
             try:
                 return self._queue(load, report, copies)
             except DeviceError as error:  # torch will say the same, if the device is lost
@@ -170,14 +171,19 @@ class Loader:
                 self._pools = {at: each for at, each in self._pools.items() if at[0] != left}
         return pool
 
-    def _note_pin_failure(self) -> None:
-        """Count a refusal to pin, and log it, once."""
-        failure = self._client.pin_failure
-        if failure != self._pin_failure:
-            self._pin_failure = failure
-            if failure is not None:
-                self._stats.count("pin_failures")
-                logger.warning("ecd: the pool cannot be pinned for GPU copies: %s", failure)
+    def _note_pinning(self) -> None:
+        """Count what was pinned and what that took, or a refusal, once for each pool."""
+        pinning = self._client.pinning
+        if pinning == self._pinning:
+            return
+        self._pinning = pinning
+        if pinning.failure is not None:
+            self._stats.count("pin_failures")
+            logger.warning("ecd: the pool cannot be pinned for GPU copies: %s", pinning.failure)
+        if pinning.nbytes:
+            self._stats.count("pinned_bytes", pinning.nbytes)
+            self._stats.count("pin_ms", round(1000 * pinning.took_s))
+            logger.info("ecd: %d MiB pinned in %.2f s", pinning.nbytes >> 20, pinning.took_s)
 
 
 def _device() -> torch.device:

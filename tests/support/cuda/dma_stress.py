@@ -273,6 +273,7 @@ def run(kind: str, seconds: float, without: str) -> dict:
         daemon.start()
         workers = [Worker(daemon.address, role, without, env) for role in roles[kind]]
         try:
+            wait_until(lambda: all(worker.collect() for worker in workers))
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 time.sleep(0.3)
@@ -299,6 +300,13 @@ def run(kind: str, seconds: float, without: str) -> dict:
         if not without:
             daemon.check_nothing_leaked(within_s=15.0)
     return found
+
+
+def wait_until(condition) -> None:
+    """Wait for workers to begin; a busy machine takes its time to import torch."""
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def _is_found_out(control, workers: list[Worker]) -> bool:
