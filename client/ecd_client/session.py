@@ -32,6 +32,9 @@ from ecd_proto.v1 import cache_pb2 as pb
 Outbox = queue.SimpleQueue[Any]
 WaitEnded = Callable[[pb.AcquireOutcome | None], None]
 """Called with a wait's outcome, or with None when the session ended first."""
+_in_use: set[Session] = set()
+"""Sessions with a stream, an item or a put. Python's collector would unmap the page of one that it
+finds together with such an item, before it lets the item end its pin there."""
 
 
 class Session:
@@ -91,6 +94,7 @@ class Session:
                     opened.callback(self.puts.close)
             self._files = opened.pop_all()
             forks.add(self)
+        _in_use.add(self)
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -135,6 +139,7 @@ class Session:
     def _close_files(self) -> None:
         with forks.steady:
             self._files.close()
+        _in_use.discard(self)
 
     def abandon(self) -> None:
         """End the stream: the daemon takes back all that the session owns."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -428,6 +430,39 @@ def test_what_an_ended_session_had_mapped_goes_without_the_collector(daemon: Dae
         eventually(lambda: mapped() == before)
     finally:
         gc.enable()
+
+
+LEFT_TO_THE_COLLECTOR = """
+import gc, sys
+from ecd_client import Client
+
+gc.disable()
+client = Client(sys.argv[1])
+client.put_bytes("k", b"x" * 4096, "uint8", (4096,))
+cycle = [client.get("k")]
+cycle.append(cycle)
+del cycle
+if sys.argv[2] == "closed":
+    client.close()
+    del client
+else:
+    session = client._connection.session()
+    session.abandon()
+    while not session._over:
+        pass
+    del session
+    client.wait_connected(10.0)
+gc.collect()
+"""
+
+
+@pytest.mark.parametrize("end", ["closed", "broken"])
+def test_an_item_may_outlive_its_session_in_a_cycle(daemon: Daemon, end: str) -> None:
+    """Python's collector ends the item's pin in the session's page, which must be mapped still."""
+    command = [sys.executable, "-c", LEFT_TO_THE_COLLECTOR, daemon.address, end]
+    assert subprocess.run(command, timeout=30).returncode == 0
+    eventually(lambda: daemon.status().sessions == 0)
+    daemon.check_nothing_leaked()
 
 
 def test_a_client_of_a_daemon_that_stands_still_can_be_closed_at_any_moment(
