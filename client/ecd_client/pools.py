@@ -59,7 +59,7 @@ class MappedPool:
             self._readable = self._map(writable=False)
             self._file = opened.pop_all()
         self.fd_path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # which a garbage-collected item may take within
         self._dma = dma
         self._pinned: pinned.PinnedPool | None = None
         self._is_closed = False
@@ -133,11 +133,19 @@ class MappedPool:
 
     def save_parts(self, extent: Extent) -> Parts:
         """The memory for a GPU to copy the extent to: pinned, or mapped for writing."""
-        parts = self._pinned_parts(extent)
-        if parts and self._dma is not None and self._dma.may_write:
+        self.note_device_write()
+        is_known = self._dma is not None and self._dma.may_write
+        parts = self._pinned_parts(extent) if is_known else []
+        return parts or _whole(self.write_view(extent))
+
+    def note_device_write(self) -> None:
+        """Say that a device may write to the pool until the session's end (D1).
+
+        It may do so where nothing is pinned, too: GPUs that share the host's page tables, as a
+        GH200's do, and runtimes that pin memory for the time of a copy, as AMD's does.
+        """
+        if self._dma is not None:
             self._dma.note_write()
-            return parts
-        return _whole(self.write_view(extent))
 
     def _pinned_parts(self, extent: Extent) -> Parts:
         """Empty: not all of the extent is pinned."""
@@ -157,7 +165,7 @@ class MappedPool:
 
     def cut_off(self) -> None:
         """In a forked child: nothing written here reaches the pool any more."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         if self._writable is not None:
             self._writable.cut_off()
         if self._pinned is not None:

@@ -18,7 +18,7 @@ import grpc
 
 from ecd_client import forks
 from ecd_client.calls import Calls, open_file
-from ecd_client.device.dma import SessionDma, is_wanted
+from ecd_client.device.dma import SessionDma
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
 from ecd_client.leases import Lease, Pin
 from ecd_client.pools import MappedPools
@@ -80,7 +80,7 @@ class Session:
             lock_session(lock_fd, welcome.lock_offset)
             board = MappedBoard.open(welcome.index, uid) if welcome.HasField("index") else None
             self._dma: SessionDma | None = None
-            if board is not None and welcome.attach_path and is_wanted():
+            if board is not None and welcome.attach_path:
                 self._dma = SessionDma(welcome.attach_path, self.token, board)
                 opened.callback(self._dma.end)  # as the last thing but for the lock
             self.pools = MappedPools(welcome.pools, uid, self._dma)

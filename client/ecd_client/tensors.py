@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ecd_client.device.copies import Copies, for_tensor
-from ecd_client.errors import InvalidArgument
+from ecd_client.errors import DeviceError, InvalidArgument
 from ecd_client.pools import Extent, MappedPool, Parts, address_of
 from ecd_proto.contract import DTYPES
 from ecd_proto.mapping import advise_huge_pages
@@ -49,11 +49,15 @@ class TensorSource:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        """Raises DeviceError where there is no memory to make the tensor dense."""
         self._tensor = tensor = tensor.detach()
         self._copies = for_tensor(tensor) if type(tensor) is torch.Tensor else None
         self._ready: Any = None
         if self._copies is not None:
-            self._tensor = tensor.resolve_conj().resolve_neg().contiguous()
+            try:
+                self._tensor = tensor.resolve_conj().resolve_neg().contiguous()
+            except torch.OutOfMemoryError as error:
+                raise DeviceError(str(error)) from None
             self._ready = self._copies.queued()
         elif tensor.is_cuda:
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -77,6 +81,8 @@ class TensorSource:
             return
         dtype, shape = describe(tensor)
         target = as_tensor(view, dtype, shape)
+        if not tensor.is_cpu:
+            pool.note_device_write()
         if self._ready is None:
             target.copy_(tensor)
             return

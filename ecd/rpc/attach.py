@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import math
 import os
 import select
 import socket
@@ -18,12 +17,16 @@ from pathlib import Path
 from typing import Protocol
 
 from ecd.core.types import SessionId
-from ecd_proto.shm.session_page import ATTACHED, DMA_BLIND_GRACE_S, DMA_GRACE_S
+from ecd_proto.shm.session_page import (
+    ATTACHED,
+    DMA_BLIND_GRACE_S,
+    DMA_GRACE_S,
+    DMA_LIMIT_S,
+    SO_PEERPIDFD,
+)
 
 logger = logging.getLogger(__name__)
 
-SO_PEERPIDFD = 77
-"""The option that gives a pidfd of the peer's process (Linux 6.5): Python has no name for it."""
 SILENT_S = 5.0
 """How long a connection may say nothing: a client sends its token as soon as it has connected."""
 MAX_TOKEN_BYTES = 64
@@ -132,17 +135,18 @@ class DmaProcesses:
 
     A session's copies are over when its lock has dropped, its process's pidfd is ready, and
     DMA_GRACE_S has passed since. Without a pidfd they are over DMA_BLIND_GRACE_S after the lock has
-    dropped.
+    dropped, and in any case DMA_LIMIT_S after that.
     """
 
     def __init__(self) -> None:
         self._pidfds: dict[SessionId, int] = {}
-        self._over_s: dict[SessionId, float] = {}  # infinite while a process lives
+        self._dropped_s: dict[SessionId, float] = {}  # when the lock was found to have dropped
+        self._ended_s: dict[SessionId, float] = {}  # when the process was found to have ended
 
     @property
     def waiting(self) -> int:
         """Sessions whose lock has dropped and whose copies may be under way."""
-        return len(self._over_s)
+        return len(self._dropped_s)
 
     def attach(self, session: SessionId, pidfd: int | None) -> None:
         """Take charge of the pidfd of the session's process, in place of an earlier one."""
@@ -155,21 +159,18 @@ class DmaProcesses:
 
         The first question starts the clock.
         """
+        dropped_s = self._dropped_s.setdefault(session, now_s)
         pidfd = self._pidfds.get(session)
-        grace_s = DMA_BLIND_GRACE_S
-        if pidfd is not None:
-            if not _has_ended(pidfd):
-                self._over_s[session] = math.inf
-                return True
-            grace_s = DMA_GRACE_S
-        over_s = self._over_s.get(session, math.inf)
-        if over_s == math.inf:
-            over_s = self._over_s[session] = now_s + grace_s
-        return now_s < over_s
+        if pidfd is None:
+            return now_s < dropped_s + DMA_BLIND_GRACE_S
+        if not _has_ended(pidfd):
+            return now_s < dropped_s + DMA_LIMIT_S
+        return now_s < self._ended_s.setdefault(session, now_s) + DMA_GRACE_S
 
     def forget(self, session: SessionId) -> None:
         """Let go of a session's process."""
-        self._over_s.pop(session, None)
+        self._dropped_s.pop(session, None)
+        self._ended_s.pop(session, None)
         pidfd = self._pidfds.pop(session, None)
         if pidfd is not None:
             os.close(pidfd)

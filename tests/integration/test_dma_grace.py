@@ -1,4 +1,4 @@
-"""What a dead client's device may still write is not reused: rule D1 of docs/decisions.md."""
+"""What a dead client's device may still write is not reused: rule D1 of docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ecd_client.calls import open_channel
 from ecd_client.device.attach import attach
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.mapping import Mapping
-from ecd_proto.shm.session_page import ATTACHED, DMA_BLIND_GRACE_S, DMA_GRACE_S
+from ecd_proto.shm.session_page import ATTACHED, DMA_BLIND_GRACE_S, DMA_GRACE_S, DMA_LIMIT_S
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.daemon import Daemon, eventually
@@ -506,13 +506,22 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+def test_a_process_that_begins_another_program_keeps_nothing_for_ever() -> None:
+    """`exec` drops the lock, leaves the word set, and the process lives on."""
+    processes, session = DmaProcesses(), SessionId(1)
+    processes.attach(session, os.pidfd_open(os.getpid()))
+    assert processes.may_copy(session, 5.0)
+    assert not processes.may_copy(session, 5.0 + DMA_LIMIT_S)
+    processes.forget(session)
+
+
 def test_the_clock_starts_when_the_process_has_ended() -> None:
     processes, session = DmaProcesses(), SessionId(1)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         processes.attach(session, os.pidfd_open(process.pid))
         assert processes.waiting == 0
         assert processes.may_copy(session, 0.0)
-        assert processes.may_copy(session, 1000.0), "it lives"
+        assert processes.may_copy(session, DMA_LIMIT_S - 0.01), "it lives"
         assert processes.waiting == 1
         process.kill()
         process.wait()

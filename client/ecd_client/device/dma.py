@@ -35,25 +35,29 @@ class SessionDma:
     def __init__(self, attach_path: str, token: str, board: MappedBoard) -> None:
         self._attach_path, self._token = attach_path, token
         self._words = board.page.view(0, PAGE_BYTES).cast("Q")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # which a garbage-collected item may take within
         self._has_begun = self._has_ended = False
         self._pools: tuple[MappedPool, ...] = ()
         self.may_write = False
-        """Whether the daemon knows of this process, so that copies into the pool may be DMA."""
+        """Whether the daemon knows of this process, so that copies into pinned memory may begin."""
 
     def add(self, pools: Iterable[MappedPool]) -> None:
         """Name the session's pools, once, before `begin`."""
         self._pools = tuple(pools)
 
     def begin(self, device: int) -> None:
-        """Attach and pin the pools, on a thread of its own; later calls do nothing."""
+        """Attach, and pin the pools if that is wanted, on a thread; later calls do nothing."""
         if self._has_begun:
             return
         with self._lock:
             if self._has_begun:
                 return
             self._has_begun = True
-        threading.Thread(target=self._run, args=(device,), name="ecd-attach", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(device,), name="ecd-attach", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("copies from the GPU are not pinned: %s", error)
 
     def _run(self, device: int) -> None:
         try:
@@ -61,11 +65,13 @@ class SessionDma:
             self.may_write = True
         except (OSError, EcdError) as error:
             logger.warning("copies from the GPU are not pinned: the daemon refused: %s", error)
+        if not is_wanted():
+            return
         for pool in self._pools:
             try:
                 pool.pin(device)
-            except OSError as error:
-                logger.warning("a pool cannot be mapped to be pinned: %s", error)
+            except (OSError, RuntimeError) as error:  # the latter: no more threads
+                logger.warning("a pool cannot be pinned: %s", error)
         pinned_bytes = sum(pool.wait_pinned() for pool in self._pools)
         with self._lock:  # after the end the page is another session's
             if not self._has_ended:
@@ -84,5 +90,5 @@ class SessionDma:
 
     def cut_off(self) -> None:
         """In a forked child: the session is the parent's."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._has_begun = True

@@ -26,11 +26,12 @@ USE_COUNTERS = USES_WORD, USED_BYTES_WORD, MISSES_WORD, DUPLICATES_WORD
 CLAIMS_WORD = 5
 """The number of claims that are announced: a scan skips the page if it is 0."""
 DMA_WORD = 6
-"""1 while a device may copy between this session's process and the pool: DMA outlives the process.
+"""1 while a device may copy into the pool for this session's process: DMA outlives the process.
 
-A client that is attached (`ATTACHED`) sets the word before its first copy by DMA. It clears the
-word when its session's files are closed and no copy is under way, just before it drops the
-session's lock. So a dropped lock with the word still set means that the process died.
+A client sets the word before its first copy from a device into the pool; one that is attached
+(`ATTACHED`) is waited for no longer than it takes. It clears the word when its session's files are
+closed and no copy is under way, just before it drops the session's lock. So a dropped lock with the
+word still set means that the process died.
 """
 PINNED_WORD = 7
 """Bytes of the pools that the session's process has pinned for its GPUs; for people alone."""
@@ -68,6 +69,13 @@ DMA_BLIND_GRACE_S = 10.0
 The kernel drops a lock before it closes files that were opened earlier, a device's among them:
 0.2 s before, in an experiment with a file that is slow to close.
 """
+DMA_LIMIT_S = 60.0
+"""How long DMA may go on after a session's lock was dropped, whatever becomes of its process.
+
+One that lives on without the lock has begun another program (`exec`), without the device's files.
+"""
+SO_PEERPIDFD = 77
+"""The option that gives a pidfd of the peer's process (Linux 6.5): Python has no name for it."""
 ATTACHED = b"ok"
 """The daemon's answer to a session's name on its attach socket: the client may copy by DMA."""
 
