@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecd_client import forks
@@ -47,7 +47,7 @@ class Item:
         self.namespace, self.mm_hash = namespace, mm_hash
         self._hold = hold
         self._open = {"hold": hold}
-        self._loads: Sequence[Event] = ()  # copies to GPUs that may be under way
+        self._loads: list[Event] = []  # copies to GPUs that may be under way
 
     @property
     def dtype(self) -> str:
@@ -100,7 +100,6 @@ class Item:
         import torch
 
         from ecd_client.device.copies import for_device
-        from ecd_client.device.ends import under_way
         from ecd_client.tensors import load, private_copy
 
         device = torch.device(device)
@@ -112,12 +111,21 @@ class Item:
             hold = self._hold
             hold.pool.use_dma(copies.device)
             copy, over = load(hold.pool.load_parts(hold.extent), self.dtype, self.shape, copies)
-            self._loads = [*under_way(self._loads), over]
-            if non_blocking and hold.expires_s == math.inf:
+            self._note(over)
+            if non_blocking and hold.expires_s == math.inf and self._open:
                 return copy
             over.wait()
         self.check()  # the lease held until every byte was read
         return copy
+
+    def _note(self, load: Event) -> None:
+        """Have `close` wait for a load, in whichever thread it is called."""
+        from ecd_client.device.ends import under_way
+
+        self._loads.append(load)
+        for done in set(self._loads) - set(under_way(tuple(self._loads))):
+            with contextlib.suppress(ValueError):  # another thread was first
+                self._loads.remove(done)
 
     def handle(self) -> Handle:
         """The item, for another process of this node to read."""
@@ -159,7 +167,7 @@ class Item:
     def close(self) -> None:
         """End the lease now. Views of the item may show another entry's bytes from now on."""
         hold = self._open.pop("hold", None)  # None: closed, perhaps by another thread
-        if hold is None:
+        if hold is None or hold.session.is_cut_off:
             return
         if self._loads:
             from ecd_client.device.ends import after

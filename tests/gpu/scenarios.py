@@ -6,6 +6,7 @@ Prints what came of the scenario, as one line of JSON.
 """
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import torch
 
 from ecd_client import Client, EcdError
 from ecd_client.device import pinned
+from ecd_client.item import Item
 from ecd_proto.shm.session_page import DMA_WORD
 from support.cuda.gpu import StandinGpu
 from support.cuda.standin import Control, Hold
@@ -57,6 +59,12 @@ def load(client: Client, key: str, **options: bool) -> torch.Tensor:
         return item.to("cuda", **options)
 
 
+def registered_after() -> int:
+    """Bytes that stay registered, once nothing more is being unregistered."""
+    eventually(lambda: not pinned._leaving)
+    return control.counters().registered_bytes - gpu._out.nbytes
+
+
 def is_right(tensor: torch.Tensor, byte: int) -> bool:
     return set(gpu.content(tensor)) == {byte}
 
@@ -86,7 +94,7 @@ def nothing_waits(address: str) -> dict:
         "waits": waits,
         "right": right,
         "pageable": after.pageable_copies - before.pageable_copies,
-        "registered after": control.counters().registered_bytes - gpu._out.nbytes,
+        "registered after": registered_after(),
     }
 
 
@@ -116,7 +124,7 @@ def half_of_it_is_refused(address: str) -> dict:
         "right": all(right),
         "pinned": 0 < counters.pageable_copies < counters.copies,
         "faults": counters.faults,
-        "registered after": control.counters().registered_bytes - gpu._out.nbytes,
+        "registered after": registered_after(),
     }
 
 
@@ -192,6 +200,275 @@ def closed_amid_copies(address: str) -> dict:
     right = is_right(copy, 11)
     eventually(lambda: control.counters().registrations == 1)
     return {"closed early": closed_early, "right": right, "faults": control.counters().faults}
+
+
+def fill_anew(client: Client, rounds: int = 4) -> list[tuple[int, int]]:
+    """Put more than the pool holds; returns the entries there whose bytes are wrong."""
+    numbers = [(turn, number) for turn in range(rounds) for number in range(60)]
+    for turn, number in numbers:
+        client.put_bytes(f"{turn} {number}", bytes([7]) * MIB, "uint8", (MIB,))
+    control.hold = Hold.NOTHING
+    eventually(lambda: control.counters().finished == control.counters().copies)
+    wrong = []
+    for turn, number in numbers:
+        if item := client.get(f"{turn} {number}"):
+            with item:
+                if set(item.view.tobytes()) != {7}:
+                    wrong.append((turn, number))
+    return wrong
+
+
+def waiting_is_refused_for_a_while(address: str) -> dict:
+    """The driver refuses to wait for a save whose copy has not begun: its extent is kept."""
+    with Client(address) as client:
+        pin(client)
+        tensor = gpu.encode(SHAPE, torch.uint8, 12)
+        gpu.content(tensor)
+        control.hold = Hold.START
+        control.fail({"cuEventSynchronize": 900})
+        stored = client.put_async("k", tensor)
+        time.sleep(1.5)
+        is_early = stored.done()
+        wrong = fill_anew(client)
+        control.fail({})
+        stored = stored.result(20)
+        right = is_right(load(client, "k"), 12)
+    return {"stored early": is_early, "wrong": wrong, "stored": stored, "right": right}
+
+
+def loads_cannot_be_waited_for(address: str) -> dict:
+    """As above, with a load, time and again: its entry is held until the copy is over."""
+    right = []
+    with Client(address) as client:
+        pin(client)
+        for number in range(2):
+            put(client, f"k{number}", 3)
+            control.hold = Hold.START
+            control.fail({"cuEventSynchronize": 900, "cuEventQuery": 900})
+            copy = load(client, f"k{number}", non_blocking=True)
+            time.sleep(1.2)
+            threading.Timer(0.5, control.fail, [{}]).start()
+            wrong = fill_anew(client)
+            time.sleep(0.5)
+            right.append(not wrong and is_right(copy, 3))
+            eventually(lambda: not any(client._connection.session().index._words[8:512]))
+    return {"right": right, "faults": control.counters().faults}
+
+
+def interrupted_before_the_wait(address: str) -> dict:
+    """An exception of a signal's handler comes between a put's copy and the wait for it."""
+    from ecd_client.device import driver
+
+    wait, is_first = driver.Event.wait, [True]
+
+    def wait_late(event: driver.Event) -> None:
+        if is_first.pop() if is_first else False:
+            threading.Timer(0.3, lambda: setattr(control, "hold", Hold.NOTHING)).start()
+            raise SystemExit
+        wait(event)
+
+    with Client(address) as client:
+        pin(client)
+        tensor = gpu.encode(SHAPE, torch.uint8, 12)
+        gpu.content(tensor)
+        control.hold = Hold.START
+        driver.Event.wait = wait_late
+        try:
+            client.put("k", tensor)
+            interrupted = False
+        except SystemExit:
+            interrupted = True
+        counters = control.counters()
+    return {"interrupted": interrupted, "copy had ended": counters.copies == counters.finished}
+
+
+def graph_is_captured(address: str) -> dict:
+    """A capture goes on while other threads pin, wait, save and load."""
+    from cuda.bindings import driver as cuda
+
+    from ecd_client.device import driver
+    from support.cuda.gpu import call
+
+    def begin() -> None:
+        with driver.on(gpu.device):
+            call(cuda.cuStreamBeginCapture, captured, cuda.CUstreamCaptureMode(0))
+
+    def end() -> None:
+        with driver.on(gpu.device):
+            graph = call(cuda.cuStreamEndCapture, captured)
+            assert int(graph) == 0
+
+    captured = cuda.CUstream(gpu.new_stream(gpu.device).cuda_stream)
+    with Client(address) as client:
+        begin()
+        pin(client)
+        end()
+        tensor = gpu.encode(SHAPE, torch.uint8, 4)
+        begin()
+        control.delay_us = 50_000
+        stored = client.put_async("k", tensor).result(20)
+        copy = load(client, "k", non_blocking=True)
+        eventually(lambda: not any(client._connection.session().index._words[8:512]))
+        end()
+        begin()
+    eventually(lambda: control.counters().registrations == 1)
+    end()
+    return {"stored": stored, "right": is_right(copy, 4)}
+
+
+def item_of_two_threads(address: str) -> dict:
+    """One thread loads an item while another closes it, or loads it too."""
+    from ecd_client import pools
+
+    load_parts = pools.MappedPool.load_parts
+
+    def load_parts_late(pool: pools.MappedPool, extent: object) -> object:
+        parts = load_parts(pool, extent)
+        time.sleep(0.01)
+        return parts
+
+    pools.MappedPool.load_parts = load_parts_late
+    outcomes = {"right": 0, "wrong": 0, "refused": 0}
+    with Client(address) as client:
+        pin(client)
+        control.delay_us = 40_000
+
+        def use(item: Item, byte: int) -> None:
+            try:
+                copies.append((item.to("cuda", non_blocking=True), byte))
+            except EcdError:
+                outcomes["refused"] += 1
+
+        for number in range(1, 31):
+            put(client, str(number), number)
+            copies: list[tuple[torch.Tensor, int]] = []
+            item = client.get(str(number))
+            users = range(1 + number % 2)
+            threads = [threading.Thread(target=use, args=(item, number)) for _ in users]
+            for thread in threads:
+                thread.start()
+            if len(threads) == 1:
+                time.sleep(0.003)
+                item.close()
+            for thread in threads:
+                thread.join()
+            item.close()
+            for filler in range(64):
+                client.put_bytes(f"{number} {filler}", bytes([255]) * MIB, "uint8", (MIB,))
+            for copy, byte in copies:
+                outcomes["right" if is_right(copy, byte) else "wrong"] += 1
+    return outcomes
+
+
+def threads_run_out(address: str) -> dict:
+    """No thread can be started: copies are made all the same, and every hold ends."""
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name in ("ecd-attach", "ecd-ends", "ecd-unpin"):
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with Client(address) as client:
+        pin(client)
+        threading.Thread.start = refuse
+        put(client, "k", 3)
+        control.delay_us = 50_000
+        right = [is_right(load(client, "k", non_blocking=True), 3) for _ in range(3)]
+        held = any(client._connection.session().index._words[8:512])
+        with Client(address) as other:
+            other.pin()
+            right.append(is_right(load(other, "k", non_blocking=True), 3))
+    registrations = control.counters().registrations
+    threading.Thread.start = start
+    return {
+        "refused": sorted(set(refused)),
+        "right": all(right),
+        "held": held,
+        "registered": registrations - 1,
+    }
+
+
+def no_memory_to_make_it_dense(address: str) -> dict:
+    def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with Client(address) as client:
+        pin(client)
+        tensor = gpu.encode(SHAPE, torch.uint8, 3)
+        torch.Tensor.contiguous = contiguous
+        try:
+            client.put_async("k", tensor)
+        except EcdError as error:
+            return {"error": str(error)}
+    return {}
+
+
+def unpinning_takes_long(address: str) -> dict:
+    """Whoever lets go of the last item does not wait for the pool to be unregistered."""
+    from ecd_client.device import driver
+
+    unregister = driver.unregister
+
+    def unregister_late(at: int) -> None:
+        time.sleep(1.0)
+        unregister(at)
+
+    driver.unregister = unregister_late
+    client = Client(address)
+    pin(client)
+    put(client, "k", 3)
+    item = client.get("k")
+    client.close()
+    before, started = control.counters(), time.monotonic()
+    item.close()
+    took_s = time.monotonic() - started
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    forked_s = time.monotonic() - started
+    waits = control.counters().main_waits - before.main_waits
+    eventually(lambda: control.counters().registrations == 1)
+    return {"closed at once": took_s < 0.5, "forked at once": forked_s < 0.8, "waits": waits}
+
+
+def collected_amid_a_load(address: str) -> dict:
+    """An item in a cycle is collected with its session, when its copy is still under way."""
+    gc.disable()
+    client = Client(address)
+    pin(client)
+    put(client, "k", 3)
+    control.delay_us = 200_000
+    item = client.get("k")
+    copy = item.to("cuda", non_blocking=True)
+    cycle: list[object] = [item]
+    cycle.append(cycle)
+    client.close()
+    del client, item, cycle
+    gc.collect()
+    right = is_right(copy, 3)
+    eventually(lambda: control.counters().registrations == 1)
+    return {"right": right, "faults": control.counters().faults}
+
+
+def child_after_its_parents_client(address: str) -> dict:
+    """A child of a process that has no client any more makes one of its own."""
+    with Client(address) as client:
+        pin(client)
+        put(client, "k", 3)
+        control.delay_us = 50_000
+        right = is_right(load(client, "k", non_blocking=True), 3)
+    del client
+    gc.collect()
+    child = os.fork()
+    if child == 0:
+        with Client(address, connect_timeout=10.0) as client:
+            os._exit(0 if client.contains(["k"])[0] else 1)
+    _, status = os.waitpid(child, 0)
+    return {"right": right, "child": status}
 
 
 def shown_to_operators(address: str) -> dict:
@@ -278,7 +555,7 @@ def forked_amid_copies(address: str) -> dict:
 
 
 def daemon_refuses_attaching(address: str) -> dict:
-    """The daemon does not learn of the process: copies into the pool are not DMA, others are."""
+    """The daemon does not learn of the process: only copies from the pool are of pinned memory."""
     from ecd_client.device import dma
 
     def refuse(path: str, token: str) -> None:

@@ -39,7 +39,7 @@ def test_no_byte_is_wrong_however_late_copies_are(kind: str) -> None:
     found = stress(STRESS_S, "--kind", kind)
     assert (found["wrong"], found["faults"], found.get("ended")) == (0, 0, None)
     assert found["evictions"] > 50
-    assert found["killed"] > 5 or kind != "doomed"
+    assert found.get("amid", 0) > 10 or kind != "doomed"
 
 
 @pytest.mark.timeout(240)
@@ -112,11 +112,56 @@ def test_operators_see_which_clients_have_pinned_the_pool(
 
 def test_a_client_may_be_closed_amid_its_copies(scenario: Scenario) -> None:
     found = scenario("closed_amid_copies")
-    assert (found["right"], found["faults"]) == (True, 0)
+    assert found == {"closed early": True, "right": True, "faults": 0}
 
 
-def test_an_interrupted_put_waits_for_its_copy(scenario: Scenario) -> None:
-    assert scenario("interrupted_put") == {"interrupted": True, "copy had ended": True}
+@pytest.mark.parametrize("name", ["interrupted_put", "interrupted_before_the_wait"])
+def test_an_interrupted_put_waits_for_its_copy(scenario: Scenario, name: str) -> None:
+    assert scenario(name) == {"interrupted": True, "copy had ended": True}
+
+
+def test_a_save_that_cannot_be_waited_for_keeps_its_memory(scenario: Scenario) -> None:
+    found = scenario("waiting_is_refused_for_a_while")
+    assert found == {"stored early": False, "wrong": [], "stored": True, "right": True}
+
+
+def test_a_load_that_cannot_be_waited_for_keeps_its_entry(scenario: Scenario) -> None:
+    found = scenario("loads_cannot_be_waited_for")
+    assert found == {"right": [True, True], "faults": 0}
+
+
+def test_copies_do_not_break_the_capture_of_a_graph(scenario: Scenario) -> None:
+    assert scenario("graph_is_captured") == {"stored": True, "right": True}
+
+
+def test_two_threads_may_use_one_item(scenario: Scenario) -> None:
+    found = scenario("item_of_two_threads")
+    assert found["wrong"] == 0
+    assert found["right"] >= 30
+    assert found["refused"] > 0
+
+
+def test_a_process_may_run_out_of_threads(scenario: Scenario) -> None:
+    found = scenario("threads_run_out")
+    refused = ["ecd-attach", "ecd-ends", "ecd-unpin"]
+    assert found == {"refused": refused, "right": True, "held": False, "registered": 0}
+
+
+def test_memory_may_lack_to_make_a_tensor_dense(scenario: Scenario) -> None:
+    assert scenario("no_memory_to_make_it_dense") == {"error": "CUDA out of memory"}
+
+
+def test_nobody_waits_for_a_pool_to_be_unpinned(scenario: Scenario) -> None:
+    found = scenario("unpinning_takes_long")
+    assert found == {"closed at once": True, "forked at once": True, "waits": 0}
+
+
+def test_an_item_may_be_collected_amid_its_load(scenario: Scenario) -> None:
+    assert scenario("collected_amid_a_load") == {"right": True, "faults": 0}
+
+
+def test_a_child_may_have_a_client_once_its_parent_has_none(scenario: Scenario) -> None:
+    assert scenario("child_after_its_parents_client") == {"right": True, "child": 0}
 
 
 def test_a_lost_device_is_an_error_and_the_host_goes_on(scenario: Scenario) -> None:
@@ -151,7 +196,7 @@ def test_only_a_process_that_the_daemon_knows_writes_by_dma(
         "right": True,
         "pageable saves": 1,
         "pageable loads": 0,
-        "word": 0,
+        "word": 1,
     }
 
 
@@ -188,7 +233,11 @@ def test_a_client_pins_again_after_a_restart(cuda: Cuda, control: Control, daemo
     assert process.wait(20) == 0
 
 
-def test_the_daemon_has_no_context(cuda: Cuda, control: Control, daemon: Daemon) -> None:
+def test_the_daemon_has_no_context(
+    cuda: Cuda, control: Control, make_daemon: Callable[..., Daemon]
+) -> None:
+    """Nor has it loaded the driver, which it could: its environment is that of an engine."""
+    daemon = make_daemon(**cuda.environment()).start()
     done = cuda.run(SCENARIOS, "nothing_waits", daemon.address)
     assert done.returncode == 0
     maps = Path(f"/proc/{daemon.pid}/maps").read_text()
@@ -228,7 +277,10 @@ def test_a_stopped_engine_amid_a_save_keeps_its_memory(
 
 WITHOUT_CUDA = """
 import sys, torch
+torch.version.hip = sys.argv[2] or None  # AMD's torch says so, and its GPUs are "cuda" too
+torch.cuda.is_initialized = lambda: True
 from ecd_client import Client
+from ecd_proto.shm.session_page import DMA_WORD
 with Client(sys.argv[1]) as client:
     tensor = torch.arange(1000)
     assert client.put("k", tensor)
@@ -236,12 +288,24 @@ with Client(sys.argv[1]) as client:
     with client.get("k") as item:
         assert torch.equal(item.to("cpu", non_blocking=True), tensor)
         assert item.to("meta").shape == (1000,)
-    torch.version.cuda, torch.version.hip = None, "6.0"  # as AMD's torch says
     assert client.put_async("l", tensor).result(5)
+    word = client._connection.session()._dma._words[DMA_WORD : DMA_WORD + 1]
+    assert word[0] == 0
+
+    class Elsewhere(torch.Tensor):
+        is_cpu = property(lambda self: False)
+
+    assert client.put_async("m", tensor.as_subclass(Elsewhere)).result(5)
+    assert word[0] == 1  # a device may have copied it
+    with client.get("m") as item:
+        assert torch.equal(item.tensor, tensor)
 assert "ecd_client.device.driver" not in sys.modules
 """
 
 
-def test_without_cuda_none_of_it_is_loaded_and_torch_copies(cuda: Cuda, daemon: Daemon) -> None:
-    """Other accelerators are torch's own too: `meta` stands for them."""
-    cuda.run(WITHOUT_CUDA, daemon.address)
+@pytest.mark.parametrize("hip", ["", "6.0"])
+def test_without_cuda_none_of_it_is_loaded_and_torch_copies(
+    cuda: Cuda, daemon: Daemon, hip: str
+) -> None:
+    """`meta` and a tensor that says it is elsewhere stand for other accelerators."""
+    cuda.run(WITHOUT_CUDA, daemon.address, hip)

@@ -62,7 +62,10 @@ class TorchCuda:
         return self._cuda.current_stream(device)
 
     def new_stream(self, device: int) -> Any:
-        return self._cuda.Stream(device)
+        """A stream of the driver's, as torch's own are few and shared with graphs' captures."""
+        from ecd_client.device import driver
+
+        return self._cuda.ExternalStream(driver.new_stream(device), device=device)
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: int, stream: Any

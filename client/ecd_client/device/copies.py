@@ -9,7 +9,8 @@ R1  An entry is held before a load of it is queued.
 R2  The hold ends after the load is over.
 R3  A load's destination goes to nobody else before the load is over, and the stream that uses it
     waits for the load.
-R4  Memory is unregistered and unmapped after all copies from and to it are over.
+R4  Memory is unregistered and unmapped after all copies from and to it are over: holds and puts
+    refer to their session, which lets go of its pools with the last of them.
 """
 
 from __future__ import annotations
@@ -90,31 +91,20 @@ class Copies:
             try:
                 self._driver.Event(self.device, stream).wait()
                 break
-            except KeyboardInterrupt as error:  # the GPU goes on writing
-                broken = broken or error
+            except self._driver.NotNow:
+                time.sleep(self._driver.RETRY_S)
             except DeviceError as error:
-                time.sleep(FAILED_S)
                 broken = broken or error
+                time.sleep(FAILED_S)
                 break
+            except BaseException as error:  # such as KeyboardInterrupt: the GPU goes on writing
+                broken = broken or error
         if broken is not None:
             raise broken
 
-    def settle(self) -> None:
-        """Wait for all copies that were queued before. Raises DeviceError."""
-        for stream in (self._loads, self._saves):
-            self._driver.Event(self.device, stream.cuda_stream).wait()
 
-
-_lock = threading.Lock()
+_lock = threading.RLock()  # which a garbage-collected item may take within
 _copies: dict[int, Copies] = {}
-
-
-def settle() -> None:
-    """Wait for all copies of this process that were queued before. Raises DeviceError."""
-    with _lock:
-        each = list(_copies.values())
-    for copies in each:
-        copies.settle()
 
 
 def for_tensor(tensor: torch.Tensor) -> Copies | None:

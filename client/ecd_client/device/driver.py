@@ -8,6 +8,7 @@ while: whatever the thread had before is current again after that.
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,23 +23,39 @@ _EVENT_FLAGS = (
     cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING | cuda.CUevent_flags.CU_EVENT_BLOCKING_SYNC
 )
 
+_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+RETRY_S = 0.001
+
 _contexts: dict[int, Any] = {}
 
 
+class NotNow(DeviceError):
+    """A call that the driver refuses for now; what was queued before goes on."""
+
+
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    result, *values = function(*arguments)
+    try:
+        result, *values = function(*arguments)
+    except RuntimeError as error:  # a driver that is too old has no such function
+        raise DeviceError(str(error)) from None
     if result != _OK:
         raise _error(function.__name__, result)
     return values[0] if values else None
 
 
 def _error(call: str, result: Any) -> DeviceError:
-    return DeviceError(f"{call}: {getattr(result, 'name', result)}")
+    name = str(getattr(result, "name", result))
+    is_passing = name == "CUDA_ERROR_OUT_OF_MEMORY" or "_STREAM_CAPTURE_" in name
+    return (NotNow if is_passing else DeviceError)(f"{call}: {name}")
 
 
 @contextlib.contextmanager
 def on(device: int) -> Iterator[None]:
-    """Have the device's primary context current in the body. Raises DeviceError."""
+    """Have the device's primary context current in the body. Raises DeviceError.
+
+    The engine may capture a CUDA graph meanwhile, on another thread. The driver forbids most calls
+    to all threads then, and the capture breaks, but for threads that say that they do without it.
+    """
     context = _contexts.get(device)
     if context is None:
         _call(cuda.cuInit, 0)
@@ -46,7 +63,11 @@ def on(device: int) -> Iterator[None]:
         context = _contexts.setdefault(device, context)
     _call(cuda.cuCtxPushCurrent, context)
     try:
-        yield
+        mode = _call(cuda.cuThreadExchangeStreamCaptureMode, _RELAXED)
+        try:
+            yield
+        finally:
+            cuda.cuThreadExchangeStreamCaptureMode(mode)
     finally:
         cuda.cuCtxPopCurrent()
 
@@ -59,6 +80,12 @@ def register(address: int, nbytes: int) -> None:
 def unregister(address: int) -> None:
     """Undo `register`; no copy may be under way there. Raises DeviceError."""
     _call(cuda.cuMemHostUnregister, address)
+
+
+def new_stream(device: int) -> int:
+    """A stream that waits for no other. Raises DeviceError."""
+    with on(device):
+        return int(_call(cuda.cuStreamCreate, cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
 
 def copy(to: int, source: int, nbytes: int, stream: int) -> None:
@@ -91,8 +118,13 @@ class Event:
 
     def wait(self) -> None:
         """Block this thread until `is_over`. Raises DeviceError where the device has failed."""
-        with on(self._device):
-            _call(cuda.cuEventSynchronize, self._event)
+        while True:
+            try:
+                with on(self._device):
+                    _call(cuda.cuEventSynchronize, self._event)
+                return
+            except NotNow:
+                time.sleep(RETRY_S)
 
     def precede(self, stream: int) -> None:
         """Have all that is queued on `stream` from now on wait for this. Raises DeviceError."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from ecd_client import forks
 from ecd_client.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -25,46 +26,54 @@ class _Ends:
     """The thread, begun with the first hold that it ends."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._later: queue.SimpleQueue[tuple[list[Event], Callable[[], None]]]
         self._later = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._failed_s: float | None = None
+        self._has_thread = self._has_failed = False
 
     def add(self, events: list[Event], end: Callable[[], None]) -> None:
         self._later.put((events, end))
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ecd-ends", daemon=True)
-                forks.add(self)
-                self._thread.start()
+        if self._has_thread:
+            return
+        self._has_thread = True  # two threads at a time would do no harm
+        try:
+            threading.Thread(target=self._run, name="ecd-ends", daemon=True).start()
+        except RuntimeError:  # no more threads
+            self._has_thread = False
+            with contextlib.suppress(queue.Empty):  # another thread was started meanwhile
+                self._end_next(is_patient=False)
 
     def _run(self) -> None:
         while True:
-            events, end = self._later.get()
-            try:
-                for event in events:
-                    self._wait(event)
-                end()
-            except Exception:
-                logger.exception("a hold could not be ended")
-            del events, end
+            self._end_next()
+
+    def _end_next(self, is_patient: bool = True) -> None:
+        events, end = self._later.get(is_patient)
+        try:
+            for event in events:
+                self._wait(event)
+            end()
+        except Exception:
+            logger.exception("a hold could not be ended")
 
     def _wait(self, event: Event) -> None:
         try:
             event.wait()
         except DeviceError as error:
-            if self._failed_s is None:
-                self._failed_s = time.monotonic()
+            if not self._has_failed:
+                self._has_failed = True
                 logger.warning("the GPU has failed: %s", error)
-            time.sleep(max(0.0, self._failed_s + FAILED_S - time.monotonic()))
-
-    def cut_off(self) -> None:
-        """In a forked child: the holds are the parent's."""
-        self.__init__()  # type: ignore[misc]
+            time.sleep(FAILED_S)
 
 
 _ends = _Ends()
+
+
+def _in_child() -> None:
+    global _ends
+    _ends = _Ends()
+
+
+os.register_at_fork(after_in_child=_in_child)  # the holds are the parent's
 
 
 def after(events: Iterable[Event], end: Callable[[], None]) -> None:

@@ -102,29 +102,27 @@ class PinnedPool:
             self.pinned_bytes += nbytes
             return True
 
-    def close(self) -> None:
-        """Wait for the copies under way, then unregister all pieces (R4)."""
-        from ecd_client.device import copies, driver
+    def unregister(self) -> None:
+        """Unregister all pieces. No copy may be under way (R4). Raises DeviceError."""
+        from ecd_client.device import driver
 
         with self._lock:  # a piece that is being registered comes first
             self._closing = True
             pieces = range(0, self.pinned_bytes, PIECE_BYTES)
             self.pinned_bytes = 0
-            try:
-                copies.settle()
-                with driver.on(self._device):
-                    for offset in pieces:
-                        driver.unregister(self._mapping.address + offset)
-            except DeviceError as error:
-                logger.warning("the pool stays pinned in this process: %s", error)
+            with driver.on(self._device):
+                for offset in pieces:
+                    driver.unregister(self._mapping.address + offset)
 
     def cut_off(self) -> None:
         """In a forked child: nothing written here reaches the pool any more."""
         self._mapping.cut_off()
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # which a garbage-collected item may take within
 _pools: dict[tuple[int, int], PinnedPool] = {}  # by device and inode of the file
+_leaving: set[PinnedPool] = set()
+"""Pools that are being unregistered, and those that could not be: they must stay mapped."""
 
 
 def acquire(fd: int, nbytes: int, device: int) -> PinnedPool:
@@ -139,20 +137,36 @@ def acquire(fd: int, nbytes: int, device: int) -> PinnedPool:
 
 
 def release(pool: PinnedPool) -> None:
-    """Let go of a session's pool, and unpin it with the last one."""
+    """Let go of a session's pool, and unpin it with the last one, on a thread of its own."""
     with _lock:
         pool.users -= 1
         if pool.users:
             return
         for place in [place for place, each in _pools.items() if each is pool]:
             del _pools[place]
-    pool.close()
+        _leaving.add(pool)
+    try:
+        threading.Thread(target=_unpin, args=(pool,), name="ecd-unpin", daemon=True).start()
+    except RuntimeError:  # no more threads
+        _unpin(pool)
+
+
+def _unpin(pool: PinnedPool) -> None:
+    try:
+        pool.unregister()
+    except DeviceError as error:
+        logger.warning("a pool stays pinned in this process: %s", error)
+    else:
+        _leaving.discard(pool)
 
 
 def _in_child() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
+    for pool in _leaving:
+        pool.cut_off()
     _pools.clear()
+    _leaving.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)  # its pools are the parent's

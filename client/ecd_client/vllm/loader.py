@@ -66,12 +66,11 @@ class Loader:
         """
         copies = None if self._has_failed else for_device(self.device)
         if copies is not None:
-            self._note_pinning()
             try:
                 return self._queue(load, report, copies)
             except DeviceError as error:  # torch will say the same, if the device is lost
                 self._has_failed = True
-                self._stats.count("pin_failures")
+                self._stats.count("copy_failures")
                 logger.warning("ecd: copies are made by torch from now on: %s", error)
             except OSError:
                 pass  # its pool cannot be mapped
@@ -84,7 +83,12 @@ class Loader:
         self._reports.add(report)
 
     def take_reports(self) -> set[str]:
-        """The reports of loads that were done since the last call; waits for none."""
+        """The reports of loads that were done since the last call; waits for none.
+
+        Called once in each step.
+        """
+        if self.device.type == "cuda":
+            self._note_pinning()
         if self._under_way:
             left = set(under_way(over for over, _ in self._under_way))
             self._reports |= {report for over, report in self._under_way if over not in left}
@@ -179,7 +183,6 @@ class Loader:
         self._pinning = pinning
         if pinning.failure is not None:
             self._stats.count("pin_failures")
-            logger.warning("ecd: the pool cannot be pinned for GPU copies: %s", pinning.failure)
         if pinning.nbytes:
             self._stats.count("pinned_bytes", pinning.nbytes)
             self._stats.count("pin_ms", round(1000 * pinning.took_s))

@@ -18,6 +18,7 @@ COUNTERS = {
     "loaded_bytes": "Bytes of these.",
     "reloads": "Loads whose lease had run out and that had to get the item again.",
     "pin_failures": "Pools that CUDA refused to pin: copies of them take three times as long.",
+    "copy_failures": "Workers that leave copies to torch, as one failed on their GPU.",
     "pinned_bytes": "Bytes of pools pinned for GPU copies, again after a restart of the daemon.",
     "pin_ms": "Milliseconds that this took, in the background.",
     "saves": "Items stored in ecd.",

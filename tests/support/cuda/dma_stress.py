@@ -8,7 +8,7 @@ compare every byte that they get; their sessions break off, and some processes a
 engines  all of them encode, put and get on GPUs, with copies of 1.5 ms
 slow     two have GPUs, with copies of 60 ms; the other two put and get by the CPU, so that what a
          slow copy reads or writes is evicted and reused meanwhile, if it can be
-doomed   as slow; the two with GPUs are killed in the middle of their saves, which outlive them
+doomed   as slow; the two with GPUs are killed in the middle of a save, which outlives them
 
 With a rule of docs/gpu.md taken out the run must find wrong bytes or a fault of the device: that it
 does is what makes the other runs worth something. Prints one line of JSON; exits with 0 if no byte
@@ -41,7 +41,8 @@ KINDS = {"engines": 1500, "slow": 60_000, "doomed": 60_000}
 """Time of each operation of the stand-in, in us."""
 KEYS = 40
 SIZES = (4096, 16384, 65536, 262144)
-POOL = "2MiB"
+POOLS = {"engines": "2MiB", "slow": "2MiB", "doomed": "6MiB"}
+"""So small that what is evicted is reused at once; the dead hold a part of it for a while."""
 LATE = 4
 """Loads that a process has under way before it compares the first of them."""
 
@@ -64,7 +65,8 @@ def run_daemon(without: str) -> None:
 
 def take_out(without: str) -> None:
     """Break one rule in this process."""
-    from ecd_client.device import copies, driver, ends
+    from ecd_client.device import copies, ends
+    from ecd_client.session import Session
     from ecd_client.shared.index import IndexReader
     from ecd_client.tensors import TensorSource
 
@@ -102,9 +104,13 @@ def take_out(without: str) -> None:
         case "R2":
             ends.after = lambda events, end: end()
         case "R4":
-            ends.after = lambda events, end: end()
-            copies.settle = lambda: None
-    assert driver
+            end = Session.end
+
+            def let_go(self) -> None:
+                end(self)
+                self.pools.close()
+
+            Session.end = let_go
 
 
 def run_worker(address: str, without: str, has_gpu: bool) -> None:
@@ -127,36 +133,50 @@ def run_worker(address: str, without: str, has_gpu: bool) -> None:
 
 
 def run_doomed(address: str) -> None:
-    """Fork engines, which begin quickly, and kill each within its saves."""
+    """Fork engines, which begin quickly, and kill each between the halves of a copy."""
     import torch
 
     from ecd_client import Client
     from support.cuda.gpu import StandinGpu
+    from support.cuda.standin import Control
 
     assert torch
-    killed = 0
+    control = Control.of_this_process()
+    found = {"killed": 0, "amid": 0}
     while True:
         told, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
             random.seed(os.getpid())
+            gpu = StandinGpu.use()
             with Client(address, namespace="stress", connect_timeout=30.0) as client:
-                engine = Engine(StandinGpu.use(), dict.fromkeys(("misses", "puts"), 0), 0.0)
-                client.pin()
-                while not client._connection.session().pools.granted._pinned:
-                    time.sleep(0.001)
-                for number in range(1000):
-                    key = random.randrange(KEYS)
-                    engine.save(client, f"{os.getpid()} {number}", key, SIZES[key % len(SIZES)])
-                    os.write(tell, b".")
+                save_without_end(client, Engine(gpu, {}, 0.0), tell)
         os.close(tell)
         os.read(told, 1)
-        time.sleep(random.random() * 0.2)
+        before = control.counters().halfway
+        wait_until(lambda before=before: control.counters().halfway > before, 1.0)
+        counters = control.counters()
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(told)
-        killed += 1
-        print(json.dumps({"killed": killed}), flush=True)
+        found["killed"] += 1
+        found["amid"] += counters.halfway > max(before, counters.finished)
+        print(json.dumps(found), flush=True)
+
+
+def save_without_end(client, engine, tell: int) -> None:
+    """Save by DMA, and say so with the first."""
+    from ecd_client import EcdError
+
+    client.pin()
+    pool = client._connection.session().pools.granted
+    wait_until(lambda: pool._dma.may_write and client.pinning.nbytes, 30.0)
+    while True:
+        key = random.randrange(KEYS)
+        with contextlib.suppress(EcdError):  # full of what others hold
+            engine.save(client, f"{os.getpid()} {time.monotonic()}", key, SIZES[key % len(SIZES)])
+            os.write(tell, b".")
+        time.sleep(0.01)
 
 
 class Engine:
@@ -264,16 +284,23 @@ def run(kind: str, seconds: float, without: str) -> dict:
     }
     found: dict[str, object] = {"kind": kind, "without": without, "killed": 0, "wrong": 0}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        control = Control(Path(directory) / "cuda")
-        control.delay_us = KINDS[kind]
-        env = environment(control, afterlife=kind == "doomed")
-        daemon = Daemon(Path(directory), POOL)
+        controls = [
+            Control(Path(directory) / f"cuda{number}") for number in range(len(roles[kind]))
+        ]
+        for control in controls:
+            control.delay_us = KINDS[kind]
+        envs = [environment(control, afterlife=kind == "doomed") for control in controls]
+        daemon = Daemon(Path(directory), POOLS[kind])
         daemon.command = (sys.executable, __file__, "--daemon", "--without", without)
         stack.callback(daemon.close)
         daemon.start()
-        workers = [Worker(daemon.address, role, without, env) for role in roles[kind]]
+        workers = [
+            Worker(daemon.address, role, without, env)
+            for role, env in zip(roles[kind], envs, strict=True)
+        ]
         try:
-            wait_until(lambda: all(worker.collect() for worker in workers))
+            # A busy machine takes its time to import torch.
+            wait_until(lambda: all(worker.collect() for worker in workers), 60.0)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 time.sleep(0.3)
@@ -285,7 +312,7 @@ def run(kind: str, seconds: float, without: str) -> dict:
                     worker.end()
                     worker.start()
                     found["killed"] += 1
-                if without and _is_found_out(control, workers):
+                if without and _is_found_out(controls, workers):
                     break
         finally:
             for worker in workers:
@@ -293,24 +320,26 @@ def run(kind: str, seconds: float, without: str) -> dict:
         for worker in workers:
             for name, count in worker.counts.items():
                 found[name] = found.get(name, 0) + count
-        counters = control.counters()
-        found["faults"], found["pageable"] = counters.faults, counters.pageable_copies
-        found["copies"], found["waits"] = counters.copies, counters.main_waits
+        each = [control.counters() for control in controls]
+        found["faults"] = sum(counters.faults for counters in each)
+        found["pageable"] = sum(counters.pageable_copies for counters in each)
+        found["copies"] = sum(counters.copies for counters in each)
+        found["waits"] = sum(counters.main_waits for counters in each)
         found["evictions"] = sum(daemon.status().counters.evictions.values())
         if not without:
             daemon.check_nothing_leaked(within_s=15.0)
     return found
 
 
-def wait_until(condition) -> None:
-    """Wait for workers to begin; a busy machine takes its time to import torch."""
-    deadline = time.monotonic() + 60
+def wait_until(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.001)
 
 
-def _is_found_out(control, workers: list[Worker]) -> bool:
-    return bool(control.counters().faults or any(w.collect().get("wrong") for w in workers))
+def _is_found_out(controls: list, workers: list[Worker]) -> bool:
+    has_fault = any(control.counters().faults for control in controls)
+    return has_fault or any(worker.collect().get("wrong") for worker in workers)
 
 
 def main() -> None:

@@ -10,9 +10,10 @@
 // - A copy from pageable host memory is staged at once; a copy to it blocks the caller.
 // - A copy to or from an address without access fails the context for good (700), as does the loss
 //   of the memory's registration or mapping while the copy is under way.
+// - While one thread captures a graph, others may make few calls, unless they asked to.
 // - A forked child cannot use the driver.
 //
-// It has no kernels, no order between the default stream and others, no shared limit of a device's
+// It has no kernels and no graphs, no order between the default stream and others, no shared limit of a device's
 // memory for several processes, and no speed. docs/testing.md says what tests on it do not prove.
 // Numbers without a name in this file are those of cuda.h.
 //
@@ -50,7 +51,9 @@
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100,
        INVALID_DEVICE = 101, INVALID_CONTEXT = 201, ALREADY_MAPPED = 208, INVALID_HANDLE = 400,
        NOT_READY = 600, ILLEGAL_ADDRESS = 700, CONTEXT_IS_DESTROYED = 709, HOST_REGISTERED = 712,
-       HOST_NOT_REGISTERED = 713, NOT_SUPPORTED = 801 };
+       HOST_NOT_REGISTERED = 713, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
+       CAPTURE_INVALIDATED = 901 };
+enum { CAPTURE_GLOBAL = 0, CAPTURE_RELAXED = 2 };
 enum { MAX_DEVICES = 8, MAX_CURRENT = 16, GRANULARITY = 2 << 20, PAGE = 4096 };
 enum { READ = 1, WRITE = 2 };  // bits of CUmemAccess_flags and of /proc's protections
 enum { REGISTER_READ_ONLY = 8, REGISTER_FLAGS = 15 };
@@ -161,6 +164,17 @@ static int in_context(const char *function) {
     return sticky[current[depth]->device];
 }
 #define BEGIN(check) do { int error_ = check(__func__); if (error_) return error_; } while (0)
+
+// While a thread captures a stream, calls that might wait are forbidden to all threads but those
+// that said that they are relaxed about it: such a call fails, and breaks the capture.
+static _Atomic int captures, is_capture_broken;
+static __thread int capture_mode = CAPTURE_GLOBAL;
+static int unless_captured(const char *function) {
+    (void)function;
+    if (!captures || capture_mode == CAPTURE_RELAXED) return OK;
+    is_capture_broken = 1;
+    return CAPTURE_UNSUPPORTED;
+}
 
 static void count(int word, uint64_t by) {
     __atomic_add_fetch(control + word, by, __ATOMIC_RELAXED);
@@ -734,6 +748,7 @@ API cuStreamDestroy_v2(Stream *handle) {  // returns at once; what is queued is 
 }
 API cuStreamSynchronize(Stream *handle) {
     BEGIN(in_context);
+    BEGIN(unless_captured);
     LOCKED;
     Stream *stream = find_stream(handle);
     if (!stream) return INVALID_HANDLE;
@@ -743,14 +758,39 @@ API cuStreamSynchronize(Stream *handle) {
 }
 API cuStreamQuery(Stream *handle) {
     BEGIN(in_context);
+    BEGIN(unless_captured);
     LOCKED;
     Stream *stream = find_stream(handle);
     if (!stream) return INVALID_HANDLE;
     if (sticky[stream->device]) return sticky[stream->device];
     return stream->first ? NOT_READY : OK;
 }
+API cuThreadExchangeStreamCaptureMode(int *mode) {
+    BEGIN(without_context);
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return OK;
+}
+API cuStreamBeginCapture_v2(Stream *handle, int mode) {  // captures nothing: the work is done
+    BEGIN(in_context);
+    LOCKED;
+    if (!find_stream(handle) || mode != CAPTURE_GLOBAL) return INVALID_VALUE;
+    is_capture_broken = 0;
+    captures++;
+    return OK;
+}
+API cuStreamEndCapture(Stream *handle, void **graph) {
+    BEGIN(in_context);
+    LOCKED;
+    if (!find_stream(handle) || !captures) return INVALID_VALUE;
+    captures--;
+    *graph = NULL;
+    return is_capture_broken ? CAPTURE_INVALIDATED : OK;
+}
 API cuCtxSynchronize(void) {
     BEGIN(in_context);
+    BEGIN(unless_captured);
     LOCKED;
     wait_for(NULL);
     return failed(this_device());
@@ -794,6 +834,7 @@ API cuStreamWaitEvent(Stream *handle, Event *event, unsigned flags) {
 }
 API cuEventQuery(Event *event) {
     BEGIN(without_context);
+    BEGIN(unless_captured);
     LOCKED;
     if (!find_event(event)) return INVALID_HANDLE;
     if (sticky[event->device]) return sticky[event->device];
@@ -801,6 +842,7 @@ API cuEventQuery(Event *event) {
 }
 API cuEventSynchronize(Event *event) {
     BEGIN(in_context);
+    BEGIN(unless_captured);
     LOCKED;
     if (!find_event(event)) return INVALID_HANDLE;
     count_wait();
@@ -835,6 +877,7 @@ static int protection(Ptr at, size_t nbytes) {
 API cuMemHostRegister_v2(void *at, size_t nbytes, unsigned flags) {
     if (devices) count(REGISTER_CALLS, 1);
     BEGIN(in_context);
+    BEGIN(unless_captured);
     if (!at || !nbytes || flags & ~REGISTER_FLAGS) return INVALID_VALUE;
     int allowed = protection((Ptr)at, nbytes);
     if (!(allowed & READ) || !(allowed & WRITE || flags & REGISTER_READ_ONLY)) return INVALID_VALUE;
@@ -848,6 +891,7 @@ API cuMemHostRegister_v2(void *at, size_t nbytes, unsigned flags) {
 }
 API cuMemHostUnregister(void *at) {
     BEGIN(in_context);
+    BEGIN(unless_captured);
     LOCKED;
     Range *range = take(&registered, (Ptr)at);
     if (!range) return within(registered, (Ptr)at, 1) ? INVALID_VALUE : HOST_NOT_REGISTERED;
@@ -861,6 +905,7 @@ API cuMemHostUnregister(void *at) {
 
 API cuMemAlloc_v2(Ptr *at, size_t nbytes) {
     BEGIN(in_context);
+    BEGIN(unless_captured);
     if (!nbytes) return INVALID_VALUE;
     nbytes = (nbytes + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
     LOCKED;
@@ -879,6 +924,7 @@ static int was_allocated(Ptr at) {
 }
 API cuMemFree_v2(Ptr at) {
     BEGIN(in_context);
+    BEGIN(unless_captured);
     LOCKED;
     if (!was_allocated(at)) return INVALID_VALUE;
     wait_for(NULL);
@@ -966,6 +1012,8 @@ API cuGetErrorName(int error, const char **name) {
         {HOST_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
         {HOST_NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"},
         {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
+        {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
+        {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"},
         {999, "CUDA_ERROR_UNKNOWN"},
     };
     *name = NULL;
