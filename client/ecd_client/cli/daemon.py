@@ -14,7 +14,8 @@ from rich.live import Live
 from ecd_client.cli import render
 from ecd_client.cli.bench import measure
 from ecd_client.cli.context import FAILED, AsJson, Options, errors, fail, out
-from ecd_client.cli.doctor import BAD, examine
+from ecd_client.cli.doctor import examine
+from ecd_client.cli.findings import BAD
 from ecd_client.cli.top import Top
 from ecd_proto.v1 import cache_pb2 as pb
 

@@ -9,13 +9,14 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
 
+from ecd_client.cli.doctor_gpu import examine_gpu
+from ecd_client.cli.findings import BAD, DOUBTFUL, GOOD, Finding
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.pools import HUGE_SHARE
@@ -25,7 +26,6 @@ from ecd_proto.mapping import HUGE_BYTES
 from ecd_proto.shm.barriers import has_barriers
 from ecd_proto.v1 import cache_pb2 as pb
 
-GOOD, DOUBTFUL, BAD = "ok", "look", "fix"
 VLLM_VERSIONS = (0, 28), (0, 33)
 """The first and the last version that the connector is made for."""
 CONNECT_TIMEOUT_S = 1.0
@@ -34,16 +34,6 @@ COLLAPSES_SINCE = (6, 1)
 """The version of Linux that first moves pages of shared memory to huge ones when asked to."""
 TIME_ERROR = 5
 """adjtimex(2): the clock is not synchronized."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check, and advice about it unless it is GOOD."""
-
-    check: str
-    state: str
-    found: str
-    advice: str = ""
 
 
 def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
@@ -72,6 +62,7 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
     yield _verbs()
     yield _clock()
     yield _vllm()
+    yield from examine_gpu(status)
 
 
 def _socket(address: str) -> Finding:
@@ -168,7 +159,7 @@ def _setting(path: str) -> str:
 
 
 def _locked_memory(status: pb.StatusReply, peers: pb.PeersReply) -> Finding:
-    """Check the limit on locked memory: RDMA and GPUs lock the whole pool, tcp does not."""
+    """Check the limit on locked memory: RDMA locks the whole pool within it, a GPU outside it."""
     try:
         limits = Path(f"/proc/{status.pid}/limits").read_text()
         found = re.search(r"^Max locked memory\s+(\S+)", limits, re.MULTILINE)
@@ -181,7 +172,7 @@ def _locked_memory(status: pb.StatusReply, peers: pb.PeersReply) -> Finding:
     enough = limit == "unlimited" or int(limit) >= sum(pool.pool_bytes for pool in status.pools)
     shown = limit if limit == "unlimited" else decimal(int(limit))
     if enough or not needed:
-        why = "" if needed else "; only RDMA and GPUs need it"
+        why = "" if needed else "; only RDMA needs it"
         return Finding("locked memory", GOOD, f"limit {shown}{why}")
     advice = "LimitMEMLOCK=infinity in the unit, or ulimit -l unlimited"
     return Finding("locked memory", BAD, f"limit {shown} is less than the pool", advice)

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ecd_client.cli.bench import Measured
-from ecd_client.cli.doctor import BAD, DOUBTFUL, GOOD, Finding
+from ecd_client.cli.findings import BAD, DOUBTFUL, GOOD, Finding
 from ecd_proto.contract import pool_names
 from ecd_proto.v1 import cache_pb2 as pb
 

@@ -1,0 +1,17 @@
+"""What the checks of `ecd-cli doctor` find."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GOOD, DOUBTFUL, BAD = "ok", "look", "fix"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check, and advice about it unless it is GOOD."""
+
+    check: str
+    state: str
+    found: str
+    advice: str = ""
