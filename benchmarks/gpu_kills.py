@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common import MIB
+from gpu_common import wait_pinned
 
 from ecd_client import Client, EcdError
 from ecd_proto.mapping import Mapping
@@ -197,7 +198,6 @@ def raise_engines(address: str) -> None:
 def _save_without_end(address: str, tell: int) -> None:
     import torch
 
-    torch.zeros(1, device="cuda")
     with Client(address, namespace="kills") as client:
         wait_pinned(client)
         while True:
@@ -207,20 +207,6 @@ def _save_without_end(address: str, tell: int) -> None:
                 client.put_async(str(number), tensor)
                 os.write(tell, b".")
             time.sleep(0.0005)
-
-
-def wait_pinned(client: Client) -> float:
-    """Pin the daemon's pools in this process; how many seconds it took."""
-    started_s = time.monotonic()
-    client.pin()
-    pool = client._connection.session().pools.granted
-    while pool._pinned is None or pool._pinned.pinned_bytes < pool.nbytes:
-        assert client.pin_failure is None, client.pin_failure
-        assert time.monotonic() < started_s + 60.0, "the pool is not pinned: see the log"
-        time.sleep(0.001)
-    assert pool._dma is not None
-    assert pool._dma.may_write, "the daemon did not attach this process: see the log"
-    return time.monotonic() - started_s
 
 
 if __name__ == "__main__":

@@ -1,0 +1,211 @@
+"""What `gpu.py` measures of memory: the rates of copies, registration, the stalls beside it."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from common import MIB, timed_us
+from gpu_common import GIB, POOL_BYTES, Row, daemon_of, new_tensor, wait_pinned
+
+from ecd_client import Client
+from ecd_proto.mapping import HUGE_BYTES, Mapping
+
+SIZES = {f"{kib} KiB": kib << 10 for kib in (64, 256)} | {
+    f"{mib} MiB": mib * MIB for mib in (1, 4, 8, 32, 128)
+}
+LARGEST = max(SIZES.values())
+POOL, RIVAL, UNREGISTERED = "the pinned pool", "pin_memory", "the pool, not registered"
+BATCH_BYTES, MOST_COPIES = 256 * MIB, 200
+"""Copies of one measurement, queued one behind the other."""
+ROUNDS = 9
+REGISTERED = (GIB, 4 * GIB, 16 * GIB)
+LAUNCHES = 256
+"""Launches between two waits for the GPU, so that its queue is never full."""
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def copies() -> list[Row]:
+    """Rates from and to the pool as a client has it, pinned and mapped, beside pin_memory."""
+    from ecd_client.device import driver
+
+    with daemon_of(POOL_BYTES) as (_, address), Client(address) as client:
+        wait_pinned(client)
+        pool = client._connection.session().pools.granted
+        assert pool._pinned is not None
+        [(pinned_at, _)] = pool._pinned.parts(0, LARGEST)
+        mapped = pool._map_writable()
+        mapped.populate(0, LARGEST)
+        rival = torch.zeros(LARGEST, dtype=torch.uint8, pin_memory=True)
+        places = {POOL: pinned_at, RIVAL: rival.data_ptr(), UNREGISTERED: mapped.address}
+        stream = torch.cuda.Stream()
+        device = new_tensor(LARGEST)
+        torch.cuda.synchronize()
+        rows = []
+        with driver.on(torch.cuda.current_device()):
+            for name, nbytes in SIZES.items():
+                rates = _rates(places, device.data_ptr(), nbytes, stream.cuda_stream)
+                rows += [_rate_row(way, name, nbytes, each) for way, each in rates.items()]
+    return rows
+
+
+def _rates(
+    places: dict[str, int], device: int, nbytes: int, stream: int
+) -> dict[str, dict[str, float]]:
+    """GB/s by direction and place of the host memory."""
+    from ecd_client.device import driver
+
+    number = max(1, min(MOST_COPIES, BATCH_BYTES // nbytes))
+    took: dict[tuple[str, str], list[float]] = defaultdict(list)
+
+    def copy(to: int, source: int) -> None:
+        for _ in range(number):
+            driver.copy(to, source, nbytes, stream)
+        driver.Event(torch.cuda.current_device(), stream).wait()
+
+    for _ in range(ROUNDS + 1):
+        for place, at in places.items():
+            took["H2D", place].append(timed_us(partial(copy, device, at)))
+            took["D2H", place].append(timed_us(partial(copy, at, device)))
+    return {
+        way: {p: number * nbytes / median(took[way, p][1:]) / 1e3 for p in places}
+        for way in ("H2D", "D2H")
+    }
+
+
+def _rate_row(way: str, name: str, nbytes: int, rates: dict[str, float]) -> Row:
+    ratio = rates[POOL] / rates[RIVAL]
+    is_judged = nbytes >= 4 * MIB
+    return Row(
+        f"{way} {name}, {POOL}",
+        f"{rates[POOL]:.1f} GB/s, {ratio:.2f} of {RIVAL}",
+        f"{RIVAL} {rates[RIVAL]:.1f}; not registered {rates[UNREGISTERED]:.1f}",
+        ">= 0.97" if is_judged else "",
+        ratio >= 0.97 if is_judged else None,
+        rates,
+    )
+
+
+# -- registration ----------------------------------------------------------------------------------
+
+
+def registration() -> list[Row]:
+    rows = []
+    for nbytes in REGISTERED:
+        size = f"{nbytes // GIB} GiB"
+        if nbytes + 4 * GIB > _available_bytes():
+            rows.append(Row(f"registration of {size}", "left out: too little memory is free"))
+            continue
+        rival_s = _alloc_host_s(nbytes)
+        for is_huge in (False, True):
+            took = _register_s(nbytes, is_huge)
+            if took is None:
+                rows.append(Row(f"registration of {size}, huge pages", "left out: none to be had"))
+                continue
+            pin_s, unpin_s = took
+            each_s = pin_s / (nbytes / GIB)
+            rows.append(
+                Row(
+                    f"registration of {size}, {'huge' if is_huge else 'small'} pages",
+                    f"{each_s:.3f} s/GiB; undone in {unpin_s / (nbytes / GIB):.3f} s/GiB",
+                    f"cuMemHostAlloc {rival_s / (nbytes / GIB):.3f} s/GiB",
+                    "<= 0.15 s/GiB",
+                    each_s <= 0.15,
+                    {"bytes": nbytes, "pin_s": pin_s, "unpin_s": unpin_s, "alloc_s": rival_s},
+                )
+            )
+    return rows
+
+
+def _available_bytes() -> int:
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    return int(found[1]) << 10 if found else 0
+
+
+def _register_s(nbytes: int, is_huge: bool) -> tuple[float, float] | None:
+    """Seconds to register shared memory in pieces, and to undo that. None: no huge pages."""
+    from ecd_client.device import driver
+    from ecd_client.device.pinned import PIECE_BYTES
+
+    mapping = Mapping.of_memory(nbytes)
+    if is_huge:
+        for at in range(0, nbytes, HUGE_BYTES):
+            mapping.populate(at, 4096)
+        if not mapping.collapse(0, nbytes):
+            return None
+    else:
+        mapping.populate(0, nbytes)
+    pieces = [(at, min(PIECE_BYTES, nbytes - at)) for at in range(0, nbytes, PIECE_BYTES)]
+    with driver.on(torch.cuda.current_device()):
+        started = time.perf_counter()
+        for at, piece in pieces:
+            driver.register(mapping.address + at, piece)
+        registered = time.perf_counter()
+        for at, _ in pieces:
+            driver.unregister(mapping.address + at)
+        return registered - started, time.perf_counter() - registered
+
+
+def _alloc_host_s(nbytes: int) -> float:
+    from cuda.bindings import driver as cuda
+
+    from ecd_client.device import driver
+
+    with driver.on(torch.cuda.current_device()):
+        started = time.perf_counter()
+        result, memory = cuda.cuMemHostAlloc(nbytes, 0)
+        took_s = time.perf_counter() - started
+        assert result == cuda.CUresult.CUDA_SUCCESS, result
+        cuda.cuMemFreeHost(memory)
+    return took_s
+
+
+def stalls() -> list[Row]:
+    """The longest pause between two launches while another thread pins 4 GiB, or unpins them."""
+    from ecd_client.device import driver
+
+    idle_ms = _longest_stall_ms(lambda: time.sleep(1.0))
+    rows = [Row("longest stall of a launch loop, beside nothing", f"{idle_ms:.2f} ms")]
+    mapping = Mapping.of_memory(4 * GIB)
+    mapping.populate(0, mapping.nbytes)
+
+    def each_piece(nbytes: int, do: Callable[[int], None]) -> None:
+        with driver.on(torch.cuda.current_device()):
+            for at in range(mapping.address, mapping.address + mapping.nbytes, nbytes):
+                do(at)
+
+    for nbytes in (GIB, 64 * MIB):
+        pin = partial(each_piece, nbytes, lambda at, n=nbytes: driver.register(at, n))
+        unpin = partial(each_piece, nbytes, driver.unregister)
+        for verb, beside in (("pinning", pin), ("unpinning", unpin)):
+            longest_ms = _longest_stall_ms(beside)
+            name = f"the same, beside {verb} 4 GiB in pieces of {nbytes // MIB} MiB"
+            numbers = {"stall_ms": longest_ms, "idle_ms": idle_ms}
+            rows.append(Row(name, f"{longest_ms:.2f} ms", f"{idle_ms:.2f} ms", numbers=numbers))
+    return rows
+
+
+def _longest_stall_ms(beside: Callable[[], None]) -> float:
+    tensor = new_tensor(MIB // 16)
+    thread = threading.Thread(target=beside)
+    longest_s = 0.0
+    thread.start()
+    while thread.is_alive():
+        torch.cuda.synchronize()
+        last_s = time.perf_counter()
+        for _ in range(LAUNCHES):
+            tensor.add_(1)
+            now_s = time.perf_counter()
+            longest_s = max(longest_s, now_s - last_s)
+            last_s = now_s
+    thread.join()
+    return longest_s * 1e3
