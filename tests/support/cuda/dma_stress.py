@@ -256,13 +256,13 @@ class Worker:
         )
 
     def collect(self) -> dict[str, int]:
-        self.output.seek(0)
-        lines = [line for line in self.output.read().splitlines() if line.endswith("}")]
+        lines = [line for line in self.said().splitlines() if line.endswith("}")]
         return json.loads(lines[-1]) if lines else {}
 
     def said(self) -> str:
-        self.output.seek(0)
-        return self.output.read()
+        """All output until now, read without moving the offset, which is the process's too."""
+        fd = self.output.fileno()
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode()
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
