@@ -40,6 +40,13 @@ class DeviceError(EcdError):
     """
 
 
+class DeviceBusy(DeviceError):
+    """A call that CUDA's driver refuses for now: memory is short, or a graph is being captured.
+
+    What was queued before goes on.
+    """
+
+
 def limit_reached(what: str, limit: int) -> EcdError:
     """The error for a bound of the daemon, such as leases in one session."""
     return EcdError(f"the daemon's limit of {limit} {what} is reached")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
+import threading
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecd_client import forks
@@ -42,6 +43,9 @@ class Item:
     Use it as a context manager, or call `close`. Otherwise the item lives as long as it or one of
     its views and tensors is referred to. A lease is renewed in the background.
     """
+
+    _queueing: AbstractContextManager[bool] | None = None
+    """Held while a load is queued; made with the first one."""
 
     def __init__(self, namespace: str, mm_hash: str, hold: Hold) -> None:
         self.namespace, self.mm_hash = namespace, mm_hash
@@ -100,6 +104,7 @@ class Item:
         import torch
 
         from ecd_client.device.copies import for_device
+        from ecd_client.device.ends import under_way
         from ecd_client.tensors import load, private_copy
 
         device = torch.device(device)
@@ -110,22 +115,17 @@ class Item:
             self.check()
             hold = self._hold
             hold.pool.use_dma(copies.device)
-            copy, over = load(hold.pool.load_parts(hold.extent), self.dtype, self.shape, copies)
-            self._note(over)
-            if non_blocking and hold.expires_s == math.inf and self._open:
+            with self.__dict__.setdefault("_queueing", threading.RLock()):
+                self.check()  # a close by another thread sees the load, or is seen
+                self._loads = under_way(self._loads)
+                source, note = hold.pool.load_parts(hold.extent), self._loads.append
+                copy = load(source, self.dtype, self.shape, copies, note)
+                over = self._loads[-1]
+            if non_blocking and hold.expires_s == math.inf:
                 return copy
             over.wait()
         self.check()  # the lease held until every byte was read
         return copy
-
-    def _note(self, load: Event) -> None:
-        """Have `close` wait for a load, in whichever thread it is called."""
-        from ecd_client.device.ends import under_way
-
-        self._loads.append(load)
-        for done in set(self._loads) - set(under_way(tuple(self._loads))):
-            with contextlib.suppress(ValueError):  # another thread was first
-                self._loads.remove(done)
 
     def handle(self) -> Handle:
         """The item, for another process of this node to read."""
@@ -169,12 +169,15 @@ class Item:
         hold = self._open.pop("hold", None)  # None: closed, perhaps by another thread
         if hold is None or hold.session.is_cut_off:
             return
-        if self._loads:
-            from ecd_client.device.ends import after
-
-            after(self._loads, hold.end)
-        else:
+        queueing = self._queueing
+        if queueing is None:
             hold.end()
+            return
+        from ecd_client.device.ends import after
+
+        with queueing:
+            loads = self._loads
+        after(loads, hold.end)
 
     def __del__(self) -> None:
         # The daemon sees the end of the process; in a child that was forked just now the hold is

@@ -112,9 +112,20 @@ class MappedPool:
 
     def pin(self, device: int) -> None:
         """Register the pool with CUDA, in the background. Raises OSError."""
+        with self._lock:  # in which nothing is made, as a collection may close another session
+            if self._pinned is not None or self._is_closed:
+                return
+            fd = os.dup(self._fd)
+        try:
+            pool = pinned.acquire(fd, self.nbytes, device)
+        finally:
+            os.close(fd)
         with self._lock:
-            if self._pinned is None and not self._is_closed:
-                self._pinned = pinned.acquire(self._fd, self.nbytes, device)
+            is_late = self._is_closed
+            if not is_late:
+                self._pinned = pool
+        if is_late:
+            pinned.release(pool)
 
     def wait_pinned(self) -> int:
         """Wait until as much is registered as can be; returns how many bytes."""

@@ -80,7 +80,7 @@ class Session:
             lock_session(lock_fd, welcome.lock_offset)
             board = MappedBoard.open(welcome.index, uid) if welcome.HasField("index") else None
             self._dma: SessionDma | None = None
-            if board is not None and welcome.attach_path:
+            if board is not None:
                 self._dma = SessionDma(welcome.attach_path, self.token, board)
                 opened.callback(self._dma.end)  # as the last thing but for the lock
             self.pools = MappedPools(welcome.pools, uid, self._dma)
@@ -137,9 +137,11 @@ class Session:
             self._close_files()
 
     def _close_files(self) -> None:
-        with forks.steady:
-            self._files.close()
-        _in_use.discard(self)
+        try:
+            with forks.steady:
+                self._files.close()
+        finally:
+            _in_use.discard(self)
 
     def abandon(self) -> None:
         """End the stream: the daemon takes back all that the session owns."""

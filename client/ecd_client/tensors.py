@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,10 +96,14 @@ class TensorSource:
 
 
 def load(
-    parts: Parts, dtype: str, shape: tuple[int, ...], copies: Copies
-) -> tuple[torch.Tensor, Event]:
-    """A tensor of the GPU that a copy on its way fills, for the current stream to use."""
-    return copies.load(parts, shape, _BY_NAME[dtype])
+    parts: Parts,
+    dtype: str,
+    shape: tuple[int, ...],
+    copies: Copies,
+    note: Callable[[Event], None],
+) -> torch.Tensor:
+    """A tensor of the GPU that a copy on its way fills, as `Copies.load` has it."""
+    return copies.load(parts, shape, _BY_NAME[dtype], note)
 
 
 def private_copy(

@@ -11,6 +11,7 @@ import asyncio
 import errno
 import logging
 import os
+import re
 import select
 import socket
 from pathlib import Path
@@ -37,6 +38,8 @@ MAX_SILENT = 128
 """Connections that have said nothing: all may speak in one turn of the loop, at 20 us each."""
 ACCEPTED_AT_A_TIME = 16
 """Connections accepted in one turn of the event loop: each takes some 20 us."""
+PF_EXITING, STAT_FLAGS = 0x4, 6
+"""A bit of a process's flags (proc(5)), and their place after the name in its `stat` file."""
 NO_FILES_PAUSE_S = 1.0
 """Pause once descriptors have run out: the queued connection would wake the loop in each turn."""
 
@@ -135,7 +138,7 @@ class DmaProcesses:
 
     A session's copies are over when its lock has dropped, its process's pidfd is ready, and
     DMA_GRACE_S has passed since. Without a pidfd they are over DMA_BLIND_GRACE_S after the lock has
-    dropped, and in any case DMA_LIMIT_S after that.
+    dropped, and so they are DMA_LIMIT_S after it where the process is not about to end.
     """
 
     def __init__(self) -> None:
@@ -164,7 +167,7 @@ class DmaProcesses:
         if pidfd is None:
             return now_s < dropped_s + DMA_BLIND_GRACE_S
         if not _has_ended(pidfd):
-            return now_s < dropped_s + DMA_LIMIT_S
+            return now_s < dropped_s + DMA_LIMIT_S or _is_ending(pidfd)
         return now_s < self._ended_s.setdefault(session, now_s) + DMA_GRACE_S
 
     def forget(self, session: SessionId) -> None:
@@ -194,3 +197,17 @@ def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def _is_ending(pidfd: int) -> bool:
+    """Whether the process is closing its files, which takes long where a device hangs.
+
+    False where its number is not seen from here, such as from another container.
+    """
+    try:
+        about = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+        [pid] = re.findall(r"^Pid:\s+(\d+)", about, re.MULTILINE)
+        _, _, numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        return bool(int(numbers.split()[STAT_FLAGS]) & PF_EXITING)
+    except (OSError, ValueError):
+        return False

@@ -363,32 +363,73 @@ def item_of_two_threads(address: str) -> dict:
 def threads_run_out(address: str) -> dict:
     """No thread can be started: copies are made all the same, and every hold ends."""
     start = threading.Thread.start
-    refused: list[str] = []
+    refused: set[str] = set()
+    refusing = {"ecd-ends"}
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name in ("ecd-attach", "ecd-ends", "ecd-unpin"):
-            refused.append(thread.name)
+        if thread.name in refusing:
+            refused.add(thread.name)
             raise RuntimeError("can't start new thread")
         start(thread)
 
+    threading.Thread.start = refuse
     with Client(address) as client:
         pin(client)
-        threading.Thread.start = refuse
         put(client, "k", 3)
         control.delay_us = 50_000
         right = [is_right(load(client, "k", non_blocking=True), 3) for _ in range(3)]
         held = any(client._connection.session().index._words[8:512])
-        with Client(address) as other:
-            other.pin()
-            right.append(is_right(load(other, "k", non_blocking=True), 3))
-    registrations = control.counters().registrations
-    threading.Thread.start = start
-    return {
-        "refused": sorted(set(refused)),
-        "right": all(right),
-        "held": held,
-        "registered": registrations - 1,
-    }
+    registered = registered_after()
+    for name in ("ecd-pin", "ecd-attach"):
+        refusing.add(name)
+        with Client(address) as client:
+            client.pin()
+            eventually(lambda name=name: name in refused)
+            right.append(is_right(load(client, "k", non_blocking=True), 3))
+            right.append(put(client, name, 4) and is_right(load(client, name), 4))
+    return {"refused": sorted(refused), "right": all(right), "held": held, "registered": registered}
+
+
+def load_breaks_off(address: str) -> dict:
+    """The driver refuses a call after a load's copy is queued: the hold lasts as long as that."""
+    with Client(address) as client:
+        pin(client)
+        put(client, "k", 3)
+        errors = []
+        for call in ("cuEventCreate", "cuStreamWaitEvent"):
+            gpu.content(gpu.encode((16,), torch.uint8, 1))
+            control.hold = Hold.START
+            control.fail({call: 900})
+            threading.Timer(0.3, control.fail, [{}]).start()
+            threading.Timer(0.5, lambda: setattr(control, "hold", Hold.NOTHING)).start()
+            started = time.monotonic()
+            try:
+                load(client, "k", non_blocking=True)
+            except EcdError as error:
+                errors.append((type(error).__name__, time.monotonic() - started > 0.4))
+    registered = registered_after()
+    return {"errors": errors, "faults": control.counters().faults, "registered": registered}
+
+
+def interrupted_in_a_pause(address: str) -> dict:
+    """Ctrl-C comes while the driver refuses to wait for a put's copy."""
+    with Client(address) as client:
+        pin(client)
+        tensor = gpu.encode(SHAPE, torch.uint8, 12)
+        gpu.content(tensor)
+        control.hold = Hold.START
+        control.fail({"cuEventSynchronize": 2})
+        for at in (0.2, 0.3, 0.4):
+            threading.Timer(at, os.kill, [os.getpid(), signal.SIGINT]).start()
+        threading.Timer(0.6, control.fail, [{}]).start()
+        threading.Timer(0.8, lambda: setattr(control, "hold", Hold.NOTHING)).start()
+        try:
+            client.put("k", tensor)
+            interrupted = False
+        except KeyboardInterrupt:
+            interrupted = True
+        counters = control.counters()
+    return {"interrupted": interrupted, "copy had ended": counters.copies == counters.finished}
 
 
 def no_memory_to_make_it_dense(address: str) -> dict:

@@ -115,7 +115,9 @@ def test_a_client_may_be_closed_amid_its_copies(scenario: Scenario) -> None:
     assert found == {"closed early": True, "right": True, "faults": 0}
 
 
-@pytest.mark.parametrize("name", ["interrupted_put", "interrupted_before_the_wait"])
+@pytest.mark.parametrize(
+    "name", ["interrupted_put", "interrupted_before_the_wait", "interrupted_in_a_pause"]
+)
 def test_an_interrupted_put_waits_for_its_copy(scenario: Scenario, name: str) -> None:
     assert scenario(name) == {"interrupted": True, "copy had ended": True}
 
@@ -138,13 +140,18 @@ def test_two_threads_may_use_one_item(scenario: Scenario) -> None:
     found = scenario("item_of_two_threads")
     assert found["wrong"] == 0
     assert found["right"] >= 30
-    assert found["refused"] > 0
+    assert found["right"] + found["refused"] == 45
 
 
 def test_a_process_may_run_out_of_threads(scenario: Scenario) -> None:
     found = scenario("threads_run_out")
-    refused = ["ecd-attach", "ecd-ends", "ecd-unpin"]
+    refused = ["ecd-attach", "ecd-ends", "ecd-pin"]
     assert found == {"refused": refused, "right": True, "held": False, "registered": 0}
+
+
+def test_a_load_that_breaks_off_is_waited_for(scenario: Scenario) -> None:
+    found = scenario("load_breaks_off")
+    assert found == {"errors": [["DeviceBusy", True]] * 2, "faults": 0, "registered": 0}
 
 
 def test_memory_may_lack_to_make_a_tensor_dense(scenario: Scenario) -> None:
@@ -277,7 +284,7 @@ def test_a_stopped_engine_amid_a_save_keeps_its_memory(
 
 WITHOUT_CUDA = """
 import sys, torch
-torch.version.hip = sys.argv[2] or None  # AMD's torch says so, and its GPUs are "cuda" too
+torch.version.cuda, torch.version.hip = None, sys.argv[2] or None
 torch.cuda.is_initialized = lambda: True
 from ecd_client import Client
 from ecd_proto.shm.session_page import DMA_WORD

@@ -515,6 +515,32 @@ def test_a_process_that_begins_another_program_keeps_nothing_for_ever() -> None:
     processes.forget(session)
 
 
+def test_a_process_that_takes_long_to_end_is_waited_for() -> None:
+    """A zombie whose other thread lives on stands for one that a device holds up."""
+    processes, session = DmaProcesses(), SessionId(1)
+    script = (
+        "import ctypes, threading, time;"
+        "threading.Thread(target=time.sleep, args=[60]).start();"
+        "print(flush=True);"
+        "ctypes.CDLL(None).pthread_exit(None)"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            stat_path = Path(f"/proc/{process.pid}/stat")
+            eventually(lambda: " Z " in stat_path.read_text())
+            processes.attach(session, os.pidfd_open(process.pid))
+            assert processes.may_copy(session, 5.0)
+            assert processes.may_copy(session, 5.0 + 10 * DMA_LIMIT_S)
+        finally:
+            process.kill()
+    assert processes.may_copy(session, 1000.0)
+    assert not processes.may_copy(session, 1000.0 + DMA_GRACE_S)
+    processes.forget(session)
+
+
 def test_the_clock_starts_when_the_process_has_ended() -> None:
     processes, session = DmaProcesses(), SessionId(1)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:

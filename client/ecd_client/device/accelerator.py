@@ -7,6 +7,8 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ecd_client.errors import DeviceBusy
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,6 +42,7 @@ class Accelerator(Protocol):
         """A new tensor for `stream` to fill and the current stream to use.
 
         Its memory is given to others only after both have done what was queued before its end.
+        Raises DeviceError.
         """
 
 
@@ -72,8 +75,11 @@ class TorchCuda:
     ) -> torch.Tensor:
         import torch
 
-        with self._cuda.stream(stream):
-            made = torch.empty(shape, dtype=dtype, device=torch.device("cuda", device))
+        try:
+            with self._cuda.stream(stream):
+                made = torch.empty(shape, dtype=dtype, device=torch.device("cuda", device))
+        except torch.OutOfMemoryError as error:
+            raise DeviceBusy(str(error)) from None
         made.record_stream(self.current_stream(device))
         return made
 
@@ -114,7 +120,8 @@ def find() -> Accelerator | None:
             _is_missing = True
             logger.warning(
                 "GPU copies are not pinned and hold up their caller, as cuda-bindings cannot be "
-                "used: %s. `pip install 'cuda-bindings>=12.9.1'` mends that",
+                "used: %s. `pip install 'cuda-bindings>=12.9.1'` mends that; take one below 13 "
+                "where the driver is below 580",
                 error,
             )
         else:

@@ -15,15 +15,14 @@ R4  Memory is unregistered and unmapped after all copies from and to it are over
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ecd_client.device import accelerator
 from ecd_client.device.ends import FAILED_S
-from ecd_client.errors import DeviceError
+from ecd_client.errors import DeviceBusy, DeviceError
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +35,7 @@ class Copies:
     """Loads from and saves to the pools for one GPU, on one stream each."""
 
     def __init__(self, gpu: accelerator.Accelerator, device: int) -> None:
-        """Raises ImportError where cuda-bindings is missing."""
+        """Raises DeviceError, and ImportError where cuda-bindings is missing."""
         from ecd_client.device import driver
 
         self.device = device
@@ -44,22 +43,32 @@ class Copies:
         self._loads, self._saves = gpu.new_stream(device), gpu.new_stream(device)
 
     def load(
-        self, source: Parts, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, Event]:
+        self,
+        source: Parts,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        note: Callable[[Event], None],
+    ) -> torch.Tensor:
         """Queue copies of host memory, given by addresses and sizes, into a new tensor.
 
-        What the current stream does from now on sees the tensor whole. The caller holds the memory
-        until the event is over. Raises DeviceError.
+        What the current stream does from now on sees the tensor whole. The memory is to be held
+        until the event that `note` is given is over; where this raises, no copy is under way.
+        Raises DeviceError.
         """
         with self._driver.on(self.device):
             tensor = self._gpu.empty(shape, dtype, self.device, self._loads)  # R3
             to, stream = tensor.data_ptr(), self._loads.cuda_stream
-            for address, nbytes in source:
-                self._driver.copy(to, address, nbytes, stream)
-                to += nbytes
-            over = self._driver.Event(self.device, stream)
-            over.precede(self._gpu.current_stream(self.device).cuda_stream)  # R3
-            return tensor, over
+            try:
+                for address, nbytes in source:
+                    self._driver.copy(to, address, nbytes, stream)
+                    to += nbytes
+                over = self._driver.Event(self.device, stream)
+                over.precede(self._gpu.current_stream(self.device).cuda_stream)  # R3
+                note(over)
+            except BaseException:
+                self._outlast(stream)
+                raise
+            return tensor
 
     def queued(self) -> Event:
         """The end of what is queued on the current stream now. Raises DeviceError."""
@@ -74,33 +83,37 @@ class Copies:
         with self._driver.on(self.device):
             stream, source = self._saves.cuda_stream, tensor.data_ptr()
             queued.precede(stream)  # W1
-            with self._settled(stream):  # W2, W3
+            broken: BaseException | None = None
+            try:
                 for address, nbytes in target:
                     self._driver.copy(address, source, nbytes, stream)
                     source += nbytes
+            except BaseException as error:
+                broken = error
+            broken = self._outlast(stream) or broken  # W2, W3
+            if broken is not None:
+                raise broken
 
-    @contextlib.contextmanager
-    def _settled(self, stream: int) -> Iterator[None]:
-        """Wait for what the body queues, also where it breaks off."""
-        broken: BaseException | None = None
-        try:
-            yield
-        except BaseException as error:
-            broken = error
+    def _outlast(self, stream: int) -> BaseException | None:
+        """Wait until all that is queued on the stream is over; return what came in between.
+
+        Neither an exception of a signal's handler nor a refusal of the driver ends the wait, as
+        the GPU goes on all the same. A device that has failed is given FAILED_S.
+        """
+        came: BaseException | None = None
+        pause_s, has_failed = 0.0, False
         while True:
             try:
-                self._driver.Event(self.device, stream).wait()
-                break
-            except self._driver.NotNow:
-                time.sleep(self._driver.RETRY_S)
+                time.sleep(pause_s)
+                if not has_failed:
+                    self._driver.Event(self.device, stream).wait()
+                return came
+            except DeviceBusy:
+                pause_s = self._driver.RETRY_S
             except DeviceError as error:
-                broken = broken or error
-                time.sleep(FAILED_S)
-                break
-            except BaseException as error:  # such as KeyboardInterrupt: the GPU goes on writing
-                broken = broken or error
-        if broken is not None:
-            raise broken
+                came, pause_s, has_failed = came or error, FAILED_S, True
+            except BaseException as error:
+                came = came or error
 
 
 _lock = threading.RLock()  # which a garbage-collected item may take within

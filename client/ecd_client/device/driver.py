@@ -15,7 +15,7 @@ from typing import Any
 
 from cuda.bindings import driver as cuda
 
-from ecd_client.errors import DeviceError
+from ecd_client.errors import DeviceBusy, DeviceError
 
 _OK, _NOT_READY = cuda.CUresult.CUDA_SUCCESS, cuda.CUresult.CUDA_ERROR_NOT_READY
 _PORTABLE = cuda.CU_MEMHOSTREGISTER_PORTABLE
@@ -25,12 +25,9 @@ _EVENT_FLAGS = (
 
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 RETRY_S = 0.001
+"""Pause before a call that the driver refused for now is made again."""
 
 _contexts: dict[int, Any] = {}
-
-
-class NotNow(DeviceError):
-    """A call that the driver refuses for now; what was queued before goes on."""
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -46,7 +43,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 def _error(call: str, result: Any) -> DeviceError:
     name = str(getattr(result, "name", result))
     is_passing = name == "CUDA_ERROR_OUT_OF_MEMORY" or "_STREAM_CAPTURE_" in name
-    return (NotNow if is_passing else DeviceError)(f"{call}: {name}")
+    return (DeviceBusy if is_passing else DeviceError)(f"{call}: {name}")
 
 
 @contextlib.contextmanager
@@ -123,7 +120,7 @@ class Event:
                 with on(self._device):
                     _call(cuda.cuEventSynchronize, self._event)
                 return
-            except NotNow:
+            except DeviceBusy:
                 time.sleep(RETRY_S)
 
     def precede(self, stream: int) -> None:

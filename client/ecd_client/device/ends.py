@@ -1,4 +1,4 @@
-"""Holds that end when the last copy that reads them is over, on a thread of its own."""
+"""Holds that end when the last copy that reads them is over, on a thread of their own."""
 
 from __future__ import annotations
 
@@ -23,24 +23,30 @@ FAILED_S = 1.0
 
 
 class _Ends:
-    """The thread, begun with the first hold that it ends."""
+    """A queue of what is to be done after copies, and the thread that works it off."""
 
     def __init__(self) -> None:
         self._later: queue.SimpleQueue[tuple[list[Event], Callable[[], None]]]
         self._later = queue.SimpleQueue()
         self._has_thread = self._has_failed = False
 
-    def add(self, events: list[Event], end: Callable[[], None]) -> None:
-        self._later.put((events, end))
+    def start(self) -> None:
+        """Start the thread, unless it runs, or none can be started."""
         if self._has_thread:
             return
-        self._has_thread = True  # two threads at a time would do no harm
+        self._has_thread = True
         try:
             threading.Thread(target=self._run, name="ecd-ends", daemon=True).start()
         except RuntimeError:  # no more threads
             self._has_thread = False
-            with contextlib.suppress(queue.Empty):  # another thread was started meanwhile
-                self._end_next(is_patient=False)
+
+    def add(self, events: list[Event], end: Callable[[], None]) -> None:
+        self._later.put((events, end))
+        self.start()
+        if not self._has_thread:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._end_next(is_patient=False)
 
     def _run(self) -> None:
         while True:
@@ -49,15 +55,15 @@ class _Ends:
     def _end_next(self, is_patient: bool = True) -> None:
         events, end = self._later.get(is_patient)
         try:
-            for event in events:
-                self._wait(event)
+            self._wait(events)
             end()
         except Exception:
             logger.exception("a hold could not be ended")
 
-    def _wait(self, event: Event) -> None:
+    def _wait(self, events: list[Event]) -> None:
         try:
-            event.wait()
+            for event in events:
+                event.wait()
         except DeviceError as error:
             if not self._has_failed:
                 self._has_failed = True
@@ -82,6 +88,16 @@ def after(events: Iterable[Event], end: Callable[[], None]) -> None:
         _ends.add(left, end)
     else:
         end()
+
+
+def start() -> None:
+    """Start the thread now, so that `aside` starts none."""
+    _ends.start()
+
+
+def aside(do: Callable[[], None]) -> None:
+    """Call `do` on the thread, later: it may take locks that the caller's finalizers hold."""
+    _ends.add([], do)
 
 
 def under_way(events: Iterable[Event]) -> list[Event]:

@@ -14,6 +14,7 @@ import threading
 import time
 from typing import NamedTuple
 
+from ecd_client.device import ends
 from ecd_client.errors import DeviceError
 from ecd_proto.mapping import Mapping
 
@@ -122,12 +123,13 @@ class PinnedPool:
 _lock = threading.RLock()  # which a garbage-collected item may take within
 _pools: dict[tuple[int, int], PinnedPool] = {}  # by device and inode of the file
 _leaving: set[PinnedPool] = set()
-"""Pools that are being unregistered, and those that could not be: they must stay mapped."""
+"""Pools that a session let go of, until that is done; those that stay registered stay mapped."""
 
 
 def acquire(fd: int, nbytes: int, device: int) -> PinnedPool:
     """The pinned pool of this file, for one session until `release`. Raises OSError."""
     found = os.fstat(fd)
+    ends.start()
     with _lock:
         pool = _pools.get((found.st_dev, found.st_ino))
         if pool is None:
@@ -137,27 +139,24 @@ def acquire(fd: int, nbytes: int, device: int) -> PinnedPool:
 
 
 def release(pool: PinnedPool) -> None:
-    """Let go of a session's pool, and unpin it with the last one, on a thread of its own."""
+    """Let go of a session's pool, and unpin it with the last one, on the side."""
+    _leaving.add(pool)
+    ends.aside(lambda: _release(pool))
+
+
+def _release(pool: PinnedPool) -> None:
     with _lock:
         pool.users -= 1
-        if pool.users:
+        if pool.users == 0:
+            for place in [place for place, each in _pools.items() if each is pool]:
+                del _pools[place]
+    if pool.users == 0:
+        try:
+            pool.unregister()
+        except DeviceError as error:
+            logger.warning("a pool stays pinned in this process: %s", error)
             return
-        for place in [place for place, each in _pools.items() if each is pool]:
-            del _pools[place]
-        _leaving.add(pool)
-    try:
-        threading.Thread(target=_unpin, args=(pool,), name="ecd-unpin", daemon=True).start()
-    except RuntimeError:  # no more threads
-        _unpin(pool)
-
-
-def _unpin(pool: PinnedPool) -> None:
-    try:
-        pool.unregister()
-    except DeviceError as error:
-        logger.warning("a pool stays pinned in this process: %s", error)
-    else:
-        _leaving.discard(pool)
+    _leaving.discard(pool)
 
 
 def _in_child() -> None:

@@ -7,6 +7,7 @@ once; where it cannot, the scheduler hears of the load in the first step that fi
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import cached_property
 from math import inf
@@ -20,7 +21,7 @@ from ecd_client.client import Client
 from ecd_client.device.copies import Copies, for_device
 from ecd_client.device.ends import under_way
 from ecd_client.device.pinned import Pinning
-from ecd_client.errors import DeviceError, EcdError
+from ecd_client.errors import DeviceBusy, DeviceError, EcdError
 from ecd_client.item import Handle
 from ecd_client.pools import address_of
 from ecd_client.tensors import load as start_load
@@ -57,17 +58,21 @@ class Loader:
 
     def pin(self) -> None:
         """Pin the pool in the background, where this device is a GPU."""
-        self._client.pin(self.device)
+        with contextlib.suppress(DeviceError):  # the first load says what is wrong
+            self._client.pin(self.device)
 
     def load(self, load: Load, report: str) -> torch.Tensor:
         """The item on this device, whole for what is queued next; `report` says when it is done.
 
         Raises RuntimeError where the item is gone.
         """
-        copies = None if self._has_failed else for_device(self.device)
-        if copies is not None:
+        if not self._has_failed:
             try:
-                return self._queue(load, report, copies)
+                copies = for_device(self.device)
+                if copies is not None:
+                    return self._queue(load, report, copies)
+            except DeviceBusy:
+                pass
             except DeviceError as error:  # torch will say the same, if the device is lost
                 self._has_failed = True
                 self._stats.count("copy_failures")
@@ -83,10 +88,7 @@ class Loader:
         self._reports.add(report)
 
     def take_reports(self) -> set[str]:
-        """The reports of loads that were done since the last call; waits for none.
-
-        Called once in each step.
-        """
+        """The reports of loads that were done since the last step; waits for none."""
         if self.device.type == "cuda":
             self._note_pinning()
         if self._under_way:
@@ -108,8 +110,10 @@ class Loader:
             self.report(report)
             return copy
         view = self._view(handle)
+        loads: list[Event] = []
         parts = [(address_of(view), view.nbytes)] if view.nbytes else []
-        copy, over = start_load(parts, handle.dtype, handle.shape, copies)
+        copy = start_load(parts, handle.dtype, handle.shape, copies, loads.append)
+        [over] = loads
         if handle.expires_s == inf:  # the scheduler's pin, which outlasts the copy
             self._under_way.append((over, report))
             return copy

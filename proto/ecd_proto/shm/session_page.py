@@ -70,9 +70,9 @@ The kernel drops a lock before it closes files that were opened earlier, a devic
 0.2 s before, in an experiment with a file that is slow to close.
 """
 DMA_LIMIT_S = 60.0
-"""How long DMA may go on after a session's lock was dropped, whatever becomes of its process.
+"""How long DMA may go on after a session's lock was dropped by a process that is not about to end.
 
-One that lives on without the lock has begun another program (`exec`), without the device's files.
+It has begun another program (`exec`), without the device's files.
 """
 SO_PEERPIDFD = 77
 """The option that gives a pidfd of the peer's process (Linux 6.5): Python has no name for it."""

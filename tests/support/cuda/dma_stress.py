@@ -32,7 +32,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
 
 RULES = {
-    **dict.fromkeys(("W1", "W2", "W3", "R4"), "engines"),
+    **dict.fromkeys(("W1", "W2", "W3", "R3", "R4"), "engines"),
     **dict.fromkeys(("R1", "R2"), "slow"),
     "D1": "doomed",
 }
@@ -65,7 +65,7 @@ def run_daemon(without: str) -> None:
 
 def take_out(without: str) -> None:
     """Break one rule in this process."""
-    from ecd_client.device import copies, ends
+    from ecd_client.device import accelerator, copies, driver, ends
     from ecd_client.session import Session
     from ecd_client.shared.index import IndexReader
     from ecd_client.tensors import TensorSource
@@ -79,7 +79,7 @@ def take_out(without: str) -> None:
 
             copies.Copies.queued = lambda self: Nothing()
         case "W2":
-            copies.Copies._settled = lambda self, stream: contextlib.nullcontext()
+            copies.Copies._outlast = lambda self, stream: None
         case "W3":
 
             class Address:
@@ -103,6 +103,14 @@ def take_out(without: str) -> None:
             IndexReader._announce = forget
         case "R2":
             ends.after = lambda events, end: end()
+        case "R3":
+            precede = driver.Event.precede
+
+            def precede_saves(event, stream: int) -> None:
+                if stream != accelerator.find().stream.cuda_stream:
+                    precede(event, stream)
+
+            driver.Event.precede = precede_saves
         case "R4":
             end = Session.end
 
@@ -204,7 +212,8 @@ class Engine:
                     time.sleep(0.02)
         except EcdError:
             time.sleep(0.01)  # full of what others hold, or between two sessions
-        while len(self._loads) > LATE:
+        late = random.choice((0, LATE))  # at once, too: the model waits for its loads
+        while len(self._loads) > late:
             number, tensor = self._loads.popleft()
             content = self._gpu.content(tensor)
             self._counts["wrong"] += content != bytes([number]) * len(content)

@@ -1,0 +1,70 @@
+"""Copies by torch's CUDA, which the stand-in cannot show: run with ECD_TEST_CUDA=device."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from support.cuda.processes import Cuda
+from support.daemon import Daemon
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("ECD_TEST_CUDA") != "device", reason="needs a GPU, and ECD_TEST_CUDA=device"
+)
+
+SCRIPT = """
+import sys, time
+import torch
+from ecd_client import Client
+
+MIB = 1 << 20
+
+def encode(byte, nbytes=8 * MIB):
+    torch.cuda._sleep(20_000_000)  # some 10 ms of work, which writes the tensor only then
+    return torch.full((nbytes,), byte, dtype=torch.uint8, device="cuda")
+
+def is_right(copy, byte):
+    return bool((copy == byte).all())
+
+torch.cuda.init()
+with Client(sys.argv[1]) as client:
+    client.pin()
+    deadline = time.monotonic() + 30
+    while not client.pinning.nbytes:
+        assert client.pinning.failure is None and time.monotonic() < deadline, client.pinning
+    for number in range(1, 40):
+        output = encode(number)
+        stored = client.put_async(str(number), output)
+        del output
+        encode(255)  # in the memory that may be free by now
+        assert stored.result(10)
+        with client.get(str(number)) as item:
+            copy = item.to("cuda", non_blocking=True)
+            assert set(item.view[:4096]) == set(item.view[-4096:]) == {number}
+        assert is_right(copy, number), number
+        assert is_right(copy.clone(), number)
+    for dtype in (torch.bfloat16, torch.float32, torch.int64):
+        tensor = torch.arange(3000, device="cuda").to(dtype).view(30, 100).t()
+        client.put(str(dtype), tensor)
+        with client.get(str(dtype)) as item:
+            assert torch.equal(item.to("cuda"), tensor)
+            assert torch.equal(item.tensor, tensor.cpu())
+    graph = torch.cuda.CUDAGraph()
+    static = torch.zeros(MIB, device="cuda")
+    held = client.get("39")
+    with torch.cuda.graph(graph):
+        static.add_(1)
+        held.close()  # and what ends of it on the side
+    graph.replay()
+    assert float(static[0]) == 1
+    last = client.get("39")
+    copy = last.to("cuda", non_blocking=True)
+assert is_right(copy, 39), "the client was closed amid its copy"
+print("right")
+"""
+
+
+def test_saves_and_loads_are_right(cuda: Cuda, daemon: Daemon) -> None:
+    assert cuda.run(SCRIPT, daemon.address).stdout == "right\n"
+    daemon.check_nothing_leaked(within_s=15.0)
