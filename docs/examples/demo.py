@@ -7,6 +7,7 @@ of 3584 bfloat16 each, 9.8 MB.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -98,6 +99,9 @@ def main() -> None:
             print("ecd-cli status", **SAY)
             status = [sys.executable, "-m", "ecd_client.cli.main", "status"]
             subprocess.run(status, env=environment, check=True)
+            told = subprocess.run([*status, "--json"], env=environment, stdout=subprocess.PIPE)
+            counters = json.loads(told.stdout)["counters"]
+            assert int(counters["hits"]) == int(counters["puts"]) == IMAGES, counters
         finally:
             daemon.send_signal(signal.SIGINT)  # nothing stays for a next start
             daemon.wait()

@@ -294,9 +294,9 @@ class SharedIndex:
     def forget(self, session: SessionId) -> None:
         page = self._pages.pop(session, None)
         if page is not None:
+            self._uses.forget(page)
             page.clear()
             self._claims.forget(page.number)
-            self._uses.forget(page.number)
             del self._sessions[page.number]
             self._free_pages.append(page.number)
 

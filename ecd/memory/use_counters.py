@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
 
 from ecd.core.board import Uses
@@ -23,6 +24,7 @@ class UseCounters:
         """`pages` are the words of all sessions' pages."""
         self._counters = [pages[word::PAGE_WORDS] for word in USE_COUNTERS]
         self._last = [_NONE] * sessions
+        self._left: deque[Uses] = deque()  # of pages that were forgotten since
         self._next = 0  # the page whose uses come first the next time
 
     def take(self, used: int, page_at: Callable[[int], SessionPage | None]) -> Uses:
@@ -32,6 +34,9 @@ class UseCounters:
         turn = bisect_left(changed, self._next)
         taken: list[Uses] = []
         known = 0
+        while self._left and known < MAX_USES:
+            taken.append(self._left.popleft())
+            known += len(taken[-1].entries)
         for number in (changed[turn:] + changed[:turn])[:MAX_USED_PAGES]:
             self._last[number] = counted[number]
             page = page_at(number)
@@ -50,6 +55,9 @@ class UseCounters:
             sum(uses.duplicates for uses in taken),
         )
 
-    def forget(self, page: int) -> None:
-        """Forget a page that was cleared: its counters begin anew."""
-        self._last[page] = _NONE
+    def forget(self, page: SessionPage) -> None:
+        """Keep the last uses of a page, which is cleared next, for `take`."""
+        number = page.number
+        first, second, third, fourth = (words[number] for words in self._counters)
+        self._left.append(page.drain_uses((first, second, third, fourth)))
+        self._last[number] = _NONE
