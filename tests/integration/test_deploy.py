@@ -72,11 +72,9 @@ def only(manifests: list[Manifest], kind: str, name: str = "ecd") -> Manifest:
 def test_kubernetes_takes_them(
     manifests: dict[str, list[Manifest]], overlay: str, kubernetes: str
 ) -> None:
+    """A plain cluster does: no kind is an operator's."""
     for manifest in manifests[overlay]:
-        if manifest["kind"] != "PodMonitor":  # the Prometheus operator's; below
-            kubernetes_validate.validate(manifest, kubernetes, strict=True)
-        else:
-            assert manifest["apiVersion"] == "monitoring.coreos.com/v1"
+        kubernetes_validate.validate(manifest, kubernetes, strict=True)
 
 
 @pytest.mark.parametrize("overlay", ["daemonset", "sidecar"])
@@ -123,8 +121,6 @@ def test_they_agree_with_the_daemon(manifests: dict[str, list[Manifest]], overla
     open_to_all = [port["port"] for rule in others for port in rule["ports"]]
     serving = [8000] if overlay == "sidecar" else []
     assert open_to_all == [ports["ecd-metrics"], ports["ecd-health"], *serving]
-    [endpoint] = only(built, "PodMonitor")["spec"]["podMetricsEndpoints"]
-    assert endpoint["port"] in ports
 
     socket = settings["ECD_ADDRESS"].removeprefix("unix://")
     assert settings["ECD_GROUP"] == "10001"
@@ -153,6 +149,28 @@ def test_the_whole_example_joins_its_parts(manifests: dict[str, list[Manifest]])
         if "ec-transfer" in arg
     ]
     assert sorted(roles) == ["ec_consumer", "ec_producer"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_prometheus_operator_scrapes_the_daemons(tmp_path: Path, overlay: str) -> None:
+    shutil.copytree(K8S, tmp_path / "k8s")
+    own = tmp_path / "k8s/own"
+    own.mkdir()
+    resources = {"resources": [f"../{overlay}"], "components": ["../podmonitor"]}
+    (own / "kustomization.yaml").write_text(yaml.safe_dump(resources))
+    built = build(own)
+    monitor = only(built, "PodMonitor")
+    assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    [ecd] = containers(built, "ecd")
+    assert endpoint["port"] in {port["name"] for port in ecd["ports"]}
+
+
+def test_the_daemonset_runs_where_the_gpus_are(manifests: dict[str, list[Manifest]]) -> None:
+    """The node's taint keeps away every pod that asks for no GPU, as the daemon's does not."""
+    pod = only(manifests["daemonset"], "DaemonSet")["spec"]["template"]["spec"]
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert taint in pod["tolerations"]
 
 
 def test_the_image_is_what_the_manifests_expect(manifests: dict[str, list[Manifest]]) -> None:
