@@ -46,7 +46,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     assert "WARNING" not in built.stderr
     for page in ("index", "configuration/index", "metrics/index", "operations/index"):
-        assert (tmp_path / f"{page}.html").exists()
+        built_page = (tmp_path / f"{page}.html").read_text()
+        assert re.search(r'href="[./]*site.css"', built_page), "tables wider than the page are cut"
+        assert "--8<" not in built_page, "an example is not included"
 
 
 @pytest.mark.parametrize("command", commands("ecd-cli"))
