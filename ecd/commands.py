@@ -32,6 +32,7 @@ from ecd.metrics import MetricsError
 from ecd.redaction import without_secrets
 from ecd.rpc.peer_server import PeerServerError
 from ecd.rpc.socket import SocketError
+from ecd_proto.contract import DISTRIBUTION
 from ecd_proto.leftovers import leftovers
 
 CANNOT_START = (
@@ -39,7 +40,11 @@ CANNOT_START = (
     *(ClusterError, EngineError, PeerServerError),
 )
 
-app = typer.Typer(help="The encoder cache daemon.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="The encoder cache daemon. `ecd-cli` looks after one that runs.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _FIELDS = Config.model_fields
@@ -208,12 +213,20 @@ def show_config(
 @app.command("version")
 def show_version() -> None:
     """Print the version."""
-    Console(highlight=False).print(version("ecd"))
+    Console(highlight=False).print(version(DISTRIBUTION))
 
 
-def main() -> None:
-    app()
+def _show_version(asked: bool) -> None:
+    if asked:
+        show_version()
+        raise typer.Exit
 
 
-if __name__ == "__main__":
-    main()
+@app.callback()
+def options(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass

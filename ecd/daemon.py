@@ -39,6 +39,7 @@ from ecd.rpc.server import Server
 from ecd.rpc.socket import OwnedSocket
 from ecd.rpc.status import Status
 from ecd.service_manager import ServiceManager, is_supervised
+from ecd_proto.contract import DISTRIBUTION
 from ecd_proto.leftovers import TOUCH_S
 from ecd_proto.shm.barriers import has_barriers
 from ecd_proto.shm.files import ATTACH_SUFFIX, DOORBELL_SUFFIX
@@ -85,7 +86,7 @@ class Daemon:
         self._identity = NodeIdentity(
             config.name,
             secrets.token_hex(16),
-            f"ecd {version('ecd')}",
+            f"ecd {version(DISTRIBUTION)}",
             config.peer_address or "",
         )
         self._keep = False  # the pool, for the next daemon
@@ -164,7 +165,7 @@ class Daemon:
             loop.add_signal_handler(signal.SIGHUP, self._read_settings, self._reload)
         with self._opened:
             async with contextlib.AsyncExitStack() as running:
-                metrics = Metrics(version("ecd"))
+                metrics = Metrics(version(DISTRIBUTION))
                 running.callback(metrics.close)
                 parts = self._make_parts(metrics, running)
                 running.push_async_callback(self._end, parts)

@@ -236,5 +236,5 @@ def late(address: str) -> str:
 def unreachable(address: str) -> str:
     return (
         f"nothing answers on {address}: the daemon is not started, restarting, or another "
-        "user's. Try `ecd-cli status`, or set ECD_ADDRESS"
+        "user's. `ecd-cli doctor` says more; or set ECD_ADDRESS"
     )

@@ -271,7 +271,12 @@ class Client:
         told.add_done_callback(lambda _: None)  # grpc cancels a call that nobody refers to
 
     def contains(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> list[bool]:
-        """Which of the keys are stored on this node now. Raises EcdError."""
+        """Which of the keys are stored on this node now.
+
+        Raises InvalidArgument for one string in place of a list, and EcdError.
+        """
+        if isinstance(mm_hashes, str):
+            raise InvalidArgument(f"contains takes a list of keys: contains([{mm_hashes!r}])")
         return self._reader.contains(self.namespace if namespace is None else namespace, mm_hashes)
 
     def is_shown(self, mm_hash: str, *, namespace: str | None = None) -> bool:

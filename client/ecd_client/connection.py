@@ -29,7 +29,7 @@ from ecd_client.calls import (
 )
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.session import Outbox, Session
-from ecd_proto.contract import CONTRACT_VERSION, POPULATING
+from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, POPULATING
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
@@ -234,7 +234,7 @@ class Connection:
     def _requests(self, outbox: Outbox) -> Iterator[pb.SessionRequest]:
         """Yield the client's side of the stream; gRPC draws it on a thread of its own."""
         self._threads.note()
-        client = f"{self._name} ecd {version('ecd')}"
+        client = f"{self._name} ecd {version(DISTRIBUTION)}"
         yield pb.SessionRequest(
             hello=pb.Hello(contract_version=CONTRACT_VERSION, client=client, pid=os.getpid())
         )

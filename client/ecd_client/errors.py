@@ -10,7 +10,7 @@ class EcdError(Exception):
 class DaemonUnavailable(EcdError):
     """Nothing usable answers on the socket: not started, restarting, or of another version.
 
-    Try `ecd-cli status`.
+    `ecd-cli doctor` says which.
     """
 
 

@@ -158,7 +158,7 @@ def start_transfer_engine(settings: EngineSettings) -> Any:
         from mooncake.engine import TransferEngine  # reads the variables
     except ImportError as error:
         raise EngineError(
-            f"Mooncake cannot be loaded: {error}. Install ecd[cpu] or ecd[cuda], and Debian's "
+            f"Mooncake cannot be loaded: {error}. Install ecd with [cpu] or [cuda], and Debian's "
             "libibverbs1"
         ) from None
     engine = TransferEngine()

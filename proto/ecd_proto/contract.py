@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+DISTRIBUTION = "encoder-cache-daemon"
+"""The name under which daemon and client are installed: `ecd` is another project's on PyPI."""
 CONTRACT_VERSION = 2
 """Raised when a client of the version before could misread an answer; additions do not count."""
 

@@ -208,7 +208,7 @@ def test_the_client_changes_no_package_of_vllm(version: str) -> None:
     before = (python.parents[1] / "before-ecd.txt").read_text().splitlines()
     [packages] = python.parents[1].glob("lib/python3*/site-packages")
     found = {each.metadata["Name"]: each.version for each in distributions(path=[str(packages)])}
-    assert found.pop("ecd")
+    assert found.pop("encoder-cache-daemon")
     now = {f"{name}=={version}" for name, version in found.items()}
     tools = {f"{name}=={found[name]}" for name in ("pip", "setuptools") if name in found}
     assert now - tools == set(before) - tools

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -249,10 +250,26 @@ def test_doctor_says_that_a_user_may_not_connect(daemon: Daemon) -> None:
     assert "group" in found["socket"]["advice"]
 
 
+@pytest.mark.parametrize("program", ["ecd", "ecd-cli"])
+def test_each_program_tells_its_version_and_its_options(program: str) -> None:
+    path = Path(sys.executable).with_name(program)
+    told = subprocess.run([path, "--version"], capture_output=True, text=True)
+    assert told.stdout.strip() == version("encoder-cache-daemon")
+    assert "Usage" in subprocess.run([path, "-h"], capture_output=True, text=True).stdout
+
+
+def test_an_environment_without_the_daemon_says_so() -> None:
+    script = "import sys; sys.modules['uvloop'] = None; from ecd.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", script, "serve"], capture_output=True, text=True)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert "not installed here (uvloop is missing)" in line
+
+
 def test_doctor_says_that_a_daemon_is_of_another_version(daemon: Daemon, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.metadata as m\nv = m.version\n"
-        "m.version = lambda name: '0.0.9' if name == 'ecd' else v(name)\n"
+        "m.version = lambda name: '0.0.9' if name == 'encoder-cache-daemon' else v(name)\n"
     )
     _, found = findings(daemon, ("env", f"PYTHONPATH={tmp_path}"))
     assert found["versions"]["state"] == "look"

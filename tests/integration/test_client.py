@@ -110,6 +110,11 @@ def test_a_forgotten_item_is_released(client: Client, daemon: Daemon) -> None:
     eventually(lambda: daemon.status().leases == 0)
 
 
+def test_contains_takes_a_list_of_keys(client: Client) -> None:
+    with pytest.raises(InvalidArgument, match=r"contains\(\['abc'\]\)"):
+        client.contains("abc")
+
+
 def test_misses_namespaces_and_contains(client: Client) -> None:
     client.put("k", torch.ones(2))
     assert client.get("nothing") is None

@@ -20,7 +20,7 @@ from ecd_client.cli.findings import BAD, DOUBTFUL, GOOD, Finding
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.pools import HUGE_SHARE
-from ecd_proto.contract import CONTRACT_VERSION
+from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION
 from ecd_proto.leftovers import leftovers
 from ecd_proto.mapping import HUGE_BYTES
 from ecd_proto.shm.barriers import has_barriers
@@ -93,7 +93,7 @@ def _daemon(status: pb.StatusReply) -> Finding:
 
 
 def _versions(status: pb.StatusReply) -> Finding:
-    mine = f"ecd {version('ecd')}"
+    mine = f"ecd {version(DISTRIBUTION)}"
     found = f"daemon {status.version}, client {mine}"
     if status.contract_version != CONTRACT_VERSION:
         found += f": contracts {status.contract_version} and {CONTRACT_VERSION}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -17,8 +18,20 @@ from ecd_client.calls import resolve
 from ecd_client.cli import daemon, entries
 from ecd_client.cli.context import FAILED, UNREACHABLE, USAGE, AsJson, Options, errors
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
+from ecd_proto.contract import DISTRIBUTION
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help=__doc__,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(version(DISTRIBUTION))
+        raise typer.Exit
 
 
 @app.callback()
@@ -28,6 +41,10 @@ def options(
         str | None, typer.Option(help="The daemon's socket; by default ECD_ADDRESS or the user's.")
     ] = None,
     as_json: AsJson = False,
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
 ) -> None:
     context.obj = Options(resolve(address), as_json)
 
