@@ -51,7 +51,7 @@ class Config(BaseSettings):
     name: str = Field(
         default="default",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="Tells daemons on one node apart.",
+        description="Tells daemons on one node apart. Letters, digits, dots, dashes, underscores.",
     )
     shm_dir: str = Field(default="/dev/shm", description="A tmpfs directory for the host pool.")
     host_pool_bytes: (
@@ -123,7 +123,7 @@ class Config(BaseSettings):
     cluster: str = Field(
         default="default",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="Tells clusters that share a Redis apart.",
+        description="Tells clusters that share a Redis apart. As for name.",
     )
     zone: str = Field(
         default="",
@@ -141,8 +141,8 @@ class Config(BaseSettings):
     engine_ports: str = Field(
         default="18200-18231",
         pattern=r"^\d{1,5}-\d{1,5}$",
-        description="Ports that Mooncake may listen on. Fewer than 32 may all be taken by the "
-        "daemon before after a quick restart.",
+        description="Ports that Mooncake may listen on, as first-last. Fewer than 32 may all be "
+        "taken by the daemon before after a quick restart.",
     )
     mooncake: Annotated[dict[str, str], NoDecode] = Field(
         default={}, description="Mooncake's own MC_* variables: MC_A=1,MC_B=2, or a TOML table."
@@ -267,7 +267,9 @@ class Config(BaseSettings):
     @field_validator("log_level", mode="before")
     @classmethod
     def _lower(cls, value: object) -> object:
-        return value.lower() if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        return {"warn": "warning"}.get(value.lower(), value.lower())
 
     @field_validator("name")
     @classmethod

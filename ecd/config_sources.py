@@ -5,6 +5,7 @@ Flags come before `ECD_*` variables, those before the TOML file, that before the
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -50,14 +51,22 @@ def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, st
     try:
         return Config(**merged), origins
     except ValidationError as error:
-        lines = [
-            f"{wrong['loc'][0]} (from {origins[str(wrong['loc'][0])]}): "
-            f"{wrong['msg']}, got {_shown(wrong)!r}"
-            if wrong["loc"]
-            else wrong["msg"].removeprefix("Value error, ")
-            for wrong in error.errors()
-        ]
+        lines = dict.fromkeys(_sentence(wrong, origins) for wrong in error.errors())
         raise ConfigError("\n".join(lines)) from None
+
+
+def _sentence(wrong: ErrorDetails, origins: dict[str, str]) -> str:
+    if not wrong["loc"]:
+        return wrong["msg"].removeprefix("Value error, ")
+    name = str(wrong["loc"][0])
+    begin = f"{name} (from {origins[name]})"
+    setting = Config.model_fields.get(name)
+    if setting is None:
+        near = difflib.get_close_matches(name, Config.model_fields, n=1)
+        return f"{begin} is no setting: " + (f"is {near[0]} meant?" if near else "see `ecd config`")
+    if len(wrong["loc"]) > 1 or wrong["type"] == "string_pattern_mismatch":
+        return f"{begin}: got {_shown(wrong)!r}. {setting.description}"
+    return f"{begin}: {wrong['msg']}, got {_shown(wrong)!r}"
 
 
 def _shown(wrong: ErrorDetails) -> object:

@@ -163,3 +163,35 @@ def test_a_misspelt_secret_is_not_quoted(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "peer_tokn" in done.stderr
     assert SECRET not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"metrics_address": "9464"}, "metrics_address (from flag): got '9464'. host:port of"),
+        ({"host_pool_bytes": "12XB"}, "host_pool_bytes (from flag): got '12XB'. Size of the host"),
+        ({"name": "a/b"}, "name (from flag): got 'a/b'. Tells daemons on one node apart. Letters"),
+    ],
+)
+def test_a_wrong_value_is_told_what_is_wanted(flags: dict[str, str], says: str) -> None:
+    """In one line, without a regular expression."""
+    with pytest.raises(ConfigError) as refused:
+        load(flags, None)
+    [line] = str(refused.value).splitlines()
+    assert line.startswith(says)
+    assert "pattern" not in line
+
+
+def test_a_misspelt_setting_is_told_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "ecd.toml"
+    file.write_text('host_pool_byte = "1GiB"\nqqq = 1\n')
+    with pytest.raises(ConfigError) as refused:
+        load({}, file)
+    assert str(refused.value).splitlines() == [
+        f"host_pool_byte (from {file}) is no setting: is host_pool_bytes meant?",
+        f"qqq (from {file}) is no setting: see `ecd config`",
+    ]
+
+
+def test_the_level_may_be_short() -> None:
+    assert load({"log_level": "WARN"}, None)[0].log_level == "warning"
