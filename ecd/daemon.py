@@ -286,6 +286,12 @@ class Daemon:
         if self._keep:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(parts.checksums.complete(), GRACE_S)
+            logger.info(
+                "%d entries and %.2f GiB in %s are left for the next start; `ecd clear` frees them",
+                parts.node.live.cache.entries,
+                self._pool.nbytes / (1 << 30),
+                self._pool.directory.path,
+            )
 
     # -- settings ------------------------------------------------------------------------------
 

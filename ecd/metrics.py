@@ -11,7 +11,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Generic, TypeVar
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    start_http_server,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -230,6 +236,7 @@ class Metrics:
 
     def __init__(self, version: str) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._call_seconds = Histogram(
             "ecd_call_seconds",

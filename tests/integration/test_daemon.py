@@ -421,6 +421,7 @@ def test_metrics_tell_what_happened(daemon: Daemon, client: Client) -> None:
         for line in text.splitlines()
         if line and not line.startswith("#")
     }
+    assert found["process_resident_memory_bytes"] > 64 << 20, "the pool"
     assert found["ecd_hits_total"] == 1
     assert found["ecd_misses_total"] == 1
     assert found["ecd_puts_total"] == 1
