@@ -64,6 +64,9 @@ class MappedPool:
         self._pinned: pinned.PinnedPool | None = None
         self._is_closed = False
         self._writable: Mapping | None = None
+
+    def populate_soon(self) -> None:
+        """Fill the page tables, on a thread, where huge pages make them few."""
         if self.is_huge:
             self._readable.populate_soon()
 
@@ -112,7 +115,7 @@ class MappedPool:
 
     def pin(self, device: int) -> None:
         """Register the pool with CUDA, in the background. Raises OSError."""
-        with self._lock:  # in which nothing is made, as a collection may close another session
+        with self._lock:  # for a moment: a collection within it may close another session
             if self._pinned is not None or self._is_closed:
                 return
             fd = os.dup(self._fd)
@@ -217,6 +220,10 @@ class MappedPools:
                 f"mapped only {sorted(self.by_number)}: is it older than the daemon?"
             )
         return pool
+
+    def populate_soon(self) -> None:
+        for pool in self.by_number.values():
+            pool.populate_soon()
 
     def pin(self, device: int) -> None:
         """Pin all of them for this GPU's copies, in the background, unless that has begun."""

@@ -95,6 +95,7 @@ class Session:
             self._files = opened.pop_all()
             forks.add(self)
         _in_use.add(self)
+        self.pools.populate_soon()  # by threads, which must not be started within `steady`
 
     # -- calls ---------------------------------------------------------------------------------
 

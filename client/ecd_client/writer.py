@@ -48,6 +48,7 @@ class Writer:
     def __init__(self, connection: Connection, reader: Reader) -> None:
         self._connection, self._reader = connection, reader
         self._side = ThreadPoolExecutor(1, thread_name_prefix="ecd-put")
+        self._has_side = False  # whether its thread was started
         self._slots = threading.BoundedSemaphore(MAX_PENDING_PUTS)
 
     def put(self, entry: NewEntry, copy_to: CopyTo, timeout: float) -> bool:
@@ -74,14 +75,20 @@ class Writer:
         A small entry that is `on_host` is copied before this returns, if memory was granted for
         it.
         """
+        is_copied_here = on_host and entry.nbytes <= COPIED_HERE_BYTES
         session = self._connection.ref()
-        if not self._slots.acquire(blocking=False):
+        try:
+            if not is_copied_here:
+                self._start_side()
+            if not self._slots.acquire(blocking=False):
+                raise EcdError(f"{MAX_PENDING_PUTS} puts are in flight: wait for one of them")
+        except EcdError:
             session.unref()
-            raise EcdError(f"{MAX_PENDING_PUTS} puts are in flight: wait for one of them")
+            raise
         put = _Put(session, entry, copy_to)
         if put.outcome is _MUST_CALL:
             put.send_reserve()
-        elif put.outcome is not None or (on_host and entry.nbytes <= COPIED_HERE_BYTES):
+        elif put.outcome is not None or is_copied_here:
             ended = put.try_now()
             if ended is not None:
                 self._let_go(put)
@@ -91,6 +98,15 @@ class Writer:
         future.set_running_or_notify_cancel()  # others wait for a claim: it is not cancelled
         self._side.submit(self._finish, put, future)
         return future
+
+    def _start_side(self) -> None:
+        """Start the thread for copies, before anything is claimed. Raises EcdError."""
+        if not self._has_side:
+            try:
+                self._side.submit(int)
+            except RuntimeError as error:
+                raise EcdError(f"nothing can be copied on the side: {error}") from None
+            self._has_side = True
 
     def _finish(self, put: _Put, future: Future[bool]) -> None:
         try:

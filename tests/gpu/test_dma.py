@@ -38,8 +38,8 @@ def stress(seconds: float, *arguments: str) -> dict:
 def test_no_byte_is_wrong_however_late_copies_are(kind: str) -> None:
     found = stress(STRESS_S, "--kind", kind)
     assert (found["wrong"], found["faults"], found.get("ended")) == (0, 0, None)
-    assert found["evictions"] > 50
-    assert found.get("amid", 0) > 10 or kind != "doomed"
+    assert found["evictions"] > 20
+    assert found.get("amid", 0) > 3 or kind != "doomed"
 
 
 @pytest.mark.timeout(240)
@@ -145,7 +145,7 @@ def test_two_threads_may_use_one_item(scenario: Scenario) -> None:
 
 def test_a_process_may_run_out_of_threads(scenario: Scenario) -> None:
     found = scenario("threads_run_out")
-    refused = ["ecd-attach", "ecd-ends", "ecd-pin"]
+    refused = ["ecd-attach", "ecd-ends", "ecd-pin", "ecd-put"]
     assert found == {"refused": refused, "right": True, "held": False, "registered": 0}
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ecd_client.device import accelerator
+from ecd_client.device import accelerator, ends
 from ecd_client.device.ends import FAILED_S
 from ecd_client.errors import DeviceBusy, DeviceError
 
@@ -38,6 +38,7 @@ class Copies:
         """Raises DeviceError, and ImportError where cuda-bindings is missing."""
         from ecd_client.device import driver
 
+        ends.start()  # as a finalizer must not
         self.device = device
         self._gpu, self._driver = gpu, driver
         self._loads, self._saves = gpu.new_stream(device), gpu.new_stream(device)

@@ -32,13 +32,10 @@ class _Ends:
 
     def start(self) -> None:
         """Start the thread, unless it runs, or none can be started."""
-        if self._has_thread:
-            return
-        self._has_thread = True
-        try:
-            threading.Thread(target=self._run, name="ecd-ends", daemon=True).start()
-        except RuntimeError:  # no more threads
-            self._has_thread = False
+        if not self._has_thread:
+            with contextlib.suppress(RuntimeError):  # no more threads
+                threading.Thread(target=self._run, name="ecd-ends", daemon=True).start()
+                self._has_thread = True  # perhaps the second, which does no harm
 
     def add(self, events: list[Event], end: Callable[[], None]) -> None:
         self._later.put((events, end))

@@ -151,7 +151,12 @@ class Loader:
         if item is None or item.shape != handle.shape or item.dtype != handle.dtype:
             raise RuntimeError(f"ecd: {load.identifier} was promised, but {cause} and it is gone")
         with item:
-            return item.to(self.device, non_blocking=True)
+            if not self._has_failed:
+                with contextlib.suppress(DeviceError):
+                    return item.to(self.device, non_blocking=True)
+            copy = private_copy(item.view, handle.dtype, handle.shape, self.device)
+            item.check()
+            return copy
 
     # -- memory --------------------------------------------------------------------------------
 
