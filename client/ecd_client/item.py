@@ -104,7 +104,6 @@ class Item:
         import torch
 
         from ecd_client.device.copies import for_device
-        from ecd_client.device.ends import under_way
         from ecd_client.tensors import load, private_copy
 
         device = torch.device(device)
@@ -112,6 +111,8 @@ class Item:
         if copies is None:
             copy = private_copy(self.view, self.dtype, self.shape, device)
         else:
+            from ecd_client.device.ends import under_way
+
             self.check()
             hold = self._hold
             hold.pool.use_dma(copies.device)
