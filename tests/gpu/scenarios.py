@@ -255,6 +255,17 @@ def loads_cannot_be_waited_for(address: str) -> dict:
     return {"right": right, "faults": control.counters().faults}
 
 
+def put_until(client: Client, tensor: torch.Tensor, interruption: type[BaseException]) -> dict:
+    """Put a tensor: was that interrupted, and had its copy ended by then?"""
+    finished = None
+    try:
+        client.put("k", tensor)
+    except interruption:
+        counters = control.counters()
+        finished = counters.finished == counters.copies
+    return {"interrupted": finished is not None, "copy had ended": finished}
+
+
 def interrupted_before_the_wait(address: str) -> dict:
     """An exception of a signal's handler comes between a put's copy and the wait for it."""
     from ecd_client.device import driver
@@ -273,13 +284,7 @@ def interrupted_before_the_wait(address: str) -> dict:
         gpu.content(tensor)
         control.hold = Hold.START
         driver.Event.wait = wait_late
-        try:
-            client.put("k", tensor)
-            interrupted = False
-        except SystemExit:
-            interrupted = True
-        counters = control.counters()
-    return {"interrupted": interrupted, "copy had ended": counters.copies == counters.finished}
+        return put_until(client, tensor, SystemExit)
 
 
 def graph_is_captured(address: str) -> dict:
@@ -442,13 +447,7 @@ def interrupted_in_a_pause(address: str) -> dict:
             let_go([])
 
         threading.Thread(target=interrupt).start()
-        try:
-            client.put("k", tensor)
-            interrupted = False
-        except KeyboardInterrupt:
-            interrupted = True
-        counters = control.counters()
-    return {"interrupted": interrupted, "copy had ended": counters.copies == counters.finished}
+        return put_until(client, tensor, KeyboardInterrupt)
 
 
 def no_memory_to_make_it_dense(address: str) -> dict:
@@ -563,13 +562,7 @@ def interrupted_put(address: str) -> dict:
             control.hold = Hold.NOTHING
 
         threading.Thread(target=interrupt).start()
-        finished = None
-        try:
-            client.put("k", tensor)
-        except KeyboardInterrupt:
-            counters = control.counters()
-            finished = counters.finished == counters.copies
-        return {"interrupted": finished is not None, "copy had ended": finished}
+        return put_until(client, tensor, KeyboardInterrupt)
 
 
 def device_is_lost(address: str) -> dict:

@@ -1,4 +1,4 @@
-"""What the checks of `ecd-cli doctor` find."""
+"""The result of a check of `ecd-cli doctor`, and the states that it can have."""
 
 from __future__ import annotations
 

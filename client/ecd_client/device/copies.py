@@ -91,7 +91,8 @@ class Copies:
                     source += nbytes
             except BaseException as error:
                 broken = error
-            broken = self._outlast(stream) or broken  # W2, W3
+            came = self._outlast(stream)  # W2, W3
+            broken = broken or came  # the first is the cause
             if broken is not None:
                 raise broken
 

@@ -147,10 +147,11 @@ def release(pool: PinnedPool) -> None:
 def _release(pool: PinnedPool) -> None:
     with _lock:
         pool.users -= 1
-        if pool.users == 0:
+        is_last = pool.users == 0
+        if is_last:
             for place in [place for place, each in _pools.items() if each is pool]:
                 del _pools[place]
-    if pool.users == 0:
+    if is_last:
         try:
             pool.unregister()
         except DeviceError as error:
