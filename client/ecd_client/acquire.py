@@ -88,40 +88,55 @@ class Acquire:
 
     def settle(self, outcomes: Sequence[pb.AcquireOutcome]) -> None:
         """Hand each outcome to its future: now, or when its wait has ended."""
+        unpinned = []
         for index, outcome in enumerate(outcomes):
             if outcome.WhichOneof("outcome") == "waiting":
                 self._wait(index, outcome.waiting.ticket)
-            else:
-                self._end(index, outcome)
+            elif not self._end(index, outcome):
+                unpinned.append(index)
+        if unpinned:
+            self._ask_for_leases(unpinned)
 
     def _wait(self, index: int, ticket: int) -> None:
         session = self.session
-        session.on_wait_ended(ticket, lambda outcome: self._end(index, outcome))
+
+        def ended(outcome: pb.AcquireOutcome | None) -> None:
+            if not self._end(index, outcome):
+                self._ask_for_leases([index])
+
+        session.on_wait_ended(ticket, ended)
         self.futures[index].add_done_callback(
             lambda future: session.cancel_wait(ticket) if future.cancelled() else None
         )
 
-    def _end(self, index: int, outcome: pb.AcquireOutcome | None) -> None:
-        """Settle one key's future; an outcome of None: the session ended first."""
+    def _end(self, index: int, outcome: pb.AcquireOutcome | None) -> bool:
+        """Settle one key's future; an outcome of None: the session ended first.
+
+        False: the entry is stored and no pin is to be had, so a lease must be asked for.
+        """
         future, key, item = self.futures[index], self.keys[index], None
         if outcome is not None and outcome.WhichOneof("outcome") == "stored":
             with contextlib.suppress(AskDaemon):
                 item = pinned(self.session, key, OnMiss.GO_ON)
-            if item is None:  # evicted meanwhile, or it cannot be pinned
-                again = replace(self, keys=[key], futures=[future], needs_lease=True, hints=())
-                again.send()
-                return
+            if item is None:
+                return False
         wanted = future.set_running_or_notify_cancel()
         try:
             item = item or _leased(self.session, key, outcome)
         except EcdError as error:
             if wanted:
                 future.set_exception(error)
-            return
+            return True
         if wanted:
             future.set_result(item)
         elif item is not None:
             item.close()
+        return True
+
+    def _ask_for_leases(self, indices: Sequence[int]) -> None:
+        """Ask once more for keys that are stored, or were until just now."""
+        keys, futures = [self.keys[i] for i in indices], [self.futures[i] for i in indices]
+        replace(self, keys=keys, futures=futures, needs_lease=True, hints=()).send()
 
 
 def _leased(session: Session, key: Key, outcome: pb.AcquireOutcome | None) -> Item | None:

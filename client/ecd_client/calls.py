@@ -10,8 +10,10 @@ import re
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -24,9 +26,14 @@ CALL_TIMEOUT_S = 5.0
 """How long the daemon may take to answer one call, waits apart."""
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 """Largest request: the rest of a message is for what Exchange adds."""
+MAX_IN_FLIGHT = 64
+"""Calls of `later` on their way at once. A server of grpc's refuses calls at random once 1,000 of
+all its clients wait to be taken up (docs/decisions.md)."""
 JOIN_S = 1.0
 
 Reply = TypeVar("Reply")
+_Queued = tuple[Future[Any], str, Any]
+"""The future of the reply, the name of the call, the request."""
 
 
 def resolve(address: str | None) -> str:
@@ -126,6 +133,10 @@ class Calls:
         self._lock = threading.Lock()
         self._requests: queue.SimpleQueue[pb.ExchangeRequest | None] = queue.SimpleQueue()
         self._replies: Any = None
+        self._turns = threading.RLock()  # a garbage-collected item may release within it
+        self._queued: deque[_Queued] = deque()
+        self._in_flight = 0
+        self._is_sending = False
         self._due_s: float | None = None
         self.is_over = self._overdue = False
 
@@ -135,15 +146,60 @@ class Calls:
             if not self.is_over:
                 self.now("contains", pb.ContainsRequest())
 
-    def later(self, name: str, request: Any) -> Any:
-        """Make a call, named as in ExchangeRequest, and return gRPC's future of the reply."""
+    def later(self, name: str, request: Any) -> Future[Any]:
+        """Make a call, named as in ExchangeRequest, and return the future of its reply.
+
+        It fails with EcdError or with grpc's errors, for which see `meaning`. Beyond MAX_IN_FLIGHT
+        calls, one is sent when another is answered; its time to be answered starts then.
+        """
+        reply: Future[Any] = Future()
         try:
             _check_size(request)
         except InvalidArgument as error:
-            refused: Future[Any] = Future()
-            refused.set_exception(error)
-            return refused
-        return getattr(self._stub, name.title()).future(request, timeout=self.timeout_s)
+            reply.set_exception(error)
+            return reply
+        with self._turns:
+            self._queued.append((reply, name, request))
+        self._send_queued()
+        return reply
+
+    def _send_queued(self) -> None:
+        """Send what is queued, as far as it may be sent now.
+
+        A call that fails at once is answered in here, so one thread at a time loops.
+        """
+        while True:
+            with self._turns:
+                if self._is_sending or not self._queued or self._in_flight >= MAX_IN_FLIGHT:
+                    return
+                self._is_sending = True
+            try:
+                self._send(*self._queued.popleft())
+            finally:
+                self._is_sending = False
+
+    def _send(self, reply: Future[Any], name: str, request: Any) -> None:
+        try:
+            sent = getattr(self._stub, name.title()).future(request, timeout=self.timeout_s)
+        except BaseException as error:  # Ctrl-C too
+            reply.set_exception(DaemonUnavailable("the client is closed"))
+            if not isinstance(error, ValueError):  # the channel was closed
+                raise
+            return
+        with self._turns:
+            self._in_flight += 1
+        sent.add_done_callback(partial(self._answered, reply))
+
+    def _answered(self, reply: Future[Any], sent: Any) -> None:
+        with self._turns:
+            self._in_flight -= 1
+        self._send_queued()
+        try:
+            result = sent.result()
+        except Exception as error:
+            reply.set_exception(error)
+        else:
+            reply.set_result(result)
 
     def now(self, name: str, request: Any) -> Any:
         """Make a call, named as in ExchangeRequest, and wait for the reply. Raises EcdError."""

@@ -267,8 +267,7 @@ class Client:
         """
         keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
         request = pb.OfferRequest(keys=map(to_key, keys), nodes=nodes)
-        told = self._connection.session().calls.later("offer", request)
-        told.add_done_callback(lambda _: None)  # grpc cancels a call that nobody refers to
+        self._connection.session().calls.later("offer", request)
 
     def contains(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> list[bool]:
         """Which of the keys are stored on this node now.

@@ -243,8 +243,7 @@ class Session:
             self._releasing = True
             leases, self._releases = self._releases[:MAX_BATCH], self._releases[MAX_BATCH:]
         request = pb.ReleaseRequest(session=self.token, leases=leases)
-        with contextlib.suppress(ValueError):  # the channel was closed
-            self.calls.later("release", request).add_done_callback(self._released)
+        self.calls.later("release", request).add_done_callback(self._released)
 
     def _released(self, _: Any) -> None:
         with self._lock:

@@ -21,6 +21,9 @@ from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Cache"].full_name
+MAX_PENDING_CALLS = 1 << 20
+"""Calls that wait to be taken up. By default some of them are cancelled from 1,000 on, and a client
+that reads CANCELLED gives up its session; each client of ours has up to 64 on their way."""
 ALWAYS_ANSWERED = f"/{SERVICE}/Status"
 
 Behavior = Callable[[Any, Any], Awaitable[Any]]
@@ -124,6 +127,8 @@ class Server:
             interceptors=[self._calls],
             options=[
                 ("grpc.so_reuseport", 0),
+                ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+                ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ],

@@ -232,6 +232,24 @@ def test_64_sessions_at_once(daemon: Daemon) -> None:
     eventually(lambda: daemon.status().sessions == 0)
 
 
+def test_thousands_of_calls_and_of_items_at_once(client: Client, daemon: Daemon) -> None:
+    """They are more than grpc's server takes up by default, and more than there are pins."""
+    keys = [f"k{number}" for number in range(3000)]
+    for number, key in enumerate(keys):
+        client.put_bytes(key, number.to_bytes(4, "little"), "uint8", (4,))
+    never = [client.get_async([f"never{number}"], 0.5)[0] for number in range(3000)]
+    one_by_one = [client.get_async([key], 5.0)[0] for key in keys]
+    items = [future.result(20) for future in one_by_one + client.get_async(keys, 5.0)]
+    for number, item in enumerate(items):
+        assert item is not None
+        assert bytes(item.view) == (number % 3000).to_bytes(4, "little")
+        item.check()  # its session has not ended
+    for item in items:
+        item.close()
+    assert {future.result(20) for future in never} == {None}
+    eventually(lambda: daemon.status().leases == 0)
+
+
 # -- bounds and mistakes ---------------------------------------------------------------------------
 
 
