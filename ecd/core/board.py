@@ -7,11 +7,11 @@ by then stays the session's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import Iterator, KeysView, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId
+from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId, Start
 
 MAX_PIECES = 16
 """Pieces of memory in one grant: the free memory of a full pool is in small pieces."""
@@ -29,10 +29,14 @@ class Uses:
 
 
 class Portion(NamedTuple):
-    """One step's part of a scan: the entries that some sessions pin."""
+    """One step's part of a scan: the entries that some sessions pin.
+
+    `starts` are those of extents that were pinned before they had entries.
+    """
 
     pinned: set[EntryId]
     is_last: bool = False
+    starts: Set[Start] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Board(Protocol):
         """Scan the pins of all sessions, some sessions a step, for entries of `live`.
 
         An entry that its reader found before the first step, and still reads after the last, is
-        in one of the portions.
+        in one of the portions, or the start of its extent is.
         """
 
     def drain_uses(self) -> Uses:

@@ -266,10 +266,17 @@ class Cache:
             return NotReserved()
         refusal = self._taken(key, pool)
         if refusal is not None:
-            pool.allocator.free(block)
+            self._pins.retire(self._writers.discard_granted(session, key, content, block))
             return refusal
         entry = self._writers.publish_granted(session, key, content, block, now_s)
         return Committed(self._readers.wake(entry, now_s))
+
+    def refuse_put(self, session: SessionId, key: Key, content: Content, extent: Extent) -> None:
+        """Retire an extent that the session wrote in its grants: somebody may read it already."""
+        pool = self._entries.pool(extent.pool)
+        block = None if pool is None else pool.grants.take(session, extent)
+        if block is not None:
+            self._pins.retire(self._writers.discard_granted(session, key, content, block))
 
     def puts_left(self, session: SessionId, nbytes: int, pool: Pool | None = None) -> int:
         """How many entries of `nbytes` the session's grants in the pool can hold."""

@@ -48,11 +48,12 @@ class Entries:
     # -- changes -------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Add a new reservation."""
+        """Add a new reservation, or an entry that is doomed from the start."""
         key = entry.key
         self._by_id[entry.id] = entry
         entry.block.owner = entry
-        self._writing[key] = self._linked(self._writing.get(key), entry)
+        if entry.state is EntryState.RESERVED:
+            self._writing[key] = self._linked(self._writing.get(key), entry)
 
     def free(self, entry: Entry) -> None:
         """Forget an entry and give its extent back."""

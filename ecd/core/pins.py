@@ -3,6 +3,9 @@
 Clients pin what they read without a lease. An evicted entry is hidden and retired; its extent is
 reclaimed after a whole scan of the pins, begun after it was hidden, that did not find it. A scan
 reads some sessions' pages in each step: a thousand pages take longer than one turn may.
+
+A put that is not listed yet has no entry: its reader pins the start of its extent. Such a pin is
+looked up when the entry is retired.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from ecd.core.board import Board, Portion
 from ecd.core.entries import Entries
 from ecd.core.entry import Entry
 from ecd.core.states import EntryEvent, EntryState
-from ecd.core.types import EntryId
+from ecd.core.types import EntryId, Start
 
 ENDED_AT_A_TIME = 256
 """Pins ended by one step of a scan: each takes up to 4 us, as it may free an extent."""
@@ -31,10 +34,12 @@ class Pins:
         self._ended: list[EntryId] = []  # entries in `held` whose pins are over
         self._scanned: dict[EntryId, Entry] = {}  # retired before the scan under way began
         self._retired: dict[EntryId, Entry] = {}  # retired since then: the next scan decides
+        self._starts: dict[Start, EntryId] = {}  # of all entries retired and not yet reclaimed
 
     def retire(self, entry: Entry) -> None:
         """Keep a hidden entry's extent until a scan shows that no reader can have it."""
         self._retired[entry.id] = entry
+        self._starts[entry.extent.start] = entry.id
 
     def keeps(self, entry: EntryId) -> bool:
         """Whether the entry is retired and not yet decided by a scan."""
@@ -63,7 +68,8 @@ class Pins:
         if self._scan is None:
             self._scan, self._seen = self._board.pinned(self._entries.ids()), set()
             self._scanned, self._retired = self._retired, {}
-        pinned, is_last = next(self._scan)
+        pinned, is_last, starts = next(self._scan)
+        pinned |= {self._starts[start] for start in starts & self._starts.keys()}
         self._seen |= pinned
         for begun in pinned - self.held:
             entry = self._entries.readable(begun)
@@ -87,5 +93,6 @@ class Pins:
             self.let_go(entry)
 
     def _reclaim(self, entry: Entry) -> None:
+        del self._starts[entry.extent.start]
         entry.step(EntryEvent.LAST_RELEASE)
         self._entries.free(entry)

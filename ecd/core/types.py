@@ -14,6 +14,8 @@ SessionId = NewType("SessionId", int)
 EntryId = NewType("EntryId", int)
 LeaseId = NewType("LeaseId", int)
 Ticket = NewType("Ticket", int)
+Start = tuple[int, int]
+"""The pool and the offset at which an extent starts."""
 
 
 class Key(NamedTuple):
@@ -29,6 +31,10 @@ class Extent(NamedTuple):
     pool: int
     offset: int
     nbytes: int
+
+    @property
+    def start(self) -> Start:
+        return self.pool, self.offset
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,16 @@ class Writers:
         self._publish(entry, now_s, None)
         return entry
 
+    def discard_granted(
+        self, session: SessionId, key: Key, content: Content, block: Block
+    ) -> Entry:
+        """Make a doomed entry of what the session wrote in a block of its grants."""
+        entry = Entry(
+            self._entries.next_id(), *key, content, block, session, state=EntryState.DOOMED
+        )
+        self._entries.add(entry)
+        return entry
+
     # -- steps ---------------------------------------------------------------------------------
 
     def _entry(self, reservation: EntryId) -> Entry:

@@ -11,7 +11,7 @@ from collections.abc import KeysView, Sequence
 from operator import itemgetter
 
 from ecd.core.board import Put, Uses
-from ecd.core.types import Content, EntryId, Extent, Key
+from ecd.core.types import Content, EntryId, Extent, Key, Start
 from ecd_proto.shm.files import granules_bytes
 from ecd_proto.shm.namespaces import Namespaces
 from ecd_proto.shm.rows import ROW_BYTES, row_is_whole, unpack_key, unpack_row
@@ -37,6 +37,7 @@ from ecd_proto.shm.session_page import (
     pack_answer,
     pack_grant,
     pack_kept,
+    unpack_extent_pin,
     unpack_grant,
 )
 
@@ -60,6 +61,8 @@ class SessionPage:
         self._words, self._mailbox = words, mailbox
         self._pins = words[FIRST_PIN_WORD : FIRST_PIN_WORD + MAX_PINS]
         self._last_pins, self._last_pinned = _NO_PINS, frozenset[EntryId]()
+        self.pinned_starts: frozenset[Start] = frozenset()
+        """Where extents start that the last `pinned` found pinned, and no entries."""
         self._counted = (0, 0, 0, 0)
         self._grants = 0
         self._granted: list[tuple[int, int]] = []  # from, to, in GRANTED_POOL
@@ -90,14 +93,12 @@ class SessionPage:
         pins = self._pins.tobytes()
         if pins == self._last_pins:
             return self._last_pinned, 0
-        words = -(-len(pins.rstrip(b"\0")) // 8)
-        self._last_pinned = frozenset(live & self._words_of(pins, words))
-        self._last_pins = pins if words else _NO_PINS
-        return self._last_pinned, words
-
-    @staticmethod
-    def _words_of(pins: bytes, words: int) -> list[int]:
-        return memoryview(pins)[: 8 * words].cast("Q").tolist()
+        count = -(-len(pins.rstrip(b"\0")) // 8)
+        words: list[int] = memoryview(pins)[: 8 * count].cast("Q").tolist()
+        self._last_pinned = frozenset(live & words)
+        self._last_pins = pins if count else _NO_PINS
+        self.pinned_starts = frozenset(filter(None, map(unpack_extent_pin, words)))
+        return self._last_pinned, count
 
     def drain_uses(self, counted: tuple[int, int, int, int]) -> Uses:
         """The uses since the last call, given what the counters say now."""
@@ -106,8 +107,9 @@ class SessionPage:
         hits, nbytes, misses, duplicates = map(_grown, self._counted, counted)
         self._counted = counted
         known = range(counted[0] - min(hits, RECENT_USES), counted[0])
-        entries = (EntryId(self._words[FIRST_USE_WORD + use % RECENT_USES]) for use in known)
-        return Uses(tuple(entries), hits, nbytes, misses, duplicates)
+        words = (self._words[FIRST_USE_WORD + use % RECENT_USES] for use in known)
+        entries = tuple(EntryId(word) for word in words if word)  # 0: it had no entry yet
+        return Uses(entries, hits, nbytes, misses, duplicates)
 
     # -- writing -------------------------------------------------------------------------------
 

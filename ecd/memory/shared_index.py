@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, KeysView, Sequence
 
 from ecd.core.board import Portion, Put, Uses
-from ecd.core.types import EntryId, EntryInfo, Extent, Key, SessionId
+from ecd.core.types import EntryId, EntryInfo, Extent, Key, SessionId, Start
 from ecd.memory.claims import Claims
 from ecd.memory.host import advice
 from ecd.memory.pool_dir import PoolDir, PoolError
@@ -194,19 +194,21 @@ class SharedIndex:
         of later sessions do not matter: they can pin no entry that was hidden before.
         """
         pinned: set[EntryId] = set()
+        starts: set[Start] = set()
         cost = 0
         if self._pages:
             barrier()
         for page in list(self._pages.values()):
             found, words = page.pinned(live)
             pinned |= found
+            starts |= page.pinned_starts
             cost += PAGE_COST + words + len(found) * (PIN_COST if words else 1)
             if cost > MAX_COST:
-                yield Portion(pinned)
-                pinned, cost = set(), 0
+                yield Portion(pinned, starts=starts)
+                pinned, starts, cost = set(), set(), 0
         if self._pages and not STORES_IN_ORDER:
             barrier()
-        yield Portion(pinned, is_last=True)
+        yield Portion(pinned, True, starts)
 
     def drain_uses(self) -> Uses:
         return self._uses.take(self._header[PAGES_WORD], self._page_at)

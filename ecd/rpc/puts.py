@@ -174,6 +174,7 @@ class PutIntake:
             key, content = check_key(*put.key), check_content(put.content)
         except InvalidRequest as error:
             logger.warning("a put that makes no sense: %s", error)
+            self._cache.refuse_put(session, put.key, put.content, put.extent)
             return REFUSED
         match self._cache.put(session, key, content, put.extent, now_s):
             case Committed(ended):

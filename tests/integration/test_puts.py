@@ -24,6 +24,7 @@ from ecd_client import Client, DaemonUnavailable
 from ecd_client.calls import open_channel
 from ecd_client.pools import Extent, MappedPool
 from ecd_client.shared.puts import MAX_UNANSWERED, Claim, NewEntry, PutOutcome, PutWriter
+from ecd_proto.shm.barriers import STORES_IN_ORDER
 from ecd_proto.shm.session_page import CLAIM_WORDS, FIRST_CLAIM_WORD, MAX_CLAIMS
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
@@ -222,8 +223,10 @@ def test_what_is_put_while_the_daemon_is_stopped_is_bounded_and_kept(daemon: Dae
             assert stored == list(range(MAX_UNANSWERED))
             assert other.contains(["k0", "k7", f"k{MAX_CLAIMS}"]) == [True, True, False]
             started = time.monotonic()
-            assert other.get_now("k0") == (None, True)
+            unlisted, may_come = other.get_now("k0")
             assert time.monotonic() - started < 0.5
+            assert (unlisted is not None, may_come) == (STORES_IN_ORDER, not STORES_IN_ORDER)
+            assert unlisted is None or (unlisted.tensor == 0).all()
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
         client.wait_connected(10)
@@ -233,6 +236,12 @@ def test_what_is_put_while_the_daemon_is_stopped_is_bounded_and_kept(daemon: Dae
         client.put("k", filled(MIB, 1))
         with client.get("k") as item:
             assert (item.tensor == 1).all()
+        if unlisted is not None:
+            daemon.evict_all()
+            for number in range(1000):
+                client.put(f"other {number}", filled(100_000, 1))
+            assert (unlisted.tensor == 0).all(), "evicted, and kept for its reader"
+            unlisted.close()
     daemon.check_nothing_leaked()
 
 

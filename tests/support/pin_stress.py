@@ -25,7 +25,18 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # not this directory, which has a redis.py
 
-STEPS = ("announce", "recheck", "hide", "scan", "lock", "claim", "regrant", "fork")
+STEPS = (
+    "announce",
+    "recheck",
+    "hide",
+    "scan",
+    "lock",
+    "claim",
+    "regrant",
+    "fork",
+    "still",
+    "starts",
+)
 KEYS = 48
 SIZES = (4096, 16384, 65536, 262144)
 POOL = "2MiB"
@@ -57,9 +68,23 @@ def run_daemon(without: str) -> None:
         for piece in pieces:
             self._rows[start + piece : start + piece + 8] = row[piece : piece + 8]
 
+    finished_puts = SharedIndex.finished_puts
+
+    def finished_late(self, page: int):
+        """Leave others time to read puts that are not listed yet."""
+        if random.random() < 0.3:
+            time.sleep(random.random() * 0.003)
+        return finished_puts(self, page)
+
     SharedIndex._write = write_in_pieces
+    SharedIndex.finished_puts = finished_late
     if without == "scan":
         SharedIndex.pinned = lambda self, live: iter([Portion(set(), is_last=True)])
+    if without == "starts":
+        pinned = SharedIndex.pinned
+        SharedIndex.pinned = lambda self, live: (
+            portion._replace(starts=frozenset()) for portion in pinned(self, live)
+        )
     if without == "lock":
         SessionStreams._take_back = lambda self, session, pause_s: self._live.close_session(session)
     if without == "claim":
@@ -127,15 +152,24 @@ def run_worker(address: str, without: str, seed: int) -> None:
     import ecd_client.session
     import ecd_client.shared.index
     from ecd_client import Client, EcdError
+    from ecd_client.shared.claims import ClaimReader
     from ecd_client.shared.index import IndexReader
     from ecd_client.shared.puts import PutWriter
 
     random.seed(seed)
+    counts = dict.fromkeys(("gets", "early", "puts", "misses", "wrong", "broken", "forks"), 0)
 
     class SlowIndex(IndexReader):
-        def _announce(self, entry: int) -> int:
+        def _pin_claimed(self, record: bytes, is_use: bool):
+            found = super()._pin_claimed(record, is_use)
+            counts["early"] += found is not None
+            return found
+
+        def _announce(self, named: int) -> int:
             pause()
-            pin = super()._announce(entry)
+            if named >> 63 and random.random() < 0.3:  # a put is the last to be evicted
+                time.sleep(random.random() * 0.15)
+            pin = super()._announce(named)
             if without == "announce":
                 self._words[pin] = 0
             pause()
@@ -144,6 +178,8 @@ def run_worker(address: str, without: str, seed: int) -> None:
     ecd_client.session.IndexReader = SlowIndex
     if without == "fork":
         ecd_client.forks.add = lambda made: None
+    if without == "still":
+        ClaimReader.is_still = lambda self, claim: True
     if without == "recheck":
         ecd_client.shared.index.row_mark = lambda row: b""
     write = PutWriter.write
@@ -171,7 +207,6 @@ def run_worker(address: str, without: str, seed: int) -> None:
     PutWriter.write = slow_write
     PutWriter._take_piece = slow_take_piece
     PutWriter._is_granted = slow_is_granted
-    counts = dict.fromkeys(("gets", "puts", "misses", "wrong", "broken", "forks"), 0)
     told = time.monotonic()
     with Client(address, namespace="stress", connect_timeout=20.0) as client:
         while True:

@@ -5,7 +5,7 @@ a late writer included, and every committed entry and every held lease must stil
 """
 
 from collections import Counter
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import Callable, Iterator, KeysView, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -49,6 +49,7 @@ from ecd.core.types import (
     PoolLimits,
     Selection,
     SessionId,
+    Start,
     WaitFor,
 )
 from support.examples import examples
@@ -108,6 +109,16 @@ class Pin:
     held: bool = False  # and shown at the recheck
 
 
+@dataclass
+class ClaimPin:
+    """A reader of a put that is not listed yet: it pins the start of the put's extent."""
+
+    session: SessionId
+    writer: Writer
+    set: bool = False
+    held: bool = False
+
+
 class Board:
     """A naive board of plain collections: entries shown, pins, grants and claims.
 
@@ -117,7 +128,9 @@ class Board:
     def __init__(self) -> None:
         self.shown: dict[EntryId, EntryInfo] = {}
         self.pins: list[Pin] = []
+        self.claim_pins: list[ClaimPin] = []
         self.garbage: set[EntryId] = set()
+        self.garbage_starts: set[Start] = set()
         self.grants: dict[SessionId, list[Extent]] = {}  # what is left of them
         self.begun: dict[SessionId, list[Writer]] = {}
         self.reservations = 0
@@ -150,12 +163,25 @@ class Board:
 
     def pinned(self, live: KeysView[EntryId]) -> Iterator[Portion]:
         """Scan page by page if `slow`: a pin set on a page that was read is not seen."""
-        pages = sorted({pin.session for pin in self.pins}) if self.slow else []
+        both = (*self.pins, *self.claim_pins)
+        pages = sorted({pin.session for pin in both}) if self.slow else []
         for page in pages:
             pins = [pin for pin in self.pins if pin.set and pin.session == page]
-            yield Portion(live & {pin.info.entry for pin in pins})
+            starts = self.starts_set(lambda session, page=page: session == page)
+            yield Portion(live & {pin.info.entry for pin in pins}, starts=starts)
         pins = [pin for pin in self.pins if pin.set and pin.session not in pages]
-        yield Portion(live & ({pin.info.entry for pin in pins} | self.garbage), is_last=True)
+        starts = self.starts_set(lambda session: session not in pages) | self.garbage_starts
+        pinned = live & ({pin.info.entry for pin in pins} | self.garbage)
+        yield Portion(pinned, is_last=True, starts=starts)
+
+    @property
+    def pins_starts(self) -> bool:
+        """Whether an extent may be pinned whose entry does not show it: it may be a victim."""
+        return bool(self.claim_pins or self.garbage_starts)
+
+    def starts_set(self, is_on: Callable[[SessionId], bool]) -> set[Start]:
+        pins = [pin for pin in self.claim_pins if pin.set and is_on(pin.session)]
+        return {pin.writer.extent.start for pin in pins}
 
     def drain_uses(self) -> Uses:
         uses, self.uses = self.uses, []
@@ -196,6 +222,7 @@ class Board:
         self.grants.pop(session, None)
         self.begun.pop(session, None)
         self.pins = [pin for pin in self.pins if pin.session != session]
+        self.claim_pins = [pin for pin in self.claim_pins if pin.session != session]
 
     def pin(self, pin: Pin) -> None:
         pin.set, pin.blocks = True, pin.info.entry in self.shown
@@ -396,6 +423,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def process_is_gone(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(sorted(self.leaving)))
+        if self.is_read_early(self.board.begun.get(session, ())):
+            return  # all puts that are done are taken first
         lost = self.leaving.pop(session)
         begun = list(self.board.begun.get(session, ()))
         pinned = {pin.info.entry for pin in self.board.pins if pin.set and pin.session == session}
@@ -470,7 +499,8 @@ class CacheMachine(RuleBasedStateMachine):
         evicted = set(used_s) - set(self.infos())
         assert all(number == pool.number for _, number in evicted), "evicted in another pool"
         assert not any(self.stored[k][0] in leased for k in evicted), "a leased entry was evicted"
-        if not isinstance(outcome, Reserved | MakingRoom) and not self.take_ambushed():
+        ambushed = self.take_ambushed() or self.board.pins_starts
+        if not isinstance(outcome, Reserved | MakingRoom) and not ambushed:
             assert not evicted, "a refusal evicted"
         self.counted["capacity"] += len(evicted)
         self.forget_evicted()
@@ -514,6 +544,7 @@ class CacheMachine(RuleBasedStateMachine):
             taken |= {g for w in session.writers.values() for g in self.span(w.extent)}
             taken |= {g for r in session.readers.values() for g in self.span(r.extent)}
         taken |= {g for p in self.board.pins if p.held for g in self.span(p.info.extent)}
+        taken |= {g for p in self.board.claim_pins if p.held for g in self.span(p.writer.extent)}
         pieces = [p for pieces in self.board.grants.values() for p in pieces if p.nbytes]
         taken |= {g for piece in pieces for g in self.span(piece)}
         taken |= {g for w in self.begun_writers() for g in self.span(w.extent)}
@@ -535,6 +566,10 @@ class CacheMachine(RuleBasedStateMachine):
             blocked |= set(self.span(pin.info.extent)) if pin.blocks else set()
         for entry in self.board.garbage & set(self.known_extents):
             blocked |= set(self.span(self.known_extents[entry]))
+        starts = self.board.starts_set(lambda _: True) | self.board.garbage_starts
+        extents = [pin.writer.extent for pin in self.board.claim_pins]
+        for extent in (*extents, *self.known_extents.values()):
+            blocked |= set(self.span(extent)) if extent.start in starts else set()
         longest = run = 0
         for granule in range(self.granules[pool]):
             run = 0 if (pool, granule) in blocked else run + 1
@@ -627,14 +662,29 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.board.grants)
     @rule(data=st.data(), key=keys, nbytes=st.integers(0, 3 * GRANULE_BYTES))
     def begin(self, data: st.DataObject, key: Key, nbytes: int) -> None:
+        self.claim(data, key, nbytes)
+
+    @precondition(lambda self: self.board.grants and self.open)
+    @rule(data=st.data(), key=keys, nbytes=st.integers(0, 3 * GRANULE_BYTES))
+    def put_what_is_read_early(self, data: st.DataObject, key: Key, nbytes: int) -> None:
+        session, writer = self.claim(data, key, nbytes)
+        if writer is not None:
+            pin = ClaimPin(self.any_open(data), writer, set=True, held=True)
+            self.board.claim_pins.append(pin)
+            self.board.begun[session].remove(writer)
+            self.take_put(session, writer)
+
+    def claim(self, data: st.DataObject, key: Key, nbytes: int) -> tuple[SessionId, Writer | None]:
         """A writer does not know yet that its stream has ended, or never learns it."""
         session = data.draw(st.sampled_from(sorted(self.board.grants)))
         extent = self.board.take_from_grant(session, nbytes)
-        if extent is not None:
-            self.tag += 1
-            writer = Writer(self.tag, key, extent, self.board.reservations > 0)
-            self.board.begun.setdefault(session, []).append(writer)
-            self.write(writer)
+        if extent is None:
+            return session, None
+        self.tag += 1
+        writer = Writer(self.tag, key, extent, self.board.reservations > 0)
+        self.board.begun.setdefault(session, []).append(writer)
+        self.write(writer)
+        return session, writer
 
     @precondition(lambda self: self.begun_writers())
     @rule(data=st.data(), gives_up=st.booleans())
@@ -642,8 +692,11 @@ class CacheMachine(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(sorted(s for s, w in self.board.begun.items() if w)))
         writers = self.board.begun[session]
         writer = writers.pop(data.draw(st.integers(0, len(writers) - 1)))
-        if gives_up and data.draw(st.booleans()):
+        if gives_up and not self.is_read_early([writer]) and data.draw(st.booleans()):
             return
+        self.take_put(session, writer)
+
+    def take_put(self, session: SessionId, writer: Writer) -> None:
         key, extent = writer.key, writer.extent
         content = Content("int8", (extent.nbytes,), extent.nbytes, key.mm_hash.encode())
         for other in {*self.open, *self.leaving} - {session}:
@@ -841,6 +894,37 @@ class CacheMachine(RuleBasedStateMachine):
         for lease in chosen:
             model.readers[lease].until_s = until_s
 
+    # -- readers of puts that are not listed yet ---------------------------------------------------
+
+    def is_read_early(self, writers: Sequence[Writer]) -> bool:
+        """Whether one of these puts was found by a reader: then it is done."""
+        return any(pin.writer is writer for pin in self.board.claim_pins for writer in writers)
+
+    @precondition(lambda self: self.open and self.begun_writers())
+    @rule(data=st.data(), steps=st.integers(0, 2))
+    def find_claim(self, data: st.DataObject, steps: int) -> None:
+        writers = self.begun_writers()
+        writer = writers[data.draw(st.integers(0, len(writers) - 1))]
+        pin = ClaimPin(self.any_open(data), writer)
+        self.board.claim_pins.append(pin)
+        for _ in range(steps):
+            self.go_on_reading(pin)
+
+    @precondition(lambda self: self.board.claim_pins)
+    @rule(data=st.data())
+    def read_claim(self, data: st.DataObject) -> None:
+        pins = self.board.claim_pins
+        self.go_on_reading(pins[data.draw(st.integers(0, len(pins) - 1))])
+
+    def go_on_reading(self, pin: ClaimPin) -> None:
+        """Pin, recheck and read, or end."""
+        if not pin.set:
+            pin.set = True
+        elif not pin.held and any(pin.writer is writer for writer in self.begun_writers()):
+            pin.held = True
+        else:
+            self.board.claim_pins.remove(pin)
+
     # -- readers that ask nobody -------------------------------------------------------------------
 
     @precondition(lambda self: self.open and self.board.shown)
@@ -884,6 +968,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A client pins what it never found."""
         self.board.ambush = ambush
         before, self.board.garbage = self.board.garbage, {EntryId(entry)}
+        self.board.garbage_starts = {(self.numbers[0], entry % 24 * GRANULE_BYTES)}
         for old in before:
             self.unpinned(old)
 
@@ -998,7 +1083,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert pool in needy or here.keys() <= infos.keys(), "trimmed without need"
             if gone and left:
                 assert max(gone) <= min(left), "a warmer entry went first"
-            if left and not self.board.ambushed and pool in needy:
+            ambushed = self.board.ambushed or self.board.pins_starts
+            if left and not ambushed and pool in needy:
                 used_bytes = pool.used_bytes + pool.granted_bytes
                 assert used_bytes <= POOL_LIMITS.low_watermark * pool.nbytes
         self.take_ambushed()
@@ -1034,6 +1120,9 @@ class CacheMachine(RuleBasedStateMachine):
         for pin in self.board.pins:
             if pin.held:
                 assert self.reads(pin.info.extent, self.tags[pin.info.entry]), "not kept for a pin"
+        for early in self.board.claim_pins:
+            if early.held:
+                assert self.reads(early.writer.extent, early.writer.tag), "not kept for a claim"
 
     @invariant()
     def figures_agree(self) -> None:
@@ -1082,6 +1171,7 @@ class CacheMachine(RuleBasedStateMachine):
         granted_bytes = [pool.granted_bytes for pool in self.cache.pools]
         assert not any(granted_bytes), "a grant outlived its session"
         self.board.ambush, self.board.garbage = False, set()
+        self.board.garbage_starts = set()
         self.board.slow = False
         self.scan()
         self.cache.evict(Selection(), self.now_s, limit=len(KEYS) * len(self.numbers) + 1)

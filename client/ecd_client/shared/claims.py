@@ -10,6 +10,7 @@ from ecd_proto.shm.index import INDEX_HEADER_BYTES, MAILBOXES_AT, PAGES_WORD
 from ecd_proto.shm.rows import row_has_key
 from ecd_proto.shm.session_page import (
     CLAIM_DONE,
+    CLAIM_NUMBER,
     CLAIM_ROW,
     CLAIM_WORDS,
     CLAIMS_WORD,
@@ -24,10 +25,16 @@ from ecd_proto.shm.session_page import (
 
 
 class SeenClaim(NamedTuple):
-    """A claim as another process sees it: the row may be half written, or nonsense."""
+    """A claim as another process sees it: the row may be half written, or nonsense.
+
+    `at` and `answer_at` are its first word in the pages, and its answer's in the mailboxes.
+    """
 
     is_done: bool
     row: bytes
+    number: int
+    at: int
+    answer_at: int
 
 
 class ClaimReader:
@@ -57,7 +64,19 @@ class ClaimReader:
                     continue
                 row = pages[at + CLAIM_ROW : at + CLAIM_WORDS].tobytes()
                 if row_has_key(row, record):
-                    yield SeenClaim(pages[at + CLAIM_DONE] == number, row)
+                    yield SeenClaim(pages[at + CLAIM_DONE] == number, row, number, at, answer)
+
+    def is_still(self, claim: SeenClaim) -> bool:
+        """Whether a claim that was seen to be done has had no answer until now.
+
+        The answer is read first: the words after it tell that it was this claim's.
+        """
+        pages, at, number = self._pages, claim.at, claim.number
+        return (
+            not answer_to(number, self._mailboxes[claim.answer_at])
+            and pages[at + CLAIM_ROW : at + CLAIM_WORDS].tobytes() == claim.row
+            and pages[at + CLAIM_NUMBER] == number == pages[at + CLAIM_DONE]
+        )
 
     def any_done(self, record: bytes) -> bool:
         """Whether a put of this key is done, and the daemon has yet to list it."""

@@ -14,6 +14,8 @@ from enum import Enum
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.claims import ClaimReader
 from ecd_client.shared.spin import spin
+from ecd_proto.contract import nbytes_of
+from ecd_proto.shm.barriers import STORES_IN_ORDER
 from ecd_proto.shm.index import (
     BUCKET_BYTES,
     INDEX_HEADER_BYTES,
@@ -45,6 +47,7 @@ from ecd_proto.shm.session_page import (
     RECENT_USES,
     USED_BYTES_WORD,
     USES_WORD,
+    pack_extent_pin,
 )
 
 TRIES = 8
@@ -138,6 +141,9 @@ class IndexReader:
                 if on_miss is _ASK_IF_CLAIMED and self._header[RESERVATIONS_WORD]:
                     break
                 if record is not None:
+                    claimed = self._pin_claimed(record, is_use)
+                    if claimed is not None:
+                        return claimed
                     found = self._find_claimed(record, on_miss)
             if found is None:
                 if on_miss is _COUNT:
@@ -154,7 +160,7 @@ class IndexReader:
             try:
                 if row_mark(self._rows[start : start + ROW_BYTES]) == row_mark(bytes_):
                     if is_use:
-                        self._note_use(row)
+                        self._note_use(row.entry, row.nbytes)
                     return row, pin
             except BaseException:  # Ctrl-C
                 self.unpin(pin)
@@ -221,6 +227,36 @@ class IndexReader:
                     return None
         raise AskDaemon
 
+    def _pin_claimed(self, record: bytes, is_use: bool) -> tuple[Row, int] | None:
+        """Pin the memory of a put that is done and not listed yet. Raises AskDaemon.
+
+        On Arm the daemon's barrier before it lists the put makes the bytes visible, so there is
+        none to read before that.
+        """
+        if not STORES_IN_ORDER:
+            return None
+        for claim in self.claims.of(record):
+            if not claim.is_done or not row_is_whole(claim.row):
+                continue
+            try:
+                row = unpack_row(claim.row)
+            except (IndexError, struct.error):
+                continue
+            said = nbytes_of(row.dtype, row.shape)  # no daemon has checked it yet
+            if row.truncated or row.entry != claim.number or row.nbytes != said:
+                continue
+            pin = self._announce(pack_extent_pin(row.pool, row.offset))
+            try:
+                if self.claims.is_still(claim):
+                    if is_use:
+                        self._note_use(0, row.nbytes)
+                    return row, pin
+            except BaseException:  # Ctrl-C
+                self.unpin(pin)
+                raise
+            self.unpin(pin)
+        return None
+
     def _find_claimed(self, record: bytes, on_miss: OnMiss) -> tuple[int, bytes] | None:
         """Look once more where `_find` found no row, after the puts that are done have theirs.
 
@@ -242,23 +278,24 @@ class IndexReader:
             raise AskDaemon
         return not any(done)
 
-    def _announce(self, entry: int) -> int:
-        """Store the entry's number in a free word of the own page, and return the word's place."""
+    def _announce(self, named: int) -> int:
+        """Store what names the entry in a free word of the own page; return the word's place."""
         words = self._words
         try:
             pin = self._free.pop()
         except IndexError:
             raise AskDaemon from None
-        words[pin] = entry
+        words[pin] = named
         if words[PINS_USED_WORD] <= pin - FIRST_PIN_WORD:
             with self._lock:
                 words[PINS_USED_WORD] = max(words[PINS_USED_WORD], pin - FIRST_PIN_WORD + 1)
         return pin
 
-    def _note_use(self, row: Row) -> None:
+    def _note_use(self, entry: int, nbytes: int) -> None:
+        """Count a use; an `entry` of 0 has no number yet."""
         words = self._words
         with self._lock:
             use = words[USES_WORD]
-            words[FIRST_USE_WORD + use % RECENT_USES] = row.entry
-            words[USED_BYTES_WORD] = words[USED_BYTES_WORD] + row.nbytes & _U64
+            words[FIRST_USE_WORD + use % RECENT_USES] = entry
+            words[USED_BYTES_WORD] = words[USED_BYTES_WORD] + nbytes & _U64
             words[USES_WORD] = use + 1

@@ -40,6 +40,8 @@ PINNED_WORD = 7
 
 FIRST_PIN_WORD = 8
 MAX_PINS = _WORDS - FIRST_PIN_WORD
+_EXTENT = 1 << 63
+_EXTENT_POOLS = 1 << 48
 FIRST_USE_WORD = _WORDS
 RECENT_USES = _WORDS
 """The length of the ring of recently used entries, which the daemon drains."""
@@ -53,7 +55,8 @@ CLAIM_WORDS = 8 + ROW_WORDS
 CLAIM_NUMBER, CLAIM_DONE, CLAIM_ROW = 0, 1, 8
 """Words of a claim: its number (0: none; never used twice), that number again once the bytes are
 written, and a row that describes them. A done claim becomes an entry, unless a call has reserved
-its key: a reader that finds a done claim without an answer finds the entry a moment later."""
+its key: a reader that finds a done claim without an answer pins its memory, or finds the entry a
+moment later."""
 
 # -- DMA of a dead process -------------------------------------------------------------------------
 
@@ -95,6 +98,19 @@ STORED, DUPLICATE, REFUSED = 1, 2, 3
 DOORBELL = struct.Struct("<I")  # the message that a client sends: the number of its page
 _NUMBERS, _STARTS, _SIZES = 1 << 20, 1 << 28, 1 << 16
 _KEPT = _NUMBERS >> 1
+
+
+def pack_extent_pin(pool: int, offset: int) -> int:
+    """The pin of a claim, which has no entry yet: it names where the extent starts."""
+    return _EXTENT + pool % (1 << 15) * _EXTENT_POOLS + offset // GRANULE_BYTES
+
+
+def unpack_extent_pin(pin: int) -> tuple[int, int] | None:
+    """Where the extent that a claim's pin names starts; None: the pin names an entry."""
+    if pin < _EXTENT:
+        return None
+    pool, granule = divmod(pin - _EXTENT, _EXTENT_POOLS)
+    return pool, granule * GRANULE_BYTES
 
 
 def claim_at(place: int) -> int:
