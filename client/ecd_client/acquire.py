@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ecd_client.errors import DaemonUnavailable, EcdError, limit_reached
@@ -59,6 +60,7 @@ class Acquire:
     hints: Sequence[Nodes] = ()
     needs_lease: bool = False
     """Whether to ask for leases though this client can pin."""
+    begun_s: float = field(default_factory=time.monotonic)
 
     def request(self) -> pb.AcquireRequest:
         return pb.AcquireRequest(
@@ -136,7 +138,9 @@ class Acquire:
     def _ask_for_leases(self, indices: Sequence[int]) -> None:
         """Ask once more for keys that are stored, or were until just now."""
         keys, futures = [self.keys[i] for i in indices], [self.futures[i] for i in indices]
-        replace(self, keys=keys, futures=futures, needs_lease=True, hints=()).send()
+        left_s = max(0.0, self.begun_s + self.timeout - time.monotonic())
+        again = replace(self, keys=keys, futures=futures, timeout=left_s, needs_lease=True)
+        replace(again, hints=()).send()
 
 
 def _leased(session: Session, key: Key, outcome: pb.AcquireOutcome | None) -> Item | None:

@@ -7,6 +7,7 @@ import errno
 import os
 import queue
 import re
+import socket
 import stat
 import threading
 import time
@@ -30,6 +31,7 @@ MAX_IN_FLIGHT = 64
 """Calls of `later` on their way at once. A server of grpc's refuses calls at random once 1,000 of
 all its clients wait to be taken up (docs/decisions.md)."""
 JOIN_S = 1.0
+PROBE_S = 0.1
 
 Reply = TypeVar("Reply")
 _Queued = tuple[Future[Any], str, Any]
@@ -78,7 +80,7 @@ def socket_owner(address: str) -> int:
 
     A symbolic link is not followed: it could lead to another daemon's socket.
     """
-    path = re.sub(r"^unix:(//)?", "", address)
+    path = socket_path(address)
     found = os.lstat(path)
     if not stat.S_ISSOCK(found.st_mode):
         raise FileNotFoundError(errno.ENOENT, "not a socket", path)
@@ -136,7 +138,7 @@ class Calls:
         self._turns = threading.RLock()  # a garbage-collected item may release within it
         self._queued: deque[_Queued] = deque()
         self._in_flight = 0
-        self._is_sending = False
+        self._is_sending = self._has_ended = False
         self._due_s: float | None = None
         self.is_over = self._overdue = False
 
@@ -159,47 +161,69 @@ class Calls:
             reply.set_exception(error)
             return reply
         with self._turns:
-            self._queued.append((reply, name, request))
-        self._send_queued()
+            has_ended = self._has_ended
+            if not has_ended:
+                self._queued.append((reply, name, request))
+        if has_ended:
+            reply.set_exception(self._gone())
+        else:
+            self._send_queued()
         return reply
+
+    def end(self) -> None:
+        """Fail what waits for its turn, and all later calls of `later`: the session is over."""
+        with self._turns:
+            self._has_ended = True
+            queued, self._queued = self._queued, deque()
+        for reply, _, _ in queued:
+            reply.set_exception(self._gone())
+
+    def _gone(self) -> DaemonUnavailable:
+        return DaemonUnavailable(f"the daemon on {self.address} went away meanwhile")
 
     def _send_queued(self) -> None:
         """Send what is queued, as far as it may be sent now.
 
         A call that fails at once is answered in here, so one thread at a time loops.
         """
+        is_ours, interruption = False, None
         while True:
             with self._turns:
-                if self._is_sending or not self._queued or self._in_flight >= MAX_IN_FLIGHT:
-                    return
-                self._is_sending = True
+                if self._is_sending and not is_ours:
+                    break
+                if not self._queued or self._in_flight >= MAX_IN_FLIGHT:
+                    self._is_sending = False
+                    break
+                self._is_sending = is_ours = True
+                queued = self._queued.popleft()
+                self._in_flight += 1
             try:
-                self._send(*self._queued.popleft())
-            finally:
-                self._is_sending = False
+                self._send(*queued)
+            except BaseException as error:  # Ctrl-C: the calls of others are sent all the same
+                interruption = error
+        if interruption is not None:
+            raise interruption
 
     def _send(self, reply: Future[Any], name: str, request: Any) -> None:
         try:
             sent = getattr(self._stub, name.title()).future(request, timeout=self.timeout_s)
-        except BaseException as error:  # Ctrl-C too
+            sent.add_done_callback(partial(self._answered, reply))
+        except BaseException as error:
+            with self._turns:
+                self._in_flight -= 1
             reply.set_exception(DaemonUnavailable("the client is closed"))
-            if not isinstance(error, ValueError):  # the channel was closed
+            if not isinstance(error, Exception):
                 raise
-            return
-        with self._turns:
-            self._in_flight += 1
-        sent.add_done_callback(partial(self._answered, reply))
 
     def _answered(self, reply: Future[Any], sent: Any) -> None:
         with self._turns:
             self._in_flight -= 1
-        self._send_queued()
         try:
-            result = sent.result()
+            reply.set_result(sent.result())
         except Exception as error:
             reply.set_exception(error)
-        else:
-            reply.set_result(result)
+        finally:
+            self._send_queued()
 
     def now(self, name: str, request: Any) -> Any:
         """Make a call, named as in ExchangeRequest, and wait for the reply. Raises EcdError."""
@@ -290,7 +314,32 @@ def late(address: str) -> str:
 
 
 def unreachable(address: str) -> str:
-    return (
-        f"nothing answers on {address}: the daemon is not started, restarting, or another "
-        "user's. `ecd-cli doctor` says more; or set ECD_ADDRESS"
+    cause, advice = why_refused(address) or (
+        "the daemon is starting, stopping or busy",
+        "`ecd-cli doctor` says more",
     )
+    return f"nothing answers on {address}: {cause}; {advice}"
+
+
+def why_refused(address: str) -> tuple[str, str] | None:
+    """Why nobody gets a connection to the socket, and what to do. None: one was made."""
+    path = socket_path(address)
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(PROBE_S)
+            probe.connect(path)
+    except FileNotFoundError:
+        return f"there is no {path}", "start the daemon, or say where it is (ECD_ADDRESS)"
+    except PermissionError:
+        advice = "join the daemon's group (ECD_GROUP; under systemd ecd), or run as its user"
+        return f"{path} does not let this user in", advice
+    except ConnectionRefusedError:
+        advice = "start the daemon: it takes the file over"
+        return f"nobody listens on {path}, which a dead daemon left", advice
+    except OSError as error:
+        return f"{path}: {error}", "start the daemon anew"
+    return None
+
+
+def socket_path(address: str) -> str:
+    return re.sub(r"^unix:(//)?", "", address)

@@ -148,6 +148,7 @@ class Session:
         """End the stream: the daemon takes back all that the session owns."""
         self.abandoned = True
         self._stream.cancel()
+        self.calls.end()
 
     def end(self) -> None:
         """Act on the end of the stream."""
@@ -157,6 +158,7 @@ class Session:
             self._answered.clear()
         if self.puts is not None:
             self.puts.session_is_over = True
+        self.calls.end()
         for ended in waits.values():
             ended(None)
         self.unref()
