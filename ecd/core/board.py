@@ -68,8 +68,8 @@ class Board(Protocol):
     def hide(self, entry: EntryId, key: Key) -> None:
         """Let no client find the entry; a pin set after this fails the client's recheck."""
 
-    def pinned(self, live: KeysView[EntryId]) -> Iterator[Portion]:
-        """Scan the pins of all sessions, some sessions a step, for entries of `live`.
+    def pinned(self, live: KeysView[EntryId], starts: Set[Start]) -> Iterator[Portion]:
+        """Scan the pins of all sessions, some sessions a step, for entries of `live` and `starts`.
 
         An entry that its reader found before the first step, and still reads after the last, is
         in one of the portions, or the start of its extent is.
@@ -116,7 +116,7 @@ class NoBoard:
     def hide(self, entry: EntryId, key: Key) -> None:
         pass
 
-    def pinned(self, live: KeysView[EntryId]) -> Iterator[Portion]:
+    def pinned(self, live: KeysView[EntryId], starts: Set[Start]) -> Iterator[Portion]:
         return iter((Portion(set(), is_last=True),))
 
     def drain_uses(self) -> Uses:

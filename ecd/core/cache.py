@@ -269,6 +269,7 @@ class Cache:
             self._pins.retire(self._writers.discard_granted(session, key, content, block))
             return refusal
         entry = self._writers.publish_granted(session, key, content, block, now_s)
+        self._pins.take(entry)
         return Committed(self._readers.wake(entry, now_s))
 
     def refuse_put(self, session: SessionId, key: Key, content: Content, extent: Extent) -> None:

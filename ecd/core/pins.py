@@ -4,8 +4,9 @@ Clients pin what they read without a lease. An evicted entry is hidden and retir
 reclaimed after a whole scan of the pins, begun after it was hidden, that did not find it. A scan
 reads some sessions' pages in each step: a thousand pages take longer than one turn may.
 
-A put that is not listed yet has no entry: its reader pins the start of its extent. Such a pin is
-looked up when the entry is retired.
+A put that is not listed yet has no entry: its reader pins the start of its extent. No such pin
+holds that a scan begun after the put was taken does not find, so starts are known until then, and
+for as long as they are pinned or their entries retired.
 """
 
 from __future__ import annotations
@@ -34,12 +35,18 @@ class Pins:
         self._ended: list[EntryId] = []  # entries in `held` whose pins are over
         self._scanned: dict[EntryId, Entry] = {}  # retired before the scan under way began
         self._retired: dict[EntryId, Entry] = {}  # retired since then: the next scan decides
-        self._starts: dict[Start, EntryId] = {}  # of all entries retired and not yet reclaimed
+        self._starts: dict[Start, EntryId] = {}  # of entries retired, or pinned by their start
+        self._taken: dict[Start, EntryId] = {}  # of puts taken since the last scan began
+        self._scanned_taken: dict[Start, EntryId] = {}  # of puts taken before that
 
     def retire(self, entry: Entry) -> None:
         """Keep a hidden entry's extent until a scan shows that no reader can have it."""
         self._retired[entry.id] = entry
         self._starts[entry.extent.start] = entry.id
+
+    def take(self, entry: Entry) -> None:
+        """Note a put without a call: it may be pinned by the start of its extent already."""
+        self._taken[entry.extent.start] = entry.id
 
     def keeps(self, entry: EntryId) -> bool:
         """Whether the entry is retired and not yet decided by a scan."""
@@ -66,10 +73,17 @@ class Pins:
 
     def _read_on(self) -> None:
         if self._scan is None:
-            self._scan, self._seen = self._board.pinned(self._entries.ids()), set()
             self._scanned, self._retired = self._retired, {}
+            self._scanned_taken, self._taken = self._taken, {}
+            wanted = frozenset((*self._starts, *self._scanned_taken))
+            self._scan, self._seen = self._board.pinned(self._entries.ids(), wanted), set()
         pinned, is_last, starts = next(self._scan)
-        pinned |= {self._starts[start] for start in starts & self._starts.keys()}
+        for start in starts:
+            named = self._starts.get(start) or self._scanned_taken.get(start)
+            entry = None if named is None else self._entries.readable(named)
+            if entry is not None and entry.extent.start == start:
+                self._starts[start] = entry.id
+                pinned.add(entry.id)
         self._seen |= pinned
         for begun in pinned - self.held:
             entry = self._entries.readable(begun)
@@ -90,6 +104,8 @@ class Pins:
         for each in ended:
             entry = self._entries.get(each)
             assert entry is not None, f"pinned entry {each} vanished"
+            if entry.state is EntryState.COMMITTED:
+                self._starts.pop(entry.extent.start, None)
             self.let_go(entry)
 
     def _reclaim(self, entry: Entry) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import Iterator, KeysView, Sequence, Set
 
 from ecd.core.board import Portion, Put, Uses
 from ecd.core.types import EntryId, EntryInfo, Extent, Key, SessionId, Start
@@ -186,7 +186,9 @@ class SharedIndex:
         self._header[REMOVALS_WORD] += 1
         self._free_rows.append(number)
 
-    def pinned(self, live: KeysView[EntryId]) -> Iterator[Portion]:
+    def pinned(
+        self, live: KeysView[EntryId], starts: Set[Start] = frozenset()
+    ) -> Iterator[Portion]:
         """Scan all pins of these entries: after the last portion, one in no portion is free.
 
         The first barrier shows this scan the pins of all readers whose recheck came before the row
@@ -194,21 +196,21 @@ class SharedIndex:
         of later sessions do not matter: they can pin no entry that was hidden before.
         """
         pinned: set[EntryId] = set()
-        starts: set[Start] = set()
+        begun: set[Start] = set()
         cost = 0
         if self._pages:
             barrier()
         for page in list(self._pages.values()):
             found, words = page.pinned(live)
             pinned |= found
-            starts |= page.pinned_starts
+            begun |= page.pinned_starts & starts
             cost += PAGE_COST + words + len(found) * (PIN_COST if words else 1)
             if cost > MAX_COST:
-                yield Portion(pinned, starts=starts)
-                pinned, starts, cost = set(), set(), 0
+                yield Portion(pinned, starts=begun)
+                pinned, begun, cost = set(), set(), 0
         if self._pages and not STORES_IN_ORDER:
             barrier()
-        yield Portion(pinned, True, starts)
+        yield Portion(pinned, True, begun)
 
     def drain_uses(self) -> Uses:
         return self._uses.take(self._header[PAGES_WORD], self._page_at)

@@ -5,7 +5,7 @@ a late writer included, and every committed entry and every held lease must stil
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, KeysView, Sequence
+from collections.abc import Callable, Iterator, KeysView, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -130,7 +130,6 @@ class Board:
         self.pins: list[Pin] = []
         self.claim_pins: list[ClaimPin] = []
         self.garbage: set[EntryId] = set()
-        self.garbage_starts: set[Start] = set()
         self.grants: dict[SessionId, list[Extent]] = {}  # what is left of them
         self.begun: dict[SessionId, list[Writer]] = {}
         self.reservations = 0
@@ -161,23 +160,23 @@ class Board:
     def pins_set(self) -> set[EntryId]:
         return {pin.info.entry for pin in self.pins if pin.set} | self.garbage
 
-    def pinned(self, live: KeysView[EntryId]) -> Iterator[Portion]:
+    def pinned(self, live: KeysView[EntryId], starts: Set[Start]) -> Iterator[Portion]:
         """Scan page by page if `slow`: a pin set on a page that was read is not seen."""
         both = (*self.pins, *self.claim_pins)
         pages = sorted({pin.session for pin in both}) if self.slow else []
         for page in pages:
             pins = [pin for pin in self.pins if pin.set and pin.session == page]
-            starts = self.starts_set(lambda session, page=page: session == page)
-            yield Portion(live & {pin.info.entry for pin in pins}, starts=starts)
+            begun = starts & self.starts_set(lambda session, page=page: session == page)
+            yield Portion(live & {pin.info.entry for pin in pins}, starts=begun)
         pins = [pin for pin in self.pins if pin.set and pin.session not in pages]
-        starts = self.starts_set(lambda session: session not in pages) | self.garbage_starts
+        begun = starts & self.starts_set(lambda session: session not in pages)
         pinned = live & ({pin.info.entry for pin in pins} | self.garbage)
-        yield Portion(pinned, is_last=True, starts=starts)
+        yield Portion(pinned, is_last=True, starts=begun)
 
     @property
     def pins_starts(self) -> bool:
         """Whether an extent may be pinned whose entry does not show it: it may be a victim."""
-        return bool(self.claim_pins or self.garbage_starts)
+        return any(pin.set and not pin.held for pin in self.claim_pins)
 
     def starts_set(self, is_on: Callable[[SessionId], bool]) -> set[Start]:
         pins = [pin for pin in self.claim_pins if pin.set and is_on(pin.session)]
@@ -319,11 +318,15 @@ class CacheMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(self.cache.pools), label="pool")
 
     def leased_tags(self) -> set[int]:
-        return {
-            reader.tag
-            for session in [*self.open.values(), *self.leaving.values()]
-            for reader in session.readers.values()
-        } | {self.tags[entry] for entry in self.board.pins_set() if entry in self.tags}
+        return (
+            {
+                reader.tag
+                for session in [*self.open.values(), *self.leaving.values()]
+                for reader in session.readers.values()
+            }
+            | {self.tags[entry] for entry in self.board.pins_set() if entry in self.tags}
+            | {pin.writer.tag for pin in self.board.claim_pins if pin.held}
+        )
 
     def known_leased_tags(self) -> set[int]:
         """The tags that are leased, without those whose pins the cache may not have seen yet."""
@@ -566,7 +569,7 @@ class CacheMachine(RuleBasedStateMachine):
             blocked |= set(self.span(pin.info.extent)) if pin.blocks else set()
         for entry in self.board.garbage & set(self.known_extents):
             blocked |= set(self.span(self.known_extents[entry]))
-        starts = self.board.starts_set(lambda _: True) | self.board.garbage_starts
+        starts = self.board.starts_set(lambda _: True)
         extents = [pin.writer.extent for pin in self.board.claim_pins]
         for extent in (*extents, *self.known_extents.values()):
             blocked |= set(self.span(extent)) if extent.start in starts else set()
@@ -671,6 +674,7 @@ class CacheMachine(RuleBasedStateMachine):
         if writer is not None:
             pin = ClaimPin(self.any_open(data), writer, set=True, held=True)
             self.board.claim_pins.append(pin)
+            self.vaguely_warm.add(writer.tag)
             self.board.begun[session].remove(writer)
             self.take_put(session, writer)
 
@@ -918,6 +922,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def go_on_reading(self, pin: ClaimPin) -> None:
         """Pin, recheck and read, or end."""
+        self.vaguely_warm.add(pin.writer.tag)  # a scan may hold the entry, or end that
         if not pin.set:
             pin.set = True
         elif not pin.held and any(pin.writer is writer for writer in self.begun_writers()):
@@ -968,7 +973,6 @@ class CacheMachine(RuleBasedStateMachine):
         """A client pins what it never found."""
         self.board.ambush = ambush
         before, self.board.garbage = self.board.garbage, {EntryId(entry)}
-        self.board.garbage_starts = {(self.numbers[0], entry % 24 * GRANULE_BYTES)}
         for old in before:
             self.unpinned(old)
 
@@ -1058,7 +1062,7 @@ class CacheMachine(RuleBasedStateMachine):
             if after is None:
                 break
         assert totals[:2] == [len(expected), sum(expected.values())]
-        assert totals[2] == expected_leased or self.board.slow
+        assert totals[2] == expected_leased or self.board.slow or self.board.pins_starts
         gone = self.forget_evicted()
         assert gone == (0 if dry_run else len(expected))
         self.counted["requested"] += gone
@@ -1171,7 +1175,6 @@ class CacheMachine(RuleBasedStateMachine):
         granted_bytes = [pool.granted_bytes for pool in self.cache.pools]
         assert not any(granted_bytes), "a grant outlived its session"
         self.board.ambush, self.board.garbage = False, set()
-        self.board.garbage_starts = set()
         self.board.slow = False
         self.scan()
         self.cache.evict(Selection(), self.now_s, limit=len(KEYS) * len(self.numbers) + 1)

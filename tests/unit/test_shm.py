@@ -28,7 +28,7 @@ assert RECORD is not None
 def test_the_layout_is_what_other_versions_expect() -> None:
     """A change of these bytes raises INDEX_VERSION: older clients then call for everything."""
     assert pack_index_header(IndexShape(1024, 16, 7, 2)).hex() == (
-        "65636469" "6e646578" "04000000" "00010000"
+        "65636469" "6e646578" "05000000" "00010000"
         "0004000000000000" "1000000000000000" "0700000000000000" "0200000000000000"
     )  # fmt: skip
     assert pack_row(RECORD, ROW, 3)[:112].hex() == (

@@ -16,6 +16,7 @@ from ecd_client.shared.claims import ClaimReader
 from ecd_client.shared.spin import spin
 from ecd_proto.contract import nbytes_of
 from ecd_proto.shm.barriers import STORES_IN_ORDER
+from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.shm.index import (
     BUCKET_BYTES,
     INDEX_HEADER_BYTES,
@@ -40,6 +41,7 @@ from ecd_proto.shm.session_page import (
     DUPLICATES_WORD,
     FIRST_PIN_WORD,
     FIRST_USE_WORD,
+    GRANTED_POOL,
     MAX_PINS,
     MISSES_WORD,
     PAGE_BYTES,
@@ -242,8 +244,7 @@ class IndexReader:
                 row = unpack_row(claim.row)
             except (IndexError, struct.error):
                 continue
-            said = nbytes_of(row.dtype, row.shape)  # no daemon has checked it yet
-            if row.truncated or row.entry != claim.number or row.nbytes != said:
+            if row.entry != claim.number or not _makes_sense(row):
                 continue
             pin = self._announce(pack_extent_pin(row.pool, row.offset))
             try:
@@ -299,3 +300,13 @@ class IndexReader:
             words[FIRST_USE_WORD + use % RECENT_USES] = entry
             words[USED_BYTES_WORD] = words[USED_BYTES_WORD] + nbytes & _U64
             words[USES_WORD] = use + 1
+
+
+def _makes_sense(row: Row) -> bool:
+    """Whether a claim's row can become an entry: no daemon has checked it yet."""
+    return (
+        not row.truncated
+        and row.nbytes == nbytes_of(row.dtype, row.shape)
+        and row.pool == GRANTED_POOL
+        and row.offset % GRANULE_BYTES == 0
+    )

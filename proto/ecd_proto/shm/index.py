@@ -16,7 +16,7 @@ from ecd_proto.shm.rows import ROW_BYTES
 from ecd_proto.shm.session_page import MAILBOX_BYTES, PAGE_BYTES
 
 INDEX_MAGIC = b"ecdindex"
-INDEX_VERSION = 4
+INDEX_VERSION = 5
 INDEX_HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8sIIQQQQ")  # magic, version, bytes of a row, then IndexShape
 _FERMAT_BASES = (2, 3, 5, 7)
