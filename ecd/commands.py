@@ -17,6 +17,7 @@ import grpc
 import typer
 import uvloop
 from google.protobuf.message import DecodeError
+from pydantic.fields import FieldInfo
 from pythonjsonlogger.json import JsonFormatter
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +25,7 @@ from rich.text import Text
 
 from ecd.cluster.engine import EngineError
 from ecd.cluster.tls import ClusterError
-from ecd.config import SECRETS, Config, ConfigError
+from ecd.config import ENV_PREFIX, SECRETS, Config, ConfigError
 from ecd.config_sources import load, unknown_variables
 from ecd.daemon import Daemon, StartError
 from ecd.memory.pool_dir import PoolError, clear
@@ -32,7 +33,7 @@ from ecd.metrics import MetricsError
 from ecd.redaction import without_secrets
 from ecd.rpc.peer_server import PeerServerError
 from ecd.rpc.socket import SocketError
-from ecd_proto.contract import DISTRIBUTION
+from ecd_proto.contract import DISTRIBUTION, size_text
 from ecd_proto.leftovers import leftovers
 
 CANNOT_START = (
@@ -51,6 +52,18 @@ _FIELDS = Config.model_fields
 File = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 
 
+def _help(name: str, setting: FieldInfo) -> str:
+    """The setting's description, its variable, and its default if there is one to show."""
+    default = setting.get_default(call_default_factory=True)
+    shown = "" if default in (None, "", (), {}) else f", default {default}"
+    return f"{setting.description} ({ENV_PREFIX}{name.upper()}{shown})"
+
+
+def _panel(name: str) -> str:
+    names = list(_FIELDS)
+    return "Several nodes" if names.index(name) >= names.index("peer_address") else "This node"
+
+
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """The command with a flag for each setting beside its own options."""
     flags = [
@@ -58,7 +71,10 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
             name,
             Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[str | None, typer.Option(help=setting.description)],
+            annotation=Annotated[
+                str | None,
+                typer.Option(help=_help(name, setting), rich_help_panel=_panel(name)),
+            ],
         )
         for name, setting in _FIELDS.items()
         if name not in SECRETS
@@ -180,7 +196,8 @@ def clear_left(
         for why in refused.values():
             errors.print(f"nothing is removed: {why}", markup=False)
         if freed or not refused:
-            out.print(f"removed {sum(freed.values()) / (1 << 30):.2f} GiB")
+            total = sum(freed.values())
+            out.print(f"removed {size_text(total)}" if total else "there was nothing to remove")
     if refused:
         raise typer.Exit(1)
 

@@ -39,7 +39,7 @@ from ecd.rpc.server import Server
 from ecd.rpc.socket import OwnedSocket
 from ecd.rpc.status import Status
 from ecd.service_manager import ServiceManager, is_supervised
-from ecd_proto.contract import DISTRIBUTION
+from ecd_proto.contract import DISTRIBUTION, size_text
 from ecd_proto.leftovers import TOUCH_S
 from ecd_proto.shm.barriers import has_barriers
 from ecd_proto.shm.files import ATTACH_SUFFIX, DOORBELL_SUFFIX
@@ -241,7 +241,7 @@ class Daemon:
         )
 
     async def _populate(self) -> None:
-        logger.info("populating %s: %.2f GiB", self._pool.path, self._pool.nbytes / (1 << 30))
+        logger.info("populating %s: %s", self._pool.path, size_text(self._pool.nbytes))
         last_s = time.monotonic()
 
         def progress(nbytes: int) -> None:
@@ -287,9 +287,9 @@ class Daemon:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(parts.checksums.complete(), GRACE_S)
             logger.info(
-                "%d entries and %.2f GiB in %s are left for the next start; `ecd clear` frees them",
+                "%d entries and %s in %s are left for the next start; `ecd clear` frees them",
                 parts.node.live.cache.entries,
-                self._pool.nbytes / (1 << 30),
+                size_text(self._pool.nbytes),
                 self._pool.directory.path,
             )
 

@@ -78,6 +78,15 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     return nbytes
 
 
+def size_text(nbytes: float) -> str:
+    """A size for people, in the units in which it is set: 512 MiB, 1.5 GiB."""
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while nbytes >= 1023.95 and len(units) > 1:  # it would round to 1024.0
+        nbytes /= 1024
+        units.pop(0)
+    return f"{nbytes:.1f}".removesuffix(".0") + f" {units[0]}"
+
+
 def proof(token: str, *said: str) -> str:
     """Prove that the speaker has the cluster's token, which itself is never sent."""
     return hmac.new(token.encode(), "\0".join(said).encode(), "sha256").hexdigest()

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ecd_proto.contract import size_text
 from ecd_proto.shm.files import LOCK_NAME, SUFFIXES, pool_dir
 
 TOUCH_S = 60.0
@@ -35,7 +36,7 @@ class Leftover:
         return time.time() - self.since_s
 
     def __str__(self) -> str:
-        size = "of unknown size" if self.nbytes is None else f"{self.nbytes / (1 << 30):.2f} GiB"
+        size = "of unknown size" if self.nbytes is None else size_text(self.nbytes)
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.since_s))
         return f"{self.path}, {size}, of {user(self.uid)}, since {since}"
 

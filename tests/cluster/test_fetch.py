@@ -537,7 +537,7 @@ def test_ecd_cli_peers(make_peer: MakePeer, client_of: ClientOf, daemon: Daemon)
     with there.get("k", 5.0):
         pass
     shown = cli(b)
-    for text in (a.peer, "connected", "east", "tcp", here.incarnation[:12], "4.2 MB", "1 fetched"):
+    for text in (a.peer, "connected", "east", "tcp", here.incarnation[:12], "4 MiB", "1 fetched"):
         assert text in shown, shown
     assert "127.0.77.1:1" in shown
     assert "unreachable" in shown

@@ -316,7 +316,7 @@ def test_an_interrupted_copy_gives_the_space_back(client: Client, daemon: Daemon
 
 def test_no_daemon(make_daemon: Callable[..., Daemon]) -> None:
     daemon = make_daemon()
-    with pytest.raises(DaemonUnavailable, match="ecd-cli doctor"):
+    with pytest.raises(DaemonUnavailable, match="start the daemon"):
         Client(daemon.address, connect_timeout=0.5)
     with Client(daemon.address, connect_timeout=0.0) as client:
         with pytest.raises(DaemonUnavailable, match="nothing answers on"):

@@ -13,14 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rich.filesize import decimal
-
+from ecd_client.calls import socket_path, why_refused
 from ecd_client.cli.doctor_gpu import examine_gpu
 from ecd_client.cli.findings import BAD, DOUBTFUL, GOOD, Finding
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.pools import HUGE_SHARE
-from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION
+from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, size_text
 from ecd_proto.leftovers import leftovers
 from ecd_proto.mapping import HUGE_BYTES
 from ecd_proto.shm.barriers import has_barriers
@@ -38,12 +37,15 @@ TIME_ERROR = 5
 
 def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
     """Make one check after the other; those that need the daemon are left out if it is away."""
-    yield _socket(address)
+    reached = _socket(address)
+    yield reached
     try:
         status = call("Status", pb.StatusRequest())
         peers = call("Peers", pb.PeersRequest())
     except EcdError as error:
-        yield Finding("daemon", BAD, str(error), "start it: systemctl start ecd, or ecd serve")
+        if reached.state != BAD:  # which has said it all
+            advice = "its log says more; or start it anew: systemctl restart ecd"
+            yield Finding("daemon", BAD, str(error), advice)
         status = peers = None
     if status is not None and peers is not None:
         yield _daemon(status)
@@ -66,23 +68,10 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
 
 
 def _socket(address: str) -> Finding:
-    path = Path(re.sub(r"^unix:(//)?", "", address))
-    try:
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(CONNECT_TIMEOUT_S)
-            probe.connect(str(path))
-    except FileNotFoundError:
-        advice = "start the daemon, or say where it is: ECD_ADDRESS or --address"
-        return Finding("socket", BAD, f"there is no {path}", advice)
-    except PermissionError:
-        advice = "join the daemon's group (ECD_GROUP; under systemd ecd), or run as its user"
-        return Finding("socket", BAD, f"{path} does not let this user in", advice)
-    except ConnectionRefusedError:
-        advice = "start the daemon: it takes the file over"
-        return Finding("socket", BAD, f"nobody listens on {path}, which a dead daemon left", advice)
-    except OSError as error:
-        return Finding("socket", BAD, f"{path}: {error}", "start the daemon anew")
-    return Finding("socket", GOOD, f"{path} answers")
+    refused = why_refused(address)
+    if refused is None:
+        return Finding("socket", GOOD, f"{socket_path(address)} answers")
+    return Finding("socket", BAD, *refused)
 
 
 def _daemon(status: pb.StatusReply) -> Finding:
@@ -124,7 +113,7 @@ def _pool(status: pb.StatusReply) -> Finding:
     refused = status.counters.refused
     pool_bytes = sum(pool.pool_bytes for pool in status.pools)
     share = sum(pool.used_bytes for pool in status.pools) / max(1, pool_bytes)
-    found = f"{decimal(pool_bytes)}, {share:.0%} in use"
+    found = f"{size_text(pool_bytes)}, {share:.0%} in use"
     if refused["entry_too_large"]:
         found += f"; {refused['entry_too_large']:,} entries were larger than all of it"
         return Finding("pool", BAD, found, "raise ECD_HOST_POOL_BYTES")
@@ -170,7 +159,7 @@ def _locked_memory(status: pb.StatusReply, peers: pb.PeersReply) -> Finding:
     limit = found[1]
     needed = bool(peers.protocol) and peers.protocol != "tcp"
     enough = limit == "unlimited" or int(limit) >= sum(pool.pool_bytes for pool in status.pools)
-    shown = limit if limit == "unlimited" else decimal(int(limit))
+    shown = limit if limit == "unlimited" else size_text(int(limit))
     if enough or not needed:
         why = "" if needed else "; only RDMA needs it"
         return Finding("locked memory", GOOD, f"limit {shown}{why}")
@@ -244,7 +233,7 @@ def _shared_memory(status: pb.StatusReply | None) -> Finding:
         advice = "mount a tmpfs there, or set ECD_SHM_DIR"
         return Finding("shared memory", BAD, f"{place}: {error.strerror}", advice)
     size, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-    found = f"{place}: {decimal(free)} of {decimal(size)} free"
+    found = f"{place}: {size_text(free)} of {size_text(size)} free"
     if status is None and size < 1 << 30:
         advice = "a larger one: docker run --shm-size, an emptyDir of medium Memory, or a remount"
         return Finding("shared memory", BAD, found, advice)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import re
 import sys
+from collections.abc import Callable, Iterator
+from enum import Enum
+from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,26 +29,50 @@ from ecd_client.client import Client
 from ecd_proto.v1 import cache_pb2 as pb
 
 
+class Order(str, Enum):
+    """The order of a list of entries."""
+
+    STORED = "stored"
+    SIZE = "size"
+    HITS = "hits"
+    IDLE = "idle"
+
+
+_BY: dict[Order, Callable[[pb.EntryInfo], Any]] = {
+    Order.SIZE: lambda entry: entry.content.nbytes,
+    Order.HITS: lambda entry: entry.hits,
+    Order.IDLE: lambda entry: entry.idle_s,
+}
+
+
 def list_entries(
     context: typer.Context,
     namespace: Namespace = None,
+    prefix: Annotated[str, typer.Option(help="Only keys that begin so.")] = "",
+    sort: Annotated[Order, typer.Option(help="By this, the most first.")] = Order.STORED,
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many.")] = 1000,
+    whole: Annotated[
+        bool, typer.Option("--no-trunc", help="Show whole keys, as in a pipe.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the entries, in the order in which they were stored."""
+    """List the entries, by default in the order in which they were stored."""
     options: Options = context.obj
-    found: list[pb.EntryInfo] = []
-    more = False
-    for entry in options.entries(pb.ListRequest(namespace=namespace)):
-        if len(found) == limit:
-            more = True
-            break
-        found.append(entry)
+    entries: Iterator[pb.EntryInfo] = (
+        entry
+        for entry in options.entries(pb.ListRequest(namespace=namespace))
+        if entry.key.mm_hash.startswith(prefix)
+    )
+    if sort is not Order.STORED:
+        with errors.status("reading every entry ..."):
+            entries = iter(heapq.nlargest(limit + 1, entries, key=_BY[sort]))
+    found = list(islice(entries, limit))
+    more = next(entries, None) is not None
     if as_json or options.as_json:
         render.as_json(out, [render.plain(entry) for entry in found])
     else:
         pools = render.names_of_pools(options.call("Status", pb.StatusRequest()))
-        render.entries(out, found, more, pools)
+        render.entries(out, found, more, pools, whole or not out.is_terminal)
 
 
 def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
@@ -131,7 +159,10 @@ def evict(
     """Evict entries: one, or all that meet every condition given. Leased ones go when released."""
     options: Options = context.obj
     conditions = (key, namespace, older_than, unused_for)
-    if everything == any(condition is not None for condition in conditions):
+    is_limited = any(condition is not None for condition in conditions)
+    if everything and is_limited:
+        raise typer.BadParameter("--all takes no condition: leave it out, or the others")
+    if not everything and not is_limited:
         raise typer.BadParameter("say which: KEY, --namespace, --older-than, --unused-for or --all")
     request = pb.EvictRequest(
         namespace=namespace, age_s=_seconds(older_than), idle_s=_seconds(unused_for)

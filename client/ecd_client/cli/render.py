@@ -10,14 +10,16 @@ from typing import Any
 
 from google.protobuf.message import Message
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
 from ecd_client.cli.bench import Measured
 from ecd_client.cli.findings import BAD, DOUBTFUL, GOOD, Finding
-from ecd_proto.contract import pool_names
+from ecd_proto.contract import pool_names, size_text
 from ecd_proto.v1 import cache_pb2 as pb
+
+MAX_WIDTH = 10_000
+"""Columns of a table whose rows are whole, for programs that read lines."""
 
 
 def as_json(out: Console, result: Message | dict[str, Any] | list[dict[str, Any]]) -> None:
@@ -70,12 +72,12 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         (
             "hits",
             f"{counters.hits:,} of {lookups:,} lookups ({share(counters.hits, lookups)}), "
-            f"{decimal(counters.bytes_out)}, {duration(counters.saved_s)} of encoding saved",
+            f"{size_text(counters.bytes_out)}, {duration(counters.saved_s)} of encoding saved",
         ),
         (
             "puts",
-            f"{counters.puts:,}, {decimal(counters.bytes_in)}; {counters.duplicates:,} duplicates, "
-            f"{counters.aborts:,} given up",
+            f"{counters.puts:,}, {size_text(counters.bytes_in)}; "
+            f"{counters.duplicates:,} duplicates, {counters.aborts:,} given up",
         ),
         ("evictions", _counts(counters.evictions)),
         ("refused", _counts(counters.refused)),
@@ -106,18 +108,19 @@ def _pool(name: str, pool: pb.PoolStatus) -> list[tuple[str, str]]:
     return [
         (
             f"{name} pool",
-            f"{decimal(pool.pool_bytes)} in {pool.path}, "
+            f"{size_text(pool.pool_bytes)} in {pool.path}, "
             f"{share(pool.huge_bytes, pool.pool_bytes)} in huge pages",
         ),
-        ("used", f"{decimal(pool.used_bytes)} ({share(pool.used_bytes, pool.pool_bytes)})"),
+        ("used", f"{size_text(pool.used_bytes)} ({share(pool.used_bytes, pool.pool_bytes)})"),
         (
             "of which",
-            f"{decimal(pool.leased_bytes)} leased, {decimal(pool.reserved_bytes)} being written",
+            f"{size_text(pool.leased_bytes)} leased, "
+            f"{size_text(pool.reserved_bytes)} being written",
         ),
         (
             "free",
-            f"{decimal(pool.free_bytes)}, the largest piece {decimal(pool.largest_free_bytes)}, "
-            f"fragmentation {pool.fragmentation:.0%}",
+            f"{size_text(pool.free_bytes)}, the largest piece "
+            f"{size_text(pool.largest_free_bytes)}, fragmentation {pool.fragmentation:.0%}",
         ),
     ]
 
@@ -145,7 +148,7 @@ def peers(out: Console, reply: pb.PeersReply) -> None:
         ("engine", f"{reply.engine} over {reply.protocol}"),
         ("directory", known),
         ("fetches", f"{_counts(reply.fetches)}; {reply.flights:,} under way"),
-        ("set aside", f"{decimal(reply.set_aside_bytes)}; {reply.set_aside:,} times so far"),
+        ("set aside", f"{size_text(reply.set_aside_bytes)}; {reply.set_aside:,} times so far"),
         ("retries", f"{reply.read_retries:,} reads"),
         (
             "speculative",
@@ -167,36 +170,63 @@ def peers_table(reply: pb.PeersReply) -> Table:
             *map(escape, (peer.node, peer.state, peer.incarnation[:12], peer.protocol, peer.zone)),
             f"{peer.round_trip_s * 1e3:.1f} ms" if peer.round_trip_s else "",
             f"{peer.reads:,}",
-            decimal(peer.read_bytes),
+            size_text(peer.read_bytes),
             f"{peer.failed_reads:,}",
             escape(peer.last_error),
         )
     return table
 
 
-def entries(out: Console, found: list[pb.EntryInfo], more: bool, pools: Mapping[int, str]) -> None:
-    """Show entries in a table; `pools` names their pools."""
+def entries(
+    out: Console, found: list[pb.EntryInfo], more: bool, pools: Mapping[int, str], whole: bool
+) -> None:
+    """Show entries, a row each, their keys `whole` or shortened; `pools` names their pools."""
+    if not found:
+        out.print("No entries.")
+        return
     table = Table(
-        *("namespace", "mm_hash", "pool", "dtype", "shape", "size", "leases", "hits", "age", "idle")
+        *(
+            "namespace",
+            "mm_hash",
+            "pool",
+            "dtype",
+            "shape",
+            "size",
+            "leases",
+            "hits",
+            "age",
+            "idle",
+        ),
+        box=None,
+        pad_edge=False,
     )
-    for column in table.columns[:2]:
-        column.overflow = "fold"
+    for column in table.columns:
+        column.no_wrap = True
+    key = str if whole else short
     for entry in found:
         table.add_row(
-            escape(entry.key.namespace),
-            escape(entry.key.mm_hash),
+            escape(key(entry.key.namespace)),
+            escape(key(entry.key.mm_hash)),
             escape(pools.get(entry.pool, str(entry.pool))),
             escape(entry.content.dtype),
             "x".join(map(str, entry.content.shape)) or "scalar",
-            decimal(entry.content.nbytes),
+            size_text(entry.content.nbytes),
             str(entry.leases),
             str(entry.hits),
             duration(entry.age_s),
             duration(entry.idle_s),
         )
-    out.print(table)
+    if whole:
+        Console(file=out.file, highlight=False, emoji=False, width=MAX_WIDTH).print(table)
+    else:
+        out.print(table)
     if more:
-        out.print(f"The first {len(found)} entries; --limit shows more.")
+        out.print(f"The first {len(found):,} entries; --limit shows more.")
+
+
+def short(text: str) -> str:
+    """A key for people: the same in every table."""
+    return text if len(text) <= 20 else f"{text[:9]}..{text[-9:]}"
 
 
 @dataclass
@@ -214,11 +244,14 @@ class NamespaceSum:
 
 
 def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
+    if not found:
+        out.print("No entries.")
+        return
     table = Table("namespace", "entries", "size", "last stored")
     table.columns[0].overflow = "fold"
     for name, each in found.items():
         newest = f"{duration(each.newest_s)} ago"
-        table.add_row(escape(name), f"{each.entries:,}", decimal(each.nbytes), newest)
+        table.add_row(escape(name), f"{each.entries:,}", size_text(each.nbytes), newest)
     out.print(table)
 
 
@@ -251,7 +284,8 @@ def evicted(out: Console, reply: pb.EvictReply, dry_run: bool) -> None:
 
 
 def describe(reply: pb.EvictReply) -> str:
-    text = f"{reply.entries:,} entries, {decimal(reply.nbytes)}"
+    entries = "1 entry" if reply.entries == 1 else f"{reply.entries:,} entries"
+    text = f"{entries}, {size_text(reply.nbytes)}"
     return f"{text}; {reply.leased:,} of them when their leases end" if reply.leased else text
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
 from ecd_client.cli import render
+from ecd_proto.contract import size_text
 from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_LISTED = 20_000
@@ -121,11 +121,11 @@ def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
     table.add_row(escape(status.name), escape(f"{state}, {status.version}, pid {status.pid}"))
     names = render.names_of_pools(status)
     for pool in status.pools:
-        used = f"{decimal(pool.used_bytes)} of {decimal(pool.pool_bytes)}"
+        used = f"{size_text(pool.used_bytes)} of {size_text(pool.pool_bytes)}"
         table.add_row(
             escape(f"{names[pool.pool]} pool"),
             f"{used} ({render.share(pool.used_bytes, pool.pool_bytes)}), "
-            f"{decimal(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}",
+            f"{size_text(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}",
         )
     table.add_row(
         "now",
@@ -140,11 +140,11 @@ def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
         "lookups/s", f"{rates.hits:,.0f} hits, {rates.misses:,.0f} misses, hit ratio {ratio}"
     )
     table.add_row(
-        "served/s", f"{decimal(int(rates.bytes_out))}, {rates.saved_s:.2f} s of encoding saved"
+        "served/s", f"{size_text(rates.bytes_out)}, {rates.saved_s:.2f} s of encoding saved"
     )
     table.add_row(
         "stored/s",
-        f"{rates.puts:,.0f} puts, {decimal(int(rates.bytes_in))}; {rates.evictions:,.0f} evicted, "
+        f"{rates.puts:,.0f} puts, {size_text(rates.bytes_in)}; {rates.evictions:,.0f} evicted, "
         f"{rates.refused:,.0f} refused",
     )
     return table
@@ -154,14 +154,10 @@ def _entries(title: str, found: list[pb.EntryInfo]) -> Table:
     table = Table("mm_hash", "namespace", "size", "hits", "idle", title=title)
     for entry in found:
         table.add_row(
-            escape(_short(entry.key.mm_hash)),
-            escape(_short(entry.key.namespace)),
-            decimal(entry.content.nbytes),
+            escape(render.short(entry.key.mm_hash)),
+            escape(render.short(entry.key.namespace)),
+            size_text(entry.content.nbytes),
             f"{entry.hits:,}",
             render.duration(entry.idle_s),
         )
     return table
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 20 else f"{text[:9]}..{text[-9:]}"

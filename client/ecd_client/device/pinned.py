@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ecd_client.device import ends
 from ecd_client.errors import DeviceError
+from ecd_proto.contract import size_text
 from ecd_proto.mapping import Mapping
 
 logger = logging.getLogger(__name__)
@@ -81,15 +82,15 @@ class PinnedPool:
         except DeviceError as error:
             failure = str(error)
             logger.warning(
-                "the pool cannot be pinned, and GPU copies of what lies beyond %.2f GiB take "
+                "the pool cannot be pinned, and GPU copies of what lies beyond %s take "
                 "three times as long: %s",
-                self.pinned_bytes / (1 << 30),
+                size_text(self.pinned_bytes),
                 error,
             )
         took_s = time.monotonic() - started_s
         self.outcome = Pinning(self.pinned_bytes, took_s, failure)
         if failure is None and not self._closing:
-            logger.info("pinned %.2f GiB in %.2f s", self.nbytes / (1 << 30), took_s)
+            logger.info("pinned %s in %.2f s", size_text(self.nbytes), took_s)
 
     def _register_next(self) -> bool:
         """Register one more piece. False: this object is being closed. Raises DeviceError."""
