@@ -60,7 +60,7 @@ def test_engines_serve_without_a_daemon(
     assert tokens(reply) == tokens(plain.generate(requests))
     assert reply["encoded"] == 4
     assert "every item is a miss for now" in first.text()
-    assert "ecd-cli doctor" in first.text(), "the log says what to try"
+    assert "start the daemon" in first.text(), "the log says what to try"
 
 
 def test_a_second_engine_reuses_the_first_ones_work_and_encodes_the_rest(
