@@ -139,8 +139,10 @@ class Acquire:
         """Ask once more for keys that are stored, or were until just now."""
         keys, futures = [self.keys[i] for i in indices], [self.futures[i] for i in indices]
         left_s = max(0.0, self.begun_s + self.timeout - time.monotonic())
-        again = replace(self, keys=keys, futures=futures, timeout=left_s, needs_lease=True)
-        replace(again, hints=()).send()
+        again = replace(
+            self, keys=keys, futures=futures, timeout=left_s, hints=(), needs_lease=True
+        )
+        again.send()
 
 
 def _leased(session: Session, key: Key, outcome: pb.AcquireOutcome | None) -> Item | None:

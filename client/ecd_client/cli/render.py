@@ -185,18 +185,8 @@ def entries(
         out.print("No entries.")
         return
     table = Table(
-        *(
-            "namespace",
-            "mm_hash",
-            "pool",
-            "dtype",
-            "shape",
-            "size",
-            "leases",
-            "hits",
-            "age",
-            "idle",
-        ),
+        *("namespace", "mm_hash", "pool", "dtype", "shape", "size"),
+        *("leases", "hits", "age", "idle"),
         box=None,
         pad_edge=False,
     )
