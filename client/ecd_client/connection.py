@@ -64,7 +64,7 @@ class Connection:
         self._stub: Any = pb_grpc.CacheStub(self._channel)
         self._changed = threading.Condition()
         self._session: Session | None = None
-        self._cause: EcdError = DaemonUnavailable(unreachable(address))
+        self._cause: EcdError | None = None
         self._closed = threading.Event()
         self._stream: Any = None
         self._calls: Calls | None = None
@@ -94,11 +94,11 @@ class Connection:
         with self._changed:
             self._wait(wait_s)
             session = self.current
-            if session is None:
-                raise DaemonUnavailable(
-                    "the client is closed" if self._closed.is_set() else str(self._cause)
-                )
+        if session is not None:
             return session
+        if self._closed.is_set():
+            raise DaemonUnavailable("the client is closed")
+        raise DaemonUnavailable(str(self._cause or unreachable(self._address)))
 
     def _wait(self, wait_s: float) -> None:
         self._changed.wait_for(lambda: self.current or self._closed.is_set(), wait_s)
