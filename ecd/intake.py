@@ -37,6 +37,9 @@ class Intake(Protocol):
     def collect(self) -> None:
         """Queue the pages whose clients have rung since the last call."""
 
+    def hurry(self) -> None:
+        """Take puts at once until nobody waits: the caller has begun to wait for one."""
+
     def step(self, now_s: float) -> Taken:
         """Store the puts of some queued pages."""
 
@@ -60,6 +63,9 @@ class NoPuts:
         pass
 
     def collect(self) -> None:
+        pass
+
+    def hurry(self) -> None:
         pass
 
     def step(self, now_s: float) -> Taken:

@@ -281,6 +281,8 @@ class LiveCache:
         """As `Cache.acquire`; with `WaitFor.WRITER` after `learn`."""
         how = wait_s, wait_for, answer
         outcome = self.cache.acquire(session, key, self.now_s(), *how, scanned=True)
+        if isinstance(outcome, Waiting):
+            self._intake.hurry()
         self._followups.after()
         return outcome
 

@@ -1,6 +1,8 @@
 """Putting without a call: grants, the doorbell, and what happens when something goes wrong."""
 
+import asyncio
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -9,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,12 +23,13 @@ from ecd.core.pool import Pool
 from ecd.core.types import Content, Key
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import SharedIndex
+from ecd.rpc.puts import Doorbell
 from ecd_client import Client, DaemonUnavailable
 from ecd_client.calls import open_channel
 from ecd_client.pools import Extent, MappedPool
 from ecd_client.shared.puts import MAX_UNANSWERED, Claim, NewEntry, PutOutcome, PutWriter
 from ecd_proto.shm.barriers import STORES_IN_ORDER
-from ecd_proto.shm.session_page import CLAIM_WORDS, FIRST_CLAIM_WORD, MAX_CLAIMS
+from ecd_proto.shm.session_page import CLAIM_WORDS, DOORBELL, FIRST_CLAIM_WORD, MAX_CLAIMS
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.daemon import Daemon, eventually
@@ -371,6 +375,71 @@ def test_who_waits_is_woken_by_a_put_without_a_call(daemon: Daemon) -> None:
         with waiting.result(5) as item:
             assert (item.tensor == 4).all()
         assert daemon.calls("Put") == 1
+
+
+def test_a_ring_preempts_nobody_and_a_call_does(daemon: Daemon) -> None:
+    tasks = map(int, os.listdir(f"/proc/{daemon.pid}/task"))
+    policies = {task: os.sched_getscheduler(task) for task in tasks}
+    assert list(policies.values()).count(os.SCHED_BATCH) == 1
+    assert policies[daemon.pid] == os.SCHED_OTHER
+
+
+class Deaf:
+    """An epoll that hears of its end, but of no ring."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+
+    def __enter__(self) -> "Deaf":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._epoll.close()
+
+    def register(self, what: socket.socket | int, events: int) -> None:
+        if not isinstance(what, socket.socket):
+            self._epoll.register(what, events)
+
+    def poll(self) -> list[tuple[int, int]]:
+        return self._epoll.poll()
+
+
+def test_a_doorbell_is_heard_by_its_thread_or_where_somebody_waits_by_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def hears(name: str, hurries: bool = False) -> bool:
+        """Whether rings are heard: one that came before anybody listened, and two later ones."""
+        doorbell, heard = Doorbell(tmp_path / name), asyncio.Event()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ringing:
+            ringing.connect(str(doorbell.path))
+            try:
+                ringing.send(DOORBELL.pack(0))
+                doorbell.listen(heard.set)
+                for page in range(3):
+                    doorbell.hurry(hurries)
+                    await asyncio.wait_for(heard.wait(), 0.3 if name == "deaf" else 5.0)
+                    assert list(doorbell.take()) == [page]
+                    doorbell.hurry(False)
+                    heard.clear()
+                    ringing.send(DOORBELL.pack(page + 1))
+            except asyncio.TimeoutError:
+                return False
+            finally:
+                doorbell.close()
+        return True
+
+    assert asyncio.run(hears("by its thread"))
+    monkeypatch.setattr(
+        "ecd.rpc.puts.select",
+        SimpleNamespace(epoll=Deaf, EPOLLIN=select.EPOLLIN, EPOLLET=select.EPOLLET),
+    )
+    assert not asyncio.run(hears("deaf"))
+    assert asyncio.run(hears("hurried", hurries=True))
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert asyncio.run(hears("without a thread"))
 
 
 def test_what_is_on_its_way_can_be_seen(daemon: Daemon) -> None:
