@@ -221,7 +221,8 @@ class Calls:
         try:
             reply.set_result(sent.result())
         except Exception as error:
-            reply.set_exception(error)
+            # This frame has the reply, which would keep the error, and with it the session.
+            reply.set_exception(error.with_traceback(None))
         finally:
             self._send_queued()
 

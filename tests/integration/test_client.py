@@ -444,6 +444,10 @@ def test_what_an_ended_session_had_mapped_goes_without_the_collector(daemon: Dae
                 item.to("cpu")
             del item
             one_session = mapped() - before
+            item = client.get("k")
+            os.kill(daemon.pid, signal.SIGSTOP)  # by calls, the release is on its way at the end
+            item.close()
+            del item
             daemon.kill()
             eventually(lambda: not client.connected)
             eventually(lambda: mapped() == before)
