@@ -49,6 +49,9 @@ class Intake(Protocol):
     def take_last(self, session: SessionId, now_s: float) -> Taken:
         """Store all finished puts of one session."""
 
+    def welcome(self, session: SessionId, now_s: float) -> None:
+        """Give a new session free memory for its first puts, evicting nothing: it may only read."""
+
     def grant(self, session: SessionId, nbytes: int, now_s: float) -> None:
         """Give the session memory for some puts of this size, if it has less."""
 
@@ -76,6 +79,9 @@ class NoPuts:
 
     def take_last(self, session: SessionId, now_s: float) -> Taken:
         return Taken()
+
+    def welcome(self, session: SessionId, now_s: float) -> None:
+        pass
 
     def grant(self, session: SessionId, nbytes: int, now_s: float) -> None:
         pass

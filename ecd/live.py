@@ -142,6 +142,10 @@ class LiveCache:
     def open_session(self) -> SessionId | LimitReached:
         return self.cache.open_session()
 
+    def welcome(self, session: SessionId) -> None:
+        """Grant free memory for first puts to a session whose client holds its lock."""
+        self._intake.welcome(session, self.now_s())
+
     def refuse(self, cause: str, limit: int) -> None:
         """Count a session that met a bound of its service, under one of the core's CAUSES."""
         self.cache.counters.refuse(cause, limit)

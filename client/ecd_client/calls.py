@@ -142,11 +142,14 @@ class Calls:
         self._due_s: float | None = None
         self.is_over = self._overdue = False
 
-    def open(self) -> None:
-        """Open the stream, so that the first blocking call need not wait for that."""
+    def open(self, token: str) -> None:
+        """Open the stream, so that the first blocking call need not wait for that.
+
+        The call names the session, for which the daemon grants memory for a first put.
+        """
         with contextlib.suppress(EcdError):
             if not self.is_over:
-                self.now("contains", pb.ContainsRequest())
+                self.now("release", pb.ReleaseRequest(session=token))
 
     def later(self, name: str, request: Any) -> Future[Any]:
         """Make a call, named as in ExchangeRequest, and return the future of its reply.

@@ -207,7 +207,7 @@ class Connection:
                 if session is None:
                     session = Session(calls, stream, outbox, event, sent_s, uid)
                     outbox.put(session)
-                    calls.open()
+                    calls.open(session.token)
                     if calls.is_over:
                         self._cause = DaemonUnavailable(late(self._address))
                         return

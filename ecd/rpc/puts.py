@@ -30,6 +30,8 @@ from ecd_proto.shm.session_page import DOORBELL, DUPLICATE, GRANTED_POOL, REFUSE
 logger = logging.getLogger(__name__)
 
 GRANTED_PUTS, MIN_GRANT_BYTES, MAX_GRANT_BYTES = 8, 4 << 20, 64 << 20
+FIRST_PUT_BYTES = 64 << 10
+"""The granule of a first grant, from which larger entries can be put as well."""
 KEPT_PUTS, KEPT_BYTES = (2, 8), 1 << 20
 """A grant with less than this left is replaced, so that its client never waits for one."""
 MAX_GRANT_SHARE = 1 / 16
@@ -198,15 +200,22 @@ class PutIntake:
         page = self._mailboxes.page_of(session)
         return Taken(0 if page is None else self._empty(page, now_s, woken), woken)
 
+    def welcome(self, session: SessionId, now_s: float) -> None:
+        self._grant(session, FIRST_PUT_BYTES, 0, now_s)
+
     def grant(self, session: SessionId, nbytes: int, now_s: float) -> None:
-        cache, pool = self._cache, self._pool
-        rounded = pool.rounded_bytes(nbytes)
         fewest, enough = KEPT_PUTS
-        kept = max(fewest, min(enough, KEPT_BYTES // rounded))
-        if cache.puts_left(session, nbytes, pool) < kept:
-            most = min(MAX_GRANT_BYTES, int(MAX_GRANT_SHARE * pool.nbytes))
-            puts = max(GRANTED_PUTS, MIN_GRANT_BYTES // rounded)
-            cache.grant(session, nbytes, fewest, min(puts, most // rounded), now_s, pool)
+        kept = max(fewest, min(enough, KEPT_BYTES // self._pool.rounded_bytes(nbytes)))
+        if self._cache.puts_left(session, nbytes, self._pool) < kept:
+            self._grant(session, nbytes, fewest, now_s)
+
+    def _grant(self, session: SessionId, nbytes: int, fewest: int, now_s: float) -> None:
+        """Grant memory for puts of this size, free but for the `fewest` first of them."""
+        pool = self._pool
+        rounded = pool.rounded_bytes(nbytes)
+        most = min(MAX_GRANT_BYTES, int(MAX_GRANT_SHARE * pool.nbytes))
+        puts = min(max(GRANTED_PUTS, MIN_GRANT_BYTES // rounded), most // rounded)
+        self._cache.grant(session, nbytes, fewest, puts, now_s, pool)
 
     def _empty(self, page: int, now_s: float, woken: list[Wakeup]) -> int:
         """Store and answer the page's puts, adding the waits that this ended; how many puts."""

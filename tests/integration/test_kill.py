@@ -444,6 +444,7 @@ def test_nonsense_in_pages_is_taken_for_nothing(make_daemon: MakeDaemon) -> None
             assert put(client, key)
         with Client(daemon.address, namespace="n") as rogue:
             assert put(rogue, "rogue-1-4096")
+            daemon.status()  # it is listed: its claim is about to be overwritten
             puts = Page(rogue).puts
             start = 8 * FIRST_CLAIM_WORD
             puts._memory[start:] = random.Random(1).randbytes(len(puts._memory) - start)
