@@ -38,7 +38,7 @@ class Intake(Protocol):
         """Queue the pages whose clients have rung since the last call."""
 
     def hurry(self) -> None:
-        """Take puts at once until nobody waits: the caller has begun to wait for one."""
+        """Take puts at once until nobody waits for one: somebody has begun to, or may."""
 
     def step(self, now_s: float) -> Taken:
         """Store the puts of some queued pages."""
@@ -50,7 +50,7 @@ class Intake(Protocol):
         """Store all finished puts of one session."""
 
     def welcome(self, session: SessionId, now_s: float) -> None:
-        """Give a new session free memory for its first puts, evicting nothing: it may only read."""
+        """Give a new session memory for its first puts, if much is free: it may only read."""
 
     def grant(self, session: SessionId, nbytes: int, now_s: float) -> None:
         """Give the session memory for some puts of this size, if it has less."""

@@ -143,7 +143,7 @@ class LiveCache:
         return self.cache.open_session()
 
     def welcome(self, session: SessionId) -> None:
-        """Grant free memory for first puts to a session whose client holds its lock."""
+        """Grant memory for first puts to a session whose client holds its lock, if much is free."""
         self._intake.welcome(session, self.now_s())
 
     def refuse(self, cause: str, limit: int) -> None:
@@ -198,6 +198,7 @@ class LiveCache:
 
         try:
             with self.cache.reserving() as scan:
+                self._intake.hurry()
                 await pace.through(scan)
                 yield reserve
             if last_bytes is not None:
@@ -211,6 +212,7 @@ class LiveCache:
         """Reserve for a fetch, making room until its flight ends."""
         try:
             with self.cache.reserving() as scan:
+                self._intake.hurry()
                 await pace.through(scan)
                 return await self._reserve(session, key, content, pool, pace, math.inf)
         finally:

@@ -106,7 +106,7 @@ class _CoreCollector(Collector):
         for name, text in (
             ("pool_bytes", "Size of the pool."),
             ("used_bytes", "Bytes in extents."),
-            ("granted_bytes", "Bytes given to writers ahead of need."),
+            ("granted_bytes", "Bytes given to clients ahead of need."),
             ("reserved_bytes", "Bytes of the pool that are being written."),
             ("leased_bytes", "Bytes of the pool that a client reads."),
             ("free_bytes", "Bytes in no extent; those granted are among them."),

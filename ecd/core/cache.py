@@ -438,6 +438,11 @@ class Cache:
         return self._entries.take_changes()
 
     @property
+    def is_reserving(self) -> bool:
+        """Whether a key is, or is about to be, reserved: puts wait for their answers meanwhile."""
+        return self._writers.are_announced or self._entries.being_written > 0
+
+    @property
     def entries(self) -> int:
         return len(self._entries)
 

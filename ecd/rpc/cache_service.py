@@ -164,6 +164,8 @@ class CacheService(pb_grpc.CacheServicer):
     async def Release(self, request: pb.ReleaseRequest, context: Ctx) -> pb.ReleaseReply:
         session = self._streams.attached(request.session)
         check_batch(request.leases)
+        if not request.leases:
+            self._live.welcome(session)
         pace = await self._live.begin()
         released = await pace.each(
             lambda lease: self._live.release(session, LeaseId(lease)), request.leases

@@ -25,13 +25,16 @@ from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, NotReserve
 from ecd.core.types import SessionId
 from ecd.intake import Taken
 from ecd.wire import InvalidRequest, check_content, check_key
+from ecd_proto.shm.barriers import STORES_IN_ORDER
 from ecd_proto.shm.session_page import DOORBELL, DUPLICATE, GRANTED_POOL, REFUSED, STORED
 
 logger = logging.getLogger(__name__)
 
 GRANTED_PUTS, MIN_GRANT_BYTES, MAX_GRANT_BYTES = 8, 4 << 20, 64 << 20
-FIRST_PUT_BYTES = 64 << 10
-"""The granule of a first grant, from which larger entries can be put as well."""
+FIRST_GRANT_BYTES, FIRST_PUT_BYTES = 1 << 20, 64 << 10
+"""Granted to a client as it comes, in pieces of at least the latter."""
+WELCOME_SHARE = 1 / 2
+"""Part of what may be granted in all that clients which have not put yet leave to the others."""
 KEPT_PUTS, KEPT_BYTES = (2, 8), 1 << 20
 """A grant with less than this left is replaced, so that its client never waits for one."""
 MAX_GRANT_SHARE = 1 / 16
@@ -40,6 +43,8 @@ PUTS_AT_A_TIME = 16
 """Puts stored in one turn of the event loop, and the rest of their page: each takes some 40 us."""
 MAX_RINGS = 1024
 """Rings taken at a time: more than the kernel queues for one socket by default."""
+BURST = 3
+"""Rings taken at a time from which on the event loop listens: the kernel's queue is short."""
 QUEUE_PATH = Path("/proc/sys/net/unix/max_dgram_qlen")
 
 
@@ -47,8 +52,8 @@ class Doorbell:
     """A datagram socket to which clients send the number of their page.
 
     A thread listens that preempts nobody as it wakes up (SCHED_BATCH), or a ring would take the
-    core from its client: 0.3 ms of a put on a busy core. While somebody waits for a put the event
-    loop listens itself.
+    core from its client: 0.3 ms of a put on a busy core. While somebody waits for a put, and where
+    readers cannot read one before its row is there (Arm), the event loop listens itself.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,36 +63,42 @@ class Doorbell:
         self._rung: Callable[[], None] | None = None
         self._listener: threading.Thread | None = None
         self._is_urgent = False
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        try:
+        self.taken = 0
+        """Rings that the last `take` has taken."""
+        with contextlib.ExitStack() as opened:
+            self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+            opened.callback(os.close, self._stop)
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+            opened.callback(self._socket.close)
             self._socket.bind(str(path))
             os.chmod(path, 0o600)
-        except OSError:
-            self._socket.close()
-            os.close(self._stop)
-            raise
+            self._files = opened.pop_all()
 
     def listen(self, rung: Callable[[], None]) -> None:
         """Have `rung` called on the running event loop when clients have rung."""
         self._rung = rung
-        listener = threading.Thread(
-            target=self._listen, args=(asyncio.get_running_loop(),), name="doorbell", daemon=True
-        )
         try:
-            listener.start()
-            self._listener = listener
-        except RuntimeError:  # no thread can be started
-            self.hurry(True)
-
-    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
-        with select.epoll() as epoll:
+            if not STORES_IN_ORDER:
+                raise OSError("readers wait for a put's row here")
+            epoll = select.epoll()
+            self._files.callback(epoll.close)
             epoll.register(self._stop, select.EPOLLIN)
             epoll.register(self._socket, select.EPOLLIN | select.EPOLLET)  # once for each ring
-            while all(fd != self._stop for fd, _ in epoll.poll()):
-                loop.call_soon_threadsafe(self._hear)
+            listener = threading.Thread(
+                target=self._listen, args=(epoll, asyncio.get_running_loop()), name="doorbell"
+            )
+            listener.daemon = True
+            listener.start()
+            self._listener = listener
+        except (OSError, RuntimeError) as error:  # no descriptor, no thread
+            logger.info("the event loop listens to the doorbell: %s", error)
+            self.hurry(True)
+
+    def _listen(self, epoll: select.epoll, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
+        while all(fd != self._stop for fd, _ in epoll.poll()):
+            loop.call_soon_threadsafe(self._hear)
 
     def _hear(self) -> None:
         if self._rung is not None:  # else it was closed meanwhile
@@ -107,10 +118,13 @@ class Doorbell:
     def take(self) -> Iterable[int]:
         """All pages that rang since the last call, each once, in order."""
         pages: dict[int, None] = {}
+        self.taken = 0
         with contextlib.suppress(BlockingIOError):
             for _ in range(self._rings):
+                ring = self._socket.recv(DOORBELL.size + 1)
+                self.taken += 1
                 with contextlib.suppress(struct.error):  # anybody may send anything
-                    pages[DOORBELL.unpack(self._socket.recv(DOORBELL.size + 1))[0]] = None
+                    pages[DOORBELL.unpack(ring)[0]] = None
         return pages
 
     def close(self) -> None:
@@ -118,9 +132,8 @@ class Doorbell:
         os.eventfd_write(self._stop, 1)
         if self._listener is not None:
             self._listener.join()
-        os.close(self._stop)
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
-        self._socket.close()
+        self._files.close()
 
 
 def _longest_queue() -> int:
@@ -175,7 +188,8 @@ class PutIntake:
 
     def collect(self) -> None:
         self._rung |= dict.fromkeys(self._doorbell.take())
-        self._doorbell.hurry(self._cache.waits > 0)
+        cache, is_busy = self._cache, self._doorbell.taken >= BURST
+        self._doorbell.hurry(is_busy or cache.waits > 0 or cache.is_reserving)
 
     def hurry(self) -> None:
         self._doorbell.hurry(True)
@@ -201,21 +215,25 @@ class PutIntake:
         return Taken(0 if page is None else self._empty(page, now_s, woken), woken)
 
     def welcome(self, session: SessionId, now_s: float) -> None:
-        self._grant(session, FIRST_PUT_BYTES, 0, now_s)
+        pool, limits = self._pool, self._pool.limits
+        granted = pool.granted_bytes + FIRST_GRANT_BYTES
+        filled = pool.used_bytes + granted
+        if (
+            granted <= WELCOME_SHARE * limits.granted_share * pool.nbytes
+            and filled <= limits.low_watermark * pool.nbytes
+        ):
+            puts = FIRST_GRANT_BYTES // pool.rounded_bytes(FIRST_PUT_BYTES)
+            self._cache.grant(session, FIRST_PUT_BYTES, 0, puts, now_s, pool)
 
     def grant(self, session: SessionId, nbytes: int, now_s: float) -> None:
-        fewest, enough = KEPT_PUTS
-        kept = max(fewest, min(enough, KEPT_BYTES // self._pool.rounded_bytes(nbytes)))
-        if self._cache.puts_left(session, nbytes, self._pool) < kept:
-            self._grant(session, nbytes, fewest, now_s)
-
-    def _grant(self, session: SessionId, nbytes: int, fewest: int, now_s: float) -> None:
-        """Grant memory for puts of this size, free but for the `fewest` first of them."""
-        pool = self._pool
+        cache, pool = self._cache, self._pool
         rounded = pool.rounded_bytes(nbytes)
-        most = min(MAX_GRANT_BYTES, int(MAX_GRANT_SHARE * pool.nbytes))
-        puts = min(max(GRANTED_PUTS, MIN_GRANT_BYTES // rounded), most // rounded)
-        self._cache.grant(session, nbytes, fewest, puts, now_s, pool)
+        fewest, enough = KEPT_PUTS
+        kept = max(fewest, min(enough, KEPT_BYTES // rounded))
+        if cache.puts_left(session, nbytes, pool) < kept:
+            most = min(MAX_GRANT_BYTES, int(MAX_GRANT_SHARE * pool.nbytes))
+            puts = max(GRANTED_PUTS, MIN_GRANT_BYTES // rounded)
+            cache.grant(session, nbytes, fewest, min(puts, most // rounded), now_s, pool)
 
     def _empty(self, page: int, now_s: float, woken: list[Wakeup]) -> int:
         """Store and answer the page's puts, adding the waits that this ended; how many puts."""

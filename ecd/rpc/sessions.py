@@ -109,7 +109,6 @@ class SessionStreams:
                     "Welcome.lock_path first"
                 )
             stream.attached = True
-            self._live.welcome(stream.session)
         return stream.session
 
     def attach(self, token: str, pidfd: int | None) -> bool:

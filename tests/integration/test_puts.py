@@ -1,6 +1,7 @@
 """Putting without a call: grants, the doorbell, and what happens when something goes wrong."""
 
 import asyncio
+import errno
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +64,32 @@ def test_only_the_first_put_of_a_namespace_makes_calls(daemon: Daemon) -> None:
                 assert (item.metadata, item.cost_s) == (b"m", 0.5)
         counters = daemon.status().counters
         assert (counters.puts, counters.duplicates) == (41, 1)
+    daemon.check_nothing_leaked()
+
+
+def test_clients_that_only_read_leave_memory_to_those_that_write(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    """64 MiB, of which at most 8 are granted: half of them to clients that have not put."""
+    daemon = make_daemon("64MiB").start()
+    with ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(Client(daemon.address))
+        assert daemon.status().pools[0].granted_bytes == 4 * MIB
+        writer = stack.enter_context(Client(daemon.address))
+        for number in range(20):
+            assert writer.put(f"k{number}", filled(MIB // 8, number))
+            daemon.status()
+        assert daemon.calls("Reserve") == 1
+    eventually(lambda: daemon.status().pools[0].granted_bytes == 0)
+    with Client(daemon.address) as client:
+        client.put("large", filled(57 * MIB, 1))
+        before = daemon.status()
+        with Client(daemon.address), Client(daemon.address):
+            after = daemon.status()
+            assert after.pools[0].granted_bytes == before.pools[0].granted_bytes
+            assert after.counters.evictions == before.counters.evictions
+            assert client.contains(["large"]) == [True]
     daemon.check_nothing_leaked()
 
 
@@ -392,10 +420,7 @@ class Deaf:
     def __init__(self) -> None:
         self._epoll = select.epoll()
 
-    def __enter__(self) -> "Deaf":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._epoll.close()
 
     def register(self, what: socket.socket | int, events: int) -> None:
@@ -411,6 +436,9 @@ def test_a_doorbell_is_heard_by_its_thread_or_where_somebody_waits_by_the_event_
 ) -> None:
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
+
+    def no_descriptor() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
 
     async def hears(name: str, hurries: bool = False) -> bool:
         """Whether rings are heard: one that came before anybody listened, and two later ones."""
@@ -440,6 +468,10 @@ def test_a_doorbell_is_heard_by_its_thread_or_where_somebody_waits_by_the_event_
     )
     assert not asyncio.run(hears("deaf"))
     assert asyncio.run(hears("hurried", hurries=True))
+    no_epoll = SimpleNamespace(epoll=no_descriptor)
+    with monkeypatch.context() as patch:
+        patch.setattr("ecd.rpc.puts.select", no_epoll)
+        assert asyncio.run(hears("without a descriptor"))
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     assert asyncio.run(hears("without a thread"))
 

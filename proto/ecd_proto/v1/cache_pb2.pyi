@@ -878,6 +878,8 @@ global___Waiting = Waiting
 
 @typing.final
 class ReleaseRequest(google.protobuf.message.Message):
+    """Without leases: the client is new, and may be granted memory for its first puts."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
@@ -1339,7 +1341,7 @@ class PoolStatus(google.protobuf.message.Message):
     fragmentation: builtins.float
     """1 - largest free extent / free bytes"""
     granted_bytes: builtins.int
-    """of the free ones, given to writers ahead of need"""
+    """of the free ones, given to clients ahead of need"""
     huge_bytes: builtins.int
     """bytes that lie in huge pages"""
     def __init__(
