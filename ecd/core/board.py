@@ -65,8 +65,11 @@ class Board(Protocol):
     def note_checksum(self, entry: EntryId, key: Key, checksum: int) -> None:
         """Record the checksum of a shown entry's bytes, for a daemon's recovery."""
 
-    def hide(self, entry: EntryId, key: Key) -> None:
-        """Let no client find the entry; a pin set after this fails the client's recheck."""
+    def hide(self, entry: EntryId, key: Key, copy_in: int = 0) -> None:
+        """Let no client find the entry; a pin set after this fails the client's recheck.
+
+        `copy_in`: as in `EntryInfo`.
+        """
 
     def pinned(self, live: KeysView[EntryId], starts: Set[Start]) -> Iterator[Portion]:
         """Scan the pins of all sessions, some sessions a step, for entries of `live` and `starts`.
@@ -113,7 +116,7 @@ class NoBoard:
     def note_checksum(self, entry: EntryId, key: Key, checksum: int) -> None:
         pass
 
-    def hide(self, entry: EntryId, key: Key) -> None:
+    def hide(self, entry: EntryId, key: Key, copy_in: int = 0) -> None:
         pass
 
     def pinned(self, live: KeysView[EntryId], starts: Set[Start]) -> Iterator[Portion]:

@@ -174,6 +174,20 @@ class Cache:
         finally:
             self._writers.settle()
 
+    def reserve_copy(
+        self, session: SessionId, key: Key, original: EntryId, pool: Pool, now_s: float
+    ) -> Reservation | Missing:
+        """Allocate an extent for a copy of a stored entry, in a pool that holds copies.
+
+        Missing: the key's entry is another one, or none. Evicts some other copies of the pool.
+        """
+        owner = self._sessions.get(session)
+        if owner is None:
+            return SessionEnded()
+        if len(owner.reservations) >= self.limits.reservations_per_session:
+            return self.counters.refuse("reservations", self.limits.reservations_per_session)
+        return self._writers.reserve_copy(pool, owner, key, original, now_s)
+
     def no_room(self, nbytes: int, pool: Pool | None = None) -> PoolFull:
         """Refuse a reservation: no room can be made, or the caller stops trying."""
         return self._writers.no_room(pool or self.pools[0], nbytes)
@@ -194,11 +208,14 @@ class Cache:
         if found is None:
             return NotReserved()
         owner, entry = found
+        if entry.original is not None and entry.original.state is not EntryState.COMMITTED:
+            self._writers.abort(owner, entry)  # the next entry of the key may have other bytes
+            return NotReserved()
         if content is not None:
             assert content.nbytes == entry.content.nbytes
             entry.content = content
         self._writers.publish(owner, entry, now_s, checksum)
-        return Committed(self._readers.wake(entry, now_s))
+        return Committed(() if entry.copy_in else self._readers.wake(entry, now_s))
 
     def abort(self, session: SessionId, reservation: EntryId) -> Abortion:
         """Give a reservation back: its writer touches the extent no more."""
@@ -207,7 +224,7 @@ class Cache:
             return NotReserved()
         owner, entry = found
         self._writers.abort(owner, entry)
-        return Aborted(self._readers.writer_lost(entry.key))
+        return Aborted(() if entry.copy_in else self._readers.writer_lost(entry.key))
 
     def abandon(self, session: SessionId, reservation: EntryId) -> Abortion:
         """Give a reservation up, but keep its extent until `reclaim`: it may still be written."""
@@ -429,9 +446,12 @@ class Cache:
         return self._evictor.trim(limit, now_s)
 
     def page(self, after: EntryId | None, limit: int) -> tuple[list[EntryInfo], EntryId | None]:
-        """Up to `limit` committed entries in order of commit, and where the next page starts."""
+        """Up to `limit` committed entries in order of commit, and where the next page starts.
+
+        Copies are left out.
+        """
         entries, next_after = self._entries.page(after, limit)
-        return [entry.info() for entry in entries], next_after
+        return [entry.info() for entry in entries if not entry.copy_in], next_after
 
     def take_changes(self) -> dict[Key, bool]:
         """The keys stored (True) or evicted since the last call; the first call starts the log."""
@@ -474,7 +494,8 @@ class Cache:
                 assert entry.leases > 0 or self._pins.keeps(entry.id), "kept for nobody"
             assert entry.state is not EntryState.GONE
         for reason, count in self.counters.evictions.items():
-            assert count == sum(pool.evictions[reason] for pool in self.pools)
+            own = (pool for pool in self.pools if not pool.holds_copies)
+            assert count == sum(pool.evictions[reason] for pool in own)
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class Counters:
     puts: int = 0
     duplicates: int = 0
     aborts: int = 0
+    copies: int = 0  # made in pools that hold copies
     bytes_in: int = 0
     bytes_out: int = 0
     saved_s: float = 0.0  # encoding time that the hits saved

@@ -31,6 +31,8 @@ class Entries:
         self._stored: dict[str, dict[str, Entry]] = {}  # nearest copy, by namespace, by mm_hash
         self._count = 0
         self._writing: dict[Key, Entry] = {}  # reservation in the nearest pool
+        self._copying: dict[Key, Entry] = {}  # the same of copies, for which nobody waits
+        self._copies = 0  # committed
         self._order: list[EntryId] = []  # committed ids, ascending, some of them dead
         self._changes: dict[Key, bool] | None = None
         self._last_id = 0
@@ -49,11 +51,11 @@ class Entries:
 
     def add(self, entry: Entry) -> None:
         """Add a new reservation, or an entry that is doomed from the start."""
-        key = entry.key
         self._by_id[entry.id] = entry
         entry.block.owner = entry
         if entry.state is EntryState.RESERVED:
-            self._writing[key] = self._linked(self._writing.get(key), entry)
+            writing, key = self._writing_like(entry), entry.key
+            writing[key] = self._linked(writing.get(key), entry)
 
     def free(self, entry: Entry) -> None:
         """Forget an entry and give its extent back."""
@@ -71,15 +73,17 @@ class Entries:
         of_namespace[entry.mm_hash] = self._linked(of_namespace.get(entry.mm_hash), entry)
         self._count += 1
         self._order.append(entry.id)
-        if self._changes is not None:
+        if entry.copy_in:
+            self._copies += 1
+        elif self._changes is not None:
             self._changes[entry.key] = True
 
     def stop_writing(self, entry: Entry) -> None:
         """End a reservation: its key is free for another writer in its pool."""
-        key = entry.key
-        nearest = _unlinked(self._writing.pop(key), entry)
+        writing, key = self._writing_like(entry), entry.key
+        nearest = _unlinked(writing.pop(key), entry)
         if nearest is not None:
-            self._writing[key] = nearest
+            writing[key] = nearest
 
     def hide(self, entry: Entry) -> None:
         """Take a committed copy away from its key."""
@@ -90,7 +94,9 @@ class Entries:
         elif not of_namespace:
             del self._stored[entry.namespace]
         self._count -= 1
-        if self._changes is not None:
+        if entry.copy_in:
+            self._copies -= 1
+        elif self._changes is not None:
             self._changes[entry.key] = nearest is not None
         if len(self._order) > 64 and len(self._order) > 2 * self._count:
             self._order = [entry for entry in self._order if entry in self._by_id]
@@ -133,19 +139,33 @@ class Entries:
         return _in_pool(pool.number, self.stored(key))
 
     def writing_in(self, pool: Pool, key: Key) -> Entry | None:
-        return _in_pool(pool.number, self._writing.get(key))
+        writing = self._copying if pool.holds_copies else self._writing
+        return _in_pool(pool.number, writing.get(key))
+
+    def copies_of(self, entry: Entry) -> list[Entry]:
+        """The committed copies of a committed entry, in pools that hold copies."""
+        if entry.copy_in or not self._copies:
+            return []
+        return [copy for copy in self.copies(entry.key) if copy.copy_in]
+
+    def use(self, entry: Entry, now_s: float) -> None:
+        """Count one read of an entry, which keeps all copies of its key."""
+        self.pool_of(entry).use(entry, now_s)
+        for copy in self.copies(entry.key) if self._copies else ():
+            if copy is not entry:
+                self.pool_of(copy).use(copy, now_s)
 
     @property
     def being_written(self) -> int:
-        """How many keys have an open reservation."""
+        """How many keys have an open reservation, those of copies apart."""
         return len(self._writing)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._by_id.values())
 
     def __len__(self) -> int:
-        """The number of committed entries."""
-        return self._count
+        """The number of committed entries, copies apart."""
+        return self._count - self._copies
 
     def page(self, after: EntryId | None, limit: int) -> tuple[list[Entry], EntryId | None]:
         """Up to `limit` committed entries in order of commit, and where the next page starts.
@@ -164,6 +184,9 @@ class Entries:
 
     # -- steps ---------------------------------------------------------------------------------
 
+    def _writing_like(self, entry: Entry) -> dict[Key, Entry]:
+        return self._copying if entry.copy_in else self._writing
+
     def _linked(self, nearest: Entry | None, entry: Entry) -> Entry:
         """Add an entry to its key's chain; returns the chain's nearest."""
         if nearest is None:
@@ -180,18 +203,21 @@ class Entries:
             assert entry.block.owner is entry
             assert not entry.block.is_free
             pool, key = self.pool_of(entry), entry.key
+            assert entry.copy_in == (pool.number if pool.holds_copies else 0)
             stored, writing = self.stored_in(pool, key), self.writing_in(pool, key)
             assert (stored is entry) == (entry.state is EntryState.COMMITTED)
             assert (writing is entry) == (entry.state is EntryState.RESERVED)
         assert all(self._stored.values()), "an empty group was kept"
-        stored_chains = [_chain(e) for group in self._stored.values() for e in group.values()]
-        chains = [list(chain) for chain in (*stored_chains, *map(_chain, self._writing.values()))]
-        for chain in chains:
+        listed = [[*_chain(e)] for group in self._stored.values() for e in group.values()]
+        assert not any(chain[0].copy_in for chain in listed), "a copy of nothing"
+        reserved = (*self._writing.values(), *self._copying.values())
+        for chain in (*listed, *map(list, map(_chain, reserved))):
             places = [self._nearness[entry.pool] for entry in chain]
             assert places == sorted(set(places)), "copies out of order, or two in one pool"
             assert all(self._by_id[entry.id] is entry for entry in chain)
         committed = {e.id for e in self._by_id.values() if e.state is EntryState.COMMITTED}
         assert len(committed) == self._count
+        assert self._copies == sum(self._by_id[entry].copy_in > 0 for entry in committed)
         assert self._order == sorted(self._order)
         assert committed <= set(self._order)
 

@@ -25,6 +25,8 @@ class Entry:
     created_s: float = 0.0
     used_s: float = 0.0
     checksum: int | None = None  # None until somebody has read all bytes
+    copy_in: int = 0  # the pool's number if that holds copies
+    original: Entry | None = field(default=None, repr=False)  # what a reserved copy is made of
     farther: Entry | None = field(default=None, repr=False)  # the key's next copy
     colder: Entry | None = field(default=None, repr=False)  # neighbours in the policy's order
     warmer: Entry | None = field(default=None, repr=False)
@@ -57,4 +59,5 @@ class Entry:
             self.created_s,
             self.used_s,
             self.checksum,
+            self.copy_in,
         )

@@ -24,11 +24,18 @@ class Evictor:
         self._board, self._counters = board, counters
 
     def evict(self, entry: Entry, reason: str) -> None:
-        """Hide and retire an entry: a whole scan of the pins frees it, unless it is held."""
-        self._counters.evictions[reason] += 1
+        """Hide and retire an entry: a whole scan of the pins frees it, unless it is held.
+
+        Its copies go first: a reader that sees the entry listed after it has pinned a copy knows
+        that the copy is of this entry.
+        """
+        for copy in self._entries.copies_of(entry):
+            self.evict(copy, reason)
+        if not entry.copy_in:
+            self._counters.evictions[reason] += 1
         entry.step(EntryEvent.EVICT)
         self._entries.hide(entry)
-        self._board.hide(entry.id, entry.key)
+        self._board.hide(entry.id, entry.key, entry.copy_in)
         self._entries.pool_of(entry).drop(entry, reason)
         self._pins.retire(entry)
 
@@ -44,7 +51,7 @@ class Evictor:
             entry = self._entries.get(used)
             if entry is not None:
                 known_s += entry.content.cost_s
-                self._entries.pool_of(entry).use(entry, now_s)
+                self._entries.use(entry, now_s)
         if uses.entries:  # the other reads saved about as much each
             self._counters.saved_s += known_s * uses.hits / len(uses.entries)
 
@@ -72,7 +79,7 @@ class Evictor:
         return block or pool.evict_for(nbytes, self.evict, self._pins.step)
 
     def make_room_for_grant(self, pool: Pool, nbytes: int, now_s: float) -> Block | None:
-        """Evict up to MAX_VICTIMS entries for one extent of a grant."""
+        """Evict up to MAX_VICTIMS entries for one extent of a grant, or for a copy."""
         if not self._pins.is_settled and not self._pins.step():
             return None
         self.drain_uses(now_s)  # an entry read a moment ago is not the coldest
@@ -96,7 +103,7 @@ class Evictor:
             entry
             for entry in page
             if selection.namespace in (None, entry.namespace)
-            and selection.pool in (None, entry.pool)
+            and (not entry.copy_in if selection.pool is None else entry.pool == selection.pool)
             and now_s - entry.used_s >= selection.idle_s
             and now_s - entry.created_s >= selection.age_s
         ]

@@ -35,9 +35,8 @@ class Readers:
         limit = self._limits.leases_per_session
         if self.leases.count(session) >= limit:
             return self._counters.refuse("leases", limit)
-        pool = self._entries.pool_of(entry)
-        pool.hold(entry)
-        pool.use(entry, now_s)
+        self._entries.pool_of(entry).hold(entry)
+        self._entries.use(entry, now_s)
         counters, content = self._counters, entry.content
         counters.hits += 1
         counters.bytes_out += content.nbytes

@@ -11,7 +11,15 @@ from ecd.core.counters import Counters
 from ecd.core.entries import Entries
 from ecd.core.entry import Entry
 from ecd.core.evictor import Evictor
-from ecd.core.outcomes import BeingWritten, MakingRoom, PoolFull, Reserved
+from ecd.core.outcomes import (
+    AlreadyStored,
+    BeingWritten,
+    EntryTooLarge,
+    MakingRoom,
+    Missing,
+    PoolFull,
+    Reserved,
+)
 from ecd.core.pool import Pool
 from ecd.core.sessions import Session, Sessions
 from ecd.core.states import EntryEvent, EntryState
@@ -79,10 +87,31 @@ class Writers:
         entry = self._open(pool, owner, key, content, block, now_s)
         return Reserved(entry.id, entry.extent)
 
+    def reserve_copy(
+        self, pool: Pool, owner: Session, key: Key, original: EntryId, now_s: float
+    ) -> Reserved | AlreadyStored | BeingWritten | PoolFull | EntryTooLarge | Missing:
+        """Reserve room for a copy of this entry of the key, where that takes no second call."""
+        assert pool.holds_copies, "the key's own entry cannot lie there"
+        stored = self._entries.stored(key)
+        if stored is None or stored.id != original:
+            return Missing()
+        if self._entries.stored_in(pool, key) is not None:
+            return AlreadyStored()
+        if self._entries.writing_in(pool, key) is not None:
+            return BeingWritten()
+        content = stored.content
+        if content.nbytes > pool.nbytes:
+            return EntryTooLarge(content.nbytes, pool.nbytes)
+        block = pool.allocator.allocate(content.nbytes)
+        block = block or self._evictor.make_room_for_grant(pool, content.nbytes, now_s)
+        if block is None:
+            return _pool_full(pool, content.nbytes)  # no loss, so it is not counted
+        entry = self._open(pool, owner, key, content, block, now_s, stored)
+        return Reserved(entry.id, entry.extent)
+
     def no_room(self, pool: Pool, nbytes: int) -> PoolFull:
         self._counters.refused["pool_full"] += 1
-        held_bytes = pool.leased_bytes + pool.reserved_bytes
-        return PoolFull(nbytes, pool.largest_free_bytes, held_bytes)
+        return _pool_full(pool, nbytes)
 
     def recover(self, owner: Session, key: Key, content: Content, extent: Extent) -> Entry | None:
         """Reserve this extent; None if it or the key is taken."""
@@ -117,12 +146,12 @@ class Writers:
         self._stop_writing(entry)
 
     def orphan_all(self, owner: Session) -> list[Key]:
-        """Orphan the session's open reservations; returns their keys."""
+        """Orphan the session's open reservations; returns their keys, those of copies apart."""
         entries = [self._entry(reservation) for reservation in owner.reservations]
         lost = [entry for entry in entries if entry.state is EntryState.RESERVED]
         for entry in lost:
             self.orphan(entry)
-        return [entry.key for entry in lost]
+        return [entry.key for entry in lost if not entry.copy_in]
 
     def reclaim(self, owner: Session, reservation: EntryId) -> None:
         """Free the extent of an orphaned reservation: nothing can write there any more."""
@@ -187,10 +216,18 @@ class Writers:
         return found
 
     def _open(
-        self, pool: Pool, owner: Session, key: Key, content: Content, block: Block, now_s: float
+        self,
+        pool: Pool,
+        owner: Session,
+        key: Key,
+        content: Content,
+        block: Block,
+        now_s: float,
+        original: Entry | None = None,
     ) -> Entry:
         """Make a reservation of an allocated block."""
         entry = Entry(self._entries.next_id(), *key, content, block, owner.id, created_s=now_s)
+        entry.copy_in, entry.original = pool.number if original else 0, original
         self._entries.add(entry)
         owner.reservations.add(entry.id)
         pool.begin_write(entry)
@@ -200,19 +237,23 @@ class Writers:
     def _publish(self, entry: Entry, now_s: float, checksum: int | None) -> None:
         """Let everybody find the entry."""
         entry.step(EntryEvent.COMMIT)
+        entry.original = None
         entry.created_s = entry.used_s = now_s
         entry.checksum = checksum
         self._entries.publish(entry)
         self._entries.pool_of(entry).policy.admit(entry)
         self._board.show(entry.info())
         self._publish_count()
-        self._counters.puts += 1
-        self._counters.bytes_in += entry.content.nbytes
+        if entry.copy_in:
+            self._counters.copies += 1
+        else:
+            self._counters.puts += 1
+            self._counters.bytes_in += entry.content.nbytes
 
     def _stop_writing(self, entry: Entry) -> None:
         self._entries.stop_writing(entry)
         self._publish_count()
-        self._counters.aborts += 1
+        self._counters.aborts += not entry.copy_in
 
     def _take(self, owner: Session, entry: Entry) -> None:
         """Take a reservation off the books."""
@@ -228,3 +269,7 @@ class Writers:
         writable = (EntryState.RESERVED, EntryState.ORPHANED)
         reservations = {entry.id for entry in self._entries if entry.state in writable}
         assert reservations == self._sessions.reservations()
+
+
+def _pool_full(pool: Pool, nbytes: int) -> PoolFull:
+    return PoolFull(nbytes, pool.largest_free_bytes, pool.leased_bytes + pool.reserved_bytes)

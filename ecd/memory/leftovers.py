@@ -49,6 +49,7 @@ from ecd_proto.shm.rows import (
     ROW_BYTES,
     row_checksum,
     row_entry,
+    row_is_copy,
     row_is_truncated,
 )
 from ecd_proto.shm.session_page import (
@@ -267,7 +268,7 @@ def _rows(index: Path, generation: int, pool_bytes: int) -> Iterator[LeftoverEnt
             left_bytes -= len(chunk)
             for start in range(0, len(chunk) - ROW_BYTES + 1, ROW_BYTES):
                 row = chunk[start : start + ROW_BYTES]
-                if row_entry(row):
+                if row_entry(row) and not row_is_copy(row):
                     yield _left(row, names, generation, pool_bytes)
 
 

@@ -26,7 +26,8 @@ _MARKED = struct.Struct("<QQ")
 _MARK = slice(8, 24)  # crc and entry, which no two rows have in common
 _CHECKED = slice(8 * ROW_ENTRY_WORD, 8 * ROW_CHECKSUM_WORD)
 _RECORD_AT = _ROW.size
-_RECORD = struct.Struct("<HH")  # the namespace's number and the mm_hash's length; its bytes follow
+_RECORD = struct.Struct("<HBB")
+"""The namespace's number, the mm_hash's length, and the pool of a copy; the mm_hash follows."""
 _MAX_RECORD = _CHECKED.stop - _RECORD_AT - 32
 _SHAPES = tuple(struct.Struct(f"<{dimensions}Q") for dimensions in range(MAX_DIMENSIONS + 1))
 _DTYPES = tuple(DTYPES)
@@ -46,15 +47,22 @@ class Row(NamedTuple):
     truncated: bool
 
 
-def key_record(namespace: int, mm_hash: str) -> bytes | None:
+def key_record(namespace: int, mm_hash: str, copy_in: int = 0) -> bytes | None:
     """The key as a row holds it, with the namespace's number in `Namespaces`.
 
-    None if the mm_hash is too long: such a key has no row.
+    `copy_in`: the number of a pool that holds copies, for the row of the copy there; 0 for the
+    key's own row. None if the mm_hash is too long: such a key has no row.
     """
     encoded = mm_hash.encode()
     if len(encoded) > _MAX_RECORD - _RECORD.size:
         return None
-    return _RECORD.pack(namespace, len(encoded)) + encoded
+    return _RECORD.pack(namespace, len(encoded), copy_in) + encoded
+
+
+def copy_record(record: bytes, pool: int) -> bytes:
+    """The record of the copy that a pool has of the entry with this record."""
+    namespace, nbytes, _ = _RECORD.unpack_from(record)
+    return _RECORD.pack(namespace, nbytes, pool) + record[_RECORD.size :]
 
 
 def pack_row(record: bytes, row: Row, next_row: int) -> bytes:
@@ -86,9 +94,14 @@ def unpack_row(row: bytes) -> Row:
 
 def unpack_key(row: bytes) -> tuple[int, str]:
     """The namespace's number and the mm_hash. Raises UnicodeDecodeError for other bytes."""
-    namespace, nbytes = _RECORD.unpack_from(row, _RECORD_AT)
+    namespace, nbytes, _ = _RECORD.unpack_from(row, _RECORD_AT)
     at = _RECORD_AT + _RECORD.size
     return namespace, row[at : at + nbytes].decode()
+
+
+def row_is_copy(row: bytes) -> bool:
+    """Whether the row is of a copy, in a pool that holds copies."""
+    return bool(_RECORD.unpack_from(row, _RECORD_AT)[2])
 
 
 def row_is_truncated(row: bytes) -> bool:
