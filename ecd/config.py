@@ -63,6 +63,16 @@ class Config(BaseSettings):
         description="Size of the host pool, such as 4GiB, or a share of shm_dir's size, such as "
         "75%. By default a quarter of what shm_dir has free, at most 4 GiB.",
     )
+    device_pool_bytes: ByteSize = Field(
+        default=ByteSize(0),
+        description="Size of a pool in the memory of each GPU, such as 2GiB, taken at the start: "
+        "engines on that GPU copy from it what any of them has loaded. 0: none.",
+    )
+    devices: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="The GPUs that have such a pool, by UUID or number, separated by commas. By "
+        "default all that the daemon sees.",
+    )
     warm_restart: bool | None = Field(
         default=None,
         description="true: on SIGTERM leave the pool and its index to the next start. false: leave "
@@ -179,13 +189,13 @@ class Config(BaseSettings):
     def _auto(cls, value: object) -> object:
         return None if value == "auto" else value
 
-    @field_validator("host_pool_bytes", mode="before")
+    @field_validator("host_pool_bytes", "device_pool_bytes", mode="before")
     @classmethod
     def _quantity(cls, value: object) -> object:
         """Accept sizes as Kubernetes writes them, too: 4Gi."""
         return f"{value}B" if isinstance(value, str) and value.endswith("i") else value
 
-    @field_validator("peers", "hint_networks", mode="before")
+    @field_validator("devices", "peers", "hint_networks", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):

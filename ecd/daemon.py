@@ -21,6 +21,7 @@ from ecd.core.cache import DEFAULT_LIMITS
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
+from ecd.memory.device import device_pools
 from ecd.memory.host import HostPool
 from ecd.memory.pool_dir import PoolDir, clear_others
 from ecd.memory.recovery import Recovery
@@ -37,7 +38,7 @@ from ecd.rpc.peer_token import TokenCheck
 from ecd.rpc.puts import Doorbell
 from ecd.rpc.server import Server
 from ecd.rpc.socket import OwnedSocket
-from ecd.rpc.status import Status
+from ecd.rpc.status import PooledMemory, Status
 from ecd.service_manager import ServiceManager, is_supervised
 from ecd_proto.contract import DISTRIBUTION, size_text
 from ecd_proto.leftovers import TOUCH_S
@@ -96,6 +97,11 @@ class Daemon:
         with contextlib.ExitStack() as opened:
             self._socket = OwnedSocket(config.address)
             opened.callback(self._socket.close)
+            # Before there are files that a failure would leave.
+            devices = device_pools(config.device_pool_bytes, config.devices, GRANTED_POOL + 1)
+            self._devices = devices
+            for device in devices.values():
+                opened.callback(device.close)
             clear_others(config.shm_dir, config.name, config.leftover_max_age_s)
             self._pool = HostPool(
                 PoolDir(config.shm_dir, config.name, self._gid),
@@ -113,6 +119,9 @@ class Daemon:
             if index is not None:
                 doorbell = self._bind(Doorbell, DOORBELL_SUFFIX, "Every put is a call")
                 attach = self._bind(AttachSocket, ATTACH_SUFFIX, "No client copies by DMA")
+            if attach is None and self._devices:
+                logger.warning("no device pool: clients attach for it, and cannot")
+                self._devices = {}
             self._board, self._attach = SharedBoard(index, doorbell), attach
             for bound in (doorbell, attach):
                 if bound is not None:
@@ -130,7 +139,8 @@ class Daemon:
         return SharedIndex(
             self._pool.directory,
             self._identity.incarnation,
-            sum(pool.nbytes for pool in self._pools.values()),
+            sum(pool.nbytes for pool in self._pools.values())
+            + sum(pool.nbytes for pool in self._devices.values()),
             DEFAULT_LIMITS.sessions,
             self._pool.generation,
         )
@@ -181,15 +191,16 @@ class Daemon:
     def _make_parts(self, metrics: Metrics, running: contextlib.AsyncExitStack) -> _Parts:
         """Make what serves, in order of need. Raises MetricsError, ClusterError, EngineError."""
         config, board, pools = self._config, self._board, self._pools
-        cache = make_cache(pools, config.lease_ttl_s, board)
+        cache = make_cache(pools, config.lease_ttl_s, board, self._devices)
         doorbell_path = None if board.doorbell is None else board.doorbell.path
         attach_path = None if self._attach is None else self._attach.path
-        files = SessionFiles(pools, board.index, doorbell_path, attach_path)
+        files = SessionFiles(pools, board.index, doorbell_path, attach_path, self._devices)
         live = live_cache(cache, board, metrics.observe_call)
         node = Node(live, files, self._identity)
         if self._attach is not None:
-            self._attach.listen(node.streams)
-        status = Status(self._identity, cache, pools, board.index, node.streams)
+            self._attach.listen(node.streams, self._devices)
+        memory_of: dict[int, PooledMemory] = {**pools, **self._devices}
+        status = Status(self._identity, cache, memory_of, board.index, node.streams)
         checksums = Checksums(live, pools)
         running.callback(checksums.close)
         recovery = self._make_recovery(live, checksums)
@@ -253,7 +264,10 @@ class Daemon:
                 self._manager.say(f"populating {percent:.0f} %")
 
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._pool.populate, progress)
+        await asyncio.gather(
+            loop.run_in_executor(None, self._pool.populate, progress),
+            *(loop.run_in_executor(None, device.take) for device in self._devices.values()),
+        )
 
     async def _follow_puts(self, checksums: Checksums) -> None:
         """Hash what is put, for the next daemon; with a cluster that is done for other nodes."""

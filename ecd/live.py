@@ -234,6 +234,13 @@ class LiveCache:
             await pace.turn()
         return self.cache.no_room(content.nbytes, pool)
 
+    def reserve_copy(
+        self, session: SessionId, key: Key, original: EntryId, pool: Pool
+    ) -> Reservation | Missing:
+        outcome = self.cache.reserve_copy(session, key, original, pool, self.now_s())
+        self._followups.after_filling()
+        return outcome
+
     def commit(
         self,
         session: SessionId,

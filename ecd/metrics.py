@@ -88,6 +88,7 @@ class _CoreCollector(Collector):
             ("puts", "Entries committed.", counters.puts),
             ("duplicates", "Writers told that the entry was there.", counters.duplicates),
             ("aborts", "Reservations given up, dead writers' included.", counters.aborts),
+            ("copies", "Copies of entries made in device pools.", counters.copies),
             ("bytes_in", "Bytes of committed entries.", counters.bytes_in),
             ("bytes_out", "Bytes of entries that readers found.", counters.bytes_out),
             ("saved_seconds", "What the hits had cost to encode.", counters.saved_s),
@@ -105,6 +106,7 @@ class _CoreCollector(Collector):
             yield family
         for name, text in (
             ("pool_bytes", "Size of the pool."),
+            ("populated_bytes", "Bytes of the pool that are there: 0 for a GPU that had none."),
             ("used_bytes", "Bytes in extents."),
             ("granted_bytes", "Bytes given to clients ahead of need."),
             ("reserved_bytes", "Bytes of the pool that are being written."),
@@ -117,6 +119,11 @@ class _CoreCollector(Collector):
             for pool in status.pools:
                 gauge.add_metric([names[pool.pool]], getattr(pool, name))
             yield gauge
+        text = "Entries and copies evicted from the pool."
+        evicted = CounterMetricFamily("ecd_pool_evictions", text, labels=["pool"])
+        for pool in status.pools:
+            evicted.add_metric([names[pool.pool]], pool.evictions)
+        yield evicted
         for name, text, value in (
             ("entries", "Committed entries.", status.entries),
             ("unlisted_entries", "Entries that are not in the mapped index.", status.unlisted),

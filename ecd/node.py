@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ecd.core.allocator import Allocator
 from ecd.core.cache import DEFAULT_LIMITS, Cache
 from ecd.core.pool import Pool
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
+from ecd.memory.device import DevicePool
 from ecd.memory.host import HostPool
 from ecd.memory.shared_index import SharedIndex
 from ecd.rpc.cache_service import CacheService, Monitor
@@ -31,9 +33,19 @@ class SharedBoard:
     doorbell: Doorbell | None = None
 
 
-def make_cache(memory: Mapping[int, HostPool], lease_ttl_s: float, board: SharedBoard) -> Cache:
+def make_cache(
+    memory: Mapping[int, HostPool],
+    lease_ttl_s: float,
+    board: SharedBoard,
+    devices: Mapping[int, DevicePool] = MappingProxyType({}),
+) -> Cache:
     """The core over these pools, by their numbers, the nearest to readers first."""
+    assert len(memory) == 1 or not devices, "a copy must have one pool to come from"
     pools = [Pool(Allocator(number, each.nbytes, GRANULE_BYTES)) for number, each in memory.items()]
+    pools += [
+        Pool(Allocator(number, each.nbytes, GRANULE_BYTES), "device", holds_copies=True)
+        for number, each in devices.items()
+    ]
     return Cache(pools, lease_ttl_s, DEFAULT_LIMITS, board.index)
 
 

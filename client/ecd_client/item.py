@@ -10,13 +10,16 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecd_client import forks
-from ecd_client.errors import LeaseExpired
+from ecd_client.errors import DeviceBusy, DeviceError, LeaseExpired
 from ecd_client.leases import Hold
+from ecd_proto.shm.session_page import MAX_PINS
 
 if TYPE_CHECKING:
     import torch
 
+    from ecd_client.device.copies import Copies
     from ecd_client.device.driver import Event
+    from ecd_client.device.pool import HeldCopy
 
 
 class Handle(NamedTuple):
@@ -104,7 +107,7 @@ class Item:
         import torch
 
         from ecd_client.device.copies import for_device
-        from ecd_client.tensors import load, private_copy
+        from ecd_client.tensors import private_copy
 
         device = torch.device(device)
         copies = for_device(device)
@@ -115,18 +118,78 @@ class Item:
 
             self.check()
             hold = self._hold
-            hold.pool.use_dma(copies.device)
             with self.__dict__.setdefault("_queueing", threading.RLock()):
                 self.check()  # a close by another thread sees the load, or is seen
                 self._loads = under_way(self._loads)
-                source, note = hold.pool.load_parts(hold.extent), self._loads.append
-                copy = load(source, self.dtype, self.shape, copies, note)
+                copied = self._near_copy(copies)
+                try:
+                    copy = self._load(copies, copied)
+                except DeviceBusy:
+                    raise
+                except DeviceError as error:
+                    if copied is None or hold.session.near is None:
+                        raise
+                    hold.session.near.fail(error)
+                    copy = self._load(copies, None)
                 over = self._loads[-1]
             if non_blocking and hold.expires_s == math.inf:
                 return copy
             over.wait()
         self.check()  # the lease held until every byte was read
         return copy
+
+    def _load(self, copies: Copies, copied: HeldCopy | None) -> torch.Tensor:
+        """Queue a load of the copy, whose hold ends with it, or of the item. Raises DeviceError."""
+        from ecd_client.device.ends import after
+        from ecd_client.tensors import load
+
+        hold = self._hold
+        try:
+            parts = hold.pool.load_parts(hold.extent) if copied is None else copied.parts
+            return load(parts, self.dtype, self.shape, copies, self._loads.append)
+        finally:
+            if copied is not None:
+                after(self._loads, copied.end)
+
+    def device_view(self, device: torch.device | str = "cuda") -> torch.Tensor | None:
+        """A tensor over the copy in the GPU's device pool. None: there is none by now.
+
+        For reading only: a write ends the process's CUDA context. The item may be closed at once.
+        The copy is held until nothing refers to the tensor or its views, and what is queued on the
+        current stream by then is over; work on another stream has to be over, or that stream must
+        have been waited for. A session has room for some hundred. Raises LeaseExpired, DeviceError.
+        """
+        import torch
+
+        from ecd_client.device.copies import for_device
+        from ecd_client.tensors import device_view
+
+        copies = for_device(torch.device(device))
+        self.check()
+        index = self._hold.session.index
+        if copies is None or index is None or index.pins_left < MAX_PINS // 2:
+            return None  # the others are for those who only load
+        held = self._near_copy(copies)
+        if held is None:
+            return None
+        try:
+            return device_view(held, self.dtype, self.shape, copies)
+        except BaseException:
+            held.end()
+            raise
+
+    def _near_copy(self, copies: Copies) -> HeldCopy | None:
+        """Hold the copy on this GPU; where there is none, have one made for the next time."""
+        hold = self._hold
+        hold.pool.use_dma(copies.device)
+        near = hold.session.near
+        if near is None or near.device != copies.device or not (hold.entry and self.nbytes):
+            return None
+        key = self.namespace, self.mm_hash
+        copied = near.hold(hold.session, key, hold.entry, self.nbytes)
+        if copied is None:
+            near.promote_soon(hold.session, key, hold.entry)
+        return copied
 
     def handle(self) -> Handle:
         """The item, for another process of this node to read."""

@@ -48,6 +48,10 @@ class Hold(Protocol):
 
     @property
     def holds(self) -> bool: ...
+    @property
+    def entry(self) -> int:
+        """The entry's number in the index, by which a copy of it is found; 0: not known."""
+
     def has_left(self, share: float) -> bool:
         """Whether at least this share of a lease's TTL is left."""
 
@@ -69,6 +73,10 @@ class Lease:
     def holds(self) -> bool:
         return time.monotonic() < self.expires_s
 
+    @property
+    def entry(self) -> int:
+        return 0
+
     def has_left(self, share: float) -> bool:
         return self.expires_s - time.monotonic() >= share * self.session.lease_ttl_s
 
@@ -88,6 +96,11 @@ class Pin:
     ) -> None:
         self.session, self.pool, self.content, self.extent = session, pool, row, row
         self._index, self._pin = index, pin
+
+    @property
+    def entry(self) -> int:
+        """The entry's number in the index; 0 for a put that was not listed yet."""
+        return self.extent.entry
 
     def has_left(self, share: float) -> bool:  # noqa: ARG002
         return True

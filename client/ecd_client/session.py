@@ -12,7 +12,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -28,6 +28,9 @@ from ecd_client.shared.puts import PutWriter
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.shm.files import lock_session
 from ecd_proto.v1 import cache_pb2 as pb
+
+if TYPE_CHECKING:
+    from ecd_client.device.pool import DevicePool
 
 Outbox = queue.SimpleQueue[Any]
 WaitEnded = Callable[[pb.AcquireOutcome | None], None]
@@ -81,7 +84,8 @@ class Session:
             board = MappedBoard.open(welcome.index, uid) if welcome.HasField("index") else None
             self._dma: SessionDma | None = None
             if board is not None:
-                self._dma = SessionDma(welcome.attach_path, self.token, board)
+                devices = {file.device: file for file in welcome.pools if file.kind == "device"}
+                self._dma = SessionDma(welcome.attach_path, self.token, board, devices)
                 opened.callback(self._dma.end)  # as the last thing but for the lock
             self.pools = MappedPools(welcome.pools, uid, self._dma)
             opened.callback(self.pools.close)
@@ -223,6 +227,11 @@ class Session:
             index.unpin(pin)
             self.unref()
             raise
+
+    @property
+    def near(self) -> DevicePool | None:
+        """The device pool of the process's GPU, once copies of it have begun and it is mapped."""
+        return None if self._dma is None else self._dma.near
 
     def release(self, lease: Lease) -> None:
         """End a lease; nobody waits for the daemon's answer."""

@@ -16,6 +16,7 @@ from ecd_proto.mapping import advise_huge_pages
 
 if TYPE_CHECKING:
     from ecd_client.device.driver import Event
+    from ecd_client.device.pool import HeldCopy
 
 _BY_NAME: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
@@ -104,6 +105,11 @@ def load(
 ) -> torch.Tensor:
     """A tensor of the GPU that a copy on its way fills, as `Copies.load` has it."""
     return copies.load(parts, shape, _BY_NAME[dtype], note)
+
+
+def device_view(held: HeldCopy, dtype: str, shape: tuple[int, ...], copies: Copies) -> torch.Tensor:
+    """A tensor over a held copy in a device pool, as `Copies.view` has it."""
+    return copies.view(held.parts, shape, _BY_NAME[dtype], held.end)
 
 
 def private_copy(

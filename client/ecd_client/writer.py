@@ -165,7 +165,12 @@ class _Put:
             assert self._claim is not None
             assert self.session.puts is not None
             outcome = self.session.puts.answer(self._claim, self.session.calls.timeout_s)
-        return self._put_by_calls() if outcome is _MUST_CALL else outcome
+        if outcome is _MUST_CALL:
+            outcome = self._put_by_calls()
+        near = self.session.near
+        if near is not None and outcome is _STORED:
+            near.promote_soon(self.session, (self._entry.namespace, self._entry.mm_hash))
+        return outcome
 
     def _write(self) -> PutOutcome:
         """Write what is claimed, unless it is written. Raises what `copy_to` raises."""

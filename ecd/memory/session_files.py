@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from ecd.core.types import SessionId
+from ecd.memory.device import DevicePool
 from ecd.memory.host import HostPool
 from ecd.memory.shared_index import SharedIndex
 from ecd_proto.shm.session_page import GRANTED_POOL
@@ -21,6 +23,7 @@ class SessionFiles:
         index: SharedIndex | None,
         doorbell: Path | None,
         attach: Path | None,
+        devices: Mapping[int, DevicePool] = MappingProxyType({}),
     ) -> None:
         """`pools` are by their numbers. The locks of all sessions lie beside pool GRANTED_POOL.
 
@@ -28,11 +31,12 @@ class SessionFiles:
         without an `attach` socket no client copies by DMA.
         """
         self._pools, self._index = pools, index
+        self._devices = devices
         self._locks = pools[GRANTED_POOL]
         self._doorbell, self._attach = doorbell, attach
 
     def pool_files(self) -> list[pb.PoolFile]:
-        return [
+        files = [
             pb.PoolFile(
                 pool=number,
                 kind="host",
@@ -43,6 +47,10 @@ class SessionFiles:
             )
             for number, pool in self._pools.items()
         ]
+        for number, device in self._devices.items():
+            file = pb.PoolFile(pool=number, kind="device", nbytes=device.nbytes, device=device.uuid)
+            files.append(file)
+        return files
 
     def index_file(self, session: SessionId) -> pb.IndexFile | None:
         """Open a page for the session. None: it must call for everything."""

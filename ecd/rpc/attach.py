@@ -14,7 +14,9 @@ import os
 import re
 import select
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from ecd.core.types import SessionId
@@ -53,6 +55,13 @@ class Sessions(Protocol):
     def attach(self, token: str, pidfd: int | None) -> bool: ...
 
 
+class Exported(Protocol):
+    """Memory that clients import by a descriptor, if it is there."""
+
+    @property
+    def fd(self) -> int | None: ...
+
+
 class AttachSocket:
     """Attaches a session's client: it sends the session's token, and is answered ATTACHED.
 
@@ -65,6 +74,7 @@ class AttachSocket:
         self.path = path
         self._silent: dict[socket.socket, asyncio.TimerHandle] = {}  # the oldest first
         self._pause: asyncio.TimerHandle | None = None
+        self._devices: Mapping[int, Exported] = {}
         self._socket = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         )
@@ -76,9 +86,14 @@ class AttachSocket:
             self._socket.close()
             raise
 
-    def listen(self, sessions: Sessions) -> None:
-        """Attach clients to `sessions` on the running event loop."""
-        self._pause = None
+    def listen(
+        self, sessions: Sessions, devices: Mapping[int, Exported] = MappingProxyType({})
+    ) -> None:
+        """Attach clients to `sessions` on the running event loop.
+
+        Each is handed the descriptors of the device pools that there are, by the pools' numbers.
+        """
+        self._pause, self._devices = None, devices
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._accept, sessions)
 
     def close(self) -> None:
@@ -100,7 +115,8 @@ class AttachSocket:
             except OSError as error:
                 logger.warning("nobody can attach for %.0f s: %s", NO_FILES_PAUSE_S, error)
                 loop.remove_reader(self._socket.fileno())
-                self._pause = loop.call_later(NO_FILES_PAUSE_S, self.listen, sessions)
+                listen, devices = self.listen, self._devices
+                self._pause = loop.call_later(NO_FILES_PAUSE_S, listen, sessions, devices)
                 return
             connection.setblocking(False)
             loop.add_reader(connection.fileno(), self._hear, connection, sessions)
@@ -116,7 +132,7 @@ class AttachSocket:
             token = connection.recv(MAX_TOKEN_BYTES).decode("ascii")
             pidfd = _peer_pidfd(connection)
             if sessions.attach(token, pidfd):
-                connection.send(ATTACHED)
+                self._answer(connection)
                 why = "it is attached"
             else:
                 why = "it names no open session"
@@ -125,6 +141,16 @@ class AttachSocket:
         except (OSError, UnicodeDecodeError) as error:
             why = str(error)
         self._drop(connection, why)
+
+    def _answer(self, connection: socket.socket) -> None:
+        fds = {n: pool.fd for n, pool in self._devices.items() if pool.fd is not None}
+        try:
+            if fds:
+                socket.send_fds(connection, [ATTACHED + bytes(fds)], list(fds.values()))
+                return
+        except OSError as error:  # too many descriptors are under way
+            logger.warning("a client attaches without the device pools: %s", error)
+        connection.send(ATTACHED)
 
     def _drop(self, connection: socket.socket, why: str) -> None:
         logger.debug("a connection to %s is closed: %s", self.path.name, why)

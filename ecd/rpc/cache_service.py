@@ -17,10 +17,12 @@ from ecd.followups import EVICTED_AT_A_TIME
 from ecd.live import LiveCache
 from ecd.rpc.convert import (
     SessionOver,
+    copies_pool,
     selection_from,
     to_acquire_outcome,
     to_entry_info,
     to_failure,
+    to_promote_reply,
     to_reserve_outcome,
 )
 from ecd.rpc.origins import OtherNodes, Recovering
@@ -124,6 +126,14 @@ class CacheService(pb_grpc.CacheServicer):
 
         aborted = await pace.each(abort, request.reservations)
         return pb.AbortReply(incarnation=self._incarnation, aborted=aborted)
+
+    async def Promote(self, request: pb.PromoteRequest, context: Ctx) -> pb.PromoteReply:
+        session = self._streams.attached(request.session)
+        key = key_from(request.key)
+        pool = copies_pool(self._live.cache.pools, request.pool)
+        await self._live.begin()
+        outcome = self._live.reserve_copy(session, key, EntryId(request.entry), pool)
+        return to_promote_reply(outcome, self._incarnation)
 
     # -- reading -------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NoReturn
 
 import grpc
@@ -22,6 +23,7 @@ from ecd.core.outcomes import (
     Stored,
     Waiting,
 )
+from ecd.core.pool import Pool
 from ecd.core.types import EntryInfo, Selection
 from ecd.wire import InvalidRequest, key_from, seconds_from, to_content, to_extent, to_key
 from ecd_proto.v1 import cache_pb2 as pb
@@ -76,6 +78,24 @@ def to_reserve_outcome(outcome: Reservation) -> pb.ReserveOutcome:
             _session_over()
         case _:
             assert_never(outcome)
+
+
+def copies_pool(pools: Iterable[Pool], number: int) -> Pool:
+    """The pool of this number, for copies. Raises InvalidRequest."""
+    for pool in pools:
+        if pool.number == number and pool.holds_copies:
+            return pool
+    raise InvalidRequest(f"pool {number} is no device pool")
+
+
+def to_promote_reply(outcome: Reservation | Missing, incarnation: str) -> pb.PromoteReply:
+    reply = pb.PromoteReply(incarnation=incarnation)
+    if isinstance(outcome, SessionEnded):
+        _session_over()
+    if isinstance(outcome, Reserved):
+        reply.reserved.reservation = outcome.entry
+        reply.reserved.extent.CopyFrom(to_extent(outcome.extent))
+    return reply
 
 
 def to_acquire_outcome(outcome: Acquisition) -> pb.AcquireOutcome:

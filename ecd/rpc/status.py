@@ -18,13 +18,15 @@ from ecd_proto.v1 import cache_pb2 as pb
 State = pb.StatusReply.State
 
 
-class PopulatedPool(Protocol):
+class PooledMemory(Protocol):
     """The memory of one pool, as operators see it."""
 
     path: Path
     nbytes: int
-    populated_bytes: int
     huge_bytes: int
+
+    @property
+    def populated_bytes(self) -> int: ...
 
 
 class ClientIndex(Protocol):
@@ -46,7 +48,7 @@ class Status:
         self,
         identity: NodeIdentity,
         cache: Cache,
-        memory: Mapping[int, PopulatedPool],
+        memory: Mapping[int, PooledMemory],
         index: ClientIndex | None,
         streams: SessionStreams,
     ) -> None:
@@ -68,7 +70,7 @@ class Status:
             return None
         if self._state == State.STATE_STOPPING:
             return "the daemon is stopping"
-        pools = self._memory.values()
+        pools = [self._memory[pool.number] for pool in self._cache.pools if not pool.holds_copies]
         populated_bytes = sum(pool.populated_bytes for pool in pools)
         percent = 100 * populated_bytes // sum(pool.nbytes for pool in pools)
         return f"{POPULATING}: {percent} %"
@@ -112,4 +114,5 @@ class Status:
             free_bytes=pool.free_bytes + pool.granted_bytes,
             largest_free_bytes=pool.largest_free_bytes,
             fragmentation=pool.fragmentation,
+            evictions=sum(pool.evictions.values()),
         )

@@ -18,9 +18,13 @@ import time
 import torch
 
 from ecd_client import Client, EcdError
+from ecd_client.calls import open_channel
 from ecd_client.device import pinned
 from ecd_client.item import Item
+from ecd_client.shared import index
 from ecd_proto.shm.session_page import DMA_WORD
+from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.cuda.gpu import StandinGpu
 from support.cuda.standin import Control, Hold
 from support.daemon import eventually
@@ -448,6 +452,217 @@ def interrupted_in_a_pause(address: str) -> dict:
 
         threading.Thread(target=interrupt).start()
         return put_until(client, tensor, KeyboardInterrupt)
+
+
+# -- a device pool ---------------------------------------------------------------------------------
+
+
+def near_of(client: Client):
+    """The client's device pool, which its first copy begins to map."""
+    client.pin()
+    eventually(lambda: client._connection.session().near, 10.0)
+    return client._connection.session().near
+
+
+def copies_in_pools(address: str) -> int:
+    with open_channel(address) as channel:
+        return pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), timeout=10.0).counters.copies
+
+
+def put_by_cpu(address: str, key: str, content: bytes) -> None:
+    """Put an entry of which no copy is made."""
+    with Client(address) as client, open_channel(address) as channel:
+        client.put_bytes(key, content, "uint8", (len(content),))
+        pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), timeout=10.0)  # it is listed
+
+
+def is_near(client: Client, key: str) -> bool:
+    session = client._connection.session()
+    with client.get(key) as item:
+        found = near_of(client).hold(session, ("default", key), item._hold.entry, item.nbytes)
+        if found is not None:
+            found.end()
+        return found is not None
+
+
+def puts_near(address: str) -> dict:
+    """What a GPU's engine puts is in the device pool a moment later."""
+    with Client(address) as client:
+        near_of(client)
+        stored = client.put_async("k", gpu.encode(SHAPE, torch.uint8, 5)).result(20)
+        stored &= put(client, "l", 6)
+        eventually(lambda: is_near(client, "k") and is_near(client, "l"))
+        return {"stored": stored, "copies": copies_in_pools(address)}
+
+
+def loads_near(address: str) -> dict:
+    """Both come from the device, and no byte from the host."""
+    with Client(address) as client:
+        near_of(client)
+        before = control.counters()
+        right = [is_right(load(client, key), byte) for key, byte in (("k", 5), ("l", 6))]
+        right.append(is_right(load(client, "k", non_blocking=True), 5))
+        after = control.counters()
+    return {
+        "right": all(right),
+        "host to device": after.bytes_h2d - before.bytes_h2d,
+        "device to device": after.bytes_d2d - before.bytes_d2d,
+    }
+
+
+def promoted_by_a_hit(address: str) -> dict:
+    """An entry that a CPU has put is loaded from the host once."""
+    with Client(address) as client:
+        put_by_cpu(address, "k", bytes([7]) * MIB)
+        near_of(client)
+        eventually(lambda: is_right(load(client, "k"), 7) and is_near(client, "k"))
+        before = control.counters().bytes_h2d
+        right = is_right(load(client, "k"), 7)
+        return {"right": right, "host to device": control.counters().bytes_h2d - before}
+
+
+def more_than_it_holds(address: str) -> dict:
+    """Copies are evicted and made anew: all bytes are right."""
+    with Client(address) as client:
+        near_of(client)
+        right = []
+        for turn in range(4):
+            for number in range(24):
+                put(client, f"{number}", number)
+                right.append(is_right(load(client, f"{number}", non_blocking=turn % 2 > 0), number))
+        evicted = copies_in_pools(address)
+        return {"right": all(right), "many": evicted > 24, "faults": control.counters().faults}
+
+
+def another_entry_of_the_key(address: str) -> dict:
+    """An item that outlives its entry never gets the bytes of the key's next one."""
+    with Client(address) as client:
+        near_of(client)
+        copies = copies_in_pools(address) + 1
+        put(client, "k", 1)
+        eventually(lambda: copies_in_pools(address) == copies)
+        item = client.get("k")
+        if os.environ.get("WITHOUT") == "the second look":
+            before = item._hold.entry
+            index.row_entry = lambda row: before
+        with open_channel(address) as channel:
+            stub = pb_grpc.CacheStub(channel)
+            key = pb.Key(namespace="default", mm_hash="k")
+            stub.Evict(pb.EvictRequest(key=key), timeout=10.0)
+            put(client, "k", 2)
+            eventually(lambda: copies_in_pools(address) == copies + 1)
+        old, new = is_right(item.to("cuda"), 1), is_right(load(client, "k"), 2)
+        item.close()
+        return {"old": old, "new": new}
+
+
+def views(address: str) -> dict:
+    """A view keeps its memory until what uses it is over, whatever is evicted meanwhile."""
+    with Client(address) as client:
+        put_by_cpu(address, "l", b"abcd" * 4)
+        near_of(client)
+        put(client, "k", 5)
+        eventually(lambda: is_near(client, "k"))
+        with client.get("l") as item:
+            none_yet = item.device_view("cuda") is None
+        eventually(lambda: is_near(client, "l"))
+        before = control.counters()
+        with client.get("k") as item:
+            view = item.device_view("cuda")
+        copied = control.counters().copies - before.copies
+        row = view.view(4, -1)[2]
+        del view
+        gc.collect()
+        for number in range(40):
+            put(client, f"{number}", 255)
+            load(client, f"{number}")
+        right = is_right(row, 5)
+        control.hold = Hold.FILLS
+        gpu.encode((16,), torch.uint8, 1)  # work that is queued, and may use the view
+        held = lambda: any(client._connection.session().index._words[8:512])  # noqa: E731
+        del row
+        gc.collect()
+        time.sleep(0.3)
+        is_early = not held()
+        control.hold = Hold.NOTHING
+        eventually(lambda: not held())
+        with client.get("l") as item:
+            item.to("cuda")
+            eventually(lambda: is_near(client, "l"))
+            view = item.device_view("cuda")
+        content = [str(view.dtype), list(view.shape), gpu.content(view) == b"abcd" * 4]
+        del view
+    return {"none yet": none_yet, "copies": copied, "right": right, "early": is_early, "l": content}
+
+
+def import_is_refused(address: str) -> dict:
+    control.fail({"cuMemImportFromShareableHandle": 1})
+    with Client(address) as client:
+        pin(client)
+        right = put(client, "k", 8) and is_right(load(client, "k"), 8)
+        near = client._connection.session().near
+    return {"right": right, "near": near is not None, "warnings": warnings}
+
+
+def has_no_pool_of_its_own(address: str) -> dict:
+    """A process on a GPU without a device pool uses the host's."""
+    with Client(address) as client:
+        pin(client)
+        right = put(client, "k", 8) and is_right(load(client, "k"), 8)
+        return {"right": right, "near": client._connection.session().near is not None}
+
+
+def copies_near_fail(address: str) -> dict:
+    """The device fails while an entry is promoted: nothing is committed, or tried again."""
+    with Client(address) as client:
+        put_by_cpu(address, "k", bytes([7]) * MIB)
+        near_of(client)
+        session = client._connection.session()
+        with client.get("k") as item:
+            entry = item._hold.entry
+        control.fail({"copy": 700})
+        session.near.promote_soon(session, ("default", "k"), entry)
+        eventually(lambda: session.near._has_failed)
+        control.fail({})
+        return {"copies": copies_in_pools(address), "kept": client.contains(["k"])}
+
+
+def goes_on_through_restarts(address: str) -> dict:
+    """Puts and loads until a line comes: misses are allowed, errors and wrong bytes are not."""
+    wrong, number = 0, 0
+    done = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.readline(), done.set()), daemon=True).start()
+    print("ready", flush=True)
+    near = set()
+    with Client(address) as client:
+        client.pin()
+        while not done.is_set():
+            number += 1
+            byte = number % 16
+            try:
+                put(client, str(byte), byte)
+                if item := client.get(str(byte)):
+                    with item:
+                        wrong += not is_right(item.to("cuda", non_blocking=True), byte)
+                    near.add(getattr(item._hold.session.near, "number", 0))
+            except EcdError:
+                time.sleep(0.01)
+    return {"wrong": wrong, "some": number > 50, "faults": control.counters().faults}
+
+
+def dies_amid_a_promotion(address: str) -> dict:
+    """Killed between the halves of a copy into the device pool."""
+    put_by_cpu(address, "dead", bytes([7]) * MIB)
+    client = Client(address)
+    near_of(client)
+    session = client._connection.session()
+    before = control.counters().halfway
+    control.delay_us = 400_000
+    with client.get("dead") as item:
+        session.near.promote_soon(session, ("default", "dead"), item._hold.entry)
+    eventually(lambda: control.counters().halfway > before)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
 
 
 def no_memory_to_make_it_dense(address: str) -> dict:

@@ -39,7 +39,16 @@ def test_no_byte_is_wrong_however_late_copies_are(kind: str) -> None:
     found = stress(STRESS_S, "--kind", kind)
     assert (found["wrong"], found["faults"], found.get("ended")) == (0, 0, None)
     assert found["evictions"] > 20
+    assert (found["d2d"] > 0) == (kind == "near")
     assert found.get("amid", 0) > 3 or kind != "doomed"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("control")
+@pytest.mark.parametrize("rule", ["W2", "R1", "R2"])
+def test_without_this_rule_copies_in_a_device_pool_are_wrong(rule: str) -> None:
+    found = stress(60, "--kind", "near", "--without", rule)
+    assert found["wrong"] > 0 or found["faults"] > 0
 
 
 @pytest.mark.timeout(240)

@@ -99,3 +99,14 @@ def test_an_older_kernel_keeps_a_killed_engines_memory_for_longer(
     found = examine(status=pb.StatusReply(waiting_for_dma=2))["killed engines"]
     assert (found.state, "Linux 6.5" in found.advice) == ("look", True)
     assert found.found == "their memory is free 10 s after their end; 2 of them wait now"
+
+
+def test_a_device_pool_that_could_not_be_had_is_told_of(examine: Examine) -> None:
+    pool = pb.PoolStatus(kind="device", path="GPU-1", pool_bytes=2 << 30, populated_bytes=2 << 30)
+    found = examine(status=pb.StatusReply(pools=[pool]))["device pool"]
+    assert (found.state, found.found) == ("ok", "2 GiB on GPU-1")
+    pool.populated_bytes = 0
+    found = examine(status=pb.StatusReply(pools=[pool]))["device pool"]
+    assert found.state != "ok"
+    assert "GPU-1 had no 2 GiB" in found.found
+    assert "ECD_DEVICE_POOL_BYTES" in found.advice

@@ -53,8 +53,9 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
     counters = reply.counters
     state = plain(reply)["state"]
     if state == "populating":
-        populated_bytes = sum(pool.populated_bytes for pool in reply.pools)
-        pool_bytes = sum(pool.pool_bytes for pool in reply.pools)
+        host = [pool for pool in reply.pools if pool.kind == "host"]
+        populated_bytes = sum(pool.populated_bytes for pool in host)
+        pool_bytes = sum(pool.pool_bytes for pool in host)
         state += f" {100 * populated_bytes // max(1, pool_bytes)} %"
     lookups = counters.hits + counters.misses
     names = names_of_pools(reply)
@@ -87,16 +88,13 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
 
 def _gpus(reply: pb.StatusReply) -> list[tuple[str, str]]:
     """A row for daemons whose clients have GPUs, or had."""
-    if not (reply.pinning or reply.waiting_for_dma):
-        return []
-    waiting = f"; {reply.waiting_for_dma} ended, which GPUs may still copy for"
-    return [
-        (
-            "GPUs",
-            f"{reply.pinning} of {reply.sessions} sessions have pinned the pool"
-            + (waiting if reply.waiting_for_dma else ""),
-        )
-    ]
+    said = [f"{reply.pinning} of {reply.sessions} sessions have pinned the pool"]
+    if reply.waiting_for_dma:
+        said.append(f"{reply.waiting_for_dma} ended, which GPUs may still copy for")
+    if any(pool.kind == "device" for pool in reply.pools):
+        said.append(f"{reply.counters.copies:,} copies made in device pools")
+    is_of_use = reply.pinning or len(said) > 1
+    return [("GPUs", "; ".join(said))] if is_of_use else []
 
 
 def names_of_pools(reply: pb.StatusReply) -> dict[int, str]:
@@ -105,12 +103,14 @@ def names_of_pools(reply: pb.StatusReply) -> dict[int, str]:
 
 
 def _pool(name: str, pool: pb.PoolStatus) -> list[tuple[str, str]]:
+    if pool.kind != "device":
+        about = f"in {pool.path}, {share(pool.huge_bytes, pool.pool_bytes)} in huge pages"
+    elif pool.populated_bytes:
+        about = f"on {pool.path}"
+    else:
+        about = f"on {pool.path} could not be had: the daemon's log says why"
     return [
-        (
-            f"{name} pool",
-            f"{size_text(pool.pool_bytes)} in {pool.path}, "
-            f"{share(pool.huge_bytes, pool.pool_bytes)} in huge pages",
-        ),
+        (f"{name} pool", f"{size_text(pool.pool_bytes)} {about}"),
         ("used", f"{size_text(pool.used_bytes)} ({share(pool.used_bytes, pool.pool_bytes)})"),
         (
             "of which",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ecd_client.errors import DeviceBusy
+from ecd_client.errors import DeviceBusy, DeviceError
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,14 @@ class Accelerator(Protocol):
 
         Its memory is given to others only after both have done what was queued before its end.
         Raises DeviceError.
+        """
+
+    def view(
+        self, address: int, nbytes: int, device: int, unused: Callable[[], None]
+    ) -> torch.Tensor:
+        """A tensor of bytes over memory that is mapped for the device.
+
+        `unused` is called when no tensor refers to the memory any more. Raises DeviceError.
         """
 
 
@@ -82,6 +92,33 @@ class TorchCuda:
             raise DeviceBusy(str(error)) from None
         made.record_stream(self.current_stream(device))
         return made
+
+    def view(
+        self, address: int, nbytes: int, device: int, unused: Callable[[], None]
+    ) -> torch.Tensor:
+        import torch
+
+        memory = _Memory(address, nbytes)
+        try:
+            tensor = torch.as_tensor(memory, device=torch.device("cuda", device))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise DeviceError(f"torch takes no memory of ours: {error}") from None
+        weakref.finalize(memory, unused).atexit = False
+        return tensor
+
+
+class _Memory:
+    """Bytes of a GPU by CUDA's array interface, which the tensors over them keep alive."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "data": (address, False),  # torch takes no memory that is marked read-only
+            "strides": None,
+            "stream": None,
+        }
 
 
 def _check_bindings() -> None:

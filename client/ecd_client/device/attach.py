@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 from ecd_client.errors import EcdError
+from ecd_proto.contract import MAX_POOLS
 from ecd_proto.shm.session_page import ATTACHED
 
 ATTACH_TIMEOUT_S = 5.0
 """How long the daemon may take to answer: as long as for a call."""
 
 
-def attach(path: str, token: str, timeout_s: float = ATTACH_TIMEOUT_S) -> None:
+def attach(path: str, token: str, timeout_s: float = ATTACH_TIMEOUT_S) -> dict[int, int]:
     """Name the session to the daemon, from the process that will copy by DMA for it.
 
     `path` and `token` are Welcome's `attach_path` and `session`. Once this has returned, copies by
-    DMA may begin, with the page's DMA_WORD set. Raises EcdError: the session must not copy by DMA.
+    DMA may begin, with the page's DMA_WORD set. The descriptors of device pools come back, by the
+    pools' numbers; they are the caller's. Raises EcdError: the session must not copy by DMA.
     """
     if not path:
         raise EcdError("the daemon lets no client copy by DMA: it is older, or its log says why")
+    fds: list[int] = []
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(timeout_s)
             connection.connect(path)
             connection.send(token.encode())
-            answer = connection.recv(len(ATTACHED) + 1)
+            limit = MAX_POOLS + 1
+            answer, fds, _, _ = socket.recv_fds(
+                connection, len(ATTACHED) + limit, limit, socket.MSG_CMSG_CLOEXEC
+            )
     except (ConnectionResetError, BrokenPipeError):  # closed before the daemon read the token
         answer = b""
     except OSError as error:
         raise EcdError(f"the daemon does not answer on {path}: {error}") from None
-    if answer != ATTACHED:
+    if not answer.startswith(ATTACHED):
         raise EcdError("the daemon does not attach the session: it is over, or the daemon is busy")
+    numbers = answer.removeprefix(ATTACHED)
+    if len(numbers) == len(fds):
+        return dict(zip(numbers, fds, strict=True))
+    for fd in fds:  # this process had no room for all of them
+        os.close(fd)
+    return {}

@@ -15,11 +15,13 @@ R4  Memory is unregistered and unmapped after all copies from and to it are over
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from ecd_client import forks
 from ecd_client.device import accelerator, ends
 from ecd_client.device.ends import FAILED_S
 from ecd_client.errors import DeviceBusy, DeviceError
@@ -71,6 +73,34 @@ class Copies:
                 raise
             return tensor
 
+    def view(
+        self, source: Parts, shape: tuple[int, ...], dtype: torch.dtype, end: Callable[[], None]
+    ) -> torch.Tensor:
+        """A tensor over the memory of a held copy, which is one part.
+
+        `end` is called after the last reference to the tensor is gone and the work is over that
+        was queued on the current stream by then (R2). Raises DeviceError.
+        """
+
+        def unused() -> None:
+            if os.getpid() != forks.pid:
+                return  # the hold is the parent's
+            try:
+                stream = self._gpu.current_stream(self.device).cuda_stream
+                ends.after([self._driver.Event(self.device, stream)], end)
+            except DeviceBusy:  # there is no event to be had for now
+                ends.aside(lambda: self._end_after(stream, end))
+            except Exception:
+                ends.after_failure(end)
+
+        [(address, nbytes)] = source
+        memory = self._gpu.view(address, nbytes, self.device, unused)
+        return memory.view(dtype).view(shape)
+
+    def _end_after(self, stream: int, end: Callable[[], None]) -> None:
+        self._outlast(stream)
+        end()
+
     def queued(self) -> Event:
         """The end of what is queued on the current stream now. Raises DeviceError."""
         stream = self._gpu.current_stream(self.device).cuda_stream
@@ -84,17 +114,36 @@ class Copies:
         with self._driver.on(self.device):
             stream, source = self._saves.cuda_stream, tensor.data_ptr()
             queued.precede(stream)  # W1
-            broken: BaseException | None = None
-            try:
-                for address, nbytes in target:
-                    self._driver.copy(address, source, nbytes, stream)
-                    source += nbytes
-            except BaseException as error:
-                broken = error
-            came = self._outlast(stream)  # W2, W3
-            broken = broken or came  # the first is the cause
-            if broken is not None:
-                raise broken
+            parts = []
+            for address, nbytes in target:
+                parts.append((address, source, nbytes))
+                source += nbytes
+            self._copy_all(parts, stream)
+
+    def move(self, source: Parts, to: int) -> None:
+        """Copy memory, given by addresses and sizes, to an address.
+
+        All copies are over when this returns or raises. Raises DeviceError.
+        """
+        with self._driver.on(self.device):
+            parts = []
+            for address, nbytes in source:
+                parts.append((to, address, nbytes))
+                to += nbytes
+            self._copy_all(parts, self._saves.cuda_stream)
+
+    def _copy_all(self, parts: Iterable[tuple[int, int, int]], stream: int) -> None:
+        """Copy each part, given by its target, source and size, and outlast the copies."""
+        broken: BaseException | None = None
+        try:
+            for to, source, nbytes in parts:
+                self._driver.copy(to, source, nbytes, stream)
+        except BaseException as error:
+            broken = error
+        came = self._outlast(stream)  # W2, W3
+        broken = broken or came  # the first is the cause
+        if broken is not None:
+            raise broken
 
     def _outlast(self, stream: int) -> BaseException | None:
         """Wait until all that is queued on the stream is over; return what came in between.
@@ -125,7 +174,8 @@ _copies: dict[int, Copies] = {}
 def for_tensor(tensor: torch.Tensor) -> Copies | None:
     """The copies of the tensor's GPU. None: it has none, or torch must copy it."""
     gpu = accelerator.find()
-    return None if gpu is None else _for_number(gpu, gpu.device_of(tensor))
+    number = None if gpu is None else gpu.device_of(tensor)
+    return None if gpu is None or number is None else _of(gpu, number)
 
 
 def for_device(device: torch.device) -> Copies | None:
@@ -133,12 +183,16 @@ def for_device(device: torch.device) -> Copies | None:
     gpu = accelerator.find() if device.type == "cuda" else None
     if gpu is None:
         return None
-    return _for_number(gpu, gpu.current_device() if device.index is None else device.index)
+    return _of(gpu, gpu.current_device() if device.index is None else device.index)
 
 
-def _for_number(gpu: accelerator.Accelerator, number: int | None) -> Copies | None:
-    if number is None:
-        return None
+def for_number(number: int) -> Copies | None:
+    """The copies of the GPU with this number. None: torch must copy there."""
+    gpu = accelerator.find()
+    return None if gpu is None else _of(gpu, number)
+
+
+def _of(gpu: accelerator.Accelerator, number: int) -> Copies:
     with _lock:
         if number not in _copies:
             _copies[number] = Copies(gpu, number)

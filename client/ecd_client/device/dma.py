@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ecd_client.device.attach import attach
-from ecd_client.errors import EcdError
+from ecd_client.errors import DeviceError, EcdError
 from ecd_client.shared.board import MappedBoard
 from ecd_proto.shm.session_page import DMA_WORD, PAGE_BYTES, PINNED_WORD
 
 if TYPE_CHECKING:
+    from ecd_client.device.pool import DevicePool
     from ecd_client.pools import MappedPool
+    from ecd_proto.v1 import cache_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +34,20 @@ class SessionDma:
     the first copy into the pool on that there may be such copies; docs/gpu.md has the rule.
     """
 
-    def __init__(self, attach_path: str, token: str, board: MappedBoard) -> None:
+    def __init__(
+        self, attach_path: str, token: str, board: MappedBoard, devices: Mapping[str, pb.PoolFile]
+    ) -> None:
+        """`devices` are the device pools that the daemon named, by their GPUs' UUIDs."""
         self._attach_path, self._token = attach_path, token
+        self._devices = devices
         self._words = board.page.view(0, PAGE_BYTES).cast("Q")
         self._lock = threading.RLock()  # which a garbage-collected item may take within
         self._has_begun = self._has_ended = False
         self._pools: tuple[MappedPool, ...] = ()
         self.may_write = False
         """Whether the daemon knows of this process, so that copies into pinned memory may begin."""
+        self.near: DevicePool | None = None
+        """The device pool of the process's GPU, once it is mapped."""
 
     def add(self, pools: Iterable[MappedPool]) -> None:
         """Name the session's pools, once, before `begin`."""
@@ -61,8 +69,9 @@ class SessionDma:
 
     def _run(self, device: int) -> None:
         try:
-            attach(self._attach_path, self._token)
+            fds = attach(self._attach_path, self._token)
             self.may_write = True
+            self._map(fds, device)
         except (OSError, EcdError) as error:
             logger.warning("copies from the GPU are not pinned: the daemon refused: %s", error)
         if not is_wanted():
@@ -77,6 +86,35 @@ class SessionDma:
             if not self._has_ended:
                 self._words[PINNED_WORD] = pinned_bytes
 
+    def _map(self, fds: dict[int, int], device: int) -> None:
+        """Map the pool of this GPU, of those whose descriptors came, and close all of these."""
+        try:
+            if not fds:
+                return
+            from ecd_client.device import copies, driver
+            from ecd_client.device.pool import DevicePool
+
+            uuid = driver.uuid_of(device)
+            file = self._devices.get(uuid)
+            if file is None or file.pool not in fds:
+                logger.info("the daemon has no device pool on this process's %s", uuid)
+                return
+            own = copies.for_number(device)
+            if own is None:
+                return
+            near = DevicePool(file.pool, file.nbytes, fds.pop(file.pool), own)
+            with self._lock:
+                is_late = self._has_ended
+                if not is_late:
+                    self.near = near
+            if is_late:
+                near.close()
+        except DeviceError as error:
+            logger.warning("the device pool is not used: %s", error)
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+
     def note_write(self) -> None:
         """Say that copies by DMA into the pool may be under way, until `end`."""
         self._words[DMA_WORD] = 1
@@ -86,9 +124,15 @@ class SessionDma:
         with self._lock:
             self._has_ended = True
             self._pools = ()  # which refer to this object, and would keep each other mapped
+            near, self.near = self.near, None
             self._words[PINNED_WORD] = self._words[DMA_WORD] = 0
+        if near is not None:
+            near.close()
 
     def cut_off(self) -> None:
         """In a forked child: the session is the parent's."""
         self._lock = threading.RLock()
         self._has_begun = True
+        near, self.near = self.near, None
+        if near is not None:
+            near.cut_off()

@@ -11,11 +11,15 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from cuda.bindings import driver as cuda
 
 from ecd_client.errors import DeviceBusy, DeviceError
+from ecd_proto import cuda as memory
+from ecd_proto.cuda import CudaError
+
+T = TypeVar("T")
 
 _OK, _NOT_READY = cuda.CUresult.CUDA_SUCCESS, cuda.CUresult.CUDA_ERROR_NOT_READY
 _PORTABLE = cuda.CU_MEMHOSTREGISTER_PORTABLE
@@ -30,20 +34,27 @@ RETRY_S = 0.001
 _contexts: dict[int, Any] = {}
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        result, *values = function(*arguments)
-    except RuntimeError as error:  # a driver that is too old has no such function
-        raise DeviceError(str(error)) from None
-    if result != _OK:
-        raise _error(function.__name__, result)
-    return values[0] if values else None
+def _checked(function: Callable[..., T]) -> Callable[..., T]:
+    """The function, with the client's errors for the driver's."""
+
+    def call(*arguments: Any) -> T:
+        try:
+            return function(*arguments)
+        except CudaError as error:
+            raise _meaning(error) from None
+
+    return call
 
 
-def _error(call: str, result: Any) -> DeviceError:
-    name = str(getattr(result, "name", result))
-    is_passing = name == "CUDA_ERROR_OUT_OF_MEMORY" or "_STREAM_CAPTURE_" in name
-    return (DeviceBusy if is_passing else DeviceError)(f"{call}: {name}")
+def _meaning(error: CudaError) -> DeviceError:
+    is_passing = error.name == "CUDA_ERROR_OUT_OF_MEMORY" or "_STREAM_CAPTURE_" in error.name
+    return (DeviceBusy if is_passing else DeviceError)(str(error))
+
+
+_call = _checked(memory.call)
+uuid_of = _checked(memory.uuid_of)
+map_memory = _checked(memory.map_memory)
+unmap_memory = _checked(memory.unmap_memory)
 
 
 @contextlib.contextmanager
@@ -110,7 +121,7 @@ class Event:
         with on(self._device):
             result = cuda.cuEventQuery(self._event)[0]
         if result not in (_OK, _NOT_READY):
-            raise _error("cuEventQuery", result)
+            raise _meaning(CudaError("cuEventQuery", str(getattr(result, "name", result))))
         return bool(result == _OK)
 
     def wait(self) -> None:

@@ -87,6 +87,16 @@ def after(events: Iterable[Event], end: Callable[[], None]) -> None:
         end()
 
 
+def after_failure(end: Callable[[], None]) -> None:
+    """Call `end` on the side once a GPU that reports errors has had its time."""
+
+    def end_late() -> None:
+        time.sleep(FAILED_S)
+        end()
+
+    _ends.add([], end_late)
+
+
 def start() -> None:
     """Start the thread now, so that `aside` starts none."""
     _ends.start()

@@ -30,8 +30,10 @@ from ecd_proto.shm.namespaces import NAMESPACES_BYTES, Namespaces
 from ecd_proto.shm.rows import (
     ROW_BYTES,
     Row,
+    copy_record,
     key_record,
     next_row,
+    row_entry,
     row_has_key,
     row_is_whole,
     row_mark,
@@ -134,6 +136,7 @@ class IndexReader:
     ) -> tuple[Row, int] | None:
         """The entry's row, and the pin that holds it until `unpin`. None: it is not stored.
 
+        The row of a put that is not listed yet has the entry 0.
         `is_use`: count it, for statistics and eviction. Raises AskDaemon.
         """
         record = self.record(namespace, mm_hash)
@@ -170,6 +173,33 @@ class IndexReader:
             self.unpin(pin)
         raise AskDaemon
 
+    def pin_copy(
+        self, namespace: str, mm_hash: str, entry: int, pool: int
+    ) -> tuple[Row, int] | None:
+        """The row of the copy that pool `pool` has of a held entry, and the pin that holds it.
+
+        The entry must be listed after the copy was pinned: its copies are hidden before it is, so
+        this one is of no other entry of the key. None: there is none. Raises AskDaemon.
+        """
+        own = self.record(namespace, mm_hash)
+        found = None if own is None else self._find(copy_record(own, pool))
+        if own is None or found is None:
+            return None
+        start, bytes_ = found
+        try:
+            row = unpack_row(bytes_)
+        except (IndexError, struct.error):
+            return None
+        pin, is_right = self._announce(row.entry), False
+        try:
+            if row_mark(self._rows[start : start + ROW_BYTES]) == row_mark(bytes_):
+                listed = self._find(own)
+                is_right = listed is not None and row_entry(listed[1]) == entry
+        finally:
+            if not is_right:
+                self.unpin(pin)
+        return (row, pin) if is_right else None
+
     def record(self, namespace: str, mm_hash: str) -> bytes | None:
         """The key as rows hold it. None: its namespace has no row at all. Raises AskDaemon."""
         number = self._numbers.get(namespace)
@@ -186,6 +216,11 @@ class IndexReader:
     def note_duplicate(self) -> None:
         """Count a put of a key that was stored."""
         self._count(DUPLICATES_WORD)
+
+    @property
+    def pins_left(self) -> int:
+        """How many more entries can be pinned."""
+        return len(self._free)
 
     def unpin(self, pin: int) -> None:
         self._words[pin] = 0
@@ -251,7 +286,7 @@ class IndexReader:
                 if self.claims.is_still(claim):
                     if is_use:
                         self._note_use(0, row.nbytes)
-                    return row, pin
+                    return row._replace(entry=0), pin
             except BaseException:  # Ctrl-C
                 self.unpin(pin)
                 raise

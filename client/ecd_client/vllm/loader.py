@@ -22,7 +22,7 @@ from ecd_client.device.copies import Copies, for_device
 from ecd_client.device.ends import under_way
 from ecd_client.device.pinned import Pinning
 from ecd_client.errors import DeviceBusy, DeviceError, EcdError
-from ecd_client.item import Handle
+from ecd_client.item import Handle, Item
 from ecd_client.pools import address_of
 from ecd_client.tensors import load as start_load
 from ecd_client.tensors import private_copy
@@ -42,9 +42,15 @@ MAX_INCARNATIONS = 2
 class Loader:
     """Loads items onto this worker's device, and remembers which loads to report as done."""
 
-    def __init__(self, client: Client, timeout_s: float, stats: EcdStats) -> None:
-        """`timeout_s` bounds the call for an item whose lease ran out before its load."""
+    def __init__(
+        self, client: Client, timeout_s: float, stats: EcdStats, device_views: bool = False
+    ) -> None:
+        """`timeout_s` bounds the call for an item whose lease ran out before its load.
+
+        With `device_views` a copy in the device pool is used where it lies.
+        """
         self._client, self._timeout_s, self._stats = client, timeout_s, stats
+        self._device_views = device_views
         self._pools: dict[tuple[str, str], Mapping] = {}  # by incarnation and path
         self._reports: set[str] = set()
         self._under_way: list[tuple[Event, str]] = []
@@ -106,9 +112,11 @@ class Loader:
         held = self._client.hold(load.identifier, handle)
         if held is not None:
             with held:  # until the copy is over
-                copy = held.to(self.device, non_blocking=True)
+                loaded = self._viewed(held) if self._device_views else None
+                if loaded is None:
+                    loaded = held.to(self.device, non_blocking=True)
             self.report(report)
-            return copy
+            return loaded
         view = self._view(handle)
         loads: list[Event] = []
         parts = [(address_of(view), view.nbytes)] if view.nbytes else []
@@ -122,6 +130,15 @@ class Loader:
             copy = self._load_anew(load, "its lease may have run out before this step")
         self.report(report)
         return copy
+
+    def _viewed(self, item: Item) -> torch.Tensor | None:
+        """A view of the item's copy in the device pool, if there is one."""
+        try:
+            return item.device_view(self.device)
+        except Exception as error:
+            self._device_views = False
+            logger.warning("ecd: copies in the device pool are not used in place: %s", error)
+            return None
 
     def _load_leased(self, load: Load) -> torch.Tensor:
         """Copy while the scheduler's lease holds, and look at the clock after that."""

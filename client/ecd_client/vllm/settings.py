@@ -19,6 +19,7 @@ TRUST, REFUSE = "trust", "refuse"
 KEYS = (
     *("ecd_address", "ecd_namespace", "ecd_weights_version", "ecd_uuids"),
     *("ecd_load_timeout_s", "ecd_on_unavailable", "ecd_announce_node"),
+    "ecd_device_views",
 )
 
 
@@ -34,6 +35,7 @@ class Settings:
     private_adapters: bool
     trusts_uuids: bool
     announces_node: bool
+    device_views: bool
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Settings:
@@ -75,6 +77,9 @@ class Settings:
             raise InvalidArgument(
                 f"ecd_announce_node is {announces_node!r}; it must be true or false"
             )
+        device_views = extra.pop("ecd_device_views", False)
+        if not isinstance(device_views, bool):
+            raise InvalidArgument(f"ecd_device_views is {device_views!r}; it must be true or false")
         unknown = [key for key in extra if key.startswith("ecd_")]
         if unknown:
             raise InvalidArgument(
@@ -91,6 +96,7 @@ class Settings:
             private_adapters=bool(namespace is None and lora and lora.enable_tower_connector_lora),
             trusts_uuids=uuids == TRUST,
             announces_node=announces_node,
+            device_views=device_views,
         )
 
     def shares(self, identifier: str) -> bool:

@@ -47,7 +47,9 @@ class WorkerRole:
             connect_timeout=0.0,
         )
         self._stats = EcdStats()
-        self._loader = Loader(self._client, settings.load_timeout_s, self._stats)
+        self._loader = Loader(
+            self._client, settings.load_timeout_s, self._stats, settings.device_views
+        )
         self._loader.pin()
         self._saves: deque[tuple[str, Future[bool], int]] = deque()
         self._saving_bytes = 0

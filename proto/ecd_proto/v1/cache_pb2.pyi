@@ -253,6 +253,7 @@ class Welcome(google.protobuf.message.Message):
     attach_path: builtins.str
     """The SOCK_SEQPACKET socket to which a client attaches before its first copy by DMA. It sends
     `session` as one packet, and the packet "ok" comes back. Empty: this client does not copy by DMA.
+    With device pools a byte for each follows "ok", its number, and its descriptor is attached.
     """
     @property
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolFile]:
@@ -292,6 +293,7 @@ class PoolFile(google.protobuf.message.Message):
     INODE_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     HUGE_BYTES_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     pool: builtins.int
     """its number, by which extents name it"""
     path: builtins.str
@@ -301,6 +303,10 @@ class PoolFile(google.protobuf.message.Message):
     """"host"; a client passes over a kind that it does not know"""
     huge_bytes: builtins.int
     """bytes that lie in huge pages"""
+    device: builtins.str
+    """The GPU whose memory a pool of kind "device" is, by its UUID: such a pool has no path. A client
+    imports it by the descriptor that it gets as it attaches.
+    """
     def __init__(
         self,
         *,
@@ -310,8 +316,9 @@ class PoolFile(google.protobuf.message.Message):
         inode: builtins.int = ...,
         kind: builtins.str = ...,
         huge_bytes: builtins.int = ...,
+        device: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["huge_bytes", b"huge_bytes", "inode", b"inode", "kind", b"kind", "nbytes", b"nbytes", "path", b"path", "pool", b"pool"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "huge_bytes", b"huge_bytes", "inode", b"inode", "kind", b"kind", "nbytes", b"nbytes", "path", b"path", "pool", b"pool"]) -> None: ...
 
 global___PoolFile = PoolFile
 
@@ -457,6 +464,59 @@ class ReserveItem(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["content", b"content", "key", b"key"]) -> None: ...
 
 global___ReserveItem = ReserveItem
+
+@typing.final
+class PromoteRequest(google.protobuf.message.Message):
+    """Reserve room for a copy of an entry in a device pool. Commit and Abort end it as they end any
+    reservation; a commit fails if the entry has gone meanwhile, and the copy goes with the entry.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    ENTRY_FIELD_NUMBER: builtins.int
+    POOL_FIELD_NUMBER: builtins.int
+    session: builtins.str
+    entry: builtins.int
+    """as its row in the index has it"""
+    pool: builtins.int
+    @property
+    def key(self) -> global___Key: ...
+    def __init__(
+        self,
+        *,
+        session: builtins.str = ...,
+        key: global___Key | None = ...,
+        entry: builtins.int = ...,
+        pool: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["entry", b"entry", "key", b"key", "pool", b"pool", "session", b"session"]) -> None: ...
+
+global___PromoteRequest = PromoteRequest
+
+@typing.final
+class PromoteReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    RESERVED_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    @property
+    def reserved(self) -> global___Reserved:
+        """absent: there is a copy or will be, or no room, or another entry"""
+
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        reserved: global___Reserved | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["reserved", b"reserved"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "reserved", b"reserved"]) -> None: ...
+
+global___PromoteReply = PromoteReply
 
 @typing.final
 class ReserveReply(google.protobuf.message.Message):
@@ -1326,11 +1386,13 @@ class PoolStatus(google.protobuf.message.Message):
     FRAGMENTATION_FIELD_NUMBER: builtins.int
     GRANTED_BYTES_FIELD_NUMBER: builtins.int
     HUGE_BYTES_FIELD_NUMBER: builtins.int
+    EVICTIONS_FIELD_NUMBER: builtins.int
     pool: builtins.int
     """its number"""
     kind: builtins.str
-    """"host" """
+    """"host", "device" """
     path: builtins.str
+    """its file, or its GPU's UUID"""
     pool_bytes: builtins.int
     populated_bytes: builtins.int
     used_bytes: builtins.int
@@ -1344,6 +1406,7 @@ class PoolStatus(google.protobuf.message.Message):
     """of the free ones, given to clients ahead of need"""
     huge_bytes: builtins.int
     """bytes that lie in huge pages"""
+    evictions: builtins.int
     def __init__(
         self,
         *,
@@ -1360,8 +1423,9 @@ class PoolStatus(google.protobuf.message.Message):
         fragmentation: builtins.float = ...,
         granted_bytes: builtins.int = ...,
         huge_bytes: builtins.int = ...,
+        evictions: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evictions", b"evictions", "fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 
@@ -1413,6 +1477,7 @@ class Counters(google.protobuf.message.Message):
     EVICTIONS_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
     SAVED_S_FIELD_NUMBER: builtins.int
+    COPIES_FIELD_NUMBER: builtins.int
     hits: builtins.int
     misses: builtins.int
     puts: builtins.int
@@ -1424,6 +1489,8 @@ class Counters(google.protobuf.message.Message):
     waits_expired: builtins.int
     saved_s: builtins.float
     """what the hits had cost to encode"""
+    copies: builtins.int
+    """made in device pools"""
     @property
     def evictions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by reason"""
@@ -1447,8 +1514,9 @@ class Counters(google.protobuf.message.Message):
         evictions: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         refused: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         saved_s: builtins.float = ...,
+        copies: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "duplicates", b"duplicates", "evictions", b"evictions", "hits", b"hits", "leases_expired", b"leases_expired", "misses", b"misses", "puts", b"puts", "refused", b"refused", "saved_s", b"saved_s", "waits_expired", b"waits_expired"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "copies", b"copies", "duplicates", b"duplicates", "evictions", b"evictions", "hits", b"hits", "leases_expired", b"leases_expired", "misses", b"misses", "puts", b"puts", "refused", b"refused", "saved_s", b"saved_s", "waits_expired", b"waits_expired"]) -> None: ...
 
 global___Counters = Counters
 

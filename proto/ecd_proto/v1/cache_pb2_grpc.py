@@ -44,6 +44,11 @@ class CacheStub(object):
                 request_serializer=ecd__proto_dot_v1_dot_cache__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.ReleaseReply.FromString,
                 )
+        self.Promote = channel.unary_unary(
+                '/ecd.v1.Cache/Promote',
+                request_serializer=ecd__proto_dot_v1_dot_cache__pb2.PromoteRequest.SerializeToString,
+                response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.PromoteReply.FromString,
+                )
         self.Exchange = channel.stream_stream(
                 '/ecd.v1.Cache/Exchange',
                 request_serializer=ecd__proto_dot_v1_dot_cache__pb2.ExchangeRequest.SerializeToString,
@@ -118,6 +123,12 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Promote(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,6 +212,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.ReleaseRequest.FromString,
                     response_serializer=ecd__proto_dot_v1_dot_cache__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Promote': grpc.unary_unary_rpc_method_handler(
+                    servicer.Promote,
+                    request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.PromoteRequest.FromString,
+                    response_serializer=ecd__proto_dot_v1_dot_cache__pb2.PromoteReply.SerializeToString,
             ),
             'Exchange': grpc.stream_stream_rpc_method_handler(
                     servicer.Exchange,
@@ -346,6 +362,23 @@ class Cache(object):
         return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Release',
             ecd__proto_dot_v1_dot_cache__pb2.ReleaseRequest.SerializeToString,
             ecd__proto_dot_v1_dot_cache__pb2.ReleaseReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Promote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Promote',
+            ecd__proto_dot_v1_dot_cache__pb2.PromoteRequest.SerializeToString,
+            ecd__proto_dot_v1_dot_cache__pb2.PromoteReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -57,6 +57,11 @@ class CacheStub:
         ecd_proto.v1.cache_pb2.ReleaseReply,
     ]
 
+    Promote: grpc.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.PromoteRequest,
+        ecd_proto.v1.cache_pb2.PromoteReply,
+    ]
+
     Exchange: grpc.StreamStreamMultiCallable[
         ecd_proto.v1.cache_pb2.ExchangeRequest,
         ecd_proto.v1.cache_pb2.ExchangeReply,
@@ -130,6 +135,11 @@ class CacheAsyncStub:
     Release: grpc.aio.UnaryUnaryMultiCallable[
         ecd_proto.v1.cache_pb2.ReleaseRequest,
         ecd_proto.v1.cache_pb2.ReleaseReply,
+    ]
+
+    Promote: grpc.aio.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.PromoteRequest,
+        ecd_proto.v1.cache_pb2.PromoteReply,
     ]
 
     Exchange: grpc.aio.StreamStreamMultiCallable[
@@ -218,6 +228,13 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: ecd_proto.v1.cache_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> typing.Union[ecd_proto.v1.cache_pb2.ReleaseReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.ReleaseReply]]: ...
+
+    @abc.abstractmethod
+    def Promote(
+        self,
+        request: ecd_proto.v1.cache_pb2.PromoteRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ecd_proto.v1.cache_pb2.PromoteReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.PromoteReply]]: ...
 
     @abc.abstractmethod
     def Exchange(

@@ -6,6 +6,7 @@ Runs on the stand-in for CUDA's driver, whose copies are late and in two halves.
 compare every byte that they get; their sessions break off, and some processes are killed. Kinds:
 
 engines  all of them encode, put and get on GPUs, with copies of 1.5 ms
+near     as engines, on one GPU that has a device pool
 slow     two have GPUs, with copies of 60 ms; the other two put and get by the CPU, so that what a
          slow copy reads or writes is evicted and reused meanwhile, if it can be
 doomed   as slow; the two with GPUs are killed in the middle of a save, which outlives them
@@ -37,11 +38,11 @@ RULES = {
     "D1": "doomed",
 }
 """The rules, each with the kind of run that shows what it is for."""
-KINDS = {"engines": 1500, "slow": 60_000, "doomed": 60_000}
+KINDS = {"engines": 1500, "near": 1500, "slow": 60_000, "doomed": 60_000}
 """Time of each operation of the stand-in, in us."""
 KEYS = 40
 SIZES = (4096, 16384, 65536, 262144)
-POOLS = {"engines": "2MiB", "slow": "2MiB", "doomed": "6MiB"}
+POOLS = {"engines": "2MiB", "near": "3MiB", "slow": "2MiB", "doomed": "6MiB"}
 """So small that what is evicted is reused at once; the dead hold a part of it for a while."""
 LATE = 4
 """Loads that a process has under way before it compares the first of them."""
@@ -288,6 +289,7 @@ def run(kind: str, seconds: float, without: str) -> dict:
 
     roles = {
         "engines": ["engine"] * 4,
+        "near": ["engine"] * 4,
         "slow": ["engine", "cpu"] * 2,
         "doomed": ["doomed", "cpu"] * 2,
     }
@@ -299,7 +301,11 @@ def run(kind: str, seconds: float, without: str) -> dict:
         for control in controls:
             control.delay_us = KINDS[kind]
         envs = [environment(control, afterlife=kind == "doomed") for control in controls]
-        daemon = Daemon(Path(directory), POOLS[kind])
+        settings = {}
+        if kind == "near":
+            controls.append(Control(Path(directory) / "cuda-daemon"))
+            settings = environment(controls[-1]) | {"ECD_DEVICE_POOL_BYTES": "2MiB"}
+        daemon = Daemon(Path(directory), POOLS[kind], **settings)
         daemon.command = (sys.executable, __file__, "--daemon", "--without", without)
         stack.callback(daemon.close)
         daemon.start()
@@ -333,6 +339,7 @@ def run(kind: str, seconds: float, without: str) -> dict:
         found["faults"] = sum(counters.faults for counters in each)
         found["pageable"] = sum(counters.pageable_copies for counters in each)
         found["copies"] = sum(counters.copies for counters in each)
+        found["d2d"] = sum(counters.bytes_d2d for counters in each)
         found["waits"] = sum(counters.main_waits for counters in each)
         found["evictions"] = sum(daemon.status().counters.evictions.values())
         if not without:

@@ -13,6 +13,7 @@ import math
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,13 @@ class StandinGpu:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: int, stream: Any
     ) -> torch.Tensor:
         return self._tensor(shape, dtype, stream, also_used_by=self.stream)
+
+    def view(
+        self, address: int, nbytes: int, device: int, unused: Callable[[], None]
+    ) -> torch.Tensor:
+        array = (ctypes.c_ubyte * nbytes).from_address(address)
+        weakref.finalize(array, unused)
+        return torch.frombuffer(array, dtype=torch.uint8)
 
     # -- what a model does ---------------------------------------------------------------------
 

@@ -1,0 +1,217 @@
+"""The device pool of this process's GPU: copies of entries, which loads read instead of the host's.
+
+The daemon owns the memory and does nothing with it; docs/gpu.md has the rules. An entry here is a
+copy of one that the host pool has, under a number of its own. It is found in the index by its key
+and the pool's number, and held by a pin as any entry is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+from ecd_client.acquire import to_key
+from ecd_client.device import driver, ends
+from ecd_client.device.copies import Copies
+from ecd_client.errors import DeviceBusy, DeviceError, EcdError
+from ecd_client.shared.index import AskDaemon, OnMiss
+from ecd_proto.v1 import cache_pb2 as pb
+
+if TYPE_CHECKING:
+    from ecd_client.acquire import Key
+    from ecd_client.leases import Pin
+    from ecd_client.pools import Parts
+    from ecd_client.session import Session
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMOTIONS = 64
+"""Copies to be made, beyond which no more are taken on: a later load asks again."""
+REFUSED_S = 0.1
+"""How long nothing is promoted after the daemon had no room, or another client is faster."""
+LISTED_WITHIN_S = 0.1
+"""How long a promotion of an entry that was just put waits for the daemon to list it."""
+
+
+class HeldCopy(NamedTuple):
+    """A copy in a device pool: its memory, and what ends the hold."""
+
+    parts: Parts
+    end: Callable[[], None]
+
+
+class DevicePool:
+    """One device pool, mapped in this process: for reading, and for writing once it is written."""
+
+    def __init__(self, number: int, nbytes: int, fd: int, copies: Copies) -> None:
+        """Map it, and take charge of `fd`, by which it is mapped. Raises DeviceError."""
+        self.number, self.nbytes, self.copies = number, nbytes, copies
+        self._fd = fd
+        self._writable: int | None = None
+        self._slots = threading.BoundedSemaphore(MAX_PROMOTIONS)
+        self._side = ThreadPoolExecutor(1, thread_name_prefix="ecd-promote")
+        self._quiet_until_s = 0.0  # the daemon had no room
+        self._has_failed = False
+        try:
+            self._readable = self._map(writable=False)
+        except BaseException:
+            os.close(fd)
+            raise
+        try:
+            self._side.submit(int)  # its only thread, before anything depends on it
+        except RuntimeError:
+            self._quiet_until_s = math.inf
+
+    @property
+    def device(self) -> int:
+        return self.copies.device
+
+    def _map(self, writable: bool) -> int:
+        with driver.on(self.device):
+            return driver.map_memory(self._fd, self.nbytes, self.device, writable)
+
+    def hold(self, session: Session, key: Key, entry: int, nbytes: int) -> HeldCopy | None:
+        """Hold this pool's copy of an entry that the session holds. None: there is none."""
+        index = session.index
+        if index is None or self._has_failed or not session.ref():
+            return None
+        found = None
+        try:
+            with contextlib.suppress(AskDaemon):
+                found = index.pin_copy(*key, entry, self.number)
+        finally:
+            if found is None:
+                session.unref()
+        if found is None:
+            return None
+        row, pin = found
+        held = [pin]
+
+        def end() -> None:
+            with contextlib.suppress(IndexError):  # it has ended
+                index.unpin(held.pop())
+                session.unref()
+
+        if row.nbytes != nbytes or row.offset + nbytes > self.nbytes:
+            end()
+            return None
+        return HeldCopy([(self._readable + row.offset, nbytes)], end)
+
+    def fail(self, error: BaseException) -> None:
+        """Use it no more in this process's session."""
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning("the device pool is not used any more: %s", error)
+
+    def close(self) -> None:
+        """Unmap it, on the side. No copy may be under way (R4)."""
+        self._side.shutdown(wait=False)
+        os.close(self._fd)
+        ends.aside(self._unmap)
+
+    def _unmap(self) -> None:
+        for address in (self._readable, self._writable):
+            try:
+                if address is not None:
+                    with driver.on(self.device):
+                        driver.unmap_memory(address, self.nbytes)
+            except DeviceError as error:
+                logger.warning("a device pool stays mapped in this process: %s", error)
+
+    def cut_off(self) -> None:
+        """In a forked child: it must not keep the memory."""
+        os.close(self._fd)
+
+    # -- promotion -----------------------------------------------------------------------------
+
+    def promote_soon(self, session: Session, key: Key, entry: int = 0) -> None:
+        """Have a copy of the entry made here, on the side, if the daemon has room for it.
+
+        `entry`: its number in the index; 0 for one that was put a moment ago and is not listed yet.
+        """
+        is_quiet = self._has_failed or time.monotonic() < self._quiet_until_s
+        if is_quiet or not self._slots.acquire(blocking=False):
+            return
+        if not session.ref():
+            self._slots.release()
+            return
+        self._side.submit(self._promote_aside, session, key, entry)
+
+    def _promote_aside(self, session: Session, key: Key, entry: int) -> None:
+        try:
+            self._promote(session, key, entry)
+        except DeviceBusy as error:
+            logger.debug("%s was not promoted: %s", key, error)
+        except DeviceError as error:
+            self.fail(error)
+        except Exception as error:  # a call that was not answered may have reserved: no more
+            self._quiet_until_s = math.inf
+            logger.debug("nothing is promoted any more: %s", error)
+        finally:
+            self._slots.release()
+            session.unref()
+
+    def _promote(self, session: Session, key: Key, entry: int) -> None:
+        original = _listed(session, key, entry)
+        if original is None:
+            return
+        if not 0 < original.extent.nbytes <= self.nbytes:
+            original.end()
+            return
+        try:
+            request = pb.PromoteRequest(
+                session=session.token,
+                key=to_key(key),
+                entry=original.entry,
+                pool=self.number,
+            )
+            reply = session.calls.later("promote", request).result()
+            if reply.HasField("reserved"):
+                self._copy_and_commit(session, original, reply.reserved)
+            else:
+                self._quiet_until_s = time.monotonic() + REFUSED_S
+        finally:
+            original.end()
+
+    def _copy_and_commit(self, session: Session, original: Pin, reserved: pb.Reserved) -> None:
+        token, reservations = session.token, [reserved.reservation]
+        try:
+            if reserved.extent.offset + reserved.extent.nbytes > self.nbytes:
+                raise EcdError("the extent lies outside of the device pool")
+            if self._writable is None:
+                self._writable = self._map(writable=True)
+            original.pool.note_device_write()
+            to = self._writable + reserved.extent.offset
+            self.copies.move(original.pool.load_parts(original.extent), to)  # W2
+        except BaseException:
+            abort = pb.AbortRequest(session=token, reservations=reservations)
+            session.calls.later("abort", abort).result()
+            raise
+        commit = pb.CommitRequest(session=token, reservations=reservations)
+        session.calls.later("commit", commit).result()
+
+
+def _listed(session: Session, key: Key, entry: int) -> Pin | None:
+    """Hold the entry of this number, or the key's once it is listed. None: it has gone."""
+    until_s = time.monotonic() + LISTED_WITHIN_S
+    while True:
+        try:
+            pin = session.pin(*key, OnMiss.GO_ON, is_use=False)
+        except AskDaemon:
+            return None
+        if pin is None:
+            return None
+        if pin.entry and entry in (0, pin.entry):
+            return pin
+        is_over = bool(pin.entry or entry) or time.monotonic() >= until_s
+        pin.end()
+        if is_over:
+            return None
+        time.sleep(LISTED_WITHIN_S / 50)

@@ -1,0 +1,215 @@
+"""The device pool of a real daemon, by clients on the stand-in's GPUs: docs/gpu.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.cuda.processes import Cuda
+from support.cuda.standin import Control, physical_bytes
+from support.daemon import Daemon, eventually
+
+SCENARIOS = Path(__file__).with_name("scenarios.py")
+MIB = 1 << 20
+Scenario = Callable[..., dict]
+MakeNear = Callable[..., Daemon]
+
+
+@pytest.fixture
+def make_near(cuda: Cuda, control: Control, make_daemon: Callable[..., Daemon]) -> MakeNear:
+    """Make a daemon with a device pool on each of some GPUs."""
+
+    def make(nbytes: str = "16MiB", devices: int = 1, **settings: str) -> Daemon:
+        variables = cuda.environment(devices)
+        return make_daemon(**variables, ECD_DEVICE_POOL_BYTES=nbytes, **settings)
+
+    return make
+
+
+@pytest.fixture
+def near(make_near: MakeNear) -> Daemon:
+    return make_near().start()
+
+
+def run(cuda: Cuda, name: str, daemon: Daemon, **variables: str) -> dict:
+    done = cuda.run(SCENARIOS, name, daemon.address, **variables)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def status_of(daemon: Daemon) -> str:
+    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "status"]
+    environment = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+
+
+def test_a_second_engine_loads_what_the_first_has_put_from_the_device(
+    cuda: Cuda, near: Daemon
+) -> None:
+    assert run(cuda, "puts_near", near) == {"stored": True, "copies": 2}
+    found = run(cuda, "loads_near", near)
+    assert found == {"right": True, "host to device": 0, "device to device": 3 * MIB}
+    host, device = near.status().pools
+    assert (host.kind, device.kind) == ("host", "device")
+    assert re.fullmatch("GPU-[0-9a-f-]{36}", device.path)
+    assert (device.pool_bytes, device.used_bytes) == (16 * MIB, 2 * MIB)
+    assert near.status().entries == 2
+    shown = status_of(near)
+    assert f"16 MiB on {device.path}" in shown
+    assert "2 copies made in device pools" in shown
+    assert 'ecd_pool_used_bytes{pool="device"} 2.097152e+06' in near.metrics()
+    near.check_nothing_leaked(within_s=15.0)
+
+
+def test_a_hit_brings_an_entry_into_the_device_pool(cuda: Cuda, near: Daemon) -> None:
+    assert run(cuda, "promoted_by_a_hit", near) == {"right": True, "host to device": 0}
+    near.check_nothing_leaked(within_s=15.0)
+
+
+def test_a_device_pool_that_is_too_small_evicts_copies_alone(cuda: Cuda, near: Daemon) -> None:
+    found = run(cuda, "more_than_it_holds", near)
+    assert found == {"right": True, "many": True, "faults": 0}
+    near.check_nothing_leaked(within_s=15.0)
+
+
+def test_an_item_gets_its_own_bytes_where_its_key_has_others_by_now(
+    cuda: Cuda, near: Daemon
+) -> None:
+    assert run(cuda, "another_entry_of_the_key", near) == {"old": True, "new": True}
+    near.check_nothing_leaked(within_s=15.0)
+    found = run(cuda, "another_entry_of_the_key", near, WITHOUT="the second look")
+    assert found == {"old": False, "new": True}, "the look is needed"
+    near.check_nothing_leaked(within_s=15.0)
+
+
+def test_a_view_holds_its_memory_until_its_last_use_is_over(cuda: Cuda, near: Daemon) -> None:
+    found = run(cuda, "views", near)
+    assert found == {
+        "none yet": True,
+        "copies": 0,
+        "right": True,
+        "early": False,
+        "l": ["torch.uint8", [16], True],
+    }
+    near.check_nothing_leaked(within_s=15.0)
+
+
+def test_the_daemon_has_its_memory_and_no_context(control: Control, near: Daemon) -> None:
+    assert physical_bytes(control) == 16 * MIB
+    assert control.counters().contexts == 0
+    near.terminate()
+    assert physical_bytes(control) == 0
+
+
+def test_an_engine_that_may_not_import_the_pool_uses_the_hosts(cuda: Cuda, near: Daemon) -> None:
+    found = run(cuda, "import_is_refused", near)
+    assert (found["right"], found["near"]) == (True, False)
+    [warning] = found["warnings"]
+    assert "cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE" in warning
+
+
+def test_each_engine_uses_the_pool_of_its_own_gpu(cuda: Cuda, make_near: MakeNear) -> None:
+    daemon = make_near(devices=2).start()
+    assert [pool.kind for pool in daemon.status().pools] == ["host", "device", "device"]
+    both = cuda.environment(2)
+    assert run(cuda, "puts_near", daemon, **both, GPU="1") == {"stored": True, "copies": 2}
+    _, first, second = daemon.status().pools
+    assert (first.used_bytes, second.used_bytes) == (0, 2 * MIB)
+    assert run(cuda, "loads_near", daemon, **both, GPU="1")["host to device"] == 0
+    daemon.check_nothing_leaked(within_s=15.0)
+
+
+def test_gpus_are_chosen_by_uuid_or_number(cuda: Cuda, make_near: MakeNear) -> None:
+    daemon = make_near(devices=2, ECD_DEVICES="1").start()
+    [_, device] = daemon.status().pools
+    found = run(cuda, "has_no_pool_of_its_own", daemon, **cuda.environment(2))
+    assert found == {"right": True, "near": False}
+    again = make_near(devices=2, ECD_DEVICES=f"{device.path}, 0").start()
+    assert [pool.path for pool in again.status().pools][1] == device.path
+    refused = make_near(devices=2, ECD_DEVICES="7")
+    assert "there is no GPU 7; known are 0 (GPU-" in why_not(refused)
+
+
+def why_not(daemon: Daemon) -> str:
+    """What a daemon says that does not start."""
+    daemon.start(wait=False)
+    assert daemon._process is not None
+    assert daemon._process.wait(20) != 0
+    return daemon.text()
+
+
+def test_a_daemon_without_a_gpu_refuses_to_have_a_device_pool(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    said = why_not(make_daemon(ECD_DEVICE_POOL_BYTES="16MiB"))
+    assert "ECD_DEVICE_POOL_BYTES needs a GPU" in said
+    assert "Traceback" not in said
+
+
+def test_a_gpu_without_memory_leaves_the_host_pool(
+    cuda: Cuda, control: Control, make_near: MakeNear
+) -> None:
+    control.device_bytes = 8 * MIB
+    daemon = make_near().start()
+    assert "no device pool on GPU-" in daemon.text()
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in daemon.text()
+    _, device = daemon.status().pools
+    assert (device.pool_bytes, device.populated_bytes) == (16 * MIB, 0)
+    assert f"16 MiB on {device.path} could not be had" in status_of(daemon)
+    assert 'ecd_pool_populated_bytes{pool="device"} 0.0' in daemon.metrics()
+    control.device_bytes = 0
+    found = run(cuda, "has_no_pool_of_its_own", daemon)
+    assert found == {"right": True, "near": False}
+
+
+def test_a_start_waits_for_memory_that_is_being_given_back(
+    control: Control, make_near: MakeNear
+) -> None:
+    control.device_bytes = 8 * MIB
+    daemon = make_near().start(wait=False)
+    eventually(lambda: "populating" in daemon.text(), 10.0)
+    control.device_bytes = 0
+    daemon.wait_serving()
+    assert daemon.status().pools[1].populated_bytes == 16 * MIB
+
+
+def test_a_device_that_fails_leaves_the_host_pool(cuda: Cuda, near: Daemon) -> None:
+    found = run(cuda, "copies_near_fail", near)
+    assert found == {"copies": 0, "kept": [True]}
+    assert near.status().pools[1].reserved_bytes == 0
+    near.check_nothing_leaked(within_s=15.0)
+
+
+def test_an_engine_killed_amid_a_promotion_leaves_nothing(cuda: Cuda, near: Daemon) -> None:
+    afterlife = cuda.environment(afterlife=True)
+    died = cuda.run(SCENARIOS, "dies_amid_a_promotion", near.address, check=False, **afterlife)
+    assert died.returncode == -9
+    assert near.status().pools[1].reserved_bytes == MIB, "the device may still write there"
+    eventually(lambda: near.status().pools[1].reserved_bytes == 0, 15.0)
+    assert run(cuda, "puts_near", near)["stored"]
+    assert run(cuda, "loads_near", near)["right"]
+    near.check_nothing_leaked(within_s=15.0)
+
+
+def test_an_engine_goes_on_while_the_daemon_is_killed_and_started(
+    cuda: Cuda, control: Control, near: Daemon
+) -> None:
+    engine = cuda.start(SCENARIOS, "goes_on_through_restarts", near.address)
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == "ready\n"
+    for _ in range(3):
+        eventually(lambda: near.status().counters.copies > 3, 20.0)
+        near.kill()
+        near.start()
+    eventually(lambda: near.status().counters.copies > 3, 20.0)
+    eventually(lambda: physical_bytes(control) < 40 * MIB, what="the old pools are gone")
+    output, _ = engine.communicate("\n", timeout=60)
+    assert json.loads(output.splitlines()[-1]) == {"wrong": 0, "some": True, "faults": 0}
+    near.terminate()
+    eventually(lambda: physical_bytes(control) == 0)
