@@ -30,6 +30,7 @@ import typer
 from common import MIB, machine, report
 from gpu_client import loads, puts
 from gpu_common import POOL_BYTES, Row, daemon_of, new_tensor, wait_pinned
+from gpu_near import near
 from gpu_rates import copies, registration, stalls
 
 from ecd_client import Client
@@ -175,7 +176,7 @@ def _python_of_vllm() -> Path | None:
 
 SECTIONS: dict[str, Callable[[], list[Row]]] = {
     each.__name__: each
-    for each in (tests, daemon, kills, copies, registration, stalls, loads, puts, vllm)
+    for each in (tests, daemon, kills, copies, registration, stalls, loads, puts, near, vllm)
 }
 
 

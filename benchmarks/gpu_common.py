@@ -33,10 +33,10 @@ class Row:
 
 
 @contextmanager
-def daemon_of(pool_bytes: int) -> Iterator[tuple[int, str]]:
+def daemon_of(pool_bytes: int, **settings: str) -> Iterator[tuple[int, str]]:
     """A daemon of its own: its process, and its address."""
     with tempfile.TemporaryDirectory() as directory:
-        daemon, address = start_daemon(Path(directory), "gpu", pool_bytes)
+        daemon, address = start_daemon(Path(directory), "gpu", pool_bytes, **settings)
         try:
             yield daemon.pid, address
         finally:

@@ -166,6 +166,25 @@ def test_the_prometheus_operator_scrapes_the_daemons(tmp_path: Path, overlay: st
     assert endpoint["port"] in {port["name"] for port in ecd["ports"]}
 
 
+def test_a_device_pool_comes_with_the_engines_gpu(tmp_path: Path) -> None:
+    shutil.copytree(K8S, tmp_path / "k8s")
+    own = tmp_path / "k8s/own"
+    own.mkdir()
+    resources = {"resources": ["../sidecar"], "components": ["../device-pool"]}
+    (own / "kustomization.yaml").write_text(yaml.safe_dump(resources))
+    built = build(own)
+    for manifest in built:
+        kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+    [ecd], [vllm] = containers(built, "ecd"), containers(built, "vllm")
+    assert ecd["resources"]["claims"] == vllm["resources"]["claims"] == [{"name": "gpu"}]
+    assert not vllm["resources"]["limits"], "the device plugin would give it another GPU"
+    [pod] = pods([each for each in built if each["kind"] == "Deployment"])
+    [claim] = pod["resourceClaims"]
+    only(built, "ResourceClaimTemplate", claim["resourceClaimTemplateName"])
+    size = environment(ecd)["ECD_DEVICE_POOL_BYTES"]
+    assert Config(device_pool_bytes=size).device_pool_bytes == 2 << 30
+
+
 def test_the_daemonset_runs_where_the_gpus_are(manifests: dict[str, list[Manifest]]) -> None:
     """The node's taint keeps away every pod that asks for no GPU, as the daemon's does not."""
     pod = only(manifests["daemonset"], "DaemonSet")["spec"]["template"]["spec"]
