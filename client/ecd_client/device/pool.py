@@ -142,7 +142,11 @@ class DevicePool:
         if not session.ref():
             self._slots.release()
             return
-        self._side.submit(self._promote_aside, session, key, entry)
+        try:
+            self._side.submit(self._promote_aside, session, key, entry)
+        except RuntimeError:  # the interpreter ends
+            self._slots.release()
+            session.unref()
 
     def _promote_aside(self, session: Session, key: Key, entry: int) -> None:
         try:
