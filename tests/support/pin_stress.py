@@ -96,7 +96,7 @@ def run_daemon(without: str) -> None:
                 hide(self, *late.pop())
 
         SharedIndex.show = show_then_hide
-        SharedIndex.hide = lambda self, entry, key: late.append((entry, key))
+        SharedIndex.hide = lambda self, *hidden: late.append(hidden)
     sys.argv = ["ecd", "serve"]
     main()
 
