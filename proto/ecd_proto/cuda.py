@@ -27,7 +27,7 @@ class CudaError(Exception):
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a call returns beside its CUresult, which is success. Raises CudaError."""
+    """Make a call of the driver, and return its values but the CUresult. Raises CudaError."""
     try:
         result, *values = function(*arguments)
     except RuntimeError as error:  # no driver, or one that is too old to have this function
