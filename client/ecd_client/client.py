@@ -192,17 +192,17 @@ class Client:
         A small tensor on the host is copied before this returns, if memory was granted for it: a
         copy takes less than waking another thread. A tensor of a GPU is read after the work that is
         queued on the current stream now, on a stream of its own; the entry is stored once that copy
-        was seen to be over. Do not write to the tensor until the future is done; the future cannot
-        be cancelled. A key that another client is writing is left to it
-        (False). Raises InvalidArgument, DaemonUnavailable, and EcdError when MAX_PENDING_PUTS are
-        in flight; the future raises EcdError.
+        was seen to be over. The copy for the GPU's device pool, if there is one, is made of the
+        tensor too, before the future is done. Do not write to the tensor until the future is done;
+        the future cannot be cancelled. A key that another client is writing is left to it (False).
+        Raises InvalidArgument, DaemonUnavailable, and EcdError when MAX_PENDING_PUTS are in
+        flight; the future raises EcdError.
         """
         from ecd_client.tensors import TensorSource, describe
 
         dtype, shape = describe(tensor)
         entry = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
-        source = TensorSource(tensor)
-        return self._writer.put_async(entry, source.copy_to, source.is_on_host)
+        return self._writer.put_async(entry, TensorSource(tensor))
 
     # -- reading -------------------------------------------------------------------------------
 

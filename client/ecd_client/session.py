@@ -21,12 +21,13 @@ from ecd_client.calls import Calls, open_file
 from ecd_client.device.dma import SessionDma
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
 from ecd_client.leases import Lease, Pin
-from ecd_client.pools import MappedPools
+from ecd_client.pools import Extent, MappedPools
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.index import AskDaemon, IndexReader, OnMiss
 from ecd_client.shared.puts import PutWriter
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.shm.files import lock_session
+from ecd_proto.shm.rows import Row
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -227,6 +228,19 @@ class Session:
             index.unpin(pin)
             self.unref()
             raise
+
+    def pin_own(self, extent: Extent) -> Pin | None:
+        """Hold memory that this session writes, before the put is done. None: it cannot."""
+        index, pool = self.index, self.pools.by_number.get(extent.pool)
+        if index is None or pool is None or not self.ref():
+            return None
+        try:
+            pin = index.pin_own(extent.pool, extent.offset)
+        except AskDaemon:
+            self.unref()
+            return None
+        row = Row(0, extent.pool, extent.offset, extent.nbytes, "", (), b"", 0.0, False)
+        return Pin(self, index, row, pin, pool)
 
     @property
     def near(self) -> DevicePool | None:

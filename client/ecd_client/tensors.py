@@ -70,8 +70,19 @@ class TensorSource:
         """Whether copying it is this thread's own work, and waits for no device."""
         return self._copies is None and self._tensor.is_cpu
 
+    @property
+    def device(self) -> int | None:
+        """The number of its GPU, if copies are made on streams of ecd's own."""
+        return None if self._copies is None else self._copies.device
+
+    def copy_near(self, address: int) -> None:
+        """Copy the tensor to an address on its own GPU, densely. Raises DeviceError."""
+        assert self._copies is not None
+        tensor = self._tensor
+        self._copies.move([(tensor.data_ptr(), tensor.nbytes)], address, self._ready)
+
     def copy_to(self, pool: MappedPool, extent: Extent) -> None:
-        """Copy the tensor into its extent of the pool, densely: the only copy of a put."""
+        """Copy the tensor into its extent of the pool, densely."""
         if self._copies is not None:
             pool.use_dma(self._copies.device)
             self._copies.save(self._tensor, self._ready, pool.save_parts(extent))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
 
 from ecd_client import forks
 from ecd_client.acquire import Key, to_key
+from ecd_client.calls import CALL_TIMEOUT_S
 from ecd_client.connection import Connection
 from ecd_client.errors import (
     DaemonUnavailable,
@@ -24,6 +26,11 @@ from ecd_client.session import Session
 from ecd_client.shared.puts import Claim, CopyTo, NewEntry, PutOutcome
 from ecd_proto.contract import DTYPES, nbytes_of
 from ecd_proto.v1 import cache_pb2 as pb
+
+if TYPE_CHECKING:
+    from ecd_client.leases import Pin
+    from ecd_client.pools import Extent
+    from ecd_client.tensors import TensorSource
 
 MAX_PENDING_PUTS = 256
 """Asynchronous puts in flight before `put_async` refuses."""
@@ -50,6 +57,7 @@ class Writer:
         self._side = ThreadPoolExecutor(1, thread_name_prefix="ecd-put")
         self._has_side = False  # whether its thread was started
         self._slots = threading.BoundedSemaphore(MAX_PENDING_PUTS)
+        self._pending: set[Future[bool]] = set()
 
     def put(self, entry: NewEntry, copy_to: CopyTo, timeout: float) -> bool:
         """False: stored already. Waits up to `timeout` s for another writer of the key."""
@@ -58,7 +66,9 @@ class Writer:
             session = self._connection.ref()
             try:
                 with session.whole_or_abandoned():
-                    outcome = _Put(session, entry, copy_to).finish()
+                    put = _Put(session, entry, copy_to)
+                    outcome = put.finish()
+                    put.copy_near(lambda: None)
             finally:
                 session.unref()
             if outcome is not _BEING_WRITTEN:
@@ -69,13 +79,12 @@ class Writer:
             if self._reader.wait_for_writer((entry.namespace, entry.mm_hash), left_s):
                 return False
 
-    def put_async(self, entry: NewEntry, copy_to: CopyTo, on_host: bool) -> Future[bool]:
+    def put_async(self, entry: NewEntry, tensor: TensorSource) -> Future[bool]:
         """Claim or reserve at once, copy on the side. False: stored, or another client writes it.
 
-        A small entry that is `on_host` is copied before this returns, if memory was granted for
-        it.
+        A small tensor on the host is copied before this returns, if memory was granted for it.
         """
-        is_copied_here = on_host and entry.nbytes <= COPIED_HERE_BYTES
+        is_copied_here = tensor.is_on_host and entry.nbytes <= COPIED_HERE_BYTES
         session = self._connection.ref()
         try:
             if not is_copied_here:
@@ -85,7 +94,7 @@ class Writer:
         except EcdError:
             session.unref()
             raise
-        put = _Put(session, entry, copy_to)
+        put = _Put(session, entry, tensor.copy_to, tensor)
         if put.outcome is _MUST_CALL:
             put.send_reserve()
         elif put.outcome is not None or is_copied_here:
@@ -96,6 +105,8 @@ class Writer:
         future: forks.Pending[bool] = forks.Pending()
         forks.add(future)
         future.set_running_or_notify_cancel()  # others wait for a claim: it is not cancelled
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
         self._side.submit(self._finish, put, future)
         return future
 
@@ -115,9 +126,10 @@ class Writer:
                     outcome = put.finish()
             finally:
                 self._let_go(put)
-            future.set_result(outcome is _STORED)
+            put.copy_near(lambda: future.set_result(outcome is _STORED))
         except BaseException as error:
-            future.set_exception(error)
+            if not future.done():
+                future.set_exception(error)
 
     def _let_go(self, put: _Put) -> None:
         put.session.unref()
@@ -126,20 +138,31 @@ class Writer:
     def close(self) -> None:
         """Finish the puts in flight."""
         self._side.shutdown(wait=True)
+        wait(list(self._pending), CALL_TIMEOUT_S)  # of tensors that are copied within their GPU
 
 
 class _Put:
     """One put on its way: claimed or by calls, written, answered."""
 
-    def __init__(self, session: Session, entry: NewEntry, copy_to: CopyTo) -> None:
-        """Claim granted memory for the entry, if that is possible."""
+    def __init__(
+        self,
+        session: Session,
+        entry: NewEntry,
+        copy_to: CopyTo,
+        tensor: TensorSource | None = None,
+    ) -> None:
+        """Claim granted memory for the entry, if that is possible.
+
+        `tensor`, if given, keeps its value until `copy_near` is done with it.
+        """
         self.session = session
-        self._entry, self._copy_to = entry, copy_to
+        self._entry, self._copy_to, self._tensor = entry, copy_to, tensor
         claimed = PutOutcome.MUST_CALL if session.puts is None else session.puts.claim(entry)
         self._claim = claimed if isinstance(claimed, Claim) else None
         self.outcome = None if isinstance(claimed, Claim) else claimed
         """How far the put has come; None: it is claimed, and to be written."""
         self._reply: Any = None  # to a Reserve that was sent already
+        self._held: Pin | None = None  # the extent's, from before the put is done
 
     def send_reserve(self) -> None:
         """Begin the put by calls, and do not wait for the answer."""
@@ -160,16 +183,56 @@ class _Put:
 
         Returns STORED, ALREADY_STORED or BEING_WRITTEN. Raises EcdError and what `copy_to` raises.
         """
+        near = self.session.near
+        if near is None or self._tensor is None or self._tensor.device != near.device:
+            self._tensor = None
+        try:
+            if self._claim is not None:
+                self._hold(self._claim)
+            self.outcome = outcome = self._finish()
+        except BaseException:
+            self._let_go()
+            raise
+        return outcome
+
+    def copy_near(self, then: Callable[[], None]) -> None:
+        """Have a copy made in the device pool too, after `finish`: of the tensor, if it lies there.
+
+        `then` is called once the tensor is not read any more.
+        """
+        near, is_stored = self.session.near, self.outcome is _STORED
+        key = self._entry.namespace, self._entry.mm_hash
+        if near is None or not is_stored or self._tensor is None or self._held is None:
+            try:
+                self._let_go()
+            finally:
+                then()
+            if near is not None and is_stored:
+                near.promote_soon(self.session, key)
+            return
+        from ecd_client.device.pool import JustPut  # imports CUDA's driver, as `near` has
+
+        near.promote_soon(self.session, key, just_put=JustPut(self._tensor, self._held, then))
+
+    def _hold(self, extent: Extent) -> None:
+        """Hold the extent, so that an entry there is this put until the hold ends."""
+        if self._tensor is not None:
+            self._held = self.session.pin_own(extent)
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.end()
+
+    def _finish(self) -> PutOutcome:
         outcome = self._write()
         if outcome is _UNANSWERED:
             assert self._claim is not None
             assert self.session.puts is not None
             outcome = self.session.puts.answer(self._claim, self.session.calls.timeout_s)
         if outcome is _MUST_CALL:
+            self._let_go()  # the entry will lie elsewhere
             outcome = self._put_by_calls()
-        near = self.session.near
-        if near is not None and outcome is _STORED:
-            near.promote_soon(self.session, (self._entry.namespace, self._entry.mm_hash))
         return outcome
 
     def _write(self) -> PutOutcome:
@@ -229,6 +292,7 @@ class _Put:
     def _copy_and_commit(self, reserved: pb.Reserved) -> None:
         session, reservations = self.session, [reserved.reservation]
         try:
+            self._hold(reserved.extent)
             self._copy_to(session.pools.of(reserved.extent), reserved.extent)
         except BaseException:
             abort = pb.AbortRequest(session=session.token, reservations=reservations)

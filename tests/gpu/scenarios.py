@@ -20,6 +20,7 @@ import torch
 from ecd_client import Client, EcdError
 from ecd_client.calls import open_channel
 from ecd_client.device import pinned
+from ecd_client.device import pool as device_pool
 from ecd_client.item import Item
 from ecd_client.shared import index
 from ecd_proto.shm.session_page import DMA_WORD
@@ -486,13 +487,29 @@ def is_near(client: Client, key: str) -> bool:
 
 
 def puts_near(address: str) -> dict:
-    """What a GPU's engine puts is in the device pool a moment later."""
+    """What a GPU's engine puts is in the device pool too, and read over PCIe by nobody for that.
+
+    Of a put that is waited for, whose tensor is the caller's again, a copy is made later.
+    """
+    device_pool.LISTED_WITHIN_S = 10.0  # nobody asks for these copies again
     with Client(address) as client:
         near_of(client)
-        stored = client.put_async("k", gpu.encode(SHAPE, torch.uint8, 5)).result(20)
-        stored &= put(client, "l", 6)
-        eventually(lambda: is_near(client, "k") and is_near(client, "l"))
-        return {"stored": stored, "copies": copies_in_pools(address)}
+        stored = []
+        for key, byte in (("by calls", 3), ("k", 5)):
+            tensor = gpu.encode(SHAPE, torch.uint8, byte)
+            stored.append(client.put_async(key, tensor).result(20))
+            gpu.fill(tensor, 255)  # its next use
+        at_once = control.counters()
+        stored.append(put(client, "l", 6))
+        eventually(lambda: all(is_near(client, key) for key in ("by calls", "k", "l")))
+        later = control.counters()
+        return {
+            "stored": all(stored),
+            "copies": copies_in_pools(address),
+            "device to device": at_once.bytes_d2d,
+            "host to device": at_once.bytes_h2d,
+            "host to device later": later.bytes_h2d,
+        }
 
 
 def loads_near(address: str) -> dict:
@@ -500,7 +517,8 @@ def loads_near(address: str) -> dict:
     with Client(address) as client:
         near_of(client)
         before = control.counters()
-        right = [is_right(load(client, key), byte) for key, byte in (("k", 5), ("l", 6))]
+        stored = {"by calls": 3, "k": 5, "l": 6}
+        right = [is_right(load(client, key), byte) for key, byte in stored.items()]
         right.append(is_right(load(client, "k", non_blocking=True), 5))
         after = control.counters()
     return {
@@ -554,6 +572,46 @@ def another_entry_of_the_key(address: str) -> dict:
         old, new = is_right(item.to("cuda"), 1), is_right(load(client, "k"), 2)
         item.close()
         return {"old": old, "new": new}
+
+
+def put_again_before_the_copy(address: str) -> dict:
+    """A copy of a tensor is never one of the key's next entry, which others have put meanwhile."""
+    may_go, has_ended = threading.Event(), threading.Event()
+    promote = device_pool.DevicePool._promote
+
+    def promote_late(*arguments: object) -> None:
+        assert may_go.wait(20)
+        promote(*arguments)
+        has_ended.set()
+
+    device_pool.DevicePool._promote = promote_late
+    if os.environ.get("WITHOUT") == "the hold":
+        pin_own = index.IndexReader.pin_own
+
+        def forget(reader: index.IndexReader, number: int, offset: int) -> int:
+            pin = pin_own(reader, number, offset)
+            reader._words[pin] = 0
+            return pin
+
+        index.IndexReader.pin_own = forget
+        device_pool.JustPut.is_at = lambda put, extent: True
+    found = {}
+    with Client(address) as client, open_channel(address) as channel:
+        near_of(client)
+        stub = pb_grpc.CacheStub(channel)
+        for way in ("by calls", "into granted memory"):  # the first of a namespace
+            may_go.clear()
+            has_ended.clear()
+            stored = client.put_async(way, gpu.encode(SHAPE, torch.uint8, 1))
+            eventually(lambda way=way: client.contains([way])[0])
+            key = pb.Key(namespace="default", mm_hash=way)
+            stub.Evict(pb.EvictRequest(key=key), timeout=10.0)
+            put_by_cpu(address, way, bytes([2]) * MIB)
+            may_go.set()
+            assert stored.result(20)
+            assert has_ended.wait(20)
+            found[way] = is_right(load(client, way), 2)
+    return found
 
 
 def views(address: str) -> dict:

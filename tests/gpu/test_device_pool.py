@@ -52,18 +52,24 @@ def status_of(daemon: Daemon) -> str:
 def test_a_second_engine_loads_what_the_first_has_put_from_the_device(
     cuda: Cuda, near: Daemon
 ) -> None:
-    assert run(cuda, "puts_near", near) == {"stored": True, "copies": 2}
+    assert run(cuda, "puts_near", near) == {
+        "stored": True,
+        "copies": 3,
+        "device to device": 2 * MIB,
+        "host to device": 0,
+        "host to device later": MIB,
+    }
     found = run(cuda, "loads_near", near)
-    assert found == {"right": True, "host to device": 0, "device to device": 3 * MIB}
+    assert found == {"right": True, "host to device": 0, "device to device": 4 * MIB}
     host, device = near.status().pools
     assert (host.kind, device.kind) == ("host", "device")
     assert re.fullmatch("GPU-[0-9a-f-]{36}", device.path)
-    assert (device.pool_bytes, device.used_bytes) == (16 * MIB, 2 * MIB)
-    assert near.status().entries == 2
+    assert (device.pool_bytes, device.used_bytes) == (16 * MIB, 3 * MIB)
+    assert near.status().entries == 3
     shown = status_of(near)
     assert f"16 MiB on {device.path}" in shown
-    assert "2 copies made in device pools" in shown
-    assert 'ecd_pool_used_bytes{pool="device"} 2.097152e+06' in near.metrics()
+    assert "3 copies made in device pools" in shown
+    assert 'ecd_pool_used_bytes{pool="device"} 3.145728e+06' in near.metrics()
     near.check_nothing_leaked(within_s=15.0)
 
 
@@ -85,6 +91,16 @@ def test_an_item_gets_its_own_bytes_where_its_key_has_others_by_now(
     near.check_nothing_leaked(within_s=15.0)
     found = run(cuda, "another_entry_of_the_key", near, WITHOUT="the second look")
     assert found == {"old": False, "new": True}, "the look is needed"
+    near.check_nothing_leaked(within_s=15.0)
+
+
+@pytest.mark.parametrize("without", ["", "the hold"])
+def test_a_copy_of_a_tensor_is_of_no_entry_but_its_own(
+    cuda: Cuda, near: Daemon, without: str
+) -> None:
+    found = run(cuda, "put_again_before_the_copy", near, WITHOUT=without)
+    right = not without
+    assert found == {"by calls": right, "into granted memory": right}
     near.check_nothing_leaked(within_s=15.0)
 
 
@@ -118,9 +134,10 @@ def test_each_engine_uses_the_pool_of_its_own_gpu(cuda: Cuda, make_near: MakeNea
     daemon = make_near(devices=2).start()
     assert [pool.kind for pool in daemon.status().pools] == ["host", "device", "device"]
     both = cuda.environment(2)
-    assert run(cuda, "puts_near", daemon, **both, GPU="1") == {"stored": True, "copies": 2}
+    put = run(cuda, "puts_near", daemon, **both, GPU="1")
+    assert (put["stored"], put["copies"]) == (True, 3)
     _, first, second = daemon.status().pools
-    assert (first.used_bytes, second.used_bytes) == (0, 2 * MIB)
+    assert (first.used_bytes, second.used_bytes) == (0, 3 * MIB)
     assert run(cuda, "loads_near", daemon, **both, GPU="1")["host to device"] == 0
     daemon.check_nothing_leaked(within_s=15.0)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ecd_client import Client
-from support.cuda.dma_stress import KINDS, RULES
+from support.cuda.dma_stress import COPY_STEPS, KINDS, RULES
 from support.cuda.processes import Cuda
 from support.cuda.standin import Control
 from support.daemon import Daemon, eventually
@@ -45,9 +45,9 @@ def test_no_byte_is_wrong_however_late_copies_are(kind: str) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("control")
-@pytest.mark.parametrize("rule", ["W2", "R1", "R2"])
-def test_without_this_rule_copies_in_a_device_pool_are_wrong(rule: str) -> None:
-    found = stress(60, "--kind", "near", "--without", rule)
+@pytest.mark.parametrize("step", ["W2", "R1", "R2", *COPY_STEPS])
+def test_without_this_step_copies_in_a_device_pool_are_wrong(step: str) -> None:
+    found = stress(60, "--kind", "near", "--without", step)
     assert found["wrong"] > 0 or found["faults"] > 0
 
 

@@ -38,6 +38,7 @@ MakeDaemon = Callable[..., Daemon]
 
 WRITER = """
 import os, random, sys
+from types import SimpleNamespace
 from ecd_client import Client
 from ecd_client.errors import EcdError
 from ecd_client.writer import describe_entry
@@ -57,7 +58,8 @@ def put(client, number):
     what = describe_entry(("n", key), "uint8", (nbytes,), 0.5, key.encode())
     kind = chance.random()
     if kind < 0.3:
-        future = client._writer.put_async(what, copy_to, True)
+        source = SimpleNamespace(is_on_host=True, device=None, copy_to=copy_to)
+        future = client._writer.put_async(what, source)
         future.add_done_callback(lambda f: f.exception() or (f.result() and returned(key)))
     elif kind > 0.97:
         with Client(address) as other:  # whose first put is one by calls

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 
 class Copies:
-    """Loads from and saves to the pools for one GPU, on one stream each."""
+    """Loads from and saves to the pools, and copies into a device pool, for one GPU.
+
+    Each of the three has a stream of its own.
+    """
 
     def __init__(self, gpu: accelerator.Accelerator, device: int) -> None:
         """Raises DeviceError, and ImportError where cuda-bindings is missing."""
@@ -44,6 +47,7 @@ class Copies:
         self.device = device
         self._gpu, self._driver = gpu, driver
         self._loads, self._saves = gpu.new_stream(device), gpu.new_stream(device)
+        self._moves = gpu.new_stream(device)
 
     def load(
         self,
@@ -120,17 +124,21 @@ class Copies:
                 source += nbytes
             self._copy_all(parts, stream)
 
-    def move(self, source: Parts, to: int) -> None:
-        """Copy memory, given by addresses and sizes, to an address.
+    def move(self, source: Parts, to: int, queued: Event | None = None) -> None:
+        """Copy memory, given by addresses and sizes, to an address in a device pool.
 
-        All copies are over when this returns or raises. Raises DeviceError.
+        `queued`: after the work before it, if that makes what is copied. All copies are over when
+        this returns or raises. Raises DeviceError.
         """
         with self._driver.on(self.device):
+            stream = self._moves.cuda_stream
+            if queued is not None:
+                queued.precede(stream)  # W1
             parts = []
             for address, nbytes in source:
                 parts.append((to, address, nbytes))
                 to += nbytes
-            self._copy_all(parts, self._saves.cuda_stream)
+            self._copy_all(parts, stream)
 
     def _copy_all(self, parts: Iterable[tuple[int, int, int]], stream: int) -> None:
         """Copy each part, given by its target, source and size, and outlast the copies."""

@@ -27,8 +27,9 @@ from ecd_proto.v1 import cache_pb2 as pb
 if TYPE_CHECKING:
     from ecd_client.acquire import Key
     from ecd_client.leases import Pin
-    from ecd_client.pools import Parts
+    from ecd_client.pools import Extent, Parts
     from ecd_client.session import Session
+    from ecd_client.tensors import TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ REFUSED_S = 0.1
 """How long nothing is promoted after the daemon had no room, or another client is faster."""
 LISTED_WITHIN_S = 0.1
 """How long a promotion of an entry that was just put waits for the daemon to list it."""
+LOOK_AGAIN_S = 0.5e-3
 
 
 class HeldCopy(NamedTuple):
@@ -45,6 +47,37 @@ class HeldCopy(NamedTuple):
 
     parts: Parts
     end: Callable[[], None]
+
+
+class JustPut:
+    """A tensor of this GPU that was just put: its copy is made of it, not of the host's memory."""
+
+    def __init__(self, tensor: TensorSource, held: Pin, then: Callable[[], None]) -> None:
+        """`held` is of the extent that it was put to, since before the put could be seen.
+
+        So an entry of the key that lies there is this put. `then` is called once the tensor is
+        not read any more.
+        """
+        self.tensor = tensor
+        self._held, self._then = [held], [then]
+        self._extent = held.extent
+
+    def is_at(self, extent: Extent) -> bool:
+        """Whether the put lies there."""
+        return (self._extent.pool, self._extent.offset) == (extent.pool, extent.offset)
+
+    def let_go(self) -> None:
+        """End the hold: the entry is held by its number now."""
+        with contextlib.suppress(IndexError):  # it has ended
+            self._held.pop().end()
+
+    def end(self) -> None:
+        """End what has not ended: the tensor is not read any more."""
+        try:
+            self.let_go()
+        finally:
+            with contextlib.suppress(IndexError):
+                self._then.pop()()
 
 
 class DevicePool:
@@ -131,26 +164,41 @@ class DevicePool:
 
     # -- promotion -----------------------------------------------------------------------------
 
-    def promote_soon(self, session: Session, key: Key, entry: int = 0) -> None:
+    def promote_soon(
+        self, session: Session, key: Key, entry: int = 0, just_put: JustPut | None = None
+    ) -> None:
         """Have a copy of the entry made here, on the side, if the daemon has room for it.
 
         `entry`: its number in the index; 0 for one that was put a moment ago and is not listed yet.
+        `just_put` is ended, whatever comes of it.
         """
-        is_quiet = self._has_failed or time.monotonic() < self._quiet_until_s
-        if is_quiet or not self._slots.acquire(blocking=False):
-            return
+        if not self._submit(session, key, entry, just_put) and just_put is not None:
+            just_put.end()
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self._has_failed or time.monotonic() < self._quiet_until_s
+
+    def _submit(self, session: Session, key: Key, entry: int, just_put: JustPut | None) -> bool:
+        if self._is_quiet or not self._slots.acquire(blocking=False):
+            return False
         if not session.ref():
             self._slots.release()
-            return
+            return False
         try:
-            self._side.submit(self._promote_aside, session, key, entry)
+            self._side.submit(self._promote_aside, session, key, entry, just_put)
         except RuntimeError:  # the interpreter ends
             self._slots.release()
             session.unref()
+            return False
+        return True
 
-    def _promote_aside(self, session: Session, key: Key, entry: int) -> None:
+    def _promote_aside(
+        self, session: Session, key: Key, entry: int, just_put: JustPut | None
+    ) -> None:
         try:
-            self._promote(session, key, entry)
+            if not self._is_quiet:  # as it was when this began to wait
+                self._promote(session, key, entry, just_put)
         except DeviceBusy as error:
             logger.debug("%s was not promoted: %s", key, error)
         except DeviceError as error:
@@ -159,13 +207,19 @@ class DevicePool:
             self._quiet_until_s = math.inf
             logger.debug("nothing is promoted any more: %s", error)
         finally:
-            self._slots.release()
-            session.unref()
+            try:
+                if just_put is not None:
+                    just_put.end()
+            finally:
+                self._slots.release()
+                session.unref()
 
-    def _promote(self, session: Session, key: Key, entry: int) -> None:
-        original = _listed(session, key, entry)
+    def _promote(self, session: Session, key: Key, entry: int, just_put: JustPut | None) -> None:
+        original = _listed(session, key, entry, just_put)
         if original is None:
             return
+        if just_put is not None:
+            just_put.let_go()
         if not 0 < original.extent.nbytes <= self.nbytes:
             original.end()
             return
@@ -178,13 +232,19 @@ class DevicePool:
             )
             reply = session.calls.later("promote", request).result()
             if reply.HasField("reserved"):
-                self._copy_and_commit(session, original, reply.reserved)
+                self._copy_and_commit(session, original, reply.reserved, just_put)
             else:
                 self._quiet_until_s = time.monotonic() + REFUSED_S
         finally:
             original.end()
 
-    def _copy_and_commit(self, session: Session, original: Pin, reserved: pb.Reserved) -> None:
+    def _copy_and_commit(
+        self,
+        session: Session,
+        original: Pin,
+        reserved: pb.Reserved,
+        just_put: JustPut | None,
+    ) -> None:
         token, reservations = session.token, [reserved.reservation]
         try:
             if reserved.extent.offset + reserved.extent.nbytes > self.nbytes:
@@ -193,7 +253,11 @@ class DevicePool:
                 self._writable = self._map(writable=True)
             original.pool.note_device_write()
             to = self._writable + reserved.extent.offset
-            self.copies.move(original.pool.load_parts(original.extent), to)  # W2
+            if just_put is None:
+                self.copies.move(original.pool.load_parts(original.extent), to)  # W2
+            else:
+                just_put.tensor.copy_near(to)  # W1, W2, W3
+                just_put.end()
         except BaseException:
             abort = pb.AbortRequest(session=token, reservations=reservations)
             session.calls.later("abort", abort).result()
@@ -202,8 +266,11 @@ class DevicePool:
         session.calls.later("commit", commit).result()
 
 
-def _listed(session: Session, key: Key, entry: int) -> Pin | None:
-    """Hold the entry of this number, or the key's once it is listed. None: it has gone."""
+def _listed(session: Session, key: Key, entry: int, just_put: JustPut | None) -> Pin | None:
+    """Hold the entry of this number, or the key's once it is listed. None: it has gone.
+
+    With `just_put` it must be that put.
+    """
     until_s = time.monotonic() + LISTED_WITHIN_S
     while True:
         try:
@@ -212,10 +279,11 @@ def _listed(session: Session, key: Key, entry: int) -> Pin | None:
             return None
         if pin is None:
             return None
-        if pin.entry and entry in (0, pin.entry):
+        is_right = entry in (0, pin.entry) and (just_put is None or just_put.is_at(pin.extent))
+        if pin.entry and is_right:
             return pin
         is_over = bool(pin.entry or entry) or time.monotonic() >= until_s
         pin.end()
         if is_over:
             return None
-        time.sleep(LISTED_WITHIN_S / 50)
+        time.sleep(LOOK_AGAIN_S)

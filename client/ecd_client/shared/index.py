@@ -200,6 +200,13 @@ class IndexReader:
                 self.unpin(pin)
         return (row, pin) if is_right else None
 
+    def pin_own(self, pool: int, offset: int) -> int:
+        """The pin that holds the extent of a put of this session's own, which is not done.
+
+        The extent is the session's until then, so there is nothing to recheck. Raises AskDaemon.
+        """
+        return self._announce(pack_extent_pin(pool, offset))
+
     def record(self, namespace: str, mm_hash: str) -> bytes | None:
         """The key as rows hold it. None: its namespace has no row at all. Raises AskDaemon."""
         number = self._numbers.get(namespace)

@@ -11,9 +11,9 @@ slow     two have GPUs, with copies of 60 ms; the other two put and get by the C
          slow copy reads or writes is evicted and reused meanwhile, if it can be
 doomed   as slow; the two with GPUs are killed in the middle of a save, which outlives them
 
-With a rule of docs/gpu.md taken out the run must find wrong bytes or a fault of the device: that it
-does is what makes the other runs worth something. Prints one line of JSON; exits with 0 if no byte
-was wrong and nothing leaked.
+With a rule of docs/gpu.md taken out, or a step of the argument for copies in device pools, the run
+must find wrong bytes or a fault of the device: that it does is what makes the other runs worth
+something. Prints one line of JSON; exits with 0 if no byte was wrong and nothing leaked.
 """
 
 import argparse
@@ -38,6 +38,8 @@ RULES = {
     "D1": "doomed",
 }
 """The rules, each with the kind of run that shows what it is for."""
+COPY_STEPS = ("hide", "scan", "pin")
+"""What the daemon does before it reuses a copy's memory, and a reader before it reads there."""
 KINDS = {"engines": 1500, "near": 1500, "slow": 60_000, "doomed": 60_000}
 """Time of each operation of the stand-in, in us."""
 KEYS = 40
@@ -53,10 +55,37 @@ LATE = 4
 
 def run_daemon(without: str) -> None:
     from ecd.__main__ import main
+    from ecd.memory.shared_index import SharedIndex
     from ecd.rpc.sessions import SessionStreams
 
     if without == "D1":  # memory is taken back as soon as the lock is free
         SessionStreams._may_copy = lambda self, session: False
+    hide, show, pinned = SharedIndex.hide, SharedIndex.show, SharedIndex.pinned
+    if without == "hide":  # a copy's row stays until the next entry has one
+        late = []
+
+        def show_then_hide(self, info) -> None:
+            show(self, info)
+            while late:
+                hide(self, *late.pop())
+
+        def hide_late(self, entry, key, copy_in: int = 0) -> None:
+            late.append((entry, key, copy_in)) if copy_in else hide(self, entry, key)
+
+        SharedIndex.show, SharedIndex.hide = show_then_hide, hide_late
+    if without == "scan":  # pins of copies are not seen
+        copies = set()
+
+        def show_and_note(self, info) -> None:
+            show(self, info)
+            if info.copy_in:
+                copies.add(info.entry)
+
+        def pinned_originals(self, live, starts):
+            for portion in pinned(self, live, starts):
+                yield portion._replace(pinned=portion.pinned - copies)
+
+        SharedIndex.show, SharedIndex.pinned = show_and_note, pinned_originals
     sys.argv = ["ecd", "serve"]
     main()
 
@@ -102,6 +131,16 @@ def take_out(without: str) -> None:
                 return pin
 
             IndexReader._announce = forget
+        case "pin":
+            pin_copy = IndexReader.pin_copy
+
+            def forget_copy(self, *which):
+                found = pin_copy(self, *which)
+                if found is not None:
+                    self._words[found[1]] = 0
+                return found
+
+            IndexReader.pin_copy = forget_copy
         case "R2":
             ends.after = lambda events, end: end()
         case "R3":
@@ -206,7 +245,7 @@ class Engine:
                 self._put(client, number, SIZES[number % len(SIZES)])
             else:
                 with item:
-                    self._load(item, number)
+                    self._load(item)
                 if random.random() < self._breaks:
                     self._counts["broken"] += 1
                     item._hold.session.abandon()  # the stream breaks, the copy goes on
@@ -215,34 +254,43 @@ class Engine:
             time.sleep(0.01)  # full of what others hold, or between two sessions
         late = random.choice((0, LATE))  # at once, too: the model waits for its loads
         while len(self._loads) > late:
-            number, tensor = self._loads.popleft()
+            byte, tensor = self._loads.popleft()
             content = self._gpu.content(tensor)
-            self._counts["wrong"] += content != bytes([number]) * len(content)
+            self._counts["wrong"] += content != byte * len(content)
 
     def _put(self, client, number: int, size: int) -> None:
         import torch
 
+        byte = random.randrange(1, 255)  # another with each put: the metadata says which
         if self._gpu is None:
-            content = bytes([number]) * size
-            self._counts["puts"] += client.put_bytes(str(number), content, "uint8", (size,))
+            content, shape = bytes([byte]) * size, (size,)
+            self._counts["puts"] += client.put_bytes(
+                str(number), content, "uint8", shape, metadata=bytes([byte])
+            )
             return
-        stored = self.save(client, str(number), number, size)
+        is_kept = random.random() < 0.2
+        kept, stored = self.save(client, str(number), byte, size, is_kept)
         for _ in range(3):  # the model goes on, in memory that may be free by now
             self._gpu.encode((size,), torch.uint8, 255)
-        if random.random() < 0.5:
+        if is_kept or random.random() < 0.5:
             self._counts["puts"] += stored.result(20)
+        if kept is not None:
+            self._gpu.fill(kept, 255)
 
-    def save(self, client, key: str, number: int, size: int):
+    def save(self, client, key: str, byte: int, size: int, is_kept: bool = False):
+        """The tensor if it is kept, and the put's future."""
         import torch
 
-        return client.put_async(key, self._gpu.encode((size,), torch.uint8, number))
+        tensor = self._gpu.encode((size,), torch.uint8, byte)
+        stored = client.put_async(key, tensor, metadata=bytes([byte]))
+        return tensor if is_kept else None, stored
 
-    def _load(self, item, number: int) -> None:
+    def _load(self, item) -> None:
         self._counts["gets"] += 1
         if self._gpu is None:
-            self._counts["wrong"] += item.view.tobytes() != bytes([number]) * item.nbytes
+            self._counts["wrong"] += item.view.tobytes() != item.metadata * item.nbytes
         else:
-            self._loads.append((number, item.to("cuda", non_blocking=True)))
+            self._loads.append((item.metadata, item.to("cuda", non_blocking=True)))
 
 
 # -- the run ---------------------------------------------------------------------------------------
@@ -362,7 +410,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--without", default="", choices=("", *RULES))
+    parser.add_argument("--without", default="", choices=("", *RULES, *COPY_STEPS))
     parser.add_argument("--engine")
     parser.add_argument("--cpu")
     parser.add_argument("--doomed")
@@ -375,7 +423,8 @@ def main() -> None:
     elif given.engine or given.cpu:
         run_worker(given.engine or given.cpu, given.without, has_gpu=bool(given.engine))
     else:
-        kind = given.kind or RULES.get(given.without, "engines")
+        kinds = RULES | dict.fromkeys(COPY_STEPS, "near")
+        kind = given.kind or kinds.get(given.without, "engines")
         found = run(kind, given.seconds, given.without)
         print(json.dumps(found))
         sys.exit(1 if found["wrong"] or found["faults"] or "ended" in found else 0)

@@ -92,10 +92,14 @@ class StandinGpu:
     def encode(self, shape: tuple[int, ...], dtype: torch.dtype, byte: int) -> torch.Tensor:
         """An encoder's output: a tensor that a kernel on its way fills with one byte."""
         tensor = self._tensor(shape, dtype, self.stream)
+        self.fill(tensor, byte)
+        return tensor
+
+    def fill(self, tensor: torch.Tensor, byte: int) -> None:
+        """Queue a kernel that fills the tensor with one byte."""
         with driver.on(self.device):
             stream = cuda.CUstream(self.stream.cuda_stream)
             call(cuda.cuMemsetD8Async, tensor.data_ptr(), byte, tensor.nbytes, stream)
-        return tensor
 
     def content(self, tensor: torch.Tensor) -> bytes:
         """The tensor's bytes, after all that is queued on the model's stream."""
