@@ -1,8 +1,9 @@
 """Drives the connector on the stand-in's GPU, through vLLM's own code of both model runners.
 
-    python gpu_order.py ADDRESS MODEL
+    python gpu_order.py ADDRESS MODEL PLACE
 
-Prints what each step did, waited for and left in the encoder cache, as JSON.
+PLACE is where loads come from: the host's pool, the device's, or views of the latter. Prints what
+each step did, waited for and left in the encoder cache, as JSON.
 """
 
 import json
@@ -29,7 +30,7 @@ from ecd_client.vllm.identity import Identity
 from support.cuda.gpu import StandinGpu
 from support.cuda.standin import Control
 
-address, model = sys.argv[1:]
+address, model, place = sys.argv[1:]
 control = Control.of_this_process()
 gpu = StandinGpu.use()
 ecd_client.vllm.loader._device = lambda: torch.device("cuda:0")
@@ -37,7 +38,7 @@ transfer_config = ECTransferConfig(
     ec_connector="EcdConnector",
     ec_connector_module_path="ecd_client.vllm",
     ec_role="ec_both",
-    ec_connector_extra_config={"ecd_address": address},
+    ec_connector_extra_config={"ecd_address": address, "ecd_device_views": place == "views"},
 )
 config = EngineArgs(model=model, ec_transfer_config=transfer_config).create_engine_config()
 from vllm.config import set_current_vllm_config  # noqa: E402
@@ -113,6 +114,7 @@ def step(runner, asked: SimpleNamespace, byte: int | None, is_aborted: bool = Fa
                 ECConnectorModelRunnerMixin.maybe_save_ec_to_connector(cache, identifier)
     took_s = time.monotonic() - started
     after = control.counters()
+    from_host, from_device = after.bytes_h2d - before.bytes_h2d, after.bytes_d2d - before.bytes_d2d
     control.delay_us = 500
     scheduler.update_connector_output(result)
     scheduler.request_finished(asked)
@@ -123,6 +125,8 @@ def step(runner, asked: SimpleNamespace, byte: int | None, is_aborted: bool = Fa
         "pageable": after.pageable_copies - before.pageable_copies,
         "waited": took_s > 0.05,
         "loads under way": len(scheduler._scheduler._loads),
+        "from the host": from_host,
+        "within the device": from_device,
     }
     if is_aborted:
         del cache[identifier]
@@ -135,12 +139,30 @@ def pinned() -> bool:
     return pool._pinned is not None and pool._pinned.pinned_bytes == pool.nbytes
 
 
+def until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_near(identifier: str) -> bool:
+    """Whether the device pool has a copy."""
+    loader = worker._worker._client
+    session = loader._connection.session()
+    with loader.get(identifier, timeout=10) as item:
+        key = loader.namespace, identifier
+        held = session.near.hold(session, key, item._hold.entry, item.nbytes)
+    if held is not None:
+        held.end()
+    return held is not None
+
+
 control.delay_us = 500
 worker._worker._loader.device  # noqa: B018  pins, as the first load would
-deadline = time.monotonic() + 10
-while not pinned():
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
+until(pinned)
+if place != "host":
+    until(lambda: worker._worker._client._connection.session().near is not None)
 steps = {}
 for name, runner in (("first", first_runner), ("second", second_runner)):
     if runner is None:
@@ -150,6 +172,8 @@ for name, runner in (("first", first_runner), ("second", second_runner)):
     gpu.encode(SHAPE, torch.bfloat16, 255)
     with client.get(f"{name} picture", timeout=10) as item:
         encoded["stored"] = set(bytes(item.view)) == {7}
+    if place != "host":
+        until(lambda name=name: is_near(f"{name} picture"))
     loaded = step(runner, request(f"{name}-b", f"{name} picture"), byte=None)
     del cache[f"{name} picture"]
     aborted = step(runner, request(f"{name}-c", f"{name} picture"), byte=None, is_aborted=True)
