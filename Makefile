@@ -23,6 +23,8 @@ endef
 .PHONY: system
 system:
 	$(call debian,libibverbs1,ldconfig -p | grep libibverbs.so.1)
+	$(call debian,libnuma1,ldconfig -p | grep libnuma.so.1)
+	$(call debian,libcurl4,ldconfig -p | grep libcurl.so.4)
 
 # What the tests use besides: a Redis, network namespaces, certificates, a systemd,
 # a Prometheus, kubectl (1.27 or newer), a C compiler.
@@ -45,6 +47,16 @@ $(STANDIN): tests/support/cuda/libcuda_standin.c | test-system
 	gcc -std=gnu11 -O1 -g -Wall -Wextra -fvisibility=hidden -shared -fPIC -pthread \
 	  -Wl,-soname,$(@F) -o $@.new $<
 	@mv $@.new $@
+
+# What Mooncake's build for CUDA needs besides to be loaded.
+build/standin/libcudart.so.12: tests/support/cuda/libcudart_standin.c $(STANDIN)
+	gcc -std=gnu11 -O1 -Wall -Wextra -shared -fPIC -Wl,-soname,$(@F) -o $@ $< -L$(@D) -l:libcuda.so.1
+
+.venvs/cuda/.ready: pyproject.toml
+	@rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/$(INSTALL) -e '.[cuda]'
+	@touch $@
 
 $(VENV)/.ready: pyproject.toml | system
 	$(PYTHON) -m venv $(VENV)
@@ -126,6 +138,11 @@ unit: $(VENV)/.ready  ## the core's tests alone, with fewer random examples: the
 .PHONY: test
 test: check vllm test-system $(STANDIN)  ## everything that can run without a GPU, real vLLM included
 	$(BIN)/pytest -n 2
+
+.PHONY: cuda-wheel
+cuda-wheel: $(VENV)/.ready .venvs/cuda/.ready build/standin/libcudart.so.12  ## Mooncake's build for CUDA, which is large, over stand-ins for NVIDIA's libraries
+	$(call debian,ibverbs-providers,ldconfig -p | grep libmlx5.so.1)
+	$(BIN)/pytest tests/cluster/cuda_wheel.py
 
 .PHONY: demo
 demo: $(VENV)/.ready  ## a daemon, a producer and a consumer process, and what happened

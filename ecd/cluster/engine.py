@@ -159,7 +159,7 @@ def start_transfer_engine(settings: EngineSettings) -> Any:
     except ImportError as error:
         raise EngineError(
             f"Mooncake cannot be loaded: {error}. Install ecd with [cpu] or [cuda], and Debian's "
-            "libibverbs1"
+            "libibverbs1, libnuma1 and libcurl4; [cuda] needs ibverbs-providers too"
         ) from None
     engine = TransferEngine()
     host, protocol = settings.host, settings.protocol

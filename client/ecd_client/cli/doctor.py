@@ -28,6 +28,8 @@ from ecd_proto.v1 import cache_pb2 as pb
 VLLM_VERSIONS = (0, 28), (0, 33)
 """The first and the last version that the connector is made for."""
 CONNECT_TIMEOUT_S = 1.0
+LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1", "curl": "libcurl4"}
+"""What Mooncake loads, and Debian's packages of it."""
 SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 COLLAPSES_SINCE = (6, 1)
 """The version of Linux that first moves pages of shared memory to huge ones when asked to."""
@@ -61,7 +63,7 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
         yield from _nodes(peers)
     yield _shared_memory(status)
     yield _leftovers(status)
-    yield _verbs()
+    yield _mooncake()
     yield _clock()
     yield _vllm()
     yield from examine_gpu(status)
@@ -243,11 +245,14 @@ def _shared_memory(status: pb.StatusReply | None) -> Finding:
     return Finding("shared memory", GOOD, found)
 
 
-def _verbs() -> Finding:
-    if ctypes.util.find_library("ibverbs"):
-        return Finding("libibverbs", GOOD, "is installed")
-    advice = "where daemons have peers: apt-get install libibverbs1"
-    return Finding("libibverbs", DOUBTFUL, "is missing: Mooncake does not load here", advice)
+def _mooncake() -> Finding:
+    missing = [
+        package for library, package in LIBRARIES.items() if not ctypes.util.find_library(library)
+    ]
+    if not missing:
+        return Finding("Mooncake", GOOD, "has the libraries that it loads")
+    advice = f"where daemons have peers: apt-get install {' '.join(missing)}"
+    return Finding("Mooncake", DOUBTFUL, f"does not load without {', '.join(missing)}", advice)
 
 
 def _clock() -> Finding:
