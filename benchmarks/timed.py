@@ -25,7 +25,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from ecd_client.tensors import TensorSource
-from ecd_client.vllm import worker
+from ecd_client.vllm import loader
 
 PLACE = "BENCH_STEPS"
 """The variable that names the directory to write in."""
@@ -151,7 +151,7 @@ class Timed(Switching):
 EngineCore.step = steps.step(EngineCore.step)
 EngineCore.shutdown = steps.end(EngineCore.shutdown)
 Scheduler.schedule = steps.schedule(Scheduler.schedule)
-worker.private_copy = copies.timed(worker.private_copy)
+loader.private_copy = copies.timed(loader.private_copy)
 TensorSource.copy_to = copies.timed(TensorSource.copy_to)
 safetensors.torch.load_file = copies.timed(safetensors.torch.load_file)
 safetensors.torch.save_file = copies.timed(safetensors.torch.save_file)
