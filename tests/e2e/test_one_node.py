@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from e2e.engines import Engine, python_of, result_of
+from ecd_client.placeholders import unpack
 from support.daemon import Daemon, eventually
 
 pytestmark = pytest.mark.timeout(600)
@@ -98,6 +99,24 @@ def test_each_item_says_what_a_consumer_needs_to_skip_preprocessing(
     grids = [item["metadata"].get("image_grid_thw") for item in params.values()]
     # The server of vLLM 0.28 takes no metadata as JSON.
     assert [grid and len(grid) for grid in grids] == [None if version == "0.28.0" else 3] * 2
+
+
+def test_every_entry_carries_what_sizes_its_placeholder(
+    started: Daemon, producer: Engine, version: str, produced: dict
+) -> None:
+    reply = producer.generate([ask("what", name) for name in PICTURES], max_tokens=1)
+    announced = {
+        name: item["metadata"]
+        for output in reply["outputs"]
+        for name, item in output["ec_transfer_params"].items()
+    }
+    carried = {entry.key.mm_hash: unpack(entry.content.metadata) for entry in started.entries()}
+    grids = [fields["image"]["image_grid_thw"] for fields in carried.values()]
+    assert sorted(grids) == sorted(
+        [[1, 16, 16], [1, 24, 32], [1, 36, 18], [1, 14, 22], [1, 24, 32]]
+    )
+    if version != "0.28.0":  # which announces none
+        assert carried == {name: {"image": fields} for name, fields in announced.items()}
 
 
 def test_leases_are_given_back_when_the_requests_are_over(

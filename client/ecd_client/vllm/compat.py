@@ -5,10 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.logger import init_logger
 
 from ecd_client.errors import EcdError
+from ecd_client.placeholders import pack
+from ecd_proto.contract import MAX_METADATA_BYTES
 
 try:  # since 0.32
     from vllm.distributed.ec_transfer.ec_connector.metrics import (
@@ -29,6 +32,7 @@ __all__ = [
     "ECConnectorPromMetrics",
     "ECConnectorStats",
     "PlaceholderMetadata",
+    "collect_ec_item_metadata",
     "fail_by_itself",
 ]
 
@@ -99,6 +103,28 @@ class PlaceholderMetadata:
                 if feature.modality in incomplete:
                     items[feature.identifier]["metadata"] = {}
         return items
+
+    def packed(self, feature: Any) -> bytes:
+        """The item's fields as its entry carries them; empty unless all are known."""
+        wanted = self.fields_for(feature.modality)
+        if not wanted:
+            return b""
+        try:
+            if collect_ec_item_metadata is None:
+                data = {} if feature.data is None else feature.data.get_data()
+                fields = {
+                    name: (value if value.ndim else value.reshape(1)).tolist()
+                    for name, value in data.items()
+                    if name in wanted and isinstance(value, torch.Tensor)
+                }
+            else:
+                [item] = collect_ec_item_metadata([feature], self).values()
+                fields = item["metadata"]
+            packed = pack(feature.modality, fields) if fields.keys() == wanted else b""
+            return packed if len(packed) <= MAX_METADATA_BYTES else b""
+        except Exception:  # the model's own values: its consumers preprocess for themselves
+            logger.warning("no placeholder metadata for an item", exc_info=True)
+            return b""
 
     def fields_for(self, modality: str) -> set[str]:
         """The names of a processed item's fields that are metadata."""

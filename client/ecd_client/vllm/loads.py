@@ -31,7 +31,8 @@ class Loads:
         """Have the workers load a leased item in the step that is being scheduled."""
         self._last += 1
         assert wanted.item is not None
-        load = Load(self._last, wanted.identifier, wanted.item.handle())
+        item = wanted.item
+        load = Load(self._last, wanted.identifier, item.handle(), item.cost_s, item.metadata)
         self._new.append(load)
         loading = Loading(wanted, set(self._ranks), time.monotonic())
         wanted.expected[loading] = load.handle.shape[0]

@@ -33,12 +33,14 @@ class Producer:
         self._to_save: set[str] = set()
         self._to_keep: set[str] = set()
         self._to_offer: dict[tuple[str, ...], list[str]] = {}
+        self._placeholders: dict[str, bytes] = {}
 
     def forget(self) -> None:
         """Drop what was noted for the next step: it was encoded with other weights."""
         self._to_save.clear()
         self._to_keep.clear()
         self._to_offer.clear()
+        self._placeholders.clear()
 
     # -- saves ---------------------------------------------------------------------------------
 
@@ -53,6 +55,16 @@ class Producer:
     def keep(self, identifier: str) -> None:
         """Have the workers copy an item into the encoder cache, where vLLM takes it to be."""
         self._to_keep.add(identifier)
+
+    def describe(self, feature: Any) -> None:
+        """Note what the entry of an item says of its placeholder; this step encodes the item."""
+        if self._sharing.includes(feature.identifier):
+            self._placeholders[feature.identifier] = self._metadata.packed(feature)
+
+    def take_placeholders(self) -> dict[str, bytes]:
+        """The metadata of the entries of the step just scheduled, by item."""
+        placeholders, self._placeholders = self._placeholders, {}
+        return placeholders
 
     def take_saves(self) -> tuple[list[str], list[str]]:
         """The items to save and to keep in the step just scheduled."""

@@ -207,6 +207,8 @@ class SchedulerRole:
             return
         if not wanted.promised:
             self.stats.count("misses")
+            if self._producer is not None:
+                self._producer.describe(feature)
             return
         self.stats.count("hits")
         if not self._is_consumer:
@@ -229,9 +231,15 @@ class SchedulerRole:
             # Without tokens the first model runner of a consumer looks at no metadata.
             if not self._is_consumer or num_scheduled_tokens:
                 saves, keeps = self._producer.take_saves()
-        loads = self._loads.take_new()
-        counts_path = None if self._counts is None else self._counts.path
-        return EcdMetadata(self.namespace, self.moves, loads, saves, keeps, counts_path)
+        return EcdMetadata(
+            self.namespace,
+            self.moves,
+            self._loads.take_new(),
+            saves,
+            keeps,
+            None if self._counts is None else self._counts.path,
+            {} if self._producer is None else self._producer.take_placeholders(),
+        )
 
     def loaded(self, reports: Iterable[str]) -> None:
         """Note the workers' reports of loads, each `<rank>/<load>`."""

@@ -17,12 +17,15 @@ from ecd_client.vllm.stats import EcdStats
 class Load(NamedTuple):
     """One leased item that every worker is to copy into its encoder cache.
 
-    The scheduler keeps the lease, renewed, until every worker has reported `id`.
+    Cost and metadata are those of its entry. The scheduler keeps the lease, renewed, until every
+    worker has reported `id`.
     """
 
     id: int
     identifier: str
     handle: Handle
+    cost_s: float
+    metadata: bytes
 
 
 @dataclass
@@ -42,6 +45,8 @@ class EcdMetadata(ECConnectorMetadata):
     """Items that an engine which only encodes found in ecd: workers copy them to their cache."""
     counts_path: str | None = None
     """Path of the shared counts, where vLLM drops the workers' messages."""
+    placeholders: dict[str, bytes] = field(default_factory=dict)
+    """The metadata of the entries of this step's outputs, by item."""
 
 
 @dataclass

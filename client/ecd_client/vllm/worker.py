@@ -6,7 +6,7 @@ import contextlib
 from collections import OrderedDict, deque
 from concurrent.futures import Future, wait
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.logger import init_logger
@@ -31,8 +31,18 @@ It is no string, so that no client can name it.
 """
 SEEN_WITHIN_S = 0.1
 """Longest wait of a step until memory shows the items that it saved."""
+LOOK_AGAIN_S = 1e-3
+"""Between two looks: a save is shown before its future is done, which may wait for a copy."""
 MAX_ORIGINS = 1 << 14
-"""Items whose move and cost are remembered, in case they have to be stored again."""
+"""Items whose origins are remembered, in case they have to be stored again."""
+
+
+class Origin(NamedTuple):
+    """Where an item of the encoder cache comes from: the `move`, and what its entry says of it."""
+
+    move: int
+    cost_s: float
+    metadata: bytes
 
 
 class WorkerRole:
@@ -53,7 +63,8 @@ class WorkerRole:
         self._loader.pin()
         self._saves: deque[tuple[str, Future[bool], int]] = deque()
         self._saving_bytes = 0
-        self._origins: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._origins: OrderedDict[str, Origin] = OrderedDict()
+        self._placeholders: dict[str, bytes] = {}  # of this step's outputs
         self._is_answered = True  # whether the last wait for a save ended in time
         self._encoding_since_s = monotonic()
         self._rank: int | None = None
@@ -85,6 +96,7 @@ class WorkerRole:
         if step.move != self._move:
             self._move, self.forgotten = step.move, -1
         self._namespace, self._counts_path = step.namespace, step.counts_path
+        self._placeholders = step.placeholders
         if self._is_producer and not TELLS_WHAT_TO_SAVE and self._encoder_cache is not None:
             self.begin_saves(step, self._encoder_cache)
 
@@ -142,8 +154,7 @@ class WorkerRole:
                 self._loader.report(report)
             else:
                 encoder_cache[load.identifier] = self._loader.load(load, report)
-                _, cost_s = self._origins.get(load.identifier, (-1, 0.0))
-                self._note_origin(load.identifier, cost_s)
+                self._note_origin(load.identifier, load.cost_s, load.metadata)
                 self._stats.count("loads")
                 self._stats.count("loaded_bytes", load.handle.nbytes)
         self._encoding_since_s = monotonic()
@@ -160,15 +171,17 @@ class WorkerRole:
         # On a GPU it is the time to launch the work, so at most what the work took.
         now_s = monotonic()
         cost_s, self._encoding_since_s = now_s - self._encoding_since_s, now_s
-        self._note_origin(identifier, cost_s)
-        self._save(identifier, encoder_cache[identifier], cost_s)
+        metadata = self._placeholders.get(identifier, b"")
+        self._note_origin(identifier, cost_s, metadata)
+        self._save(identifier, encoder_cache[identifier], cost_s, metadata)
 
     def _save_again(self, identifiers: list[str], encoder_cache: dict[str, torch.Tensor]) -> None:
         """Store the items that the encoder cache still has from these weights."""
         for identifier in identifiers:
-            move, cost_s = self._origins.get(identifier, (-1, 0.0))
-            if move == self._move and identifier in encoder_cache:
-                self._save(identifier, encoder_cache[identifier], cost_s)
+            origin = self._origins.get(identifier)
+            if origin and origin.move == self._move and identifier in encoder_cache:
+                output = encoder_cache[identifier]
+                self._save(identifier, output, origin.cost_s, origin.metadata)
 
     def _keep(self, identifiers: list[str], encoder_cache: dict[str, torch.Tensor]) -> None:
         """Copy items from ecd into the encoder cache, where vLLM's scheduler takes them to be."""
@@ -178,13 +191,13 @@ class WorkerRole:
                 if item is not None:
                     with item:
                         encoder_cache[identifier] = item.to(self._loader.device, non_blocking=True)
-                        self._note_origin(identifier, item.cost_s)
+                        self._note_origin(identifier, item.cost_s, item.metadata)
 
-    def _note_origin(self, identifier: str, cost_s: float) -> None:
+    def _note_origin(self, identifier: str, cost_s: float, metadata: bytes) -> None:
         if self.forgotten >= 0:  # its weights are unknown
             self._origins.pop(identifier, None)
             return
-        self._origins[identifier] = self._move, cost_s
+        self._origins[identifier] = Origin(self._move, cost_s, metadata)
         while len(self._origins) > MAX_ORIGINS:
             self._origins.popitem(last=False)
 
@@ -196,13 +209,18 @@ class WorkerRole:
         """
         deadline_s = monotonic() + (SEEN_WITHIN_S if self._is_answered else 0.0)
         for identifier, future, _ in self._saves:
-            with contextlib.suppress(DaemonUnavailable):
-                if self._client.is_shown(identifier):
-                    continue
-            done, _ = wait([future], max(0.0, deadline_s - monotonic()))
-            self._is_answered = bool(done)
+            while not (is_seen := future.done() or self._is_shown(identifier)):
+                if monotonic() >= deadline_s:
+                    break
+                wait([future], LOOK_AGAIN_S)
+            self._is_answered = is_seen
 
-    def _save(self, identifier: str, output: torch.Tensor, cost_s: float) -> None:
+    def _is_shown(self, identifier: str) -> bool:
+        with contextlib.suppress(DaemonUnavailable):
+            return self._client.is_shown(identifier)
+        return False
+
+    def _save(self, identifier: str, output: torch.Tensor, cost_s: float, metadata: bytes) -> None:
         if (
             self._namespace is None
             or self._tensor_parallel_rank() != 0
@@ -218,7 +236,7 @@ class WorkerRole:
             self._drop(identifier, "too many are on the way")
             return
         try:
-            future = self._client.put_async(identifier, output, cost=cost_s)
+            future = self._client.put_async(identifier, output, cost=cost_s, metadata=metadata)
         except EcdError as error:
             self._drop(identifier, error)
             return
