@@ -923,4 +923,5 @@ def tensors_of_all_kinds(address: str) -> dict:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     print(json.dumps(globals()[sys.argv[1]](sys.argv[2])))
