@@ -19,7 +19,7 @@ define debian
 	  exit 1; }
 endef
 
-# Mooncake's wheel needs libibverbs1 to load.
+# What Mooncake's wheel needs to load.
 .PHONY: system
 system:
 	$(call debian,libibverbs1,ldconfig -p | grep libibverbs.so.1)
@@ -154,6 +154,7 @@ bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one no
 	$(BIN)/python benchmarks/steps.py --output docs/benchmarks/steps.md
 	$(BIN)/python benchmarks/load.py --output docs/benchmarks/load.md
 	$(BIN)/python benchmarks/ttft.py --output docs/benchmarks/ttft.md
+	$(BIN)/python benchmarks/repeated.py --output docs/benchmarks/repeated.md
 	$(BIN)/python benchmarks/connector.py --output docs/benchmarks/connector.md
 	$(BIN)/python benchmarks/growth.py --output docs/benchmarks/growth.md
 	$(BIN)/python benchmarks/loop.py --output docs/benchmarks/loop.md

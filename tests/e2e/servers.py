@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -19,10 +20,11 @@ from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
-from e2e.engines import ROOT, START_S, Fork, python_of
+from e2e.engines import HERE, ROOT, START_S, Fork, python_of
 
 PROXY_VERSION = "0.32.0"
 PROXY = "examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py"
@@ -74,8 +76,12 @@ class Server:
         while True:
             assert self.alive, f"it ended:\n{self.text()[-6000:]}"
             assert time.monotonic() < deadline, f"not ready:\n{self.text()[-6000:]}"
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/v1/models"):
-                return self
+            try:
+                with urllib.request.urlopen(f"{self.url}/v1/models"):
+                    return self
+            except OSError as error:
+                if getattr(error, "code", 0) == 401:  # it wants a key
+                    return self
             time.sleep(0.2)
 
     @property
@@ -85,8 +91,23 @@ class Server:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def chat(self, content: list[dict], **options: object) -> tuple[int, dict]:
+    def chat(
+        self, content: list[dict], headers: dict[str, str] | None = None, **options: object
+    ) -> tuple[int, dict]:
         """Status and body of a chat completion, greedy, with what the tokens are judged by."""
+        try:
+            with self._ask(content, headers, options) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            return error.code, {"error": error.read().decode()}
+
+    def stream(self, content: list[dict], lines: int | None = None, **options: object) -> list[str]:
+        """The lines of a streamed chat completion; only the first `lines`, and then it leaves."""
+        with self._ask(content, None, {"stream": True, **options}) as reply:
+            said = (line.decode().strip() for line in reply)
+            return list(itertools.islice(filter(None, said), lines))
+
+    def _ask(self, content: list[dict], headers: dict[str, str] | None, options: dict) -> Any:
         body = {
             "model": "tiny",
             "messages": [{"role": "user", "content": content}],
@@ -99,13 +120,9 @@ class Server:
         request = urllib.request.Request(
             f"{self.url}/v1/chat/completions",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **(headers or {})},
         )
-        try:
-            with urllib.request.urlopen(request, timeout=120) as reply:
-                return reply.status, json.load(reply)
-        except urllib.error.HTTPError as error:
-            return error.code, {"error": error.read().decode()}
+        return urllib.request.urlopen(request, timeout=120)
 
     def metrics(self) -> dict[str, float]:
         """The counters of ecd on the engine's own /metrics."""
@@ -137,9 +154,13 @@ def api_server(
     model: Path,
     role: str | None,
     flags: Sequence[str] = (),
+    counting: bool = False,
     **extra: object,
 ) -> Server:
+    """With `counting` its log tells of each time that media are preprocessed."""
     command = ["-m", "vllm.entrypoints.openai.api_server"]
+    if counting:
+        command = [str(HERE / "counting_server.py")]
     command += ["--model", str(model), "--served-model-name", "tiny", "--enforce-eager"]
     command += ["--max-model-len", "2048", "--max-num-seqs", "8"]
     command += ["--limit-mm-per-prompt", json.dumps({"image": 4, "video": 0})]

@@ -138,6 +138,10 @@ class Daemon:
             stub = pb_grpc.CacheStub(channel)
             return list(stub.List(pb.ListRequest(), timeout=10.0).entries)
 
+    def evict(self, key: pb.Key) -> pb.EvictReply:
+        with open_channel(self.address) as channel:
+            return pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(key=key), timeout=10.0)
+
     def evict_all(self) -> pb.EvictReply:
         with open_channel(self.address) as channel:
             return pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(), timeout=10.0)

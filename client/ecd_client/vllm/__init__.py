@@ -1,5 +1,18 @@
-"""vLLM's encoder-cache connector over ecd."""
+"""vLLM's encoder-cache connector over ecd, and the middleware of its API server."""
+
+from typing import TYPE_CHECKING, Any
 
 from ecd_client.vllm.connector import EcdConnector
 
-__all__ = ["EcdConnector"]
+if TYPE_CHECKING:
+    from ecd_client.vllm.reuse import ReuseMiddleware
+
+__all__ = ["EcdConnector", "ReuseMiddleware"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ReuseMiddleware":  # which an engine core does not import
+        from ecd_client.vllm.reuse import ReuseMiddleware
+
+        return ReuseMiddleware
+    raise AttributeError(name)

@@ -11,7 +11,6 @@ from vllm.logger import init_logger
 
 from ecd_client.errors import EcdError
 from ecd_client.placeholders import pack
-from ecd_proto.contract import MAX_METADATA_BYTES
 
 try:  # since 0.32
     from vllm.distributed.ec_transfer.ec_connector.metrics import (
@@ -23,23 +22,33 @@ except ImportError:  # nothing asks for stats then
 
 try:  # since 0.32
     from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
+    from vllm.multimodal.cache.lru import LruKeyReplicatedReceiverCache as ReceiverCache
+    from vllm.multimodal.image import open_image
 except ImportError:
-    collect_ec_item_metadata = None
+    collect_ec_item_metadata = ReceiverCache = open_image = None
 
 __all__ = [
     "CAN_FAIL_ONE_REQUEST",
+    "CAN_LEAVE_OUT_MEDIA",
     "TELLS_WHAT_TO_SAVE",
     "ECConnectorPromMetrics",
     "ECConnectorStats",
     "PlaceholderMetadata",
     "collect_ec_item_metadata",
     "fail_by_itself",
+    "keep_media",
+    "open_image",
 ]
 
 logger = init_logger(f"vllm.{__name__}")
 
+MAX_PACKED_BYTES = 96
+"""Longest metadata of an entry: with more its row would be cut short, and each get a call."""
+
 CAN_FAIL_ONE_REQUEST = hasattr(ECConnectorBase, "take_unavailable_requests")
 """Whether the scheduler asks which requests the connector cannot serve."""
+CAN_LEAVE_OUT_MEDIA = ReceiverCache is not None
+"""Whether the server takes placeholder metadata as JSON, in place of an item's media."""
 TELLS_WHAT_TO_SAVE = hasattr(ECConnectorBase, "start_save_caches")
 """Whether a producer's worker is shown its encoder cache at the beginning of each step."""
 
@@ -68,11 +77,7 @@ class PlaceholderMetadata:
 
     def is_all_of(self, feature: Any) -> bool:
         """Whether the request brought only metadata of an item, and nothing to encode."""
-        data = feature.data
-        return not data or not any(
-            element.data is not None and name not in self.fields_for(feature.modality)
-            for name, element in data.items()
-        )
+        return not feature.data or not _has_more(feature.data, self.fields_for(feature.modality))
 
     def of(self, mm_features: list[Any], stored: set[str]) -> dict[str, Any] | None:
         """Describe the items by mm_hash, in the form of vLLM's own connectors since 0.32.
@@ -121,7 +126,7 @@ class PlaceholderMetadata:
                 [item] = collect_ec_item_metadata([feature], self).values()
                 fields = item["metadata"]
             packed = pack(feature.modality, fields) if fields.keys() == wanted else b""
-            return packed if len(packed) <= MAX_METADATA_BYTES else b""
+            return packed if len(packed) <= MAX_PACKED_BYTES else b""
         except Exception:  # the model's own values: its consumers preprocess for themselves
             logger.warning("no placeholder metadata for an item", exc_info=True)
             return b""
@@ -138,3 +143,28 @@ class PlaceholderMetadata:
             except Exception:  # the model's own code: its consumers preprocess for themselves
                 logger.warning("no placeholder metadata for %s", modality, exc_info=True)
         return self._fields[modality]
+
+
+def keep_media(metadata: PlaceholderMetadata) -> None:
+    """Have this engine core's cache of processed items keep none that came without its media.
+
+    vLLM 0.32 puts such an item in the place of the whole one of its name. A server whose own cache
+    has seen the media sends them no more, so that the engine would have nothing to encode.
+    """
+    if ReceiverCache is None or getattr(ReceiverCache, "_ecd_keeps_media", False):
+        return
+    ReceiverCache._ecd_keeps_media = True
+    update = ReceiverCache.get_and_update_item
+    fields = set().union(*map(metadata.fields_for, ("image", "video", "audio")))
+
+    def kept(cache: Any, mm_item: Any, mm_hash: str) -> Any:
+        if mm_item is not None and not _has_more(mm_item, fields):
+            return mm_item
+        return update(cache, mm_item, mm_hash)
+
+    ReceiverCache.get_and_update_item = kept
+
+
+def _has_more(data: Any, fields: set[str]) -> bool:
+    """Whether a processed item has something besides these fields."""
+    return any(element.data is not None and name not in fields for name, element in data.items())

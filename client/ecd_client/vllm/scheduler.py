@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ecd_client.calls import CALL_TIMEOUT_S
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
-from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST, PlaceholderMetadata
+from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST, PlaceholderMetadata, keep_media
 from ecd_client.vllm.hints import consumers_in, hints_in
 from ecd_client.vllm.loads import Loads
 from ecd_client.vllm.lookup import Lookup
@@ -24,6 +24,7 @@ from ecd_client.vllm.producer import Producer
 from ecd_client.vllm.readiness import Readiness
 from ecd_client.vllm.request_items import NeededItem, RequestItems
 from ecd_client.vllm.settings import FAIL, Settings
+from ecd_client.vllm.shared_namespace import SharedNamespace
 from ecd_client.vllm.sharing import Sharing
 from ecd_client.vllm.stats import EcdStats, SharedCounts
 from ecd_client.vllm.transfer import EcdMetadata
@@ -62,6 +63,7 @@ class SchedulerRole:
         outputs = Outputs(vllm_config)
         self._metadata = PlaceholderMetadata(vllm_config.model_config)
         self._metadata.fields_for("image")  # takes long the first time: no request is to wait
+        keep_media(self._metadata)
         self._client = Client(
             settings.address,
             namespace=self._sharing.namespace,
@@ -86,10 +88,13 @@ class SchedulerRole:
         self._readiness = Readiness(settings, self._sharing, self._items, self._lookup, self.stats)
         self._requests: dict[str, RequestItems] = {}
         self._counts = SharedCounts() if is_producer and not is_consumer else None
+        self._shown = SharedNamespace(vllm_config.instance_id)
+        self._shown.write(self.namespace)
         self._sharing.log_start()
 
     def close(self) -> None:
         self._client.close()
+        self._shown.close()
         if self._counts is not None:
             self._counts.close()
 
@@ -122,6 +127,7 @@ class SchedulerRole:
 
     def _start_over(self) -> None:
         self._client.namespace = self._sharing.namespace
+        self._shown.write(self.namespace)
         self._lookup.forget()
         if self._producer is not None:
             self._producer.forget()
@@ -202,7 +208,8 @@ class SchedulerRole:
 
     def allocated(self, request: Request, index: int) -> None:
         """Load a promised item, for which the engine made room now; it encodes the others."""
-        wanted = self._items.get(request.mm_features[index].identifier)
+        feature = request.mm_features[index]
+        wanted = self._items.get(feature.identifier)
         if wanted is None:
             return
         if not wanted.promised:

@@ -1,0 +1,80 @@
+"""The engine's namespace, in memory that its API server reads: it moves as weights change.
+
+vLLM runs the scheduler and the API server in two processes, and tells the latter nothing of a
+connector. What they have in common is the instance's id: the memory is found by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from zlib import crc32
+
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")
+
+_NAME = "ecd-namespace-"
+_HEADER = struct.Struct("<IH")
+"""crc of the rest, and the bytes that follow: none where nothing is shared."""
+_TRIES = 3
+_NOEXEC_SEAL = 8
+"""MFD_NOEXEC_SEAL (Linux 6.3), without which a hardened machine makes no memfd."""
+
+
+class SharedNamespace:
+    """One engine's namespace; the scheduler writes it. Does nothing where there is no memfd."""
+
+    def __init__(self, instance_id: str) -> None:
+        self._fd = -1
+        for flags in (os.MFD_CLOEXEC | _NOEXEC_SEAL, os.MFD_CLOEXEC):
+            with contextlib.suppress(OSError):
+                self._fd = os.memfd_create(_NAME + instance_id, flags)
+                os.ftruncate(self._fd, mmap.PAGESIZE)
+                self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
+                return
+        logger.warning("ecd: no memfd can be made: the API server will preprocess every picture")
+
+    def write(self, namespace: str | None) -> None:
+        if self._fd < 0:
+            return
+        said = (namespace or "").encode()
+        length = struct.pack("<H", len(said))
+        record = _HEADER.pack(crc32(length + said), len(said)) + said
+        self._page[: len(record)] = record
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._page.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+class SeenNamespace:
+    """An engine's namespace as another process of its user reads it."""
+
+    def __init__(self, instance_id: str) -> None:
+        """Raises FileNotFoundError where no engine of this id can be found."""
+        target = f"/memfd:{_NAME}{instance_id} (deleted)"
+        for process in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # another user's, or gone
+                for link in os.scandir(f"/proc/{process}/fd"):
+                    if os.readlink(link.path) == target:
+                        fd = os.open(link.path, os.O_RDONLY | os.O_CLOEXEC)
+                        try:
+                            self._page = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
+                        finally:
+                            os.close(fd)
+                        return
+        raise FileNotFoundError(target)
+
+    def read(self) -> str | None:
+        """The namespace. None: the engine shares nothing."""
+        for _ in range(_TRIES):  # the scheduler may be writing
+            crc, nbytes = _HEADER.unpack_from(self._page)
+            checked = self._page[_HEADER.size - 2 : _HEADER.size + nbytes]
+            if crc == crc32(checked):
+                return checked[2:].decode() or None
+        return None

@@ -1,0 +1,281 @@
+"""The middleware in vLLM's own server: what ecd has is neither preprocessed nor encoded again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from base64 import b64decode
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from e2e.engines import installed
+from e2e.servers import Server, api_server, picture_url
+from ecd_client import Client
+from support.daemon import Daemon, eventually
+
+pytestmark = pytest.mark.timeout(600)
+MIDDLEWARE = ["--middleware", "ecd_client.vllm.ReuseMiddleware"]
+OTHER = ["--middleware", "passing_middleware.passes"]
+"""An operator's own, which vLLM calls after ecd's."""
+KEY = "a key of the tests"
+TRUST = "--trust-request-mm-kwargs"
+READY = "ecd: pictures that are stored are not preprocessed"
+seeds = itertools.count(1000)
+
+
+@pytest.fixture(scope="session")
+def version() -> str:
+    """vLLM 0.28 takes no metadata as JSON."""
+    return installed("0.32.0")
+
+
+class Servers:
+    """An engine that encodes for others, one that does all, and one that has never heard of ecd."""
+
+    def __init__(self, daemon: Daemon, start: Callable[..., Server]) -> None:
+        self.daemon = daemon
+        extra = {"ecd_address": daemon.address}
+        self.encoder = start("ec_producer", [*MIDDLEWARE, "--api-key", KEY], **extra)
+        self.server = start("ec_both", [*OTHER, *MIDDLEWARE, TRUST], **extra)
+        self.plain = start(None, [TRUST])
+
+    def right(self, content: list[dict], **options: object) -> None:
+        """The answer is the plain engine's."""
+        status, body = self.server.chat(content, **options)
+        assert status == 200, f"{body}\n{self.server.text()[-3000:]}"
+        assert answer(body) == answer(self.plain.chat(content, **options)[1])
+
+    def right_streamed(self, content: list[dict]) -> None:
+        """The same, chunk by chunk."""
+        streams = []
+        for server in (self.server, self.plain):
+            lines = server.stream(content, max_tokens=8)
+            assert lines[-1] == "data: [DONE]", lines
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+            streams.append([[choice["delta"] for choice in chunk["choices"]] for chunk in chunks])
+        assert streams[0] == streams[1]
+
+
+def answer(body: dict) -> list[tuple[str, float]]:
+    tokens = body["choices"][0]["logprobs"]["content"]
+    return [(token["token"], pytest.approx(token["logprob"], abs=1e-3)) for token in tokens]
+
+
+def shown(url: str, text: str = "what is in this picture?") -> list[dict]:
+    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+
+
+def new_url() -> str:
+    return picture_url(next(seeds))
+
+
+def preprocessed(server: Server) -> int:
+    return server.text().count("media are preprocessed")
+
+
+def encoded(server: Server) -> float:
+    return server.metrics().get("misses", 0)
+
+
+@pytest.fixture(scope="module")
+def servers(
+    version: str,
+    model_of: Callable[[str], Path],
+    shared_daemon: Daemon,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Servers]:
+    logs = tmp_path_factory.mktemp("servers")
+    started: list[Server] = []
+
+    def start(role: str | None, flags: Sequence[str] = (), **extra: object) -> Server:
+        model, log = model_of("qwen2_5_vl"), logs / f"{role}.log"
+        started.append(api_server(version, log, model, role, flags, counting=True, **extra))
+        return started[-1]
+
+    shared_daemon.start()
+    try:
+        servers = Servers(shared_daemon, start)
+        for server in started:
+            server.wait_ready()
+        for server in (servers.encoder, servers.server):
+            eventually(lambda server=server: READY in server.text(), 30)
+        yield servers
+    finally:
+        with ThreadPoolExecutor() as side:
+            list(side.map(Server.close, started))
+
+
+@pytest.fixture
+def stored(servers: Servers) -> str:
+    """The URL of a picture that ecd has."""
+    url = new_url()
+    before = servers.daemon.status().counters.puts
+    servers.right(shown(url))
+    eventually(lambda: servers.daemon.status().counters.puts == before + 1)
+    return url
+
+
+def test_a_picture_that_is_stored_is_neither_preprocessed_nor_encoded(
+    servers: Servers, stored: str
+) -> None:
+    before = preprocessed(servers.server), encoded(servers.server)
+    servers.right(shown(stored, "is this the other picture?"))
+    both = [*shown(stored)[:1], *shown(stored, "are these the same?")]
+    servers.right(both)
+    assert (preprocessed(servers.server), encoded(servers.server)) == before
+
+
+def test_a_picture_that_has_left_ecd_is_encoded_again(servers: Servers, stored: str) -> None:
+    """vLLM's processor remembers an item that came without media by its name."""
+    servers.right(shown(stored, "is this the other picture?"))
+    servers.daemon.evict_all()
+    before = servers.daemon.status().counters.puts
+    servers.right(shown(stored, "and now?"))
+    eventually(lambda: servers.daemon.status().counters.puts == before + 1)
+    seen = preprocessed(servers.server)
+    servers.right(shown(stored, "and again?"))
+    assert preprocessed(servers.server) == seen
+
+
+def test_one_new_picture_beside_a_stored_one_leaves_the_request_as_it_is(
+    servers: Servers, stored: str
+) -> None:
+    before = preprocessed(servers.server)
+    servers.right([*shown(stored)[:1], *shown(new_url())])
+    assert preprocessed(servers.server) > before
+
+
+def test_requests_that_change_the_names_of_pictures_pass_as_they_are(
+    servers: Servers, stored: str
+) -> None:
+    before = preprocessed(servers.server)
+    servers.right(shown(stored), mm_processor_kwargs={})
+    assert preprocessed(servers.server) == before
+    servers.right(shown(stored), media_io_kwargs={"image": {"image_mode": "RGB"}})
+    assert preprocessed(servers.server) > before
+
+
+@contextmanager
+def site() -> Iterator[tuple[str, dict]]:
+    """A web server with one page, whose content can be changed."""
+    page = {"content": b"", "asked": 0}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page["asked"] += 1
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page["content"])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/picture.png", page
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_url_is_fetched_once_and_never_taken_for_its_content(servers: Servers) -> None:
+    contents = [b64decode(new_url().partition(",")[2]) for _ in range(2)]
+    with site() as (url, page):
+        for content in contents:
+            page["content"] = content
+            page["asked"] = 0
+            assert servers.server.chat(shown(url))[0] == 200
+            assert page["asked"] == 1, "a new picture is fetched once"
+            servers.right(shown(url))
+        before = preprocessed(servers.server)
+        servers.right(shown(url, "what is this?"))
+        assert preprocessed(servers.server) == before
+
+
+def test_an_answer_is_streamed_as_ever(servers: Servers, stored: str) -> None:
+    before = preprocessed(servers.server)
+    servers.right_streamed(shown(stored))
+    assert preprocessed(servers.server) == before
+
+
+def test_a_client_that_goes_leaves_nothing_held(servers: Servers, stored: str) -> None:
+    before = preprocessed(servers.server)
+    servers.server.stream(shown(stored), max_tokens=1500, lines=2)  # and closes
+    assert preprocessed(servers.server) == before
+    with Client(servers.daemon.address) as client:
+        held = servers.daemon.status().pools[0]
+        eventually(lambda: servers.daemon.status().pools[0].leased_bytes == 0, 20, f"{held}")
+        assert client.node is not None
+
+
+def test_an_engine_that_encodes_says_again_what_it_has_said(servers: Servers) -> None:
+    url = new_url()
+    key = {"headers": {"Authorization": f"Bearer {KEY}"}}
+    status, first = servers.encoder.chat(shown(url), max_tokens=1, **key)
+    assert status == 200, first
+    name = next(iter(first["ec_transfer_params"]))
+    eventually(lambda: name in {entry.key.mm_hash for entry in servers.daemon.entries()})
+    before = preprocessed(servers.encoder)
+    status, second = servers.encoder.chat(shown(url, "and this?"), max_tokens=1, **key)
+    assert (status, preprocessed(servers.encoder)) == (200, before)
+    assert second["ec_transfer_params"] == first["ec_transfer_params"]
+    assert second.keys() <= first.keys()
+    assert second["choices"][0].keys() <= first["choices"][0].keys()
+    assert second["choices"][0]["message"].items() <= first["choices"][0]["message"].items()
+    assert second["choices"][0]["finish_reason"] == first["choices"][0]["finish_reason"]
+    status, _ = servers.encoder.chat(shown(url), max_tokens=1)
+    assert status == 401
+    assert servers.encoder.chat(shown(url), model="another", **key)[0] == 404
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_request_that_fails_without_its_pictures_is_made_with_them(
+    servers: Servers, streams: bool
+) -> None:
+    """An entry of another shape lies under the picture's name, with metadata of the right form."""
+    time.sleep(2.5)  # for which it rests after the last such request
+    url = new_url()
+    before = servers.daemon.status().counters.puts
+    servers.right(shown(url))
+    eventually(lambda: servers.daemon.status().counters.puts == before + 1)
+    entry = max(servers.daemon.entries(), key=lambda entry: entry.entry)
+    with Client(servers.daemon.address, namespace=entry.key.namespace) as client:
+        servers.daemon.evict(entry.key)
+        shape = (entry.content.shape[0] + 1, entry.content.shape[1])
+        nbytes = entry.content.nbytes // entry.content.shape[0] * shape[0]
+        put = client.put_bytes(
+            *(entry.key.mm_hash, bytes(nbytes), entry.content.dtype, shape),
+            metadata=entry.content.metadata,
+        )
+        assert put
+    said = "a request without its pictures failed, and was made with them"
+    before = servers.server.text().count(said)
+    if streams:
+        servers.right_streamed(shown(url, "what is it?"))
+    else:
+        servers.right(shown(url, "what is it?"))
+    assert servers.server.text().count(said) == before + 1
+
+
+def test_vllm_0_28_serves_as_ever_and_is_told_why(
+    model_of: Callable[[str], Path], shared_daemon: Daemon, tmp_path: Path
+) -> None:
+    version, model = installed("0.28.0"), model_of("qwen2_5_vl")
+    extra = {"ecd_address": shared_daemon.address}
+    server = api_server(version, tmp_path / "log", model, "ec_both", MIDDLEWARE, **extra)
+    try:
+        server.wait_ready()
+        said = "ecd: pictures are preprocessed as ever: this version of vLLM takes no metadata"
+        eventually(lambda: said in server.text(), 30)
+        for _ in range(2):
+            assert server.chat(shown(new_url()))[0] == 200
+    finally:
+        server.close()
