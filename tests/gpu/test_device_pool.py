@@ -73,6 +73,16 @@ def test_a_second_engine_loads_what_the_first_has_put_from_the_device(
     near.check_nothing_leaked(within_s=15.0)
 
 
+def test_doctor_looks_for_entries_in_the_hosts_pool_alone(near: Daemon) -> None:
+    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", near.address]
+    done = subprocess.run([*command, "doctor", "--json"], capture_output=True, text=True)
+    found = {finding["check"]: finding["found"] for finding in json.loads(done.stdout)}
+    assert found["pool"] == "64 MiB, 0% in use"
+    host = near.status().pools[0]
+    share = host.huge_bytes / (host.populated_bytes // (2 * MIB) * (2 * MIB))
+    assert found["huge pages"].startswith(f"{share:.0%} of the pool")
+
+
 def test_a_hit_brings_an_entry_into_the_device_pool(cuda: Cuda, near: Daemon) -> None:
     assert run(cuda, "promoted_by_a_hit", near) == {"right": True, "host to device": 0}
     near.check_nothing_leaked(within_s=15.0)

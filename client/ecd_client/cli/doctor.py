@@ -111,10 +111,15 @@ def _reading(address: str, status: pb.StatusReply) -> Finding:
     return Finding("reading", GOOD, "hits make no call")
 
 
+def _host_pools(status: pb.StatusReply) -> list[pb.PoolStatus]:
+    """The pools of entries: one of a device has copies alone, and `doctor_gpu` looks at it."""
+    return [pool for pool in status.pools if pool.kind != "device"]
+
+
 def _pool(status: pb.StatusReply) -> Finding:
-    refused = status.counters.refused
-    pool_bytes = sum(pool.pool_bytes for pool in status.pools)
-    share = sum(pool.used_bytes for pool in status.pools) / max(1, pool_bytes)
+    refused, pools = status.counters.refused, _host_pools(status)
+    pool_bytes = sum(pool.pool_bytes for pool in pools)
+    share = sum(pool.used_bytes for pool in pools) / max(1, pool_bytes)
     found = f"{size_text(pool_bytes)}, {share:.0%} in use"
     if refused["entry_too_large"]:
         found += f"; {refused['entry_too_large']:,} entries were larger than all of it"
@@ -127,8 +132,9 @@ def _pool(status: pb.StatusReply) -> Finding:
 
 def _huge_pages(status: pb.StatusReply) -> Finding:
     """Check that clients need not take a page fault for every 4 KiB that they touch first."""
-    possible_bytes = sum(p.populated_bytes // HUGE_BYTES * HUGE_BYTES for p in status.pools)
-    share = sum(p.huge_bytes for p in status.pools) / possible_bytes if possible_bytes else 1.0
+    pools = _host_pools(status)
+    possible_bytes = sum(pool.populated_bytes // HUGE_BYTES * HUGE_BYTES for pool in pools)
+    share = sum(pool.huge_bytes for pool in pools) / possible_bytes if possible_bytes else 1.0
     found = f"{share:.0%} of the pool lies in huge pages"
     if share >= HUGE_SHARE:
         return Finding("huge pages", GOOD, found)
@@ -160,7 +166,8 @@ def _locked_memory(status: pb.StatusReply, peers: pb.PeersReply) -> Finding:
         return Finding("locked memory", GOOD, "not seen from here: the daemon is elsewhere")
     limit = found[1]
     needed = bool(peers.protocol) and peers.protocol != "tcp"
-    enough = limit == "unlimited" or int(limit) >= sum(pool.pool_bytes for pool in status.pools)
+    locked_bytes = sum(pool.pool_bytes for pool in _host_pools(status))
+    enough = limit == "unlimited" or int(limit) >= locked_bytes
     shown = limit if limit == "unlimited" else size_text(int(limit))
     if enough or not needed:
         why = "" if needed else "; only RDMA needs it"
