@@ -146,7 +146,8 @@ class Item:
         hold = self._hold
         try:
             parts = hold.pool.load_parts(hold.extent) if copied is None else copied.parts
-            return load(parts, self.dtype, self.shape, copies, self._loads.append)
+            is_near = copied is not None
+            return load(parts, self.dtype, self.shape, copies, self._loads.append, is_near)
         finally:
             if copied is not None:
                 after(self._loads, copied.end)

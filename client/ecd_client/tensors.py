@@ -113,9 +113,10 @@ def load(
     shape: tuple[int, ...],
     copies: Copies,
     note: Callable[[Event], None],
+    is_near: bool = False,
 ) -> torch.Tensor:
     """A tensor of the GPU that a copy on its way fills, as `Copies.load` has it."""
-    return copies.load(parts, shape, _BY_NAME[dtype], note)
+    return copies.load(parts, shape, _BY_NAME[dtype], note, is_near)
 
 
 def device_view(held: HeldCopy, dtype: str, shape: tuple[int, ...], copies: Copies) -> torch.Tensor:

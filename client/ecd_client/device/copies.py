@@ -55,22 +55,27 @@ class Copies:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         note: Callable[[Event], None],
+        is_near: bool = False,
     ) -> torch.Tensor:
-        """Queue copies of host memory, given by addresses and sizes, into a new tensor.
+        """Queue copies of memory, given by addresses and sizes, into a new tensor.
 
         What the current stream does from now on sees the tensor whole. The memory is to be held
         until the event that `note` is given is over; where this raises, no copy is under way.
-        Raises DeviceError.
+        `is_near`: the memory is the GPU's own, so that a copy takes less than one stream's wait
+        for another, and is queued on the current stream itself. Raises DeviceError.
         """
         with self._driver.on(self.device):
-            tensor = self._gpu.empty(shape, dtype, self.device, self._loads)  # R3
-            to, stream = tensor.data_ptr(), self._loads.cuda_stream
+            current = self._gpu.current_stream(self.device)
+            chosen = current if is_near else self._loads
+            tensor = self._gpu.empty(shape, dtype, self.device, chosen)  # R3
+            to, stream = tensor.data_ptr(), chosen.cuda_stream
             try:
                 for address, nbytes in source:
                     self._driver.copy(to, address, nbytes, stream)
                     to += nbytes
                 over = self._driver.Event(self.device, stream)
-                over.precede(self._gpu.current_stream(self.device).cuda_stream)  # R3
+                if not is_near:
+                    over.precede(current.cuda_stream)  # R3
                 note(over)
             except BaseException:
                 self._outlast(stream)
