@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ecd_client.calls import socket_path, why_refused
+from ecd_client.cli import render
 from ecd_client.cli.doctor_gpu import examine_gpu
 from ecd_client.cli.findings import BAD, DOUBTFUL, GOOD, Finding
 from ecd_client.client import Client
@@ -111,13 +112,8 @@ def _reading(address: str, status: pb.StatusReply) -> Finding:
     return Finding("reading", GOOD, "hits make no call")
 
 
-def _host_pools(status: pb.StatusReply) -> list[pb.PoolStatus]:
-    """The pools of entries: one of a device has copies alone, and `doctor_gpu` looks at it."""
-    return [pool for pool in status.pools if pool.kind != "device"]
-
-
 def _pool(status: pb.StatusReply) -> Finding:
-    refused, pools = status.counters.refused, _host_pools(status)
+    refused, pools = status.counters.refused, render.host_pools(status)
     pool_bytes = sum(pool.pool_bytes for pool in pools)
     share = sum(pool.used_bytes for pool in pools) / max(1, pool_bytes)
     found = f"{size_text(pool_bytes)}, {share:.0%} in use"
@@ -132,7 +128,7 @@ def _pool(status: pb.StatusReply) -> Finding:
 
 def _huge_pages(status: pb.StatusReply) -> Finding:
     """Check that clients need not take a page fault for every 4 KiB that they touch first."""
-    pools = _host_pools(status)
+    pools = render.host_pools(status)
     possible_bytes = sum(pool.populated_bytes // HUGE_BYTES * HUGE_BYTES for pool in pools)
     share = sum(pool.huge_bytes for pool in pools) / possible_bytes if possible_bytes else 1.0
     found = f"{share:.0%} of the pool lies in huge pages"
@@ -166,7 +162,7 @@ def _locked_memory(status: pb.StatusReply, peers: pb.PeersReply) -> Finding:
         return Finding("locked memory", GOOD, "not seen from here: the daemon is elsewhere")
     limit = found[1]
     needed = bool(peers.protocol) and peers.protocol != "tcp"
-    locked_bytes = sum(pool.pool_bytes for pool in _host_pools(status))
+    locked_bytes = sum(pool.pool_bytes for pool in render.host_pools(status))
     enough = limit == "unlimited" or int(limit) >= locked_bytes
     shown = limit if limit == "unlimited" else size_text(int(limit))
     if enough or not needed:

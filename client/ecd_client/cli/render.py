@@ -53,7 +53,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
     counters = reply.counters
     state = plain(reply)["state"]
     if state == "populating":
-        host = [pool for pool in reply.pools if pool.kind == "host"]
+        host = host_pools(reply)
         populated_bytes = sum(pool.populated_bytes for pool in host)
         pool_bytes = sum(pool.pool_bytes for pool in host)
         state += f" {100 * populated_bytes // max(1, pool_bytes)} %"
@@ -95,6 +95,11 @@ def _gpus(reply: pb.StatusReply) -> list[tuple[str, str]]:
         said.append(f"{reply.counters.copies:,} copies made in device pools")
     is_of_use = reply.pinning or len(said) > 1
     return [("GPUs", "; ".join(said))] if is_of_use else []
+
+
+def host_pools(reply: pb.StatusReply) -> list[pb.PoolStatus]:
+    """The pools of entries: a device's has copies alone."""
+    return [pool for pool in reply.pools if pool.kind != "device"]
 
 
 def names_of_pools(reply: pb.StatusReply) -> dict[int, str]:
