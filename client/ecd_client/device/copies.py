@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ecd_client import forks
@@ -68,11 +68,10 @@ class Copies:
             current = self._gpu.current_stream(self.device)
             chosen = current if is_near else self._loads
             tensor = self._gpu.empty(shape, dtype, self.device, chosen)  # R3
-            to, stream = tensor.data_ptr(), chosen.cuda_stream
+            stream = chosen.cuda_stream
             try:
-                for address, nbytes in source:
+                for address, to, nbytes in _along(source, tensor.data_ptr()):
                     self._driver.copy(to, address, nbytes, stream)
-                    to += nbytes
                 over = self._driver.Event(self.device, stream)
                 if not is_near:
                     over.precede(current.cuda_stream)  # R3
@@ -121,13 +120,9 @@ class Copies:
         All copies are over when this returns or raises. Raises DeviceError.
         """
         with self._driver.on(self.device):
-            stream, source = self._saves.cuda_stream, tensor.data_ptr()
+            stream = self._saves.cuda_stream
             queued.precede(stream)  # W1
-            parts = []
-            for address, nbytes in target:
-                parts.append((address, source, nbytes))
-                source += nbytes
-            self._copy_all(parts, stream)
+            self._copy_all(_along(target, tensor.data_ptr()), stream)
 
     def move(self, source: Parts, to: int, queued: Event | None = None) -> None:
         """Copy memory, given by addresses and sizes, to an address in a device pool.
@@ -139,10 +134,7 @@ class Copies:
             stream = self._moves.cuda_stream
             if queued is not None:
                 queued.precede(stream)  # W1
-            parts = []
-            for address, nbytes in source:
-                parts.append((to, address, nbytes))
-                to += nbytes
+            parts = ((at, address, nbytes) for address, at, nbytes in _along(source, to))
             self._copy_all(parts, stream)
 
     def _copy_all(self, parts: Iterable[tuple[int, int, int]], stream: int) -> None:
@@ -178,6 +170,13 @@ class Copies:
                 came, pause_s, has_failed = came or error, FAILED_S, True
             except BaseException as error:
                 came = came or error
+
+
+def _along(parts: Parts, start: int) -> Iterator[tuple[int, int, int]]:
+    """Each part's address, its place in the one piece of memory from `start` on, and its size."""
+    for address, nbytes in parts:
+        yield address, start, nbytes
+        start += nbytes
 
 
 _lock = threading.RLock()  # which a garbage-collected item may take within
