@@ -230,6 +230,12 @@ class Reuse:
             raise Unsuitable("the model has no placeholder metadata for pictures")
         self._algorithm = multimodal.mm_hasher_algorithm
         self._limit = min(multimodal.get_limit_per_prompt("image") or MAX_PICTURES, MAX_PICTURES)
+        self._media = MEDIA_CONNECTOR_REGISTRY.load(
+            envs.VLLM_MEDIA_CONNECTOR,
+            media_io_kwargs=None,
+            allowed_local_media_path=model_config.allowed_local_media_path,
+            allowed_media_domains=model_config.allowed_media_domains,
+        )
         self._client = Client(settings.address, name="vllm middleware", connect_timeout=0.0)
         self._lets_in = _key_check(state.args)
         self._rests_until_s = self._rest_s = 0.0
@@ -294,14 +300,8 @@ class Reuse:
         url = _url(part)
         if part.get("uuid") or not isinstance(url, str):
             return None
-        connector = MEDIA_CONNECTOR_REGISTRY.load(
-            envs.VLLM_MEDIA_CONNECTOR,
-            media_io_kwargs=None,
-            allowed_local_media_path=self._model_config.allowed_local_media_path,
-            allowed_media_domains=self._model_config.allowed_media_domains,
-        )
         timeout_s = envs.VLLM_IMAGE_FETCH_TIMEOUT
-        return await connector.load_from_url_async(url, _Unread(), fetch_timeout=timeout_s)
+        return await self._media.load_from_url_async(url, _Unread(), fetch_timeout=timeout_s)
 
     def _find_all(self, look: Look, contents: list[Any]) -> None:
         namespace = self._namespace.read()
