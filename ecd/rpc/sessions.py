@@ -145,19 +145,18 @@ class SessionStreams:
                 f"the daemon has its limit of {stream.limit} sessions",
             )
             return
-        writer: asyncio.Future[None] | None = None
+        tasks: list[asyncio.Future[None]] = []
         try:
             await context.write(self._stamp(pb.SessionEvent(welcome=self._welcome(stream))))
-            writer = asyncio.ensure_future(self._write(stream, context))
-            reader = asyncio.ensure_future(self._read(stream, requests))
-            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-            for task in (reader, writer):
-                task.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            tasks += map(
+                asyncio.ensure_future, (self._write(stream, context), self._read(stream, requests))
+            )
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if writer is not None:
-                writer.cancel()
+            for task in tasks:
+                task.cancel()
             self.end(stream)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def open(self, client: str) -> Stream | LimitReached:
         """Open a session and its stream's books."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import signal
 import socket
@@ -401,6 +402,25 @@ def test_garbage_on_the_socket_harms_nobody(daemon: Daemon, client: Client) -> N
         assert (item.tensor == 1).all()
     with Client(daemon.address) as another:
         assert another.contains(["k"]) == [True]
+
+
+def test_a_caller_who_goes_right_after_garbage_is_no_error_of_the_daemon(daemon: Daemon) -> None:
+    hello = pb.SessionRequest(hello=pb.Hello(contract_version=CONTRACT_VERSION))
+    with open_channel(daemon.address) as channel:
+        for _ in range(5):
+            said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+            events = channel.stream_stream("/ecd.v1.Cache/Session")(iter(said.get, None))
+            said.put(hello.SerializeToString())
+            next(events)
+            os.kill(daemon.pid, signal.SIGSTOP)  # so that it takes both up in one turn
+            said.put(b"\xff" * 100)
+            time.sleep(0.02)
+            events.cancel()
+            said.put(None)
+            time.sleep(0.02)
+            os.kill(daemon.pid, signal.SIGCONT)
+    eventually(lambda: daemon.status().sessions == 0)
+    assert "Traceback" not in daemon.text()
 
 
 # -- metrics ---------------------------------------------------------------------------------------
