@@ -197,9 +197,13 @@ def test_what_left_ecd_comes_back_when_its_producer_is_asked_again(
     else:
         anew(daemon)
     assert reasons(consumer.generate([bare(asked)])) == ["error"]
-    again = engine.generate([asked], max_tokens=1)
-    assert again["encoded"] == 0, "it is in the engine's own cache"
-    eventually(lambda: daemon.status().entries == 2, what="it is stored again")
+
+    def is_stored_again() -> bool:
+        again = engine.generate([asked], max_tokens=1)
+        assert again["encoded"] == 0, "it is in the engine's own cache"
+        return daemon.status().entries == 2
+
+    eventually(is_stored_again, 10, "a client opens its session a moment after the daemon did")
     assert any(entry.content.cost_s > 0 for entry in daemon.entries())
     reply = consumer.generate([bare(asked)])
     assert (tokens(reply), reply["encoded"]) == (expected, 0)
