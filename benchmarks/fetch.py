@@ -35,6 +35,7 @@ from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
 SIZES = {
     "64 KiB": (64 << 10, 16),
+    "256 KiB": (256 << 10, 16),
     "1 MiB": (MIB, 16),
     "8 MiB": (8 * MIB, 16),
     "32 MiB": (32 * MIB, 8),

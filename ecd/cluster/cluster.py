@@ -179,6 +179,9 @@ class Cluster:
     def address_of(self, extent: Extent) -> int:
         return self._registered[extent.pool].address + extent.offset
 
+    def bytes_of(self, extent: Extent) -> bytes:
+        return bytes(self._registered[extent.pool].view(extent.offset, extent.nbytes))
+
     def checksum_of(self, leased: Leased) -> int | Awaitable[int]:
         """The checksum of a leased entry; at once where it is known."""
         return self._checksums.of(leased)

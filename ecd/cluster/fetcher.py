@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ecd.background import Background
-from ecd.checksum import fold
+from ecd.checksum import digests, fold
 from ecd.cluster.admission import Admitted
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.link import Link, PeerLease
@@ -49,6 +49,8 @@ SPECULATIVE_BYTES = 8 << 20
 """Entries up to here are read before they are leased: beyond, leasing is a tenth of the time."""
 READ_FIRST_BYTES = 1 << 20
 """Entries of this size or more are read before the peer is asked: reading takes longer."""
+BYTES_UP_TO = 64 << 10
+"""Entries up to here may come with their lease, where nothing says where they lie."""
 TURNS_TO_ASK = 2
 """Turns of the event loop until a question to the peer is on its way."""
 RETRY_PAUSE_S = 0.1
@@ -203,7 +205,8 @@ class Fetcher:
     async def _bring_from(self, candidate: Admitted, flight: _Flight) -> str:
         """As `_try`. Raises PeerUnavailable and _Failed."""
         link = await self._candidates.link(candidate)
-        question = link.ask_lease(flight.key, self._timeout_s)
+        bytes_up_to = 0 if candidate.hint.nbytes else BYTES_UP_TO
+        question = link.ask_lease(flight.key, self._timeout_s, bytes_up_to)
         arrival: _Arrival | None = None
         try:
             arrival = await self._read_speculatively(
@@ -270,6 +273,11 @@ class Fetcher:
         """Read, verify and commit what was leased. Raises _Failed."""
         peer, reserved = link.peer, arrival.reserved
         is_speculative = arrival.reading is not None
+        if lease.data and not is_speculative:
+            if fold(digests(memoryview(lease.data))) != lease.checksum:
+                raise self._corrupt(arrival, link)
+            self._reads.fill(reserved.extent, lease.data)
+            return self._commit(arrival, link, lease)
         while True:
             if arrival.reading is None:
                 self._begin(arrival, link)
@@ -286,18 +294,24 @@ class Fetcher:
                 if fold(ended.result()) == lease.checksum:
                     break
                 if not is_speculative:
-                    nbytes = reserved.extent.nbytes
-                    peer.blame(f"sent {nbytes} bytes that are not the entry's")
-                    raise _Failed(CORRUPT)
+                    raise self._corrupt(arrival, link)
                 # The speculative read came before the peer had written all of it.
             except ReadFailed as error:
                 peer.blame(error)
                 await asyncio.sleep(RETRY_PAUSE_S)
             arrival.reading, is_speculative = None, False
         self.counters.speculative_used += is_speculative
+        self._commit(arrival, link, lease)
+
+    def _commit(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
+        reserved = arrival.reserved
         outcome = self._live.commit(self._session, reserved.entry, lease.checksum, lease.content)
         assert isinstance(outcome, Committed)
-        peer.brought(reserved.extent.nbytes)
+        link.peer.brought(reserved.extent.nbytes)
+
+    def _corrupt(self, arrival: _Arrival, link: Link) -> _Failed:
+        link.peer.blame(f"sent {arrival.reserved.extent.nbytes} bytes that are not the entry's")
+        return _Failed(CORRUPT)
 
     def _begin(self, arrival: _Arrival, link: Link) -> None:
         reading = arrival.reading = self._reads.begin(

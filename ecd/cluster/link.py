@@ -50,6 +50,8 @@ class PeerLease:
     address: int
     checksum: int
     until_s: float
+    data: bytes
+    """The entry's bytes; none if they did not come with the lease."""
 
     @property
     def ran_out(self) -> bool:
@@ -81,14 +83,17 @@ class Link:
         """Whether answers of the peer are outstanding."""
         return bool(self._open)
 
-    def ask_lease(self, key: Key, wait_s: float) -> Question:
+    def ask_lease(self, key: Key, wait_s: float, bytes_up_to: int) -> Question:
         """Ask for a lease on the key, to be waited for with `lease` and ended with `end`.
 
-        If the key is being written there, the peer waits at most `wait_s`. Raises PeerUnavailable.
+        If the key is being written there, the peer waits at most `wait_s`. An entry of at most
+        `bytes_up_to` bytes may come with its lease. Raises PeerUnavailable.
         """
         asked_s = time.monotonic()
         ticket, answer = self._ask(pb.LeaseOutcome)
-        self._leases.append(pb.LeaseKey(ticket=ticket, key=to_key(key), wait_s=wait_s))
+        self._leases.append(
+            pb.LeaseKey(ticket=ticket, key=to_key(key), wait_s=wait_s, bytes_up_to=bytes_up_to)
+        )
         self._something.set()
         return Question(asked_s, wait_s, answer)
 
@@ -102,10 +107,13 @@ class Link:
             content = content_from(leased.content)
             if leased.address + content.nbytes > ADDRESSES:
                 raise InvalidRequest(f"no memory ends {content.nbytes} bytes after that address")
+            data = leased.bytes
+            if data and len(data) != content.nbytes:
+                raise InvalidRequest(f"{len(data)} bytes of {content.nbytes} came with it")
         except InvalidRequest as error:
             raise PeerUnavailable(f"{self.peer.node} leased what cannot be: {error}") from None
         until_s = question.asked_s + self.description.lease_ttl_s
-        return PeerLease(content, leased.address, leased.checksum, until_s)
+        return PeerLease(content, leased.address, leased.checksum, until_s, data)
 
     def end(self, question: Question) -> None:
         """Give the lease back, if it was granted or will be."""

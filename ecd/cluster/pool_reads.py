@@ -1,4 +1,4 @@
-"""Reads of peers' memory into this node's pools."""
+"""What comes from peers, into this node's pools."""
 
 from __future__ import annotations
 
@@ -31,3 +31,7 @@ class PoolReads:
         )
         target = self._pools[extent.pool].address + extent.offset
         return self._reads.read(source, target, asked_s)
+
+    def fill(self, extent: Extent, data: bytes) -> None:
+        """Write bytes that came in a message."""
+        self._pools[extent.pool].view(extent.offset, extent.nbytes)[:] = data

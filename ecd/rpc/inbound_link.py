@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ecd.background import Background
 from ecd.core.outcomes import Leased, LimitReached, Waiting, Wakeup
@@ -34,6 +34,12 @@ TURN = 64
 """Keys of one request before the event loop gets its turn."""
 HASHED_IN_TURN = 8
 """Entries hashed in one turn, of up to INLINE_BYTES each."""
+BYTES_UP_TO = 64 << 10
+"""Largest entry that is sent with its lease: a read of a larger one takes less than a message."""
+TOGETHER = 16
+"""Leases in one reply: up to 1 MiB of bytes, as much as the event loop is held up for."""
+UNREAD_WITH_BYTES = 4
+"""Unread replies from which on leases come without bytes: a slow peer is to take no memory."""
 
 
 class Memory(Protocol):
@@ -42,6 +48,8 @@ class Memory(Protocol):
     def describe(self) -> pb.NodeDescription: ...
 
     def address_of(self, extent: Extent) -> int: ...
+
+    def bytes_of(self, extent: Extent) -> bytes: ...
 
     def checksum_of(self, leased: Leased) -> int | Awaitable[int]:
         """The entry's checksum; at once where it is known."""
@@ -53,6 +61,13 @@ class Memory(Protocol):
         """Take an offer: a node has these keys and expects this one to want them."""
 
 
+class _Asked(NamedTuple):
+    """A question for a lease: its ticket, and the largest entry that may come with the lease."""
+
+    ticket: int
+    bytes_up_to: int
+
+
 class InboundLink:
     """One peer's link, from its hello to its end."""
 
@@ -60,7 +75,7 @@ class InboundLink:
         self.session, self.node = session, node
         self.outbox: asyncio.Queue[pb.LinkReply | None] = asyncio.Queue(MAX_UNREAD_REPLIES)
         self._live, self._memory = live, memory
-        self._waits: dict[Ticket, int] = {}
+        self._waits: dict[Ticket, _Asked] = {}
         self._hashing = Background()
         live.subscribe(session, self)
 
@@ -125,7 +140,11 @@ class InboundLink:
     async def _lease(self, request: pb.LeaseKeys) -> None:
         check_batch(request.keys)
         asked = [
-            (item.ticket, key_from(item.key), seconds_from(item.wait_s, "wait_s"))
+            (
+                _Asked(item.ticket, item.bytes_up_to),
+                key_from(item.key),
+                seconds_from(item.wait_s, "wait_s"),
+            )
             for item in request.keys
         ]
         pace = self._live.turns.pace()
@@ -135,71 +154,75 @@ class InboundLink:
                 await pace.turn()
             await self._lease_in_turn(asked[start : start + TURN], pace)
 
-    async def _lease_in_turn(self, asked: Sequence[tuple[int, Key, float]], pace: Pace) -> None:
+    async def _lease_in_turn(
+        self, questions: Sequence[tuple[_Asked, Key, float]], pace: Pace
+    ) -> None:
         """Lease stored keys before the event loop gets a turn; hash their entries after it."""
         known: list[pb.LeaseOutcome] = []
-        unhashed: list[tuple[int, Leased]] = []
-        for ticket, key, wait_s in asked:
+        unhashed: list[tuple[_Asked, Leased]] = []
+        for asked, key, wait_s in questions:
             if not self._has(key):
-                known.append(pb.LeaseOutcome(ticket=ticket, missing=cache_pb2.Missing()))
+                known.append(pb.LeaseOutcome(ticket=asked.ticket, missing=cache_pb2.Missing()))
                 continue
             wait_s = min(wait_s, MAX_WAIT_S)
             outcome = self._live.acquire(self.session, key, wait_s, WaitFor.WRITER)
             if isinstance(outcome, Waiting):
-                self._waits[outcome.ticket] = ticket
+                self._waits[outcome.ticket] = asked
             elif not isinstance(outcome, Leased):
-                known.append(_refused(ticket, outcome))
+                known.append(_refused(asked.ticket, outcome))
             elif outcome.checksum is None:
-                unhashed.append((ticket, outcome))
+                unhashed.append((asked, outcome))
             else:
-                known.append(self._outcome(ticket, outcome, outcome.checksum))
+                known.append(self._outcome(asked, outcome, outcome.checksum))
         self._say(known)
         for start in range(0, len(unhashed), HASHED_IN_TURN):
             if start > 0:
                 await pace.turn()
             turn = unhashed[start : start + HASHED_IN_TURN]
-            self._say([said for ticket, leased in turn for said in self._granted(ticket, leased)])
+            self._say([said for asked, leased in turn for said in self._granted(asked, leased)])
 
     def leases_ended(self, session: SessionId, leases: Sequence[LeaseId]) -> None:
         pass  # the peer knows their time to live, and does not renew them
 
     def wait_ended(self, wakeup: Wakeup) -> None:
-        ticket = self._waits.pop(wakeup.ticket)
+        asked = self._waits.pop(wakeup.ticket)
         if isinstance(wakeup.outcome, Leased):
-            self._say(self._granted(ticket, wakeup.outcome))
+            self._say(self._granted(asked, wakeup.outcome))
         else:
-            self._say([_refused(ticket, wakeup.outcome)])
+            self._say([_refused(asked.ticket, wakeup.outcome)])
 
     def _say(self, outcomes: Sequence[pb.LeaseOutcome]) -> None:
-        if outcomes:
-            self._post(pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=outcomes)))
+        for start in range(0, len(outcomes), TOGETHER):
+            some = outcomes[start : start + TOGETHER]
+            self._post(pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=some)))
 
-    def _granted(self, ticket: int, leased: Leased) -> list[pb.LeaseOutcome]:
+    def _granted(self, asked: _Asked, leased: Leased) -> list[pb.LeaseOutcome]:
         """The outcome to say now; none while the entry's checksum is being computed."""
         checksum = self._memory.checksum_of(leased)
         if isinstance(checksum, int):
-            return [self._outcome(ticket, leased, checksum)]
-        self._hashing.spawn(self._say_later(ticket, leased, checksum))
+            return [self._outcome(asked, leased, checksum)]
+        self._hashing.spawn(self._say_later(asked, leased, checksum))
         return []
 
-    async def _say_later(self, ticket: int, leased: Leased, checksum: Awaitable[int]) -> None:
+    async def _say_later(self, asked: _Asked, leased: Leased, checksum: Awaitable[int]) -> None:
         try:
-            self._say([self._outcome(ticket, leased, await checksum)])
+            self._say([self._outcome(asked, leased, await checksum)])
         except Exception:
             logger.exception("what peer %s leased cannot be hashed", self.node)
             self._live.release(self.session, leased.lease)
-            self._say([_refused(ticket, None)])
+            self._say([_refused(asked.ticket, None)])
 
-    def _outcome(self, ticket: int, leased: Leased, checksum: int) -> pb.LeaseOutcome:
-        return pb.LeaseOutcome(
-            ticket=ticket,
-            leased=pb.PeerLeased(
-                lease=leased.lease,
-                content=to_content(leased.content),
-                address=self._memory.address_of(leased.extent),
-                checksum=checksum,
-            ),
+    def _outcome(self, asked: _Asked, leased: Leased, checksum: int) -> pb.LeaseOutcome:
+        said = pb.PeerLeased(
+            lease=leased.lease,
+            content=to_content(leased.content),
+            address=self._memory.address_of(leased.extent),
+            checksum=checksum,
         )
+        is_small = leased.extent.nbytes <= min(asked.bytes_up_to, BYTES_UP_TO)
+        if is_small and self.outbox.qsize() < UNREAD_WITH_BYTES:
+            said.bytes = self._memory.bytes_of(leased.extent)
+        return pb.LeaseOutcome(ticket=asked.ticket, leased=said)
 
     def _post(self, reply: pb.LinkReply) -> None:
         if self.outbox.full():

@@ -48,6 +48,7 @@ OTHER_LIES = (
     *("another protocol", "another contract", "no answer", "an answer to nobody", "hangs up"),
     *("dies with the lease", "refuses", "a lease for ever", "a lease of no number"),
     *("an engine elsewhere", "a pool beyond all", "an answer to another question"),
+    *("other bytes with the lease", "some bytes with the lease", "bytes from nowhere"),
 )
 LATER = "another's memory from the second lease on"
 
@@ -121,6 +122,13 @@ class LyingPeer(pb_grpc.PeerServicer):
             checksum=fold(digests(data)),
         )
         LIES.get(self.lie, LIES["truth"])(self, said)
+        match self.lie:
+            case "bytes from nowhere":
+                said.bytes, said.address = bytes(data), 4096
+            case "other bytes with the lease":
+                said.bytes = bytes(NBYTES)
+            case "some bytes with the lease":
+                said.bytes = bytes(data[:-1])
         return pb.LeaseOutcome(ticket=ticket, leased=said)
 
     async def Link(self, requests, context):  # noqa: N802

@@ -35,7 +35,7 @@ from ecd.memory.shared_index import SharedIndex
 from ecd.node import Node as CacheNode
 from ecd.node import SharedBoard, live_cache
 from ecd.rpc.cache_service import Monitor
-from ecd.rpc.inbound_link import InboundLink
+from ecd.rpc.inbound_link import UNREAD_WITH_BYTES, InboundLink
 from ecd.rpc.origins import NoOtherNodes, NothingToRecover
 from ecd.rpc.puts import MAX_RINGS, PUTS_AT_A_TIME, Doorbell
 from ecd.rpc.sessions import Stream
@@ -541,6 +541,9 @@ class NoMemory:
     def address_of(self, extent: Extent) -> int:
         return extent.offset
 
+    def bytes_of(self, extent: Extent) -> bytes:
+        return bytes(extent.nbytes)
+
     def checksum_of(self, leased: Leased) -> int:
         return 1
 
@@ -582,6 +585,39 @@ def test_a_peers_question_about_many_keys_looks_at_claims_once(
         assert 63 not in outcomes
         assert node.cache.waits == 1, "for what is being put"
         assert len(node.did) == 2
+        link.end()
+
+    asyncio.run(act())
+
+
+def test_bytes_come_with_leases_of_small_entries_if_they_are_asked_for_and_read(node: Node) -> None:
+    names = [f"stored{number}" for number in range(16)]
+    node.store(*names)
+    stored = [pb.Key(namespace="n", mm_hash=name) for name in names]
+
+    async def asked(link: InboundLink, count: int, bytes_up_to: int) -> list[list[int]]:
+        keys_of = enumerate(stored[:count])
+        items = [
+            peer_pb.LeaseKey(ticket=ticket, key=key, bytes_up_to=bytes_up_to)
+            for ticket, key in keys_of
+        ]
+        unread = link.outbox.qsize()
+        await link.take(peer_pb.LinkRequest(lease=peer_pb.LeaseKeys(keys=items)))
+        replies = [link.outbox.get_nowait() for _ in range(link.outbox.qsize())]
+        assert None not in replies
+        for _ in range(unread):
+            link.outbox.put_nowait(peer_pb.LinkReply())
+        lengths = [[len(o.leased.bytes) for o in r.leases.outcomes] for r in replies if r]
+        return [each for each in lengths if each]
+
+    async def act() -> None:
+        link = peer_link(node)
+        assert await asked(link, 2, 0) == [[0, 0]]
+        assert await asked(link, 2, 4095) == [[0, 0]]
+        assert await asked(link, 16, 1 << 40) == [[4096] * 8, [4096] * 8]
+        for _ in range(UNREAD_WITH_BYTES):
+            link.outbox.put_nowait(peer_pb.LinkReply())
+        assert await asked(link, 2, 1 << 40) == [[0, 0]]
         link.end()
 
     asyncio.run(act())

@@ -3,8 +3,8 @@
 isort:skip_file
 The service of an ecd daemon for the daemons of other nodes, over TCP.
 
-Tensor bytes never travel here: they are read one-sidedly by Mooncake's TransferEngine, from the
-address that a lease tells. Changes are additive; the contract version is that of cache.proto.
+Tensor bytes are read one-sidedly by Mooncake's TransferEngine, from the address that a lease tells.
+Those of a small entry may come with its lease. Changes are additive; the contract version is that of cache.proto.
 """
 
 import builtins
@@ -258,9 +258,12 @@ class LeaseKey(google.protobuf.message.Message):
     TICKET_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    BYTES_UP_TO_FIELD_NUMBER: builtins.int
     ticket: builtins.int
     wait_s: builtins.float
     """for a key that somebody is writing"""
+    bytes_up_to: builtins.int
+    """an entry of at most so many bytes may come with its lease"""
     @property
     def key(self) -> ecd_proto.v1.cache_pb2.Key: ...
     def __init__(
@@ -269,9 +272,10 @@ class LeaseKey(google.protobuf.message.Message):
         ticket: builtins.int = ...,
         key: ecd_proto.v1.cache_pb2.Key | None = ...,
         wait_s: builtins.float = ...,
+        bytes_up_to: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["key", b"key", "ticket", b"ticket", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_up_to", b"bytes_up_to", "key", b"key", "ticket", b"ticket", "wait_s", b"wait_s"]) -> None: ...
 
 global___LeaseKey = LeaseKey
 
@@ -328,11 +332,14 @@ class PeerLeased(google.protobuf.message.Message):
     CONTENT_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
     lease: builtins.int
     address: builtins.int
     """in the peer's registered memory"""
     checksum: builtins.int
     """XXH3 (64 bits) over the little-endian XXH3s of the entry's pieces of 1 MiB, the last one shorter."""
+    bytes: builtins.bytes
+    """the entry's, or none: then they are to be read"""
     @property
     def content(self) -> ecd_proto.v1.cache_pb2.Content: ...
     def __init__(
@@ -342,9 +349,10 @@ class PeerLeased(google.protobuf.message.Message):
         content: ecd_proto.v1.cache_pb2.Content | None = ...,
         address: builtins.int = ...,
         checksum: builtins.int = ...,
+        bytes: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["content", b"content"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "checksum", b"checksum", "content", b"content", "lease", b"lease"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "bytes", b"bytes", "checksum", b"checksum", "content", b"content", "lease", b"lease"]) -> None: ...
 
 global___PeerLeased = PeerLeased
 

@@ -3,8 +3,8 @@
 isort:skip_file
 The service of an ecd daemon for the daemons of other nodes, over TCP.
 
-Tensor bytes never travel here: they are read one-sidedly by Mooncake's TransferEngine, from the
-address that a lease tells. Changes are additive; the contract version is that of cache.proto.
+Tensor bytes are read one-sidedly by Mooncake's TransferEngine, from the address that a lease tells.
+Those of a small entry may come with its lease. Changes are additive; the contract version is that of cache.proto.
 """
 
 import abc
