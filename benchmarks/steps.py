@@ -5,12 +5,14 @@
 Cold means as in `life.py`: 64 MiB of other memory written and 5 ms of sleep before each. A step
 that is part of another one costs less within it, as the other has warmed some of what both touch.
 The bare steps show what Python and the kernel take for as little as a call that does nothing.
+Calls and bytecodes are those of Python functions; what C does within them is not counted.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -29,9 +31,30 @@ from ecd_client import Client
 from ecd_client.shared.index import OnMiss
 from ecd_client.tensors import TensorSource
 from ecd_client.writer import describe_entry
+from ecd_proto.shm.rows import key_record, row_is_whole
 
 NBYTES = 64 << 10
 Step = Callable[[], object]
+
+
+def counted(step: Step) -> tuple[int, int]:
+    """Calls of Python functions in one such step, and their bytecodes."""
+    calls, bytecodes = 0, 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal calls, bytecodes
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        calls += event == "call"
+        bytecodes += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        kept = step()
+    finally:
+        sys.settrace(None)
+    del kept
+    return calls, bytecodes
 
 
 class Finished:
@@ -91,8 +114,13 @@ def of_ecd(client: Client) -> dict[str, Step]:
         return Finished(partial(puts.write, claimed, TensorSource(source).copy_to))
 
     source = fresh(NBYTES)
+    record = index.record(client.namespace, "k0")
+    row = index._find(record)[1]
     return {
         "contains": lambda: client.contains(["k0"]),
+        "- the key as a row has it": lambda: key_record(1, "k0"),
+        "- its row found": lambda: index._find(record),
+        "- - the row's checksum": lambda: row_is_whole(row),
         "get, tensor, close": get,
         "- pin and unpin": pin,
         "- the tensor": lambda: held.tensor,
@@ -107,7 +135,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
 ) -> None:
     settle()
-    rows = [["", "cold", "each ms"]]
+    rows = [["", "cold", "each ms", "calls", "bytecodes"]]
     with tempfile.TemporaryDirectory() as directory:
         daemon, address = start_daemon(Path(directory), "steps", 256 * MIB)
         try:
@@ -115,7 +143,8 @@ def main(
                 client.put("k0", fresh(NBYTES))
                 for number in range(3):
                     client.put(f"first {number}", fresh(NBYTES))
-                for name, step in (bare() | of_ecd(client)).items():
+                steps = bare() | of_ecd(client)
+                for name, step in steps.items():
                     cold = []
                     for _ in range(rounds):
                         pause()
@@ -125,6 +154,8 @@ def main(
                         time.sleep(0.001)  # the daemon answers a put meanwhile
                         warm.append(timed(step))
                     rows.append([name, f"{median(cold):,.0f} us", f"{median(warm):,.1f} us"])
+                for row, step in zip(rows[1:], steps.values(), strict=True):
+                    row += map(str, counted(step))  # last, as it slows Python down
         finally:
             end_daemon(daemon)
     report("The steps of a get and of a put, medians.", rows, output, 100)
