@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from ecd.background import Background
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import RELOADABLE, Config, ConfigError
 from ecd.core.cache import DEFAULT_LIMITS
@@ -52,6 +53,9 @@ GRACE_S = 5.0
 """How long calls in flight may take after the daemon was told to stop."""
 
 PROGRESS_S = 0.5
+
+DEVICE_WAIT_S = 3.0
+"""How long a start waits for memory of GPUs: clients that have attached before it came get none."""
 
 BoundSocket = TypeVar("BoundSocket", Doorbell, AttachSocket)
 
@@ -93,6 +97,7 @@ class Daemon:
         self._keep = False  # the pool, for the next daemon
         self._has_served = False
         self._cluster: Cluster | None = None
+        self._background = Background()
         self._gid = _gid(config.group)
         with contextlib.ExitStack() as opened:
             self._socket = OwnedSocket(config.address)
@@ -177,6 +182,7 @@ class Daemon:
             async with contextlib.AsyncExitStack() as running:
                 metrics = Metrics(version(DISTRIBUTION))
                 running.callback(metrics.close)
+                running.push_async_callback(self._background.close)
                 parts = self._make_parts(metrics, running)
                 running.push_async_callback(self._end, parts)
                 await parts.server.start(self._socket, self._gid, self._config.health_address)
@@ -265,9 +271,14 @@ class Daemon:
 
         loop = asyncio.get_running_loop()
         await asyncio.gather(
-            loop.run_in_executor(None, self._pool.populate, progress),
-            *(loop.run_in_executor(None, device.take) for device in self._devices.values()),
+            loop.run_in_executor(None, self._pool.populate, progress), self._take_devices()
         )
+
+    async def _take_devices(self) -> None:
+        """Take the memory of device pools; after DEVICE_WAIT_S this goes on in the background."""
+        takes = [self._background.spawn(device.take()) for device in self._devices.values()]
+        if takes:
+            await asyncio.wait(takes, timeout=DEVICE_WAIT_S)
 
     async def _follow_puts(self, checksums: Checksums) -> None:
         """Hash what is put, for the next daemon; with a cluster that is done for other nodes."""

@@ -6,6 +6,7 @@ half a GiB, and neither reads nor writes there.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -17,9 +18,10 @@ from ecd_proto.contract import size_text
 
 logger = logging.getLogger(__name__)
 
-MEMORY_WAIT_S = 3.0
-"""How long a start waits for memory of a GPU: engines give back what the daemon before had."""
-RETRY_S = 0.2
+MEMORY_WAIT_S = 60.0
+"""How long a full GPU is asked for memory: engines may still map the pool of the last daemon."""
+RETRY_S, MAX_RETRY_S = 0.2, 2.0
+"""The first pause before it is asked again, and the longest; each is twice the one before."""
 
 
 class DevicePool:
@@ -32,37 +34,46 @@ class DevicePool:
         self.path = Path(uuid)
         self.fd: int | None = None
         """The descriptor by which clients import it; None: there is no memory."""
-        self._is_closed = False
+        self.problem = "waiting for memory"
+        """Why there is no memory, or none yet; empty: there is."""
 
     @property
     def populated_bytes(self) -> int:
         return 0 if self.fd is None else self.nbytes
 
-    def take(self, wait_s: float = MEMORY_WAIT_S) -> None:
-        """Take the memory, waiting for it. Without it the pool stays unused; the log says so."""
+    async def take(self) -> None:
+        """Take the memory, and wait MEMORY_WAIT_S for it where the GPU has none free.
+
+        Without it the pool stays unused; `problem` and the log say why.
+        """
         from ecd_proto.cuda import CudaError, create
 
-        until_s = time.monotonic() + wait_s
-        while not self._is_closed:
+        loop = asyncio.get_running_loop()
+        until_s, pause_s = time.monotonic() + MEMORY_WAIT_S, RETRY_S
+        while True:
             try:
-                self.fd = create(self.device, self.nbytes)
-                logger.info("%s of %s are the device pool", size_text(self.nbytes), self.uuid)
-                return
+                self.fd = await loop.run_in_executor(None, create, self.device, self.nbytes)
+                break
             except CudaError as error:
                 if error.name != "CUDA_ERROR_OUT_OF_MEMORY" or time.monotonic() >= until_s:
-                    logger.error(
-                        "no device pool on %s until the next start: %s. Start the daemon before "
-                        "the engines, or lower ECD_DEVICE_POOL_BYTES (%s)",
-                        self.uuid,
-                        error,
-                        size_text(self.nbytes),
-                    )
+                    self.problem = f"no memory until the next start ({error})"
+                    advice = "Start the daemon before the engines, or lower ECD_DEVICE_POOL_BYTES"
+                    logger.error("no device pool on %s: %s. %s", self._name, self.problem, advice)
                     return
-            time.sleep(RETRY_S)
+                self.problem = f"waiting for memory ({error})"
+                if pause_s == RETRY_S:
+                    logger.warning("no device pool on %s yet: %s", self._name, self.problem)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+        self.problem = ""
+        logger.info("%s are the device pool", self._name)
+
+    @property
+    def _name(self) -> str:
+        return f"{size_text(self.nbytes)} of {self.uuid}"
 
     def close(self) -> None:
         """Let go of the memory, which lasts as long as clients have it mapped."""
-        self._is_closed = True
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

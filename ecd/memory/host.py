@@ -36,6 +36,8 @@ SPACE_WAIT_S = 10.0
 class HostPool:
     """Owns the daemon's directory in shared memory and the files in it."""
 
+    problem = ""
+
     def __init__(
         self, directory: PoolDir, incarnation: str, wanted: int | str | None, cold: bool
     ) -> None:

@@ -24,6 +24,7 @@ class PooledMemory(Protocol):
     path: Path
     nbytes: int
     huge_bytes: int
+    problem: str
 
     @property
     def populated_bytes(self) -> int: ...
@@ -106,6 +107,7 @@ class Status:
             path=str(memory.path),
             populated_bytes=memory.populated_bytes,
             huge_bytes=memory.huge_bytes,
+            problem=memory.problem,
             pool_bytes=pool.nbytes,
             used_bytes=pool.used_bytes,
             granted_bytes=pool.granted_bytes,

@@ -108,5 +108,8 @@ def test_a_device_pool_that_could_not_be_had_is_told_of(examine: Examine) -> Non
     pool.populated_bytes = 0
     found = examine(status=pb.StatusReply(pools=[pool]))["device pool"]
     assert found.state != "ok"
-    assert "GPU-1 had no 2 GiB" in found.found
+    assert found.found == "2 GiB on GPU-1: no memory; engines use the host pool"
+    pool.problem = "waiting for memory (why)"
+    found = examine(status=pb.StatusReply(pools=[pool]))["device pool"]
+    assert found.found == "2 GiB on GPU-1: waiting for memory (why); engines use the host pool"
     assert "ECD_DEVICE_POOL_BYTES" in found.advice

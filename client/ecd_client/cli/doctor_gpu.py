@@ -96,7 +96,8 @@ def _device_pool(pool: pb.PoolStatus) -> Finding:
     size = size_text(pool.pool_bytes)
     if pool.populated_bytes:
         return Finding("device pool", GOOD, f"{size} on {pool.path}")
-    found = f"{pool.path} had no {size} when the daemon started: engines use the host pool"
+    why = pool.problem or "no memory"
+    found = f"{size} on {pool.path}: {why}; engines use the host pool"
     advice = "stop what fills the GPU, or lower ECD_DEVICE_POOL_BYTES; then restart the daemon"
     return Finding("device pool", DOUBTFUL, found, advice)
 

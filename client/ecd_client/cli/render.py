@@ -113,7 +113,7 @@ def _pool(name: str, pool: pb.PoolStatus) -> list[tuple[str, str]]:
     elif pool.populated_bytes:
         about = f"on {pool.path}"
     else:
-        about = f"on {pool.path} could not be had: the daemon's log says why"
+        about = f"on {pool.path}: {pool.problem or 'no memory'}"
     return [
         (f"{name} pool", f"{size_text(pool.pool_bytes)} {about}"),
         ("used", f"{size_text(pool.used_bytes)} ({share(pool.used_bytes, pool.pool_bytes)})"),

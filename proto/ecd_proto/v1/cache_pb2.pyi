@@ -1387,6 +1387,7 @@ class PoolStatus(google.protobuf.message.Message):
     GRANTED_BYTES_FIELD_NUMBER: builtins.int
     HUGE_BYTES_FIELD_NUMBER: builtins.int
     EVICTIONS_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
     pool: builtins.int
     """its number"""
     kind: builtins.str
@@ -1407,6 +1408,8 @@ class PoolStatus(google.protobuf.message.Message):
     huge_bytes: builtins.int
     """bytes that lie in huge pages"""
     evictions: builtins.int
+    problem: builtins.str
+    """of a device: why it has no memory, or none yet; empty: it has"""
     def __init__(
         self,
         *,
@@ -1424,8 +1427,9 @@ class PoolStatus(google.protobuf.message.Message):
         granted_bytes: builtins.int = ...,
         huge_bytes: builtins.int = ...,
         evictions: builtins.int = ...,
+        problem: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["evictions", b"evictions", "fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evictions", b"evictions", "fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "problem", b"problem", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 
