@@ -552,6 +552,28 @@ def more_than_it_holds(address: str) -> dict:
         return {"right": all(right), "many": evicted > 24, "faults": control.counters().faults}
 
 
+def scan(address: str) -> dict:
+    """Many entries are loaded once each, and some before them again and again."""
+    hot = [f"hot {number}" for number in range(8)]
+    with Client(address) as client:
+        near_of(client)
+        before = copies_in_pools(address)
+
+        def load_new(key: str) -> None:
+            nonlocal before
+            put_by_cpu(address, key, bytes([7]) * MIB)
+            load(client, key)
+            before += 1
+            eventually(lambda: copies_in_pools(address) == before)
+
+        for key in hot:
+            load_new(key)
+            load(client, key)
+        for number in range(24):
+            load_new(f"{number}")
+        return {"copies": before, "hot": sum(is_near(client, key) for key in hot)}
+
+
 def another_entry_of_the_key(address: str) -> dict:
     """An item that outlives its entry never gets the bytes of the key's next one."""
     with Client(address) as client:
@@ -670,6 +692,20 @@ def has_no_pool_of_its_own(address: str) -> dict:
         return {"right": right, "near": client._connection.session().near is not None}
 
 
+def before_and_after_the_memory_came(address: str) -> dict:
+    """A session that has attached before uses the host's pool, a later one the device's."""
+    with Client(address) as early, Client(address) as late, open_channel(address) as channel:
+        pin(early)
+        right = [put(early, "k", 8), is_right(load(early, "k"), 8)]
+        control.device_bytes = 0
+        stub = pb_grpc.CacheStub(channel)
+        eventually(lambda: stub.Status(pb.StatusRequest()).pools[1].populated_bytes, 10.0)
+        near_of(late)
+        eventually(lambda: is_right(load(late, "k"), 8) and is_near(late, "k"))
+        right.append(is_right(load(early, "k"), 8))
+        return {"right": all(right), "early": early._connection.session().near is not None}
+
+
 def copies_near_fail(address: str) -> dict:
     """The device fails while an entry is promoted: nothing is committed, or tried again."""
     with Client(address) as client:
@@ -683,6 +719,35 @@ def copies_near_fail(address: str) -> dict:
         eventually(lambda: session.near._has_failed)
         control.fail({})
         return {"copies": copies_in_pools(address), "kept": client.contains(["k"])}
+
+
+def loads_near_fail(address: str) -> dict:
+    """A load of a copy is refused, at its start or after it: the host's bytes are loaded."""
+    with Client(address) as client:
+        put_by_cpu(address, "k", bytes([7]) * MIB)
+        near = near_of(client)
+        eventually(lambda: is_right(load(client, "k"), 7) and is_near(client, "k"))
+        words = client._connection.session().index._words
+        fail = near.fail
+
+        def fail_and_recover(error: BaseException) -> None:
+            control.fail({})
+            fail(error)
+
+        near.fail = fail_and_recover
+        before = control.counters()
+        with client.get("k") as item:
+            control.fail({os.environ["CALL"]: 1})
+            right = [is_right(item.to("cuda", non_blocking=True), 7)]
+        after = control.counters()
+        right.append(is_right(load(client, "k"), 7))
+        eventually(lambda: not any(words[8:512]), what="all pins have ended")
+        return {
+            "right": all(right),
+            "from the host": after.bytes_h2d - before.bytes_h2d,
+            "near again": control.counters().bytes_d2d > after.bytes_d2d,
+            "warnings": warnings,
+        }
 
 
 def goes_on_through_restarts(address: str) -> dict:

@@ -20,6 +20,13 @@ SCENARIOS = Path(__file__).with_name("scenarios.py")
 MIB = 1 << 20
 Scenario = Callable[..., dict]
 MakeNear = Callable[..., Daemon]
+IMPATIENT = (
+    sys.executable,
+    "-c",
+    "from ecd.memory import device;device.MEMORY_WAIT_S = 1.0;from ecd.__main__ import main;main()",
+    "serve",
+)
+"""A daemon that waits 1 s for memory of a GPU."""
 
 
 @pytest.fixture
@@ -91,6 +98,13 @@ def test_a_hit_brings_an_entry_into_the_device_pool(cuda: Cuda, near: Daemon) ->
 def test_a_device_pool_that_is_too_small_evicts_copies_alone(cuda: Cuda, near: Daemon) -> None:
     found = run(cuda, "more_than_it_holds", near)
     assert found == {"right": True, "many": True, "faults": 0}
+    near.check_nothing_leaked(within_s=15.0)
+
+
+def test_entries_that_are_loaded_once_evict_no_copy_that_is_loaded_again(
+    cuda: Cuda, near: Daemon
+) -> None:
+    assert run(cuda, "scan", near) == {"copies": 32, "hot": 8}
     near.check_nothing_leaked(within_s=15.0)
 
 
@@ -179,37 +193,77 @@ def test_a_daemon_without_a_gpu_refuses_to_have_a_device_pool(
     assert "Traceback" not in said
 
 
-def test_a_gpu_without_memory_leaves_the_host_pool(
+def test_a_gpu_that_stays_full_leaves_the_host_pool(
     cuda: Cuda, control: Control, make_near: MakeNear
 ) -> None:
     control.device_bytes = 8 * MIB
-    daemon = make_near().start()
-    assert "no device pool on GPU-" in daemon.text()
-    assert "CUDA_ERROR_OUT_OF_MEMORY" in daemon.text()
+    daemon = make_near()
+    daemon.command = IMPATIENT
+    daemon.start()
+    eventually(lambda: "until the next start" in daemon.status().pools[1].problem, 10.0)
     _, device = daemon.status().pools
     assert (device.pool_bytes, device.populated_bytes) == (16 * MIB, 0)
-    assert f"16 MiB on {device.path} could not be had" in status_of(daemon)
+    why = "no memory until the next start (cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY)"
+    assert f"16 MiB on {device.path}: {why}" in status_of(daemon)
+    assert f"no device pool on 16 MiB of {device.path}: {why}. Start the daemon" in daemon.text()
     assert 'ecd_pool_populated_bytes{pool="device"} 0.0' in daemon.metrics()
     control.device_bytes = 0
     found = run(cuda, "has_no_pool_of_its_own", daemon)
     assert found == {"right": True, "near": False}
 
 
-def test_a_start_waits_for_memory_that_is_being_given_back(
+def test_memory_of_a_full_gpu_is_waited_for_while_the_host_pool_serves(
+    cuda: Cuda, control: Control, make_near: MakeNear
+) -> None:
+    control.device_bytes = 8 * MIB
+    daemon = make_near().start()
+    [_, device] = daemon.status().pools
+    why = "waiting for memory (cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY)"
+    assert f"16 MiB on {device.path}: {why}" in status_of(daemon)
+    found = run(cuda, "before_and_after_the_memory_came", daemon)
+    assert found == {"right": True, "early": False}
+    assert daemon.status().pools[1].problem == ""
+    assert f"16 MiB on {device.path}" in status_of(daemon)
+    daemon.check_nothing_leaked(within_s=15.0)
+    daemon.terminate()
+    eventually(lambda: physical_bytes(control) == 0)
+
+
+def test_a_start_waits_a_little_for_memory_that_is_being_given_back(
     control: Control, make_near: MakeNear
 ) -> None:
     control.device_bytes = 8 * MIB
     daemon = make_near().start(wait=False)
-    eventually(lambda: "populating" in daemon.text(), 10.0)
+    eventually(lambda: "waiting for memory" in daemon.text(), 10.0)
     control.device_bytes = 0
     daemon.wait_serving()
     assert daemon.status().pools[1].populated_bytes == 16 * MIB
+
+
+def test_a_daemon_that_waits_for_memory_stops_at_once(
+    control: Control, make_near: MakeNear
+) -> None:
+    control.device_bytes = 8 * MIB
+    daemon = make_near().start()
+    assert daemon.terminate(timeout=5.0) == 0
+    assert "Traceback" not in daemon.text()
 
 
 def test_a_device_that_fails_leaves_the_host_pool(cuda: Cuda, near: Daemon) -> None:
     found = run(cuda, "copies_near_fail", near)
     assert found == {"copies": 0, "kept": [True]}
     assert near.status().pools[1].reserved_bytes == 0
+    near.check_nothing_leaked(within_s=15.0)
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventRecord"])
+def test_a_load_that_fails_on_the_device_pool_comes_from_the_host(
+    cuda: Cuda, near: Daemon, call: str
+) -> None:
+    found = run(cuda, "loads_near_fail", near, CALL=call)
+    [warning] = found.pop("warnings")
+    assert warning.startswith(f"the device pool is not used any more: {call}")
+    assert found == {"right": True, "from the host": MIB, "near again": False}
     near.check_nothing_leaked(within_s=15.0)
 
 
