@@ -1,4 +1,4 @@
-"""One client of a real daemon on the stand-in's GPU, and what may go wrong there.
+"""One client of a real daemon on a GPU, mostly the stand-in's, and what may go wrong there.
 
     python scenarios.py NAME ADDRESS
 
@@ -19,19 +19,24 @@ import torch
 
 from ecd_client import Client, EcdError
 from ecd_client.calls import open_channel
-from ecd_client.device import pinned
+from ecd_client.device import copies, driver, pinned
 from ecd_client.device import pool as device_pool
 from ecd_client.item import Item
+from ecd_client.session import Session
 from ecd_client.shared import index
+from ecd_client.tensors import TensorSource
 from ecd_proto.shm.session_page import DMA_WORD
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.cuda.gpu import StandinGpu
-from support.cuda.standin import Control, Hold
+from support.cuda.standin import Control, Counters, Hold
 from support.daemon import eventually
 
 MIB = 1 << 20
 SHAPE = (MIB,)
+NEAR_BYTES = MIB * 3 // 2
+"""An entry so large that the smallest device pool has room for one copy."""
+TRIED_S = 0.3
 warnings: list[str] = []
 
 
@@ -41,7 +46,16 @@ class Listener(logging.Handler):
 
 
 logging.getLogger("ecd_client").addHandler(Listener(logging.WARNING))
-control = Control.of_this_process()
+
+
+class Unwatched:
+    """In place of the control page, on a GPU: directs nothing, and counts nothing."""
+
+    def counters(self) -> Counters:
+        return Counters(*[0] * len(Counters._fields))
+
+
+control = Control.of_this_process() if "CUDA_STANDIN_CONTROL" in os.environ else Unwatched()
 gpu = StandinGpu.use(int(os.environ.get("GPU", "0")))
 
 
@@ -273,8 +287,6 @@ def put_until(client: Client, tensor: torch.Tensor, interruption: type[BaseExcep
 
 def interrupted_before_the_wait(address: str) -> dict:
     """An exception of a signal's handler comes between a put's copy and the wait for it."""
-    from ecd_client.device import driver
-
     wait, is_first = driver.Event.wait, [True]
 
     def wait_late(event: driver.Event) -> None:
@@ -296,7 +308,6 @@ def graph_is_captured(address: str) -> dict:
     """A capture goes on while other threads pin, wait, save and load."""
     from cuda.bindings import driver as cuda
 
-    from ecd_client.device import driver
     from support.cuda.gpu import call
 
     def begin() -> None:
@@ -475,6 +486,25 @@ def put_by_cpu(address: str, key: str, content: bytes) -> None:
     with Client(address) as client, open_channel(address) as channel:
         client.put_bytes(key, content, "uint8", (len(content),))
         pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), timeout=10.0)  # it is listed
+
+
+def evict(address: str, mm_hash: str) -> None:
+    with open_channel(address) as channel:
+        key = pb.Key(namespace="default", mm_hash=mm_hash)
+        pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(key=key), timeout=10.0)
+
+
+def promote(client: Client, key: str) -> None:
+    """Have a copy of the entry made, if the daemon has room."""
+    session = client._connection.session()
+    with client.get(key) as item:
+        session.near.promote_soon(session, ("default", key), item._hold.entry)
+
+
+def make_near(client: Client, key: str, within_s: float = 10.0) -> None:
+    """Have a copy made until there is one."""
+    near_of(client)
+    eventually(lambda: is_near(client, key) or promote(client, key), within_s)
 
 
 def is_near(client: Client, key: str) -> bool:
@@ -774,18 +804,171 @@ def goes_on_through_restarts(address: str) -> dict:
 
 
 def dies_amid_a_promotion(address: str) -> dict:
-    """Killed between the halves of a copy into the device pool."""
-    put_by_cpu(address, "dead", bytes([7]) * MIB)
+    """Killed between the halves of a copy into the device pool, which lasts or is held there."""
+    put_by_cpu(address, "dead", bytes([7]) * NEAR_BYTES)
     client = Client(address)
     near_of(client)
-    session = client._connection.session()
     before = control.counters().halfway
     control.delay_us = 400_000
-    with client.get("dead") as item:
-        session.near.promote_soon(session, ("default", "dead"), item._hold.entry)
+    if os.environ.get("HELD"):
+        control.hold = Hold.MIDDLE
+    promote(client, "dead")
     eventually(lambda: control.counters().halfway > before)
     os.kill(os.getpid(), signal.SIGKILL)
     return {}
+
+
+# -- the rules for a device pool with room for one copy; WITHOUT names what is left out ------------
+
+
+def copies_after_a_death(address: str) -> dict:
+    """Another engine is killed amid its copy; this one's takes its place, once that may be."""
+    with Client(address) as client:
+        put_by_cpu(address, "k", bytes([5]) * NEAR_BYTES)
+        near_of(client)
+        print("ready", flush=True)
+        sys.stdin.readline()  # it is dead
+        with contextlib.suppress(AssertionError):
+            make_near(client, "k", within_s=TRIED_S)
+        print("tried", flush=True)
+        sys.stdin.readline()  # its copy is over, too
+        make_near(client, "k", within_s=15.0)
+        return {"right": is_right(load(client, "k"), 5)}
+
+
+def displaced_before_its_pin(address: str) -> dict:
+    """A reader is late to pin the copy that it has found: another entry's lies there by then."""
+    announce, may_displace = index.IndexReader._announce, []
+    if os.environ.get("WITHOUT") == "recheck":
+        index.row_mark = lambda row: b""
+
+    def announce_late(reader: index.IndexReader, named: int) -> int:
+        if may_displace:
+            make_near(may_displace.pop(), "other")
+        return announce(reader, named)
+
+    index.IndexReader._announce = announce_late
+    with Client(address) as client, Client(address) as another:
+        for key, byte in (("k", 5), ("other", 6)):
+            put_by_cpu(address, key, bytes([byte]) * NEAR_BYTES)
+        make_near(client, "k")
+        near_of(another)
+        with client.get("k") as item:
+            may_displace.append(another)
+            copy = item.to("cuda")
+        return {"right": not may_displace and is_right(copy, 5)}
+
+
+def next_entry_of_the_key(address: str) -> dict:
+    """An entry that had a copy is evicted, and its key stored anew."""
+    with Client(address) as client:
+        put_by_cpu(address, "k", bytes([5]) * NEAR_BYTES)
+        make_near(client, "k")
+        evict(address, "k")
+        put_by_cpu(address, "k", bytes([6]) * NEAR_BYTES)
+        return {"right": is_right(load(client, "k"), 6)}
+
+
+def committed_after_its_original(address: str) -> dict:
+    """The entry goes, and its key is stored anew, between a copy's end and its commit."""
+    move, is_copied, may_commit = copies.Copies.move, threading.Event(), threading.Event()
+
+    def move_and_wait(*arguments: object) -> None:
+        move(*arguments)
+        is_copied.set()
+        assert may_commit.wait(20)
+
+    copies.Copies.move = move_and_wait
+    with Client(address) as client:
+        put_by_cpu(address, "k", bytes([5]) * NEAR_BYTES)
+        near = near_of(client)
+        promote(client, "k")
+        assert is_copied.wait(20)
+        evict(address, "k")
+        put_by_cpu(address, "k", bytes([6]) * NEAR_BYTES)
+        may_commit.set()
+        near._side.submit(int).result(20)  # behind the commit
+        return {"right": is_right(load(client, "k"), 6)}
+
+
+def copied_from_a_tensor(address: str) -> dict:
+    """One tensor ends while its copy is on its way, another is written once its put is done."""
+    without, move = os.environ.get("WITHOUT"), copies.Copies.move
+    is_moving = threading.Event()
+
+    def move_late(*arguments: object) -> None:
+        control.hold = Hold.START
+        is_moving.set()
+        move(*arguments)
+
+    def forget_and_copy(source: TensorSource, address: int) -> None:
+        part, source._tensor = (source._tensor.data_ptr(), source._tensor.nbytes), None
+        source._copies.move([part], address, source._ready)
+
+    class Done(device_pool.JustPut):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            self._then.pop()()
+
+    copies.Copies.move = move_late
+    device_pool.LISTED_WITHIN_S = 10.0  # nobody asks for these copies again
+    if without == "the reference":
+        TensorSource.copy_near = forget_and_copy
+    if without == "the wait":
+        device_pool.JustPut = Done
+    with Client(address) as client:
+        near_of(client)
+        stored = client.put_async("ended", gpu.encode(SHAPE, torch.uint8, 5))
+        assert is_moving.wait(20)
+        others = [gpu.encode(SHAPE, torch.uint8, 255) for _ in range(3)]
+        gpu.wait()
+        control.hold = Hold.NOTHING
+        assert stored.result(20)
+        eventually(lambda: is_near(client, "ended"))
+        del others
+        is_moving.clear()
+        tensor = gpu.encode(SHAPE, torch.uint8, 6)
+        stored = client.put_async("written", tensor)
+        assert is_moving.wait(20)
+        threading.Timer(0.5, let_go, [[]]).start()
+        assert stored.result(20)
+        gpu.fill(tensor, 255)
+        eventually(lambda: is_near(client, "written"))
+        right = [is_right(load(client, key), byte) for key, byte in (("ended", 5), ("written", 6))]
+    return {"ended": right[0], "written": right[1]}
+
+
+def closed_amid_use(address: str) -> dict:
+    """The client is closed while a view is in use, and a copy into the pool on its way."""
+    if os.environ.get("WITHOUT") == "R4":
+        end = Session.end
+
+        def let_all_go(session: Session) -> None:
+            end(session)
+            session._dma.end()
+
+        Session.end = let_all_go
+    counters = control.counters
+    with Client(address) as client:
+        for key in ("k", "l"):
+            put_by_cpu(address, key, bytes([5]) * MIB)
+        make_near(client, "k")
+        with client.get("k") as item:
+            view = item.device_view("cuda")
+        before = counters().halfway
+        control.hold = Hold.MIDDLE
+        if os.environ["USE"] == "view":
+            with driver.on(gpu.device):
+                to, stream = gpu._out.address, gpu.stream.cuda_stream
+                driver.copy(to, view.data_ptr(), view.nbytes, stream)
+        else:
+            del view
+            promote(client, "l")
+        eventually(lambda: counters().halfway > before)
+    time.sleep(0.3)  # whatever is let go of is unmapped by now
+    control.hold = Hold.NOTHING
+    eventually(lambda: counters().faults or counters().finished == counters().copies)
+    return {"right": counters().faults == 0}
 
 
 def no_memory_to_make_it_dense(address: str) -> dict:
@@ -805,8 +988,6 @@ def no_memory_to_make_it_dense(address: str) -> dict:
 
 def unpinning_takes_long(address: str) -> dict:
     """Whoever lets go of the last item does not wait for the pool to be unregistered."""
-    from ecd_client.device import driver
-
     unregister = driver.unregister
 
     def unregister_late(at: int) -> None:

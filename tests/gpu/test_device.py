@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -13,8 +14,8 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("ECD_TEST_CUDA") != "device", reason="needs a GPU, and ECD_TEST_CUDA=device"
 )
 
-SCRIPT = """
-import sys, time
+BEGIN = """
+import gc, sys, time
 import torch
 from ecd_client import Client
 
@@ -28,6 +29,9 @@ def is_right(copy, byte):
     return bool((copy == byte).all())
 
 torch.cuda.init()
+"""
+
+SCRIPT = """
 with Client(sys.argv[1]) as client:
     client.pin()
     deadline = time.monotonic() + 30
@@ -65,6 +69,70 @@ print("right")
 """
 
 
+NEAR = """
+def view_of(client, key):
+    # A view of the copy in the device pool, once there is one.
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with client.get(key) as item:  # anew: the daemon may list it only now
+            if (view := item.device_view("cuda")) is not None:
+                return view
+        time.sleep(0.01)
+    raise AssertionError(f"no copy of {key} was made: does this process map the device pool?")
+"""
+
+PUTS_NEAR = """
+with Client(sys.argv[1]) as client:
+    client.pin()
+    for number in range(1, 5):
+        output = encode(number)
+        stored = client.put_async(str(number), output)
+        del output
+        encode(255)
+        assert stored.result(10)
+        assert is_right(view_of(client, str(number)), number), number
+print("right")
+"""
+
+LOADS_NEAR = """
+with Client(sys.argv[1]) as client:
+    views = {number: view_of(client, str(number)) for number in range(1, 5)}
+    for number, view in views.items():
+        with client.get(str(number)) as item:
+            copy = item.to("cuda", non_blocking=True)
+        assert is_right(copy, number), number
+        assert is_right(view, number), number
+    for number in (2, 3, 4):
+        del views[number]
+    del view
+    for number in range(5, 25):  # three times what the device pool has
+        client.put(str(number), encode(number))
+        assert is_right(view_of(client, str(number)), number), number
+    assert is_right(views.pop(1), 1), "a view was evicted"
+    for number in range(1, 25):
+        with client.get(str(number)) as item:
+            copy = item.to("cuda", non_blocking=True)
+        assert is_right(copy, number), number
+    gc.collect()
+    last = view_of(client, "24")
+assert is_right(last, 24), "the client was closed, and the view was not"
+print("right")
+"""
+
+
 def test_saves_and_loads_are_right(cuda: Cuda, daemon: Daemon) -> None:
-    assert cuda.run(SCRIPT, daemon.address).stdout == "right\n"
+    assert cuda.run(BEGIN + SCRIPT, daemon.address).stdout == "right\n"
+    daemon.check_nothing_leaked(within_s=15.0)
+
+
+def test_copies_in_a_device_pool_are_right(cuda: Cuda, make_daemon: Callable[..., Daemon]) -> None:
+    """A second process reads what the first has put, as copies and as views, among evictions."""
+    settings = {"ECD_DEVICE_POOL_BYTES": "64MiB", "ECD_DEVICES": "0"}
+    daemon = make_daemon("512MiB", **settings).start()
+    host, device = daemon.status().pools
+    assert (host.kind, device.kind) == ("host", "device")
+    assert device.populated_bytes == device.pool_bytes, daemon.text()
+    for script in (PUTS_NEAR, LOADS_NEAR):
+        assert cuda.run(BEGIN + NEAR + script, daemon.address).stdout == "right\n"
+    assert daemon.status().counters.copies >= 24
     daemon.check_nothing_leaked(within_s=15.0)

@@ -141,8 +141,10 @@ def test_an_entry_takes_its_copies_along(cache: Cache, session: SessionId) -> No
     store(cache, session, KEYS[0])
     copy(cache, session, KEYS[0])
     copy(cache, session, KEYS[0], FAR)
+    cache.take_changes()
     report = cache.evict(Selection(key=KEYS[0]), 0.0, 10)
     assert (report.entries, report.nbytes) == (1, PAGE)
+    assert cache.take_changes() == {KEYS[0]: False}, "other nodes are told that it has gone"
     assert cache.scan_pins()
     assert all(pool.allocator.is_one_free_extent for pool in cache.pools)
     assert [pool.evictions["requested"] for pool in cache.pools] == [1, 1, 1]

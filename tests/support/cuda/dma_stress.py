@@ -40,6 +40,11 @@ RULES = {
 """The rules, each with the kind of run that shows what it is for."""
 COPY_STEPS = ("hide", "scan", "pin")
 """What the daemon does before it reuses a copy's memory, and a reader before it reads there."""
+ORIGIN_STEPS = ("copies", "original")
+"""What the daemon does so that a copy is of the key's entry: `tests/gpu/scenarios.py` needs them.
+
+It evicts an entry's copies with the entry, and commits none whose original has gone.
+"""
 KINDS = {"engines": 1500, "near": 1500, "slow": 60_000, "doomed": 60_000}
 """Time of each operation of the stand-in, in us."""
 KEYS = 40
@@ -55,6 +60,8 @@ LATE = 4
 
 def run_daemon(without: str) -> None:
     from ecd.__main__ import main
+    from ecd.core.cache import Cache
+    from ecd.core.entries import Entries
     from ecd.memory.shared_index import SharedIndex
     from ecd.rpc.sessions import SessionStreams
 
@@ -86,6 +93,18 @@ def run_daemon(without: str) -> None:
                 yield portion._replace(pinned=portion.pinned - copies)
 
         SharedIndex.show, SharedIndex.pinned = show_and_note, pinned_originals
+    if without == "copies":
+        Entries.copies_of = lambda self, entry: []
+    if without == "original":
+        commit = Cache.commit
+
+        def commit_unchecked(self, session, reservation, *rest, **named):
+            found = self._writers.find(session, reservation)
+            if found is not None:
+                found[1].original = None
+            return commit(self, session, reservation, *rest, **named)
+
+        Cache.commit = commit_unchecked
     sys.argv = ["ecd", "serve"]
     main()
 
@@ -410,7 +429,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--without", default="", choices=("", *RULES, *COPY_STEPS))
+    parser.add_argument("--without", default="", choices=("", *RULES, *COPY_STEPS, *ORIGIN_STEPS))
     parser.add_argument("--engine")
     parser.add_argument("--cpu")
     parser.add_argument("--doomed")

@@ -101,6 +101,10 @@ class StandinGpu:
             stream = cuda.CUstream(self.stream.cuda_stream)
             call(cuda.cuMemsetD8Async, tensor.data_ptr(), byte, tensor.nbytes, stream)
 
+    def wait(self) -> None:
+        """Wait for all that is queued on the model's stream."""
+        driver.Event(self.device, self.stream.cuda_stream).wait()
+
     def content(self, tensor: torch.Tensor) -> bytes:
         """The tensor's bytes, after all that is queued on the model's stream."""
         with driver.on(self.device):
