@@ -4,9 +4,9 @@
 
 Takes less than 20 minutes. A section that fails is a row of the table, and the others go on.
 Medians of many, each beside its rival in the same round. Needs torch with CUDA, cuda-bindings,
-pytest, 2 GiB of the GPU's memory, 4 GiB of /dev/shm and, for the largest registration, 20 GiB of
-other memory; for vLLM's section a vLLM for CUDA, here or as .venvs/vllm-0.32.0. Exits with 2 where
-there is no GPU, and with 1 if a row misses its target.
+pytest, 8 GiB of the GPU's memory (33 for the largest device pool), 6 GiB of /dev/shm and, for the
+largest registration, 20 GiB of other memory; for vLLM's section a vLLM for CUDA, here or as
+.venvs/vllm-0.32.0. Exits with 2 where there is no GPU, and with 1 if a row misses its target.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import gpu_kills
 import torch
@@ -30,20 +29,20 @@ import typer
 from common import MIB, machine, report
 from gpu_client import loads, puts
 from gpu_common import POOL_BYTES, Row, daemon_of, new_tensor, wait_pinned
-from gpu_near import near
+from gpu_engines import engines
+from gpu_near import attach, near
 from gpu_rates import copies, registration, stalls
+from gpu_vllm import vllm
 
 from ecd_client import Client
 
 ROOT = Path(__file__).parents[1]
-BUDGET_S = 16 * 60.0
-"""Time after which no section begins: the longest take some 3 minutes."""
+BUDGET_S = 14 * 60.0
+"""Time after which no section begins: the longest take some 5 minutes."""
 TESTS_S = 300.0
 SMALL_POOL_BYTES = 256 * MIB
 LATE_MS = 500.0
 """Most that a dead process's copies may go on: half of the grace that the daemon gives them."""
-VLLM = "0.32.0"
-PICTURES = 8
 
 
 # -- correctness -----------------------------------------------------------------------------------
@@ -110,73 +109,14 @@ def kills() -> list[Row]:
     ]
 
 
-# -- vLLM ------------------------------------------------------------------------------------------
-
-
-def vllm() -> list[Row]:
-    """Two engines with the tiny model: the second loads what the first has encoded."""
-    python = _python_of_vllm()
-    if python is None:
-        return [Row("vLLM", "left out: no vLLM for CUDA in this environment or .venvs")]
-    sys.path.append(str(ROOT / "tests"))
-    from e2e import engines
-
-    engines.python_of = lambda version: python
-    requests = [
-        {"text": "what is in this picture?", "images": [[448, 448, seed]], "max_tokens": 8}
-        for seed in range(PICTURES)
-    ]
-    with tempfile.TemporaryDirectory() as name, daemon_of(POOL_BYTES) as (_, address):
-        directory = Path(name)
-        model = engines.make_model(VLLM, "qwen2_5_vl", directory / "model")
-        setup = {
-            "model": str(model),
-            "role": "ec_both",
-            "extra": {"ecd_address": address},
-            "engine": {"gpu_memory_utilization": 0.3, "enable_prefix_caching": False},
-        }
-        environ = {"VLLM_CACHE_ROOT": name, "PYTHONPATH": str(engines.HERE / "site")}
-        answers: list[list[dict[str, Any]]] = []
-        for log in ("first.log", "second.log"):
-            engine = engines.Engine(VLLM, directory / log, setup, **environ).wait_ready()
-            try:
-                answers.append([engine.generate([request]) for request in requests])
-                counters = engine.metrics()
-            finally:
-                engine.close()
-    tokens = [[each["outputs"][0]["tokens"] for each in engine] for engine in answers]
-    encoded = [sum(each["encoded"] for each in engine) for engine in answers]
-    took_ms = [median(each["seconds"] for each in engine[1:]) * 1e3 for engine in answers]
-    is_equal = tokens[0] == tokens[1]
-    found = f"{encoded[0]} and {encoded[1]} encoded, tokens {'equal' if is_equal else 'DIFFER'}"
-    return [
-        Row(
-            "vLLM: a second engine loads what the first has encoded",
-            found,
-            f"{took_ms[1]:.1f} ms a request; encoding {took_ms[0]:.1f} ms",
-            f"{PICTURES} and 0, equal, pinned",
-            is_equal and encoded == [PICTURES, 0] and counters.get("pinned_bytes", 0) > 0,
-            {"counters of the second": counters},
-        )
-    ]
-
-
-def _python_of_vllm() -> Path | None:
-    ask = "from vllm.platforms import current_platform as p; raise SystemExit(not p.is_cuda())"
-    for python in (Path(sys.executable), ROOT / f".venvs/vllm-{VLLM}/bin/python"):
-        if (
-            python.exists()
-            and not subprocess.run([python, "-c", ask], capture_output=True).returncode
-        ):
-            return python
-    return None
-
-
 # -- all of it -------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[], list[Row]]] = {
     each.__name__: each
-    for each in (tests, daemon, kills, copies, registration, stalls, loads, puts, near, vllm)
+    for each in (
+        *(tests, daemon, kills, copies, registration, stalls, loads, puts),
+        *(near, attach, engines, vllm),
+    )
 }
 
 

@@ -10,7 +10,16 @@ from statistics import median
 
 import torch
 from common import MIB, timed_us
-from gpu_common import POOL_BYTES, Row, daemon_of, new_tensor, wait_pinned
+from gpu_common import (
+    NEAR,
+    POOL_BYTES,
+    Row,
+    daemon_of,
+    near_of,
+    new_tensor,
+    wait_pinned,
+    wrong_bytes,
+)
 
 from ecd_client import Client
 from ecd_client.item import Item
@@ -66,7 +75,7 @@ def _load(item: Item, took: dict[str, list[float]]) -> int:
         started = time.perf_counter()
         copy = item.to("cuda", non_blocking=True)
         took[way].append((time.perf_counter() - started) * 1e6)
-        wrong += int((copy != 1).sum())  # queued behind the copy, and waited for
+        wrong += wrong_bytes(copy)  # which waits for it
 
     def load_usable() -> None:
         item.to("cuda", non_blocking=True)
@@ -80,12 +89,19 @@ def _load(item: Item, took: dict[str, list[float]]) -> int:
 
 def puts() -> list[Row]:
     """How long a put of a GPU's tensor holds its caller, and when another process has it."""
+    return _puts({}, "put_async") + _puts(NEAR, "put_async with a device pool")
+
+
+def _puts(settings: dict[str, str], what: str) -> list[Row]:
     took: dict[str, list[float]] = defaultdict(list)
-    with daemon_of(POOL_BYTES) as (_, address), Client(address) as client:
+    with daemon_of(POOL_BYTES, **settings) as (_, address), Client(address) as client:
         wait_pinned(client)
+        if settings:
+            near_of(client)
         processes = get_context("spawn")
         pipe, theirs = processes.Pipe()
-        process = processes.Process(target=_wait_for_keys, args=(address, theirs), daemon=True)
+        arguments = (address, theirs, bool(settings))
+        process = processes.Process(target=_wait_for_keys, args=arguments, daemon=True)
         process.start()
         theirs.close()
         rival = torch.zeros(ITEM_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -99,13 +115,14 @@ def puts() -> list[Row]:
             started_s = time.monotonic()
             stored = client.put_async(f"k{number}", tensor)
             took["held"].append((time.monotonic() - started_s) * 1e6)
-            took["seen"].append((pipe.recv() - started_s) * 1e6)
+            for name, seen_s in pipe.recv().items():
+                took[name].append((seen_s - started_s) * 1e6)
             assert stored.result(10)
         pipe.send(None)
         process.join()
     us = {name: median(each) for name, each in took.items()}
-    put = f"put_async of {ITEM_BYTES // MIB} MiB"
-    return [
+    put = f"{what}, {ITEM_BYTES // MIB} MiB"
+    rows = [
         Row(f"{put}, caller held", f"{us['held']:.0f} us", "", "<= 80 us", us["held"] <= 80, us),
         Row(
             f"{put}, to a handle in another process",
@@ -115,14 +132,36 @@ def puts() -> list[Row]:
             us["seen"] <= us["copied"] + 1000,
         ),
     ]
+    if settings:
+        found = f"{us['near']:.0f} us"
+        rows.append(Row(f"{put}, to a copy held in another process's device pool", found))
+    return rows
 
 
-def _wait_for_keys(address: str, pipe: Connection) -> None:
+def _wait_for_keys(address: str, pipe: Connection, is_near: bool) -> None:
     """The other process: says when it looks for a key, and when it has it."""
     with Client(address) as client:
+        if is_near:
+            near_of(client)
         while (key := pipe.recv()) is not None:
             pipe.send(None)
             while (item := client.get(key)) is None:
                 pass
-            pipe.send(time.monotonic())
+            seen = {"seen": time.monotonic()}
             item.close()
+            if is_near:
+                while not _has_copy(client, key):
+                    pass
+                seen["near"] = time.monotonic()
+            pipe.send(seen)
+
+
+def _has_copy(client: Client, key: str) -> bool:
+    """Whether the device pool has a copy; asks for none."""
+    session = client._connection.session()
+    with client.get(key) as item:
+        entry, place = item._hold.entry, (client.namespace, key)
+        held = entry and session.near.hold(session, place, entry, item.nbytes)
+    if held:
+        held.end()
+    return bool(held)
