@@ -391,7 +391,7 @@ async def find_keys(node: Node) -> None:
 
 async def lease_keys(node: Node) -> None:
     keys = [
-        peer_pb.LeaseKey(ticket=ticket, key=key, wait_s=1.0)
+        peer_pb.LeaseKey(ticket=ticket, key=key, wait_s=1.0, bytes_up_to=1 << 16)
         for ticket, key in enumerate(asked_keys(), 1)
     ]
     lease = peer_pb.LeaseKeys(keys=keys)

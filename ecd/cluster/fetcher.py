@@ -274,6 +274,9 @@ class Fetcher:
         peer, reserved = link.peer, arrival.reserved
         is_speculative = arrival.reading is not None
         if lease.data and not is_speculative:
+            if lease.ran_out:  # the peer may have hashed and sent what took the entry's place
+                peer.blame("its lease had run out when it came")
+                raise _Failed(STALE)
             if fold(digests(memoryview(lease.data))) != lease.checksum:
                 raise self._corrupt(arrival, link)
             self._reads.fill(reserved.extent, lease.data)

@@ -39,6 +39,7 @@ class Question:
 
     asked_s: float
     wait_s: float
+    bytes_up_to: int
     answer: asyncio.Future[pb.LeaseOutcome]
 
 
@@ -95,7 +96,7 @@ class Link:
             pb.LeaseKey(ticket=ticket, key=to_key(key), wait_s=wait_s, bytes_up_to=bytes_up_to)
         )
         self._something.set()
-        return Question(asked_s, wait_s, answer)
+        return Question(asked_s, wait_s, bytes_up_to, answer)
 
     async def lease(self, question: Question) -> PeerLease | None:
         """Wait for the lease; None if the peer does not have the key. Raises PeerUnavailable."""
@@ -108,7 +109,7 @@ class Link:
             if leased.address + content.nbytes > ADDRESSES:
                 raise InvalidRequest(f"no memory ends {content.nbytes} bytes after that address")
             data = leased.bytes
-            if data and len(data) != content.nbytes:
+            if data and not len(data) == content.nbytes <= question.bytes_up_to:
                 raise InvalidRequest(f"{len(data)} bytes of {content.nbytes} came with it")
         except InvalidRequest as error:
             raise PeerUnavailable(f"{self.peer.node} leased what cannot be: {error}") from None

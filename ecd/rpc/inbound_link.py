@@ -36,8 +36,8 @@ HASHED_IN_TURN = 8
 """Entries hashed in one turn, of up to INLINE_BYTES each."""
 BYTES_UP_TO = 64 << 10
 """Largest entry that is sent with its lease: a read of a larger one takes less than a message."""
-TOGETHER = 16
-"""Leases in one reply: up to 1 MiB of bytes, as much as the event loop is held up for."""
+TURN_WITH_BYTES = 16
+"""Keys in a turn where their entries' bytes may be sent: 1 MiB of them."""
 UNREAD_WITH_BYTES = 4
 """Unread replies from which on leases come without bytes: a slow peer is to take no memory."""
 
@@ -149,10 +149,11 @@ class InboundLink:
         ]
         pace = self._live.turns.pace()
         await self._live.learn([key for _, key, _ in asked], pace)
-        for start in range(0, len(asked), TURN):
+        some = TURN_WITH_BYTES if any(each.bytes_up_to for each, _, _ in asked) else TURN
+        for start in range(0, len(asked), some):
             if start > 0:
                 await pace.turn()
-            await self._lease_in_turn(asked[start : start + TURN], pace)
+            await self._lease_in_turn(asked[start : start + some], pace)
 
     async def _lease_in_turn(
         self, questions: Sequence[tuple[_Asked, Key, float]], pace: Pace
@@ -192,9 +193,8 @@ class InboundLink:
             self._say([_refused(asked.ticket, wakeup.outcome)])
 
     def _say(self, outcomes: Sequence[pb.LeaseOutcome]) -> None:
-        for start in range(0, len(outcomes), TOGETHER):
-            some = outcomes[start : start + TOGETHER]
-            self._post(pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=some)))
+        if outcomes:
+            self._post(pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=outcomes)))
 
     def _granted(self, asked: _Asked, leased: Leased) -> list[pb.LeaseOutcome]:
         """The outcome to say now; none while the entry's checksum is being computed."""

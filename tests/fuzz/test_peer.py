@@ -110,7 +110,12 @@ def request(chance: Random) -> pb.LinkRequest:
     match chance.randrange(5):
         case 0 | 1:
             asked = [
-                pb.LeaseKey(ticket=number, key=key, wait_s=chance.choice((0.0, 0.01, 5.0)))
+                pb.LeaseKey(
+                    ticket=number,
+                    key=key,
+                    wait_s=chance.choice((0.0, 0.01, 5.0)),
+                    bytes_up_to=chance.choice((0, 5000, 1 << 63)),
+                )
                 for number, key in enumerate(keys(count))
             ]
             return pb.LinkRequest(lease=pb.LeaseKeys(keys=asked))

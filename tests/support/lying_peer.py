@@ -24,7 +24,7 @@ from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
 from support.node_client import content
 
-NBYTES = 3 << 20
+NBYTES, SMALL_BYTES = 3 << 20, 60 << 10
 LIES = {
     "truth": lambda peer, said: None,
     "wrong checksum": lambda peer, said: setattr(said, "checksum", said.checksum ^ 1),
@@ -49,7 +49,9 @@ OTHER_LIES = (
     *("dies with the lease", "refuses", "a lease for ever", "a lease of no number"),
     *("an engine elsewhere", "a pool beyond all", "an answer to another question"),
     *("other bytes with the lease", "some bytes with the lease", "bytes from nowhere"),
+    *("late bytes", "more bytes than asked for"),
 )
+LATE_TTL_S = 0.2
 LATER = "another's memory from the second lease on"
 
 
@@ -83,7 +85,7 @@ class LyingPeer(pb_grpc.PeerServicer):
             engine=self.engine.endpoint,
             protocol="tcp",
             identity_address=self.identity_address,
-            lease_ttl_s=30.0,
+            lease_ttl_s=LATE_TTL_S if self.lie == "late bytes" else 30.0,
             pools=[pb.PeerPool(address=self.memory.address, nbytes=4 << 20)],
         )
         match self.lie:
@@ -124,11 +126,21 @@ class LyingPeer(pb_grpc.PeerServicer):
         LIES.get(self.lie, LIES["truth"])(self, said)
         match self.lie:
             case "bytes from nowhere":
-                said.bytes, said.address = bytes(data), 4096
+                self.resize(said, SMALL_BYTES)
+                data, said.address = data[:SMALL_BYTES], 4096
+                said.bytes, said.checksum = bytes(data), fold(digests(data))
+            case "late bytes":
+                self.resize(said, SMALL_BYTES)
+                data = data[:SMALL_BYTES]
+                said.bytes, said.checksum = bytes(data), fold(digests(data))
+            case "more bytes than asked for":
+                said.bytes = bytes(data)
             case "other bytes with the lease":
-                said.bytes = bytes(NBYTES)
+                self.resize(said, SMALL_BYTES)
+                said.bytes = bytes(SMALL_BYTES)
             case "some bytes with the lease":
-                said.bytes = bytes(data[:-1])
+                self.resize(said, SMALL_BYTES)
+                said.bytes = bytes(data[: SMALL_BYTES - 1])
         return pb.LeaseOutcome(ticket=ticket, leased=said)
 
     async def Link(self, requests, context):  # noqa: N802
@@ -154,6 +166,8 @@ class LyingPeer(pb_grpc.PeerServicer):
                 self.memory.view(NBYTES, 16)[:] = bytes(16)
                 await asyncio.sleep(self.seconds)
             self.leases += 1
+            if self.lie == "late bytes":
+                await asyncio.sleep(2 * LATE_TTL_S)
             outcomes = pb.LeaseOutcomes(outcomes=map(self.leased, tickets))
             await context.write(pb.LinkReply(leases=outcomes))
             if self.lie == "dies with the lease":
