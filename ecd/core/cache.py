@@ -179,8 +179,7 @@ class Cache:
     ) -> Reservation | Missing:
         """Allocate an extent for a copy of a stored entry, in a pool that holds copies.
 
-        Missing: the key's entry is another one, or none. Evicts some other copies of the pool,
-        whose entries were read no more often.
+        Missing: the key's entry is another one, or none. Evicts some other copies of the pool.
         """
         owner = self._sessions.get(session)
         if owner is None:

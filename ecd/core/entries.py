@@ -210,8 +210,6 @@ class Entries:
         assert all(self._stored.values()), "an empty group was kept"
         listed = [[*_chain(e)] for group in self._stored.values() for e in group.values()]
         assert not any(chain[0].copy_in for chain in listed), "a copy of nothing"
-        for chain in listed:
-            assert all(copy.hits == chain[0].hits for copy in chain if copy.copy_in)
         reserved = (*self._writing.values(), *self._copying.values())
         for chain in (*listed, *map(list, map(_chain, reserved))):
             places = [self._nearness[entry.pool] for entry in chain]

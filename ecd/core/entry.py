@@ -21,7 +21,7 @@ class Entry:
     writer: SessionId
     state: EntryState = EntryState.RESERVED
     leases: int = 0  # pins that a scan has found included
-    hits: int = 0  # of a copy: as many as its original's
+    hits: int = 0
     created_s: float = 0.0
     used_s: float = 0.0
     checksum: int | None = None  # None until somebody has read all bytes

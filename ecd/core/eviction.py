@@ -7,7 +7,6 @@ coldest entries instead, and takes the window that gives up the fewest bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 
 from ecd.core.allocator import Allocator
@@ -21,17 +20,7 @@ MAX_ANCHORS = 512
 """Windows tried before giving up, when leases block those around the coldest entries."""
 
 
-MayEvict = Callable[[Entry], bool]
-"""Whether an unread entry may be evicted for what is to take its place."""
-
-
-def any_entry(_: Entry) -> bool:
-    return True
-
-
-def plan(
-    nbytes: int, allocator: Allocator, policy: Policy, may_evict: MayEvict = any_entry
-) -> list[Entry] | None:
+def plan(nbytes: int, allocator: Allocator, policy: Policy) -> list[Entry] | None:
     """The entries whose eviction frees `nbytes` in one piece; None if no such set was found.
 
     Changes nothing, and tries no more than MAX_ANCHORS windows.
@@ -40,7 +29,7 @@ def plan(
     best: list[Entry] | None = None
     best_cost = allocator.nbytes + 1
     for tried, anchor in enumerate(islice(policy.coldest(), MAX_ANCHORS), start=1):
-        found = _window(wanted, anchor, best_cost, policy, may_evict)
+        found = _window(wanted, anchor, best_cost, policy)
         if found is not None:
             best, best_cost = found
         if best is not None and tried >= ANCHORS:
@@ -49,11 +38,9 @@ def plan(
 
 
 def _window(
-    wanted: int, anchor: Entry, cost_limit: int, policy: Policy, may_evict: MayEvict
+    wanted: int, anchor: Entry, cost_limit: int, policy: Policy
 ) -> tuple[list[Entry], int] | None:
     """The victims around `anchor` and their bytes; None unless those are below `cost_limit`."""
-    if not may_evict(anchor):
-        return None
     victims, cost = [anchor], anchor.block.nbytes
     before, after, free = anchor.block.before, anchor.block.after, 0
     while True:
@@ -71,7 +58,7 @@ def _window(
             (warmth, entry.id, block)
             for block in (before, after)
             if block is not None and isinstance(entry := block.owner, Entry)
-            if (warmth := policy.warmth(entry)) is not None and may_evict(entry)
+            if (warmth := policy.warmth(entry)) is not None
         ]
         if not sides:
             return None

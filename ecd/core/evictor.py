@@ -7,7 +7,6 @@ from ecd.core.board import Board
 from ecd.core.counters import Counters
 from ecd.core.entries import Entries
 from ecd.core.entry import Entry
-from ecd.core.eviction import MayEvict, any_entry
 from ecd.core.pins import Pins
 from ecd.core.pool import Pool
 from ecd.core.states import EntryEvent
@@ -79,14 +78,12 @@ class Evictor:
         block = pool.allocator.allocate(nbytes)  # the scan may have freed it
         return block or pool.evict_for(nbytes, self.evict, self._pins.step)
 
-    def make_room_for_grant(
-        self, pool: Pool, nbytes: int, now_s: float, may_evict: MayEvict = any_entry
-    ) -> Block | None:
+    def make_room_for_grant(self, pool: Pool, nbytes: int, now_s: float) -> Block | None:
         """Evict up to MAX_VICTIMS entries for one extent of a grant, or for a copy."""
         if not self._pins.is_settled and not self._pins.step():
             return None
         self.drain_uses(now_s)  # an entry read a moment ago is not the coldest
-        return pool.evict_for(nbytes, self.evict, self._pins.step, MAX_VICTIMS, may_evict)
+        return pool.evict_for(nbytes, self.evict, self._pins.step, MAX_VICTIMS)
 
     def evict_selected(
         self,

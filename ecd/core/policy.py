@@ -1,4 +1,4 @@
-"""Policies: in which order unread entries of one pool may be evicted, and for which others."""
+"""Eviction policies: in which order unread entries of one pool may be evicted."""
 
 from __future__ import annotations
 
@@ -6,20 +6,6 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from ecd.core.entry import Entry
-
-UNUSED_S = 300.0
-"""An entry that was not read for so long counts as one that was never read."""
-
-
-def admits(entry: Entry, victim: Entry, now_s: float) -> bool:
-    """Whether a copy of `entry` may take the place of `victim`: it was read at least as often.
-
-    This is TinyLFU's admission (Einziger, Friedman, Manes, ACM Transactions on Storage 13(4),
-    2017), by the counts that entries have anyway: entries that are read once evict no copy that is
-    read again and again. As in the paper a put counts as one read, or copies that were read once
-    would admit no put. The paper halves its counts now and then; UNUSED_S takes the place of that.
-    """
-    return max(entry.hits, 1) >= victim.hits or now_s - victim.used_s >= UNUSED_S
 
 
 class Policy(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from ecd.core.allocator import Allocator, Block
 from ecd.core.board import MAX_PIECES
 from ecd.core.entry import Entry
-from ecd.core.eviction import MayEvict, any_entry, plan
+from ecd.core.eviction import plan
 from ecd.core.grants import Grants
 from ecd.core.policy import Lru, Policy
 from ecd.core.states import EntryState
@@ -143,20 +143,15 @@ class Pool:
         self.evictions[reason] += 1
 
     def evict_for(
-        self,
-        nbytes: int,
-        evict: Evict,
-        scan: Scan,
-        most: int | None = None,
-        may_evict: MayEvict = any_entry,
+        self, nbytes: int, evict: Evict, scan: Scan, most: int | None = None
     ) -> Block | None:
         """Evict until an extent of `nbytes` is free, and allocate it.
 
-        Returns None if no plan, of at most `most` victims that all `may_evict`, frees it, or if
-        the pins must be scanned further first.
+        Returns None if no plan, of at most `most` victims, frees it, or if the pins must be
+        scanned further first.
         """
         for _ in range(PLANS):
-            victims = plan(nbytes, self.allocator, self.policy, may_evict)
+            victims = plan(nbytes, self.allocator, self.policy)
             if victims is None or (most is not None and len(victims) > most):
                 return None
             for victim in victims:
@@ -194,13 +189,8 @@ class Pool:
         return pieces
 
     def needs_trim(self) -> bool:
-        """Whether extents and grants fill the pool above the high watermark.
-
-        A pool of copies may be full: nobody waits for room there, and a copy that trimming evicts
-        could make room for one that is read less often.
-        """
-        is_full = self.allocator.used_bytes > self.limits.high_watermark * self.nbytes
-        return is_full and not self.holds_copies
+        """Whether extents and grants fill the pool above the high watermark."""
+        return self.allocator.used_bytes > self.limits.high_watermark * self.nbytes
 
     def trim(self, most: int, evict: Evict) -> int:
         """Evict up to `most` of the coldest entries; returns how many.

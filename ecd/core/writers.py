@@ -20,7 +20,6 @@ from ecd.core.outcomes import (
     PoolFull,
     Reserved,
 )
-from ecd.core.policy import admits
 from ecd.core.pool import Pool
 from ecd.core.sessions import Session, Sessions
 from ecd.core.states import EntryEvent, EntryState
@@ -91,10 +90,7 @@ class Writers:
     def reserve_copy(
         self, pool: Pool, owner: Session, key: Key, original: EntryId, now_s: float
     ) -> Reserved | AlreadyStored | BeingWritten | PoolFull | EntryTooLarge | Missing:
-        """Reserve room for a copy of this entry of the key, where that takes no second call.
-
-        It is free, or that of copies whose entries were read no more often than this one.
-        """
+        """Reserve room for a copy of this entry of the key, where that takes no second call."""
         assert pool.holds_copies, "the key's own entry cannot lie there"
         stored = self._entries.stored(key)
         if stored is None or stored.id != original:
@@ -107,9 +103,7 @@ class Writers:
         if content.nbytes > pool.nbytes:
             return EntryTooLarge(content.nbytes, pool.nbytes)
         block = pool.allocator.allocate(content.nbytes)
-        if block is None:
-            may_evict = partial(admits, stored, now_s=now_s)
-            block = self._evictor.make_room_for_grant(pool, content.nbytes, now_s, may_evict)
+        block = block or self._evictor.make_room_for_grant(pool, content.nbytes, now_s)
         if block is None:
             return _pool_full(pool, content.nbytes)  # no loss, so it is not counted
         entry = self._open(pool, owner, key, content, block, now_s, stored)
@@ -243,8 +237,7 @@ class Writers:
     def _publish(self, entry: Entry, now_s: float, checksum: int | None) -> None:
         """Let everybody find the entry."""
         entry.step(EntryEvent.COMMIT)
-        if entry.original is not None:
-            entry.hits, entry.original = entry.original.hits, None
+        entry.original = None
         entry.created_s = entry.used_s = now_s
         entry.checksum = checksum
         self._entries.publish(entry)

@@ -582,28 +582,6 @@ def more_than_it_holds(address: str) -> dict:
         return {"right": all(right), "many": evicted > 24, "faults": control.counters().faults}
 
 
-def scan(address: str) -> dict:
-    """Many entries are loaded once each, and some before them again and again."""
-    hot = [f"hot {number}" for number in range(8)]
-    with Client(address) as client:
-        near_of(client)
-        before = copies_in_pools(address)
-
-        def load_new(key: str) -> None:
-            nonlocal before
-            put_by_cpu(address, key, bytes([7]) * MIB)
-            load(client, key)
-            before += 1
-            eventually(lambda: copies_in_pools(address) == before)
-
-        for key in hot:
-            load_new(key)
-            load(client, key)
-        for number in range(24):
-            load_new(f"{number}")
-        return {"copies": before, "hot": sum(is_near(client, key) for key in hot)}
-
-
 def another_entry_of_the_key(address: str) -> dict:
     """An item that outlives its entry never gets the bytes of the key's next one."""
     with Client(address) as client:

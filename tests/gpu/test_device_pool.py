@@ -109,13 +109,6 @@ def test_a_device_pool_that_is_too_small_evicts_copies_alone(cuda: Cuda, near: D
     near.check_nothing_leaked(within_s=15.0)
 
 
-def test_entries_that_are_loaded_once_evict_no_copy_that_is_loaded_again(
-    cuda: Cuda, near: Daemon
-) -> None:
-    assert run(cuda, "scan", near) == {"copies": 32, "hot": 8}
-    near.check_nothing_leaked(within_s=15.0)
-
-
 def test_an_item_gets_its_own_bytes_where_its_key_has_others_by_now(
     cuda: Cuda, near: Daemon
 ) -> None:
