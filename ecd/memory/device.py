@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 MEMORY_WAIT_S = 60.0
 """How long a full GPU is asked for memory: engines may still map the pool of the last daemon."""
-RETRY_S, MAX_RETRY_S = 0.2, 2.0
-"""The first pause before it is asked again, and the longest; each is twice the one before."""
+RETRY_S = 0.2
+"""The pause before it is asked again."""
 
 
 class DevicePool:
@@ -49,7 +49,7 @@ class DevicePool:
         from ecd_proto.cuda import CudaError, create
 
         loop = asyncio.get_running_loop()
-        until_s, pause_s = time.monotonic() + MEMORY_WAIT_S, RETRY_S
+        until_s, has_told = time.monotonic() + MEMORY_WAIT_S, False
         while True:
             try:
                 self.fd = await loop.run_in_executor(None, create, self.device, self.nbytes)
@@ -61,10 +61,10 @@ class DevicePool:
                     logger.error("no device pool on %s: %s. %s", self._name, self.problem, advice)
                     return
                 self.problem = f"waiting for memory ({error})"
-                if pause_s == RETRY_S:
+                if not has_told:
+                    has_told = True
                     logger.warning("no device pool on %s yet: %s", self._name, self.problem)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_RETRY_S)
+            await asyncio.sleep(RETRY_S)
         self.problem = ""
         logger.info("%s are the device pool", self._name)
 

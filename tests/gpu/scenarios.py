@@ -16,6 +16,7 @@ import threading
 import time
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ecd_client import Client, EcdError
 from ecd_client.calls import open_channel
@@ -658,17 +659,18 @@ def views(address: str) -> dict:
         with client.get("k") as item:
             view = item.device_view("cuda")
         copied = control.counters().copies - before.copies
-        row = view.view(4, -1)[2]
+        exported = to_dlpack(view.view(4, -1)[2])
         del view
         gc.collect()
         for number in range(40):
             put(client, f"{number}", 255)
             load(client, f"{number}")
+        row = from_dlpack(exported)
         right = is_right(row, 5)
         control.hold = Hold.FILLS
         gpu.encode((16,), torch.uint8, 1)  # work that is queued, and may use the view
         held = lambda: any(client._connection.session().index._words[8:512])  # noqa: E731
-        del row
+        del row, exported
         gc.collect()
         time.sleep(0.3)
         is_early = not held()
@@ -701,17 +703,15 @@ def has_no_pool_of_its_own(address: str) -> dict:
 
 
 def before_and_after_the_memory_came(address: str) -> dict:
-    """A session that has attached before uses the host's pool, a later one the device's."""
-    with Client(address) as early, Client(address) as late, open_channel(address) as channel:
-        pin(early)
-        right = [put(early, "k", 8), is_right(load(early, "k"), 8)]
+    """A session that has attached before uses the host's pool, until the device's is there."""
+    with Client(address) as client:
+        pin(client)
+        right = [put(client, "k", 8), is_right(load(client, "k"), 8)]
+        has_near = client._connection.session().near is not None
         control.device_bytes = 0
-        stub = pb_grpc.CacheStub(channel)
-        eventually(lambda: stub.Status(pb.StatusRequest()).pools[1].populated_bytes, 10.0)
-        near_of(late)
-        eventually(lambda: is_right(load(late, "k"), 8) and is_near(late, "k"))
-        right.append(is_right(load(early, "k"), 8))
-        return {"right": all(right), "early": early._connection.session().near is not None}
+        eventually(lambda: client._connection.session().near is not None, 10.0)
+        eventually(lambda: is_right(load(client, "k"), 8) and is_near(client, "k"))
+        return {"right": all(right), "had it before": has_near}
 
 
 def copies_near_fail(address: str) -> dict:
@@ -1080,6 +1080,29 @@ def device_is_lost(address: str) -> dict:
         with client.get("k") as item:
             on_host = set(item.view.tobytes()) == {13}
     return {"errors": errors, "on the host": on_host, "warnings": len(warnings)}
+
+
+def device_is_lost_near(address: str) -> dict:
+    """The device fails for good: what is in its pool is on the host, too."""
+    with Client(address) as client:
+        near_of(client)
+        put_by_cpu(address, "k", bytes([13]) * MIB)
+        eventually(lambda: is_right(load(client, "k"), 13) and is_near(client, "k"))
+        control.lost = 999
+        errors = []
+        for use in (
+            lambda: load(client, "k"),
+            lambda: load(client, "k", non_blocking=True),
+            lambda: client.get("k").device_view("cuda"),
+            lambda: client.put("l", torch.frombuffer(bytearray(MIB), dtype=torch.uint8)),
+        ):
+            try:
+                use()
+            except EcdError as error:
+                errors.append(type(error).__name__)
+        with client.get("k") as item:
+            on_host = set(item.view.tobytes()) == {13}
+        return {"errors": errors, "on the host": on_host}
 
 
 def forked_amid_copies(address: str) -> dict:

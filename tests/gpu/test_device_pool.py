@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ecd_client import Client
 from support.cuda.processes import Cuda
 from support.cuda.standin import Control, Hold, environment, physical_bytes
 from support.daemon import Daemon, eventually
@@ -225,7 +226,7 @@ def test_memory_of_a_full_gpu_is_waited_for_while_the_host_pool_serves(
     why = "waiting for memory (cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY)"
     assert f"16 MiB on {device.path}: {why}" in status_of(daemon)
     found = run(cuda, "before_and_after_the_memory_came", daemon)
-    assert found == {"right": True, "early": False}
+    assert found == {"right": True, "had it before": False}
     assert daemon.status().pools[1].problem == ""
     assert f"16 MiB on {device.path}" in status_of(daemon)
     daemon.check_nothing_leaked(within_s=15.0)
@@ -258,6 +259,15 @@ def test_a_device_that_fails_leaves_the_host_pool(cuda: Cuda, near: Daemon) -> N
     found = run(cuda, "copies_near_fail", near)
     assert found == {"copies": 0, "kept": [True]}
     assert near.status().pools[1].reserved_bytes == 0
+    near.check_nothing_leaked(within_s=15.0)
+
+
+def test_a_lost_device_takes_nothing_from_the_host(cuda: Cuda, near: Daemon) -> None:
+    found = run(cuda, "device_is_lost_near", near)
+    assert found == {"errors": ["DeviceError"] * 2, "on the host": True}
+    with Client(near.address) as client:  # the daemon has no context that could have failed
+        assert client.put_bytes("after all that", b"right", "uint8", (5,))
+        assert client.contains(["k", "after all that"]) == [True, True]
     near.check_nothing_leaked(within_s=15.0)
 
 

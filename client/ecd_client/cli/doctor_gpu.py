@@ -98,7 +98,7 @@ def _device_pool(pool: pb.PoolStatus) -> Finding:
         return Finding("device pool", GOOD, f"{size} on {pool.path}")
     why = pool.problem or "no memory"
     found = f"{size} on {pool.path}: {why}; engines use the host pool"
-    advice = "stop what fills the GPU, or lower ECD_DEVICE_POOL_BYTES; then restart the daemon"
+    advice = "stop what fills the GPU, or lower ECD_DEVICE_POOL_BYTES and restart the daemon"
     return Finding("device pool", DOUBTFUL, found, advice)
 
 

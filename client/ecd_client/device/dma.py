@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from ecd_proto.v1 import cache_pb2 as pb
 
 logger = logging.getLogger(__name__)
+
+NEAR_AGAIN_S, NEAR_WAIT_S = 1.0, 75.0
+"""Between two looks for a device pool whose memory the daemon waits for, and how long it may."""
 
 
 def is_wanted() -> bool:
@@ -42,7 +47,8 @@ class SessionDma:
         self._devices = devices
         self._words = board.page.view(0, PAGE_BYTES).cast("Q")
         self._lock = threading.RLock()  # which a garbage-collected item may take within
-        self._has_begun = self._has_ended = False
+        self._has_begun = False
+        self._ended = threading.Event()
         self._pools: tuple[MappedPool, ...] = ()
         self.may_write = False
         """Whether the daemon knows of this process, so that copies into pinned memory may begin."""
@@ -68,14 +74,19 @@ class SessionDma:
             logger.warning("copies from the GPU are not pinned: %s", error)
 
     def _run(self, device: int) -> None:
+        has_near = True
         try:
             fds = attach(self._attach_path, self._token)
             self.may_write = True
-            self._map(fds, device)
+            has_near = self._map(fds, device)
         except (OSError, EcdError) as error:
             logger.warning("copies from the GPU are not pinned: the daemon refused: %s", error)
-        if not is_wanted():
-            return
+        if is_wanted():
+            self._pin(device)
+        if not has_near:
+            self._map_late(device)
+
+    def _pin(self, device: int) -> None:
         for pool in self._pools:
             try:
                 pool.pin(device)
@@ -83,28 +94,41 @@ class SessionDma:
                 logger.warning("a pool cannot be pinned: %s", error)
         pinned_bytes = sum(pool.wait_pinned() for pool in self._pools)
         with self._lock:  # after the end the page is another session's
-            if not self._has_ended:
+            if not self._ended.is_set():
                 self._words[PINNED_WORD] = pinned_bytes
 
-    def _map(self, fds: dict[int, int], device: int) -> None:
-        """Map the pool of this GPU, of those whose descriptors came, and close all of these."""
+    def _map_late(self, device: int) -> None:
+        """Map the pool of this GPU once the daemon has its memory."""
+        until_s = time.monotonic() + NEAR_WAIT_S
+        with contextlib.suppress(OSError, EcdError):  # the session is over, most likely
+            while time.monotonic() < until_s and not self._ended.wait(NEAR_AGAIN_S):
+                if self._map(attach(self._attach_path, self._token), device):
+                    return
+
+    def _map(self, fds: dict[int, int], device: int) -> bool:
+        """Map the pool of this GPU, of those whose descriptors came, and close all of these.
+
+        False: the daemon has this pool, and no memory yet.
+        """
         try:
-            if not fds:
-                return
+            if not self._devices:
+                return True
             from ecd_client.device import copies, driver
             from ecd_client.device.pool import DevicePool
 
             uuid = driver.uuid_of(device)
             file = self._devices.get(uuid)
-            if file is None or file.pool not in fds:
+            if file is None:
                 logger.info("the daemon has no device pool on this process's %s", uuid)
-                return
+                return True
+            if file.pool not in fds:
+                return False
             own = copies.for_number(device)
             if own is None:
-                return
+                return True
             near = DevicePool(file.pool, file.nbytes, fds.pop(file.pool), own)
             with self._lock:
-                is_late = self._has_ended
+                is_late = self._ended.is_set()
                 if not is_late:
                     self.near = near
             if is_late:
@@ -114,6 +138,7 @@ class SessionDma:
         finally:
             for fd in fds.values():
                 os.close(fd)
+        return True
 
     def note_write(self) -> None:
         """Say that copies by DMA into the pool may be under way, until `end`."""
@@ -122,7 +147,7 @@ class SessionDma:
     def end(self) -> None:
         """Say that no copy is under way, and none will be."""
         with self._lock:
-            self._has_ended = True
+            self._ended.set()
             self._pools = ()  # which refer to this object, and would keep each other mapped
             near, self.near = self.near, None
             self._words[PINNED_WORD] = self._words[DMA_WORD] = 0
@@ -132,7 +157,7 @@ class SessionDma:
     def cut_off(self) -> None:
         """In a forked child: the session is the parent's."""
         self._lock = threading.RLock()
-        self._has_begun = True
+        self._has_begun, self._ended = True, threading.Event()
         near, self.near = self.near, None
         if near is not None:
             near.cut_off()
