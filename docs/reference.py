@@ -27,6 +27,18 @@ over a variable, a variable over the TOML file of `--config`, the file over the 
 R: a running daemon takes the setting over on SIGHUP, if it was started with a file.
 
 """
+CLIENTS = """
+## In a client's environment
+
+| variable | default | meaning |
+| --- | --- | --- |
+| `ECD_ADDRESS` | as the daemon's | Unix socket of the daemon. |
+| `ECD_PIN` | `auto` | `off`: [pin](gpu.md#ecd_pin) nothing for the GPU. |
+| `ECD_COPY_THREADS` | `1` | `torch`: torch's threads share the copy of a `put` from 32 MiB on, \
+which pays where [their cores are idle](benchmarks/copies.md). |
+
+The vLLM connector has [settings of its own](vllm.md#settings).
+"""
 METRICS = """# Metrics
 
 On `metrics_address`, for Prometheus. Metrics of peers, fetches and the directory exist once the
@@ -71,7 +83,8 @@ def configuration() -> str:
         )
         for name, setting in Config.model_fields.items()
     )
-    return CONFIGURATION + table(("setting", "variable", "default", "", "meaning"), rows)
+    settings = table(("setting", "variable", "default", "", "meaning"), rows)
+    return CONFIGURATION + settings + CLIENTS
 
 
 def metrics() -> str:

@@ -159,7 +159,7 @@ def private_copy(
 
 def _is_shared(nbytes: int) -> bool:
     """Whether torch's threads share a put's copy: with `ECD_COPY_THREADS=torch`, by default not."""
-    return nbytes >= SHARED_FROM_BYTES and os.environ.get("ECD_COPY_THREADS") == "torch"
+    return nbytes >= SHARED_FROM_BYTES and os.environ.get("ECD_COPY_THREADS", "").strip() == "torch"
 
 
 def _is_its_bytes(tensor: torch.Tensor, nbytes: int) -> bool:

@@ -3,7 +3,8 @@
 A flight asks one node after the other for a lease, reads the entry into a reservation of its own,
 verifies it, and commits it as any writer does. If a hint says where a small entry lies, it is read
 speculatively, while the lease is asked for: the bytes count only if that place is then leased, and
-if their checksum is right. A flight that ends early leaves no reservation here and no lease there.
+if their checksum is right. Where nothing says where it lies, a small entry comes with its lease. A
+flight that ends early leaves no reservation here and no lease there.
 An extent that a read may still write to is set aside until the read is over.
 """
 
