@@ -10,38 +10,20 @@ encodes does nothing: the answer is what it would say. All other requests pass a
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from io import BytesIO
-from types import SimpleNamespace
-from typing import Any, NamedTuple
-from uuid import uuid4
+from typing import Any
 
-import pybase64
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.logger import init_logger
-from vllm.multimodal.hasher import MultiModalHasher
-from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaWithBytes
-from vllm.multimodal.media.image import ImageMediaIO
 
 from ecd_client.client import Client
-from ecd_client.errors import EcdError
-from ecd_client.item import Item
-from ecd_client.placeholders import unpack
-from ecd_client.vllm.compat import (
-    CAN_LEAVE_OUT_MEDIA,
-    PlaceholderMetadata,
-    collect_ec_item_metadata,
-    open_image,
-)
-from ecd_client.vllm.hints import add_hints, consumers_in, hints_in
+from ecd_client.vllm.answers import Answers
+from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA, PlaceholderMetadata
+from ecd_client.vllm.pictures import IMAGE, Pictures
 from ecd_client.vllm.settings import Settings
 from ecd_client.vllm.shared_namespace import SeenNamespace
 
@@ -50,54 +32,9 @@ logger = init_logger(f"vllm.{__name__}")
 PATH = "/v1/chat/completions"
 MAX_BODY_BYTES = 256 << 20
 """Largest body that is looked into."""
-MAX_PICTURES = 64
-"""Most pictures of a request that are looked for."""
-REMOTE_WAIT_S = 0.05
-"""How long a picture is waited for that is being written, or that another node may have."""
-STAYS_S = 10.0
-"""How long what an answer names is held, for its consumer to come."""
-MAX_STAYING = 256
-"""Entries held so: half of the pins that a session has."""
 RESTS_S = (1.0, 60.0)
 """First and longest time for which nothing is rewritten after a rewritten request failed."""
-_UNNAMED = ("mm_processor_kwargs", "media_io_kwargs")
-"""Fields of a request that change its pictures' names."""
-_IMAGE, _EMBEDS = "image_url", "image_embeds"
-_PLAIN = frozenset(("text", "input_text", "output_text", "refusal", "thinking", _IMAGE))
-"""Types of parts that may stand beside pictures."""
 _STREAM, _STREAMED_ERROR = b"text/event-stream", b'data: {"error"'
-
-
-class Found(NamedTuple):
-    """A picture in a request: the part, its name, what ecd has of it, and its metadata."""
-
-    part: dict[str, Any]
-    name: str
-    item: Item
-    fields: dict[str, Any]
-
-
-@dataclass
-class Look:
-    """A request's body, fetched pictures in it, and all of its pictures if ecd has all."""
-
-    body: bytes
-    request: dict[str, Any] = field(default_factory=dict)
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    found: list[Found] = field(default_factory=list)
-
-    def rewritten(self) -> bytes:
-        """The request with names and metadata in place of its pictures."""
-        for picture in self.found:
-            del picture.part[_IMAGE]
-            said = {"type": _EMBEDS, _EMBEDS: picture.fields, "uuid": picture.name}
-            picture.part.update(said)
-        return _packed(self.request)
-
-    def close(self) -> None:
-        for picture in self.found:
-            picture.item.close()
-        self.found = []
 
 
 class ReuseMiddleware:
@@ -120,12 +57,12 @@ class ReuseMiddleware:
             await self._app(scope, receive, send)  # vLLM answers those that it does not let in
             return
         body, again = await _whole_body(receive)
-        if body is None or _IMAGE.encode() not in body or reuse.is_resting:
+        if body is None or IMAGE.encode() not in body or reuse.is_resting:
             await self._app(scope, again, send)
             return
-        look = await reuse.look(body)
+        look = await reuse.pictures.look(body)
         if look.found and reuse.only_encodes:
-            await JSONResponse(reuse.answer(look))(scope, receive, send)
+            await JSONResponse(reuse.answers.answer(look))(scope, receive, send)
             return
         attempt = None
         if look.found:
@@ -201,7 +138,7 @@ class Unsuitable(Exception):
 
 
 class Reuse:
-    """Finds the pictures of requests in ecd."""
+    """What the middleware needs of one server, and whether it rests."""
 
     def __init__(self, state: Any) -> None:
         """Take the settings of a server by its application's state. Raises Unsuitable."""
@@ -215,31 +152,30 @@ class Reuse:
         settings = Settings.of(config)
         if why := _why_not(config, settings, state.args, self.only_encodes):
             raise Unsuitable(why)
-        model_config = config.model_config
-        multimodal = model_config.multimodal_config
-        self._settings, self._model_config = settings, model_config
         try:
-            self._namespace = SeenNamespace(config.instance_id)
+            namespace = SeenNamespace(config.instance_id)
         except FileNotFoundError:
             raise Unsuitable("its engine runs elsewhere, or as another user") from None
-        adapters = [adapter.name for adapter in getattr(state.args, "lora_modules", None) or ()]
-        self._models = [*(state.args.served_model_name or [state.args.model]), *adapters]
-        self._metadata = PlaceholderMetadata(model_config)
-        self._wanted = self._metadata.fields_for("image")
-        if not self._wanted:
+        metadata = PlaceholderMetadata(config.model_config)
+        if not metadata.fields_for("image"):
             raise Unsuitable("the model has no placeholder metadata for pictures")
-        self._algorithm = multimodal.mm_hasher_algorithm
-        self._limit = min(multimodal.get_limit_per_prompt("image") or MAX_PICTURES, MAX_PICTURES)
-        self._media = MEDIA_CONNECTOR_REGISTRY.load(
-            envs.VLLM_MEDIA_CONNECTOR,
-            media_io_kwargs=None,
-            allowed_local_media_path=model_config.allowed_local_media_path,
-            allowed_media_domains=model_config.allowed_media_domains,
+        adapters = [adapter.name for adapter in getattr(state.args, "lora_modules", None) or ()]
+        models = [*(state.args.served_model_name or [state.args.model]), *adapters]
+        client = Client(settings.address, name="vllm middleware", connect_timeout=0.0)
+        self._client = client
+        self.pictures = Pictures(
+            client,
+            settings,
+            namespace,
+            config.model_config,
+            metadata,
+            models,
+            may_stream=not self.only_encodes,
         )
-        self._client = Client(settings.address, name="vllm middleware", connect_timeout=0.0)
+        announces_node = settings.announces_node
+        self.answers = Answers(client, metadata, models[0], announces_node=announces_node)
         self._lets_in = _key_check(state.args)
         self._rests_until_s = self._rest_s = 0.0
-        self._staying: OrderedDict[tuple[str, str], tuple[Item, float]] = OrderedDict()
 
     def close(self) -> None:
         self._client.close()
@@ -263,140 +199,6 @@ class Reuse:
         self._rest_s = min(max(first_s, 2 * self._rest_s), longest_s)
         self._rests_until_s = time.monotonic() + self._rest_s
         logger.warning("ecd: a request without its pictures failed, and was made with them")
-
-    # -- finding -------------------------------------------------------------------------------
-
-    async def look(self, body: bytes) -> Look:
-        """Find all pictures of a request, or none of them; vLLM refuses what is mixed."""
-        look = Look(body)
-        try:
-            await asyncio.to_thread(self._read, look)
-            if look.parts:
-                contents = await asyncio.gather(*map(self._content, look.parts))
-                await asyncio.to_thread(self._find_all, look, contents)
-        except Exception:  # vLLM says what is wrong with the request
-            logger.debug("ecd: a request passes as it is", exc_info=True)
-            look.close()
-            return Look(body)
-        return look
-
-    def _read(self, look: Look) -> None:
-        request = json.loads(look.body)
-        if (
-            any(request.get(field) for field in _UNNAMED)
-            or request.get("model") not in (None, *self._models)
-            or (self.only_encodes and request.get("stream"))
-        ):
-            return
-        parts = _pictures(request)
-        if len(parts) <= self._limit:
-            look.request, look.parts = request, parts
-
-    async def _content(self, part: dict[str, Any]) -> Any:
-        """The picture as vLLM's hasher takes it. None: the client has named it.
-
-        Raises what vLLM does for a picture that it cannot load.
-        """
-        url = _url(part)
-        if part.get("uuid") or not isinstance(url, str):
-            return None
-        timeout_s = envs.VLLM_IMAGE_FETCH_TIMEOUT
-        return await self._media.load_from_url_async(url, _Unread(), fetch_timeout=timeout_s)
-
-    def _find_all(self, look: Look, contents: list[Any]) -> None:
-        namespace = self._namespace.read()
-        hints = hints_in(look.request.get("ec_transfer_params"))
-        with contextlib.suppress(EcdError):
-            for part, content in zip(look.parts, contents, strict=True):
-                name = self._name(part, content)
-                if namespace is None or not self._settings.shares(name):
-                    break
-                picture = self._find(namespace, part, name, hints.get(name, ()))
-                if picture is None:
-                    break
-                look.found.append(picture)
-        if len(look.found) < len(look.parts):
-            look.close()
-            put_in = [_put_in(*each) for each in zip(look.parts, contents, strict=True)]
-            if any(put_in):
-                look.body = _packed(look.request)
-
-    def _name(self, part: dict[str, Any], content: Any) -> str:
-        if content is None:
-            uuid = part["uuid"]
-            if not isinstance(uuid, str):
-                raise TypeError("a uuid is no string")
-            return uuid
-        name: str = MultiModalHasher.hash_kwargs(
-            self._algorithm, model_id=self._model_config.model, image=content
-        )
-        return name
-
-    def _find(self, namespace: str, part: dict[str, Any], name: str, nodes: Any) -> Found | None:
-        item, may_come = self._client.get_now(name, namespace=namespace)
-        if item is None and (may_come or nodes):
-            item = self._client.get(name, REMOTE_WAIT_S, namespace=namespace, nodes=nodes)
-        if item is None:
-            return None
-        fields = unpack(item.metadata).get("image", {})
-        if fields.keys() != self._wanted:
-            item.close()
-            return None
-        return Found(part, name, item, fields)
-
-    # -- answers of an engine that only encodes ------------------------------------------------
-
-    def answer(self, look: Look) -> dict[str, Any]:
-        """The answer to a request whose pictures are stored; they stay so for STAYS_S."""
-        features = [
-            SimpleNamespace(identifier=picture.name, modality="image", data=None, mm_position=None)
-            for picture in look.found
-        ]
-        params: dict[str, Any] = collect_ec_item_metadata(features, self._metadata)
-        for picture in look.found:
-            params[picture.name]["metadata"] = picture.fields
-        namespace = look.found[0].item.namespace
-        with contextlib.suppress(EcdError):
-            if self._settings.announces_node:
-                hints = {name: self._client.hint(name, namespace=namespace) for name in params}
-                add_hints(params, {name: hint for name, hint in hints.items() if hint})
-            if consumers := consumers_in(look.request.get("ec_transfer_params")):
-                self._client.offer(list(params), consumers, namespace=namespace)
-        self._have_stay(look.found)
-        return {
-            "id": f"chatcmpl-{uuid4().hex}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": look.request.get("model") or self._models[0],
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": ""},
-                    "logprobs": None,
-                    "finish_reason": "stop",
-                }
-            ],
-            "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
-            "ec_transfer_params": params,
-        }
-
-    def _have_stay(self, found: list[Found]) -> None:
-        """Hold each entry once, until STAYS_S after the last answer that names it."""
-        until_s = time.monotonic() + STAYS_S
-        for picture in found:
-            key = picture.item.namespace, picture.name
-            before = self._staying.pop(key, None)
-            if before is not None:
-                before[0].close()
-            self._staying[key] = picture.item, until_s
-        while len(self._staying) > MAX_STAYING:
-            self._staying.popitem(last=False)[1][0].close()
-        asyncio.get_running_loop().call_later(STAYS_S, self._let_go)
-
-    def _let_go(self) -> None:
-        now_s = time.monotonic()
-        while self._staying and next(iter(self._staying.values()))[1] <= now_s:
-            self._staying.popitem(last=False)[1][0].close()
 
 
 def _why_not(config: Any, settings: Settings, args: Any, only_encodes: bool) -> str | None:
@@ -444,50 +246,6 @@ def _key_check(args: Any) -> Callable[[Headers], bool]:
 
     check: Callable[[Headers], bool] = AuthenticationMiddleware(nothing, tokens).verify_token
     return check
-
-
-def _pictures(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parts with pictures. Empty where other media stand beside them."""
-    found = []
-    for message in request["messages"]:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else "text"
-            if kind not in _PLAIN:
-                return []
-            if kind == _IMAGE:
-                found.append(part)
-    return found
-
-
-def _url(part: dict[str, Any]) -> Any:
-    said = part[_IMAGE]
-    return said.get("url") if isinstance(said, dict) else said
-
-
-def _put_in(part: dict[str, Any], content: Any) -> bool:
-    """Put what was fetched in place of its URL, so that it is not fetched again."""
-    if content is None or _url(part)[:5].lower() == "data:":
-        return False
-    encoded = pybase64.b64encode(content.original_bytes).decode()
-    part[_IMAGE] = {"url": f"data:image/unknown;base64,{encoded}"}
-    return True
-
-
-def _packed(request: dict[str, Any]) -> bytes:
-    return json.dumps(request).encode()
-
-
-class _Unread(ImageMediaIO):
-    """Loads a picture as vLLM's does, but for the pixels of one that needs no conversion."""
-
-    def load_bytes(self, data: bytes) -> Any:
-        image = open_image(BytesIO(data))
-        most = envs.VLLM_MAX_IMAGE_PIXELS
-        is_small = not most or image.width * image.height <= most
-        if is_small and image.mode == self.image_mode:
-            return MediaWithBytes(image, data)
-        return super().load_bytes(data)
 
 
 async def _whole_body(receive: Receive) -> tuple[bytes | None, Receive]:

@@ -31,9 +31,14 @@ class SharedNamespace:
         self._fd = -1
         for flags in (os.MFD_CLOEXEC | _NOEXEC_SEAL, os.MFD_CLOEXEC):
             with contextlib.suppress(OSError):
-                self._fd = os.memfd_create(_NAME + instance_id, flags)
-                os.ftruncate(self._fd, mmap.PAGESIZE)
-                self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
+                fd = os.memfd_create(_NAME + instance_id, flags)
+                try:
+                    os.ftruncate(fd, mmap.PAGESIZE)
+                    self._page = mmap.mmap(fd, mmap.PAGESIZE)
+                except BaseException:
+                    os.close(fd)
+                    raise
+                self._fd = fd
                 return
         logger.warning("ecd: no memfd can be made: the API server will preprocess every picture")
 

@@ -1,0 +1,87 @@
+"""What an engine that only encodes would answer, where ecd has all pictures of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+from ecd_client.client import Client
+from ecd_client.errors import EcdError
+from ecd_client.item import Item
+from ecd_client.vllm.compat import PlaceholderMetadata, collect_ec_item_metadata
+from ecd_client.vllm.hints import add_hints, consumers_in
+from ecd_client.vllm.pictures import Found, Look
+
+STAYS_S = 10.0
+"""How long what an answer names is held, for its consumer to come."""
+MAX_STAYING = 256
+"""Entries held so: half of the pins that a session has."""
+
+
+class Answers:
+    """Makes the answers, and holds what they name."""
+
+    def __init__(
+        self, client: Client, metadata: PlaceholderMetadata, model: str, *, announces_node: bool
+    ) -> None:
+        """`model` is the served one's name."""
+        self._client, self._metadata, self._model = client, metadata, model
+        self._announces_node = announces_node
+        self._staying: OrderedDict[tuple[str, str], tuple[Item, float]] = OrderedDict()
+
+    def answer(self, look: Look) -> dict[str, Any]:
+        """The answer to a request whose pictures are stored; they stay so for STAYS_S."""
+        features = [
+            SimpleNamespace(identifier=picture.name, modality="image", data=None, mm_position=None)
+            for picture in look.found
+        ]
+        params: dict[str, Any] = collect_ec_item_metadata(features, self._metadata)
+        for picture in look.found:
+            params[picture.name]["metadata"] = picture.fields
+        namespace = look.found[0].item.namespace
+        with contextlib.suppress(EcdError):
+            if self._announces_node:
+                hints = {name: self._client.hint(name, namespace=namespace) for name in params}
+                add_hints(params, {name: hint for name, hint in hints.items() if hint})
+            if consumers := consumers_in(look.request.get("ec_transfer_params")):
+                self._client.offer(list(params), consumers, namespace=namespace)
+        self._have_stay(look.found)
+        return {
+            "id": f"chatcmpl-{uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": look.request.get("model") or self._model,
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": ""},
+                    "logprobs": None,
+                    "finish_reason": "stop",
+                }
+            ],
+            "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+            "ec_transfer_params": params,
+        }
+
+    def _have_stay(self, found: list[Found]) -> None:
+        """Hold each entry once, until STAYS_S after the last answer that names it."""
+        until_s = time.monotonic() + STAYS_S
+        for picture in found:
+            key = picture.item.namespace, picture.name
+            before = self._staying.pop(key, None)
+            if before is not None:
+                before[0].close()
+            self._staying[key] = picture.item, until_s
+        while len(self._staying) > MAX_STAYING:
+            self._staying.popitem(last=False)[1][0].close()
+        asyncio.get_running_loop().call_later(STAYS_S, self._let_go)
+
+    def _let_go(self) -> None:
+        now_s = time.monotonic()
+        while self._staying and next(iter(self._staying.values()))[1] <= now_s:
+            self._staying.popitem(last=False)[1][0].close()

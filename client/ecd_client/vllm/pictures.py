@@ -1,0 +1,222 @@
+"""Pictures of a chat completion, named by vLLM's own hasher, and what ecd has of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import pybase64
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.multimodal.hasher import MultiModalHasher
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaWithBytes
+from vllm.multimodal.media.image import ImageMediaIO
+
+from ecd_client.client import Client
+from ecd_client.errors import EcdError
+from ecd_client.item import Item
+from ecd_client.placeholders import unpack
+from ecd_client.vllm.compat import PlaceholderMetadata, open_image
+from ecd_client.vllm.hints import hints_in
+from ecd_client.vllm.settings import Settings
+from ecd_client.vllm.shared_namespace import SeenNamespace
+
+logger = init_logger(f"vllm.{__name__}")
+
+MAX_PICTURES = 64
+"""Most pictures of a request that are looked for."""
+REMOTE_WAIT_S = 0.05
+"""How long a picture is waited for that is being written, or that another node may have."""
+_UNNAMED = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields of a request that change its pictures' names."""
+IMAGE, EMBEDS = "image_url", "image_embeds"
+"""Types of parts with a picture, and with its name and metadata."""
+_PLAIN = frozenset(("text", "input_text", "output_text", "refusal", "thinking", IMAGE))
+"""Types of parts that may stand beside pictures."""
+
+
+class Found(NamedTuple):
+    """A picture in a request: the part, its name, what ecd has of it, and its metadata."""
+
+    part: dict[str, Any]
+    name: str
+    item: Item
+    fields: dict[str, Any]
+
+
+@dataclass
+class Look:
+    """A request's body, fetched pictures in it, and all of its pictures if ecd has all."""
+
+    body: bytes
+    request: dict[str, Any] = field(default_factory=dict)
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+
+    def rewritten(self) -> bytes:
+        """The request with names and metadata in place of its pictures."""
+        for picture in self.found:
+            del picture.part[IMAGE]
+            said = {"type": EMBEDS, EMBEDS: picture.fields, "uuid": picture.name}
+            picture.part.update(said)
+        return _packed(self.request)
+
+    def close(self) -> None:
+        for picture in self.found:
+            picture.item.close()
+        self.found = []
+
+
+class Pictures:
+    """Finds the pictures of requests in ecd."""
+
+    def __init__(
+        self,
+        client: Client,
+        settings: Settings,
+        namespace: SeenNamespace,
+        model_config: Any,
+        metadata: PlaceholderMetadata,
+        models: list[str],
+        *,
+        may_stream: bool,
+    ) -> None:
+        """`models` are the names that requests may give, `namespace` is the engine's."""
+        self._client, self._settings, self._namespace = client, settings, namespace
+        self._model_config, self._models, self._may_stream = model_config, models, may_stream
+        multimodal = model_config.multimodal_config
+        self._algorithm = multimodal.mm_hasher_algorithm
+        self._limit = min(multimodal.get_limit_per_prompt("image") or MAX_PICTURES, MAX_PICTURES)
+        self._wanted = metadata.fields_for("image")
+        self._media = MEDIA_CONNECTOR_REGISTRY.load(
+            envs.VLLM_MEDIA_CONNECTOR,
+            media_io_kwargs=None,
+            allowed_local_media_path=model_config.allowed_local_media_path,
+            allowed_media_domains=model_config.allowed_media_domains,
+        )
+
+    async def look(self, body: bytes) -> Look:
+        """Find all pictures of a request, or none of them; vLLM refuses what is mixed."""
+        look = Look(body)
+        try:
+            await asyncio.to_thread(self._read, look)
+            if look.parts:
+                contents = await asyncio.gather(*map(self._content, look.parts))
+                await asyncio.to_thread(self._find_all, look, contents)
+        except Exception:  # vLLM says what is wrong with the request
+            logger.debug("ecd: a request passes as it is", exc_info=True)
+            look.close()
+            return Look(body)
+        return look
+
+    def _read(self, look: Look) -> None:
+        request = json.loads(look.body)
+        if (
+            any(request.get(field) for field in _UNNAMED)
+            or request.get("model") not in (None, *self._models)
+            or (request.get("stream") and not self._may_stream)
+        ):
+            return
+        parts = _pictures(request)
+        if len(parts) <= self._limit:
+            look.request, look.parts = request, parts
+
+    async def _content(self, part: dict[str, Any]) -> Any:
+        """The picture as vLLM's hasher takes it. None: the client has named it.
+
+        Raises what vLLM does for a picture that it cannot load.
+        """
+        url = _url(part)
+        if part.get("uuid") or not isinstance(url, str):
+            return None
+        timeout_s = envs.VLLM_IMAGE_FETCH_TIMEOUT
+        return await self._media.load_from_url_async(url, _Unread(), fetch_timeout=timeout_s)
+
+    def _find_all(self, look: Look, contents: list[Any]) -> None:
+        namespace = self._namespace.read()
+        hints = hints_in(look.request.get("ec_transfer_params"))
+        with contextlib.suppress(EcdError):
+            for part, content in zip(look.parts, contents, strict=True):
+                name = self._name(part, content)
+                if namespace is None or not self._settings.shares(name):
+                    break
+                picture = self._find(namespace, part, name, hints.get(name, ()))
+                if picture is None:
+                    break
+                look.found.append(picture)
+        if len(look.found) < len(look.parts):
+            look.close()
+            put_in = [_put_in(*each) for each in zip(look.parts, contents, strict=True)]
+            if any(put_in):
+                look.body = _packed(look.request)
+
+    def _name(self, part: dict[str, Any], content: Any) -> str:
+        if content is None:
+            uuid = part["uuid"]
+            if not isinstance(uuid, str):
+                raise TypeError("a uuid is no string")
+            return uuid
+        name: str = MultiModalHasher.hash_kwargs(
+            self._algorithm, model_id=self._model_config.model, image=content
+        )
+        return name
+
+    def _find(self, namespace: str, part: dict[str, Any], name: str, nodes: Any) -> Found | None:
+        item, may_come = self._client.get_now(name, namespace=namespace)
+        if item is None and (may_come or nodes):
+            item = self._client.get(name, REMOTE_WAIT_S, namespace=namespace, nodes=nodes)
+        if item is None:
+            return None
+        fields = unpack(item.metadata).get("image", {})
+        if fields.keys() != self._wanted:
+            item.close()
+            return None
+        return Found(part, name, item, fields)
+
+
+def _pictures(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts with pictures. Empty where other media stand beside them."""
+    found = []
+    for message in request["messages"]:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if kind not in _PLAIN:
+                return []
+            if kind == IMAGE:
+                found.append(part)
+    return found
+
+
+def _url(part: dict[str, Any]) -> Any:
+    said = part[IMAGE]
+    return said.get("url") if isinstance(said, dict) else said
+
+
+def _put_in(part: dict[str, Any], content: Any) -> bool:
+    """Put what was fetched in place of its URL, so that it is not fetched again."""
+    if content is None or _url(part)[:5].lower() == "data:":
+        return False
+    encoded = pybase64.b64encode(content.original_bytes).decode()
+    part[IMAGE] = {"url": f"data:image/unknown;base64,{encoded}"}
+    return True
+
+
+def _packed(request: dict[str, Any]) -> bytes:
+    return json.dumps(request).encode()
+
+
+class _Unread(ImageMediaIO):
+    """Loads a picture as vLLM's does, but for the pixels of one that needs no conversion."""
+
+    def load_bytes(self, data: bytes) -> Any:
+        image = open_image(BytesIO(data))
+        most = envs.VLLM_MAX_IMAGE_PIXELS
+        is_small = not most or image.width * image.height <= most
+        if is_small and image.mode == self.image_mode:
+            return MediaWithBytes(image, data)
+        return super().load_bytes(data)
