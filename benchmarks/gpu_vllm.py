@@ -1,6 +1,7 @@
 """What `gpu.py` measures of vLLM: that engines share, and the time to the first token.
 
-One engine for each way in which it may get an embedding. Ways are compared as `ttft.py` compares
+One engine for each way in which it may get an embedding; vLLM's Mooncake connector is no such way,
+as it only moves outputs from one engine to another. Ways are compared as `ttft.py` compares
 them, with one difference: each engine is compared with its own encoder cache, asked for the same
 picture a moment later, as two processes differ by more than ways do.
 """
@@ -46,10 +47,27 @@ class Way(NamedTuple):
     encodes: bool
     """Whether no engine before this one has put the pictures there."""
     most: float | None = None
+    rival: dict[str, Any] | None = None
+    """vLLM's setting of another connector."""
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether an engine that has forgotten an output finds it in its connector."""
+        return self.pool is not None or self.rival is not None
+
+
+CPU_CONNECTOR = {
+    "ec_connector": "ECCPUConnector",
+    "ec_role": "ec_both",
+    "ec_connector_extra_config": {"ec_cpu_bytes": POOL_BYTES},
+}
 
 
 WAYS = {
     "no ecd": Way(None, {}, {}, encodes=True),
+    "vLLM's CPU connector": Way(
+        None, {"VLLM_USE_V2_MODEL_RUNNER": "1"}, {}, encodes=True, rival=CPU_CONNECTOR
+    ),
     "the host pool, not pinned": Way("host", {"ECD_PIN": "off"}, {}, encodes=True),
     "the host pool, pinned": Way("host", {}, {}, encodes=False),
     "the device pool": Way("device", {}, {}, encodes=True, most=MOST),
@@ -77,11 +95,13 @@ def vllm() -> list[Row]:
         for number, (name, way) in enumerate(WAYS.items()):
             setup: dict[str, Any] = {
                 "model": model,
-                "engine": {"gpu_memory_utilization": 0.15, "enable_prefix_caching": False},
+                "engine": {"gpu_memory_utilization": 0.12, "enable_prefix_caching": False},
             }
             if way.pool is not None:
                 extra = {"ecd_address": addresses[way.pool], **way.extra}
                 setup |= {"role": "ec_both", "extra": extra}
+            elif way.rival is not None:
+                setup["connector"] = way.rival
             environ = {
                 "VLLM_CACHE_ROOT": str(directory),
                 "PYTHONPATH": str(e2e.HERE / "site"),
@@ -146,7 +166,7 @@ def _first_tokens(engines: dict[str, Any]) -> list[Row]:
         for name in random.sample(list(engines), len(engines)):
             for kind in ("got", "cached"):
                 answer = _ask(engines[name], turn % PICTURES, is_cached=kind == "cached")
-                is_encoded = kind == "got" and WAYS[name].pool is None
+                is_encoded = kind == "got" and not WAYS[name].has_outputs
                 assert answer["encoded"] == is_encoded, (name, kind, answer)
                 if turn >= 0:  # the first time warms up
                     took[name][kind][size].append(answer["seconds"])
