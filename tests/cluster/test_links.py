@@ -203,7 +203,9 @@ def test_a_scrape_never_fails() -> None:
     cache = Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))])
     identity = NodeIdentity("default", "a" * 32, "a test")
     streams = SessionStreams(LiveCache(cache), None, identity)
-    pool = SimpleNamespace(path="a pool", nbytes=1 << 24, populated_bytes=1 << 24, huge_bytes=0)
+    pool = SimpleNamespace(
+        path="a pool", nbytes=1 << 24, populated_bytes=1 << 24, huge_bytes=0, problem=""
+    )
     metrics = Metrics("0")
     metrics.watch_core(Status(identity, cache, {0: pool}, None, streams).read)
     scrapes: list[bytes] = []
