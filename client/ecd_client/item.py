@@ -49,6 +49,8 @@ class Item:
 
     _queueing: AbstractContextManager[bool] | None = None
     """Held while a load is queued; made with the first one."""
+    was_near = False
+    """Whether the last copy or view of it came from the GPU's device pool."""
 
     def __init__(self, namespace: str, mm_hash: str, hold: Hold) -> None:
         self.namespace, self.mm_hash = namespace, mm_hash
@@ -130,7 +132,9 @@ class Item:
                     if copied is None or hold.session.near is None:
                         raise
                     hold.session.near.fail(error)
+                    copied = None
                     copy = self._load(copies, None)
+                self.was_near = copied is not None
                 over = self._loads[-1]
             if non_blocking and hold.expires_s == math.inf:
                 return copy
@@ -174,10 +178,12 @@ class Item:
         if held is None:
             return None
         try:
-            return device_view(held, self.dtype, self.shape, copies)
+            view = device_view(held, self.dtype, self.shape, copies)
         except BaseException:
             held.end()
             raise
+        self.was_near = True
+        return view
 
     def _near_copy(self, copies: Copies) -> HeldCopy | None:
         """Hold the copy on this GPU; where there is none, have one made for the next time."""

@@ -81,5 +81,6 @@ def test_no_step_waits_for_a_copy(version: str, place: str, steps: dict) -> None
     assert steps["faults"] == 0
     if version != "0.28.0":
         assert steps["stats"]["loads"] == 6
+        assert steps["stats"].get("device_loads", 0) == (0 if place == "host" else 6)
         assert steps["stats"]["saves"] == 2
         assert "pin_failures" not in steps["stats"]

@@ -115,6 +115,8 @@ class Loader:
                 loaded = self._viewed(held) if self._device_views else None
                 if loaded is None:
                     loaded = held.to(self.device, non_blocking=True)
+                if held.was_near:
+                    self._stats.count("device_loads")
             self.report(report)
             return loaded
         view = self._view(handle)

@@ -16,6 +16,7 @@ COUNTERS = {
     "unavailable": "Requests failed because their embeddings could not be had.",
     "loads": "Items loaded into the engine's encoder cache.",
     "loaded_bytes": "Bytes of these.",
+    "device_loads": "Of the loads, those from a copy in the GPU's device pool.",
     "reloads": "Loads whose lease had run out and that had to get the item again.",
     "pin_failures": "Pools that CUDA refused to pin: copies of them take three times as long.",
     "copy_failures": "Workers that leave copies to torch, as one failed on their GPU.",
