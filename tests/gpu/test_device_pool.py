@@ -10,12 +10,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ecd_client import Client
+from ecd_proto.shm.session_page import DMA_GRACE_S
 from support.cuda.processes import Cuda
 from support.cuda.standin import Control, Hold, environment, physical_bytes
 from support.daemon import Daemon, eventually
@@ -368,18 +370,31 @@ def test_the_pool_stays_mapped_for_as_long_as_it_is_used(
 def test_a_dead_engines_memory_is_not_reused_while_its_copy_may_go_on(
     cuda: Cuda, make_near: MakeNear, tmp_path: Path, without: str
 ) -> None:
+    for _ in range(3):
+        found, took_s = outcome_after_a_death(cuda, make_near, tmp_path, without)
+        if without or took_s < DMA_GRACE_S * 0.8:
+            break  # else the grace was over before the dead engine's copy was: it shows nothing
+    assert found == {"right": not without}
+
+
+def outcome_after_a_death(
+    cuda: Cuda, make_near: MakeNear, tmp_path: Path, without: str
+) -> tuple[dict, float]:
+    """What another engine found, and how long the dead one's copy has lasted after its death."""
     daemon = start_without(without, make_near)
     engine = cuda.start(SCENARIOS, "copies_after_a_death", daemon.address)
     assert engine.stdin is not None
     assert engine.stdout is not None
     assert engine.stdout.readline() == "ready\n"
-    dead = Control(tmp_path / "cuda-dead")
+    dead = Control(tmp_path / f"cuda-dead-{daemon.pid}")
     variables = environment(dead, afterlife=True) | {"HELD": "yes"}
     cuda.run(SCENARIOS, "dies_amid_a_promotion", daemon.address, check=False, **variables)
+    died_s = time.monotonic()
     engine.stdin.write("\n")
     engine.stdin.flush()
     assert engine.stdout.readline() == "tried\n"
     dead.hold = Hold.NOTHING
     eventually(lambda: dead.counters().finished == dead.counters().copies)
+    took_s = time.monotonic() - died_s
     output, _ = engine.communicate("\n", timeout=60)
-    assert json.loads(output.splitlines()[-1]) == {"right": not without}
+    return json.loads(output.splitlines()[-1]), took_s
