@@ -906,7 +906,7 @@ def copied_from_a_tensor(address: str) -> dict:
         tensor = gpu.encode(SHAPE, torch.uint8, 6)
         stored = client.put_async("written", tensor)
         assert is_moving.wait(20)
-        threading.Timer(0.5, let_go, [[]]).start()
+        threading.Timer(1.5, let_go, [[]]).start()
         assert stored.result(20)
         gpu.fill(tensor, 255)
         eventually(lambda: is_near(client, "written"))
@@ -941,7 +941,7 @@ def closed_amid_use(address: str) -> dict:
         else:
             del view
         eventually(lambda: counters().halfway > before or (not is_view and promote(client, "l")))
-    time.sleep(0.3)  # whatever is let go of is unmapped by now
+    time.sleep(1.0)  # whatever is let go of is unmapped by now
     control.hold = Hold.NOTHING
     eventually(lambda: counters().faults or counters().finished == counters().copies)
     return {"right": counters().faults == 0}
