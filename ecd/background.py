@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+
+async def first_of(*awaitables: Awaitable[object]) -> set[asyncio.Future[object]]:
+    """Run until the first ends, and cancel the rest; returns those that have ended.
+
+    Their errors are the caller's to raise or to leave. Whoever cancels this cancels all of them.
+    """
+    tasks: list[asyncio.Future[object]] = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return ended
 
 
 class Background:

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ecd.background import Background
+from ecd.background import Background, first_of
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import RELOADABLE, Config, ConfigError
 from ecd.core.cache import DEFAULT_LIMITS
@@ -348,16 +348,9 @@ class Daemon:
 
 
 async def _first_of(*awaitables: Awaitable[object]) -> None:
-    """Run until the first ends, cancel the rest, and raise what it raised."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
+    """Run until the first ends, and raise what it raised."""
+    for ended in await first_of(*awaitables):
+        ended.result()
 
 
 def _gid(group: str | None) -> int | None:

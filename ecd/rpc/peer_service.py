@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from ecd.background import first_of
 from ecd.core.outcomes import LimitReached
 from ecd.core.types import SessionId
 from ecd.live import LiveCache
@@ -57,14 +58,7 @@ class PeerService(pb_grpc.PeerServicer):
         logger.info("peer %s opened a link", hello.node)
         try:
             await context.write(pb.LinkReply(welcome=self._memory.describe()))
-            reader = asyncio.ensure_future(_read(link, request_iterator))
-            writer = asyncio.ensure_future(_write(link, context))
-            try:
-                await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in (reader, writer):
-                    task.cancel()
-                await asyncio.gather(reader, writer, return_exceptions=True)
+            await first_of(_read(link, request_iterator), _write(link, context))
         finally:
             self._links.discard(link)
             link.end()

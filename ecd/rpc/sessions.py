@@ -17,6 +17,7 @@ from typing import Protocol
 
 import grpc
 
+from ecd.background import first_of
 from ecd.core.outcomes import LimitReached, Wakeup
 from ecd.core.types import LeaseId, SessionId, Ticket
 from ecd.identity import NodeIdentity
@@ -145,18 +146,11 @@ class SessionStreams:
                 f"the daemon has its limit of {stream.limit} sessions",
             )
             return
-        tasks: list[asyncio.Future[None]] = []
         try:
             await context.write(self._stamp(pb.SessionEvent(welcome=self._welcome(stream))))
-            tasks += map(
-                asyncio.ensure_future, (self._write(stream, context), self._read(stream, requests))
-            )
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(self._read(stream, requests), self._write(stream, context))
         finally:
-            for task in tasks:
-                task.cancel()
             self.end(stream)
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def open(self, client: str) -> Stream | LimitReached:
         """Open a session and its stream's books."""
