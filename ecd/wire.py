@@ -11,6 +11,9 @@ from ecd.core.types import Content, Extent, Key
 from ecd_proto import contract
 from ecd_proto.v1 import cache_pb2 as pb
 
+BYTES_WITH_LEASE = 64 << 10
+"""Largest entry that comes with its lease: a read of a larger one takes less than a message."""
+
 
 class InvalidRequest(Exception):
     """A message breaks the contract; the text says where."""

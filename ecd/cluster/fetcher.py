@@ -36,6 +36,7 @@ from ecd.core.outcomes import (
 from ecd.core.types import Content, Key
 from ecd.live import LiveCache
 from ecd.turns import Turns
+from ecd.wire import BYTES_WITH_LEASE
 from ecd_proto.contract import Hint
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,6 @@ SPECULATIVE_BYTES = 8 << 20
 """Entries up to here are read before they are leased: beyond, leasing is a tenth of the time."""
 READ_FIRST_BYTES = 1 << 20
 """Entries of this size or more are read before the peer is asked: reading takes longer."""
-BYTES_UP_TO = 64 << 10
-"""Entries up to here may come with their lease, where nothing says where they lie."""
 TURNS_TO_ASK = 2
 """Turns of the event loop until a question to the peer is on its way."""
 RETRY_PAUSE_S = 0.1
@@ -206,7 +205,7 @@ class Fetcher:
     async def _bring_from(self, candidate: Admitted, flight: _Flight) -> str:
         """As `_try`. Raises PeerUnavailable and _Failed."""
         link = await self._candidates.link(candidate)
-        bytes_up_to = 0 if candidate.hint.nbytes else BYTES_UP_TO
+        bytes_up_to = 0 if candidate.hint.nbytes else BYTES_WITH_LEASE
         question = link.ask_lease(flight.key, self._timeout_s, bytes_up_to)
         arrival: _Arrival | None = None
         try:

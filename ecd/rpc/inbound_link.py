@@ -13,6 +13,7 @@ from ecd.core.types import Extent, Key, LeaseId, SessionId, Ticket, WaitFor
 from ecd.live import LiveCache
 from ecd.turns import Pace
 from ecd.wire import (
+    BYTES_WITH_LEASE,
     InvalidRequest,
     check_batch,
     key_from,
@@ -34,8 +35,6 @@ TURN = 64
 """Keys of one request before the event loop gets its turn."""
 HASHED_IN_TURN = 8
 """Entries hashed in one turn, of up to INLINE_BYTES each."""
-BYTES_UP_TO = 64 << 10
-"""Largest entry that is sent with its lease: a read of a larger one takes less than a message."""
 TURN_WITH_BYTES = 16
 """Keys in a turn where their entries' bytes may be sent: 1 MiB of them."""
 UNREAD_WITH_BYTES = 4
@@ -219,7 +218,7 @@ class InboundLink:
             address=self._memory.address_of(leased.extent),
             checksum=checksum,
         )
-        is_small = leased.extent.nbytes <= min(asked.bytes_up_to, BYTES_UP_TO)
+        is_small = leased.extent.nbytes <= min(asked.bytes_up_to, BYTES_WITH_LEASE)
         if is_small and self.outbox.qsize() < UNREAD_WITH_BYTES:
             said.bytes = self._memory.bytes_of(leased.extent)
         return pb.LeaseOutcome(ticket=asked.ticket, leased=said)
