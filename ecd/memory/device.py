@@ -49,7 +49,7 @@ class DevicePool:
         from ecd_proto.cuda import CudaError, create
 
         loop = asyncio.get_running_loop()
-        until_s, has_told = time.monotonic() + MEMORY_WAIT_S, False
+        until_s = time.monotonic() + MEMORY_WAIT_S
         while True:
             try:
                 self.fd = await loop.run_in_executor(None, create, self.device, self.nbytes)
@@ -60,10 +60,10 @@ class DevicePool:
                     advice = "Start the daemon before the engines, or lower ECD_DEVICE_POOL_BYTES"
                     logger.error("no device pool on %s: %s. %s", self._name, self.problem, advice)
                     return
-                self.problem = f"waiting for memory ({error})"
-                if not has_told:
-                    has_told = True
-                    logger.warning("no device pool on %s yet: %s", self._name, self.problem)
+                waiting = f"waiting for memory ({error})"
+                if self.problem != waiting:
+                    self.problem = waiting
+                    logger.warning("no device pool on %s yet: %s", self._name, waiting)
             await asyncio.sleep(RETRY_S)
         self.problem = ""
         logger.info("%s are the device pool", self._name)
