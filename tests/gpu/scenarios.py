@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
@@ -1060,47 +1061,40 @@ def interrupted_put(address: str) -> dict:
         return put_until(client, tensor, KeyboardInterrupt)
 
 
+def lost(client: Client, *uses: Callable[[], object]) -> dict:
+    """The device fails for good: what each use raises, and whether the bytes are on the host."""
+    control.lost = 999
+    errors = []
+    for use in (
+        lambda: load(client, "k"),
+        lambda: load(client, "k", non_blocking=True),
+        *uses,
+        lambda: client.put("l", torch.frombuffer(bytearray(MIB), dtype=torch.uint8)),
+    ):
+        try:
+            use()
+        except EcdError as error:
+            errors.append(type(error).__name__)
+    with client.get("k") as item:
+        on_host = set(item.view.tobytes()) == {13}
+    return {"errors": errors, "on the host": on_host}
+
+
 def device_is_lost(address: str) -> dict:
     with Client(address) as client:
         pin(client)
         put(client, "k", 13)
-        control.lost = 999
-        errors = []
-        for use in (
-            lambda: load(client, "k"),
-            lambda: load(client, "k", non_blocking=True),
-            lambda: client.put("l", torch.frombuffer(bytearray(MIB), dtype=torch.uint8)),
-        ):
-            try:
-                use()
-            except EcdError as error:
-                errors.append(type(error).__name__)
-        with client.get("k") as item:
-            on_host = set(item.view.tobytes()) == {13}
-    return {"errors": errors, "on the host": on_host, "warnings": len(warnings)}
+        found = lost(client)
+    return found | {"warnings": len(warnings)}
 
 
 def device_is_lost_near(address: str) -> dict:
-    """The device fails for good: what is in its pool is on the host, too."""
+    """What is in the lost device's pool is on the host, too."""
     with Client(address) as client:
         near_of(client)
         put_by_cpu(address, "k", bytes([13]) * MIB)
         eventually(lambda: is_right(load(client, "k"), 13) and is_near(client, "k"))
-        control.lost = 999
-        errors = []
-        for use in (
-            lambda: load(client, "k"),
-            lambda: load(client, "k", non_blocking=True),
-            lambda: client.get("k").device_view("cuda"),
-            lambda: client.put("l", torch.frombuffer(bytearray(MIB), dtype=torch.uint8)),
-        ):
-            try:
-                use()
-            except EcdError as error:
-                errors.append(type(error).__name__)
-        with client.get("k") as item:
-            on_host = set(item.view.tobytes()) == {13}
-        return {"errors": errors, "on the host": on_host}
+        return lost(client, lambda: client.get("k").device_view("cuda"))
 
 
 def forked_amid_copies(address: str) -> dict:
