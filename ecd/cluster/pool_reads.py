@@ -1,4 +1,4 @@
-"""What comes from peers, into this node's pools."""
+"""Brings peers' bytes into this node's pools: reads of their memory, and what came in messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine that only encodes would answer, where ecd has all pictures of a request."""
+"""Answers in place of an engine that only encodes, for requests whose pictures ecd has."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Unsuitable(Exception):
 
 
 class Reuse:
-    """What the middleware needs of one server, and whether it rests."""
+    """One server's pictures and answers, and for how long none are reused after a failure."""
 
     def __init__(self, state: Any) -> None:
         """Take the settings of a server by its application's state. Raises Unsuitable."""
