@@ -27,7 +27,7 @@ from gpu_common import wait_pinned
 
 from ecd_client import Client, EcdError
 from ecd_proto.mapping import Mapping
-from ecd_proto.shm.files import is_session_locked, lock_session
+from ecd_proto.shm.files import is_byte_locked, lock_byte
 
 WATCHED_BYTES = 64 * MIB
 QUEUED = 500
@@ -95,7 +95,7 @@ def _follow(watched: memoryview, lock_fd: int, pidfd: int) -> Kill:
         now_s = time.monotonic()
         if (seen := watched.tobytes()) != last:
             last, changed_s = seen, now_s
-        if free_s is None and not is_session_locked(lock_fd, 0):
+        if free_s is None and not is_byte_locked(lock_fd, 0):
             free_s = now_s
         if ended_s is None and poll.poll(0):
             ended_s = now_s
@@ -122,7 +122,7 @@ def write(path: str) -> None:
             cuda.cuMemsetD8Async(source, byte, WATCHED_BYTES, stream)
             sources.append(int(source))
         # As in an engine: the lock's file is opened after the GPU's, and so is closed after them.
-        lock_session(os.open(Path(path).with_suffix(".lock"), os.O_RDWR), 0)
+        lock_byte(os.open(Path(path).with_suffix(".lock"), os.O_RDWR), 0)
         asked: deque[driver.Event] = deque()
         for number in range(sys.maxsize):
             driver.copy(target.address, sources[number % 2], WATCHED_BYTES, int(stream))

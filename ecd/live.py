@@ -278,6 +278,11 @@ class LiveCache:
     def stop_expecting(self, key: Key) -> None:
         self._followups.after(self.cache.stop_expecting(key))
 
+    def make(self, session: SessionId, key: Key, within_s: float) -> None:
+        """As `Cache.make`, for so long from now."""
+        self.cache.make(session, key, self.now_s() + within_s)
+        self._followups.after()
+
     def note_checksum(self, entry: EntryId, checksum: int) -> None:
         self.cache.note_checksum(entry, checksum)
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from ecd_client.errors import DaemonUnavailable, EcdError, limit_reached
@@ -21,6 +22,14 @@ Key = tuple[str, str]
 ItemFuture = Future[Item | None]
 Nodes = Sequence[str | Hint]
 """Nodes that may have one key, the likeliest first."""
+
+
+class Makes(Enum):
+    """What a client does for a key that no node has."""
+
+    NOTHING = "nothing"
+    ALWAYS = "always"  # it makes it, whoever else does
+    ALONE = "alone"  # it makes it, unless another node does: then it waits for that, a while
 
 
 def to_key(key: Key) -> pb.Key:
@@ -58,6 +67,7 @@ class Acquire:
     timeout: float
     only_if_written: bool = False
     hints: Sequence[Nodes] = ()
+    makes: Sequence[Makes] = ()
     needs_lease: bool = False
     """Whether to ask for leases though this client can pin."""
     begun_s: float = field(default_factory=time.monotonic)
@@ -70,6 +80,11 @@ class Acquire:
             only_if_written=self.only_if_written,
             hints=[_to_hint(index, nodes) for index, nodes in enumerate(self.hints) if nodes],
             to_pin=self.session.index is not None and not self.needs_lease,
+            makes=[
+                pb.Make(index=index, waits=makes is Makes.ALONE)
+                for index, makes in enumerate(self.makes)
+                if makes is not Makes.NOTHING
+            ],
         )
 
     def send(self) -> None:
@@ -140,7 +155,7 @@ class Acquire:
         keys, futures = [self.keys[i] for i in indices], [self.futures[i] for i in indices]
         left_s = max(0.0, self.begun_s + self.timeout - time.monotonic())
         again = replace(
-            self, keys=keys, futures=futures, timeout=left_s, hints=(), needs_lease=True
+            self, keys=keys, futures=futures, timeout=left_s, hints=(), makes=(), needs_lease=True
         )
         again.send()
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ecd_client.acquire import Key, Nodes, to_key
+from ecd_client.acquire import Key, Makes, Nodes, to_key
 from ecd_client.calls import CALL_TIMEOUT_S, resolve
 from ecd_client.connection import Connection
 from ecd_client.device.pinned import Pinning
@@ -250,15 +250,17 @@ class Client:
         only_if_written: bool = False,
         namespace: str | None = None,
         nodes: Sequence[Nodes] = (),
+        makes: Sequence[Makes] = (),
     ) -> list[Future[Item | None]]:
         """`get` of many, without waiting: one future each, done at most `timeout` s later.
 
         With `only_if_written`, waits only for keys that are being written, or fetched from another
-        node. `nodes`, if given, has the likely nodes of each key. Cancelling a future ends its
-        wait. Raises InvalidArgument and DaemonUnavailable.
+        node. `nodes`, if given, has the likely nodes of each key; `makes`, what this client does
+        for each that no node has. Cancelling a future ends its wait. Raises InvalidArgument and
+        DaemonUnavailable.
         """
         keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
-        return self._reader.get_async(keys, timeout, only_if_written, nodes)
+        return self._reader.get_async(keys, timeout, only_if_written, nodes, makes)
 
     def offer(
         self, mm_hashes: Sequence[str], nodes: Sequence[str], *, namespace: str | None = None
@@ -288,6 +290,29 @@ class Client:
         DaemonUnavailable.
         """
         return self._reader.is_shown(self._key(mm_hash, namespace))
+
+    # -- making --------------------------------------------------------------------------------
+
+    def lock(self, mm_hash: str, seconds: float, *, namespace: str | None = None) -> bool:
+        """Lock a key among this node's clients, which agree in this way on who makes it.
+
+        False: another client has locked it. The lock is advice: it keeps nobody from putting the
+        key. It ends after `seconds`, some tenths of a second late, or with this client. A client
+        has MAX_LOCKS; with more, its oldest ends. No call is made. Raises DaemonUnavailable.
+        """
+        return self._connection.session().key_locks.take(*self._key(mm_hash, namespace), seconds)
+
+    def is_locked(self, mm_hash: str, *, namespace: str | None = None) -> bool:
+        """Whether another client of this node has locked the key. Raises DaemonUnavailable."""
+        return self._connection.session().key_locks.is_taken(*self._key(mm_hash, namespace))
+
+    def unlock(self, mm_hash: str, *, namespace: str | None = None) -> None:
+        """End this client's lock of the key, if it has one. Raises DaemonUnavailable."""
+        self._connection.session().key_locks.release(*self._key(mm_hash, namespace))
+
+    def unlock_all(self) -> None:
+        """End all of this client's locks. Raises DaemonUnavailable."""
+        self._connection.session().key_locks.release_all()
 
     # -- life ----------------------------------------------------------------------------------
 

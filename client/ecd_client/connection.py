@@ -246,6 +246,7 @@ class Connection:
                     request = outbox.get(timeout=min(left_s, CHECK_S))
                 except queue.Empty:
                     session.calls.check()
+                    session.key_locks.expire()
                     continue
                 if request is None:
                     return

@@ -24,9 +24,10 @@ from ecd_client.leases import Lease, Pin
 from ecd_client.pools import Extent, MappedPools
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.index import AskDaemon, IndexReader, OnMiss
+from ecd_client.shared.key_locks import KeyLocks
 from ecd_client.shared.puts import PutWriter
 from ecd_proto.contract import MAX_BATCH
-from ecd_proto.shm.files import lock_session
+from ecd_proto.shm.files import lock_byte
 from ecd_proto.shm.rows import Row
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -81,7 +82,9 @@ class Session:
         with forks.steady, contextlib.ExitStack() as opened:
             lock_fd = open_file(welcome.lock_path, os.O_RDWR, uid)
             opened.callback(os.close, lock_fd)
-            lock_session(lock_fd, welcome.lock_offset)
+            lock_byte(lock_fd, welcome.lock_offset)
+            self.key_locks = KeyLocks(lock_fd)
+            opened.callback(self.key_locks.close)
             board = MappedBoard.open(welcome.index, uid) if welcome.HasField("index") else None
             self._dma: SessionDma | None = None
             if board is not None:
@@ -177,6 +180,7 @@ class Session:
         self._lock = threading.RLock()
         self._over = self.abandoned = self.is_cut_off = True
         self.pools.cut_off()
+        self.key_locks.cut_off()
         if self._dma is not None:
             self._dma.cut_off()
         if self.index is not None:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from ecd.background import Background
 from ecd.cluster.admission import Admission, Admitted
-from ecd.cluster.directory import Candidate, Directory, Found
+from ecd.cluster.directory import Candidate, Claimed, Directory
 from ecd.cluster.link import Link
 from ecd.cluster.peers import Peers
 from ecd.core.types import Key
 from ecd_proto.contract import Hint
 
+Answer = TypeVar("Answer")
+
 
 class Candidates:
-    """Finds nodes that may hold a key, and links to them; one per daemon."""
+    """Finds nodes that may hold or make a key, and links to them; one per daemon."""
 
     def __init__(self, peers: Peers, admission: Admission, directory: Directory, zone: str) -> None:
-        self._peers, self._admission, self._directory = peers, admission, directory
+        self._peers, self._admission = peers, admission
         self._zone = zone
-        self._lookups: dict[Key, asyncio.Future[Sequence[Candidate]]] = {}
         self._background = Background()
+        self._finding = _Together(lambda keys: directory.find(list(keys)), self._background)
+        self._claiming = _Together(directory.claim, self._background)
 
     async def hinted(self, hints: Sequence[Hint]) -> Sequence[Admitted]:
         """The nodes of those hints that may be followed."""
@@ -36,10 +40,7 @@ class Candidates:
 
     async def known(self, key: Key) -> Sequence[Admitted]:
         """Nodes that the directory knows, this zone's first, the least busy first."""
-        if not self._lookups:
-            asyncio.get_running_loop().call_soon(self._look_up)
-        answer = self._lookups[key] = asyncio.get_running_loop().create_future()
-        candidates = await answer
+        candidates = await self._finding.ask(key) or ()
 
         def rank(candidate: Candidate) -> tuple[bool, int, int]:
             elsewhere = bool(self._zone) and candidate.zone != self._zone
@@ -47,17 +48,40 @@ class Candidates:
 
         return [Admitted(candidate.hint) for candidate in sorted(candidates, key=rank)]
 
-    def _look_up(self) -> None:
-        """Ask the directory once for all keys that are wanted in this turn of the event loop."""
-        lookups, self._lookups = self._lookups, {}
+    async def claim(self, key: Key, void: str) -> Claimed | None:
+        """Claim the key, which this node makes, unless another incarnation than `void` makes it.
 
-        async def answer() -> None:
-            found: Found = {}
-            try:
-                found = await self._directory.find(list(lookups))
-            finally:
-                for key, waiting in lookups.items():
-                    if not waiting.done():
-                        waiting.set_result(found.get(key, ()))
+        That one is returned.
+        """
+        return await self._claiming.ask(key, void)
 
-        self._background.spawn(answer())
+
+class _Together(Generic[Answer]):
+    """Questions about keys, asked once for all keys of one turn of the event loop."""
+
+    def __init__(
+        self,
+        ask: Callable[[Mapping[Key, str]], Awaitable[Mapping[Key, Answer]]],
+        background: Background,
+    ) -> None:
+        self._ask, self._background = ask, background
+        self._asked: dict[Key, tuple[str, asyncio.Future[Answer | None]]] = {}
+
+    async def ask(self, key: Key, about: str = "") -> Answer | None:
+        """The answer to this key, which nobody else asks about meanwhile."""
+        loop = asyncio.get_running_loop()
+        if not self._asked:
+            loop.call_soon(lambda: self._background.spawn(self._ask_all()))
+        answer: asyncio.Future[Answer | None] = loop.create_future()
+        self._asked[key] = about, answer
+        return await answer
+
+    async def _ask_all(self) -> None:
+        asked, self._asked = self._asked, {}
+        found: Mapping[Key, Answer] = {}
+        try:
+            found = await self._ask({key: about for key, (about, _) in asked.items()})
+        finally:
+            for key, (_, answer) in asked.items():
+                if not answer.done():
+                    answer.set_result(found.get(key))

@@ -12,7 +12,7 @@ from ecd.cluster.admission import Admission
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.directory import Directory, NoDirectory, StaticDirectory
 from ecd.cluster.engine import Engine, EngineSettings
-from ecd.cluster.fetcher import Fetcher
+from ecd.cluster.fetcher import Fetcher, Maker
 from ecd.cluster.offers import Offers
 from ecd.cluster.peer import PeerUnavailable
 from ecd.cluster.peers import Peers
@@ -21,7 +21,7 @@ from ecd.cluster.redis_directory import RedisDirectory
 from ecd.cluster.tls import credentials
 from ecd.config import Config
 from ecd.core.outcomes import Leased
-from ecd.core.types import Extent, Key
+from ecd.core.types import Extent, Key, SessionId
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd_proto.contract import CONTRACT_VERSION, Hint
@@ -152,6 +152,15 @@ class Cluster:
         """Bring the key here for a waiting client, unless it is here or on its way."""
         self._fetcher.want(key, hints)
 
+    def want_or_make(
+        self, key: Key, hints: Sequence[Hint], maker: SessionId, *, waits: bool
+    ) -> None:
+        """As `want`, for a client that makes the key if no node has it.
+
+        `waits`: unless another node makes it.
+        """
+        self._fetcher.want(key, hints, Maker(maker, waits))
+
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         """Tell these nodes of these keys: now, or when they are stored."""
         self._offers.offer(keys, nodes)
@@ -189,6 +198,10 @@ class Cluster:
     def is_speculative(self, key: Key) -> bool:
         """Whether the key is being written by a speculative read, which no node has confirmed."""
         return self._fetcher.is_speculative(key)
+
+    def is_claiming(self, key: Key) -> bool:
+        """Whether a claim of the key is on its way to the directory."""
+        return self._fetcher.is_claiming(key)
 
     async def offered(self, found: MappingOf[Key, Hint]) -> None:
         """Take an offer: a node has these keys and expects this one to want them."""

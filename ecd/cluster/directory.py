@@ -19,6 +19,13 @@ class Candidate(NamedTuple):
     load: int = 0
 
 
+class Claimed(NamedTuple):
+    """A node, and its incarnation, that makes a key."""
+
+    node: Candidate
+    incarnation: str
+
+
 @dataclass
 class DirectoryState:
     """A directory's state, for operators."""
@@ -50,6 +57,12 @@ class Directory(Protocol):
     async def knows(self, node: str) -> bool:
         """Whether a living node of the cluster is reached at this host:port, as soon as `find`."""
 
+    async def claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
+        """Claim these keys for this node, which makes them; return those that others claimed first.
+
+        Each key comes with the incarnation whose claim is void, as it was tried ("": none).
+        """
+
     def publish(self, changes: Mapping[Key, bool]) -> None:
         """Tell others, in the background, which keys are stored here (True) or evicted."""
 
@@ -74,6 +87,9 @@ class NoDirectory:
 
     async def knows(self, node: str) -> bool:
         return False
+
+    async def claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
+        return {}
 
     def publish(self, changes: Mapping[Key, bool]) -> None:
         pass

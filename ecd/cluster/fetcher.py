@@ -5,6 +5,9 @@ verifies it, and commits it as any writer does. If a hint says where a small ent
 speculatively, while the lease is asked for: the bytes count only if that place is then leased, and
 if their checksum is right. Where nothing says where it lies, a small entry comes with its lease. A
 flight that ends early leaves no reservation here and no lease there.
+
+A key that no node has, and that a client here makes, is claimed in the directory. If another node
+claimed it first, the flight asks that node for a lease, and so waits until it is stored there.
 An extent that a read may still write to is set aside until the read is over.
 """
 
@@ -16,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ecd.background import Background
 from ecd.checksum import digests, fold
@@ -33,11 +37,11 @@ from ecd.core.outcomes import (
     Reservation,
     Reserved,
 )
-from ecd.core.types import Content, Key
+from ecd.core.types import Content, Key, SessionId
 from ecd.live import LiveCache
 from ecd.turns import Turns
 from ecd.wire import BYTES_WITH_LEASE
-from ecd_proto.contract import Hint
+from ecd_proto.contract import MAKING_S, Hint
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,8 @@ MAX_SOURCES = 4
 """Nodes that one flight asks for a lease before it gives up."""
 MAX_HINTED = 2
 """Hinted nodes that are asked before the directory's: hints may be wrong."""
+MAX_MAKERS = 3
+"""Nodes that one flight waits for, one after the other, as they make its key."""
 SPECULATIVE_BYTES = 8 << 20
 """Entries up to here are read before they are leased: beyond, leasing is a tenth of the time."""
 READ_FIRST_BYTES = 1 << 20
@@ -58,10 +64,10 @@ RETRY_PAUSE_S = 0.1
 
 FETCHED, MISSING, LOCAL = "fetched", "missing", "written here"
 UNREACHABLE, FAILED, CORRUPT, STALE = "unreachable", "read failed", "corrupt", "stale"
-NO_ROOM, LATE, REFUSED, ERROR = "no room", "late", "too many", "error"
+NO_ROOM, LATE, REFUSED, ERROR, MADE = "no room", "late", "too many", "error", "made here"
 OUTCOMES = (
     *(FETCHED, MISSING, LOCAL, UNREACHABLE, FAILED, CORRUPT, STALE),
-    *(NO_ROOM, LATE, REFUSED, ERROR),
+    *(NO_ROOM, LATE, REFUSED, ERROR, MADE),
 )
 _FINAL = {FETCHED, LOCAL, NO_ROOM}
 """Outcomes of one node after which no other is asked."""
@@ -71,10 +77,18 @@ class _Failed(Exception):
     """One node did not deliver; the argument is the outcome."""
 
 
+class Maker(NamedTuple):
+    """The session that makes a key which no node has; `waits`: unless another node makes it."""
+
+    session: SessionId
+    waits: bool
+
+
 @dataclass(frozen=True)
 class _Flight:
     key: Key
     hints: Sequence[Hint]
+    maker: Maker | None
     started_s: float
 
 
@@ -123,6 +137,7 @@ class Fetcher:
         assert not isinstance(session, LimitReached)
         self._session = session
         self._speculative: set[Key] = set()
+        self._claiming: set[Key] = set()
         self._flights: dict[Key, asyncio.Task[None]] = {}
         self._turns = Turns()
         self._background = Background()
@@ -135,11 +150,15 @@ class Fetcher:
         """Whether the key is being read without a lease: two nodes may do so from each other."""
         return key in self._speculative
 
+    def is_claiming(self, key: Key) -> bool:
+        """Whether a claim of the key is on its way to the directory."""
+        return key in self._claiming
+
     @property
     def flights(self) -> int:
         return len(self._flights)
 
-    def want(self, key: Key, hints: Sequence[Hint]) -> None:
+    def want(self, key: Key, hints: Sequence[Hint], maker: Maker | None = None) -> None:
         """Try to bring the key here, unless it is here or on its way."""
         if not self._live.cache.wants(key):
             return
@@ -147,7 +166,7 @@ class Fetcher:
             self.counters.outcomes[REFUSED] += 1
             return
         self._live.expect(key)
-        flight = _Flight(key, hints, time.perf_counter())
+        flight = _Flight(key, hints, maker, time.perf_counter())
         self._flights[key] = self._background.spawn(self._fly(flight))
 
     async def close(self) -> None:
@@ -171,9 +190,32 @@ class Fetcher:
             deadline.cancel()
             del self._flights[flight.key]
             self.counters.outcomes[outcome] += 1
+            if outcome == MADE and flight.maker is not None:
+                self._live.make(flight.maker.session, flight.key, MAKING_S)
             self._live.stop_expecting(flight.key)
 
     async def _bring(self, flight: _Flight) -> str:
+        """Bring what a node has, or makes, or leave it to the flight's maker; the outcome."""
+        outcome = await self._bring_stored(flight)
+        if flight.maker is None or outcome in _FINAL:
+            return outcome
+        void = ""
+        for _ in range(MAX_MAKERS if flight.maker.waits else 1):
+            self._claiming.add(flight.key)
+            try:
+                claimed = await self._candidates.claim(flight.key, void)
+            finally:
+                self._claiming.discard(flight.key)
+            if claimed is None:
+                return MADE
+            void = claimed.incarnation
+            if flight.maker.waits:
+                found = await self._try(Admitted(claimed.node.hint), flight)
+                if found in _FINAL:
+                    return found
+        return outcome
+
+    async def _bring_stored(self, flight: _Flight) -> str:
         """Ask some hinted nodes, those of the directory, the other hinted ones; the outcome."""
         asked: set[str] = set()
         outcome = MISSING

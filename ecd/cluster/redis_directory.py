@@ -16,8 +16,9 @@ from typing import Any
 
 from redis import RedisError
 
-from ecd.cluster.directory import Candidate, DirectoryState, Found
+from ecd.cluster.directory import Candidate, Claimed, DirectoryState, Found
 from ecd.cluster.redis_rows import (
+    CLAIM,
     INCARNATION,
     MAX_RECORD_BYTES,
     NODE_TTL_S,
@@ -35,7 +36,7 @@ from ecd.config import Config
 from ecd.core.cache import Cache
 from ecd.core.types import EntryId, Key
 from ecd.identity import NodeIdentity
-from ecd_proto.contract import Hint
+from ecd_proto.contract import MAKING_S, Hint
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,15 @@ class RedisDirectory:
             self._failed(error)
             return {}
 
+    async def claim(self, keys: MappingOf[Key, str]) -> MappingOf[Key, Claimed]:
+        if self._is_silent:
+            return {}
+        try:
+            return await asyncio.wait_for(self._claim(keys), LOOKUP_TIMEOUT_S)
+        except Exception as error:
+            self._failed(error)
+            return {}
+
     async def knows(self, node: str) -> bool:
         now_s = time.monotonic()
         known, until_s = self._addresses.get(node, (False, 0.0))
@@ -142,6 +152,21 @@ class RedisDirectory:
             ]
             for key, row in zip(keys, rows, strict=True)
             if row
+        }
+
+    async def _claim(self, keys: MappingOf[Key, str]) -> MappingOf[Key, Claimed]:
+        pipeline = self._redis.pipeline(transaction=False)
+        for key, void in keys.items():
+            how = self._incarnation, void, round(1000 * MAKING_S)
+            pipeline.eval(CLAIM, 1, self._names.claim(key), *how)
+        makers = {
+            key: by.decode()
+            for key, by in zip(keys, await execute(pipeline), strict=True)
+            if INCARNATION.fullmatch(by) and by.decode() != self._incarnation
+        }
+        nodes = await self._learn(set(makers.values()))
+        return {
+            key: Claimed(node, by) for key, by in makers.items() if (node := nodes[by]) is not None
         }
 
     async def _learn(self, incarnations: set[str]) -> MappingOf[str, Candidate | None]:

@@ -6,6 +6,8 @@
                                        written again before that.
 `ecd:<cluster>:n:<incarnation>`        the node's record, as JSON. Expires after NODE_TTL_S: with it
                                        every row of the node is void.
+`ecd:<cluster>:m:<digest of the key>`  the incarnation of the node that makes the key now. Expires
+                                       after MAKING_S.
 `ecd:<cluster>:a:<host:port>`          the incarnation of the node that is reached there. Expires
                                        with the node's record.
 
@@ -44,6 +46,17 @@ return some
 """
 """Some fields of a row that may be ours, with their values, however many and long all are."""
 
+CLAIM = """
+local by = ARGV[1]
+if redis.call('type', KEYS[1]).ok == 'string' and redis.call('strlen', KEYS[1]) == 32 then
+  by = redis.call('get', KEYS[1])
+end
+if by ~= ARGV[1] and by ~= ARGV[2] then return by end
+redis.call('set', KEYS[1], ARGV[1], 'px', ARGV[3])
+return ARGV[1]
+"""
+"""Write the first argument, an incarnation, unless another than the second is there: return it."""
+
 
 class RowNames:
     """The names of one cluster's rows."""
@@ -52,14 +65,20 @@ class RowNames:
         self._prefix = f"ecd:{cluster}"
 
     def row(self, key: Key) -> str:
-        digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
-        return f"{self._prefix}:e:{digest}"
+        return f"{self._prefix}:e:{_digest(key)}"
+
+    def claim(self, key: Key) -> str:
+        return f"{self._prefix}:m:{_digest(key)}"
 
     def record(self, incarnation: str) -> str:
         return f"{self._prefix}:n:{incarnation}"
 
     def address(self, node: str) -> str:
         return f"{self._prefix}:a:{node}"
+
+
+def _digest(key: Key) -> str:
+    return hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
 
 
 def pack_place(extent: Extent | None) -> str:

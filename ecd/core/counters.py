@@ -15,6 +15,7 @@ CAUSES = (
     "reservations",
     "leases",
     "waits",
+    "makings",
 )
 """Why requests are refused."""
 

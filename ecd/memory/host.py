@@ -21,7 +21,7 @@ from ecd.memory import holders
 from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find
 from ecd.memory.pool_dir import PoolDir, PoolError
 from ecd_proto.mapping import CHUNK_BYTES, HUGE_BYTES, Mapping
-from ecd_proto.shm.files import POOL_SUFFIX, SESSIONS_SUFFIX, is_session_locked
+from ecd_proto.shm.files import POOL_SUFFIX, SESSIONS_SUFFIX, is_byte_locked
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class HostPool:
 
     def is_session_locked(self, offset: int) -> bool:
         """Whether the client of this session may still touch the pool."""
-        return is_session_locked(self._sessions_fd, offset)
+        return is_byte_locked(self._sessions_fd, offset)
 
     def close(self, keep: bool = False, was_served: bool = False) -> None:
         """Let go of the directory, and unlink the files unless the next daemon is to find them.

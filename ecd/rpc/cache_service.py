@@ -141,15 +141,20 @@ class CacheService(pb_grpc.CacheServicer):
         session = self._streams.attached(request.session)
         check_batch(request.keys)
         check_batch(request.hints)
+        check_batch(request.makes)
         wait_s = seconds_from(request.wait_s, "wait_s")
         pace = await self._live.begin()
         keys = await pace.each(key_from, request.keys)
         await self._recovery.settle(keys)
         if wait_s > 0.0:
             hints = dict(await pace.each(_hints_of, request.hints))
+            makes = {make.index: make.waits for make in request.makes}
             for index, key in enumerate(keys):
                 await pace.step()
-                self._others.want(key, hints.get(index, ()))
+                if (waits := makes.get(index)) is None:
+                    self._others.want(key, hints.get(index, ()))
+                else:
+                    self._others.want_or_make(key, hints.get(index, ()), session, waits=waits)
             for _ in range(TURNS_TO_ASK):
                 await asyncio.sleep(0)
             if request.only_if_written:

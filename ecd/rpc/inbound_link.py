@@ -56,6 +56,9 @@ class Memory(Protocol):
     def is_speculative(self, key: Key) -> bool:
         """Whether the key is being written by a speculative read, which no node has confirmed."""
 
+    def is_claiming(self, key: Key) -> bool:
+        """Whether a claim of the key is on its way to the directory."""
+
     async def offered(self, found: Mapping[Key, Hint]) -> None:
         """Take an offer: a node has these keys and expects this one to want them."""
 
@@ -128,13 +131,14 @@ class InboundLink:
         self._post(pb.LinkReply(found=reply))
 
     def _has(self, key: Key) -> bool:
-        """Whether the key is here, or being written here, after `learn`.
+        """Whether the key is here, or being made or written here, after `learn`.
 
         A speculative read does not count: the node that asks may be the one being read.
         """
-        return self._live.cache.contains(key) or (
-            self._live.is_being_written(key) and not self._memory.is_speculative(key)
-        )
+        cache, memory = self._live.cache, self._memory
+        if cache.contains(key) or cache.is_being_made(key) or memory.is_claiming(key):
+            return True
+        return self._live.is_being_written(key) and not memory.is_speculative(key)
 
     async def _lease(self, request: pb.LeaseKeys) -> None:
         check_batch(request.keys)

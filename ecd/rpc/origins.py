@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ecd.core.types import Key
+from ecd.core.types import Key, SessionId
 from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -15,6 +15,14 @@ class OtherNodes(Protocol):
 
     def want(self, key: Key, hints: Sequence[Hint]) -> None:
         """Bring the key here for a waiting client, unless it is here or on its way."""
+
+    def want_or_make(
+        self, key: Key, hints: Sequence[Hint], maker: SessionId, *, waits: bool
+    ) -> None:
+        """As `want`, for a client that makes the key if no node has it.
+
+        `waits`: unless another node makes it.
+        """
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         """Tell these nodes of these keys, as soon as they are stored here."""
@@ -26,6 +34,11 @@ class NoOtherNodes:
     """A daemon that serves its node alone."""
 
     def want(self, key: Key, hints: Sequence[Hint]) -> None:
+        pass
+
+    def want_or_make(
+        self, key: Key, hints: Sequence[Hint], maker: SessionId, *, waits: bool
+    ) -> None:
         pass
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ecd_client import Client
 from ecd_client.calls import open_channel
 from ecd_proto.contract import CONTRACT_VERSION, DTYPES
-from ecd_proto.shm.files import lock_session
+from ecd_proto.shm.files import lock_byte
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from ecd_proto.v1 import peer_pb2, peer_pb2_grpc
@@ -184,7 +184,7 @@ class _Session:
         welcome = pb.SessionEvent.FromString(next(self._events)).welcome
         self.welcome = welcome
         self._lock_fd = os.open(welcome.lock_path, os.O_RDWR)
-        lock_session(self._lock_fd, welcome.lock_offset)
+        lock_byte(self._lock_fd, welcome.lock_offset)
         intruder.learn("session", welcome.session)
         threading.Thread(target=self._drain, daemon=True).start()
         self._asked: queue.SimpleQueue[bytes | None] | None = None

@@ -2,7 +2,9 @@
 
 lock                    the daemon's for its life (flock): one daemon per directory
 <incarnation>.pool      the host pool; extents start and end on granules
-<incarnation>.sessions  one byte per session, locked by the client that owns the session
+<incarnation>.sessions  one byte per session, locked by the client that owns the session; beyond
+                        KEY_LOCKS, at a place that follows from the key, one byte per key that a
+                        client has locked among those of its node (advice, for clients alone)
 <incarnation>.index     where each stored entry lies: written by the daemon, read by clients
 <incarnation>.pins      one page per session (pins, claims), which its client writes
 <incarnation>.puts      the same file under the name that a recovering daemon gives it, so that no
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import fcntl
 import struct
+from hashlib import blake2b
 from pathlib import Path
 
 LOCK_NAME = "lock"
@@ -41,6 +44,9 @@ SUFFIXES = (
     *(POOL_SUFFIX, SESSIONS_SUFFIX, INDEX_SUFFIX),
     *(PINS_SUFFIX, PUTS_SUFFIX, *SOCKET_SUFFIXES),
 )
+
+KEY_LOCKS = 1 << 62
+"""The first of the bytes that stand for keys in the file of locks: far beyond its end."""
 
 GRANULE_BYTES = 4096
 """Extents start and end on multiples of a granule: a page, so that no two share one."""
@@ -58,14 +64,24 @@ def granules_bytes(nbytes: int) -> int:
     return max(1, -(-nbytes // GRANULE_BYTES)) * GRANULE_BYTES
 
 
-def lock_session(fd: int, offset: int) -> None:
-    """Lock a session's byte. Raises BlockingIOError if another description holds the lock."""
+def lock_byte(fd: int, offset: int) -> None:
+    """Lock a byte. Raises BlockingIOError if another description holds the lock."""
     flock = _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0)
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, flock)
 
 
-def is_session_locked(fd: int, offset: int) -> bool:
-    """Whether a client, as seen from another open file description, holds its session's byte."""
+def unlock_byte(fd: int, offset: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, offset, 1, 0))
+
+
+def key_offset(namespace: str, mm_hash: str) -> int:
+    """The byte that stands for the key. Two keys have the same once in 2**61 pairs."""
+    name = f"{namespace}\0{mm_hash}".encode()
+    return KEY_LOCKS + (int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> 3)
+
+
+def is_byte_locked(fd: int, offset: int) -> bool:
+    """Whether another open file description holds the byte's lock."""
     return _is_locked(fd, offset, 1)
 
 

@@ -762,6 +762,7 @@ class AcquireRequest(google.protobuf.message.Message):
     ONLY_IF_WRITTEN_FIELD_NUMBER: builtins.int
     HINTS_FIELD_NUMBER: builtins.int
     TO_PIN_FIELD_NUMBER: builtins.int
+    MAKES_FIELD_NUMBER: builtins.int
     session: builtins.str
     wait_s: builtins.float
     """0: answer at once; a key that is not here is fetched meanwhile"""
@@ -773,6 +774,8 @@ class AcquireRequest(google.protobuf.message.Message):
     def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Key]: ...
     @property
     def hints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Hint]: ...
+    @property
+    def makes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Make]: ...
     def __init__(
         self,
         *,
@@ -782,10 +785,35 @@ class AcquireRequest(google.protobuf.message.Message):
         only_if_written: builtins.bool = ...,
         hints: collections.abc.Iterable[global___Hint] | None = ...,
         to_pin: builtins.bool = ...,
+        makes: collections.abc.Iterable[global___Make] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["hints", b"hints", "keys", b"keys", "only_if_written", b"only_if_written", "session", b"session", "to_pin", b"to_pin", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hints", b"hints", "keys", b"keys", "makes", b"makes", "only_if_written", b"only_if_written", "session", b"session", "to_pin", b"to_pin", "wait_s", b"wait_s"]) -> None: ...
 
 global___AcquireRequest = AcquireRequest
+
+@typing.final
+class Make(google.protobuf.message.Message):
+    """The client will make the key if it is Missing: whoever else needs it may wait for that."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    WAITS_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """in AcquireRequest.keys"""
+    waits: builtins.bool
+    """The key is waited for, a while, if another node makes it. A client that asks for several keys and
+    makes some of them only when it has the rest must not wait: two such clients would for each other.
+    """
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        waits: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "waits", b"waits"]) -> None: ...
+
+global___Make = Make
 
 @typing.final
 class Hint(google.protobuf.message.Message):

@@ -1,0 +1,215 @@
+"""One client in the cluster makes what no node has: the directory decides, the others wait."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from ecd_client import Client
+from ecd_client.acquire import Makes
+from ecd_proto.contract import MAKING_S
+from support.daemon import Daemon, eventually
+from support.redis import RedisServer
+
+MakePeer = Callable[..., Daemon]
+ClientOf = Callable[[Daemon], Client]
+Answer = Future["Item | None"]
+ports = itertools.count(16700)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path, port=next(ports)).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def peers(make_peer: MakePeer, redis: RedisServer) -> list[Daemon]:
+    at = f"redis://{redis.host}:{redis.port}/0"
+    return [make_peer(ECD_DIRECTORY=at).start() for _ in range(2)]
+
+
+@pytest.fixture
+def clients(peers: list[Daemon], client_of: ClientOf) -> tuple[Client, Client]:
+    a, b = map(client_of, peers)
+    for daemon in peers:
+        eventually(lambda daemon=daemon: daemon.peers().directory.up, 10, "the directory")
+    return a, b
+
+
+def ask(client: Client, *keys: str, makes: Makes = Makes.ALONE) -> list[Answer]:
+    return client.get_async(keys, 5.0, only_if_written=True, makes=[makes] * len(keys))
+
+
+def is_missing(answer: Answer) -> bool:
+    """Whether the client is to make the key: it is told so at once."""
+    item = answer.result(1.0)
+    if item is not None:
+        item.close()
+    return item is None
+
+
+def waits(answer: Answer) -> bool:
+    time.sleep(0.3)
+    return not answer.done()
+
+
+def store(client: Client, key: str) -> None:
+    client.put(key, torch.full((3000,), float(len(key))))
+
+
+def is_right(answer: Answer, key: str) -> bool:
+    with answer.result(5.0) as item:
+        return bool((item.tensor == float(len(key))).all())
+
+
+def test_another_node_waits_for_the_maker_and_gets_what_it_made(
+    clients: tuple[Client, Client],
+) -> None:
+    a, b = clients
+    assert is_missing(ask(a, "k")[0])
+    [answer] = ask(b, "k")
+    assert waits(answer)
+    store(a, "k")
+    assert is_right(answer, "k")
+
+
+def test_so_does_a_client_that_makes_nothing(clients: tuple[Client, Client]) -> None:
+    a, b = clients
+    assert is_missing(ask(a, "k")[0])
+    [near] = b.get_async(["k"], 5.0, only_if_written=True)
+    assert is_missing(near), "it would have to ask the directory who makes it"
+    [same_node] = ask(a, "k", makes=Makes.NOTHING)
+    assert is_missing(same_node), "its own"
+    store(a, "k")
+    assert is_right(ask(b, "k", makes=Makes.NOTHING)[0], "k")
+
+
+def test_on_the_makers_node_others_wait_too(
+    peers: list[Daemon], clients: tuple[Client, Client], client_of: ClientOf
+) -> None:
+    a, neighbour = clients[0], client_of(peers[0])
+    assert is_missing(ask(a, "k")[0])
+    [answer] = ask(neighbour, "k", makes=Makes.NOTHING)
+    assert waits(answer)
+    store(a, "k")
+    assert is_right(answer, "k")
+
+
+def test_of_two_that_ask_at_one_time_one_makes_each_key(clients: tuple[Client, Client]) -> None:
+    keys = [f"key {'x' * number}" for number in range(200)]
+    answers = [ask(client, *keys) for client in clients]
+    made = 0
+    for number, key in enumerate(keys):
+        both = [answers[0][number], answers[1][number]]
+        eventually(lambda both=both: any(each.done() for each in both), 3, "one of the two")
+        maker = 0 if both[0].done() else 1
+        assert is_missing(both[maker])
+        assert not both[1 - maker].done(), f"{key} is made twice"
+        store(clients[maker], key)
+        assert is_right(both[1 - maker], key)
+        made += 1
+    assert made == len(keys)
+
+
+def test_asked_again_the_maker_is_to_make_it_still(clients: tuple[Client, Client]) -> None:
+    for _ in range(3):
+        assert is_missing(ask(clients[0], "k")[0])
+
+
+def test_the_makers_end_is_told_to_those_who_wait_and_one_of_them_makes_it(
+    peers: list[Daemon], clients: tuple[Client, Client], client_of: ClientOf
+) -> None:
+    maker, b, a = client_of(peers[0]), clients[1], clients[0]
+    assert is_missing(ask(maker, "k")[0])
+    [answer] = ask(b, "k")
+    assert waits(answer)
+    maker.close()
+    assert is_missing(answer)
+    [third] = ask(a, "k")
+    assert waits(third), "the second makes it now"
+    store(b, "k")
+    assert is_right(third, "k")
+
+
+def test_a_dead_node_is_waited_for_no_more(
+    peers: list[Daemon], clients: tuple[Client, Client]
+) -> None:
+    a, b = clients
+    assert is_missing(ask(a, "k")[0])
+    [answer] = ask(b, "k")
+    assert waits(answer)
+    peers[0].kill()
+    assert is_missing(answer)
+
+
+def test_a_maker_that_stores_nothing_is_waited_for_no_longer_than_it_may_take(
+    clients: tuple[Client, Client],
+) -> None:
+    a, b = clients
+    assert is_missing(ask(a, "k")[0])
+    began_s = time.monotonic()
+    [answer] = ask(b, "k")
+    assert answer.result(MAKING_S + 1.0) is None
+    assert time.monotonic() - began_s > MAKING_S / 2
+
+
+def test_who_makes_a_key_in_any_case_waits_for_nobody(clients: tuple[Client, Client]) -> None:
+    a, b = clients
+    assert is_missing(ask(a, "k", makes=Makes.ALWAYS)[0])
+    assert is_missing(ask(b, "k", makes=Makes.ALWAYS)[0])
+    [other] = ask(b, "other", makes=Makes.ALWAYS)
+    assert is_missing(other)
+    [answer] = ask(a, "other")
+    assert waits(answer), "others wait for it, though"
+    store(b, "other")
+    assert is_right(answer, "other")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        ("set", "KEY", "x" * 100_000),
+        ("set", "KEY", "0" * 32),
+        ("set", "KEY", ""),
+        ("hset", "KEY", "a", "b"),
+        ("set", "KEY", "\udcff\udcfe" * 16),
+    ],
+    ids=["long", "unknown", "empty", "hash", "bytes"],
+)
+def test_a_claim_that_is_not_ours_costs_nothing(
+    garbage: tuple[str, ...], clients: tuple[Client, Client], redis: RedisServer
+) -> None:
+    digest = hashlib.sha256(b"default\0k").hexdigest()[:32]
+    redis.ask(*(f"ecd:default:m:{digest}" if word == "KEY" else word for word in garbage))
+    a, b = clients
+    assert is_missing(ask(a, "k")[0])
+    store(a, "k")
+    assert is_right(ask(b, "k")[0], "k")
+
+
+def test_without_its_directory_each_node_makes_the_key(
+    clients: tuple[Client, Client], redis: RedisServer
+) -> None:
+    redis.kill()
+    for client in clients:
+        assert is_missing(ask(client, "k")[0])
+
+
+def test_a_silent_directory_costs_the_time_of_a_lookup(
+    clients: tuple[Client, Client], redis: RedisServer
+) -> None:
+    redis.stop()
+    try:
+        for client in clients:
+            assert is_missing(ask(client, "k")[0])
+    finally:
+        redis.go_on()
