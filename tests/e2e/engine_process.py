@@ -34,6 +34,8 @@ RESETS = {
 }
 encoded: list[int] = []
 may_encode = True
+encode_s = 0.0
+"""How much longer a forward of the vision tower takes."""
 
 
 def count_encoded(module: str, name: str) -> None:
@@ -44,6 +46,7 @@ def count_encoded(module: str, name: str) -> None:
     def counted(self, x, grid_thw, *args, **kwargs):
         assert may_encode, "an engine without an encoder was made to encode"
         encoded.append(len(grid_thw))
+        time.sleep(encode_s)
         return forward(self, x, grid_thw, *args, **kwargs)
 
     tower.forward = counted
@@ -84,6 +87,8 @@ def prompt(request: dict) -> dict:
 
 
 def generate(engine: LLM, command: dict) -> dict:
+    global encode_s
+    encode_s = command.get("encode_s", 0.0)
     encoded.clear()
     sampling = [
         SamplingParams(

@@ -275,3 +275,51 @@ def test_encoder_prefill_and_decode_are_three_engines(
     assert tokens(last) == tokens(expected)
     assert last["encoded"] == 0
     assert "External Cache Hit" in decode.text(), "the prompt's KV was loaded, not computed"
+
+
+@pytest.fixture(scope="module")
+def both(
+    daemons: tuple[NodeDaemon, NodeDaemon], start_engine: Callable[..., Engine]
+) -> tuple[Engine, Engine]:
+    """An engine on each machine that does all."""
+    near, far = (
+        start_engine("ec_both", daemon=daemon, environ=ENVIRON, **ENGINE) for daemon in daemons
+    )
+    return near.wait_ready(), far.wait_ready()
+
+
+def test_two_machines_that_need_a_new_picture_at_one_time_encode_it_once(
+    both: tuple[Engine, Engine],
+    daemons: tuple[NodeDaemon, NodeDaemon],
+    redis: RedisServer,
+    plain: Engine,
+) -> None:
+    for daemon in daemons:
+        daemon.close()
+        daemon._settings.pop("ECD_PEERS", None)
+        daemon._settings["ECD_DIRECTORY"] = f"redis://{redis.host}:{redis.port}/0"
+        daemon.start()
+    for daemon in daemons:
+        eventually(lambda daemon=daemon: daemon.status().sessions >= 2, 20, "the engines")
+        eventually(lambda daemon=daemon: daemon.peers().directory.up, 20, "the directory")
+    for engine in both:  # the first time takes long
+        engine.generate(fresh(1))
+    encoded = 0
+    for _ in range(5):
+        [request] = fresh(1)
+        requests = [{**request, "text": f"what is in picture {number}?"} for number in range(4)]
+        for engine in both:
+            engine.send({"do": "generate", "requests": requests, "encode_s": 0.25})
+        replies = [engine.receive() for engine in both]
+        encoded += sum(reply["encoded"] for reply in replies)
+        expected = tokens(plain.generate(requests))
+        assert [tokens(reply) for reply in replies] == [expected, expected]
+    assert encoded in (5, 6), "a machine may be so slow that an engine is waited for in vain"
+    several = [{"text": "and here?", "images": [[336, 224, next(seeds)] for _ in range(3)]}]
+    turned = [{**several[0], "images": several[0]["images"][::-1]}]
+    for engine, requests in zip(both, (several, turned), strict=True):
+        engine.send({"do": "generate", "requests": requests, "encode_s": 0.25})
+    for engine, requests in zip(both, (several, turned), strict=True):
+        reply = engine.receive()
+        assert reply["seconds"] < 10, "neither may wait for the other, which waits for it"
+        assert tokens(reply) == tokens(plain.generate(requests))

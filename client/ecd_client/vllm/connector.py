@@ -116,7 +116,7 @@ class EcdConnector(ECConnectorBase):
         self._scheduler.loaded(connector_output.finished_recving or ())
         worker_meta = connector_output.ec_connector_worker_meta
         if isinstance(worker_meta, EcdWorkerMetadata):
-            self._scheduler.stats.aggregate(worker_meta.stats)
+            self._scheduler.counted(worker_meta.stats)
             self._scheduler.forgotten(worker_meta.forgotten)
 
     def take_unavailable_requests(self) -> set[str]:

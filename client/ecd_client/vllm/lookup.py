@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 
 from vllm.logger import init_logger
 
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, EcdError
+from ecd_client.vllm.encodes import Encodes
 from ecd_client.vllm.outputs import Outputs
 from ecd_client.vllm.producer import Producer
 from ecd_client.vllm.settings import FAIL, Settings
@@ -37,11 +39,12 @@ class Lookup:
         outputs: Outputs,
         stats: EcdStats,
         producer: Producer | None,
+        encodes: Encodes,
     ) -> None:
         self._client, self._sharing, self._outputs = client, sharing, outputs
         self._wait_s = settings.load_timeout_s
         self._fails = settings.on_unavailable == FAIL
-        self._stats, self._producer = stats, producer
+        self._stats, self._producer, self._encodes = stats, producer, encodes
         self._to_ask: dict[str, WantedItem] = {}
         self._away = False
 
@@ -60,7 +63,11 @@ class Lookup:
         return False
 
     def look(self, wanted: WantedItem) -> None:
-        """Take an answer that has come, or read memory; what it lacks is asked of the daemon."""
+        """Take an answer that has come, or read memory.
+
+        What memory lacks is `absent`, and `take_on` goes on with it, if the engine can encode it;
+        else the daemon is asked.
+        """
         if wanted.answer is not None:
             self._take_answer(wanted)
         if wanted.item is not None and not wanted.has_left(ENOUGH_LEFT):
@@ -73,18 +80,40 @@ class Lookup:
             or (wanted.ask_again_s and time.monotonic() < wanted.ask_again_s)
         ):
             return
+        may_come = self._read(wanted)
+        if may_come is None:
+            return
+        if self._producer is not None:
+            self._producer.save(wanted.identifier)
+        if self._fails or wanted.bare or wanted.hints:
+            self._ask_later(wanted, may_come or (self._fails and not wanted.bare))
+        else:
+            wanted.absent = True
+
+    def take_on(self, absent: Sequence[WantedItem], deadline_s: float) -> None:
+        """Go on with the absent items of one request, unless another engine encodes one of them."""
+        for wanted in self._encodes.take_on(absent, deadline_s):
+            wanted.absent = False
+            may_come = self._read(wanted)  # again: another engine may have stored it meanwhile
+            if may_come is not None:
+                wanted.makes = self._encodes.makes(absent)
+                self._ask_later(wanted, may_come)
+
+    def _read(self, wanted: WantedItem) -> bool | None:
+        """Read memory. Whether a call could find what it lacks; None: this is decided."""
         try:
             item, may_come = self._client.get_now(wanted.identifier)
         except EcdError as error:
             self._note_failure(wanted, error)
-            return
-        if item is not None:
-            wanted.take(item, self._outputs)
-            self._away = False
-            return
-        if self._producer is not None:
-            self._producer.save(wanted.identifier)
-        if may_come or (self._fails and not wanted.bare):
+            return None
+        if item is None:
+            return may_come
+        wanted.take(item, self._outputs)
+        self._away = False
+        return None
+
+    def _ask_later(self, wanted: WantedItem, may_come: bool) -> None:
+        if may_come:
             self._to_ask[wanted.identifier] = wanted
         else:
             self._note_miss(wanted, "nobody has stored it")
@@ -101,12 +130,14 @@ class Lookup:
                 self._ask(unique, only_if_written=is_bare or not self._fails)
 
     def _ask(self, unique: list[WantedItem], *, only_if_written: bool) -> None:
+        asked_s = time.monotonic()
         try:
             answers = self._client.get_async(
                 [wanted.identifier for wanted in unique],
                 self._wait_s,
                 only_if_written=only_if_written,
                 nodes=[wanted.hints for wanted in unique],
+                makes=[wanted.makes for wanted in unique],
             )
         except EcdError as error:
             for wanted in unique:
@@ -114,6 +145,7 @@ class Lookup:
             return
         for wanted, answer in zip(unique, answers, strict=True):
             wanted.answer = answer
+            wanted.asked_s = asked_s
             wanted.cause = "nobody has stored it"
 
     def _take_answer(self, wanted: WantedItem) -> None:
@@ -128,6 +160,7 @@ class Lookup:
             return
         item = answer.result()
         if item is None:
+            self._encodes.answered(wanted.asked_s, wanted.makes)
             self._note_miss(wanted, wanted.cause)
             return
         wanted.take(item, self._outputs)

@@ -56,6 +56,8 @@ class Readiness:
         ahead = [(self._items.want(state, needed), state.user(needed)) for needed in state.ahead()]
         for wanted, _ in ahead:
             self._lookup.look(wanted)
+        if absent := {wanted.identifier: wanted for wanted, _ in ahead if wanted.absent}:
+            self._lookup.take_on(list(absent.values()), state.deadline_s)
         is_ready = True
         for wanted, user in ahead:
             if user in wanted.bare:

@@ -16,6 +16,7 @@ from ecd_client.calls import CALL_TIMEOUT_S
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST, PlaceholderMetadata, keep_media
+from ecd_client.vllm.encodes import Encodes
 from ecd_client.vllm.hints import consumers_in, hints_in
 from ecd_client.vllm.loads import Loads
 from ecd_client.vllm.lookup import Lookup
@@ -80,9 +81,9 @@ class SchedulerRole:
             self._producer = Producer(
                 self._client, self._sharing, self._metadata, announces_node=announces_node
             )
-        self._lookup = Lookup(
-            self._client, settings, self._sharing, outputs, self.stats, self._producer
-        )
+        self._encodes = Encodes(self._client, self.stats, is_producer=is_producer)
+        how = settings, self._sharing, outputs, self.stats, self._producer, self._encodes
+        self._lookup = Lookup(self._client, *how)
         self._items = WantedItems(outputs)
         self._loads = Loads(self._items, workers)
         self._readiness = Readiness(settings, self._sharing, self._items, self._lookup, self.stats)
@@ -214,6 +215,7 @@ class SchedulerRole:
             return
         if not wanted.promised:
             self.stats.count("misses")
+            wanted.encoded = True
             if self._producer is not None:
                 self._producer.describe(feature)
             return
@@ -252,8 +254,14 @@ class SchedulerRole:
         """Note the workers' reports of loads, each `<rank>/<load>`."""
         self._loads.reported(reports)
 
+    def counted(self, by_workers: EcdStats) -> None:
+        """Add counts of the workers."""
+        self.stats.aggregate(by_workers)
+        if by_workers.data.get("dropped_saves"):
+            self._encodes.not_stored()
+
     def take_stats(self) -> EcdStats | None:
         """The counts of this role and its workers since the last call; None without any."""
         if self._counts is not None:
-            self.stats.aggregate(self._counts.take())
+            self.counted(self._counts.take())
         return None if self.stats.is_empty() else self.stats.take()

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ecd_client.acquire import Makes
 from ecd_client.item import Item
 from ecd_client.reader import close_unseen
 from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST
@@ -45,18 +46,24 @@ class WantedItem:
     item: Item | None = None
     embeddings: int | None = None  # of `item`; None: this engine's encoder cannot have made it
     promised: bool = False  # to the step that is being scheduled
+    absent: bool = False  # not in memory, and it was not decided yet who encodes it
     missing: bool = False  # the engine is to encode it
+    encoded: bool = False  # by this engine, for one of the users
     denied: bool = False  # the last answer: no node has it
     contested: bool = False  # other users have waited in vain for those in `bare` to finish
     mismatched: bool = False
     cause: str = "it was not looked up yet"
     ask_again_s: float = 0.0
+    awaited_until_s: float = 0.0  # while another engine encodes it; 0: not awaited
+    asked_s: float = 0.0  # when the daemon was asked
+    makes: Makes = Makes.NOTHING  # what the daemon was told
 
     def take(self, item: Item, outputs: Outputs) -> None:
         """Hold a leased item from now on."""
         self.item = item
         self.measure(outputs)
-        self.missing = self.denied = False
+        self.missing = self.denied = self.absent = False
+        self.awaited_until_s = 0.0
 
     def measure(self, outputs: Outputs) -> None:
         """Compare the item with what this engine's encoder makes of each modality."""
@@ -98,8 +105,8 @@ class WantedItem:
     def start_over(self, cause: str) -> None:
         """Give up, and have the item looked up as if for the first time."""
         self.give_up(cause)
-        self.missing = self.denied = False
-        self.ask_again_s = 0.0
+        self.missing = self.denied = self.absent = False
+        self.ask_again_s = self.awaited_until_s = 0.0
 
 
 class WantedItems:
