@@ -112,11 +112,23 @@ VLLM_READY := $(VLLM_VERSIONS:%=.venvs/vllm-%/.ready)
 	$(@D)/bin/$(INSTALL) -e .
 	@touch $@
 
+# SGLang's interface to a global embedding cache, from its wheel: with what importing that needs, and
+# without the kernels, which need CUDA.
+.venvs/sglang/.ready: pyproject.toml
+	@rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/$(INSTALL) torch==2.13.0 torchvision==0.28.0
+	$(@D)/bin/$(INSTALL) --no-deps sglang==0.5.23 compressed-tensors==0.18.0
+	$(@D)/bin/$(INSTALL) transformers==5.19.0 apache-tvm-ffi==0.1.11 openai==2.8.0 IPython aiohttp \
+	  dill einops fastapi gguf loguru msgspec numpy orjson partial-json-parser pillow psutil \
+	  pybase64 pydantic pyzmq requests sentencepiece soundfile triton -e .
+	@touch $@
+
 .PHONY: vllm
-vllm:  ## build the vLLM environments; without ECD_REQUIRE_VLLM=1 a failure is only said
-	@for version in $(VLLM_VERSIONS); do { \
-	  $(MAKE) --no-print-directory .venvs/vllm-$$version/.ready || { \
-	    echo "*** vLLM $$version CANNOT BE INSTALLED HERE: its end-to-end tests will NOT run ***"; \
+vllm:  ## build the environments of vLLM and SGLang; without ECD_REQUIRE_VLLM=1 a failure is only said
+	@for engine in $(VLLM_VERSIONS:%=vllm-%) sglang; do { \
+	  $(MAKE) --no-print-directory .venvs/$$engine/.ready || { \
+	    echo "*** $$engine CANNOT BE INSTALLED HERE: its tests will NOT run ***"; \
 	    test -z "$$ECD_REQUIRE_VLLM"; }; } & builds="$$builds $$!"; done; \
 	  for build in $$builds; do wait $$build || exit 1; done
 

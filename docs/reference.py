@@ -36,6 +36,7 @@ CLIENTS = """
 | `ECD_PIN` | `auto` | `off`: [pin](gpu.md#ecd_pin) nothing for the GPU. |
 | `ECD_COPY_THREADS` | `1` | `torch`: torch's threads share the copy of a `put` from 32 MiB on, \
 which pays where [their cores are idle](benchmarks/copies.md). |
+| `ECD_SGLANG_NAMESPACE` | none | [SGLang's encoder](sglang.md) uses ecd, under this name. |
 
 The vLLM connector has [settings of its own](vllm.md#settings).
 """
