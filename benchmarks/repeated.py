@@ -7,13 +7,15 @@ connector; and one for each way to get what these have: ecd with its middleware,
 alone, the example connector, and nothing. Each round brings a new picture, a JPEG, which the
 encoders get first; then the others are asked for it, one after the other in random order. None of
 these has seen it before, so no cache of vLLM's own has anything of it. The models are tiny and
-random, the pictures are not. Needs `make vllm`.
+random, the pictures are not. A second table has how long a request is with the middleware before
+vLLM's own code has it. Needs `make vllm`.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -46,17 +48,22 @@ SAVE_S = 0.3
 """Between the encoders' answers and the first question: no save is waited for."""
 
 
-def picture(size: tuple[int, int], seed: int) -> str:
+WITH_IT = re.compile(r"/v1/chat/completions was with the middleware for ([0-9.]+) s")
+LARGE = 60.0, 98
+"""Noise and quality that make a JPEG of 1008x756 one of 1 MiB."""
+
+
+def picture(size: tuple[int, int], seed: int, noise: float = 12.0, quality: int = 85) -> str:
     """A JPEG of blocks of random colours with some noise, as a data: URL."""
     generator = np.random.default_rng(seed)
     width, height = size
     blocks = generator.integers(0, 256, (height // 12, width // 12, 3))
     pixels = blocks.repeat(12, axis=0).repeat(12, axis=1) + generator.normal(
-        0, 12, (height // 12 * 12, width // 12 * 12, 3)
+        0, noise, (height // 12 * 12, width // 12 * 12, 3)
     )
     image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).resize(size)
     with BytesIO() as file:
-        image.save(file, "JPEG", quality=85)
+        image.save(file, "JPEG", quality=quality)
         return "data:image/jpeg;base64," + b64encode(file.getvalue()).decode()
 
 
@@ -93,7 +100,10 @@ def start(directory: Path, model: Path, address: str) -> dict[str, Server]:
         log = directory / f"{name}.log"
         return api_server(VERSION, log, model, None, chosen, counting=True)
 
-    flags = ("--middleware", "ecd_client.vllm.ReuseMiddleware")
+    # vLLM runs the last one first.
+    classes = "timing_middleware.After", "ecd_client.vllm.ReuseMiddleware"
+    flags = [word for name in classes for word in ("--middleware", name)]
+    flags += ["--middleware", "timing_middleware.Before"]
     return {
         "EcdConnector": server("ecd-encoder", "EcdConnector", "ec_producer"),
         "ECExampleConnector": server("example-encoder", "ECExampleConnector", "ec_producer"),
@@ -125,6 +135,7 @@ def main(
             server.wait_ready()
         encoders = [servers.pop(name) for name in ("EcdConnector", "ECExampleConnector")]
         seen = dict.fromkeys(servers, 0)
+        passing = held_up(encoders[0], servers[MIDDLEWARE], rounds, progress)
         for number in range(rounds + 2):
             progress.print(f"picture {number} ...")
             url = picture((width, height), number)
@@ -139,6 +150,47 @@ def main(
                     took[way].append(took_s)
                     after = servers[way].text().count("media are preprocessed")
                     seen[way] += after - before
+    table(took, seen, rounds, size, output)
+    lines = ["", "With the middleware, before vLLM's own code has the request:", ""]
+    lines += [f"- {what}: {median(each) * 1e3:.2f} ms" for what, each in passing.items()]
+    print("\n".join(lines))
+    if output is not None:
+        with output.open("a") as file:
+            file.write("\n".join(lines) + "\n")
+
+
+def held_up(
+    encoder: Server, server: Server, rounds: int, progress: Console
+) -> dict[str, list[float]]:
+    """Seconds that requests are with the middleware, by kind; each a median's worth of them."""
+    progress.print("requests through the middleware ...")
+    url = picture((1008, 756), 1 << 20, *LARGE)
+    nbytes = len(url) * 3 // 4
+    status, body = encoder.chat(_shown(url), max_tokens=1)
+    assert status == 200, body
+    time.sleep(SAVE_S)
+    contents = {
+        "a request of text alone": [{"type": "text", "text": "what is what?"}],
+        f"one with a picture of {nbytes / MIB:.1f} MiB that ecd has": _shown(url),
+    }
+    found = {}
+    for what, content in contents.items():
+        before = len(WITH_IT.findall(server.text()))
+        for _ in range(rounds + 2):
+            status, body = server.chat(content, max_tokens=1)
+            assert status == 200, body
+        found[what] = [float(took) for took in WITH_IT.findall(server.text())[before + 2 :]]
+        assert len(found[what]) == rounds
+    return found
+
+
+def table(
+    took: dict[str, list[float]],
+    seen: dict[str, int],
+    rounds: int,
+    size: str,
+    output: Path | None,
+) -> None:
     alone = took[CONNECTOR]
     rows = [["", "first token", "ratio", "calls of the processor"]]
     rows += [
