@@ -22,10 +22,12 @@ from ecd.core.outcomes import (
     Acquisition,
     Commitment,
     Committed,
+    EntryTooLarge,
     Leased,
     LimitReached,
     MakingRoom,
     Missing,
+    PoolFull,
     Reservation,
     Reserved,
     Waiting,
@@ -47,6 +49,7 @@ from ecd.core.types import (
 )
 from ecd.followups import EVICTED_AT_A_TIME, FollowUps, Subscriber
 from ecd.intake import Intake, NoPuts, Taken
+from ecd.makings import MAX_MAKINGS, Makings
 from ecd.turns import Pace, Turns
 
 SCAN_S = 0.25
@@ -71,6 +74,7 @@ class LiveCache:
         self.cache = cache
         self.now_s = now_s
         self.turns = Turns()
+        self.makings = Makings(now_s)
         self._intake: Intake = NoPuts() if intake is None else intake
         self._followups = FollowUps(cache, self.turns, now_s)
         self._is_draining = False
@@ -157,6 +161,7 @@ class LiveCache:
     def leave_session(self, session: SessionId) -> None:
         """End the session for its client, whose process may still touch the memory."""
         self._took(self._intake.take_last(session, self.now_s()))
+        self._unmade(self.makings.take_session(session))
         self._followups.unsubscribe(session)
         self._followups.after(self.cache.leave_session(session))
 
@@ -194,6 +199,8 @@ class LiveCache:
             outcome = await self._reserve(session, key, content, pool, pace, until_s)
             if isinstance(outcome, Reserved) and pool is None:
                 last_bytes = content.nbytes
+            elif isinstance(outcome, PoolFull | EntryTooLarge):
+                self._unmade(self.makings.take([key]))
             return outcome
 
         try:
@@ -278,10 +285,21 @@ class LiveCache:
     def stop_expecting(self, key: Key) -> None:
         self._followups.after(self.cache.stop_expecting(key))
 
-    def make(self, session: SessionId, key: Key, within_s: float) -> None:
-        """As `Cache.make`, for so long from now."""
-        self.cache.make(session, key, self.now_s() + within_s)
-        self._followups.after()
+    # -- making --------------------------------------------------------------------------------
+
+    def make(self, session: SessionId, key: Key) -> None:
+        """Note that the session makes the key, for other nodes to wait for it."""
+        if not self.makings.begin(session, key):
+            self.refuse("makings", MAX_MAKINGS)
+
+    def stop_making(self, session: SessionId, keys: Iterable[Key]) -> None:
+        self._unmade(self.makings.take(keys, session))
+
+    def _unmade(self, waits: list[tuple[SessionId, Ticket]]) -> None:
+        """End waits for keys that are not made after all, in turns: a thousand nodes may wait."""
+        if waits:
+            cancel = self.turns.pace().each(lambda wait: self.cancel_wait(*wait), waits)
+            self._background.spawn(cancel)
 
     def note_checksum(self, entry: EntryId, checksum: int) -> None:
         self.cache.note_checksum(entry, checksum)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 from ecd_client.errors import DaemonUnavailable, EcdError, limit_reached
@@ -22,14 +21,6 @@ Key = tuple[str, str]
 ItemFuture = Future[Item | None]
 Nodes = Sequence[str | Hint]
 """Nodes that may have one key, the likeliest first."""
-
-
-class Makes(Enum):
-    """What a client does for a key that no node has."""
-
-    NOTHING = "nothing"
-    ALWAYS = "always"  # it makes it, whoever else does
-    ALONE = "alone"  # it makes it, unless another node does: then it waits for that, a while
 
 
 def to_key(key: Key) -> pb.Key:
@@ -67,7 +58,7 @@ class Acquire:
     timeout: float
     only_if_written: bool = False
     hints: Sequence[Nodes] = ()
-    makes: Sequence[Makes] = ()
+    makes: Sequence[float | None] = ()
     needs_lease: bool = False
     """Whether to ask for leases though this client can pin."""
     begun_s: float = field(default_factory=time.monotonic)
@@ -81,9 +72,9 @@ class Acquire:
             hints=[_to_hint(index, nodes) for index, nodes in enumerate(self.hints) if nodes],
             to_pin=self.session.index is not None and not self.needs_lease,
             makes=[
-                pb.Make(index=index, waits=makes is Makes.ALONE)
-                for index, makes in enumerate(self.makes)
-                if makes is not Makes.NOTHING
+                pb.Make(index=index, wait_s=wait_s)
+                for index, wait_s in enumerate(self.makes)
+                if wait_s is not None
             ],
         )
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ecd_client.acquire import Key, Makes, Nodes, to_key
+from ecd_client.acquire import Key, Nodes, to_key
 from ecd_client.calls import CALL_TIMEOUT_S, resolve
 from ecd_client.connection import Connection
 from ecd_client.device.pinned import Pinning
@@ -250,13 +250,15 @@ class Client:
         only_if_written: bool = False,
         namespace: str | None = None,
         nodes: Sequence[Nodes] = (),
-        makes: Sequence[Makes] = (),
+        makes: Sequence[float | None] = (),
     ) -> list[Future[Item | None]]:
         """`get` of many, without waiting: one future each, done at most `timeout` s later.
 
         With `only_if_written`, waits only for keys that are being written, or fetched from another
-        node. `nodes`, if given, has the likely nodes of each key; `makes`, what this client does
-        for each that no node has. Cancelling a future ends its wait. Raises InvalidArgument and
+        node. `nodes`, if given, has the likely nodes of each key. `makes`, if given, has a number
+        for each key that this client makes if no node has it, else None: the seconds that it waits
+        if another node makes the key. With several keys it must be 0, as two clients that each make
+        one would wait for each other. Cancelling a future ends its wait. Raises InvalidArgument and
         DaemonUnavailable.
         """
         keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
@@ -313,6 +315,14 @@ class Client:
     def unlock_all(self) -> None:
         """End all of this client's locks. Raises DaemonUnavailable."""
         self._connection.session().key_locks.release_all()
+
+    def stop_making(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> None:
+        """Tell other nodes that wait that these keys are not made (`makes`) after all.
+
+        Nobody waits for this. Raises DaemonUnavailable.
+        """
+        keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
+        self._connection.session().stop_making(map(to_key, keys))
 
     # -- life ----------------------------------------------------------------------------------
 

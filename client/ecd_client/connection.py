@@ -238,18 +238,18 @@ class Connection:
         yield pb.SessionRequest(
             hello=pb.Hello(contract_version=CONTRACT_VERSION, client=client, pid=os.getpid())
         )
-        session = outbox.get()
+        session, check_s = outbox.get(), 0.0
         while isinstance(session, Session):
             due_s = time.monotonic() + session.lease_ttl_s / 3
-            while (left_s := due_s - time.monotonic()) > 0:
-                try:
-                    request = outbox.get(timeout=min(left_s, CHECK_S))
-                except queue.Empty:
+            while (now_s := time.monotonic()) < due_s:
+                if now_s >= check_s:
                     session.calls.check()
                     session.key_locks.expire()
-                    continue
-                if request is None:
-                    return
-                yield request
+                    check_s = now_s + CHECK_S
+                with contextlib.suppress(queue.Empty):
+                    request = outbox.get(timeout=min(due_s, check_s) - now_s)
+                    if request is None:
+                        return
+                    yield request
             if renewal := session.renewal():
                 yield renewal

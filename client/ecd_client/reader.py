@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from math import isfinite
 
 from ecd_client import forks
-from ecd_client.acquire import Acquire, ItemFuture, Key, Makes, Nodes, pinned
+from ecd_client.acquire import Acquire, ItemFuture, Key, Nodes, pinned
 from ecd_client.calls import late
 from ecd_client.connection import Connection
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
@@ -77,7 +77,7 @@ class Reader:
         timeout: float,
         only_if_written: bool,
         hints: Sequence[Nodes] = (),
-        makes: Sequence[Makes] = (),
+        makes: Sequence[float | None] = (),
     ) -> list[ItemFuture]:
         """Return a future for each key, done at most `timeout` s later."""
         _check_wait(timeout)

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -292,6 +292,10 @@ class Session:
     def cancel_wait(self, ticket: int) -> None:
         """End a wait early; its outcome still comes as every wait's does."""
         self._outbox.put(pb.SessionRequest(cancel_waits=pb.CancelWaits(tickets=[ticket])))
+
+    def stop_making(self, keys: Iterable[pb.Key]) -> None:
+        """Tell the daemon that the client does not make these keys after all."""
+        self._outbox.put(pb.SessionRequest(stop_making=pb.StopMaking(keys=keys)))
 
     # -- the stream ----------------------------------------------------------------------------
 

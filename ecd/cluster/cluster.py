@@ -21,7 +21,7 @@ from ecd.cluster.redis_directory import RedisDirectory
 from ecd.cluster.tls import credentials
 from ecd.config import Config
 from ecd.core.outcomes import Leased
-from ecd.core.types import Extent, Key, SessionId
+from ecd.core.types import Extent, Key, SessionId, Ticket
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd_proto.contract import CONTRACT_VERSION, Hint
@@ -153,13 +153,17 @@ class Cluster:
         self._fetcher.want(key, hints)
 
     def want_or_make(
-        self, key: Key, hints: Sequence[Hint], maker: SessionId, *, waits: bool
+        self, key: Key, hints: Sequence[Hint], maker: SessionId, wait_s: float
     ) -> None:
-        """As `want`, for a client that makes the key if no node has it.
+        """As `want`, for a session that makes the key if no node has it.
 
-        `waits`: unless another node makes it.
+        It waits for so long if another node makes it.
         """
-        self._fetcher.want(key, hints, Maker(maker, waits))
+        self._fetcher.want(key, hints, Maker(maker, wait_s))
+
+    def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:
+        """End this wait for the key if the key is, or gets, waited for as another node makes it."""
+        self._fetcher.waits_for_nobody(key, session, ticket)
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         """Tell these nodes of these keys: now, or when they are stored."""

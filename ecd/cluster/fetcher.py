@@ -18,13 +18,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ecd.background import Background
 from ecd.checksum import digests, fold
 from ecd.cluster.admission import Admitted
 from ecd.cluster.candidates import Candidates
+from ecd.cluster.directory import Candidate
 from ecd.cluster.link import Link, PeerLease
 from ecd.cluster.peer import PeerUnavailable
 from ecd.cluster.pool_reads import PoolReads
@@ -37,11 +38,11 @@ from ecd.core.outcomes import (
     Reservation,
     Reserved,
 )
-from ecd.core.types import Content, Key, SessionId
+from ecd.core.types import Content, Key, SessionId, Ticket
 from ecd.live import LiveCache
 from ecd.turns import Turns
 from ecd.wire import BYTES_WITH_LEASE
-from ecd_proto.contract import MAKING_S, Hint
+from ecd_proto.contract import Hint
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,8 @@ MAX_SOURCES = 4
 """Nodes that one flight asks for a lease before it gives up."""
 MAX_HINTED = 2
 """Hinted nodes that are asked before the directory's: hints may be wrong."""
-MAX_MAKERS = 3
-"""Nodes that one flight waits for, one after the other, as they make its key."""
+MAX_AWAITED = 256
+"""Flights that wait for another node to make their key; beyond, this node makes it."""
 SPECULATIVE_BYTES = 8 << 20
 """Entries up to here are read before they are leased: beyond, leasing is a tenth of the time."""
 READ_FIRST_BYTES = 1 << 20
@@ -78,18 +79,22 @@ class _Failed(Exception):
 
 
 class Maker(NamedTuple):
-    """The session that makes a key which no node has; `waits`: unless another node makes it."""
+    """The session that makes a key which no node has; it waits for another node that makes it."""
 
     session: SessionId
-    waits: bool
+    wait_s: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Flight:
     key: Key
     hints: Sequence[Hint]
     maker: Maker | None
     started_s: float
+    task: asyncio.Task[None] | None = None
+    is_awaited: bool = False  # another node makes the key
+    impatient: list[tuple[SessionId, Ticket]] = field(default_factory=list)
+    """Waits that are to end when another node is waited for."""
 
 
 @dataclass
@@ -138,7 +143,8 @@ class Fetcher:
         self._session = session
         self._speculative: set[Key] = set()
         self._claiming: set[Key] = set()
-        self._flights: dict[Key, asyncio.Task[None]] = {}
+        self._awaited = 0  # flights
+        self._flights: dict[Key, _Flight] = {}
         self._turns = Turns()
         self._background = Background()
 
@@ -166,8 +172,21 @@ class Fetcher:
             self.counters.outcomes[REFUSED] += 1
             return
         self._live.expect(key)
-        flight = _Flight(key, hints, maker, time.perf_counter())
-        self._flights[key] = self._background.spawn(self._fly(flight))
+        flight = self._flights[key] = _Flight(key, hints, maker, time.perf_counter())
+        flight.task = self._background.spawn(self._fly(flight))
+
+    def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:
+        """End this wait for the key if the key is, or gets, waited for as another node makes it."""
+        flight = self._flights.get(key)
+        if flight is not None:
+            flight.impatient.append((session, ticket))
+            if flight.is_awaited:
+                self._let_go(flight)
+
+    def _let_go(self, flight: _Flight) -> None:
+        waits, flight.impatient = flight.impatient, []
+        for session, ticket in waits:
+            self._live.cancel_wait(session, ticket)
 
     async def close(self) -> None:
         await self._background.close()
@@ -176,7 +195,7 @@ class Fetcher:
 
     async def _fly(self, flight: _Flight) -> None:
         outcome = LATE
-        task = asyncio.current_task()
+        task = flight.task
         assert task is not None
         deadline = asyncio.get_running_loop().call_later(self._timeout_s, task.cancel)
         try:
@@ -191,7 +210,7 @@ class Fetcher:
             del self._flights[flight.key]
             self.counters.outcomes[outcome] += 1
             if outcome == MADE and flight.maker is not None:
-                self._live.make(flight.maker.session, flight.key, MAKING_S)
+                self._live.make(flight.maker.session, flight.key)
             self._live.stop_expecting(flight.key)
 
     async def _bring(self, flight: _Flight) -> str:
@@ -199,8 +218,9 @@ class Fetcher:
         outcome = await self._bring_stored(flight)
         if flight.maker is None or outcome in _FINAL:
             return outcome
+        until_s = time.monotonic() + flight.maker.wait_s
         void = ""
-        for _ in range(MAX_MAKERS if flight.maker.waits else 1):
+        while True:
             self._claiming.add(flight.key)
             try:
                 claimed = await self._candidates.claim(flight.key, void)
@@ -208,12 +228,24 @@ class Fetcher:
                 self._claiming.discard(flight.key)
             if claimed is None:
                 return MADE
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0 or self._awaited >= MAX_AWAITED:
+                return outcome
+            found = await self._wait_for(claimed.node, flight, left_s)
+            if found in _FINAL:
+                return found
             void = claimed.incarnation
-            if flight.maker.waits:
-                found = await self._try(Admitted(claimed.node.hint), flight)
-                if found in _FINAL:
-                    return found
-        return outcome
+
+    async def _wait_for(self, maker: Candidate, flight: _Flight, wait_s: float) -> str:
+        """Wait for what another node makes, and bring it; the outcome."""
+        self._awaited += 1
+        flight.is_awaited = True
+        self._let_go(flight)
+        try:
+            return await self._try(Admitted(maker.hint), flight, made_within_s=wait_s)
+        finally:
+            self._awaited -= 1
+            flight.is_awaited = False
 
     async def _bring_stored(self, flight: _Flight) -> str:
         """Ask some hinted nodes, those of the directory, the other hinted ones; the outcome."""
@@ -233,10 +265,15 @@ class Fetcher:
                 outcome = found if found != MISSING else outcome
         return outcome
 
-    async def _try(self, candidate: Admitted, flight: _Flight) -> str:
-        """Ask one node, and bring what it leases; the outcome."""
+    async def _try(
+        self, candidate: Admitted, flight: _Flight, made_within_s: float | None = None
+    ) -> str:
+        """Ask one node, and bring what it leases; the outcome.
+
+        With `made_within_s` the node makes the key, and is waited for so long.
+        """
         try:
-            return await self._bring_from(candidate, flight)
+            return await self._bring_from(candidate, flight, made_within_s)
         except PeerUnavailable as error:
             logger.debug("%s: %s", flight.key.mm_hash, error)
             return UNREACHABLE
@@ -244,11 +281,15 @@ class Fetcher:
             logger.warning("%s from %s: %s", flight.key.mm_hash, candidate.hint.node, error)
             return str(error)
 
-    async def _bring_from(self, candidate: Admitted, flight: _Flight) -> str:
+    async def _bring_from(
+        self, candidate: Admitted, flight: _Flight, made_within_s: float | None
+    ) -> str:
         """As `_try`. Raises PeerUnavailable and _Failed."""
         link = await self._candidates.link(candidate)
         bytes_up_to = 0 if candidate.hint.nbytes else BYTES_WITH_LEASE
-        question = link.ask_lease(flight.key, self._timeout_s, bytes_up_to)
+        if_made = made_within_s is not None
+        wait_s = self._timeout_s if made_within_s is None else made_within_s
+        question = link.ask_lease(flight.key, wait_s, bytes_up_to, if_made=if_made)
         arrival: _Arrival | None = None
         try:
             arrival = await self._read_speculatively(

@@ -84,16 +84,25 @@ class Link:
         """Whether answers of the peer are outstanding."""
         return bool(self._open)
 
-    def ask_lease(self, key: Key, wait_s: float, bytes_up_to: int) -> Question:
+    def ask_lease(
+        self, key: Key, wait_s: float, bytes_up_to: int, *, if_made: bool = False
+    ) -> Question:
         """Ask for a lease on the key, to be waited for with `lease` and ended with `end`.
 
-        If the key is being written there, the peer waits at most `wait_s`. An entry of at most
-        `bytes_up_to` bytes may come with its lease. Raises PeerUnavailable.
+        If the key is being written there, or with `if_made` if a client there makes it, the peer
+        waits at most `wait_s`. An entry of at most `bytes_up_to` bytes may come with its lease.
+        Raises PeerUnavailable.
         """
         asked_s = time.monotonic()
         ticket, answer = self._ask(pb.LeaseOutcome)
         self._leases.append(
-            pb.LeaseKey(ticket=ticket, key=to_key(key), wait_s=wait_s, bytes_up_to=bytes_up_to)
+            pb.LeaseKey(
+                ticket=ticket,
+                key=to_key(key),
+                wait_s=wait_s,
+                bytes_up_to=bytes_up_to,
+                if_made=if_made,
+            )
         )
         self._something.set()
         return Question(asked_s, wait_s, bytes_up_to, answer)

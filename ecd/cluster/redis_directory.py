@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from redis import RedisError
+from redis import RedisError, ResponseError
 
 from ecd.cluster.directory import Candidate, Claimed, DirectoryState, Found
 from ecd.cluster.redis_rows import (
@@ -71,7 +71,7 @@ class RedisDirectory:
         self._swept_s = time.monotonic()
         self._beat_s = 0.0
         self._known = False  # Redis was seen to have our node
-        self._silent_until_s = 0.0
+        self._silent_until_s = self._claimless_until_s = 0.0
         self._pause_s = 0.0
         self._nodes: dict[str, tuple[Candidate | None, float]] = {}
         self._addresses: dict[str, tuple[bool, float]] = {}
@@ -93,12 +93,13 @@ class RedisDirectory:
             return {}
 
     async def claim(self, keys: MappingOf[Key, str]) -> MappingOf[Key, Claimed]:
-        if self._is_silent:
+        if self._is_silent or time.monotonic() < self._claimless_until_s:
             return {}
         try:
             return await asyncio.wait_for(self._claim(keys), LOOKUP_TIMEOUT_S)
         except Exception as error:
-            self._failed(error)
+            self._failed(error, is_write=True)
+            self._claimless_until_s = time.monotonic() + PAUSE_S[0]
             return {}
 
     async def knows(self, node: str) -> bool:
@@ -217,7 +218,7 @@ class RedisDirectory:
                 self.state.up, self._pause_s = True, 0.0
                 await _event(self._changed, self._beat_s - time.monotonic())
             except Exception as error:
-                self._failed(error)
+                self._failed(error, is_write=True)
                 await asyncio.sleep(self._pause_s)
 
     async def close(self) -> None:
@@ -282,7 +283,8 @@ class RedisDirectory:
 
     # -- state ---------------------------------------------------------------------------------
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: BaseException, *, is_write: bool = False) -> None:
+        """Note an error. A Redis that refuses writes, because it is full, is still asked."""
         was_quiet = self.state.up or not self.state.last_error
         self.state.failed(str(error) or type(error).__name__)
         if not isinstance(error, DOWN):
@@ -292,7 +294,8 @@ class RedisDirectory:
         self.state.up = False
         first_s, longest_s = PAUSE_S
         self._pause_s = min(max(2 * self._pause_s, first_s), longest_s)
-        self._silent_until_s = time.monotonic() + first_s
+        if not (is_write and isinstance(error, ResponseError)):
+            self._silent_until_s = time.monotonic() + first_s
         self._beat_s = 0.0
         self._note_lag()
 

@@ -104,9 +104,8 @@ class Cache:
         if leaving is None:
             return ()
         self._readers.waits.drop_session(session)
-        unmade = self._readers.end_makings(session)
         keys = self._writers.orphan_all(leaving)
-        return (*unmade, *(wakeup for key in keys for wakeup in self._readers.writer_lost(key)))
+        return tuple(wakeup for key in keys for wakeup in self._readers.writer_lost(key))
 
     def close_session(self, session: SessionId) -> bool:
         """Take back all that a leaving session had: its process can touch the memory no more.
@@ -316,18 +315,6 @@ class Cache:
         """Note that the fetch is over, however it ended."""
         return self._readers.stop_expecting(key)
 
-    def make(self, session: SessionId, key: Key, due_s: float) -> None:
-        """Note that the session makes the key: other readers may wait for it until `due_s`.
-
-        No effect for a key that is stored, for a session that has ended, and beyond the limit.
-        """
-        if self._sessions.get(session) is not None and self._entries.stored(key) is None:
-            self._readers.make(session, key, due_s)
-
-    def is_being_made(self, key: Key) -> bool:
-        """Whether a session has said that it makes the key."""
-        return self._readers.makings.maker(key) is not None
-
     # -- reading -------------------------------------------------------------------------------
 
     def acquire(
@@ -342,9 +329,8 @@ class Cache:
     ) -> Acquisition:
         """Lease the key's nearest copy, or wait up to `wait_s` for a commit.
 
-        With `WaitFor.WRITER` a key that nobody writes, that is not expected, and that no other
-        session makes, is Missing at once. `scanned`: the caller has taken all steps of
-        `scan_claims`.
+        With `WaitFor.WRITER` a key that nobody writes, and that is not expected, is Missing at
+        once. `scanned`: the caller has taken all steps of `scan_claims`.
         """
         if self._sessions.get(session) is None:
             return SessionEnded()
@@ -354,10 +340,7 @@ class Cache:
                 return Stored()
             return self._readers.lease(session, entry, now_s)
         if wait_s <= 0.0 or (
-            wait_for is WaitFor.WRITER
-            and self.wants(key)
-            and not self._readers.is_made_for(session, key)
-            and not self._is_claimed(key, scanned)
+            wait_for is WaitFor.WRITER and self.wants(key) and not self._is_claimed(key, scanned)
         ):
             self.counters.misses += 1
             return Missing()
@@ -431,7 +414,7 @@ class Cache:
     # -- time ----------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> tuple[list[Expired], list[Wakeup]]:
-        """End due leases, waits and makings; `next_deadline_s` is past if some are left."""
+        """End leases and waits that are due; `next_deadline_s` is past if some are left."""
         return self._readers.expire(now_s)
 
     def next_deadline_s(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Readers: leases on entries, and waits for keys that are written, made or expected."""
+"""Readers: leases on entries, and waits for keys that are written or expected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from ecd.core.counters import Counters
 from ecd.core.entries import Entries
 from ecd.core.entry import Entry
 from ecd.core.leases import Leases
-from ecd.core.makings import Makings
 from ecd.core.outcomes import Expired, Leased, LimitReached, Missing, Stored, Waiting, Wakeup
 from ecd.core.pins import Pins
 from ecd.core.types import Answer, Key, LeaseId, Limits, SessionId, WaitFor
@@ -19,7 +18,7 @@ DUE_AT_A_TIME = 256
 
 
 class Readers:
-    """The leases, waits and makings of all sessions, and the keys that fetches may bring."""
+    """The leases and waits of all sessions, and the keys that fetches are expected to bring."""
 
     def __init__(
         self, entries: Entries, pins: Pins, counters: Counters, limits: Limits, lease_ttl_s: float
@@ -28,7 +27,6 @@ class Readers:
         self._counters, self._limits = counters, limits
         self.leases = Leases(lease_ttl_s)
         self.waits = Waits()
-        self.makings = Makings()
         self._expected: set[Key] = set()
 
     # -- leases --------------------------------------------------------------------------------
@@ -65,17 +63,13 @@ class Readers:
 
     def wake(self, entry: Entry, now_s: float) -> tuple[Wakeup, ...]:
         """End the waits for the key of a committed entry."""
-        self.makings.end(entry.key)
         return tuple(self._woken(w, entry, now_s) for w in self.waits.take_for_key(entry.key))
 
     def writer_lost(self, key: Key) -> tuple[Wakeup, ...]:
-        """End the waits for a writer of the key, unless it is written or expected.
-
-        While a session makes the key, its own waits end alone.
-        """
+        """End the waits for a writer of the key, unless one is left or the key is expected."""
         if key in self._expected or self._entries.writing(key) is not None:
             return ()
-        given_up = self.waits.take_writer_lost(key, self.makings.maker(key))
+        given_up = self.waits.take_writer_lost(key)
         self._counters.misses += len(given_up)
         return tuple(Wakeup(wait.session, wait.ticket, Missing()) for wait in given_up)
 
@@ -96,48 +90,26 @@ class Readers:
         self._expected.discard(key)
         return self.writer_lost(key)
 
-    # -- makings -------------------------------------------------------------------------------
-
-    def make(self, session: SessionId, key: Key, due_s: float) -> None:
-        """Let readers wait for the key as for one that is written, until `due_s` at the latest."""
-        limit = self._limits.makings_per_session
-        if self.makings.count(session) >= limit:
-            self._counters.refuse("makings", limit)
-        else:
-            self.makings.add(session, key, due_s)
-
-    def is_made_for(self, session: SessionId, key: Key) -> bool:
-        """Whether another session makes the key."""
-        return self.makings.maker(key) not in (None, session)
-
-    def end_makings(self, session: SessionId) -> list[Wakeup]:
-        """End the session's makings, and the waits for them."""
-        return self._unmade(self.makings.take_session(session))
-
-    def _unmade(self, keys: Iterable[Key]) -> list[Wakeup]:
-        return [wakeup for key in keys for wakeup in self.writer_lost(key)]
-
     # -- ends ----------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> tuple[list[Expired], list[Wakeup]]:
-        """End due leases, waits and makings; `next_deadline_s` is past if some are left."""
+        """End leases and waits that are due; `next_deadline_s` is past if some are left."""
         due = self.leases.take_due(now_s, DUE_AT_A_TIME)
         for lease in due:
             self._pins.let_go(lease.entry)
         overdue = self.waits.take_due(now_s, DUE_AT_A_TIME)
-        unmade = self._unmade(self.makings.take_due(now_s, DUE_AT_A_TIME))
         self._counters.leases_expired += len(due)
         self._counters.waits_expired += len(overdue)
         self._counters.misses += len(overdue)
         return (
             [Expired(lease.session, lease.id) for lease in due],
-            [Wakeup(wait.session, wait.ticket, Missing()) for wait in overdue] + unmade,
+            [Wakeup(wait.session, wait.ticket, Missing()) for wait in overdue],
         )
 
     def next_deadline_s(self) -> float | None:
         """The earliest time at which `expire` may have something to end, never too late."""
-        all_next_s = self.leases.next_s, self.waits.next_s, self.makings.next_s
-        return min((s for s in all_next_s if s is not None), default=None)
+        deadlines = [s for s in (self.leases.next_s, self.waits.next_s) if s is not None]
+        return min(deadlines, default=None)
 
     def end_leases(self, session: SessionId) -> bool:
         """End some of the session's leases; returns whether none is left."""
@@ -154,7 +126,6 @@ class Readers:
         """Raise AssertionError unless every entry is held by its leases and pins. O(n)."""
         self.leases.check()
         self.waits.check()
-        self.makings.check()
         held = self.leases.counts()
         for pinned in self._pins.held:
             held[pinned] = held.get(pinned, 0) + 1

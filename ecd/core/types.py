@@ -59,7 +59,7 @@ class WaitFor(Enum):
     """How long a reader waits for a key that is not stored, within its time."""
 
     ANY = "any"  # until the key is stored
-    WRITER = "writer"  # only while somebody writes or makes the key, or a fetch may bring it
+    WRITER = "writer"  # only while somebody writes the key, or a fetch is expected to bring it
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,6 @@ class Limits:
     reservations_per_session: int = 1024
     leases_per_session: int = 65536
     waits_per_session: int = 4096
-    makings_per_session: int = 256
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,12 @@ class Waits:
         tickets = self._by_key.get(key)
         return [self._drop(self._waits[ticket]) for ticket in list(tickets)] if tickets else []
 
-    def take_writer_lost(self, key: Key, session: SessionId | None = None) -> list[Wait]:
-        """End the waits, of one session or all, for a writer of `key`, the oldest first."""
+    def take_writer_lost(self, key: Key) -> list[Wait]:
+        """End the waits for a writer of `key`, the oldest first: nobody writes it any more."""
         return [
             self._drop(wait)
             for ticket in list(self._by_key.get(key, ()))
             if (wait := self._waits[ticket]).wait_for is WaitFor.WRITER
-            and session in (None, wait.session)
         ]
 
     def take_due(self, now_s: float, most: int) -> list[Wait]:

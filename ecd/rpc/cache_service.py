@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 
 from ecd.background import Background
-from ecd.core.outcomes import Aborted, Acquisition, Committed, Reserved
+from ecd.core.outcomes import Aborted, Acquisition, Committed, Reserved, Waiting
 from ecd.core.types import Answer, Content, EntryId, Key, LeaseId, WaitFor
 from ecd.followups import EVICTED_AT_A_TIME
 from ecd.live import LiveCache
@@ -143,18 +143,18 @@ class CacheService(pb_grpc.CacheServicer):
         check_batch(request.hints)
         check_batch(request.makes)
         wait_s = seconds_from(request.wait_s, "wait_s")
+        makes = {make.index: seconds_from(make.wait_s, "wait_s") for make in request.makes}
         pace = await self._live.begin()
         keys = await pace.each(key_from, request.keys)
         await self._recovery.settle(keys)
         if wait_s > 0.0:
             hints = dict(await pace.each(_hints_of, request.hints))
-            makes = {make.index: make.waits for make in request.makes}
             for index, key in enumerate(keys):
                 await pace.step()
-                if (waits := makes.get(index)) is None:
+                if (make_s := makes.get(index)) is None:
                     self._others.want(key, hints.get(index, ()))
                 else:
-                    self._others.want_or_make(key, hints.get(index, ()), session, waits=waits)
+                    self._others.want_or_make(key, hints.get(index, ()), session, make_s)
             for _ in range(TURNS_TO_ASK):
                 await asyncio.sleep(0)
             if request.only_if_written:
@@ -163,9 +163,12 @@ class CacheService(pb_grpc.CacheServicer):
         how = wait_s, wait_for, Answer.PIN if request.to_pin else Answer.LEASE
         outcomes: list[Acquisition] = []
         try:
-            for key in keys:
+            for index, key in enumerate(keys):
                 await pace.step()
-                outcomes.append(self._live.acquire(session, key, *how))
+                outcome = self._live.acquire(session, key, *how)
+                outcomes.append(outcome)
+                if isinstance(outcome, Waiting) and makes.get(index) == 0.0:
+                    self._others.waits_for_nobody(key, session, outcome.ticket)
             outcomes = await self._streams.held.hold(session, outcomes)
             reply = pb.AcquireReply(incarnation=self._incarnation)
             for outcome in outcomes:

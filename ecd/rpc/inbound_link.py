@@ -22,7 +22,7 @@ from ecd.wire import (
     to_content,
     to_extents,
 )
-from ecd_proto.contract import Hint
+from ecd_proto.contract import MAKING_S, Hint
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
 
@@ -64,10 +64,14 @@ class Memory(Protocol):
 
 
 class _Asked(NamedTuple):
-    """A question for a lease: its ticket, and the largest entry that may come with the lease."""
+    """A question for a lease: its ticket, and the largest entry that may come with the lease.
+
+    `if_made`: the peer waits for a key that is made here, too.
+    """
 
     ticket: int
     bytes_up_to: int
+    if_made: bool
 
 
 class InboundLink:
@@ -131,20 +135,22 @@ class InboundLink:
         self._post(pb.LinkReply(found=reply))
 
     def _has(self, key: Key) -> bool:
-        """Whether the key is here, or being made or written here, after `learn`.
+        """Whether the key is here, or being written here, after `learn`.
 
         A speculative read does not count: the node that asks may be the one being read.
         """
-        cache, memory = self._live.cache, self._memory
-        if cache.contains(key) or cache.is_being_made(key) or memory.is_claiming(key):
-            return True
-        return self._live.is_being_written(key) and not memory.is_speculative(key)
+        return self._live.cache.contains(key) or (
+            self._live.is_being_written(key) and not self._memory.is_speculative(key)
+        )
+
+    def _is_made(self, key: Key) -> bool:
+        return key in self._live.makings or self._memory.is_claiming(key)
 
     async def _lease(self, request: pb.LeaseKeys) -> None:
         check_batch(request.keys)
         asked = [
             (
-                _Asked(item.ticket, item.bytes_up_to),
+                _Asked(item.ticket, item.bytes_up_to, item.if_made),
                 key_from(item.key),
                 seconds_from(item.wait_s, "wait_s"),
             )
@@ -165,13 +171,18 @@ class InboundLink:
         known: list[pb.LeaseOutcome] = []
         unhashed: list[tuple[_Asked, Leased]] = []
         for asked, key, wait_s in questions:
+            wait_for = WaitFor.WRITER
             if not self._has(key):
-                known.append(pb.LeaseOutcome(ticket=asked.ticket, missing=cache_pb2.Missing()))
-                continue
+                if not (asked.if_made and self._is_made(key)):
+                    known.append(pb.LeaseOutcome(ticket=asked.ticket, missing=cache_pb2.Missing()))
+                    continue
+                wait_for, wait_s = WaitFor.ANY, min(wait_s, MAKING_S)
             wait_s = min(wait_s, MAX_WAIT_S)
-            outcome = self._live.acquire(self.session, key, wait_s, WaitFor.WRITER)
+            outcome = self._live.acquire(self.session, key, wait_s, wait_for)
             if isinstance(outcome, Waiting):
                 self._waits[outcome.ticket] = asked
+                if wait_for is WaitFor.ANY:
+                    self._live.makings.note_wait(key, self.session, outcome.ticket)
             elif not isinstance(outcome, Leased):
                 known.append(_refused(asked.ticket, outcome))
             elif outcome.checksum is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ecd.core.types import Key, SessionId
+from ecd.core.types import Key, SessionId, Ticket
 from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -17,12 +17,15 @@ class OtherNodes(Protocol):
         """Bring the key here for a waiting client, unless it is here or on its way."""
 
     def want_or_make(
-        self, key: Key, hints: Sequence[Hint], maker: SessionId, *, waits: bool
+        self, key: Key, hints: Sequence[Hint], maker: SessionId, wait_s: float
     ) -> None:
-        """As `want`, for a client that makes the key if no node has it.
+        """As `want`, for a session that makes the key if no node has it.
 
-        `waits`: unless another node makes it.
+        It waits for so long if another node makes it.
         """
+
+    def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:
+        """End this wait for the key if the key is, or gets, waited for as another node makes it."""
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         """Tell these nodes of these keys, as soon as they are stored here."""
@@ -37,8 +40,11 @@ class NoOtherNodes:
         pass
 
     def want_or_make(
-        self, key: Key, hints: Sequence[Hint], maker: SessionId, *, waits: bool
+        self, key: Key, hints: Sequence[Hint], maker: SessionId, wait_s: float
     ) -> None:
+        pass
+
+    def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:
         pass
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from ecd.live import LiveCache
 from ecd.rpc.attach import DmaProcesses
 from ecd.rpc.convert import SessionOver, to_acquire_outcome
 from ecd.rpc.held import HeldAnswers
-from ecd.wire import InvalidRequest
+from ecd.wire import InvalidRequest, key_from
 from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -212,6 +212,10 @@ class SessionStreams:
                     for ticket in map(Ticket, request.cancel_waits.tickets):
                         await pace.step()
                         self._live.cancel_wait(stream.session, ticket)
+                case "stop_making" if len(request.stop_making.keys) <= MAX_BATCH:
+                    pace = self._live.turns.pace()
+                    keys = await pace.each(key_from, request.stop_making.keys)
+                    self._live.stop_making(stream.session, keys)
                 case _:
                     logger.warning("%s broke the session's protocol", stream.client)
                     return

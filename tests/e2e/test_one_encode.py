@@ -186,5 +186,5 @@ def test_nobody_waits_again_and_again_where_nothing_can_be_stored(
         replies = at_once(engines, [ask(image)], [ask(image)])
         assert are_right(plain, replies, [ask(image)], [ask(image)])
         waited += sum(reply["seconds"] > MAKING_S for reply in replies)
-    assert waited in (1, 2), "each waits in vain once in ten seconds"
+    assert waited <= len(engines), "each waits in vain at most once in ten seconds"
     assert all(item.tensor is not None for item in held)

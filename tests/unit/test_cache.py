@@ -62,7 +62,6 @@ LIMITS = Limits(
     reservations_per_session=3,
     leases_per_session=5,
     waits_per_session=3,
-    makings_per_session=2,
 )
 POOL_LIMITS = PoolLimits(granted_share=0.4, high_watermark=0.8, low_watermark=0.5)
 keys = st.sampled_from(KEYS)
@@ -262,7 +261,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.warm_s: dict[int, float] = {}  # by tag: the commit, or the end of the last lease
         self.counted = Counter[str]()
         self.expected: set[Key] = set()
-        self.made: dict[Key, tuple[SessionId, float]] = {}
         self.checksums: dict[int, int | None] = {}  # by tag
         self.tags: dict[EntryId, int] = {}
         self.known_extents: dict[EntryId, Extent] = {}
@@ -409,15 +407,12 @@ class CacheMachine(RuleBasedStateMachine):
         lost = self.open.pop(session)
         self.leaving[session] = lost
         self.board.ambush = False
-        unmade = {key for key, (maker, _) in self.made.items() if maker == session}
-        for key in unmade:
-            del self.made[key]
-        keys_lost = {writer.key for writer in lost.writers.values()} | unmade
+        keys_lost = {writer.key for writer in lost.writers.values()}
         expected = {
             (s, ticket)
             for s, model in self.open.items()
             for ticket, (key, _, only_if_written) in model.waits.items()
-            if only_if_written and key in keys_lost and self.gives_up(s, key)
+            if only_if_written and key in keys_lost - self.expected - self.keys_written()
         }
         woken = self.cache.leave_session(session)
         assert {(w.session, w.ticket) for w in woken} == expected
@@ -605,7 +600,6 @@ class CacheMachine(RuleBasedStateMachine):
         learned = Content("bool", (1, nbytes), nbytes, b"", 2.0) if writer.tag % 3 == 0 else None
         content = learned or content
         self.stored[writer.place] = (writer.tag, writer.extent, content, self.now_s)
-        self.made.pop(writer.key, None)
         self.committed_s[writer.place] = self.warm_s[writer.tag] = self.now_s
         # Some writers know the checksum; of other entries it is found out later, or never.
         self.checksums[writer.tag] = writer.tag if writer.tag % 2 else None
@@ -717,7 +711,6 @@ class CacheMachine(RuleBasedStateMachine):
         was_stored, was_written = writer.place in self.stored, writer.place in self.writing()
         if not was_stored and not was_written:
             self.stored[writer.place] = (writer.tag, extent, content, self.now_s)
-            self.made.pop(key, None)
             self.committed_s[writer.place] = self.warm_s[writer.tag] = self.now_s
             self.checksums[writer.tag] = None
         outcome = self.cache.put(session, key, content, extent, self.now_s)
@@ -765,7 +758,7 @@ class CacheMachine(RuleBasedStateMachine):
             for s, m in self.open.items()
             for t, (key, _, only_if_written) in m.waits.items()
             if key == writer.key and only_if_written
-            if self.gives_up(s, key)
+            if key not in self.expected | self.keys_written()
         }
         if may_still_write:
             self.set_aside.setdefault(session, {})[reservation] = writer
@@ -812,30 +805,11 @@ class CacheMachine(RuleBasedStateMachine):
             (s, t)
             for s, m in self.open.items()
             for t, wait in m.waits.items()
-            if wait[0] == key and wait[2] and self.gives_up(s, key)
+            if wait[0] == key and wait[2] and key not in self.keys_written()
         }
         woken = self.cache.stop_expecting(key)
         assert {(w.session, w.ticket) for w in woken} == giving_up
         self.take_wakeups(woken)
-
-    def gives_up(self, session: SessionId, key: Key) -> bool:
-        """Whether the session waits in vain for a writer of the key."""
-        maker, _ = self.made.get(key, (session, 0.0))
-        return maker == session and key not in self.keys_written() | self.expected
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data(), key=keys, within_s=st.sampled_from([0.5, 3.0]))
-    def make(self, data: st.DataObject, key: Key, within_s: float) -> None:
-        session = self.any_open(data)
-        self.cache.make(session, key, self.now_s + within_s)
-        made_by_it = sum(maker == session for maker, _ in self.made.values())
-        if key in self.keys_stored():
-            pass
-        elif made_by_it == LIMITS.makings_per_session:
-            self.counted["makings"] += 1  # refused
-        else:
-            self.made[key] = session, self.now_s + within_s
-        assert self.cache.is_being_made(key) == (key in self.made)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -858,8 +832,7 @@ class CacheMachine(RuleBasedStateMachine):
         to_pin: bool,
     ) -> None:
         session = self.any_open(data)
-        made = {key for key, (maker, _) in self.made.items() if maker != session}
-        coming = self.keys_stored() | self.keys_written() | self.expected | made
+        coming = self.keys_stored() | self.keys_written() | self.expected
         if known and coming:
             key = data.draw(st.sampled_from(sorted(coming)))
         model = self.open[session]
@@ -876,7 +849,7 @@ class CacheMachine(RuleBasedStateMachine):
             case Missing():
                 self.counted["misses"] += 1
                 assert key not in self.keys_stored()
-                on_its_way = key in self.keys_written() | self.expected | made
+                on_its_way = key in self.keys_written() | self.expected
                 on_its_way = on_its_way or self.board.is_begun(key)
                 assert wait_s == 0.0 or (only_if_written and not on_its_way)
             case Waiting(ticket):
@@ -1035,27 +1008,12 @@ class CacheMachine(RuleBasedStateMachine):
                 for ticket, (_, until_s, _) in model.waits.items():
                     if until_s <= self.now_s:
                         due_waits.add((session, ticket))
-        due_makings = {key for key, (_, until_s) in self.made.items() if until_s <= self.now_s}
-        for key in due_makings:
-            del self.made[key]
-        due_waits |= {
-            (session, ticket)
-            for session, model in self.open.items()
-            for ticket, (key, _, only_if_written) in model.waits.items()
-            if only_if_written and key in due_makings and self.gives_up(session, key)
-        }
         next_s = self.cache.next_deadline_s()
-        if due_leases or due_waits or due_makings:
+        if due_leases or due_waits:
             assert next_s is not None
             assert next_s <= self.now_s
         expired, overdue = self.cache.expire(self.now_s)
-        overdue_waits = {
-            (session, ticket)
-            for session, model in self.open.items()
-            for ticket, (_, until_s, _) in model.waits.items()
-            if until_s <= self.now_s
-        }
-        self.counted.update(leases_expired=len(due_leases), waits_expired=len(overdue_waits))
+        self.counted.update(leases_expired=len(due_leases), waits_expired=len(due_waits))
         assert {(e.session, e.lease) for e in expired} == due_leases
         assert {(w.session, w.ticket) for w in overdue} == due_waits
         assert all(w.outcome == Missing() for w in overdue)

@@ -24,7 +24,7 @@ class KeyLocks:
         """`fd` is the file of the sessions' locks, and stays its owner's."""
         self._fd = fd
         self._until_s: dict[int, float] = {}  # by byte, the oldest first
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage-collected item may close the session within it
 
     def take(self, namespace: str, mm_hash: str, seconds: float) -> bool:
         """Lock the key for so long. False: another session has locked it."""
@@ -77,7 +77,7 @@ class KeyLocks:
 
     def cut_off(self) -> None:
         """In a forked child: the locks are the parent's."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._fd = -1
 
     def _release(self, offset: int) -> None:

@@ -28,6 +28,7 @@ except ImportError:
     collect_ec_item_metadata = ReceiverCache = open_image = None
 
 __all__ = [
+    "ASKS_OF_RUNNING",
     "CAN_FAIL_ONE_REQUEST",
     "CAN_LEAVE_OUT_MEDIA",
     "TELLS_WHAT_TO_SAVE",
@@ -46,6 +47,7 @@ MAX_PACKED_BYTES = 96
 """Longest metadata of an entry: with more its row would be cut short, and each get a call."""
 
 CAN_FAIL_ONE_REQUEST = hasattr(ECConnectorBase, "take_unavailable_requests")
+ASKS_OF_RUNNING = CAN_FAIL_ONE_REQUEST  # whether the scheduler asks the connector in every step
 """Whether the scheduler asks which requests the connector cannot serve."""
 CAN_LEAVE_OUT_MEDIA = ReceiverCache is not None
 """Whether the server takes placeholder metadata as JSON, in place of an item's media."""

@@ -1,9 +1,8 @@
 """Who encodes an item that nobody has stored: one engine of a node at a time, by locks of keys.
 
-An engine locks an item before it encodes it; others wait until the item is stored, a while at most.
-An engine that waits holds no lock for the same request, so that no two wait for each other.
-Across nodes the directory decides: the engine that has the lock says to its daemon that it makes
-the item (`Makes`).
+An engine locks what its next step may encode; others wait until it is stored, a while at most. A
+request that waits holds no lock, so that no two wait for each other. Across nodes the directory
+decides: the engine that has the lock tells its daemon that it makes the item.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from ecd_client.acquire import Makes
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable
 from ecd_client.vllm.stats import EcdStats
@@ -20,65 +18,76 @@ from ecd_client.vllm.wanted import WantedItem
 from ecd_proto.contract import MAKING_S
 
 SHARE_WAITED = 3 / 4
-"""Share of a request's time that it waits for other engines: the daemon is asked in the rest."""
+"""Share of a request's time that it waits for other engines; the daemon has the rest to answer."""
 AGAIN_S = 0.002
 """Interval at which memory is looked at for an item that another engine encodes."""
+NOTICED_S = 0.1
+"""An answer of the daemon that takes longer has waited for another node."""
 RESTS_S = 10.0
 """How long this engine waits for no other, after it has waited in vain: perhaps ecd is full."""
-MAX_AHEAD = 16
-"""Missing items of one request that are locked; the engine encodes the others later."""
 
 
 class Encodes:
-    """This engine's share in encoding what the node lacks."""
+    """This engine's share in encoding what the cluster lacks."""
 
     def __init__(self, client: Client, stats: EcdStats, *, is_producer: bool) -> None:
-        """An engine that stores nothing waits for others, and lets nobody wait for it."""
+        """An engine that stores nothing waits for others of its node, and nobody waits for it."""
         self._client, self._stats, self._is_producer = client, stats, is_producer
         self._rests_until_s = 0.0
 
-    def take_on(self, absent: Sequence[WantedItem], deadline_s: float) -> Sequence[WantedItem]:
-        """The items of one request that this engine is to encode: all, or none while it waits."""
+    def take_on(self, absent: Sequence[WantedItem], deadline_s: float) -> bool:
+        """Whether this engine goes on with all of these items of a request, or waits for one."""
         now_s = time.monotonic()
-        locked: list[WantedItem] = []
-        waits = False
-        for wanted in absent[:MAX_AHEAD]:
-            if wanted.encoded:
+        if any(wanted.awaited_until_s and now_s < wanted.ask_again_s for wanted in absent):
+            return False
+        locked = []
+        for wanted in absent:
+            if wanted.encoded or wanted.locked:
                 continue
             if self._lock(wanted):
                 locked.append(wanted)
-            elif now_s >= self._rests_until_s and not self._is_over(wanted, now_s, deadline_s):
-                waits = True
-        if not waits:
-            return absent
-        if self._is_producer:
-            with contextlib.suppress(DaemonUnavailable):  # then they have gone with the session
-                for wanted in locked:
-                    self._client.unlock(wanted.identifier)
-        for wanted in absent:
-            wanted.ask_again_s = now_s + AGAIN_S
-        return ()
+            elif self._waits_for(wanted, now_s, deadline_s):
+                for each in locked:
+                    self._unlock(each)
+                return False
+        for wanted in locked:
+            wanted.locked = True
+        return True
 
-    def makes(self, absent: Sequence[WantedItem]) -> Makes:
-        """What to tell the daemon of the missing items of one request, which this engine encodes.
+    def makes_s(self, absent: Sequence[WantedItem], deadline_s: float) -> float | None:
+        """How long the daemon is to wait for another node that makes these items of a request.
 
-        Several are not waited for: two engines that each have some would wait for each other.
+        None: this engine stores nothing, and so makes nothing for others. Several items are not
+        waited for: two engines that each have some would wait for each other.
         """
         if not self._is_producer:
-            return Makes.NOTHING
-        is_alone = len(absent) == 1 and time.monotonic() >= self._rests_until_s
-        return Makes.ALONE if is_alone else Makes.ALWAYS
+            return None
+        now_s = time.monotonic()
+        waits = len(absent) == 1 and now_s >= self._rests_until_s
+        return _patience_s(now_s, deadline_s) if waits else 0.0
 
-    def answered(self, asked_s: float, makes: Makes) -> None:
-        """Note that the daemon found nothing: if it took so long, another node was waited for."""
-        if makes is Makes.ALONE and time.monotonic() - asked_s > MAKING_S / 2:
-            self._rest()
+    def answered(self, wanted: WantedItem, *, found: bool) -> None:
+        """Note that the daemon answered, or is given up: it may have waited for another node."""
+        if wanted.makes_s and time.monotonic() - wanted.asked_s > NOTICED_S:
+            self._waited(in_vain=not found)
 
-    def not_stored(self) -> None:
-        """Let others encode: what this engine encoded was not stored."""
-        if self._is_producer:
-            with contextlib.suppress(DaemonUnavailable):
-                self._client.unlock_all()
+    def stored(self, wanted: WantedItem) -> None:
+        """Note that memory shows the item: it may have been waited for."""
+        if wanted.awaited_until_s:
+            self._waited(in_vain=False)
+
+    def left(self, wanted: WantedItem) -> None:
+        """Let others encode an item that no request needs any more."""
+        if wanted.locked and not wanted.encoded:
+            self._unlock(wanted)
+            if wanted.makes_s is not None:
+                with contextlib.suppress(DaemonUnavailable):
+                    self._client.stop_making([wanted.identifier])
+
+    def let_go(self) -> None:
+        """Let others encode everything: what this engine encoded is not stored."""
+        with contextlib.suppress(DaemonUnavailable):
+            self._client.unlock_all()
 
     def _lock(self, wanted: WantedItem) -> bool:
         try:
@@ -88,17 +97,28 @@ class Encodes:
         except DaemonUnavailable:
             return True
 
-    def _is_over(self, wanted: WantedItem, now_s: float, deadline_s: float) -> bool:
-        """Whether the item was waited for long enough; the first question begins the wait."""
-        if now_s >= deadline_s:
-            return True
-        if not wanted.awaited_until_s:
-            self._stats.count("awaited")
-            wanted.awaited_until_s = now_s + min(MAKING_S, SHARE_WAITED * (deadline_s - now_s))
-        if now_s < wanted.awaited_until_s:
+    def _unlock(self, wanted: WantedItem) -> None:
+        wanted.locked = False
+        with contextlib.suppress(DaemonUnavailable):  # then the lock has gone with the session
+            self._client.unlock(wanted.identifier)
+
+    def _waits_for(self, wanted: WantedItem, now_s: float, deadline_s: float) -> bool:
+        """Whether to wait for the engine that has the item's lock."""
+        if now_s < self._rests_until_s or now_s >= deadline_s:
             return False
-        self._rest()
+        if not wanted.awaited_until_s:
+            wanted.awaited_until_s = now_s + _patience_s(now_s, deadline_s)
+        if now_s >= wanted.awaited_until_s:
+            self._waited(in_vain=True)
+            return False
+        wanted.ask_again_s = now_s + AGAIN_S
         return True
 
-    def _rest(self) -> None:
-        self._rests_until_s = time.monotonic() + RESTS_S
+    def _waited(self, *, in_vain: bool) -> None:
+        self._stats.count("awaited_in_vain" if in_vain else "awaited")
+        if in_vain:
+            self._rests_until_s = time.monotonic() + RESTS_S
+
+
+def _patience_s(now_s: float, deadline_s: float) -> float:
+    return min(MAKING_S, SHARE_WAITED * max(0.0, deadline_s - now_s))

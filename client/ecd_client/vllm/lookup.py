@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, EcdError
+from ecd_client.vllm.compat import ASKS_OF_RUNNING
 from ecd_client.vllm.encodes import Encodes
 from ecd_client.vllm.outputs import Outputs
 from ecd_client.vllm.producer import Producer
@@ -88,16 +89,22 @@ class Lookup:
         if self._fails or wanted.bare or wanted.hints:
             self._ask_later(wanted, may_come or (self._fails and not wanted.bare))
         else:
-            wanted.absent = True
+            wanted.absent, wanted.may_come = True, may_come
 
     def take_on(self, absent: Sequence[WantedItem], deadline_s: float) -> None:
-        """Go on with the absent items of one request, unless another engine encodes one of them."""
-        for wanted in self._encodes.take_on(absent, deadline_s):
-            wanted.absent = False
+        """Go on with absent items of one request, unless another engine encodes one of them."""
+        if not self._encodes.take_on(absent, deadline_s):
+            return
+        makes_s = self._encodes.makes_s(absent, deadline_s)
+        for wanted in absent:
             may_come = self._read(wanted)  # again: another engine may have stored it meanwhile
             if may_come is not None:
-                wanted.makes = self._encodes.makes(absent)
-                self._ask_later(wanted, may_come)
+                self._ask_later(wanted, may_come, makes_s)
+
+    def take_far(self, wanted: WantedItem) -> None:
+        """Ask for an absent item that the next step does not encode; a later one takes it on."""
+        if wanted.may_come or not ASKS_OF_RUNNING:
+            self._ask_later(wanted, wanted.may_come)
 
     def _read(self, wanted: WantedItem) -> bool | None:
         """Read memory. Whether a call could find what it lacks; None: this is decided."""
@@ -108,12 +115,15 @@ class Lookup:
             return None
         if item is None:
             return may_come
+        self._encodes.stored(wanted)
         wanted.take(item, self._outputs)
         self._away = False
         return None
 
-    def _ask_later(self, wanted: WantedItem, may_come: bool) -> None:
+    def _ask_later(self, wanted: WantedItem, may_come: bool, makes_s: float | None = None) -> None:
+        wanted.absent = False
         if may_come:
+            wanted.makes_s = makes_s
             self._to_ask[wanted.identifier] = wanted
         else:
             self._note_miss(wanted, "nobody has stored it")
@@ -137,7 +147,7 @@ class Lookup:
                 self._wait_s,
                 only_if_written=only_if_written,
                 nodes=[wanted.hints for wanted in unique],
-                makes=[wanted.makes for wanted in unique],
+                makes=[wanted.makes_s for wanted in unique],
             )
         except EcdError as error:
             for wanted in unique:
@@ -159,8 +169,8 @@ class Lookup:
             self._note_failure(wanted, error)
             return
         item = answer.result()
+        self._encodes.answered(wanted, found=item is not None)
         if item is None:
-            self._encodes.answered(wanted.asked_s, wanted.makes)
             self._note_miss(wanted, wanted.cause)
             return
         wanted.take(item, self._outputs)
@@ -171,6 +181,7 @@ class Lookup:
     def note_late(self, wanted: WantedItem) -> None:
         """Count a daemon that did not answer in time, and give the item up."""
         self._stats.count("failures")
+        self._encodes.answered(wanted, found=False)
         self._note_away("it did not answer in time")
         wanted.give_up("ecd did not answer in time")
 
@@ -200,6 +211,7 @@ class Lookup:
 
     def _note_absent(self, wanted: WantedItem, cause: str) -> None:
         wanted.cause = cause
+        wanted.absent = False
         wanted.missing = not self._fails
         wanted.ask_again_s = time.monotonic() + ASK_AGAIN_S
 

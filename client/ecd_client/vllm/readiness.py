@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST, fail_by_itself
 from ecd_client.vllm.lookup import ENOUGH_LEFT, Lookup
-from ecd_client.vllm.request_items import RequestItems
+from ecd_client.vllm.request_items import NeededItem, RequestItems
 from ecd_client.vllm.settings import FAIL, Settings
 from ecd_client.vllm.sharing import Sharing
 from ecd_client.vllm.stats import EcdStats
 from ecd_client.vllm.wanted import User, WantedItem, WantedItems
 
 if TYPE_CHECKING:
+    from vllm.config import SchedulerConfig
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
@@ -43,21 +45,27 @@ class Readiness:
         items: WantedItems,
         lookup: Lookup,
         stats: EcdStats,
+        scheduler_config: SchedulerConfig,
     ) -> None:
+        """`scheduler_config` tells how much one step computes and encodes."""
         self._sharing, self._items, self._lookup = sharing, items, lookup
         self._wait_s = settings.load_timeout_s
         self._fails = settings.on_unavailable == FAIL
         self._stats = stats
+        self._step_tokens = scheduler_config.max_num_batched_tokens
+        self._step_embeddings = scheduler_config.max_num_encoder_input_tokens
         self.failed: set[str] = set()
         """Ids of failed requests, for vLLM's scheduler to end; vLLM 0.28 ends them by itself."""
 
-    def is_ready(self, request: Request, state: RequestItems) -> bool:
+    def is_ready(self, request: Request, state: RequestItems, num_computed_tokens: int) -> bool:
         """Look up every item that the request still needs, and judge by them."""
-        ahead = [(self._items.want(state, needed), state.user(needed)) for needed in state.ahead()]
+        needs = state.ahead()
+        ahead = [(self._items.want(state, needed), state.user(needed)) for needed in needs]
         for wanted, _ in ahead:
             self._lookup.look(wanted)
-        if absent := {wanted.identifier: wanted for wanted, _ in ahead if wanted.absent}:
-            self._lookup.take_on(list(absent.values()), state.deadline_s)
+        if any(wanted.absent for wanted, _ in ahead):
+            wanteds = [wanted for wanted, _ in ahead]
+            self._take_on(needs, wanteds, num_computed_tokens, state.deadline_s)
         is_ready = True
         for wanted, user in ahead:
             if user in wanted.bare:
@@ -72,9 +80,36 @@ class Readiness:
             is_ready = is_ready and verdict is _Verdict.READY
         return is_ready
 
+    def _take_on(
+        self,
+        needs: Sequence[NeededItem],
+        wanteds: Sequence[WantedItem],
+        num_computed_tokens: int,
+        deadline_s: float,
+    ) -> None:
+        """Have the absent items encoded that the next step can encode, by this engine or another.
+
+        The others are not locked: who needs nothing but those would wait for long.
+        """
+        near: dict[str, WantedItem] = {}
+        end, left = num_computed_tokens + self._step_tokens, self._step_embeddings
+        for needed, wanted in zip(needs, wanteds, strict=True):
+            if not wanted.absent or wanted.identifier in near:
+                continue
+            left -= needed.embeddings
+            wanted.is_far = needed.start >= end or (left < 0 and bool(near))
+            if wanted.is_far:
+                self._lookup.take_far(wanted)
+            else:
+                near[wanted.identifier] = wanted
+        if near:
+            self._lookup.take_on(list(near.values()), deadline_s)
+
     def _judge(self, state: RequestItems, wanted: WantedItem, user: User) -> _Verdict:
         """Judge an item that the engine can encode, unless it has no encoder."""
         if wanted.missing or wanted.serves_all(ENOUGH_LEFT):
+            return _Verdict.READY
+        if wanted.absent and wanted.is_far:
             return _Verdict.READY
         is_late = time.monotonic() >= state.deadline_s
         if wanted.item is not None:

@@ -16,11 +16,12 @@ RequestUser: TypeAlias = "tuple[str, int]"
 class NeededItem:
     """One place in a prompt that embeddings have to fill.
 
-    `index` is the item's in `mm_features`. A bare item came without its media, so this engine
-    cannot encode it.
+    `index` is the item's in `mm_features`, `start` the first token of the place. A bare item came
+    without its media, so this engine cannot encode it.
     """
 
     index: int
+    start: int
     identifier: str
     embeddings: int
     modality: str

@@ -84,9 +84,16 @@ class SchedulerRole:
         self._encodes = Encodes(self._client, self.stats, is_producer=is_producer)
         how = settings, self._sharing, outputs, self.stats, self._producer, self._encodes
         self._lookup = Lookup(self._client, *how)
-        self._items = WantedItems(outputs)
+        self._items = WantedItems(outputs, self._encodes.left)
         self._loads = Loads(self._items, workers)
-        self._readiness = Readiness(settings, self._sharing, self._items, self._lookup, self.stats)
+        self._readiness = Readiness(
+            settings,
+            self._sharing,
+            self._items,
+            self._lookup,
+            self.stats,
+            vllm_config.scheduler_config,
+        )
         self._requests: dict[str, RequestItems] = {}
         self._counts = SharedCounts() if is_producer and not is_consumer else None
         self._shown = SharedNamespace(vllm_config.instance_id)
@@ -127,6 +134,7 @@ class SchedulerRole:
             self.weights_changed("a worker's encoder cache was emptied")
 
     def _start_over(self) -> None:
+        self._encodes.let_go()
         self._client.namespace = self._sharing.namespace
         self._shown.write(self.namespace)
         self._lookup.forget()
@@ -155,7 +163,7 @@ class SchedulerRole:
             self._items.leave_all(state, left)
         if state.is_past_all:
             return True
-        return not state.failed and self._readiness.is_ready(request, state)
+        return not state.failed and self._readiness.is_ready(request, state, num_computed_tokens)
 
     def _admit(self, request: Request) -> RequestItems:
         deadline_s = time.monotonic() + self._wait_s
@@ -177,8 +185,9 @@ class SchedulerRole:
             is_bare = self._is_consumer and self._metadata.is_all_of(feature)
             if is_bare or self._sharing.includes(identifier):
                 embeddings = position.get_num_embeds()
-                item = NeededItem(index, identifier, embeddings, feature.modality, is_bare)
-                state.add(item, position.offset + position.length)
+                start = position.offset
+                item = NeededItem(index, start, identifier, embeddings, feature.modality, is_bare)
+                state.add(item, start + position.length)
         state.seen = len(request.mm_features)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
@@ -258,7 +267,7 @@ class SchedulerRole:
         """Add counts of the workers."""
         self.stats.aggregate(by_workers)
         if by_workers.data.get("dropped_saves"):
-            self._encodes.not_stored()
+            self._encodes.let_go()
 
     def take_stats(self) -> EcdStats | None:
         """The counts of this role and its workers since the last call; None without any."""

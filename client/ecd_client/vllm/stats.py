@@ -11,7 +11,8 @@ from ecd_client.vllm.compat import ECConnectorPromMetrics, ECConnectorStats
 COUNTERS = {
     "hits": "Items that ecd had when the engine needed them.",
     "misses": "Items that ecd did not have when the engine needed them.",
-    "awaited": "Items that another engine of the node was encoding, and that were waited for.",
+    "awaited": "Items that another engine encoded meanwhile, and that were waited for.",
+    "awaited_in_vain": "Items waited for that no other engine stored in time.",
     "mismatches": "Items whose number of embeddings, width or dtype was not what is expected.",
     "failures": "Lookups that ended with an error or too late.",
     "unavailable": "Requests failed because their embeddings could not be had.",

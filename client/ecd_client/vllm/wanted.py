@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ecd_client.acquire import Makes
 from ecd_client.item import Item
 from ecd_client.reader import close_unseen
 from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST
@@ -47,6 +46,9 @@ class WantedItem:
     embeddings: int | None = None  # of `item`; None: this engine's encoder cannot have made it
     promised: bool = False  # to the step that is being scheduled
     absent: bool = False  # not in memory, and it was not decided yet who encodes it
+    is_far: bool = False  # an absent item: the next step cannot encode it
+    may_come: bool = False  # an absent item: a call could find it
+    locked: bool = False  # by this engine, which is to encode it
     missing: bool = False  # the engine is to encode it
     encoded: bool = False  # by this engine, for one of the users
     denied: bool = False  # the last answer: no node has it
@@ -56,7 +58,7 @@ class WantedItem:
     ask_again_s: float = 0.0
     awaited_until_s: float = 0.0  # while another engine encodes it; 0: not awaited
     asked_s: float = 0.0  # when the daemon was asked
-    makes: Makes = Makes.NOTHING  # what the daemon was told
+    makes_s: float | None = None  # what it was told: how long another node is waited for
 
     def take(self, item: Item, outputs: Outputs) -> None:
         """Hold a leased item from now on."""
@@ -99,21 +101,22 @@ class WantedItem:
             self.item.close()
         elif self.answer is not None and not self.answer.cancel():
             self.answer.add_done_callback(close_unseen)
-        self.item = self.answer = None
-        self.mismatched = False
+        self.item = self.answer = self.makes_s = None
+        self.mismatched = self.absent = False
 
     def start_over(self, cause: str) -> None:
         """Give up, and have the item looked up as if for the first time."""
         self.give_up(cause)
-        self.missing = self.denied = self.absent = False
+        self.missing = self.denied = False
         self.ask_again_s = self.awaited_until_s = 0.0
 
 
 class WantedItems:
     """The wanted items by identifier. An item leaves with its last user, and so does its lease."""
 
-    def __init__(self, outputs: Outputs) -> None:
-        self._outputs = outputs
+    def __init__(self, outputs: Outputs, left: Callable[[WantedItem], None]) -> None:
+        """`left` is told of each item that its last user leaves."""
+        self._outputs, self._left = outputs, left
         self._items: dict[str, WantedItem] = {}
 
     def __len__(self) -> int:
@@ -154,6 +157,7 @@ class WantedItems:
         wanted.bare.discard(user)
         if wanted.expected.pop(user, None) is None or wanted.expected:
             return
+        self._left(wanted)
         wanted.give_up(wanted.cause)
         if self._items.get(wanted.identifier) is wanted:
             del self._items[wanted.identifier]

@@ -107,22 +107,26 @@ class SessionRequest(google.protobuf.message.Message):
     HELLO_FIELD_NUMBER: builtins.int
     RENEW_FIELD_NUMBER: builtins.int
     CANCEL_WAITS_FIELD_NUMBER: builtins.int
+    STOP_MAKING_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
     def renew(self) -> global___Renew: ...
     @property
     def cancel_waits(self) -> global___CancelWaits: ...
+    @property
+    def stop_making(self) -> global___StopMaking: ...
     def __init__(
         self,
         *,
         hello: global___Hello | None = ...,
         renew: global___Renew | None = ...,
         cancel_waits: global___CancelWaits | None = ...,
+        stop_making: global___StopMaking | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel_waits", b"cancel_waits", "hello", b"hello", "renew", b"renew", "request", b"request"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel_waits", b"cancel_waits", "hello", b"hello", "renew", b"renew", "request", b"request"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "renew", "cancel_waits"] | None: ...
+    def HasField(self, field_name: typing.Literal["cancel_waits", b"cancel_waits", "hello", b"hello", "renew", b"renew", "request", b"request", "stop_making", b"stop_making"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel_waits", b"cancel_waits", "hello", b"hello", "renew", b"renew", "request", b"request", "stop_making", b"stop_making"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "renew", "cancel_waits", "stop_making"] | None: ...
 
 global___SessionRequest = SessionRequest
 
@@ -184,6 +188,24 @@ class CancelWaits(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["tickets", b"tickets"]) -> None: ...
 
 global___CancelWaits = CancelWaits
+
+@typing.final
+class StopMaking(google.protobuf.message.Message):
+    """The client does not make these keys after all."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Key]: ...
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[global___Key] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys"]) -> None: ...
+
+global___StopMaking = StopMaking
 
 @typing.final
 class SessionEvent(google.protobuf.message.Message):
@@ -793,25 +815,25 @@ global___AcquireRequest = AcquireRequest
 
 @typing.final
 class Make(google.protobuf.message.Message):
-    """The client will make the key if it is Missing: whoever else needs it may wait for that."""
+    """The client makes the key if it is Missing. Other nodes may wait for that."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: builtins.int
-    WAITS_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
     index: builtins.int
     """in AcquireRequest.keys"""
-    waits: builtins.bool
-    """The key is waited for, a while, if another node makes it. A client that asks for several keys and
-    makes some of them only when it has the rest must not wait: two such clients would for each other.
+    wait_s: builtins.float
+    """How long the client waits if another node makes the key. One that has said of other keys, too, that
+    it makes them must not wait: two such clients would wait for each other.
     """
     def __init__(
         self,
         *,
         index: builtins.int = ...,
-        waits: builtins.bool = ...,
+        wait_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["index", b"index", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "wait_s", b"wait_s"]) -> None: ...
 
 global___Make = Make
 

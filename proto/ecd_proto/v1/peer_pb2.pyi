@@ -259,11 +259,14 @@ class LeaseKey(google.protobuf.message.Message):
     KEY_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     BYTES_UP_TO_FIELD_NUMBER: builtins.int
+    IF_MADE_FIELD_NUMBER: builtins.int
     ticket: builtins.int
     wait_s: builtins.float
     """for a key that somebody is writing"""
     bytes_up_to: builtins.int
     """an entry of at most so many bytes may come with its lease"""
+    if_made: builtins.bool
+    """wait for a key, too, that a client there has said it makes"""
     @property
     def key(self) -> ecd_proto.v1.cache_pb2.Key: ...
     def __init__(
@@ -273,9 +276,10 @@ class LeaseKey(google.protobuf.message.Message):
         key: ecd_proto.v1.cache_pb2.Key | None = ...,
         wait_s: builtins.float = ...,
         bytes_up_to: builtins.int = ...,
+        if_made: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes_up_to", b"bytes_up_to", "key", b"key", "ticket", b"ticket", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_up_to", b"bytes_up_to", "if_made", b"if_made", "key", b"key", "ticket", b"ticket", "wait_s", b"wait_s"]) -> None: ...
 
 global___LeaseKey = LeaseKey
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ecd_client import Client
-from ecd_client.acquire import Makes
+from ecd_client import Client, EntryTooLarge
 from ecd_proto.contract import MAKING_S
 from support.daemon import Daemon, eventually
 from support.redis import RedisServer
@@ -45,8 +44,9 @@ def clients(peers: list[Daemon], client_of: ClientOf) -> tuple[Client, Client]:
     return a, b
 
 
-def ask(client: Client, *keys: str, makes: Makes = Makes.ALONE) -> list[Answer]:
-    return client.get_async(keys, 5.0, only_if_written=True, makes=[makes] * len(keys))
+def ask(client: Client, *keys: str, waits_s: float | None = MAKING_S) -> list[Answer]:
+    """Ask for keys that the client makes; None: it does not."""
+    return client.get_async(keys, 5.0, only_if_written=True, makes=[waits_s] * len(keys))
 
 
 def is_missing(answer: Answer) -> bool:
@@ -82,26 +82,15 @@ def test_another_node_waits_for_the_maker_and_gets_what_it_made(
     assert is_right(answer, "k")
 
 
-def test_so_does_a_client_that_makes_nothing(clients: tuple[Client, Client]) -> None:
-    a, b = clients
-    assert is_missing(ask(a, "k")[0])
-    [near] = b.get_async(["k"], 5.0, only_if_written=True)
-    assert is_missing(near), "it would have to ask the directory who makes it"
-    [same_node] = ask(a, "k", makes=Makes.NOTHING)
-    assert is_missing(same_node), "its own"
-    store(a, "k")
-    assert is_right(ask(b, "k", makes=Makes.NOTHING)[0], "k")
-
-
-def test_on_the_makers_node_others_wait_too(
+def test_who_makes_nothing_is_told_at_once(
     peers: list[Daemon], clients: tuple[Client, Client], client_of: ClientOf
 ) -> None:
-    a, neighbour = clients[0], client_of(peers[0])
+    a, b = clients
     assert is_missing(ask(a, "k")[0])
-    [answer] = ask(neighbour, "k", makes=Makes.NOTHING)
-    assert waits(answer)
+    for client in (a, b, client_of(peers[0])):
+        assert is_missing(ask(client, "k", waits_s=None)[0])
     store(a, "k")
-    assert is_right(answer, "k")
+    assert is_right(ask(b, "k", waits_s=None)[0], "k")
 
 
 def test_of_two_that_ask_at_one_time_one_makes_each_key(clients: tuple[Client, Client]) -> None:
@@ -162,16 +151,96 @@ def test_a_maker_that_stores_nothing_is_waited_for_no_longer_than_it_may_take(
     assert time.monotonic() - began_s > MAKING_S / 2
 
 
-def test_who_makes_a_key_in_any_case_waits_for_nobody(clients: tuple[Client, Client]) -> None:
-    a, b = clients
-    assert is_missing(ask(a, "k", makes=Makes.ALWAYS)[0])
-    assert is_missing(ask(b, "k", makes=Makes.ALWAYS)[0])
-    [other] = ask(b, "other", makes=Makes.ALWAYS)
-    assert is_missing(other)
+def test_who_makes_a_key_in_any_case_waits_for_nobody(
+    peers: list[Daemon], clients: tuple[Client, Client], client_of: ClientOf
+) -> None:
+    (a, b), neighbour = clients, client_of(peers[1])
+    assert is_missing(ask(a, "k", waits_s=0.0)[0])
+    assert is_missing(ask(b, "k", waits_s=0.0)[0])
+    assert is_missing(ask(b, "other", waits_s=0.0)[0])
     [answer] = ask(a, "other")
     assert waits(answer), "others wait for it, though"
+    [beside] = ask(client_of(peers[0]), "other", waits_s=0.0)
+    assert is_missing(beside), "its daemon waits for another node, for another client"
     store(b, "other")
     assert is_right(answer, "other")
+    keys = [f"in both orders {number}" for number in range(30)]
+    began_s = time.monotonic()
+    asked = ask(a, *keys, waits_s=0.0), ask(b, *reversed(keys), waits_s=0.0)
+    near = ask(neighbour, *keys, waits_s=0.0)
+    assert all(map(is_missing, (*asked[0], *asked[1], *near)))
+    assert time.monotonic() - began_s < MAKING_S / 2
+
+
+def test_a_wait_is_no_longer_than_it_was_asked_for_however_many_make_the_key(
+    make_peer: MakePeer, peers: list[Daemon], redis: RedisServer, client_of: ClientOf
+) -> None:
+    """Each of the nodes stores nothing, and each that has waited makes the key in its turn."""
+    at = f"redis://{redis.host}:{redis.port}/0"
+    everyone = [*peers, *(make_peer(ECD_DIRECTORY=at).start() for _ in range(2))]
+    clients = [client_of(daemon) for daemon in everyone]
+    for daemon in everyone:
+        eventually(lambda daemon=daemon: daemon.peers().directory.up, 10, "the directory")
+    assert is_missing(ask(clients[0], "k")[0])
+    began_s = time.monotonic()
+    answers = [ask(client, "k")[0] for client in clients[1:]]
+    while not all(answer.done() for answer in answers):
+        ask(clients[0], "k")  # its making begins anew
+        time.sleep(0.2)
+    assert time.monotonic() - began_s < MAKING_S + 0.7
+    assert all(map(is_missing, answers))
+
+
+def test_a_client_takes_back_that_it_makes_a_key(clients: tuple[Client, Client]) -> None:
+    a, b = clients
+    assert is_missing(ask(a, "k")[0])
+    [answer] = ask(b, "k")
+    assert waits(answer)
+    b.stop_making(["k"])  # which it has not said
+    assert waits(answer)
+    a.stop_making(["another", "k"])
+    assert is_missing(answer)
+
+
+def test_what_finds_no_room_is_waited_for_no_more(
+    peers: list[Daemon], clients: tuple[Client, Client], client_of: ClientOf
+) -> None:
+    a, b = clients
+    worker = client_of(peers[0])  # in an engine another session stores than the one that asks
+    assert is_missing(ask(a, "k")[0])
+    [answer] = ask(b, "k")
+    assert waits(answer)
+    with pytest.raises(EntryTooLarge):
+        worker.put("k", torch.zeros(1 << 30, dtype=torch.uint8))
+    assert is_missing(answer)
+
+
+def test_nobody_waits_for_makers_without_a_directory_of_all(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    names = ["127.0.78.1:9465", "127.0.78.2:9465"]
+    a, b = (
+        client_of(make_peer(ECD_PEER_ADDRESS=name, ECD_PEERS=",".join(names)).start())
+        for name in names
+    )
+    for number, how in enumerate((MAKING_S, 0.0, None)):
+        assert is_missing(ask(a, str(number))[0])
+        assert is_missing(ask(b, str(number), waits_s=how)[0])
+        [hinted] = b.get_async([str(number)], 5.0, only_if_written=True, nodes=[[names[0]]])
+        assert is_missing(hinted)
+
+
+def test_lookups_go_on_where_redis_takes_no_claims(
+    clients: tuple[Client, Client], redis: RedisServer, peers: list[Daemon]
+) -> None:
+    a, b = clients
+    for number in range(10):
+        store(a, f"stored {number}")
+    eventually(lambda: peers[0].peers().directory.unpublished == 0, 10, "all is told")
+    redis.ask("config", "set", "maxmemory", "1")
+    for number in range(10):
+        assert is_missing(ask(b, f"new {number}")[0])
+        assert is_right(ask(b, f"stored {number}")[0], f"stored {number}")
 
 
 @pytest.mark.parametrize(

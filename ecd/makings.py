@@ -1,0 +1,89 @@
+"""Makings: keys that clients have said they make, for nodes that wait instead of making them.
+
+A making promises nothing. It ends with the session that said it, when that says so, when there is
+no room for what it made, and in time. Then the nodes that wait are told that the key is missing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ecd.core.types import Key, SessionId, Ticket
+from ecd_proto.contract import MAKING_S
+
+MAX_MAKINGS = 256
+"""Makings of one session; keys beyond are made by every node that needs them."""
+
+
+@dataclass
+class _Making:
+    session: SessionId
+    until_s: float
+    waits: list[tuple[SessionId, Ticket]] = field(default_factory=list)
+
+
+class Makings:
+    """The makings of one daemon. All last MAKING_S, so they end in the order of their start."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._makings: OrderedDict[Key, _Making] = OrderedDict()
+        self._by_session: dict[SessionId, set[Key]] = {}
+
+    def begin(self, session: SessionId, key: Key) -> bool:
+        """Note that the session makes the key. False: it makes too many."""
+        self._forget_past()
+        before = self._makings.get(key)
+        waits = [] if before is None else before.waits
+        self._remove(key)
+        keys = self._by_session.setdefault(session, set())
+        if len(keys) >= MAX_MAKINGS:
+            return False
+        keys.add(key)
+        self._makings[key] = _Making(session, self._now_s() + MAKING_S, waits)
+        return True
+
+    def __contains__(self, key: Key) -> bool:
+        making = self._makings.get(key)
+        return making is not None and self._now_s() < making.until_s
+
+    def note_wait(self, key: Key, session: SessionId, ticket: Ticket) -> None:
+        """Have a wait for the key told when its making is taken; its own end is not told here."""
+        if key in self._makings:
+            self._makings[key].waits.append((session, ticket))
+
+    def take(
+        self, keys: Iterable[Key], session: SessionId | None = None
+    ) -> list[tuple[SessionId, Ticket]]:
+        """End these makings, if they are the session's or none is given; the waits for them."""
+        waits = []
+        for key in keys:
+            making = self._makings.get(key)
+            if making is not None and session in (None, making.session):
+                self._remove(key)
+                waits += making.waits
+        return waits
+
+    def take_session(self, session: SessionId) -> list[tuple[SessionId, Ticket]]:
+        """End all makings of the session; the waits for them."""
+        return self.take(list(self._by_session.get(session, ())))
+
+    def _forget_past(self) -> None:
+        """Drop what has ended in time: each wait for it is no longer than it was."""
+        now_s = self._now_s()
+        while self._makings:
+            key, making = next(iter(self._makings.items()))
+            if now_s < making.until_s:
+                return
+            self._remove(key)
+
+    def _remove(self, key: Key) -> None:
+        making = self._makings.pop(key, None)
+        if making is not None:
+            keys = self._by_session[making.session]
+            keys.remove(key)
+            if not keys:
+                del self._by_session[making.session]

@@ -1,0 +1,76 @@
+"""Makings: ended by their session, by its word, for want of room, and in time."""
+
+from ecd.core.types import Key, SessionId, Ticket
+from ecd.makings import MAX_MAKINGS, Makings
+from ecd_proto.contract import MAKING_S
+
+ONE, TWO, PEER = SessionId(1), SessionId(2), SessionId(3)
+KEY, OTHER = Key("n", "k"), Key("n", "other")
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def wait(number: int) -> tuple[SessionId, Ticket]:
+    return PEER, Ticket(number)
+
+
+def test_waits_are_told_when_their_making_is_taken() -> None:
+    makings = Makings()
+    assert makings.begin(ONE, KEY)
+    makings.note_wait(KEY, *wait(1))
+    makings.note_wait(OTHER, *wait(2))  # which nobody makes
+    makings.note_wait(KEY, *wait(3))
+    assert makings.take([KEY], TWO) == [], "it is another session's"
+    assert makings.take([OTHER, KEY], ONE) == [wait(1), wait(3)]
+    assert KEY not in makings
+    assert makings.take([KEY]) == []
+
+
+def test_all_makings_of_a_session_end_with_it() -> None:
+    makings = Makings()
+    makings.begin(ONE, KEY)
+    makings.begin(TWO, OTHER)
+    makings.note_wait(KEY, *wait(1))
+    makings.note_wait(OTHER, *wait(2))
+    assert makings.take_session(ONE) == [wait(1)]
+    assert makings.take_session(ONE) == []
+    assert OTHER in makings
+
+
+def test_a_making_that_begins_anew_keeps_its_waits() -> None:
+    makings = Makings()
+    makings.begin(ONE, KEY)
+    makings.note_wait(KEY, *wait(1))
+    makings.begin(TWO, KEY)
+    assert makings.take_session(ONE) == []
+    assert makings.take_session(TWO) == [wait(1)]
+
+
+def test_a_making_ends_in_time_and_leaves_nothing() -> None:
+    clock = Clock()
+    makings = Makings(clock)
+    for number in range(10):
+        makings.begin(ONE, Key("n", str(number)))
+    clock.now_s = MAKING_S
+    assert Key("n", "3") not in makings
+    makings.begin(TWO, KEY)
+    assert KEY in makings
+    assert list(makings._makings) == [KEY]
+    assert makings._by_session == {TWO: {KEY}}
+
+
+def test_a_session_makes_no_more_than_it_may() -> None:
+    clock = Clock()
+    makings = Makings(clock)
+    keys = [Key("n", str(number)) for number in range(MAX_MAKINGS + 1)]
+    assert [makings.begin(ONE, key) for key in keys].count(False) == 1
+    assert keys[-1] not in makings
+    assert makings.begin(ONE, keys[0]), "it makes this one already"
+    assert makings.begin(TWO, keys[-1])
+    clock.now_s = MAKING_S
+    assert makings.begin(ONE, keys[-1])
