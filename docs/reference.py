@@ -37,6 +37,8 @@ CLIENTS = """
 | `ECD_COPY_THREADS` | `1` | `torch`: torch's threads share the copy of a `put` from 32 MiB on, \
 which pays where [their cores are idle](benchmarks/copies.md). |
 | `ECD_SGLANG_NAMESPACE` | none | [SGLang's encoder](sglang.md) uses ecd, under this name. |
+| `ECD_ENCODERS` | none | URLs, with commas between them, of the encoders that the middleware of \
+vLLM's server [sends pictures to](vllm.md#encoders-without-a-proxy). |
 
 The vLLM connector has [settings of its own](vllm.md#settings).
 """

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from ecd_client import Client, Hint, InvalidArgument
+from ecd_client.vllm import hints
 from support.daemon import Daemon, eventually
 
 MakePeer = Callable[..., Daemon]
@@ -135,16 +133,6 @@ def test_made_up_nodes_displace_no_real_one(make_peer: MakePeer, client_of: Clie
 # -- in the client ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def hints() -> ModuleType:
-    """`ecd_client.vllm.hints`, whose package cannot be imported without vLLM."""
-    path = Path(__file__).parents[2] / "client" / "ecd_client" / "vllm" / "hints.py"
-    spec = importlib.util.spec_from_file_location("hints", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def item(number: int) -> dict:
     return {"ecd_node": f"10.0.{number // 250 % 250}.1:9465", "ecd_extent": [0, number, 100]}
 
@@ -195,7 +183,7 @@ SHAPES = (
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("identifiers", [None, {"k", *(f"{n:064x}" for n in range(20))}])
 def test_hints_of_any_form_take_less_than_a_millisecond(
-    hints: ModuleType, shape: str, identifiers: set[str] | None
+    shape: str, identifiers: set[str] | None
 ) -> None:
     params, took_s, counted = huge(shape), [], []
     for _ in range(10):
@@ -213,7 +201,7 @@ def test_hints_of_any_form_take_less_than_a_millisecond(
         assert counted == ["dropped_hints"] * 10
 
 
-def test_hints_are_what_they_were(hints: ModuleType) -> None:
+def test_hints_are_what_they_were() -> None:
     """Hints come through in both forms that vLLM has, for the request's own items only."""
     said = {"ecd_node": "10.0.0.1:9465", "ecd_extent": [0, 4096, 100]}
     hint = Hint("10.0.0.1:9465", 0, 4096, 100)

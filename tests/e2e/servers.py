@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 import zlib
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -62,14 +62,15 @@ def proxy_script() -> Path:
 class Server:
     """One process that serves HTTP. Starts at once, `wait_ready` waits."""
 
-    def __init__(self, version: str, log: Path, command: list[str]) -> None:
+    def __init__(self, version: str, log: Path, command: list[str], **environ: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.log = log
         command = [*command, "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
         with log.open("wb") as out:
-            self._process = Fork(version, command, out, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+            environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environ}
+            self._process = Fork(version, command, out, **environ)
 
     def wait_ready(self) -> Server:
         deadline = time.monotonic() + START_S
@@ -126,13 +127,27 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """The counters of ecd on the engine's own /metrics."""
-        found = {}
+        return {
+            name.partition("_total{")[0]: value
+            for name, value in self.all_metrics().items()
+            if "_total{" in name
+        }
+
+    def all_metrics(self) -> dict[str, float]:
+        """The same with their labels, and ecd's gauges."""
         with urllib.request.urlopen(f"{self.url}/metrics") as reply:
-            for line in reply.read().decode().splitlines():
-                if line.startswith("vllm:ecd_") and "_total{" in line:
-                    name, _, value = line.rpartition(" ")
-                    found[name.partition("_total{")[0].removeprefix("vllm:ecd_")] = float(value)
-        return found
+            lines = [line.rpartition(" ") for line in reply.read().decode().splitlines()]
+        prefix = "vllm:ecd_"
+        return {n.removeprefix(prefix): float(v) for n, _, v in lines if n.startswith(prefix)}
+
+    def kill(self) -> None:
+        """End its processes at once, save the one that removes what they leave in /dev/shm."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                command, pid = (process / "cmdline").read_bytes(), int(process.name)
+                if os.getpgid(pid) == self._process.pid and b"resource_tracker" not in command:
+                    os.kill(pid, signal.SIGKILL)
+        self._process.wait()
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -155,6 +170,7 @@ def api_server(
     role: str | None,
     flags: Sequence[str] = (),
     counting: bool = False,
+    environ: Mapping[str, str] | None = None,
     **extra: object,
 ) -> Server:
     """With `counting` its log tells of each time that media are preprocessed."""
@@ -174,7 +190,7 @@ def api_server(
         command += ["--ec-transfer-config", json.dumps(transfer)]
     if role == "ec_producer":
         command += ["--no-enable-prefix-caching"]
-    return Server(version, log, [*command, *flags])
+    return Server(version, log, [*command, *flags], **(environ or {}))
 
 
 def proxy(log: Path, encoder: Server, decoder: Server) -> Server:

@@ -43,7 +43,8 @@ class Servers:
         self.daemon = daemon
         extra = {"ecd_address": daemon.address}
         self.encoder = start("ec_producer", [*MIDDLEWARE, "--api-key", KEY], **extra)
-        self.server = start("ec_both", [*OTHER, *MIDDLEWARE, TRUST], **extra)
+        wrong = {"ECD_ENCODERS": "http://encoder-1:8000,encoder-2:8000"}
+        self.server = start("ec_both", [*OTHER, *MIDDLEWARE, TRUST], environ=wrong, **extra)
         self.plain = start(None, [TRUST])
 
     def right(self, content: list[dict], **options: object) -> None:
@@ -144,6 +145,11 @@ def test_a_picture_that_has_left_ecd_is_encoded_again(servers: Servers, stored: 
     seen = preprocessed(servers.server)
     servers.right(shown(stored, "and again?"))
     assert preprocessed(servers.server) == seen
+
+
+def test_a_wrong_list_of_encoders_is_said_and_costs_no_more(servers: Servers) -> None:
+    said = "no picture is sent to encoders: ECD_ENCODERS has 'encoder-2:8000'; it must be URLs"
+    assert said in servers.server.text()
 
 
 def test_one_new_picture_beside_a_stored_one_leaves_the_request_as_it_is(

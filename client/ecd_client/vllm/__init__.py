@@ -2,15 +2,18 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ecd_client.vllm.connector import EcdConnector
-
 if TYPE_CHECKING:
+    from ecd_client.vllm.connector import EcdConnector
     from ecd_client.vllm.reuse import ReuseMiddleware
 
 __all__ = ["EcdConnector", "ReuseMiddleware"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "EcdConnector":
+        from ecd_client.vllm.connector import EcdConnector
+
+        return EcdConnector
     if name == "ReuseMiddleware":  # which an engine core does not import
         from ecd_client.vllm.reuse import ReuseMiddleware
 

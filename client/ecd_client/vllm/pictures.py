@@ -7,7 +7,7 @@ import contextlib
 import json
 from dataclasses import dataclass, field
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pybase64
 from vllm import envs
@@ -21,9 +21,13 @@ from ecd_client.errors import EcdError
 from ecd_client.item import Item
 from ecd_client.placeholders import unpack
 from ecd_client.vllm.compat import PlaceholderMetadata, open_image
-from ecd_client.vllm.hints import hints_in
+from ecd_client.vllm.encoders import UNKNOWN_TOKENS, Missing, tokens_of
+from ecd_client.vllm.hints import add_hints, hints_in
 from ecd_client.vllm.settings import Settings
 from ecd_client.vllm.shared_namespace import SeenNamespace
+
+if TYPE_CHECKING:
+    from ecd_client.vllm.encode_hop import Promise
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -50,25 +54,43 @@ class Found(NamedTuple):
 
 @dataclass
 class Look:
-    """A request's body, fetched pictures in it, and all of its pictures if ecd has all."""
+    """A request's body, fetched pictures in it, and all of its pictures if ecd has all.
+
+    An encode hop gets those that are `missing`, and has them `promised`, all or none.
+    """
 
     body: bytes
     request: dict[str, Any] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
     found: list[Found] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
+    promised: list[tuple[Missing, Promise]] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the engine can do without the pictures."""
+        return 0 < len(self.parts) == len(self.found) + len(self.promised)
 
     def rewritten(self) -> bytes:
         """The request with names and metadata in place of its pictures."""
         for picture in self.found:
-            del picture.part[IMAGE]
-            said = {"type": EMBEDS, EMBEDS: picture.fields, "uuid": picture.name}
-            picture.part.update(said)
+            _leave_out(picture.part, picture.name, picture.fields)
+        for missing, promise in self.promised:
+            _leave_out(missing.part, missing.name, promise.fields)
+        hints = {
+            missing.name: promise.hints[0] for missing, promise in self.promised if promise.hints
+        }
+        if hints:
+            said = self.request.get("ec_transfer_params")
+            params = {**(said if isinstance(said, dict) else {}), **{name: {} for name in hints}}
+            add_hints(params, hints)
+            self.request["ec_transfer_params"] = params
         return _packed(self.request)
 
     def close(self) -> None:
         for picture in self.found:
             picture.item.close()
-        self.found = []
+        self.found, self.missing = [], []
 
 
 class Pictures:
@@ -84,10 +106,15 @@ class Pictures:
         models: list[str],
         *,
         may_stream: bool,
+        has_hop: bool,
     ) -> None:
-        """`models` are the names that requests may give, `namespace` is the engine's."""
+        """`models` are the names that requests may give, `namespace` is the engine's.
+
+        With `has_hop` a look has what ecd has of a request, and what is missing.
+        """
         self._client, self._settings, self._namespace = client, settings, namespace
         self._model_config, self._models, self._may_stream = model_config, models, may_stream
+        self._has_hop = has_hop
         multimodal = model_config.multimodal_config
         self._algorithm = multimodal.mm_hasher_algorithm
         self._limit = min(multimodal.get_limit_per_prompt("image") or MAX_PICTURES, MAX_PICTURES)
@@ -100,7 +127,10 @@ class Pictures:
         )
 
     async def look(self, body: bytes) -> Look:
-        """Find all pictures of a request, or none of them; vLLM refuses what is mixed."""
+        """Find all pictures of a request, or none of them; vLLM refuses what is mixed.
+
+        None is found where one is missing that no hop can have encoded.
+        """
         look = Look(body)
         try:
             await asyncio.to_thread(self._read, look)
@@ -145,11 +175,15 @@ class Pictures:
                 if namespace is None or not self._settings.shares(name):
                     break
                 picture = self._find(namespace, part, name, hints.get(name, ()))
-                if picture is None:
+                if picture is not None:
+                    look.found.append(picture)
+                elif self._has_hop and isinstance(_url(part), str):
+                    look.missing.append(Missing(part, name, namespace, _tokens(content)))
+                else:
                     break
-                look.found.append(picture)
-        if len(look.found) < len(look.parts):
+        if len(look.found) + len(look.missing) < len(look.parts):
             look.close()
+        if not look.is_whole:
             put_in = [_put_in(*each) for each in zip(look.parts, contents, strict=True)]
             if any(put_in):
                 look.body = _packed(look.request)
@@ -195,6 +229,15 @@ def _pictures(request: dict[str, Any]) -> list[dict[str, Any]]:
 def _url(part: dict[str, Any]) -> Any:
     said = part[IMAGE]
     return said.get("url") if isinstance(said, dict) else said
+
+
+def _tokens(content: Any) -> int:
+    return UNKNOWN_TOKENS if content is None else tokens_of(*content.media.size)
+
+
+def _leave_out(part: dict[str, Any], name: str, fields: dict[str, Any]) -> None:
+    del part[IMAGE]
+    part.update({"type": EMBEDS, EMBEDS: fields, "uuid": name})
 
 
 def _put_in(part: dict[str, Any], content: Any) -> bool:

@@ -10,31 +10,35 @@ encodes does nothing: the answer is what it would say. All other requests pass a
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.logger import init_logger
 
 from ecd_client.client import Client
+from ecd_client.errors import InvalidArgument
 from ecd_client.vllm.answers import Answers
+from ecd_client.vllm.asgi import Leaving, is_chat, is_stream, whole_body, with_body
 from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA, PlaceholderMetadata
-from ecd_client.vllm.pictures import IMAGE, Pictures
-from ecd_client.vllm.settings import Settings
+from ecd_client.vllm.encoders import VARIABLE, Encoders, urls_in
+from ecd_client.vllm.pictures import IMAGE, Look, Pictures
+from ecd_client.vllm.settings import FAIL, Settings
 from ecd_client.vllm.shared_namespace import SeenNamespace
+
+if TYPE_CHECKING:
+    from ecd_client.vllm.encode_hop import EncodeHop
 
 logger = init_logger(f"vllm.{__name__}")
 
-PATH = "/v1/chat/completions"
-MAX_BODY_BYTES = 256 << 20
-"""Largest body that is looked into."""
 RESTS_S = (1.0, 60.0)
 """First and longest time for which nothing is rewritten after a rewritten request failed."""
-_STREAM, _STREAMED_ERROR = b"text/event-stream", b'data: {"error"'
+_STREAMED_ERROR = b'data: {"error"'
 
 
 class ReuseMiddleware:
@@ -50,22 +54,39 @@ class ReuseMiddleware:
             await self._app(scope, receive, send)
             await starting
             if self._reuse is not None:
-                self._reuse.close()
+                await self._reuse.close()
             return
         reuse = self._reuse
-        if reuse is None or not _is_chat(scope) or not reuse.lets_in(Headers(scope=scope)):
+        if reuse is None or not is_chat(scope) or not reuse.lets_in(Headers(scope=scope)):
             await self._app(scope, receive, send)  # vLLM answers those that it does not let in
             return
-        body, again = await _whole_body(receive)
+        body, again = await whole_body(receive)
         if body is None or IMAGE.encode() not in body or reuse.is_resting:
             await self._app(scope, again, send)
             return
         look = await reuse.pictures.look(body)
-        if look.found and reuse.only_encodes:
+        if reuse.hop is None or not look.missing:
+            await self._serve(reuse, look, scope, receive, send)
+            return
+        leaving = Leaving(receive)
+        try:
+            if not reuse.hop.is_call(scope):
+                await leaving.interrupts(reuse.hop.complete(look))
+            await self._serve(reuse, look, scope, leaving.receive, send)
+        finally:
+            leaving.close()
+            look.close()
+
+    async def _serve(
+        self, reuse: Reuse, look: Look, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if look.is_whole and reuse.only_encodes:
             await JSONResponse(reuse.answers.answer(look))(scope, receive, send)
             return
         attempt = None
-        if look.found:
+        if not look.is_whole:
+            look.close()
+        else:
             try:
                 attempt = await self._try(scope, look.rewritten(), receive, send)
             finally:
@@ -73,7 +94,7 @@ class ReuseMiddleware:
             if not attempt.has_failed:
                 reuse.note_served()
                 return
-        scope, receive = _with_body(scope, look.body, receive)
+        scope, receive = with_body(scope, look.body, receive)
         if attempt is None:
             await self._app(scope, receive, send)
             return
@@ -95,7 +116,7 @@ class ReuseMiddleware:
         """Serve the request with another body, unless vLLM fails before it sends anything."""
         attempt = _Attempt(send, may_fail=True)
         try:
-            await self._app(*_with_body(scope, body, receive), attempt.send)
+            await self._app(*with_body(scope, body, receive), attempt.send)
         except Exception:
             if attempt.has_begun:
                 raise
@@ -118,7 +139,7 @@ class _Attempt:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_failed = message["status"] == 500
-            if _is_stream(message):
+            if is_stream(message):
                 self._held = [message]
                 return
         elif self._held and not self.has_failed:
@@ -163,6 +184,11 @@ class Reuse:
         models = [*(state.args.served_model_name or [state.args.model]), *adapters]
         client = Client(settings.address, name="vllm middleware", connect_timeout=0.0)
         self._client = client
+        keys = _keys(state.args)
+        key = keys[0] if keys else None
+        in_need = settings.on_unavailable == FAIL
+        fields = metadata.fields_for("image")
+        self.hop = None if self.only_encodes else _hop(client, models[0], fields, key, in_need)
         self.pictures = Pictures(
             client,
             settings,
@@ -171,13 +197,16 @@ class Reuse:
             metadata,
             models,
             may_stream=not self.only_encodes,
+            has_hop=self.hop is not None,
         )
         announces_node = settings.announces_node
         self.answers = Answers(client, metadata, models[0], announces_node=announces_node)
-        self._lets_in = _key_check(state.args)
+        self._lets_in = _key_check(keys)
         self._rests_until_s = self._rest_s = 0.0
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        if self.hop is not None:
+            await self.hop.close()
         self._client.close()
 
     def lets_in(self, headers: Headers) -> bool:
@@ -222,21 +251,30 @@ def _why_not(config: Any, settings: Settings, args: Any, only_encodes: bool) -> 
     return None
 
 
-def _is_chat(scope: Scope) -> bool:
-    if scope["type"] != "http" or scope["method"] != "POST":
-        return False
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")) == PATH
+def _hop(
+    client: Client, model: str, fields: set[str], key: str | None, in_need: bool
+) -> EncodeHop | None:
+    """The hop to the encoders that the environment names. None: it names none, or wrongly."""
+    try:
+        urls = urls_in(os.environ.get(VARIABLE, ""))
+    except InvalidArgument as error:
+        logger.error("ecd: no picture is sent to encoders: %s", error)
+        return None
+    if not urls:
+        return None
+    from ecd_client.vllm.encode_hop import EncodeHop  # which imports an HTTP client
+
+    logger.info("ecd: pictures that are not stored go to %s", ", ".join(urls))
+    return EncodeHop(Encoders(urls), client, model, fields, key=key, in_need=in_need)
 
 
-def _is_stream(start: Message) -> bool:
-    headers = dict(start.get("headers", ()))
-    return bool(headers.get(b"content-type", b"").startswith(_STREAM))
+def _keys(args: Any) -> list[str]:
+    """The keys of --api-key or VLLM_API_KEY."""
+    return [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
 
 
-def _key_check(args: Any) -> Callable[[Headers], bool]:
+def _key_check(tokens: list[str]) -> Callable[[Headers], bool]:
     """What vLLM's own check of --api-key says: it comes after this middleware."""
-    tokens = [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
     if not tokens:
         return lambda _: True
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -246,33 +284,3 @@ def _key_check(args: Any) -> Callable[[Headers], bool]:
 
     check: Callable[[Headers], bool] = AuthenticationMiddleware(nothing, tokens).verify_token
     return check
-
-
-async def _whole_body(receive: Receive) -> tuple[bytes | None, Receive]:
-    """The body, and a `receive` that gives it again. None: it is too large, or did not come."""
-    messages: list[Message] = []
-    nbytes, is_last = 0, False
-    while not is_last and nbytes <= MAX_BODY_BYTES:
-        message = await receive()
-        messages.append(message)
-        nbytes += len(message.get("body", b""))
-        is_last = message["type"] != "http.request" or not message.get("more_body", False)
-    is_whole = is_last and messages[-1]["type"] == "http.request"
-    body = b"".join(message.get("body", b"") for message in messages) if is_whole else None
-
-    async def again() -> Message:
-        return messages.pop(0) if messages else await receive()
-
-    return body, again
-
-
-def _with_body(scope: Scope, body: bytes, receive: Receive) -> tuple[Scope, Receive]:
-    """The request with this body; `receive` brings what comes after it."""
-    scope = {**scope, "headers": list(scope["headers"])}
-    MutableHeaders(scope=scope)["content-length"] = str(len(body))
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def again() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return scope, again

@@ -1,0 +1,122 @@
+"""The encoders that an engine may send pictures to: which one is next, and which are left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv6Address
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from ecd_client.errors import InvalidArgument
+
+VARIABLE = "ECD_ENCODERS"
+RESTS_S = (1.0, 60.0)
+"""First and longest time for which an encoder is left out after it failed."""
+UNKNOWN_TOKENS = 1024
+"""Stand for a picture that is not opened here, as the client has named it."""
+_PORTS = {"http": 80, "https": 443}
+_HOST = re.compile(r"[\w.-]+|\[[\w:.]+\]")
+_SIDE = 28
+"""Pixels of a token's side, as Qwen2-VL has it. Other models' tokens grow with the picture, too."""
+
+
+class Missing(NamedTuple):
+    """A picture in a request that ecd has not, and an estimate of its tokens."""
+
+    part: dict[str, Any]
+    name: str
+    namespace: str
+    tokens: int
+
+
+def tokens_of(width: int, height: int) -> int:
+    """An estimate of a picture's tokens by its size in pixels."""
+    return -(-width // _SIDE) * -(-height // _SIDE)
+
+
+def urls_in(said: str) -> list[str]:
+    """The URLs in ECD_ENCODERS, each once, without a slash at the end. Raises InvalidArgument."""
+    return list(dict.fromkeys(_url(url.strip()) for url in said.split(",") if url.strip()))
+
+
+def _url(said: str) -> str:
+    try:
+        parts = urlsplit(said)
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
+        if host and ":" in host:
+            host = f"[{IPv6Address(host)}]"
+    except ValueError:
+        host = None
+    if not host or not _HOST.fullmatch(host) or scheme not in _PORTS or set(said) & set("@?#"):
+        shown = said.rpartition("@")[2]  # without a password
+        raise InvalidArgument(
+            f"{VARIABLE} has {shown!r}; it must be URLs such as http://encoder-1:8000, with commas "
+            "between them and without user, query and fragment"
+        )
+    return f"{scheme}://{host}:{port or _PORTS[scheme]}{parts.path.rstrip('/')}"
+
+
+@dataclass(eq=False)
+class Encoder:
+    """An engine that encodes for others, and how it fares.
+
+    `rest_s` is the length of its last rest; it is 0 once a call has succeeded.
+    """
+
+    url: str
+    active_tokens: int = 0
+    rest_s: float = 0.0
+    _rests_until_s: float = 0.0
+    _last_call: int = 0
+
+    def is_ready(self, now_s: float) -> bool:
+        """Whether it is not left out. After a rest it gets one picture, until it has served it."""
+        return now_s >= self._rests_until_s and not (self.rest_s and self.active_tokens)
+
+
+class Encoders:
+    """Chooses the encoder with the fewest active tokens; time is an argument."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._encoders = [Encoder(url) for url in urls]
+        self._calls = 0
+
+    def choose(
+        self, tokens: int, tried: Collection[Encoder], now_s: float, *, in_need: bool = False
+    ) -> Encoder | None:
+        """Give the tokens to an encoder that was not tried, until they are released.
+
+        Of equals the one that was called longest ago. None: all were tried or are left out;
+        `in_need` takes these, too.
+        """
+        left = [encoder for encoder in self._encoders if encoder not in tried]
+        ready = [encoder for encoder in left if encoder.is_ready(now_s)] or (
+            left if in_need else []
+        )
+        if not ready:
+            return None
+        chosen = min(ready, key=lambda encoder: (encoder.active_tokens, encoder._last_call))
+        self._calls += 1
+        chosen._last_call = self._calls
+        chosen.active_tokens += tokens
+        return chosen
+
+    def release(self, encoder: Encoder, tokens: int) -> None:
+        encoder.active_tokens -= tokens
+
+    def note_served(self, encoder: Encoder) -> None:
+        encoder.rest_s = encoder._rests_until_s = 0.0
+
+    def note_failed(self, encoder: Encoder, began_s: float, now_s: float) -> bool:
+        """Leave the encoder out for a while, each time for longer.
+
+        False: the call began before the last rest ended, so that it says nothing new.
+        """
+        if began_s < encoder._rests_until_s:
+            return False
+        first_s, longest_s = RESTS_S
+        encoder.rest_s = min(max(first_s, 2 * encoder.rest_s), longest_s)
+        encoder._rests_until_s = now_s + encoder.rest_s
+        return True

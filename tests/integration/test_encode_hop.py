@@ -1,0 +1,336 @@
+"""The encode hop against small HTTP servers in place of engines: calls, failures and bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from prometheus_client import REGISTRY
+
+from ecd_client import Client
+from ecd_client.vllm import encode_hop, encoders
+from ecd_client.vllm.encode_hop import IS_HOP, EncodeHop, NotEncoded, Promise
+from ecd_client.vllm.encoders import Encoders, Missing
+from ecd_proto.contract import Hint
+from support.daemon import Daemon
+
+
+@pytest.fixture(autouse=True)
+def _no_rest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoders, "RESTS_S", (600.0, 600.0))
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    """A client whose daemon is away, as the hop asks it for its node's name alone."""
+    with Client("unix:///nowhere", connect_timeout=0.0) as client:
+        yield client
+
+
+GRID = {"image_grid_thw": [1, 16, 24]}
+Behaviour = Callable[["SmallServer", dict], Awaitable[web.Response]]
+
+
+class SmallServer:
+    """A server that answers chat completions as it is told to, and remembers them."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+        self.asked: list[dict] = []
+        self.paths: set[str] = set()
+        self.headers: list[dict] = []
+        self.active = self.most_active = 0
+        self.goes_on = asyncio.Event()
+        self.transport: asyncio.Transport | None = None
+
+    async def serve(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.transport = request.transport
+        self.asked.append(body)
+        self.paths.add(request.path)
+        self.headers.append(dict(request.headers))
+        self.active += 1
+        self.most_active = max(self.active, self.most_active)
+        try:
+            return await self.behaviour(self, body)
+        finally:
+            self.active -= 1
+
+
+async def encodes(_: SmallServer, body: dict) -> web.Response:
+    name = body["messages"][0]["content"][0]["uuid"]
+    item = {"metadata": GRID, "ecd_node": "10.0.0.1:9465", "ecd_extent": [0, 4096, 100]}
+    return web.json_response({"ec_transfer_params": {name: item}})
+
+
+async def waits(engine: SmallServer, body: dict) -> web.Response:
+    await engine.goes_on.wait()
+    return await encodes(engine, body)
+
+
+def answers(status: int, said: Any = None) -> Behaviour:
+    async def answer(_: SmallServer, body: dict) -> web.Response:
+        return web.json_response(said, status=status)
+
+    return answer
+
+
+async def redirects(_: SmallServer, body: dict) -> web.Response:
+    raise web.HTTPTemporaryRedirect("/elsewhere")
+
+
+@asynccontextmanager
+async def hop_to(
+    client: Client, *behaviours: Behaviour, dead: int = 0, **options: Any
+) -> AsyncIterator[tuple[EncodeHop, list[SmallServer], list[str]]]:
+    """A hop to `dead` encoders that nobody serves, and to one engine for each behaviour."""
+    engines = [SmallServer(behaviour) for behaviour in behaviours]
+    runners, urls, unserved = [], [], []
+    for _ in range(dead):
+        unserved.append(socket.socket())
+        unserved[-1].bind(("127.0.0.1", 0))
+        urls.append(f"http://127.0.0.1:{unserved[-1].getsockname()[1]}")
+    for engine in engines:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_post("/{path:.*}", engine.serve)
+        runners.append(web.AppRunner(app, handler_cancellation=True))
+        await runners[-1].setup()
+        site = web.TCPSite(runners[-1], "127.0.0.1", 0)
+        await site.start()
+        urls.append(f"http://127.0.0.1:{runners[-1].addresses[0][1]}")
+    chooser = Encoders(urls)
+    hop = EncodeHop(
+        chooser, client, "tiny", set(GRID), **{"key": None, "in_need": False, **options}
+    )
+    encode_hop.metrics().calls.clear()  # a port may have been another test's
+    try:
+        yield hop, engines, urls
+        assert not hop._flights
+        assert all(encoder.active_tokens == 0 for encoder in chooser._encoders)
+        for url in urls:
+            assert count("encoder_active_tokens", encoder=url) == 0
+    finally:
+        await hop.close()
+        for runner in runners:
+            await runner.cleanup()
+        for each in unserved:
+            each.close()
+
+
+def count(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"vllm:ecd_{name}", labels) or 0.0
+
+
+def picture(name: str, tokens: int = 10) -> Missing:
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{name}"}}
+    return Missing(part, name, "namespace", tokens)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not holds():
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(poll(), 20)
+
+
+def test_a_call_has_one_picture_under_its_name_and_nothing_of_the_caller(client: Client) -> None:
+    async def run() -> None:
+        async with hop_to(client, encodes, key="k") as (hop, [engine], _):
+            promise = await hop.promise(picture("a"))
+            assert promise == Promise(GRID, [Hint("10.0.0.1:9465", 0, 4096, 100)])
+            [asked], [headers] = engine.asked, engine.headers
+            part = {**picture("a").part, "uuid": "a"}
+            messages = [{"role": "user", "content": [part]}]
+            assert asked == {"model": "tiny", "messages": messages, "max_tokens": 1}
+            assert headers["Authorization"] == "Bearer k"
+            assert headers[IS_HOP] == "1"
+            assert engine.paths == {"/v1/chat/completions"}
+
+    asyncio.run(run())
+
+
+def test_an_encoder_is_told_which_node_wants_the_picture(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    node = "127.0.79.1:9465"
+    daemon = make_daemon(ECD_PEER_ADDRESS=node, ECD_ENGINE_PORTS="18940-18955").start()
+
+    async def run(client: Client) -> None:
+        async with hop_to(client, encodes) as (hop, [engine], _):
+            await hop.promise(picture("a"))
+            assert engine.asked[0]["ec_transfer_params"] == {"ecd_consumers": [node]}
+
+    with Client(daemon.address) as client:
+        asyncio.run(run(client))
+
+
+def test_a_slow_encoder_gets_fewer_pictures(client: Client) -> None:
+    async def slow(engine: SmallServer, body: dict) -> web.Response:
+        await asyncio.sleep(0.5)
+        return await encodes(engine, body)
+
+    async def fast(engine: SmallServer, body: dict) -> web.Response:
+        await asyncio.sleep(0.01)
+        return await encodes(engine, body)
+
+    async def run() -> None:
+        async with hop_to(client, slow, fast) as (hop, [slowed, quick], _):
+            pictures = iter([picture(f"{number}") for number in range(60)])
+
+            async def ask() -> None:
+                for missing in pictures:
+                    await hop.promise(missing)
+
+            await asyncio.gather(*(ask() for _ in range(4)))
+            assert len(slowed.asked) + len(quick.asked) == 60
+            assert len(quick.asked) >= 2 * len(slowed.asked) > 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        *(answers(500), answers(503), answers(401), answers(200, [])),
+        answers(200, {"ec_transfer_params": {"a": {"metadata": {}}}}),
+        answers(200, {"ec_transfer_params": {"b": {"metadata": GRID}}}),
+        answers(200, {"ec_transfer_params": {"a": {"metadata": {"image_grid_thw": "1"}}}}),
+        answers(200, {"ec_transfer_params": {"a": {"metadata": {"image_grid_thw": [1e99]}}}}),
+        answers(200, {"ec_transfer_params": {"a": {"metadata": GRID}}, "more": "x" * (1 << 17)}),
+        redirects,
+    ],
+)
+def test_another_encoder_is_tried_and_the_failed_one_left_out(
+    client: Client, failing: Behaviour
+) -> None:
+    async def run() -> None:
+        async with hop_to(client, failing, encodes) as (hop, [bad, good], [url, _]):
+            assert (await hop.promise(picture("a"))).fields == GRID
+            await hop.promise(picture("c"))
+            await hop.promise(picture("d"))
+            assert (len(bad.asked), len(good.asked)) == (1, 3)
+            assert count("encoder_calls_total", encoder=url, outcome="failed") == 1
+
+    asyncio.run(run())
+
+
+def test_nobody_who_listens_and_nobody_who_answers(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_hop, "CALL_S", 0.3)
+
+    async def run() -> None:
+        async with hop_to(client, waits, dead=2) as (hop, [stuck], urls):
+            given_up = count("hop_pictures_total", outcome="given_up")
+            with pytest.raises(NotEncoded):
+                await hop.promise(picture("a"))
+            with pytest.raises(NotEncoded):  # all are left out
+                await hop.promise(picture("b"))
+            assert len(stuck.asked) == 1
+            assert count("hop_pictures_total", outcome="given_up") == given_up + 2
+            for url in urls:
+                assert count("encoder_calls_total", encoder=url, outcome="failed") == 1
+
+    asyncio.run(run())
+
+
+def test_an_engine_without_an_encoder_asks_those_that_are_left_out(client: Client) -> None:
+    async def run() -> None:
+        async with hop_to(client, *[answers(500)] * 2, in_need=True) as (hop, engines, _):
+            for calls in (1, 2):
+                with pytest.raises(NotEncoded):
+                    await hop.promise(picture("a"))
+                assert [len(engine.asked) for engine in engines] == [calls] * 2, "each once"
+            engines[1].behaviour = encodes
+            assert (await hop.promise(picture("b"))).fields == GRID
+
+    asyncio.run(run())
+
+
+def test_a_picture_that_is_refused_blames_no_encoder(client: Client) -> None:
+    async def run() -> None:
+        async with hop_to(client, answers(400), encodes) as (hop, [first, other], _):
+            with pytest.raises(NotEncoded):
+                await hop.promise(picture("a"))
+            assert not other.asked
+            first.behaviour = encodes
+            for name in "bc":
+                await hop.promise(picture(name))
+            assert (len(first.asked), len(other.asked)) == (2, 1)
+
+    asyncio.run(run())
+
+
+def test_an_encoder_that_ends_in_the_middle_of_a_call(client: Client) -> None:
+    async def cut(engine: SmallServer, body: dict) -> web.Response:
+        assert engine.transport is not None
+        engine.transport.abort()
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def run() -> None:
+        async with hop_to(client, cut, encodes) as (hop, [dying, other], _):
+            assert (await hop.promise(picture("a"))).fields == GRID
+            assert (len(dying.asked), len(other.asked)) == (1, 1)
+
+    asyncio.run(run())
+
+
+def test_one_call_for_all_who_want_a_picture_at_one_time(client: Client) -> None:
+    async def run() -> None:
+        async with hop_to(client, waits) as (hop, [engine], _):
+            joined = count("hop_pictures_total", outcome="joined")
+            asking = [asyncio.ensure_future(hop.promise(picture("a"))) for _ in range(5)]
+            await until(lambda: engine.active == 1)
+            asking[0].cancel()  # the others' call goes on
+            await asyncio.sleep(0.05)
+            engine.goes_on.set()
+            assert [(await each).fields for each in asking[1:]] == [GRID] * 4
+            assert len(engine.asked) == 1
+            assert count("hop_pictures_total", outcome="joined") == joined + 4
+
+    asyncio.run(run())
+
+
+def test_a_call_ends_with_the_last_who_waits_for_it(client: Client) -> None:
+    async def run() -> None:
+        async with hop_to(client, waits) as (hop, [engine], [url]):
+            asking = [asyncio.ensure_future(hop.promise(picture("a"))) for _ in range(2)]
+            await until(lambda: engine.active == 1)
+            assert count("encoder_active_tokens", encoder=url) == 10
+            for each in asking:
+                each.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+            newcomer = asyncio.ensure_future(hop.promise(picture("a")))
+            await until(lambda: len(engine.asked) == 2 and engine.active == 1)
+            assert count("encoder_calls_total", encoder=url, outcome="cancelled") == 1
+            engine.goes_on.set()
+            assert (await newcomer).fields == GRID
+
+    asyncio.run(run())
+
+
+def test_calls_and_pictures_on_their_way_are_bounded(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_hop, "MAX_CALLS", 2)
+    monkeypatch.setattr(encode_hop, "MAX_FLIGHTS", 5)
+    monkeypatch.setattr(encode_hop, "PICTURE_S", 0.5)
+
+    async def run() -> None:
+        full, late = (count("hop_pictures_total", outcome=each) for each in ("full", "late"))
+        async with hop_to(client, waits) as (hop, [engine], _):
+            asked = [hop.promise(picture(f"{number}")) for number in range(7)]
+            ended = await asyncio.gather(*asked, return_exceptions=True)
+            assert all(isinstance(each, NotEncoded) for each in ended)
+            assert engine.most_active == len(engine.asked) == 2
+            assert count("hop_pictures_total", outcome="full") == full + 2
+            assert count("hop_pictures_total", outcome="late") == late + 5
+
+    asyncio.run(run())

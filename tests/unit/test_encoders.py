@@ -1,0 +1,116 @@
+"""The choice of an encoder: by active tokens and health, with the time as an argument."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecd_client.errors import InvalidArgument
+from ecd_client.vllm.encoders import RESTS_S, Encoder, Encoders, tokens_of, urls_in
+
+FIRST_S, LONGEST_S = RESTS_S
+
+
+def two() -> tuple[Encoders, Encoder, Encoder]:
+    encoders = Encoders(["http://a:1", "http://b:1"])
+    first = encoders.choose(1, (), 0.0)
+    second = encoders.choose(1, (), 0.0)
+    assert first is not None
+    assert second is not None
+    encoders.release(first, 1)
+    encoders.release(second, 1)
+    return encoders, first, second
+
+
+@pytest.mark.parametrize(
+    ("said", "urls"),
+    [
+        ("", []),
+        (" , ", []),
+        (" http://e1:8000/ ,https://e2", ["http://e1:8000", "https://e2:443"]),
+        ("http://E1,http://e1:80,HTTP://e1/", ["http://e1:80"]),
+        ("http://[::1]:8000,http://[0:0::1]:8000", ["http://[::1]:8000"]),
+        ("http://gateway/e1/,http://gateway/e2", ["http://gateway:80/e1", "http://gateway:80/e2"]),
+    ],
+)
+def test_urls_are_read_in_one_form_and_taken_once(said: str, urls: list[str]) -> None:
+    assert urls_in(said) == urls
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *("e1:8000", "e1", "http://", "ftp://e1", "http://e1:port", "http://e1:70000", "://e1"),
+        *("http://e1 http://e2", "http://e1;http://e2", "http://e1?x=1", "http://e1#x"),
+        *("http://[::1", "http://[x]:1", "http://e 1", "http://e1\\x"),
+    ],
+)
+def test_a_url_that_is_none_is_named(said: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"ECD_ENCODERS has .*http://encoder-1:8000"):
+        urls_in(f"http://right:1,{said}")
+
+
+def test_a_password_is_refused_and_not_shown() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        urls_in("http://user:secret@e1:8000")
+    assert "secret" not in str(refused.value)
+
+
+@given(st.integers(1, 9999), st.integers(1, 9999), st.integers(0, 99), st.integers(0, 99))
+def test_a_larger_picture_has_no_fewer_tokens(w: int, h: int, wider: int, higher: int) -> None:
+    assert 0 < tokens_of(w, h) <= tokens_of(w + wider, h + higher)
+
+
+def test_the_encoder_with_the_fewest_active_tokens_is_next() -> None:
+    encoders, first, second = two()
+    assert encoders.choose(100, (), 0.0) is first
+    assert [encoders.choose(30, (), 0.0) for _ in range(4)] == [second] * 4
+    assert encoders.choose(30, (), 0.0) is first
+    encoders.release(second, 120)
+    assert encoders.choose(1, (), 0.0) is second
+    assert encoders.choose(1, (second,), 0.0) is first
+    assert encoders.choose(1, (first, second), 0.0) is None
+
+
+def test_idle_encoders_take_turns() -> None:
+    encoders, first, second = two()
+    for expected in (first, second, first, second):
+        chosen = encoders.choose(7, (), 0.0)
+        assert chosen is expected
+        encoders.release(chosen, 7)
+
+
+def test_an_encoder_that_fails_rests_each_time_for_longer_up_to_a_bound() -> None:
+    encoders, first, second = two()
+    now_s, expected_s = 10.0, FIRST_S
+    for _ in range(9):
+        assert encoders.note_failed(first, now_s, now_s)
+        assert not first.is_ready(now_s + expected_s - 0.01)
+        assert encoders.choose(1, (second,), now_s) is None
+        assert encoders.choose(1, (second,), now_s, in_need=True) is first
+        encoders.release(first, 1)
+        now_s += expected_s
+        assert first.is_ready(now_s)
+        expected_s = min(2 * expected_s, LONGEST_S)
+    encoders.note_served(first)
+    assert encoders.note_failed(first, now_s, now_s)
+    assert first.rest_s == FIRST_S
+
+
+def test_calls_that_fail_together_are_one_failure() -> None:
+    encoders, first, _ = two()
+    assert encoders.note_failed(first, 1.0, 5.0)
+    assert not encoders.note_failed(first, 2.0, 5.0)
+    assert not encoders.note_failed(first, 4.9, 30.0), "it began before the rest had ended"
+    assert first.rest_s == FIRST_S
+
+
+def test_after_its_rest_an_encoder_gets_one_picture_until_it_has_served_it() -> None:
+    encoders, first, second = two()
+    encoders.note_failed(first, 0.0, 0.0)
+    now_s = FIRST_S
+    assert encoders.choose(10, (second,), now_s) is first
+    assert encoders.choose(10, (second,), now_s) is None
+    encoders.note_served(first)
+    assert encoders.choose(10, (second,), now_s) is first
