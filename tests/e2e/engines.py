@@ -15,7 +15,7 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -142,6 +142,17 @@ def result_of(version: str, script: str, *arguments: str) -> Any:
     return json.loads(line.removeprefix("RESULT "))
 
 
+def shared_memory_of(group: int) -> set[Path]:
+    """The files in /dev/shm through which a group of vLLM's processes talk to each other."""
+    found: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(process.name)) == group:
+                names = r"/dev/shm/(?:vllm_dist|psm_|sem\.mp-)\S+"
+                found |= set(map(Path, re.findall(names, (process / "maps").read_text())))
+    return found
+
+
 class Engine:
     """One engine. `start` returns at once, the first command waits until it is ready."""
 
@@ -202,7 +213,7 @@ class Engine:
 
     def close(self) -> None:
         """End the engine. It has to end without an error, whatever is loaded into it."""
-        shared = set(self._shared_memory())
+        shared = shared_memory_of(self._process.pid)
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -215,14 +226,6 @@ class Engine:
         for file in shared:  # vLLM's ranks leave theirs behind
             file.unlink(missing_ok=True)
         assert ended == 0 or not self._ready, f"the engine's end: {ended}\n{self.text()[-6000:]}"
-
-    def _shared_memory(self) -> Iterator[Path]:
-        """The files in /dev/shm through which vLLM's processes talk to each other."""
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if os.getpgid(int(process.name)) == self._process.pid:
-                    found = re.findall(r"/dev/shm/vllm_dist\S+", (process / "maps").read_text())
-                    yield from map(Path, found)
 
     def _read(self, timeout: float) -> dict:
         deadline = time.monotonic() + timeout

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from e2e.engines import HERE, ROOT, START_S, Fork, python_of
+from e2e.engines import HERE, ROOT, START_S, Fork, python_of, shared_memory_of
 
 PROXY_VERSION = "0.32.0"
 PROXY = "examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py"
@@ -92,23 +93,38 @@ class Server:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
+    def had_for_s(self) -> list[float]:
+        """For each request, how long ecd's middleware had it before vLLM; where it is counted."""
+        return [float(s) for s in re.findall(r"ecd had a request for (\S+) s", self.text())]
+
     def chat(
         self, content: list[dict], headers: dict[str, str] | None = None, **options: object
     ) -> tuple[int, dict]:
         """Status and body of a chat completion, greedy, with what the tokens are judged by."""
         try:
-            with self._ask(content, headers, options) as reply:
+            with self.open(content, headers, options) as reply:
                 return reply.status, json.load(reply)
         except urllib.error.HTTPError as error:
             return error.code, {"error": error.read().decode()}
 
     def stream(self, content: list[dict], lines: int | None = None, **options: object) -> list[str]:
         """The lines of a streamed chat completion; only the first `lines`, and then it leaves."""
-        with self._ask(content, None, {"stream": True, **options}) as reply:
+        with self.open(content, None, {"stream": True, **options}) as reply:
             said = (line.decode().strip() for line in reply)
             return list(itertools.islice(filter(None, said), lines))
 
-    def _ask(self, content: list[dict], headers: dict[str, str] | None, options: dict) -> Any:
+    def samples(self) -> dict[str, float]:
+        """The values on the engine's own /metrics, each by its name and labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as reply:
+            lines = [line.rpartition(" ") for line in reply.read().decode().splitlines()]
+        return {name: float(value) for name, _, value in lines if not name.startswith("#")}
+
+    def sample(self, name: str) -> float:
+        """The value of this name, that of all labels together."""
+        return sum(value for each, value in self.samples().items() if each.split("{")[0] == name)
+
+    def open(self, content: list[dict], headers: dict[str, str] | None, options: dict) -> Any:
+        """The answer to a chat completion while it comes, as a file."""
         body = {
             "model": "tiny",
             "messages": [{"role": "user", "content": content}],
@@ -135,19 +151,17 @@ class Server:
 
     def all_metrics(self) -> dict[str, float]:
         """The same with their labels, and ecd's gauges."""
-        with urllib.request.urlopen(f"{self.url}/metrics") as reply:
-            lines = [line.rpartition(" ") for line in reply.read().decode().splitlines()]
         prefix = "vllm:ecd_"
-        return {n.removeprefix(prefix): float(v) for n, _, v in lines if n.startswith(prefix)}
+        samples = self.samples().items()
+        return {name.removeprefix(prefix): v for name, v in samples if name.startswith(prefix)}
 
     def kill(self) -> None:
-        """End its processes at once, save the one that removes what they leave in /dev/shm."""
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                command, pid = (process / "cmdline").read_bytes(), int(process.name)
-                if os.getpgid(pid) == self._process.pid and b"resource_tracker" not in command:
-                    os.kill(pid, signal.SIGKILL)
+        """End all of its processes at once, with those that would remove what they shared."""
+        shared = shared_memory_of(self._process.pid)
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for file in shared:
+            file.unlink(missing_ok=True)
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -171,12 +185,17 @@ def api_server(
     flags: Sequence[str] = (),
     counting: bool = False,
     environ: Mapping[str, str] | None = None,
+    kv: Path | None = None,
     **extra: object,
 ) -> Server:
-    """With `counting` its log tells of each time that media are preprocessed."""
+    """With `counting` its log tells of each time that media are preprocessed, and encoded.
+
+    Engines with one directory `kv` share the KV of prompts, by vLLM's example connector.
+    """
     command = ["-m", "vllm.entrypoints.openai.api_server"]
     if counting:
         command = [str(HERE / "counting_server.py")]
+        flags = [*flags, "--worker-extension-cls", "counting_worker.Counting"]
     command += ["--model", str(model), "--served-model-name", "tiny", "--enforce-eager"]
     command += ["--max-model-len", "2048", "--max-num-seqs", "8"]
     command += ["--limit-mm-per-prompt", json.dumps({"image": 4, "video": 0})]
@@ -190,12 +209,27 @@ def api_server(
         command += ["--ec-transfer-config", json.dumps(transfer)]
     if role == "ec_producer":
         command += ["--no-enable-prefix-caching"]
+    if kv is not None:
+        transfer = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(kv)},
+        }
+        command += ["--kv-transfer-config", json.dumps(transfer), "--block-size", "32"]
     return Server(version, log, [*command, *flags], **(environ or {}))
 
 
-def proxy(log: Path, encoder: Server, decoder: Server) -> Server:
-    urls = ["--encode-servers-urls", encoder.url, "--decode-servers-urls", decoder.url]
-    return Server(PROXY_VERSION, log, [str(proxy_script()), *urls])
+def proxy(
+    log: Path,
+    encoders: Sequence[Server],
+    decoders: Sequence[Server],
+    prefills: Sequence[Server] = (),
+) -> Server:
+    command = [str(proxy_script())]
+    for stage, servers in (("encode", encoders), ("prefill", prefills), ("decode", decoders)):
+        if servers:
+            command += [f"--{stage}-servers-urls", ",".join(server.url for server in servers)]
+    return Server(PROXY_VERSION, log, command)
 
 
 def picture_url(seed: int, width: int = 336, height: int = 224) -> str:
@@ -203,13 +237,22 @@ def picture_url(seed: int, width: int = 336, height: int = 224) -> str:
     random = Random(seed)
     rows = [[random.randbytes(3) for _ in range(6)] for _ in range(6)]
     lines = [b"".join(block * (width // 6) for block in row) for row in rows]
-    pixels = b"".join((b"\0" + line) * (height // 6) for line in lines)
+    return _png(width // 6 * 6, [line for line in lines for _ in range(height // 6)])
 
+
+def noise_url(seed: int, side: int = 592) -> str:
+    """A square picture of random pixels, which no format makes smaller: 1 MiB of 592 a side."""
+    random = Random(seed)
+    return _png(side, [random.randbytes(3 * side) for _ in range(side)])
+
+
+def _png(width: int, lines: list[bytes]) -> str:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         )
 
-    size = struct.pack(">IIBBBBB", width // 6 * 6, height // 6 * 6, 8, 2, 0, 0, 0)
-    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(pixels))
+    size = struct.pack(">IIBBBBB", width, len(lines), 8, 2, 0, 0, 0)
+    pixels = zlib.compress(b"".join(b"\0" + line for line in lines))
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", pixels)
     return "data:image/png;base64," + b64encode(png + chunk(b"IEND", b"")).decode()

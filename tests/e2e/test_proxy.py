@@ -37,7 +37,7 @@ class Row:
         self.plain = start(None)
         for server in (self.encoder, self.consumer, self.plain):
             server.wait_ready()
-        self.proxy = proxy(log, self.encoder, self.consumer)
+        self.proxy = proxy(log, [self.encoder], [self.consumer])
 
     def anew(self, pool: str = "64MiB") -> None:
         self.daemon.pool = pool

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 
+from ecd_client import Client
 from ecd_client.calls import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
@@ -137,6 +138,16 @@ class Daemon:
         with open_channel(self.address) as channel:
             stub = pb_grpc.CacheStub(channel)
             return list(stub.List(pb.ListRequest(), timeout=10.0).entries)
+
+    def names(self) -> list[str]:
+        """Of the first page of entries, the newest last."""
+        return [e.key.mm_hash for e in sorted(self.entries(), key=lambda entry: entry.entry)]
+
+    def crowd(self, mib: int = 100) -> None:
+        """Put more than the pool holds, so that all goes which is not held."""
+        with Client(self.address, namespace=f"crowd {time.time_ns()}") as client:
+            for number in range(mib):
+                client.put_bytes(f"{number}", bytes(1 << 20), "uint8", (1 << 20,))
 
     def evict(self, key: pb.Key) -> pb.EvictReply:
         with open_channel(self.address) as channel:

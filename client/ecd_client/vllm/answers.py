@@ -79,9 +79,9 @@ class Answers:
             self._staying[key] = picture.item, until_s
         while len(self._staying) > MAX_STAYING:
             self._staying.popitem(last=False)[1][0].close()
-        asyncio.get_running_loop().call_later(STAYS_S, self._let_go)
+        asyncio.get_running_loop().call_later(STAYS_S, self._let_go, until_s)
 
-    def _let_go(self) -> None:
-        now_s = time.monotonic()
-        while self._staying and next(iter(self._staying.values()))[1] <= now_s:
+    def _let_go(self, until_s: float) -> None:
+        """Release what stays until `until_s` at most: by no clock, as uvloop's timers are early."""
+        while self._staying and next(iter(self._staying.values()))[1] <= until_s:
             self._staying.popitem(last=False)[1][0].close()
