@@ -161,7 +161,7 @@ demo: $(VENV)/.ready  ## a daemon, a producer and a consumer process, and what h
 	@$(BIN)/python docs/examples/demo.py
 
 .PHONY: bench
-bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one node, steps, load, first tokens, two nodes, the directory, growth, the event loop
+bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one node, steps, load, first tokens, two nodes, the directory, events, growth, the event loop
 	$(BIN)/python benchmarks/run.py --output docs/benchmarks/one-node.md --plot docs/benchmarks/one-node.png
 	$(BIN)/python benchmarks/steps.py --output docs/benchmarks/steps.md
 	$(BIN)/python benchmarks/copies.py --output docs/benchmarks/copies.md
@@ -173,6 +173,7 @@ bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one no
 	$(BIN)/python benchmarks/loop.py --output docs/benchmarks/loop.md
 	$(BIN)/python benchmarks/fetch.py --output docs/benchmarks/fetch.md
 	$(BIN)/python benchmarks/directory.py --output docs/benchmarks/directory.md
+	$(BIN)/python benchmarks/events.py --output docs/benchmarks/events.md
 
 .PHONY: clean
 clean:  ## remove what the other targets made

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from ecd.config import ENV_PREFIX, RELOADABLE, Config
 from ecd.core.counters import Counters
+from ecd.events import EventCounters
 from ecd.metrics import Metrics
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -45,7 +46,7 @@ The vLLM connector has [settings of its own](vllm.md#settings).
 METRICS = """# Metrics
 
 On `metrics_address`, for Prometheus. Metrics of peers, fetches and the directory exist once the
-daemon has a `peer_address`.
+daemon has a `peer_address`, those of events once it has an `events_address`.
 
 """
 RULES = DOCS.parent / "deploy" / "prometheus" / "ecd.rules.yml"
@@ -98,6 +99,7 @@ def metrics() -> str:
     registry.observe_call("Get", 0.0)
     reply = pb.PeersReply(fetches={"fetched": 1}, peers=[pb.PeerStatus(node="a:1")])
     registry.watch_peers(lambda: reply, lambda: (0, 0), set)
+    registry.watch_events(lambda: vars(EventCounters()))
     rows = []
     for family in registry.registry.collect():
         labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)

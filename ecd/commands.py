@@ -28,6 +28,7 @@ from ecd.cluster.tls import ClusterError
 from ecd.config import ENV_PREFIX, SECRETS, Config, ConfigError
 from ecd.config_sources import load, unknown_variables
 from ecd.daemon import Daemon, StartError
+from ecd.events import EventsError
 from ecd.memory.pool_dir import PoolError, clear
 from ecd.metrics import MetricsError
 from ecd.redaction import without_secrets
@@ -37,7 +38,7 @@ from ecd_proto.contract import DISTRIBUTION, size_text
 from ecd_proto.leftovers import leftovers
 
 CANNOT_START = (
-    *(SocketError, PoolError, MetricsError, StartError),
+    *(SocketError, PoolError, MetricsError, EventsError, StartError),
     *(ClusterError, EngineError, PeerServerError),
 )
 

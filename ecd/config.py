@@ -93,7 +93,13 @@ class Config(BaseSettings):
     metrics_address: str = Field(
         default="127.0.0.1:9464",
         pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):\d{1,5}$",
-        description="host:port of /metrics. Port 0: any free one.",
+        description="host:port of /metrics and /v1/locate. Port 0: any free one.",
+    )
+    events_address: str | None = Field(
+        default=None,
+        pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):\d{1,5}$",
+        description="host:port, the host as an IP address, where changes are published for "
+        "routers; they are replayed on the port after it. Port 0: any two. By default nowhere.",
     )
     health_address: str | None = Field(
         default=None,

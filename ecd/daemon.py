@@ -19,6 +19,7 @@ from ecd.background import Background, first_of
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import RELOADABLE, Config, ConfigError
 from ecd.core.cache import DEFAULT_LIMITS
+from ecd.events import Events
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
@@ -32,6 +33,7 @@ from ecd.metrics import Metrics
 from ecd.node import Node, SharedBoard, live_cache, make_cache
 from ecd.rpc.attach import AttachSocket
 from ecd.rpc.cache_service import Monitor
+from ecd.rpc.http import PATH, LocateOverHttp
 from ecd.rpc.origins import NoOtherNodes, NothingToRecover, Recovering
 from ecd.rpc.peer_server import PeerServer
 from ecd.rpc.peer_service import PeerService
@@ -71,6 +73,7 @@ class _Parts(NamedTuple):
     status: Status
     checksums: Checksums
     recovery: Recovering
+    events: Events | None
     server: Server
     peer_server: PeerServer | None
 
@@ -195,7 +198,10 @@ class Daemon:
                 )
 
     def _make_parts(self, metrics: Metrics, running: contextlib.AsyncExitStack) -> _Parts:
-        """Make what serves, in order of need. Raises MetricsError, ClusterError, EngineError."""
+        """Make what serves, in order of need.
+
+        Raises EventsError, MetricsError, ClusterError, EngineError.
+        """
         config, board, pools = self._config, self._board, self._pools
         cache = make_cache(pools, config.lease_ttl_s, board, self._devices)
         doorbell_path = None if board.doorbell is None else board.doorbell.path
@@ -211,8 +217,7 @@ class Daemon:
         running.callback(checksums.close)
         recovery = self._make_recovery(live, checksums)
         metrics.watch_core(status.read)
-        address = metrics.listen(config.metrics_address)
-        logger.info("metrics on http://%s/metrics", address)
+        events = self._make_events(live, status, metrics, running)
         peer_server: PeerServer | None = None
         if config.peer_address is not None:
             memory = PoolMemory(pools, checksums)
@@ -226,7 +231,28 @@ class Daemon:
         monitor = Monitor(status.read, metrics.observe_call)
         service = node.service(self._cluster or NoOtherNodes(), recovery, monitor)
         server = Server(service, status.unavailable, metrics.observe_call)
-        return _Parts(node, status, checksums, recovery, server, peer_server)
+        locate = LocateOverHttp(service.Locate, status.unavailable)
+        address = metrics.listen(config.metrics_address, {PATH: locate})
+        logger.info("metrics on http://%s/metrics", address)
+        return _Parts(node, status, checksums, recovery, events, server, peer_server)
+
+    def _make_events(
+        self,
+        live: LiveCache,
+        status: Status,
+        metrics: Metrics,
+        running: contextlib.AsyncExitStack,
+    ) -> Events | None:
+        """The stream of changes, if there is to be one. Raises EventsError."""
+        address, identity = self._config.events_address, self._identity
+        if address is None:
+            return None
+        events = Events(address, identity.holder, identity.incarnation, live)
+        running.push_async_callback(events.close)
+        metrics.watch_events(lambda: vars(events.counters))
+        status.events = events.address, events.replay_address
+        logger.info("events on tcp://%s, replayed on tcp://%s", *status.events)
+        return events
 
     def _make_recovery(self, live: LiveCache, checksums: Checksums) -> Recovering:
         leftovers, index = self._pool.leftovers, self._board.index
@@ -255,6 +281,7 @@ class Daemon:
             self._manager.keep_alive(lambda: f"serving {cache.entries:,} entries"),
             self._follow_puts(parts.checksums) if self._cluster is None else self._cluster.run(),
             parts.recovery.run(),
+            *([] if parts.events is None else [parts.events.run()]),
         )
 
     async def _populate(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ecd.background import Background
@@ -31,6 +31,34 @@ class Subscriber(Protocol):
         """These leases ran out."""
 
 
+class Changes:
+    """The changes that one follower has not taken yet: of each key the last alone."""
+
+    def __init__(self, share: Callable[[], None]) -> None:
+        """`share` gives every follower what the core has noted."""
+        self._share = share
+        self._waiting = asyncio.Event()
+        self._pending: dict[Key, bool] = {}
+
+    def note(self) -> None:
+        """Wake the follower: something has changed."""
+        self._waiting.set()
+
+    def add(self, changes: Mapping[Key, bool]) -> None:
+        if changes:
+            self._pending.update(changes)
+            self._waiting.set()
+
+    async def next(self, collect_s: float = 0.0) -> dict[Key, bool]:
+        """Wait for a change, and collect more for so long: keys stored (True) or evicted."""
+        await self._waiting.wait()
+        await asyncio.sleep(collect_s)
+        self._share()
+        self._waiting.clear()
+        taken, self._pending = self._pending, {}
+        return taken
+
+
 class FollowUps:
     """Does the follow-ups of every operation of the core."""
 
@@ -38,7 +66,7 @@ class FollowUps:
         self._cache, self._turns, self._now_s = cache, turns, now_s
         self._subscribers: dict[SessionId, Subscriber] = {}
         self._woken: deque[Wakeup] = deque()  # not told yet
-        self._changed = asyncio.Event()
+        self._followers: list[Changes] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._is_due = self._is_trimming = False
@@ -55,7 +83,7 @@ class FollowUps:
         if woken:
             self._deliver(woken)
         if changed:
-            self._changed.set()
+            self._note_change()
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._follow)
@@ -64,18 +92,26 @@ class FollowUps:
         """As `after`, of an operation that took memory."""
         if woken:
             self._deliver(woken)
-        self._changed.set()
+        self._note_change()
         self._arm()
         if not self._is_trimming and self._cache.needs_trim():
             self._is_trimming = True
             self._background.spawn(self._trim())
 
-    async def changes(self, collect_s: float) -> dict[Key, bool]:
-        """Wait for a change, and collect more for so long: keys stored (True) or evicted."""
-        await self._changed.wait()
-        await asyncio.sleep(collect_s)
-        self._changed.clear()
-        return self._cache.take_changes()
+    def follow_changes(self) -> Changes:
+        """A new follower of what is stored and evicted from now on."""
+        self._share_changes()
+        self._followers.append(Changes(self._share_changes))
+        return self._followers[-1]
+
+    def _share_changes(self) -> None:
+        changes = self._cache.take_changes()
+        for follower in self._followers:
+            follower.add(changes)
+
+    def _note_change(self) -> None:
+        for follower in self._followers:
+            follower.note()
 
     def _follow(self) -> None:
         self._is_due = False
@@ -135,6 +171,6 @@ class FollowUps:
             while goes_on:
                 await pace.turn()
                 goes_on = self._cache.trim(EVICTED_AT_A_TIME, self._now_s())
-                self._changed.set()
+                self._note_change()
         finally:
             self._is_trimming = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 
@@ -13,3 +14,8 @@ class NodeIdentity:
     incarnation: str
     daemon: str  # with its version
     node: str = ""
+
+    @property
+    def holder(self) -> str:
+        """The node's name for routers: without a host:port for peers, its host and name."""
+        return self.node or f"{socket.gethostname()}/{self.name}"

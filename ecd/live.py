@@ -47,7 +47,7 @@ from ecd.core.types import (
     Ticket,
     WaitFor,
 )
-from ecd.followups import EVICTED_AT_A_TIME, FollowUps, Subscriber
+from ecd.followups import EVICTED_AT_A_TIME, Changes, FollowUps, Subscriber
 from ecd.intake import Intake, NoPuts, Taken
 from ecd.makings import MAX_MAKINGS, Makings
 from ecd.turns import Pace, Turns
@@ -133,13 +133,9 @@ class LiveCache:
 
     # -- changes -------------------------------------------------------------------------------
 
-    def note_changes(self) -> None:
-        """Note what is stored and evicted from now on, for `changes`."""
-        self.cache.take_changes()
-
-    async def changes(self, collect_s: float = 0.0) -> dict[Key, bool]:
-        """Wait for a change, and collect more for so long: keys stored (True) or evicted."""
-        return await self._followups.changes(collect_s)
+    def follow_changes(self) -> Changes:
+        """A new follower of what is stored and evicted from now on."""
+        return self._followups.follow_changes()
 
     # -- sessions ------------------------------------------------------------------------------
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Generic, TypeVar
-from wsgiref.simple_server import WSGIServer
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
     Gauge,
     Histogram,
     ProcessCollector,
+    make_wsgi_app,
     start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,6 +25,9 @@ from prometheus_client.registry import Collector
 
 from ecd_proto.contract import pool_names
 from ecd_proto.v1 import cache_pb2 as pb
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 LATENCY_BUCKETS_S = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3),
@@ -33,10 +38,19 @@ LAG_PERIOD_S = 0.25
 Loop = Callable[[], asyncio.AbstractEventLoop | None]
 """Gives the daemon's event loop, while it runs."""
 SCRAPE_S = 1.0
+SILENCE_S = 10.0
+"""How long a client of the port may say nothing within its request."""
 
 
 class MetricsError(Exception):
     """The metrics port cannot be had; the message says what to change."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENCE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""
 
 
 Figures = TypeVar("Figures")
@@ -238,6 +252,27 @@ class _PeersCollector(Collector):
         yield connected
 
 
+class _EventsCollector(Collector):
+    """The figures of the stream of stored and removed entries."""
+
+    def __init__(self, figures: Callable[[], Mapping[str, int]], loop: Loop) -> None:
+        self._figures = _OnLoop(figures, loop)
+
+    def collect(self) -> Iterable[Metric]:
+        figures = self._figures.get()
+        for field, name, text in (
+            ("events", "events", "Keys published as stored or removed."),
+            ("batches", "event_batches", "Messages in which they were published."),
+            ("losses", "event_losses", "Times that a slow subscriber began to lose messages."),
+            ("replays", "event_replays", "Requests for lost messages."),
+            ("snapshots", "event_snapshots", "Requests for all entries."),
+            ("refused", "event_requests_refused", "Requests without sense, or one too many."),
+            ("given_up", "event_answers_given_up", "Answers that were not taken in time."),
+        ):
+            if figures is not None:
+                yield CounterMetricFamily(f"ecd_{name}", text, value=figures[field])
+
+
 class Metrics:
     """The registry of one daemon's metrics, and its port."""
 
@@ -274,11 +309,18 @@ class Metrics:
         info.labels(version).set(1)
         self._server: tuple[WSGIServer, threading.Thread] | None = None
 
-    def listen(self, address: str) -> str:
+    def listen(
+        self, address: str, answers: Mapping[str, WSGIApplication] = MappingProxyType({})
+    ) -> str:
         """Serve /metrics of this event loop; the address in use, with its port.
 
-        Raises MetricsError.
+        `answers` serve other paths, on threads of the port. Raises MetricsError.
         """
+        metrics: WSGIApplication = make_wsgi_app(self.registry)
+
+        def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+            return answers.get(environ["PATH_INFO"], metrics)(environ, start_response)
+
         self._loop = asyncio.get_running_loop()
         host, _, port = address.rpartition(":")
         try:
@@ -288,7 +330,10 @@ class Metrics:
                 f"cannot serve metrics on {address}: {error}. Choose another address with "
                 "ECD_METRICS_ADDRESS or --metrics-address; port 0 takes any free one"
             ) from None
-        return f"{host}:{self._server[0].server_port}"
+        server, _ = self._server
+        server.set_app(answer)
+        server.RequestHandlerClass = _Handler
+        return f"{host}:{server.server_port}"
 
     def observe_call(self, method: str, seconds: float) -> None:
         self._call_seconds.labels(method).observe(seconds)
@@ -313,6 +358,10 @@ class Metrics:
         `never_reached` has no label of its own: anybody could make up its name.
         """
         self.registry.register(_PeersCollector(status, hints, never_reached, lambda: self._loop))
+
+    def watch_events(self, figures: Callable[[], Mapping[str, int]]) -> None:
+        """Export the counters of published events."""
+        self.registry.register(_EventsCollector(figures, lambda: self._loop))
 
     async def watch_loop(self) -> None:
         """Measure the event loop's lag, until cancelled."""

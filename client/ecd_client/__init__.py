@@ -10,6 +10,7 @@ from ecd_client.errors import (
     PoolFull,
 )
 from ecd_client.item import Item
+from ecd_client.locate import Holder, Located
 from ecd_proto.contract import Hint
 
 __all__ = [
@@ -18,8 +19,10 @@ __all__ = [
     "EcdError",
     "EntryTooLarge",
     "Hint",
+    "Holder",
     "InvalidArgument",
     "Item",
     "LeaseExpired",
+    "Located",
     "PoolFull",
 ]

@@ -24,6 +24,7 @@ from ecd_client.connection import Connection
 from ecd_client.device.pinned import Pinning
 from ecd_client.errors import InvalidArgument
 from ecd_client.item import Handle, Item
+from ecd_client.locate import Located, locate
 from ecd_client.pools import Extent, MappedPool
 from ecd_client.reader import Reader
 from ecd_client.writer import Writer, describe_entry
@@ -284,6 +285,17 @@ class Client:
         if isinstance(mm_hashes, str):
             raise InvalidArgument(f"contains takes a list of keys: contains([{mm_hashes!r}])")
         return self._reader.contains(self.namespace if namespace is None else namespace, mm_hashes)
+
+    def locate(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> Located:
+        """The nodes that hold these keys, by this daemon's index and its directory.
+
+        At most 1,024 keys a call, which takes a second where the directory is slow. Raises
+        InvalidArgument for one string in place of a list, and EcdError.
+        """
+        if isinstance(mm_hashes, str):
+            raise InvalidArgument(f"locate takes a list of keys: locate([{mm_hashes!r}])")
+        keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
+        return locate(self._connection.session(), keys)
 
     def is_shown(self, mm_hash: str, *, namespace: str | None = None) -> bool:
         """Whether memory shows the entry as stored here, or as being copied into the pool.

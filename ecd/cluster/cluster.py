@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Mapping as MappingOf
 from typing import NamedTuple, Protocol
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_BATCH = 256
 """Changes told to the directory at a time."""
+LOCATE_S = 1.0
+"""How long the directory may be asked for the holders of one request's keys."""
+LOCATED = 64
+"""Keys asked of the directory at a time: more would hold up the event loop."""
 TURN = 8
 """Small entries hashed, and keys wanted, before the event loop gets its turn."""
 
@@ -96,7 +101,7 @@ class Cluster:
         self._offers = Offers(live.cache, self._candidates)
         reads = PoolReads(self._engine.reads, writable)
         self._fetcher = Fetcher(live, reads, self._candidates, observe, config.fetch_timeout_s)
-        live.note_changes()
+        self._changes = live.follow_changes()
 
     async def start(self) -> None:
         """Let other nodes read the pools, which are populated, for `run`. Raises EngineError."""
@@ -169,6 +174,21 @@ class Cluster:
         """Tell these nodes of these keys: now, or when they are stored."""
         self._offers.offer(keys, nodes)
 
+    # -- for routers ---------------------------------------------------------------------------
+
+    async def locate(self, keys: Sequence[Key]) -> tuple[MappingOf[Key, Sequence[Hint]], bool]:
+        """The other nodes that hold these keys, and whether all were heard, within LOCATE_S."""
+        state, found = self._directory.state, dict[Key, list[Hint]]()
+        errors, until_s = state.errors, time.monotonic() + LOCATE_S
+        for start in range(0, len(keys), LOCATED):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return found, False
+            some = await self._directory.find(keys[start : start + LOCATED], left_s)
+            for key, candidates in some.items():
+                found[key] = [candidate.hint for candidate in candidates]
+        return found, state.up and state.errors == errors and state.kind != "none"
+
     # -- for other nodes -----------------------------------------------------------------------
 
     def describe(self) -> peer_pb2.NodeDescription:
@@ -219,7 +239,7 @@ class Cluster:
     async def _publish(self) -> None:
         """Hash and offer what is stored, and tell the directory of all changes."""
         while True:
-            changes = list((await self._live.changes()).items())
+            changes = list((await self._changes.next()).items())
             for start in range(0, len(changes), PUBLISH_BATCH):
                 batch = dict(changes[start : start + PUBLISH_BATCH])
                 for number, (key, is_stored) in enumerate(batch.items()):

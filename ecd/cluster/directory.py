@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -51,8 +52,11 @@ class Directory(Protocol):
 
     state: DirectoryState
 
-    async def find(self, keys: Sequence[Key]) -> Found:
-        """The nodes that may hold these keys, within a bounded time."""
+    async def find(self, keys: Sequence[Key], all_within_s: float | None = None) -> Found:
+        """The nodes that may hold these keys, within a bounded time.
+
+        With `all_within_s` every node that is heard so soon, else at least one for each key.
+        """
 
     async def knows(self, node: str) -> bool:
         """Whether a living node of the cluster is reached at this host:port, as soon as `find`."""
@@ -82,7 +86,7 @@ class NoDirectory:
     def __init__(self) -> None:
         self.state = DirectoryState("none")
 
-    async def find(self, keys: Sequence[Key]) -> Found:
+    async def find(self, keys: Sequence[Key], all_within_s: float | None = None) -> Found:
         return {}
 
     async def knows(self, node: str) -> bool:
@@ -118,15 +122,23 @@ class StaticDirectory(NoDirectory):
     def reload(self, nodes: Sequence[str]) -> None:
         self._nodes = nodes
 
-    async def find(self, keys: Sequence[Key]) -> Found:
+    async def find(self, keys: Sequence[Key], all_within_s: float | None = None) -> Found:
         """Ask all nodes, until every key is found somewhere or every node has answered."""
+        wants_all = all_within_s is not None
+        until_s = time.monotonic() + (all_within_s or 0.0)
         self.state.lookups += len(keys)
         found: dict[Key, list[Candidate]] = {}
         asked = [asyncio.ensure_future(self._ask(node, keys)) for node in self._nodes]
         try:
             for_whom = set(asked)
-            while for_whom and len(found) < len(keys):
-                done, for_whom = await asyncio.wait(for_whom, return_when=asyncio.FIRST_COMPLETED)
+            while for_whom and (wants_all or len(found) < len(keys)):
+                left_s = max(0.0, until_s - time.monotonic()) if wants_all else None
+                done, for_whom = await asyncio.wait(
+                    for_whom, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    self.state.failed(f"{len(for_whom)} nodes did not answer in time")
+                    break
                 for answer in done:
                     for key, hint in zip(keys, answer.result(), strict=False):
                         if hint is not None:

@@ -82,7 +82,7 @@ class RedisDirectory:
 
     # -- reading -------------------------------------------------------------------------------
 
-    async def find(self, keys: Sequence[Key]) -> Found:
+    async def find(self, keys: Sequence[Key], all_within_s: float | None = None) -> Found:
         self.state.lookups += len(keys)
         if self._is_silent:
             return {}

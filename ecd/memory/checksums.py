@@ -47,9 +47,9 @@ class Checksums:
 
     async def follow(self) -> None:
         """Hash entries some time after they are put, in batches, until cancelled."""
-        self._live.note_changes()
+        followed = self._live.follow_changes()
         while True:
-            changes = await self._live.changes(PAUSE_S)
+            changes = await followed.next(PAUSE_S)
             await self.note_all([key for key, is_stored in changes.items() if is_stored])
 
     async def complete(self) -> None:

@@ -22,6 +22,7 @@ from ecd.rpc.convert import (
     to_acquire_outcome,
     to_entry_info,
     to_failure,
+    to_holder,
     to_promote_reply,
     to_reserve_outcome,
 )
@@ -268,6 +269,22 @@ class CacheService(pb_grpc.CacheServicer):
         keys = await pace.each(key_from, request.keys)
         self._others.offer(keys, request.nodes)
         return pb.OfferReply(incarnation=self._incarnation)
+
+    async def Locate(self, request: pb.LocateRequest, context: Any) -> pb.LocateReply:
+        check_batch(request.keys)
+        pace = await self._live.begin()
+        keys = await pace.each(key_from, request.keys)
+        await self._recovery.settle(keys)
+        elsewhere, is_whole = await self._others.locate(keys)
+        reply = pb.LocateReply(incarnation=self._incarnation, is_partial=not is_whole)
+        node, now_s = self._streams.identity.holder, self._live.now_s()
+        for key in keys:
+            await pace.step()
+            info = self._live.cache.info(key)
+            own = [] if info is None else [to_holder(node, info, now_s)]
+            others = [pb.Holder(node=at.node, nbytes=at.nbytes) for at in elsewhere.get(key, ())]
+            reply.located.add(holders=own + others)
+        return reply
 
     async def Peers(self, request: pb.PeersRequest, context: Ctx) -> pb.PeersReply:
         reply = self._others.status()

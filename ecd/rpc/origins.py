@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ecd.core.types import Key, SessionId, Ticket
 from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2 as pb
+
+Found = Mapping[Key, Sequence[Hint]]
 
 
 class OtherNodes(Protocol):
@@ -30,6 +32,9 @@ class OtherNodes(Protocol):
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         """Tell these nodes of these keys, as soon as they are stored here."""
 
+    async def locate(self, keys: Sequence[Key]) -> tuple[Found, bool]:
+        """The other nodes that hold these keys, and whether all were heard, in bounded time."""
+
     def status(self) -> pb.PeersReply: ...
 
 
@@ -49,6 +54,9 @@ class NoOtherNodes:
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         pass
+
+    async def locate(self, keys: Sequence[Key]) -> tuple[Found, bool]:
+        return {}, True
 
     def status(self) -> pb.PeersReply:
         return pb.PeersReply(directory=pb.DirectoryStatus(kind="none", up=True))

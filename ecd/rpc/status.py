@@ -56,6 +56,8 @@ class Status:
         """`memory` holds each pool's, by its number. Without an `index` every entry is unlisted."""
         self._identity, self._cache, self._memory = identity, cache, memory
         self._index, self._streams = index, streams
+        self.events = "", ""
+        """Where changes are published and replayed, host:port."""
         self._state = State.STATE_POPULATING
         self._started_s = time.monotonic()
 
@@ -88,6 +90,8 @@ class Status:
             uptime_s=time.monotonic() - self._started_s,
             pools=[self._read_pool(pool) for pool in cache.pools],
             node=self._identity.node,
+            events=self.events[0],
+            events_replay=self.events[1],
             entries=cache.entries,
             unlisted=cache.entries if self._index is None else self._index.unlisted,
             sessions=self._streams.clients,

@@ -114,8 +114,8 @@ class Intruder:
                 )
             case "Release":
                 return method, pb.ReleaseRequest(session=token, leases=some("leases", count))
-            case "Contains":
-                return method, pb.ContainsRequest(keys=[key() for _ in range(count)])
+            case "Contains" | "Locate":
+                return method, METHODS[method][0](keys=[key() for _ in range(count)])
             case "Evict":  # of everybody's, too
                 which = key() if chance.random() < 0.9 else None
                 return method, pb.EvictRequest(key=which, dry_run=chance.random() < 0.3)

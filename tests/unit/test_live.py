@@ -5,11 +5,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import pytest
+
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Leased, LimitReached, Missing, Reserved, Waiting, Wakeup
 from ecd.core.pool import Pool
-from ecd.core.types import Content, Key, LeaseId, SessionId
+from ecd.core.types import Content, Key, LeaseId, Selection, SessionId
 from ecd.intake import NoPuts
 from ecd.live import LiveCache
 from ecd.memory.pool_dir import PoolDir
@@ -108,9 +110,25 @@ def test_changes_are_collected_from_when_they_are_noted() -> None:
     async def act(live: LiveCache) -> None:
         writer, later = Told(live), Key("n", "later")
         await store(live, writer.session)
-        live.note_changes()
+        followed = live.follow_changes()
         await store(live, writer.session, later)
-        assert await live.changes() == {later: True}
+        assert await followed.next() == {later: True}
+
+    run(act)
+
+
+def test_each_follower_is_told_of_every_change_though_another_has_taken_it() -> None:
+    async def act(live: LiveCache) -> None:
+        writer, later = Told(live), Key("n", "later")
+        eager, lazy = live.follow_changes(), live.follow_changes()
+        await store(live, writer.session)
+        assert await eager.next() == {KEY: True}
+        await store(live, writer.session, later)
+        await live.evict(Selection(key=KEY), False, live.turns.pace())
+        assert await eager.next() == {later: True, KEY: False}
+        assert await lazy.next() == {later: True, KEY: False}
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(lazy.next(), 0.1)
 
     run(act)
 
@@ -173,10 +191,10 @@ def test_a_turn_that_only_grants_announces_what_it_evicted(tmp_path: Path) -> No
             reserved = cache.reserve(intake.session, Key("n", str(number)), CONTENT, 0.0)
             assert isinstance(reserved, Reserved)
             cache.commit(intake.session, reserved.entry, 0.0)
-        live.note_changes()
+        followed = live.follow_changes()
         live.drain()
         assert pool.evictions["capacity"] == 16
-        changes = await asyncio.wait_for(live.changes(), 5.0)
+        changes = await asyncio.wait_for(followed.next(), 5.0)
         assert changes == {Key("n", str(number)): False for number in range(16)}
         await until(lambda: pool.used_bytes + pool.granted_bytes <= 0.9 * POOL_BYTES)
         cache.check()

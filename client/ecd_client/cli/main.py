@@ -15,7 +15,7 @@ import typer
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its retries are not the user's business
 
 from ecd_client.calls import resolve
-from ecd_client.cli import daemon, entries
+from ecd_client.cli import daemon, entries, routing
 from ecd_client.cli.context import FAILED, UNREACHABLE, USAGE, AsJson, Options, errors
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
 from ecd_proto.contract import DISTRIBUTION
@@ -59,6 +59,8 @@ app.command()(entries.evict)
 app.command()(daemon.doctor)
 app.command()(daemon.bench)
 app.command()(daemon.top)
+app.command()(routing.locate)
+app.command()(routing.watch)
 
 
 def main() -> None:

@@ -1370,6 +1370,8 @@ class StatusReply(google.protobuf.message.Message):
     POOLS_FIELD_NUMBER: builtins.int
     WAITING_FOR_DMA_FIELD_NUMBER: builtins.int
     PINNING_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    EVENTS_REPLAY_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     name: builtins.str
     version: builtins.str
@@ -1389,6 +1391,10 @@ class StatusReply(google.protobuf.message.Message):
     """dead clients' sessions to whose memory a device may still write"""
     pinning: builtins.int
     """sessions whose clients have pinned the pools for their GPUs"""
+    events: builtins.str
+    """host:port where changes are published; empty: nowhere"""
+    events_replay: builtins.str
+    """host:port of the socket that replays them, and gives snapshots"""
     @property
     def counters(self) -> global___Counters: ...
     @property
@@ -1413,9 +1419,11 @@ class StatusReply(google.protobuf.message.Message):
         pools: collections.abc.Iterable[global___PoolStatus] | None = ...,
         waiting_for_dma: builtins.int = ...,
         pinning: builtins.int = ...,
+        events: builtins.str = ...,
+        events_replay: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "counters", b"counters", "entries", b"entries", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "node", b"node", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "counters", b"counters", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "node", b"node", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
 
 global___StatusReply = StatusReply
 
@@ -1615,6 +1623,91 @@ class OfferReply(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation"]) -> None: ...
 
 global___OfferReply = OfferReply
+
+@typing.final
+class LocateRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Key]: ...
+    def __init__(
+        self,
+        *,
+        keys: collections.abc.Iterable[global___Key] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys"]) -> None: ...
+
+global___LocateRequest = LocateRequest
+
+@typing.final
+class LocateReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    LOCATED_FIELD_NUMBER: builtins.int
+    IS_PARTIAL_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    is_partial: builtins.bool
+    """Other nodes may hold more: the directory, or a node, did not answer in time, or there is none."""
+    @property
+    def located(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Located]:
+        """in the order asked"""
+
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        located: collections.abc.Iterable[global___Located] | None = ...,
+        is_partial: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "is_partial", b"is_partial", "located", b"located"]) -> None: ...
+
+global___LocateReply = LocateReply
+
+@typing.final
+class Located(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOLDERS_FIELD_NUMBER: builtins.int
+    @property
+    def holders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Holder]:
+        """this daemon first"""
+
+    def __init__(
+        self,
+        *,
+        holders: collections.abc.Iterable[global___Holder] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holders", b"holders"]) -> None: ...
+
+global___Located = Located
+
+@typing.final
+class Holder(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    AGE_S_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    """host:port of its Peer service; of this daemon without one: its host and name"""
+    nbytes: builtins.int
+    """0: not known, of another node"""
+    age_s: builtins.float
+    """since the entry was stored there; absent: not known, of another node"""
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+        nbytes: builtins.int = ...,
+        age_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_age_s", b"_age_s", "age_s", b"age_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_age_s", b"_age_s", "age_s", b"age_s", "nbytes", b"nbytes", "node", b"node"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_age_s", b"_age_s"]) -> typing.Literal["age_s"] | None: ...
+
+global___Holder = Holder
 
 @typing.final
 class PeersRequest(google.protobuf.message.Message):

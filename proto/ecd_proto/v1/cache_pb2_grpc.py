@@ -84,6 +84,11 @@ class CacheStub(object):
                 request_serializer=ecd__proto_dot_v1_dot_cache__pb2.PeersRequest.SerializeToString,
                 response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.PeersReply.FromString,
                 )
+        self.Locate = channel.unary_unary(
+                '/ecd.v1.Cache/Locate',
+                request_serializer=ecd__proto_dot_v1_dot_cache__pb2.LocateRequest.SerializeToString,
+                response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.LocateReply.FromString,
+                )
 
 
 class CacheServicer(object):
@@ -180,6 +185,13 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Locate(self, request, context):
+        """Which nodes hold these keys, for routers. An answer is advice: an entry may come and go meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -252,6 +264,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Peers,
                     request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.PeersRequest.FromString,
                     response_serializer=ecd__proto_dot_v1_dot_cache__pb2.PeersReply.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.LocateRequest.FromString,
+                    response_serializer=ecd__proto_dot_v1_dot_cache__pb2.LocateReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -498,5 +515,22 @@ class Cache(object):
         return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Peers',
             ecd__proto_dot_v1_dot_cache__pb2.PeersRequest.SerializeToString,
             ecd__proto_dot_v1_dot_cache__pb2.PeersReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Locate',
+            ecd__proto_dot_v1_dot_cache__pb2.LocateRequest.SerializeToString,
+            ecd__proto_dot_v1_dot_cache__pb2.LocateReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

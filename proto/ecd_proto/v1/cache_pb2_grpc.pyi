@@ -102,6 +102,12 @@ class CacheStub:
         ecd_proto.v1.cache_pb2.PeersReply,
     ]
 
+    Locate: grpc.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.LocateRequest,
+        ecd_proto.v1.cache_pb2.LocateReply,
+    ]
+    """Which nodes hold these keys, for routers. An answer is advice: an entry may come and go meanwhile."""
+
 class CacheAsyncStub:
     Session: grpc.aio.StreamStreamMultiCallable[
         ecd_proto.v1.cache_pb2.SessionRequest,
@@ -181,6 +187,12 @@ class CacheAsyncStub:
         ecd_proto.v1.cache_pb2.PeersRequest,
         ecd_proto.v1.cache_pb2.PeersReply,
     ]
+
+    Locate: grpc.aio.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.LocateRequest,
+        ecd_proto.v1.cache_pb2.LocateReply,
+    ]
+    """Which nodes hold these keys, for routers. An answer is advice: an entry may come and go meanwhile."""
 
 class CacheServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -289,5 +301,13 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: ecd_proto.v1.cache_pb2.PeersRequest,
         context: _ServicerContext,
     ) -> typing.Union[ecd_proto.v1.cache_pb2.PeersReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.PeersReply]]: ...
+
+    @abc.abstractmethod
+    def Locate(
+        self,
+        request: ecd_proto.v1.cache_pb2.LocateRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ecd_proto.v1.cache_pb2.LocateReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.LocateReply]]:
+        """Which nodes hold these keys, for routers. An answer is advice: an entry may come and go meanwhile."""
 
 def add_CacheServicer_to_server(servicer: CacheServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

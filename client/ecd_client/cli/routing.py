@@ -1,0 +1,97 @@
+"""The commands that show what routers are told: holders of keys, and changes as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ecd_client.cli import render
+from ecd_client.cli.context import FAILED, USAGE, AsJson, Namespace, Options, fail, out
+from ecd_client.locate import Located, located
+from ecd_proto.contract import size_text
+from ecd_proto.v1 import cache_pb2 as pb
+
+
+def locate(
+    context: typer.Context,
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Items' mm_hashes.")],
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which nodes hold these keys. 1 if a key is nowhere."""
+    options: Options = context.obj
+    if namespace is None:
+        namespace = _namespace_of(options, keys)
+    request = pb.LocateRequest(keys=[pb.Key(namespace=namespace, mm_hash=key) for key in keys])
+    found = located(options.call("Locate", request))
+    if as_json or options.as_json:
+        holders = {
+            key: [holder._asdict() for holder in of_key]
+            for key, of_key in zip(keys, found.holders, strict=True)
+        }
+        shown = {"namespace": namespace, "is_partial": found.is_partial, "located": holders}
+        render.as_json(out, shown)
+    else:
+        _show(keys, found)
+    if not all(found.holders):
+        raise typer.Exit(FAILED)
+
+
+def _namespace_of(options: Options, keys: list[str]) -> str:
+    """The one namespace in which this node has one of the keys; else the command ends."""
+    for key in keys:
+        entries = options.entries(pb.ListRequest(mm_hash=key))
+        if found := {entry.key.namespace for entry in entries}:
+            if len(found) > 1:
+                fail(USAGE, f"{key!r} is in several namespaces: choose one with --namespace")
+            return found.pop()
+    fail(USAGE, "this node has none of the keys, so it cannot tell their --namespace")
+
+
+def _show(keys: list[str], found: Located) -> None:
+    table = Table("mm_hash", "node", "size", "stored", box=None, pad_edge=False)
+    for key, holders in zip(keys, found.holders, strict=True):
+        for holder in holders:
+            size = "" if holder.nbytes is None else size_text(holder.nbytes)
+            age = "" if holder.age_s is None else f"{render.duration(holder.age_s)} ago"
+            table.add_row(*map(escape, (key, holder.node, size, age)))
+        if not holders:
+            table.add_row(*map(escape, (key, "nowhere")))
+    out.print(table)
+    if found.is_partial:
+        out.print("The directory or a node did not answer, or there is none: others may hold more.")
+
+
+def watch(context: typer.Context, as_json: AsJson = False) -> None:
+    """Print what this daemon holds, then its changes as they come, until Ctrl-C.
+
+    With --json one object a line; `nbytes` is null where an entry was removed.
+    """
+    options: Options = context.obj
+    status = options.call("Status", pb.StatusRequest())
+    if not status.events:
+        fail(FAILED, "this daemon publishes no events: start it with ECD_EVENTS_ADDRESS")
+    try:
+        from ecd_client.events import Change, Subscriber
+    except ImportError as error:
+        fail(FAILED, f"{error}: pip install 'encoder-cache-daemon[events]'")
+
+    def line(change: Change) -> str:
+        if as_json or options.as_json:
+            return json.dumps(change._asdict())
+        stored = change.nbytes is not None
+        what = f"stored   {size_text(change.nbytes or 0)}" if stored else "removed"
+        return f"{what:<20} {change.namespace} {change.mm_hash}"
+
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Subscriber([(status.events, status.events_replay)]) as subscriber,
+    ):
+        while True:
+            for change in subscriber.changes(timeout=1.0):
+                typer.echo(line(change))

@@ -1,0 +1,55 @@
+"""The question which nodes hold some keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ecd_client.acquire import Key, to_key
+from ecd_client.errors import EcdError
+from ecd_client.session import Session
+from ecd_proto.v1 import cache_pb2 as pb
+
+
+class Holder(NamedTuple):
+    """A node that holds an entry, by the host:port of its Peer service.
+
+    The entry's bytes and the seconds since it was stored there are None where only that node knows.
+    """
+
+    node: str
+    nbytes: int | None
+    age_s: float | None
+
+
+class Located(NamedTuple):
+    """The holders of each key, this node first.
+
+    `is_partial`: other nodes may hold more, as the directory or a node did not answer in time, or
+    there is none.
+    """
+
+    holders: list[list[Holder]]
+    is_partial: bool
+
+
+def locate(session: Session, keys: Sequence[Key]) -> Located:
+    """Raises EcdError."""
+    asked = session.calls.later("locate", pb.LocateRequest(keys=map(to_key, keys)))
+    try:
+        return located(asked.result())
+    except EcdError:
+        raise
+    except Exception as error:
+        raise session.calls.meaning(error) from None
+
+
+def located(reply: Any) -> Located:
+    holders = [
+        [
+            Holder(at.node, at.nbytes or None, at.age_s if at.HasField("age_s") else None)
+            for at in key.holders
+        ]
+        for key in reply.located
+    ]
+    return Located(holders, reply.is_partial)

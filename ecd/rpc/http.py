@@ -1,0 +1,143 @@
+"""The question which nodes hold keys, over HTTP: for routers that speak no gRPC.
+
+Requests come on threads of the metrics' port; the answer is the Cache service's, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from ecd.wire import InvalidRequest, check_batch
+from ecd_proto.contract import MAX_BATCH
+from ecd_proto.v1 import cache_pb2 as pb
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIEnvironment
+
+PATH = "/v1/locate"
+MAX_BODY_BYTES = 256 << 10
+"""More would hold up the event loop: a JSON parser does not let other threads go on."""
+MAX_REQUESTS = 16
+"""Requests answered at one time."""
+ANSWER_S = 5.0
+FORM = (
+    f'POST {{"namespace": "...", "mm_hashes": ["...", ...]}} to {PATH}, at most {MAX_BATCH} of them'
+)
+
+Locate = Callable[[pb.LocateRequest, Any], Awaitable[pb.LocateReply]]
+
+
+class _Refused(Exception):
+    """The request is not answered; the text says what to do."""
+
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class LocateOverHttp:
+    """Answers one path of the daemon's HTTP port: a WSGI application."""
+
+    def __init__(self, locate: Locate, unavailable: Callable[[], str | None]) -> None:
+        """`unavailable` says why calls are refused now. Made on the daemon's event loop."""
+        self._locate, self._unavailable = locate, unavailable
+        self._loop = asyncio.get_running_loop()
+        self._room = threading.BoundedSemaphore(MAX_REQUESTS)
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        status, answer = HTTPStatus.OK, {}
+        try:
+            answer = self._answer(environ)
+        except _Refused as refused:
+            status, answer = refused.status, {"error": str(refused)}
+        body = json.dumps(answer).encode()
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+        if status is HTTPStatus.SERVICE_UNAVAILABLE:
+            headers.append(("Retry-After", "1"))
+        start_response(f"{status.value} {status.phrase}", headers)
+        return [body]
+
+    def _answer(self, environ: WSGIEnvironment) -> dict[str, Any]:
+        if environ["REQUEST_METHOD"] != "POST":
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, FORM)
+        if not self._room.acquire(blocking=False):
+            text = f"{MAX_REQUESTS} requests are being answered: ask again"
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, text)
+        try:
+            return self._located(_request_from(_body(environ)))
+        finally:
+            self._room.release()
+
+    def _located(self, request: pb.LocateRequest) -> dict[str, Any]:
+        if reason := self._unavailable():
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"{reason}: ask again")
+        asked = asyncio.run_coroutine_threadsafe(self._ask(request), self._loop)
+        try:
+            return _to_json(request, asked.result(ANSWER_S))
+        except InvalidRequest as error:
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"{error}. {FORM}") from None
+        except FutureTimeoutError:
+            asked.cancel()
+            text = f"no answer within {ANSWER_S:g} s: ask again"
+            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, text) from None
+
+    async def _ask(self, request: pb.LocateRequest) -> pb.LocateReply:
+        return await self._locate(request, None)
+
+
+def _body(environ: WSGIEnvironment) -> bytes:
+    """The request's body. Raises _Refused."""
+    said = environ.get("CONTENT_LENGTH") or ""
+    if not (said.isascii() and said.isdigit()):
+        raise _Refused(HTTPStatus.LENGTH_REQUIRED, "send the body with its Content-Length")
+    if len(said) > 9 or int(said) > MAX_BODY_BYTES:
+        text = (
+            f"a body of {said[:20]} bytes; at most {MAX_BODY_BYTES}: ask for fewer keys at a time"
+        )
+        raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
+    try:
+        body: bytes = environ["wsgi.input"].read(int(said))
+    except OSError:
+        body = b""
+    if len(body) != int(said):
+        raise _Refused(HTTPStatus.REQUEST_TIMEOUT, "the body ended before its Content-Length")
+    return body
+
+
+def _request_from(body: bytes) -> pb.LocateRequest:
+    """Raises _Refused."""
+    try:
+        said = json.loads(body)
+        namespace, mm_hashes = said["namespace"], said["mm_hashes"]
+        if not isinstance(mm_hashes, list):
+            raise TypeError("mm_hashes is no list")
+        check_batch(mm_hashes)
+        keys = [pb.Key(namespace=namespace, mm_hash=mm_hash) for mm_hash in mm_hashes]
+        return pb.LocateRequest(keys=keys)
+    except (ValueError, TypeError, KeyError, RecursionError, InvalidRequest) as error:
+        text = f"{type(error).__name__}: {str(error)[:200]}. {FORM}"
+        raise _Refused(HTTPStatus.BAD_REQUEST, text) from None
+
+
+def _to_json(request: pb.LocateRequest, reply: pb.LocateReply) -> dict[str, Any]:
+    return {
+        "incarnation": reply.incarnation,
+        "is_partial": reply.is_partial,
+        "located": {
+            key.mm_hash: [
+                {
+                    "node": holder.node,
+                    "nbytes": holder.nbytes or None,
+                    "age_s": holder.age_s if holder.HasField("age_s") else None,
+                }
+                for holder in located.holders
+            ]
+            for key, located in zip(request.keys, reply.located, strict=True)
+        },
+    }

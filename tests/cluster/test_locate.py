@@ -1,0 +1,218 @@
+"""The question which nodes hold a key: by the client, `ecd-cli locate` and HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from ecd_client import Client, Holder, InvalidArgument
+from ecd_proto.contract import MAX_BATCH
+from support.daemon import WITHOUT_HUGE_PAGES, Daemon, eventually
+from support.redis import RedisServer
+
+BOUND_S = 4.0
+"""Longest that an answer may take here, whatever is down."""
+MakePeer = Callable[..., Daemon]
+ClientOf = Callable[[Daemon], Client]
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path, port=16390).start()
+    yield server
+    server.kill()
+
+
+def put(client: Client, key: str, nbytes: int = 100) -> None:
+    client.put_bytes(key, b"x" * nbytes, "uint8", (nbytes,))
+
+
+def over_http(daemon: Daemon, body: bytes, method: str = "POST") -> tuple[int, dict]:
+    url = daemon.metrics_url().replace("/metrics", "/v1/locate")
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, method=method)) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def asked(*keys: str, namespace: str = "default") -> bytes:
+    return json.dumps({"namespace": namespace, "mm_hashes": keys}).encode()
+
+
+def locate(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "locate"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_a_daemon_alone_says_what_it_holds(daemon: Daemon, client: Client) -> None:
+    put(client, "k", 100)
+    time.sleep(1.1)
+    node = f"{socket.gethostname()}/{daemon.name}"
+    found = client.locate(["absent", "k"])
+    [[], [holder]] = found.holders
+    assert (holder.node, holder.nbytes, found.is_partial) == (node, 100, False)
+    assert 1.0 < holder.age_s < 60.0
+    status, answer = over_http(daemon, asked("k", "absent"))
+    assert (status, answer["incarnation"], answer["is_partial"]) == (200, client.incarnation, False)
+    [told] = answer["located"]["k"]
+    assert answer["located"]["absent"] == []
+    assert (told["node"], told["nbytes"]) == (node, 100)
+    assert told["age_s"] > holder.age_s
+    assert client.locate([]).holders == []
+    assert daemon.status().counters.hits == 0, "it is no use of the entry"
+
+
+def test_the_command_shows_it_and_finds_the_namespace(daemon: Daemon, client: Client) -> None:
+    client.put_bytes("[red]k", b"x", "uint8", (1,), namespace="n")
+    done = locate(daemon, "[red]k")
+    assert done.returncode == 0, done.stderr
+    assert f"{socket.gethostname()}/{daemon.name}" in done.stdout
+    assert "[red]k" in done.stdout
+    told = json.loads(locate(daemon, "[red]k", "--json").stdout)
+    assert told["namespace"] == "n"
+    assert [at["nbytes"] for at in told["located"]["[red]k"]] == [1]
+    nowhere = locate(daemon, "other", "--namespace", "n")
+    assert (nowhere.returncode, "nowhere" in nowhere.stdout) == (1, True)
+    assert locate(daemon, "other").returncode == 2
+    client.put_bytes("[red]k", b"x", "uint8", (1,), namespace="m")
+    assert locate(daemon, "[red]k").returncode == 2
+
+
+def test_a_request_that_breaks_the_contract_is_told_so(daemon: Daemon, client: Client) -> None:
+    with pytest.raises(InvalidArgument, match=f"at most {MAX_BATCH}"):
+        client.locate(["k"] * (MAX_BATCH + 1))
+    with pytest.raises(InvalidArgument, match="list"):
+        client.locate("k")
+    with pytest.raises(InvalidArgument, match="empty"):
+        client.locate([""])
+    assert len(client.locate(["k"] * MAX_BATCH).holders) == MAX_BATCH
+    deep, many = b"[" * 100_000, asked(*["k"] * (MAX_BATCH + 1))
+    for body in (b"", b"{", b"[]", b"null", b'"x"', b'{"namespace": "n"}', b"\xff", deep, many):
+        status, answer = over_http(daemon, body)
+        assert (status, "POST {" in answer["error"]) == (400, True), body[:50]
+    for said in (
+        {"namespace": "", "mm_hashes": ["k"]},
+        {"namespace": "n", "mm_hashes": "k"},
+        {"namespace": "n", "mm_hashes": [1]},
+        {"namespace": "n", "mm_hashes": ["\ud800"]},
+        {"namespace": "n" * 2000, "mm_hashes": ["k"]},
+    ):
+        status, answer = over_http(daemon, json.dumps(said).encode())
+        assert (status, "POST {" in answer["error"]) == (400, True), said
+    assert over_http(daemon, b"x" * ((256 << 10) + 1))[0] == 413
+    assert over_http(daemon, b"", "PUT")[0] == 405
+    place = urlsplit(daemon.metrics_url())
+    unsized = http.client.HTTPConnection(place.hostname, place.port, timeout=10)
+    unsized.putrequest("POST", "/v1/locate")
+    unsized.endheaders()
+    assert unsized.getresponse().status == 411
+    unsized.close()
+    assert over_http(daemon, asked("k"))[0] == 200
+    assert "ecd_entries" in daemon.metrics(), "the port still serves metrics"
+
+
+def test_bodies_that_do_not_come_leave_room_for_others_at_last(daemon: Daemon) -> None:
+    place = urlsplit(daemon.metrics_url())
+    stalled = []
+    for _ in range(16):
+        stalled.append(socket.create_connection((place.hostname, place.port)))
+        stalled[-1].sendall(b"POST /v1/locate HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
+    eventually(lambda: over_http(daemon, asked("k"))[0] == 503, 5.0, "16 are being read")
+    assert "ecd_entries" in daemon.metrics()
+    eventually(lambda: over_http(daemon, asked("k"))[0] == 200, 30.0, "they are given up")
+    for each in stalled:
+        each.close()
+
+
+def test_a_daemon_that_does_not_serve_yet_says_so(make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon("1GiB")
+    daemon.prefix = WITHOUT_HUGE_PAGES  # which take longer
+    daemon.start(wait=False)
+    eventually(lambda: "metrics on" in daemon.text(), 20.0)
+    answers = [over_http(daemon, asked("k"))]
+    while answers[-1][0] != 200:
+        answers.append(over_http(daemon, asked("k")))
+    assert {status for status, _ in answers[:-1]} == {503}
+    assert "populating its pool" in answers[0][1]["error"]
+    assert "ask again" in answers[0][1]["error"]
+
+
+def test_redis_knows_the_other_holders(
+    redis: RedisServer, make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    settings = {"ECD_DIRECTORY": f"redis://{redis.host}:{redis.port}/0"}
+    here, there, third = (make_peer(**settings).start() for _ in range(3))
+    client = client_of(here)
+    put(client, "both")
+    for other in (there, third):
+        put(client_of(other), "both")
+    put(client_of(there), "far", 77)
+
+    def nodes(key: str) -> set[str]:
+        found = client.locate([key])
+        assert not found.is_partial
+        return {holder.node for holder in found.holders[0]}
+
+    eventually(lambda: nodes("both") == {here.peer, there.peer, third.peer}, 10.0)
+    eventually(lambda: nodes("far") == {there.peer}, 10.0)
+    assert client.locate(["far"]).holders == [[Holder(there.peer, 77, None)]]
+    assert client.locate(["both"]).holders[0][0].node == here.peer, "this node comes first"
+    many = client.locate([*(f"absent-{n}" for n in range(MAX_BATCH - 1)), "far"])
+    assert [len(holders) for holders in many.holders] == [0] * (MAX_BATCH - 1) + [1]
+    _, answer = over_http(here, asked("far"))
+    assert answer["located"]["far"] == [{"node": there.peer, "nbytes": 77, "age_s": None}]
+    done = locate(here, "far", "--namespace", "default")
+    assert (done.returncode, there.peer in done.stdout) == (0, True)
+    redis.stop()
+    started = time.monotonic()
+    found = client.locate(["both", "far"])
+    assert time.monotonic() - started < BOUND_S
+    assert [len(holders) for holders in found.holders] == [1, 0]
+    assert found.is_partial, "nobody knows what Redis would have said"
+    assert "may hold more" in locate(here, "both").stdout
+    redis.go_on()
+    eventually(lambda: not client.locate(["far"]).is_partial, 15.0, "Redis answers again")
+
+
+def test_every_static_peer_is_heard_and_a_dead_one_is_said(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    first, second, dead = "127.0.78.1:9465", "127.0.78.2:9465", "127.0.78.3:9465"
+    there = [make_peer(ECD_PEER_ADDRESS=node).start() for node in (first, second)]
+    here = make_peer(ECD_PEERS=f"{first},{second}")
+    client = client_of(here.start())
+    for each in there:
+        put(client_of(each), "k", 55)
+    found = client.locate(["k", "absent"])
+    assert {(at.node, at.nbytes) for at in found.holders[0]} == {(first, 55), (second, 55)}
+    assert (found.holders[1], found.is_partial) == ([], False)
+    assert len(client.locate(["k"]).holders[0]) == 2, "the first answer is not the last"
+    other = make_peer(ECD_PEERS=f"{first},{dead}")
+    client = client_of(other.start())
+    started = time.monotonic()
+    found = client.locate(["k"])
+    assert time.monotonic() - started < BOUND_S
+    assert [at.node for at in found.holders[0]] == [first]
+    assert found.is_partial
+
+
+def test_without_a_directory_an_answer_is_for_this_node_alone(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    client = client_of(make_peer().start())
+    put(client, "k")
+    found = client.locate(["k"])
+    assert (len(found.holders[0]), found.is_partial) == (1, True)
