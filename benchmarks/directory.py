@@ -27,7 +27,7 @@ from ecd.cluster.directory import StaticDirectory
 from ecd.cluster.peers import Peers
 from ecd.cluster.redis_directory import RedisDirectory
 from ecd.config import Config
-from ecd.core.types import EntryId, EntryInfo, Extent, Key
+from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key
 from ecd.identity import NodeIdentity
 from ecd_proto.contract import Hint
 
@@ -35,6 +35,7 @@ PORT = 16399
 ENTRIES = 100_000
 LINKS = 100
 TOKEN = "the token of a benchmark"
+METADATA = b'\x01{"image":{"image_grid_thw":[1,54,72]}}'
 Rows = list[list[str]]
 
 
@@ -45,15 +46,17 @@ def keys(count: int, first: int = 0) -> list[Key]:
 
 
 class Stored:
-    """A node's cache: all keys at a place whose numbers are of usual length."""
+    """A node's cache: pictures at a place whose numbers are of usual length."""
 
     leases = 0
 
     def page(self, after: EntryId, limit: int) -> tuple[list[EntryInfo], EntryId | None]:
         return [], None
 
-    def extent(self, key: Key) -> Extent:
-        return Extent(0, 3 << 30, 10 << 20)
+    def info(self, key: Key) -> EntryInfo:
+        extent = Extent(0, 3 << 30, 10 << 20)
+        content = Content("bfloat16", (1440, 3584), extent.nbytes, METADATA)
+        return EntryInfo(EntryId(1), key, content, extent, 0, 0, 0.0, 0.0, None)
 
 
 def config(number: int, **settings: str) -> Config:

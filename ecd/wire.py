@@ -11,6 +11,8 @@ from ecd.core.types import Content, Extent, Key
 from ecd_proto import contract
 from ecd_proto.v1 import cache_pb2 as pb
 
+TOLD_METADATA_BYTES = 128
+"""Longest metadata that directories tell; a picture's has some 40 bytes."""
 BYTES_WITH_LEASE = 64 << 10
 """Largest entry that comes with its lease: a read of a larger one takes less than a message."""
 
@@ -82,6 +84,11 @@ def hints_from(message: pb.Hint) -> list[contract.Hint]:
     nodes = message.nodes[: contract.MAX_HINTS]
     places = places_from(message.extents, len(nodes))
     return [contract.Hint(node, *place) for node, place in zip(nodes, places, strict=True)]
+
+
+def told_metadata(content: Content) -> bytes:
+    """An entry's metadata where it is told beside the entry's place; none if it is long."""
+    return content.metadata if len(content.metadata) <= TOLD_METADATA_BYTES else b""
 
 
 def places_from(extents: Sequence[pb.Extent], count: int) -> list[Extent]:

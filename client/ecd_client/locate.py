@@ -15,11 +15,13 @@ class Holder(NamedTuple):
     """A node that holds an entry, by the host:port of its Peer service.
 
     The entry's bytes and the seconds since it was stored there are None where only that node knows.
+    Its metadata is empty there, too, or if it has none.
     """
 
     node: str
     nbytes: int | None
     age_s: float | None
+    metadata: bytes = b""
 
 
 class Located(NamedTuple):
@@ -47,7 +49,12 @@ def locate(session: Session, keys: Sequence[Key]) -> Located:
 def located(reply: Any) -> Located:
     holders = [
         [
-            Holder(at.node, at.nbytes or None, at.age_s if at.HasField("age_s") else None)
+            Holder(
+                at.node,
+                at.nbytes or None,
+                at.age_s if at.HasField("age_s") else None,
+                at.metadata,
+            )
             for at in key.holders
         ]
         for key in reply.located

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from ecd.cluster.admission import Admission
 from ecd.cluster.candidates import Candidates
-from ecd.cluster.directory import Directory, NoDirectory, StaticDirectory
+from ecd.cluster.directory import Candidate, Directory, Found, NoDirectory, StaticDirectory
 from ecd.cluster.engine import Engine, EngineSettings
 from ecd.cluster.fetcher import Fetcher, Maker
 from ecd.cluster.offers import Offers
@@ -144,7 +144,7 @@ class Cluster:
             case _:
                 return RedisDirectory(self._config, self._identity, self._live.cache)
 
-    async def _ask(self, node: str, keys: Sequence[Key]) -> Sequence[Hint | None]:
+    async def _ask(self, node: str, keys: Sequence[Key]) -> Sequence[Candidate | None]:
         try:
             return await (await self._peers.link(node)).find(keys)
         except PeerUnavailable as error:
@@ -176,17 +176,16 @@ class Cluster:
 
     # -- for routers ---------------------------------------------------------------------------
 
-    async def locate(self, keys: Sequence[Key]) -> tuple[MappingOf[Key, Sequence[Hint]], bool]:
+    async def locate(self, keys: Sequence[Key]) -> tuple[Found, bool]:
         """The other nodes that hold these keys, and whether all were heard, within LOCATE_S."""
-        state, found = self._directory.state, dict[Key, list[Hint]]()
+        state, found = self._directory.state, dict[Key, Sequence[Candidate]]()
         errors, until_s = state.errors, time.monotonic() + LOCATE_S
         for start in range(0, len(keys), LOCATED):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return found, False
             some = await self._directory.find(keys[start : start + LOCATED], left_s)
-            for key, candidates in some.items():
-                found[key] = [candidate.hint for candidate in candidates]
+            found.update(some)
         return found, state.up and state.errors == errors and state.kind != "none"
 
     # -- for other nodes -----------------------------------------------------------------------

@@ -13,11 +13,15 @@ from ecd_proto.contract import Hint
 
 
 class Candidate(NamedTuple):
-    """A node that may hold a key; `load` counts the leases of other nodes there, of late."""
+    """A node that may hold a key; `load` counts the leases of other nodes there, of late.
+
+    `metadata` is the entry's, if it is known and has at most TOLD_METADATA_BYTES.
+    """
 
     hint: Hint
     zone: str = ""
     load: int = 0
+    metadata: bytes = b""
 
 
 class Claimed(NamedTuple):
@@ -108,7 +112,7 @@ class NoDirectory:
         pass
 
 
-Ask = Callable[[str, Sequence[Key]], Awaitable[Sequence[Hint | None]]]
+Ask = Callable[[str, Sequence[Key]], Awaitable[Sequence[Candidate | None]]]
 """Asks one node for its place of each key. Raises nothing: a node that is away has none."""
 
 
@@ -140,9 +144,9 @@ class StaticDirectory(NoDirectory):
                     self.state.failed(f"{len(for_whom)} nodes did not answer in time")
                     break
                 for answer in done:
-                    for key, hint in zip(keys, answer.result(), strict=False):
-                        if hint is not None:
-                            found.setdefault(key, []).append(Candidate(hint))
+                    for key, candidate in zip(keys, answer.result(), strict=False):
+                        if candidate is not None:
+                            found.setdefault(key, []).append(candidate)
         finally:
             for answer in asked:
                 answer.cancel()

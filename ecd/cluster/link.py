@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from ecd.background import Background
+from ecd.cluster.directory import Candidate
 from ecd.cluster.peer import Peer, PeerUnavailable
 from ecd.core.types import Content, Extent, Key
 from ecd.wire import InvalidRequest, content_from, places_from, to_extents, to_key
@@ -132,18 +133,19 @@ class Link:
             self._give_back(answer.result())
         answer.cancel()
 
-    async def find(self, keys: Sequence[Key]) -> Sequence[Hint | None]:
-        """Hints to the keys that are there, or on their way; else None. Raises PeerUnavailable."""
-        found: list[Hint | None] = []
+    async def find(self, keys: Sequence[Key]) -> Sequence[Candidate | None]:
+        """The peer, for each key that is there or on its way; else None. Raises PeerUnavailable."""
+        found: list[Candidate | None] = []
         for start in range(0, len(keys), MAX_BATCH):
             ticket, answer = self._ask(pb.FoundKeys)
             batch = map(to_key, keys[start : start + MAX_BATCH])
             self._send(pb.LinkRequest(find=pb.FindKeys(ticket=ticket, keys=batch)))
             reply = await self._answer(answer, 0.0)
             places = places_from(reply.extents, len(reply.found))
+            metadata = [*reply.metadata[: len(places)], *[b""] * len(places)]
             found.extend(
-                Hint(self.peer.node, *place) if has else None
-                for has, place in zip(reply.found, places, strict=True)
+                Candidate(Hint(self.peer.node, *place), metadata=said) if has else None
+                for has, place, said in zip(reply.found, places, metadata, strict=False)
             )
         return found
 

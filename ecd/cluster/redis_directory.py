@@ -147,9 +147,10 @@ class RedisDirectory:
         nodes = await self._learn({name for row in rows for name in row})
         return {
             key: [
-                Candidate(Hint(node.hint.node, *unpack_place(at)), node.zone, node.load)
+                Candidate(Hint(node.hint.node, *place), node.zone, node.load, metadata)
                 for name, at in row.items()
                 if (node := nodes[name]) is not None
+                for place, metadata in (unpack_place(at),)
             ]
             for key, row in zip(keys, rows, strict=True)
             if row
@@ -266,7 +267,7 @@ class RedisDirectory:
         for key, stored in batch.items():
             row = self._names.row(key)
             if stored:
-                place = pack_place(self._cache.extent(key))
+                place = pack_place(self._cache.info(key))
                 pipeline.hset(row, self._incarnation, place)
                 pipeline.expire(row, ROW_TTL_S)
             else:

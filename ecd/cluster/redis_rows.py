@@ -2,8 +2,9 @@
 
 `ecd:<cluster>:e:<digest of the key>`  a hash with one field for each node that holds the key: the
                                        node's incarnation, and the entry's extent there, as
-                                       `<pool>:<offset>+<bytes>`. Expires after ROW_TTL_S, and is
-                                       written again before that.
+                                       `<pool>:<offset>+<bytes>`, then a space and its metadata if
+                                       that is short. Expires after ROW_TTL_S, and is written again
+                                       before that.
 `ecd:<cluster>:n:<incarnation>`        the node's record, as JSON. Expires after NODE_TTL_S: with it
                                        every row of the node is void.
 `ecd:<cluster>:m:<digest of the key>`  the incarnation of the node that makes the key now. Expires
@@ -26,7 +27,8 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
 from ecd.cluster.directory import Candidate
-from ecd.core.types import Extent, Key
+from ecd.core.types import EntryInfo, Extent, Key
+from ecd.wire import TOLD_METADATA_BYTES, told_metadata
 from ecd_proto.contract import NODE_PATTERN, Hint
 
 NODE_TTL_S = 15
@@ -37,7 +39,7 @@ SOME_OF_ROW = """
 if redis.call('type', KEYS[1]).ok ~= 'hash' then return {} end
 local some = {}
 for _, name in ipairs(redis.call('hrandfield', KEYS[1], ARGV[1])) do
-  if #name == 32 and redis.call('hstrlen', KEYS[1], name) <= 42 then
+  if #name == 32 and redis.call('hstrlen', KEYS[1], name) <= 171 then
     table.insert(some, name)
     table.insert(some, redis.call('hget', KEYS[1], name))
   end
@@ -81,14 +83,21 @@ def _digest(key: Key) -> str:
     return hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
 
 
-def pack_place(extent: Extent | None) -> str:
-    return "" if extent is None else f"{extent.pool}:{extent.offset}+{extent.nbytes}"
+def pack_place(info: EntryInfo | None) -> bytes:
+    if info is None:
+        return b""
+    extent, metadata = info.extent, told_metadata(info.content)
+    place = f"{extent.pool}:{extent.offset}+{extent.nbytes}".encode()
+    return place + b" " + metadata if metadata else place
 
 
-def unpack_place(value: bytes) -> Extent:
-    """The extent; an extent of no bytes if it is unknown, or the value is not ours."""
-    found = re.fullmatch(rb"([0-9]{1,4}):([0-9]{1,18})\+([0-9]{1,18})", value)
-    return Extent(*map(int, found.groups())) if found else Extent(0, 0, 0)
+def unpack_place(value: bytes) -> tuple[Extent, bytes]:
+    """The extent and the metadata; no bytes of either if unknown, or if the value is not ours."""
+    place, _, metadata = value.partition(b" ")
+    found = re.fullmatch(rb"([0-9]{1,4}):([0-9]{1,18})\+([0-9]{1,18})", place)
+    if found is None or len(metadata) > TOLD_METADATA_BYTES:
+        return Extent(0, 0, 0), b""
+    return Extent(*map(int, found.groups())), metadata
 
 
 def pack_record(node: str, zone: str, load: int) -> str:

@@ -282,7 +282,10 @@ class CacheService(pb_grpc.CacheServicer):
             await pace.step()
             info = self._live.cache.info(key)
             own = [] if info is None else [to_holder(node, info, now_s)]
-            others = [pb.Holder(node=at.node, nbytes=at.nbytes) for at in elsewhere.get(key, ())]
+            others = [
+                pb.Holder(node=at.hint.node, nbytes=at.hint.nbytes, metadata=at.metadata)
+                for at in elsewhere.get(key, ())
+            ]
             reply.located.add(holders=own + others)
         return reply
 

@@ -136,7 +136,13 @@ def to_entry_info(info: EntryInfo, now_s: float) -> pb.EntryInfo:
 
 
 def to_holder(node: str, info: EntryInfo, now_s: float) -> pb.Holder:
-    return pb.Holder(node=node, nbytes=info.content.nbytes, age_s=now_s - info.created_s)
+    content = info.content
+    return pb.Holder(
+        node=node,
+        nbytes=content.nbytes,
+        age_s=now_s - info.created_s,
+        metadata=content.metadata,
+    )
 
 
 def _session_over() -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from http import HTTPStatus
@@ -135,6 +136,7 @@ def _to_json(request: pb.LocateRequest, reply: pb.LocateReply) -> dict[str, Any]
                     "node": holder.node,
                     "nbytes": holder.nbytes or None,
                     "age_s": holder.age_s if holder.HasField("age_s") else None,
+                    "metadata": b64encode(holder.metadata).decode() or None,
                 }
                 for holder in located.holders
             ]

@@ -21,6 +21,7 @@ from ecd.wire import (
     seconds_from,
     to_content,
     to_extents,
+    told_metadata,
 )
 from ecd_proto.contract import MAKING_S, Hint
 from ecd_proto.v1 import cache_pb2
@@ -132,6 +133,8 @@ class InboundLink:
             turn = keys[start : start + TURN]
             reply.found.extend(map(self._has, turn))
             reply.extents.extend(to_extents(map(self._live.cache.extent, turn)))
+            infos = map(self._live.cache.info, turn)
+            reply.metadata.extend(told_metadata(info.content) if info else b"" for info in infos)
         self._post(pb.LinkReply(found=reply))
 
     def _has(self, key: Key) -> bool:

@@ -9,7 +9,18 @@ from ecd.core.types import Key, SessionId, Ticket
 from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2 as pb
 
-Found = Mapping[Key, Sequence[Hint]]
+
+class Holding(Protocol):
+    """Another node that holds a key: where, and what is known of the entry's metadata."""
+
+    @property
+    def hint(self) -> Hint: ...
+
+    @property
+    def metadata(self) -> bytes: ...
+
+
+Found = Mapping[Key, Sequence[Holding]]
 
 
 class OtherNodes(Protocol):

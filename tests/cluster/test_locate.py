@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -159,7 +160,8 @@ def test_redis_knows_the_other_holders(
     put(client, "both")
     for other in (there, third):
         put(client_of(other), "both")
-    put(client_of(there), "far", 77)
+    client_of(there).put_bytes("far", bytes(77), "uint8", (77,), metadata=b"\x01 with a space\xff")
+    client_of(there).put_bytes("long", bytes(77), "uint8", (77,), metadata=bytes(129))
 
     def nodes(key: str) -> set[str]:
         found = client.locate([key])
@@ -168,12 +170,17 @@ def test_redis_knows_the_other_holders(
 
     eventually(lambda: nodes("both") == {here.peer, there.peer, third.peer}, 10.0)
     eventually(lambda: nodes("far") == {there.peer}, 10.0)
-    assert client.locate(["far"]).holders == [[Holder(there.peer, 77, None)]]
+    eventually(lambda: nodes("long") == {there.peer}, 10.0)
+    far, long = Holder(there.peer, 77, None, b"\x01 with a space\xff"), Holder(there.peer, 77, None)
+    assert client.locate(["far", "long"]).holders == [[far], [long]]
+    assert client_of(there).locate(["long"]).holders[0][0].metadata == bytes(129)
     assert client.locate(["both"]).holders[0][0].node == here.peer, "this node comes first"
     many = client.locate([*(f"absent-{n}" for n in range(MAX_BATCH - 1)), "far"])
     assert [len(holders) for holders in many.holders] == [0] * (MAX_BATCH - 1) + [1]
     _, answer = over_http(here, asked("far"))
-    assert answer["located"]["far"] == [{"node": there.peer, "nbytes": 77, "age_s": None}]
+    metadata = b64encode(far.metadata).decode()
+    said = {"node": there.peer, "nbytes": 77, "age_s": None, "metadata": metadata}
+    assert answer["located"]["far"] == [said]
     done = locate(here, "far", "--namespace", "default")
     assert (done.returncode, there.peer in done.stdout) == (0, True)
     redis.stop()
@@ -196,6 +203,8 @@ def test_every_static_peer_is_heard_and_a_dead_one_is_said(
     client = client_of(here.start())
     for each in there:
         put(client_of(each), "k", 55)
+    client_of(there[1]).put_bytes("told", b"1", "uint8", (1,), metadata=b"\x01{}")
+    assert client.locate(["told"]).holders == [[Holder(second, 1, None, b"\x01{}")]]
     found = client.locate(["k", "absent"])
     assert {(at.node, at.nbytes) for at in found.holders[0]} == {(first, 55), (second, 55)}
     assert (found.holders[1], found.is_partial) == ([], False)

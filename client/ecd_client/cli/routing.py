@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from base64 import b64encode
 from typing import Annotated
 
 import typer
@@ -31,7 +32,10 @@ def locate(
     found = located(options.call("Locate", request))
     if as_json or options.as_json:
         holders = {
-            key: [holder._asdict() for holder in of_key]
+            key: [
+                {**holder._asdict(), "metadata": b64encode(holder.metadata).decode() or None}
+                for holder in of_key
+            ]
             for key, of_key in zip(keys, found.holders, strict=True)
         }
         shown = {"namespace": namespace, "is_partial": found.is_partial, "located": holders}

@@ -1690,21 +1690,25 @@ class Holder(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     AGE_S_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
     node: builtins.str
     """host:port of its Peer service; of this daemon without one: its host and name"""
     nbytes: builtins.int
     """0: not known, of another node"""
     age_s: builtins.float
     """since the entry was stored there; absent: not known, of another node"""
+    metadata: builtins.bytes
+    """the entry's; none also where it is not known"""
     def __init__(
         self,
         *,
         node: builtins.str = ...,
         nbytes: builtins.int = ...,
         age_s: builtins.float | None = ...,
+        metadata: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_age_s", b"_age_s", "age_s", b"age_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_age_s", b"_age_s", "age_s", b"age_s", "nbytes", b"nbytes", "node", b"node"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_age_s", b"_age_s", "age_s", b"age_s", "metadata", b"metadata", "nbytes", b"nbytes", "node", b"node"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_age_s", b"_age_s"]) -> typing.Literal["age_s"] | None: ...
 
 global___Holder = Holder

@@ -215,6 +215,7 @@ class FoundKeys(google.protobuf.message.Message):
     TICKET_FIELD_NUMBER: builtins.int
     FOUND_FIELD_NUMBER: builtins.int
     EXTENTS_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
     ticket: builtins.int
     @property
     def found(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]: ...
@@ -222,14 +223,19 @@ class FoundKeys(google.protobuf.message.Message):
     def extents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ecd_proto.v1.cache_pb2.Extent]:
         """of each of the keys; none, or one of no bytes: not stored"""
 
+    @property
+    def metadata(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """of each of the keys, if it is short"""
+
     def __init__(
         self,
         *,
         ticket: builtins.int = ...,
         found: collections.abc.Iterable[builtins.bool] | None = ...,
         extents: collections.abc.Iterable[ecd_proto.v1.cache_pb2.Extent] | None = ...,
+        metadata: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["extents", b"extents", "found", b"found", "ticket", b"ticket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["extents", b"extents", "found", b"found", "metadata", b"metadata", "ticket", b"ticket"]) -> None: ...
 
 global___FoundKeys = FoundKeys
 
