@@ -103,7 +103,9 @@ def row(
         daemon: Daemon | None = None,
     ) -> Server:
         log = directory / f"{len(started)}-{role}.log"
-        extra = {} if daemon is None else {"ecd_address": daemon.address}
+        # A picture may take long on a busy machine.
+        told = {"ecd_load_timeout_s": 20}
+        extra = {} if daemon is None else {"ecd_address": daemon.address, **told}
         started.append(
             api_server(version, log, model_of("qwen2_5_vl"), role, flags, True, environ, **extra)
         )

@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 
 from ecd_client import Client
 from ecd_client.vllm import encode_hop, encoders
-from ecd_client.vllm.encode_hop import IS_HOP, EncodeHop, NotEncoded, Promise
+from ecd_client.vllm.encode_hop import IS_HOP, EncodeHop, NotEncoded
 from ecd_client.vllm.encoders import Encoders, Missing
 from ecd_proto.contract import Hint
 from support.daemon import Daemon
@@ -84,6 +84,10 @@ async def redirects(_: SmallServer, body: dict) -> web.Response:
     raise web.HTTPTemporaryRedirect("/elsewhere")
 
 
+def with_grid(grid: list) -> Behaviour:
+    return answers(200, {"ec_transfer_params": {"a": {"metadata": {"image_grid_thw": grid}}}})
+
+
 @asynccontextmanager
 async def hop_to(
     client: Client, *behaviours: Behaviour, dead: int = 0, **options: Any
@@ -105,7 +109,11 @@ async def hop_to(
         urls.append(f"http://127.0.0.1:{runners[-1].addresses[0][1]}")
     chooser = Encoders(urls)
     hop = EncodeHop(
-        chooser, client, "tiny", set(GRID), **{"key": None, "in_need": False, **options}
+        chooser,
+        client,
+        "tiny",
+        set(GRID),
+        **{"key": None, "in_need": False, "within_s": 20.0, **options},
     )
     encode_hop.metrics().calls.clear()  # a port may have been another test's
     try:
@@ -127,8 +135,9 @@ def count(name: str, **labels: str) -> float:
 
 
 def picture(name: str, tokens: int = 10) -> Missing:
-    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{name}"}}
-    return Missing(part, name, "namespace", tokens)
+    url = f"data:image/png;base64,{name}"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return Missing(part, url, name, "namespace", tokens)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -143,11 +152,17 @@ def test_a_call_has_one_picture_under_its_name_and_nothing_of_the_caller(client:
     async def run() -> None:
         async with hop_to(client, encodes, key="k") as (hop, [engine], _):
             promise = await hop.promise(picture("a"))
-            assert promise == Promise(GRID, [Hint("10.0.0.1:9465", 0, 4096, 100)])
+            assert promise[:2] == (GRID, [Hint("10.0.0.1:9465", 0, 4096, 100)])
             [asked], [headers] = engine.asked, engine.headers
             part = {**picture("a").part, "uuid": "a"}
             messages = [{"role": "user", "content": [part]}]
-            assert asked == {"model": "tiny", "messages": messages, "max_tokens": 1}
+            params = {"ecd_hop": True}
+            assert asked == {
+                "model": "tiny",
+                "messages": messages,
+                "max_tokens": 1,
+                "ec_transfer_params": params,
+            }
             assert headers["Authorization"] == "Bearer k"
             assert headers[IS_HOP] == "1"
             assert engine.paths == {"/v1/chat/completions"}
@@ -164,7 +179,8 @@ def test_an_encoder_is_told_which_node_wants_the_picture(
     async def run(client: Client) -> None:
         async with hop_to(client, encodes) as (hop, [engine], _):
             await hop.promise(picture("a"))
-            assert engine.asked[0]["ec_transfer_params"] == {"ecd_consumers": [node]}
+            said = {"ecd_hop": True, "ecd_consumers": [node]}
+            assert engine.asked[0]["ec_transfer_params"] == said
 
     with Client(daemon.address) as client:
         asyncio.run(run(client))
@@ -201,7 +217,7 @@ def test_a_slow_encoder_gets_fewer_pictures(client: Client) -> None:
         answers(200, {"ec_transfer_params": {"a": {"metadata": {}}}}),
         answers(200, {"ec_transfer_params": {"b": {"metadata": GRID}}}),
         answers(200, {"ec_transfer_params": {"a": {"metadata": {"image_grid_thw": "1"}}}}),
-        answers(200, {"ec_transfer_params": {"a": {"metadata": {"image_grid_thw": [1e99]}}}}),
+        *map(with_grid, ([1e99], [0, 16, 24], [1, -16, 24], [1, 8000, 8000], [1] * 65, [], [True])),
         answers(200, {"ec_transfer_params": {"a": {"metadata": GRID}}, "more": "x" * (1 << 17)}),
         redirects,
     ],
@@ -220,22 +236,56 @@ def test_another_encoder_is_tried_and_the_failed_one_left_out(
     asyncio.run(run())
 
 
-def test_nobody_who_listens_and_nobody_who_answers(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encode_hop, "CALL_S", 0.3)
-
+def test_nobody_who_listens_and_nobody_who_answers(client: Client) -> None:
     async def run() -> None:
-        async with hop_to(client, waits, dead=2) as (hop, [stuck], urls):
+        async with hop_to(client, waits, dead=2, within_s=0.5) as (hop, [stuck], urls):
             given_up = count("hop_pictures_total", outcome="given_up")
             with pytest.raises(NotEncoded):
                 await hop.promise(picture("a"))
             with pytest.raises(NotEncoded):  # all are left out
                 await hop.promise(picture("b"))
             assert len(stuck.asked) == 1
-            assert count("hop_pictures_total", outcome="given_up") == given_up + 2
+            assert count("hop_pictures_total", outcome="given_up") == given_up + 1
             for url in urls:
                 assert count("encoder_calls_total", encoder=url, outcome="failed") == 1
+
+    asyncio.run(run())
+
+
+def test_an_encoder_that_has_just_served_is_late_and_not_left_out(client: Client) -> None:
+    async def run() -> None:
+        async with hop_to(client, encodes, within_s=0.5) as (hop, [engine], _):
+            await hop.promise(picture("a"))
+            engine.behaviour = waits
+            for name in "bc":
+                with pytest.raises(NotEncoded):
+                    await hop.promise(picture(name))
+            assert len(engine.asked) == 3
+
+    asyncio.run(run())
+
+
+def test_an_encoder_whose_promise_was_empty_is_left_out(client: Client) -> None:
+    async def run() -> None:
+        async with hop_to(client, encodes, encodes) as (hop, [first, other], _):
+            promise = await hop.promise(picture("a"))
+            hop.blame([(picture("a"), promise)])
+            for name in "bcd":
+                await hop.promise(picture(name))
+            assert sorted((len(first.asked), len(other.asked))) == [1, 3]
+
+    asyncio.run(run())
+
+
+def test_a_call_is_known_by_its_header_and_by_its_body(client: Client) -> None:
+    async def run() -> None:
+        async with hop_to(client, encodes) as (hop, [engine], _):
+            await hop.promise(picture("a"))
+            headers = [(IS_HOP.encode(), b"1")]
+            assert hop.is_call({"headers": headers}, {})
+            assert hop.is_call({"headers": []}, engine.asked[0])
+            assert not hop.is_call({"headers": []}, {"ec_transfer_params": {"k": {}}})
+            assert not hop.is_call({"headers": []}, {"ec_transfer_params": "ecd_hop"})
 
     asyncio.run(run())
 
@@ -316,21 +366,17 @@ def test_a_call_ends_with_the_last_who_waits_for_it(client: Client) -> None:
     asyncio.run(run())
 
 
-def test_calls_and_pictures_on_their_way_are_bounded(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_on_their_way_are_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_hop, "MAX_CALLS", 2)
-    monkeypatch.setattr(encode_hop, "MAX_FLIGHTS", 5)
-    monkeypatch.setattr(encode_hop, "PICTURE_S", 0.5)
 
     async def run() -> None:
         full, late = (count("hop_pictures_total", outcome=each) for each in ("full", "late"))
-        async with hop_to(client, waits) as (hop, [engine], _):
+        async with hop_to(client, waits, within_s=0.5) as (hop, [engine], _):
             asked = [hop.promise(picture(f"{number}")) for number in range(7)]
             ended = await asyncio.gather(*asked, return_exceptions=True)
             assert all(isinstance(each, NotEncoded) for each in ended)
             assert engine.most_active == len(engine.asked) == 2
-            assert count("hop_pictures_total", outcome="full") == full + 2
-            assert count("hop_pictures_total", outcome="late") == late + 5
+            assert count("hop_pictures_total", outcome="full") == full + 5
+            assert count("hop_pictures_total", outcome="late") == late + 2
 
     asyncio.run(run())

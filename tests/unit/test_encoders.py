@@ -93,7 +93,7 @@ def test_an_encoder_that_fails_rests_each_time_for_longer_up_to_a_bound() -> Non
         now_s += expected_s
         assert first.is_ready(now_s)
         expected_s = min(2 * expected_s, LONGEST_S)
-    encoders.note_served(first)
+    encoders.note_served(first, now_s)
     assert encoders.note_failed(first, now_s, now_s)
     assert first.rest_s == FIRST_S
 
@@ -112,5 +112,5 @@ def test_after_its_rest_an_encoder_gets_one_picture_until_it_has_served_it() -> 
     now_s = FIRST_S
     assert encoders.choose(10, (second,), now_s) is first
     assert encoders.choose(10, (second,), now_s) is None
-    encoders.note_served(first)
+    encoders.note_served(first, now_s)
     assert encoders.choose(10, (second,), now_s) is first

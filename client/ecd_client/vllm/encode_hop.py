@@ -10,8 +10,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
@@ -30,15 +33,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-CALL_S, CONNECT_S = 10.0, 2.0
-"""How long an encoder may take for a picture, and to take a connection."""
-PICTURE_S = 30.0
-"""How long a picture may take with all encoders together."""
-MAX_CALLS, MAX_FLIGHTS = 64, 1024
-"""Calls at once, and pictures that are called for or wait for their call."""
+SHARE_TO_CONNECT = 1 / 4
+"""Share of a picture's time in which an encoder has to be reached."""
+CALM_S = 10.0
+"""An encoder that served a picture so short a time ago is busy, not dead, if it is late."""
+MAX_CALLS = 64
+"""Pictures that are called for at one time; more are left to the engine."""
+SAID_EVERY_S = 60.0
+"""Pause between two messages about pictures that encoders refuse."""
 MAX_ANSWER_BYTES = 64 << 10
 IS_HOP = "x-ecd-hop"
 """Header of a call: an engine that gets it does not ask another one."""
+IS_HOP_PARAM = "ecd_hop"
+"""The same in the body, as gateways drop headers."""
+MAX_NUMBERS, MAX_SIDE, MAX_PRODUCT = 64, 1 << 16, 1 << 20
+"""Most numbers in a picture's metadata, the largest one, and their largest product."""
 _IDLE_S = 2.0
 """How long a connection is kept without a call: vLLM closes it after 5 s."""
 _REFUSALS = (400, 413, 422)
@@ -46,10 +55,11 @@ _REFUSALS = (400, 413, 422)
 
 
 class Promise(NamedTuple):
-    """The metadata of a picture that an encoder has stored, and where it lies."""
+    """The metadata of a picture that an encoder has stored, where it lies, and who says so."""
 
     fields: dict[str, Any]
     hints: list[Hint]
+    encoder: Encoder
 
 
 class NotEncoded(Exception):
@@ -58,6 +68,10 @@ class NotEncoded(Exception):
 
 class _Failed(Exception):
     """Why a call has failed, by the encoder's fault."""
+
+
+class _Late(_Failed):
+    """An encoder has not answered in time."""
 
 
 class _Refused(Exception):
@@ -83,16 +97,18 @@ class EncodeHop:
         *,
         key: str | None,
         in_need: bool,
+        within_s: float,
     ) -> None:
         """`model` is the served one's name, `fields` are those of a picture's metadata.
 
         `key` is sent to encoders as a bearer token. `in_need` calls encoders that are left out
-        where no other is left: for an engine that has no encoder of its own.
+        where no other is left: for an engine that has no encoder of its own. A picture has
+        `within_s` seconds, with all encoders together.
         """
         self._encoders, self._client, self._model = encoders, client, model
         self._fields, self._key, self._in_need = fields, key, in_need
+        self._within_s, self._quiet_until_s = within_s, 0.0
         self._flights: dict[tuple[str, str], _Flight] = {}
-        self._turn = asyncio.Semaphore(MAX_CALLS)
         self._session: aiohttp.ClientSession | None = None
         self._metrics = metrics()
 
@@ -102,9 +118,18 @@ class EncodeHop:
         if self._session is not None:
             await self._session.close()
 
-    def is_call(self, scope: Scope) -> bool:
+    def is_call(self, scope: Scope, request: dict[str, Any]) -> bool:
         """Whether the request comes from an engine's hop: it is encoded here."""
-        return any(name == IS_HOP.encode() for name, _ in scope["headers"])
+        params = request.get("ec_transfer_params")
+        return any(name == IS_HOP.encode() for name, _ in scope["headers"]) or (
+            isinstance(params, dict) and IS_HOP_PARAM in params
+        )
+
+    def blame(self, promised: Iterable[tuple[Missing, Promise]]) -> None:
+        """Leave out the encoders whose promises made a request fail."""
+        now_s = time.monotonic()
+        for encoder in {promise.encoder for _, promise in promised}:
+            self._note_failed(encoder, now_s, _Failed("what it promised cannot be loaded"))
 
     async def complete(self, look: Look) -> None:
         """Have all pictures that the request lacks promised, or leave it as it was."""
@@ -124,25 +149,23 @@ class EncodeHop:
     async def promise(self, missing: Missing) -> Promise:
         """Have a picture encoded, once for all who ask for it meanwhile. Raises NotEncoded.
 
-        The search ends when it has a result, after PICTURE_S, or when nobody waits for it.
+        The search ends when it has a result, when its time is over, or when nobody waits for it.
         """
         key = missing.namespace, missing.name
         flight = self._flights.get(key)
         if flight is None:
-            if len(self._flights) >= MAX_FLIGHTS:
+            if len(self._flights) >= MAX_CALLS:
                 self._metrics.count("full")
                 raise NotEncoded
-            search = asyncio.wait_for(self._search(missing), PICTURE_S)
-            flight = self._flights[key] = _Flight(asyncio.ensure_future(search))
+            until_s = time.monotonic() + self._within_s
+            search = asyncio.ensure_future(self._search(missing, until_s))
+            flight = self._flights[key] = _Flight(search)
             flight.task.add_done_callback(lambda _: self._forget(key, flight))
         else:
             self._metrics.count("joined")
         flight.waiting += 1
         try:
             promise = await asyncio.shield(flight.task)
-        except asyncio.TimeoutError:
-            self._metrics.count("late")
-            raise NotEncoded from None
         finally:
             flight.waiting -= 1
             if not flight.waiting:
@@ -158,66 +181,84 @@ class EncodeHop:
 
     # -- one picture ---------------------------------------------------------------------------
 
-    async def _search(self, missing: Missing) -> Promise | None:
+    async def _search(self, missing: Missing, until_s: float) -> Promise | None:
         """Ask one encoder after the other, each at most once. None: none has stored it."""
-        async with self._turn:
-            body = await asyncio.to_thread(self._body, missing)
-            tried: set[Encoder] = set()
-            while True:
-                began_s = time.monotonic()
-                encoder = self._encoders.choose(
-                    missing.tokens, tried, began_s, in_need=self._in_need
-                )
-                if encoder is None:
-                    self._metrics.count("given_up")
-                    return None
-                tried.add(encoder)
-                active = self._metrics.active.labels(encoder.url)
-                active.inc(missing.tokens)
-                outcome = "cancelled"
-                try:
-                    promise = self._promise_in(await self._call(encoder, body), missing.name)
-                    self._encoders.note_served(encoder)
-                    outcome = "encoded"
-                    self._metrics.count("promised")
-                    return promise
-                except _Refused:
-                    outcome = "refused"
-                    self._encoders.note_served(encoder)
-                    self._metrics.count("given_up")
-                    return None
-                except _Failed as error:
-                    outcome = "failed"
-                    if self._encoders.note_failed(encoder, began_s, time.monotonic()):
-                        logger.warning(
-                            "ecd: encoder %s is left out for %g s: %s",
-                            *(encoder.url, encoder.rest_s, error),
-                        )
-                finally:
-                    self._encoders.release(encoder, missing.tokens)
-                    active.dec(missing.tokens)
-                    self._metrics.calls.labels(encoder.url, outcome).inc()
+        body: bytes | None = None
+        tried: set[Encoder] = set()
+        while True:
+            began_s = time.monotonic()
+            if began_s >= until_s:
+                self._metrics.count("late")
+                return None
+            encoder = self._encoders.choose(missing.tokens, tried, began_s, in_need=self._in_need)
+            if encoder is None:
+                self._metrics.count("given_up")
+                return None
+            tried.add(encoder)
+            active = self._metrics.active.labels(encoder.url)
+            active.inc(missing.tokens)
+            outcome = "cancelled"
+            try:
+                if body is None:
+                    body = await asyncio.to_thread(self._body, missing)
+                answer = await self._call(encoder, body, until_s)
+                promise = self._promise_in(answer, missing.name, encoder)
+                self._encoders.note_served(encoder, time.monotonic())
+                outcome = "encoded"
+                self._metrics.count("promised")
+                return promise
+            except _Refused as error:
+                outcome = "refused"
+                self._note_refused(encoder, error)
+                self._metrics.count("given_up")
+                return None
+            except _Failed as error:
+                outcome = "failed"
+                if not (isinstance(error, _Late) and encoder.has_served(began_s - CALM_S)):
+                    self._note_failed(encoder, began_s, error)
+            finally:
+                self._encoders.release(encoder, missing.tokens)
+                active.dec(missing.tokens)
+                self._metrics.calls.labels(encoder.url, outcome).inc()
+
+    def _note_failed(self, encoder: Encoder, began_s: float, error: _Failed) -> None:
+        if self._encoders.note_failed(encoder, began_s, time.monotonic()):
+            logger.warning(
+                "ecd: encoder %s is left out for %g s: %s", encoder.url, encoder.rest_s, error
+            )
+
+    def _note_refused(self, encoder: Encoder, error: _Refused) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + SAID_EVERY_S
+            logger.warning("ecd: encoder %s refuses a picture: %s", encoder.url, error)
 
     def _body(self, missing: Missing) -> bytes:
-        picture = {"type": "image_url", "image_url": missing.part["image_url"]}
+        picture = {"type": "image_url", "image_url": {"url": missing.url}}
         request: dict[str, Any] = {
             "model": self._model,
             "messages": [{"role": "user", "content": [{**picture, "uuid": missing.name}]}],
             "max_tokens": 1,
         }
+        params: dict[str, Any] = {IS_HOP_PARAM: True}
         with contextlib.suppress(DaemonUnavailable):
             if node := self._client.node:
-                request["ec_transfer_params"] = {CONSUMERS: [node]}
+                params[CONSUMERS] = [node]
+        request["ec_transfer_params"] = params
         return json.dumps(request).encode()
 
-    async def _call(self, encoder: Encoder, body: bytes) -> bytes:
+    async def _call(self, encoder: Encoder, body: bytes, until_s: float) -> bytes:
         """The encoder's answer. Raises _Refused and _Failed."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=CALL_S, sock_connect=CONNECT_S),
             )
+        # `connect` has the time to resolve the name in it, which `sock_connect` has not.
+        timeout = aiohttp.ClientTimeout(
+            total=max(0.001, until_s - time.monotonic()),
+            connect=self._within_s * SHARE_TO_CONNECT,
+        )
         headers = {"Content-Type": "application/json", IS_HOP: "1"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -227,37 +268,52 @@ class EncodeHop:
                 f"{encoder.url}/v1/chat/completions",
                 data=body,
                 headers=headers,
+                timeout=timeout,
                 allow_redirects=False,
             ) as reply:
                 if reply.status in _REFUSALS:
-                    raise _Refused
+                    said = await reply.content.read(200)
+                    raise _Refused(f"{reply.status} {said.decode(errors='replace')}")
                 if reply.status != 200:
                     raise _Failed(f"it answered with status {reply.status}")
                 async for chunk in reply.content.iter_any():
                     answer += chunk
                     if len(answer) > MAX_ANSWER_BYTES:
                         raise _Failed("its answer is too long")
+        except aiohttp.ConnectionTimeoutError:
+            raise _Failed("it cannot be reached in time") from None
         except asyncio.TimeoutError:
-            raise _Failed("it did not answer in time") from None
+            raise _Late("it did not answer in time") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _Failed(f"{type(error).__name__}: {error}") from None
         return answer
 
-    def _promise_in(self, answer: bytes, name: str) -> Promise:
+    def _promise_in(self, answer: bytes, name: str, encoder: Encoder) -> Promise:
         """What the answer says of the picture of this name. Raises _Failed."""
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             params = json.loads(answer)["ec_transfer_params"]
             fields = params[name]["metadata"]
-            if fields.keys() == self._fields and all(map(_is_numbers, fields.values())):
-                return Promise(fields, hints_in(params, [name]).get(name, []))
+            if fields.keys() == self._fields and all(map(_is_size, fields.values())):
+                return Promise(fields, hints_in(params, [name]).get(name, []), encoder)
         raise _Failed("it has not stored the picture, or does not say its size")
 
 
-def _is_numbers(value: Any, depth: int = 0) -> bool:
-    """Whether a field is a number, or a short list of them or of such lists."""
-    if isinstance(value, list):
-        return depth < 2 and len(value) <= 16 and all(_is_numbers(v, depth + 1) for v in value)
-    return type(value) in (int, float) and abs(value) < 1 << 31
+def _is_size(value: Any) -> bool:
+    """Whether a field is a number above 0, or a list of some or of lists of them, and none huge."""
+    numbers = list(_numbers(value))
+    return (
+        0 < len(numbers) <= MAX_NUMBERS
+        and all(type(number) in (int, float) and 0 < number <= MAX_SIDE for number in numbers)
+        and math.prod(numbers) <= MAX_PRODUCT
+    )
+
+
+def _numbers(value: Any, depth: int = 0) -> Iterator[Any]:
+    if isinstance(value, list) and depth < 2:
+        for each in islice(value, MAX_NUMBERS + 1):
+            yield from _numbers(each, depth + 1)
+    else:
+        yield value
 
 
 class Metrics:

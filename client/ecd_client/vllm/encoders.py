@@ -23,9 +23,10 @@ _SIDE = 28
 
 
 class Missing(NamedTuple):
-    """A picture in a request that ecd has not, and an estimate of its tokens."""
+    """A picture in a request that ecd has not: its bytes as a URL, and its tokens, estimated."""
 
     part: dict[str, Any]
+    url: str
     name: str
     namespace: str
     tokens: int
@@ -50,7 +51,7 @@ def _url(said: str) -> str:
     except ValueError:
         host = None
     if not host or not _HOST.fullmatch(host) or scheme not in _PORTS or set(said) & set("@?#"):
-        shown = said.rpartition("@")[2]  # without a password
+        shown = said.rpartition("@")[2].partition("?")[0]  # without a password or a key
         raise InvalidArgument(
             f"{VARIABLE} has {shown!r}; it must be URLs such as http://encoder-1:8000, with commas "
             "between them and without user, query and fragment"
@@ -69,11 +70,16 @@ class Encoder:
     active_tokens: int = 0
     rest_s: float = 0.0
     _rests_until_s: float = 0.0
+    _served_s: float = 0.0
     _last_call: int = 0
 
     def is_ready(self, now_s: float) -> bool:
         """Whether it is not left out. After a rest it gets one picture, until it has served it."""
         return now_s >= self._rests_until_s and not (self.rest_s and self.active_tokens)
+
+    def has_served(self, since_s: float) -> bool:
+        """Whether it has served a picture since then."""
+        return self._served_s > since_s
 
 
 class Encoders:
@@ -106,8 +112,9 @@ class Encoders:
     def release(self, encoder: Encoder, tokens: int) -> None:
         encoder.active_tokens -= tokens
 
-    def note_served(self, encoder: Encoder) -> None:
+    def note_served(self, encoder: Encoder, now_s: float) -> None:
         encoder.rest_s = encoder._rests_until_s = 0.0
+        encoder._served_s = now_s
 
     def note_failed(self, encoder: Encoder, began_s: float, now_s: float) -> bool:
         """Leave the encoder out for a while, each time for longer.

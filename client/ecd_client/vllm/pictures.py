@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ from ecd_client.placeholders import unpack
 from ecd_client.vllm.compat import PlaceholderMetadata, open_image
 from ecd_client.vllm.encoders import UNKNOWN_TOKENS, Missing, tokens_of
 from ecd_client.vllm.hints import add_hints, hints_in
+from ecd_client.vllm.identity import PRIVATE
 from ecd_client.vllm.settings import Settings
 from ecd_client.vllm.shared_namespace import SeenNamespace
 
@@ -34,7 +36,7 @@ logger = init_logger(f"vllm.{__name__}")
 MAX_PICTURES = 64
 """Most pictures of a request that are looked for."""
 REMOTE_WAIT_S = 0.05
-"""How long a picture is waited for that is being written, or that another node may have."""
+"""How long a request waits for pictures that are being written, or that other nodes may have."""
 _UNNAMED = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields of a request that change its pictures' names."""
 IMAGE, EMBEDS = "image_url", "image_embeds"
@@ -169,16 +171,20 @@ class Pictures:
     def _find_all(self, look: Look, contents: list[Any]) -> None:
         namespace = self._namespace.read()
         hints = hints_in(look.request.get("ec_transfer_params"))
+        # No encoder stores in a namespace that this engine alone has.
+        is_alone = (namespace or "").rpartition("|")[2].startswith(PRIVATE)
+        has_hop = self._has_hop and not is_alone
+        until_s = time.monotonic() + REMOTE_WAIT_S
         with contextlib.suppress(EcdError):
             for part, content in zip(look.parts, contents, strict=True):
                 name = self._name(part, content)
                 if namespace is None or not self._settings.shares(name):
                     break
-                picture = self._find(namespace, part, name, hints.get(name, ()))
+                picture = self._find(namespace, part, name, hints.get(name, ()), until_s)
                 if picture is not None:
                     look.found.append(picture)
-                elif self._has_hop and isinstance(_url(part), str):
-                    look.missing.append(Missing(part, name, namespace, _tokens(content)))
+                elif has_hop and (url := _data_url(part, content)):
+                    look.missing.append(Missing(part, url, name, namespace, _tokens(content)))
                 else:
                     break
         if len(look.found) + len(look.missing) < len(look.parts):
@@ -199,10 +205,14 @@ class Pictures:
         )
         return name
 
-    def _find(self, namespace: str, part: dict[str, Any], name: str, nodes: Any) -> Found | None:
+    def _find(
+        self, namespace: str, part: dict[str, Any], name: str, nodes: Any, until_s: float
+    ) -> Found | None:
+        """The picture, if it is here or comes until then."""
         item, may_come = self._client.get_now(name, namespace=namespace)
-        if item is None and (may_come or nodes):
-            item = self._client.get(name, REMOTE_WAIT_S, namespace=namespace, nodes=nodes)
+        left_s = until_s - time.monotonic()
+        if item is None and (may_come or nodes) and left_s > 0:
+            item = self._client.get(name, left_s, namespace=namespace, nodes=nodes)
         if item is None:
             return None
         fields = unpack(item.metadata).get("image", {})
@@ -231,6 +241,17 @@ def _url(part: dict[str, Any]) -> Any:
     return said.get("url") if isinstance(said, dict) else said
 
 
+def _data_url(part: dict[str, Any], content: Any) -> str | None:
+    """The picture's bytes as a URL. None: they are where this server need not fetch them from."""
+    url = _url(part)
+    if isinstance(url, str) and url[:5].lower() == "data:":
+        return url
+    if content is None:
+        return None
+    encoded = pybase64.b64encode(content.original_bytes).decode()
+    return f"data:image/unknown;base64,{encoded}"
+
+
 def _tokens(content: Any) -> int:
     return UNKNOWN_TOKENS if content is None else tokens_of(*content.media.size)
 
@@ -242,10 +263,10 @@ def _leave_out(part: dict[str, Any], name: str, fields: dict[str, Any]) -> None:
 
 def _put_in(part: dict[str, Any], content: Any) -> bool:
     """Put what was fetched in place of its URL, so that it is not fetched again."""
-    if content is None or _url(part)[:5].lower() == "data:":
+    url = None if content is None else _data_url(part, content)
+    if url is None or url == _url(part):
         return False
-    encoded = pybase64.b64encode(content.original_bytes).decode()
-    part[IMAGE] = {"url": f"data:image/unknown;base64,{encoded}"}
+    part[IMAGE] = {"url": url}
     return True
 
 

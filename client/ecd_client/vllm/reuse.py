@@ -70,7 +70,7 @@ class ReuseMiddleware:
             return
         leaving = Leaving(receive)
         try:
-            if not reuse.hop.is_call(scope):
+            if not reuse.hop.is_call(scope, look.request):
                 await leaving.interrupts(reuse.hop.complete(look))
             await self._serve(reuse, look, scope, leaving.receive, send)
         finally:
@@ -83,25 +83,26 @@ class ReuseMiddleware:
         if look.is_whole and reuse.only_encodes:
             await JSONResponse(reuse.answers.answer(look))(scope, receive, send)
             return
-        attempt = None
         if not look.is_whole:
             look.close()
-        else:
-            try:
-                attempt = await self._try(scope, look.rewritten(), receive, send)
-            finally:
-                look.close()
-            if not attempt.has_failed:
-                reuse.note_served()
-                return
-        scope, receive = with_body(scope, look.body, receive)
-        if attempt is None:
-            await self._app(scope, receive, send)
+            await self._app(*with_body(scope, look.body, receive), send)
             return
-        second = _Attempt(send, may_fail=False)
-        await self._app(scope, receive, second.send)
-        if not second.has_failed:
-            reuse.note_failed()  # by the rewriting, as the request itself is right
+        # An encoder may have sent metadata that vLLM takes for the client's mistake.
+        attempt = _Attempt(send, fails_from=400 if look.promised else 500)
+        try:
+            await self._try(attempt, scope, look.rewritten(), receive)
+        finally:
+            look.close()
+        if not attempt.has_failed:
+            reuse.note_served()
+            return
+
+        def begun() -> None:
+            if not second.has_failed:  # the request itself is right
+                reuse.note_failed(look)
+
+        second = _Attempt(send, begun=begun)
+        await self._app(*with_body(scope, look.body, receive), second.send)
 
     async def _start(self, state: Any) -> None:
         try:
@@ -112,33 +113,35 @@ class ReuseMiddleware:
         except Exception:
             logger.warning("ecd: pictures are preprocessed as ever", exc_info=True)
 
-    async def _try(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> _Attempt:
+    async def _try(self, attempt: _Attempt, scope: Scope, body: bytes, receive: Receive) -> None:
         """Serve the request with another body, unless vLLM fails before it sends anything."""
-        attempt = _Attempt(send, may_fail=True)
         try:
             await self._app(*with_body(scope, body, receive), attempt.send)
         except Exception:
             if attempt.has_begun:
                 raise
             attempt.has_failed = True
-        return attempt
 
 
 class _Attempt:
-    """One way to serve a request. Where it `may_fail`, a failure is not sent.
+    """One way to serve a request. An answer with a status of `fails_from` or more is not sent.
+
+    `begun` is called when the answer begins, and it is known whether it has failed.
 
     A stream says that it fails in its first chunk with content. What comes before, which is the
     answer's start and a chunk that names the role, is held until then.
     """
 
-    def __init__(self, send: Send, may_fail: bool) -> None:
-        self._send, self._may_fail = send, may_fail
+    def __init__(
+        self, send: Send, fails_from: int | None = None, begun: Callable[[], None] | None = None
+    ) -> None:
+        self._send, self._fails_from, self._begun = send, fails_from, begun
         self._held: list[Message] = []
         self.has_failed = self.has_begun = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.has_failed = message["status"] == 500
+            self.has_failed = message["status"] >= (self._fails_from or 500)
             if is_stream(message):
                 self._held = [message]
                 return
@@ -147,7 +150,9 @@ class _Attempt:
             if len(self._held) == 1 and not self.has_failed and message.get("more_body", False):
                 self._held.append(message)
                 return
-        if not (self.has_failed and self._may_fail):
+        if not (self.has_failed and self._fails_from):
+            if not self.has_begun and self._begun is not None:
+                self._begun()
             self.has_begun = True
             held, self._held = self._held, []
             for each in (*held, message):
@@ -188,7 +193,8 @@ class Reuse:
         key = keys[0] if keys else None
         in_need = settings.on_unavailable == FAIL
         fields = metadata.fields_for("image")
-        self.hop = None if self.only_encodes else _hop(client, models[0], fields, key, in_need)
+        how = models[0], fields, key, in_need, settings.load_timeout_s
+        self.hop = None if self.only_encodes else _hop(client, *how)
         self.pictures = Pictures(
             client,
             settings,
@@ -222,8 +228,14 @@ class Reuse:
     def note_served(self) -> None:
         self._rest_s = 0.0
 
-    def note_failed(self) -> None:
-        """Rest for a while after a rewritten request failed, each time for longer."""
+    def note_failed(self, look: Look) -> None:
+        """Rest for a while after a rewritten request failed, each time for longer.
+
+        Where encoders have promised some of its pictures, they rest.
+        """
+        if look.promised and self.hop is not None:
+            self.hop.blame(look.promised)
+            return
         first_s, longest_s = RESTS_S
         self._rest_s = min(max(first_s, 2 * self._rest_s), longest_s)
         self._rests_until_s = time.monotonic() + self._rest_s
@@ -252,7 +264,12 @@ def _why_not(config: Any, settings: Settings, args: Any, only_encodes: bool) -> 
 
 
 def _hop(
-    client: Client, model: str, fields: set[str], key: str | None, in_need: bool
+    client: Client,
+    model: str,
+    fields: set[str],
+    key: str | None,
+    in_need: bool,
+    within_s: float,
 ) -> EncodeHop | None:
     """The hop to the encoders that the environment names. None: it names none, or wrongly."""
     try:
@@ -265,7 +282,8 @@ def _hop(
     from ecd_client.vllm.encode_hop import EncodeHop  # which imports an HTTP client
 
     logger.info("ecd: pictures that are not stored go to %s", ", ".join(urls))
-    return EncodeHop(Encoders(urls), client, model, fields, key=key, in_need=in_need)
+    encoders = Encoders(urls)
+    return EncodeHop(encoders, client, model, fields, key=key, in_need=in_need, within_s=within_s)
 
 
 def _keys(args: Any) -> list[str]:
