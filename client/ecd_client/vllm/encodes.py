@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable
+from ecd_client.vllm.request_items import RequestItems
 from ecd_client.vllm.stats import EcdStats
 from ecd_client.vllm.wanted import WantedItem
 from ecd_proto.contract import MAKING_S
@@ -35,26 +36,31 @@ class Encodes:
         self._client, self._stats, self._is_producer = client, stats, is_producer
         self._rests_until_s = 0.0
 
-    def take_on(self, absent: Sequence[WantedItem], deadline_s: float) -> bool:
+    def take_on(self, absent: Sequence[WantedItem], request: RequestItems) -> bool:
         """Whether this engine goes on with all of these items of a request, or waits for one."""
         now_s = time.monotonic()
-        if any(wanted.awaited_until_s and now_s < wanted.ask_again_s for wanted in absent):
+        if any(wanted.is_awaited and now_s < wanted.ask_again_s for wanted in absent):
             return False
         locked = []
         for wanted in absent:
-            if wanted.encoded or wanted.locked:
+            if wanted.encoded or now_s < wanted.locked_until_s:
                 continue
             if self._lock(wanted):
                 locked.append(wanted)
-            elif self._waits_for(wanted, now_s, deadline_s):
+            elif self._waits_for(wanted, now_s, request):
                 for each in locked:
                     self._unlock(each)
                 return False
         for wanted in locked:
-            wanted.locked = True
+            wanted.locked_until_s = now_s + MAKING_S
         return True
 
-    def makes_s(self, absent: Sequence[WantedItem], deadline_s: float) -> float | None:
+    def is_overdue(self, wanted: WantedItem) -> bool:
+        """Whether the engine has not encoded an item for so long that its lock has ended."""
+        until_s = wanted.locked_until_s
+        return bool(until_s) and not wanted.encoded and time.monotonic() >= until_s
+
+    def makes_s(self, absent: Sequence[WantedItem], request: RequestItems) -> float | None:
         """How long the daemon is to wait for another node that makes these items of a request.
 
         None: this engine stores nothing, and so makes nothing for others. Several items are not
@@ -64,7 +70,7 @@ class Encodes:
             return None
         now_s = time.monotonic()
         waits = len(absent) == 1 and now_s >= self._rests_until_s
-        return _patience_s(now_s, deadline_s) if waits else 0.0
+        return max(0.0, _awaits_until_s(now_s, request) - now_s) if waits else 0.0
 
     def answered(self, wanted: WantedItem, *, found: bool) -> None:
         """Note that the daemon answered, or is given up: it may have waited for another node."""
@@ -73,12 +79,12 @@ class Encodes:
 
     def stored(self, wanted: WantedItem) -> None:
         """Note that memory shows the item: it may have been waited for."""
-        if wanted.awaited_until_s:
+        if wanted.is_awaited:
             self._waited(in_vain=False)
 
     def left(self, wanted: WantedItem) -> None:
         """Let others encode an item that no request needs any more."""
-        if wanted.locked and not wanted.encoded:
+        if wanted.locked_until_s and not wanted.encoded:
             self._unlock(wanted)
             if wanted.makes_s is not None:
                 with contextlib.suppress(DaemonUnavailable):
@@ -98,19 +104,19 @@ class Encodes:
             return True
 
     def _unlock(self, wanted: WantedItem) -> None:
-        wanted.locked = False
+        wanted.locked_until_s = 0.0
         with contextlib.suppress(DaemonUnavailable):  # then the lock has gone with the session
             self._client.unlock(wanted.identifier)
 
-    def _waits_for(self, wanted: WantedItem, now_s: float, deadline_s: float) -> bool:
+    def _waits_for(self, wanted: WantedItem, now_s: float, request: RequestItems) -> bool:
         """Whether to wait for the engine that has the item's lock."""
-        if now_s < self._rests_until_s or now_s >= deadline_s:
+        if now_s < self._rests_until_s or now_s >= request.deadline_s:
             return False
-        if not wanted.awaited_until_s:
-            wanted.awaited_until_s = now_s + _patience_s(now_s, deadline_s)
-        if now_s >= wanted.awaited_until_s:
-            self._waited(in_vain=True)
+        if now_s >= _awaits_until_s(now_s, request):
+            if wanted.is_awaited:
+                self._waited(in_vain=True)
             return False
+        wanted.is_awaited = True
         wanted.ask_again_s = now_s + AGAIN_S
         return True
 
@@ -120,5 +126,9 @@ class Encodes:
             self._rests_until_s = time.monotonic() + RESTS_S
 
 
-def _patience_s(now_s: float, deadline_s: float) -> float:
-    return min(MAKING_S, SHARE_WAITED * max(0.0, deadline_s - now_s))
+def _awaits_until_s(now_s: float, request: RequestItems) -> float:
+    """When the request stops waiting for other engines; the first wait sets it for all."""
+    if not request.awaits_until_s:
+        left_s = SHARE_WAITED * max(0.0, request.deadline_s - now_s)
+        request.awaits_until_s = now_s + min(MAKING_S, left_s)
+    return request.awaits_until_s

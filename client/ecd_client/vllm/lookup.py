@@ -14,6 +14,7 @@ from ecd_client.vllm.compat import ASKS_OF_RUNNING
 from ecd_client.vllm.encodes import Encodes
 from ecd_client.vllm.outputs import Outputs
 from ecd_client.vllm.producer import Producer
+from ecd_client.vllm.request_items import RequestItems
 from ecd_client.vllm.settings import FAIL, Settings
 from ecd_client.vllm.sharing import Sharing
 from ecd_client.vllm.stats import EcdStats
@@ -71,6 +72,8 @@ class Lookup:
         """
         if wanted.answer is not None:
             self._take_answer(wanted)
+        if wanted.missing and self._encodes.is_overdue(wanted):
+            wanted.start_over(wanted.cause)  # others may have encoded it while this engine did not
         if wanted.item is not None and not wanted.has_left(ENOUGH_LEFT):
             wanted.give_up("its lease ran out: the daemon is away")
         if (
@@ -91,11 +94,11 @@ class Lookup:
         else:
             wanted.absent, wanted.may_come = True, may_come
 
-    def take_on(self, absent: Sequence[WantedItem], deadline_s: float) -> None:
+    def take_on(self, absent: Sequence[WantedItem], request: RequestItems) -> None:
         """Go on with absent items of one request, unless another engine encodes one of them."""
-        if not self._encodes.take_on(absent, deadline_s):
+        if not self._encodes.take_on(absent, request):
             return
-        makes_s = self._encodes.makes_s(absent, deadline_s)
+        makes_s = self._encodes.makes_s(absent, request)
         for wanted in absent:
             may_come = self._read(wanted)  # again: another engine may have stored it meanwhile
             if may_come is not None:
@@ -190,8 +193,9 @@ class Lookup:
         assert wanted.item is not None
         wanted.cause = (
             f"the entry is {wanted.item.dtype} of shape {wanted.item.shape}, but "
-            f"{set(wanted.expected.values())} embeddings of {self._outputs} are expected: a client "
-            "may have given one uuid to different media, or stored something else under it"
+            f"{set(wanted.expected.values())} embeddings of {self._outputs} are expected, or other "
+            "metadata came with it: a client may have given one uuid to different media, or stored "
+            "something else under it"
         )
         if not wanted.mismatched:
             wanted.mismatched = True

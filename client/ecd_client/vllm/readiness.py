@@ -65,7 +65,7 @@ class Readiness:
             self._lookup.look(wanted)
         if any(wanted.absent for wanted, _ in ahead):
             wanteds = [wanted for wanted, _ in ahead]
-            self._take_on(needs, wanteds, num_computed_tokens, state.deadline_s)
+            self._take_on(state, needs, wanteds, num_computed_tokens)
         is_ready = True
         for wanted, user in ahead:
             if user in wanted.bare:
@@ -82,10 +82,10 @@ class Readiness:
 
     def _take_on(
         self,
+        state: RequestItems,
         needs: Sequence[NeededItem],
         wanteds: Sequence[WantedItem],
         num_computed_tokens: int,
-        deadline_s: float,
     ) -> None:
         """Have the absent items encoded that the next step can encode, by this engine or another.
 
@@ -103,7 +103,7 @@ class Readiness:
             else:
                 near[wanted.identifier] = wanted
         if near:
-            self._lookup.take_on(list(near.values()), deadline_s)
+            self._lookup.take_on(list(near.values()), state)
 
     def _judge(self, state: RequestItems, wanted: WantedItem, user: User) -> _Verdict:
         """Judge an item that the engine can encode, unless it has no encoder."""

@@ -17,7 +17,7 @@ class NeededItem:
     """One place in a prompt that embeddings have to fill.
 
     `index` is the item's in `mm_features`, `start` the first token of the place. A bare item came
-    without its media, so this engine cannot encode it.
+    without its media, so this engine cannot encode it; `described` is the metadata that came.
     """
 
     index: int
@@ -26,6 +26,7 @@ class NeededItem:
     embeddings: int
     modality: str
     is_bare: bool
+    described: bytes = b""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +41,7 @@ class RequestItems:
     request_id: str
     deadline_s: float
     preemptions: int
+    awaits_until_s: float = 0.0  # other engines, since the first wait; 0: none was needed
     needed: list[NeededItem] = field(default_factory=list)
     hints: dict[str, list[Hint]] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)

@@ -186,7 +186,9 @@ class SchedulerRole:
             if is_bare or self._sharing.includes(identifier):
                 embeddings = position.get_num_embeds()
                 start = position.offset
-                item = NeededItem(index, start, identifier, embeddings, feature.modality, is_bare)
+                described = self._metadata.packed(feature) if is_bare else b""
+                about = feature.modality, is_bare, described
+                item = NeededItem(index, start, identifier, embeddings, *about)
                 state.add(item, start + position.length)
         state.seen = len(request.mm_features)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ecd_client.item import Item
+from ecd_client.placeholders import unpack
 from ecd_client.reader import close_unseen
 from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST
 from ecd_client.vllm.outputs import Outputs
@@ -39,7 +40,7 @@ class WantedItem:
     identifier: str
     modalities: set[str] = field(default_factory=set)
     expected: dict[User, int] = field(default_factory=dict)
-    bare: set[User] = field(default_factory=set)
+    bare: dict[User, bytes] = field(default_factory=dict)  # the metadata that each came with
     hints: list[Hint] = field(default_factory=list)  # nodes that are said to have it
     answer: Future[Item | None] | None = None
     item: Item | None = None
@@ -48,7 +49,7 @@ class WantedItem:
     absent: bool = False  # not in memory, and it was not decided yet who encodes it
     is_far: bool = False  # an absent item: the next step cannot encode it
     may_come: bool = False  # an absent item: a call could find it
-    locked: bool = False  # by this engine, which is to encode it
+    locked_until_s: float = 0.0  # by this engine, which is to encode it
     missing: bool = False  # the engine is to encode it
     encoded: bool = False  # by this engine, for one of the users
     denied: bool = False  # the last answer: no node has it
@@ -56,7 +57,7 @@ class WantedItem:
     mismatched: bool = False
     cause: str = "it was not looked up yet"
     ask_again_s: float = 0.0
-    awaited_until_s: float = 0.0  # while another engine encodes it; 0: not awaited
+    is_awaited: bool = False  # another engine encodes it
     asked_s: float = 0.0  # when the daemon was asked
     makes_s: float | None = None  # what it was told: how long another node is waited for
 
@@ -65,7 +66,7 @@ class WantedItem:
         self.item = item
         self.measure(outputs)
         self.missing = self.denied = self.absent = False
-        self.awaited_until_s = 0.0
+        self.is_awaited = False
 
     def measure(self, outputs: Outputs) -> None:
         """Compare the item with what this engine's encoder makes of each modality."""
@@ -85,8 +86,21 @@ class WantedItem:
         )
 
     def serves(self, user: User, share_left: float) -> bool:
-        """Whether the item is leased for long enough, and is what this user expects."""
-        return self.expected[user] == self.embeddings and self.has_left(share_left)
+        """Whether the item is leased for long enough, and is what this user expects.
+
+        An engine ends, or answers wrong, where metadata arrange the embeddings in another way.
+        """
+        return (
+            self.expected[user] == self.embeddings
+            and self.has_left(share_left)
+            and (user not in self.bare or self._is_described_by(self.bare[user]))
+        )
+
+    def _is_described_by(self, metadata: bytes) -> bool:
+        """Whether the entry has this metadata, or none that can be compared."""
+        assert self.item is not None
+        own, others = unpack(self.item.metadata), unpack(metadata)
+        return not own or not others or own == others
 
     def give_up(self, cause: str) -> None:
         """Drop the item and any answer under way; loads on their way keep the lease they have."""
@@ -108,7 +122,8 @@ class WantedItem:
         """Give up, and have the item looked up as if for the first time."""
         self.give_up(cause)
         self.missing = self.denied = False
-        self.ask_again_s = self.awaited_until_s = 0.0
+        self.ask_again_s = 0.0
+        self.is_awaited = False
 
 
 class WantedItems:
@@ -138,7 +153,7 @@ class WantedItems:
             wanted.modalities.add(needed.modality)
             wanted.measure(self._outputs)
         if needed.is_bare and user not in wanted.bare:
-            wanted.bare.add(user)
+            wanted.bare[user] = needed.described
             if wanted.item is None:  # an answer that others wait for may be long in coming
                 wanted.give_up(wanted.cause)
         if request.hints:
@@ -154,7 +169,7 @@ class WantedItems:
 
     def leave(self, wanted: WantedItem, user: User) -> None:
         """End one use of an item; the last one ends the lease."""
-        wanted.bare.discard(user)
+        wanted.bare.pop(user, None)
         if wanted.expected.pop(user, None) is None or wanted.expected:
             return
         self._left(wanted)
