@@ -41,7 +41,7 @@ KEYS = 256
 """Keys in one message, and entries of a snapshot's page."""
 KEPT_BYTES = 16 << 20
 """Messages kept for replay."""
-UNSENT = 1000
+UNSENT = 256
 """Messages that wait for one subscriber; it loses more."""
 UNSENT_ANSWERS = 16
 """Messages of an answer that wait for one asker; the rest is sent as it takes them."""
@@ -51,8 +51,10 @@ PATIENCE_S = 10.0
 """How long one answer waits, in all, for an asker that is full."""
 FULL_S = 0.01
 """Pause before a full asker is tried again."""
-MAX_REQUEST_BYTES = 4096
-"""Largest frame taken from others; a connection that sends a larger one is closed."""
+MAX_REQUEST_BYTES, MAX_TOPIC_BYTES = 4096, 300
+"""Largest frames of requests and subscriptions; a connection that sends a larger one is closed."""
+MAX_FRAMES, FRAMES_IN_TURN = 3, 64
+"""Frames that a request has; of more, as many are dropped in one turn of the event loop."""
 
 
 class EventsError(Exception):
@@ -122,8 +124,9 @@ class Events:
         self._pub.sndhwm, self._router.sndhwm = UNSENT, UNSENT_ANSWERS
         # Where somebody is full, or an asker has gone, a send fails, and is counted.
         self._pub.xpub_nodrop = self._router.router_mandatory = True
+        self._pub.maxmsgsize, self._router.maxmsgsize = MAX_TOPIC_BYTES, MAX_REQUEST_BYTES
         for socket in (self._pub, self._router):
-            socket.linger, socket.maxmsgsize = 0, MAX_REQUEST_BYTES
+            socket.linger = 0
             socket.ipv6 = address.startswith("[")
         try:
             host, _, port = address.rpartition(":")
@@ -214,7 +217,7 @@ class Events:
         """Take one request a turn: any number of them may have come."""
         answering: set[asyncio.Task[Any]] = set()
         while True:
-            frames = await self._router.recv_multipart()
+            frames = await self._request()
             answer = self._answer_to(frames)
             if answer is None or len(answering) >= ANSWERS:
                 self.counters.refused += 1
@@ -223,6 +226,19 @@ class Events:
                 answering.add(task)
                 task.add_done_callback(answering.discard)
             await asyncio.sleep(0)
+
+    async def _request(self) -> list[bytes]:
+        """The next request, or the first frames of a message that is none."""
+        frames = [await self._router.recv()]
+        count = 1
+        while self._router.rcvmore:
+            frame = await self._router.recv()
+            count += 1
+            if count <= MAX_FRAMES + 1:
+                frames.append(frame)
+            if count % FRAMES_IN_TURN == 0:
+                await asyncio.sleep(0)
+        return frames
 
     def _answer_to(self, frames: list[bytes]) -> _Answer | None:
         """The answer to a request; None if it makes no sense."""

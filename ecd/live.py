@@ -284,9 +284,19 @@ class LiveCache:
     # -- making --------------------------------------------------------------------------------
 
     def make(self, session: SessionId, key: Key) -> None:
-        """Note that the session makes the key, for other nodes to wait for it."""
-        if not self.makings.begin(session, key):
+        """Note that the session makes the key, for other nodes to wait for it.
+
+        It does not if it has ended meanwhile, or taken it back.
+        """
+        if not self.cache.is_open(session) or self.makings.is_taken_back(session, key):
+            self.not_made(key)
+        elif not self.makings.begin(session, key):
+            self.not_made(key)
             self.refuse("makings", MAX_MAKINGS)
+
+    def not_made(self, key: Key) -> None:
+        """End the waits of those who expected that the key is about to be made here."""
+        self._unmade(self.makings.take_early(key))
 
     def stop_making(self, session: SessionId, keys: Iterable[Key]) -> None:
         self._unmade(self.makings.take(keys, session))

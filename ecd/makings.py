@@ -18,11 +18,16 @@ MAX_MAKINGS = 256
 """Makings of one session; keys beyond are made by every node that needs them."""
 
 
+MAX_TAKEN_BACK = 1024
+"""Makings that are remembered as taken back before they began."""
+Wait = tuple[SessionId, Ticket]
+
+
 @dataclass
 class _Making:
     session: SessionId
     until_s: float
-    waits: list[tuple[SessionId, Ticket]] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
 
 
 class Makings:
@@ -32,17 +37,19 @@ class Makings:
         self._now_s = now_s
         self._makings: OrderedDict[Key, _Making] = OrderedDict()
         self._by_session: dict[SessionId, set[Key]] = {}
+        self._early: dict[Key, list[Wait]] = {}
+        self._taken_back: OrderedDict[tuple[SessionId, Key], float] = OrderedDict()
 
     def begin(self, session: SessionId, key: Key) -> bool:
         """Note that the session makes the key. False: it makes too many."""
         self._forget_past()
-        before = self._makings.get(key)
-        waits = [] if before is None else before.waits
-        self._remove(key)
-        keys = self._by_session.setdefault(session, set())
-        if len(keys) >= MAX_MAKINGS:
+        own = self._by_session.get(session, set())
+        if key not in own and len(own) >= MAX_MAKINGS:
             return False
-        keys.add(key)
+        before = self._makings.get(key)
+        waits = self._early.pop(key, []) + ([] if before is None else before.waits)
+        self._remove(key)
+        self._by_session.setdefault(session, set()).add(key)
         self._makings[key] = _Making(session, self._now_s() + MAKING_S, waits)
         return True
 
@@ -51,23 +58,40 @@ class Makings:
         return making is not None and self._now_s() < making.until_s
 
     def note_wait(self, key: Key, session: SessionId, ticket: Ticket) -> None:
-        """Have a wait for the key told when its making is taken; its own end is not told here."""
-        if key in self._makings:
-            self._makings[key].waits.append((session, ticket))
+        """Have a wait for the key told when its making is taken; its own end is not told here.
 
-    def take(
-        self, keys: Iterable[Key], session: SessionId | None = None
-    ) -> list[tuple[SessionId, Ticket]]:
-        """End these makings, if they are the session's or none is given; the waits for them."""
+        The making may be about to begin, or not (`take_early`).
+        """
+        making = self._makings.get(key)
+        waits = self._early.setdefault(key, []) if making is None else making.waits
+        waits.append((session, ticket))
+
+    def take_early(self, key: Key) -> list[Wait]:
+        """The waits for a making that does not begin."""
+        return self._early.pop(key, [])
+
+    def take(self, keys: Iterable[Key], session: SessionId | None = None) -> list[Wait]:
+        """End these makings, if they are the session's or none is given; the waits for them.
+
+        A session may take back what is about to begin.
+        """
         waits = []
         for key in keys:
             making = self._makings.get(key)
             if making is not None and session in (None, making.session):
                 self._remove(key)
                 waits += making.waits
+            elif session is not None:
+                self._taken_back[session, key] = self._now_s() + MAKING_S
+                if len(self._taken_back) > MAX_TAKEN_BACK:
+                    self._taken_back.popitem(last=False)
         return waits
 
-    def take_session(self, session: SessionId) -> list[tuple[SessionId, Ticket]]:
+    def is_taken_back(self, session: SessionId, key: Key) -> bool:
+        """Whether the session took the making back before it began; asked once."""
+        return self._now_s() < self._taken_back.pop((session, key), 0.0)
+
+    def take_session(self, session: SessionId) -> list[Wait]:
         """End all makings of the session; the waits for them."""
         return self.take(list(self._by_session.get(session, ())))
 

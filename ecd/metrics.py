@@ -38,6 +38,8 @@ LAG_PERIOD_S = 0.25
 Loop = Callable[[], asyncio.AbstractEventLoop | None]
 """Gives the daemon's event loop, while it runs."""
 SCRAPE_S = 1.0
+BACKLOG = 128
+"""Connections to the port that wait to be taken."""
 SILENCE_S = 10.0
 """How long a client of the port may say nothing within its request."""
 
@@ -332,6 +334,7 @@ class Metrics:
             ) from None
         server, _ = self._server
         server.set_app(answer)
+        server.socket.listen(BACKLOG)  # the library's five would let connections of a burst wait
         server.RequestHandlerClass = _Handler
         return f"{host}:{server.server_port}"
 

@@ -12,6 +12,7 @@ Needs pyzmq and msgspec: `pip install encoder-cache-daemon[events]`; vLLM has bo
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ ASK_S = 3.0
 SILENT_S = 5 * SIGN_S
 """After so long without a sign of life a daemon's entries are not current."""
 CHECK_S = 0.5
+LEFT = 8
+"""Epochs that are remembered as past: messages of them may still come."""
 MAX_MESSAGE_BYTES = 4 << 20
 
 Entries = dict[tuple[str, str], int]
@@ -72,6 +75,7 @@ class Feed:
     def __init__(self, context: zmq.Context[Any], address: str, replay: str, unread: int) -> None:
         self.address, self.replay = address, replay
         self.node = self.epoch = ""
+        self._left: deque[str] = deque(maxlen=LEFT)
         self.entries: Entries = {}
         self.gaps = self.replays = self.snapshots = self.malformed = 0
         self._context = context
@@ -134,6 +138,8 @@ class Feed:
         return _Message(*split_topic(topic), int.from_bytes(sequence, "big"), batch)
 
     def _told(self, message: _Message) -> Iterator[Change]:
+        if message.batch.epoch in self._left:
+            return  # it was in the queue while the daemon's successor began
         if message.batch.epoch != self.epoch:
             self._ask(SNAPSHOT)
         elif message.sequence == self._sequence + 1 and message.batch.events:
@@ -218,6 +224,8 @@ class Feed:
             return
         else:
             self.snapshots += 1
+            if self.epoch not in ("", self._begun.batch.epoch):
+                self._left.append(self.epoch)
             self.node, self.epoch = self._begun.node, self._begun.batch.epoch
             self._sequence = self._begun.sequence
             yield from self._become(self._fresh)

@@ -179,14 +179,15 @@ class Cluster:
     async def locate(self, keys: Sequence[Key]) -> tuple[Found, bool]:
         """The other nodes that hold these keys, and whether all were heard, within LOCATE_S."""
         state, found = self._directory.state, dict[Key, Sequence[Candidate]]()
-        errors, until_s = state.errors, time.monotonic() + LOCATE_S
+        before, until_s = (state.errors, state.skipped), time.monotonic() + LOCATE_S
         for start in range(0, len(keys), LOCATED):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return found, False
             some = await self._directory.find(keys[start : start + LOCATED], left_s)
             found.update(some)
-        return found, state.up and state.errors == errors and state.kind != "none"
+        was_heard = state.up and before == (state.errors, state.skipped)
+        return found, was_heard and state.kind != "none"
 
     # -- for other nodes -----------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ class DirectoryState:
     last_error: str = ""
     lookups: int = 0
     errors: int = 0
+    skipped: int = 0  # lookups that were not made, as it had failed a moment ago
     unpublished: int = 0
     lag_s: float = 0.0
 

@@ -166,6 +166,9 @@ class Fetcher:
 
     def want(self, key: Key, hints: Sequence[Hint], maker: Maker | None = None) -> None:
         """Try to bring the key here, unless it is here or on its way."""
+        flight = self._flights.get(key)
+        if flight is not None and flight.maker is None:
+            flight.maker = maker
         if not self._live.cache.wants(key):
             return
         if len(self._flights) >= MAX_FLIGHTS:
@@ -211,6 +214,8 @@ class Fetcher:
             self.counters.outcomes[outcome] += 1
             if outcome == MADE and flight.maker is not None:
                 self._live.make(flight.maker.session, flight.key)
+            else:
+                self._live.not_made(flight.key)
             self._live.stop_expecting(flight.key)
 
     async def _bring(self, flight: _Flight) -> str:
@@ -228,6 +233,7 @@ class Fetcher:
                 self._claiming.discard(flight.key)
             if claimed is None:
                 return MADE
+            self._live.not_made(flight.key)
             left_s = until_s - time.monotonic()
             if left_s <= 0.0 or self._awaited >= MAX_AWAITED:
                 return outcome

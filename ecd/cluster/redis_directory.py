@@ -85,6 +85,7 @@ class RedisDirectory:
     async def find(self, keys: Sequence[Key], all_within_s: float | None = None) -> Found:
         self.state.lookups += len(keys)
         if self._is_silent:
+            self.state.skipped += 1
             return {}
         try:
             return await asyncio.wait_for(self._find(keys), LOOKUP_TIMEOUT_S)

@@ -94,6 +94,9 @@ class Cache:
             return self.counters.refuse("sessions", self.limits.sessions)
         return self._sessions.open().id
 
+    def is_open(self, session: SessionId) -> bool:
+        return self._sessions.get(session) is not None
+
     def leave_session(self, session: SessionId) -> tuple[Wakeup, ...]:
         """End the session's waits and free its keys for other writers: its stream ended.
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from http import HTTPStatus
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from ecd.wire import InvalidRequest, check_batch
 from ecd_proto.contract import MAX_BATCH
@@ -26,7 +29,7 @@ MAX_BODY_BYTES = 256 << 10
 """More would hold up the event loop: a JSON parser does not let other threads go on."""
 MAX_REQUESTS = 16
 """Requests answered at one time."""
-ANSWER_S = 5.0
+ANSWER_S = BODY_S = 5.0
 FORM = (
     f'POST {{"namespace": "...", "mm_hashes": ["...", ...]}} to {PATH}, at most {MAX_BATCH} of them'
 )
@@ -67,11 +70,13 @@ class LocateOverHttp:
     def _answer(self, environ: WSGIEnvironment) -> dict[str, Any]:
         if environ["REQUEST_METHOD"] != "POST":
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, FORM)
+        _check_host(environ)
+        body = _body(environ)
         if not self._room.acquire(blocking=False):
             text = f"{MAX_REQUESTS} requests are being answered: ask again"
             raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, text)
         try:
-            return self._located(_request_from(_body(environ)))
+            return self._located(_request_from(body))
         finally:
             self._room.release()
 
@@ -92,6 +97,26 @@ class LocateOverHttp:
         return await self._locate(request, None)
 
 
+def _check_host(environ: WSGIEnvironment) -> None:
+    """Refuse a page of another site that a browser on this machine shows. Raises _Refused.
+
+    A site may have its own name lead to this machine (DNS rebinding).
+    """
+    if ip_address(environ["REMOTE_ADDR"]).is_loopback:
+        host = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
+        if host != "localhost" and not _is_address(host):
+            text = "from this machine, ask by an IP address or as localhost"
+            raise _Refused(HTTPStatus.FORBIDDEN, text)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def _body(environ: WSGIEnvironment) -> bytes:
     """The request's body. Raises _Refused."""
     said = environ.get("CONTENT_LENGTH") or ""
@@ -102,10 +127,15 @@ def _body(environ: WSGIEnvironment) -> bytes:
             f"a body of {said[:20]} bytes; at most {MAX_BODY_BYTES}: ask for fewer keys at a time"
         )
         raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
+    body, until_s = b"", time.monotonic() + BODY_S
     try:
-        body: bytes = environ["wsgi.input"].read(int(said))
+        while len(body) < int(said) and time.monotonic() < until_s:
+            piece: bytes = environ["wsgi.input"].read1(int(said) - len(body))
+            if not piece:
+                break
+            body += piece
     except OSError:
-        body = b""
+        pass
     if len(body) != int(said):
         raise _Refused(HTTPStatus.REQUEST_TIMEOUT, "the body ended before its Content-Length")
     return body
@@ -116,8 +146,8 @@ def _request_from(body: bytes) -> pb.LocateRequest:
     try:
         said = json.loads(body)
         namespace, mm_hashes = said["namespace"], said["mm_hashes"]
-        if not isinstance(mm_hashes, list):
-            raise TypeError("mm_hashes is no list")
+        if not isinstance(mm_hashes, list) or not isinstance(namespace, str):
+            raise TypeError("namespace is no text, or mm_hashes no list")
         check_batch(mm_hashes)
         keys = [pb.Key(namespace=namespace, mm_hash=mm_hash) for mm_hash in mm_hashes]
         return pb.LocateRequest(keys=keys)

@@ -67,7 +67,7 @@ class NoOtherNodes:
         pass
 
     async def locate(self, keys: Sequence[Key]) -> tuple[Found, bool]:
-        return {}, True
+        return {}, False
 
     def status(self) -> pb.PeersReply:
         return pb.PeersReply(directory=pb.DirectoryStatus(kind="none", up=True))

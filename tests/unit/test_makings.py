@@ -1,7 +1,7 @@
 """Makings: ended by their session, by its word, for want of room, and in time."""
 
 from ecd.core.types import Key, SessionId, Ticket
-from ecd.makings import MAX_MAKINGS, Makings
+from ecd.makings import MAX_MAKINGS, MAX_TAKEN_BACK, Makings
 from ecd_proto.contract import MAKING_S
 
 ONE, TWO, PEER = SessionId(1), SessionId(2), SessionId(3)
@@ -23,7 +23,7 @@ def test_waits_are_told_when_their_making_is_taken() -> None:
     makings = Makings()
     assert makings.begin(ONE, KEY)
     makings.note_wait(KEY, *wait(1))
-    makings.note_wait(OTHER, *wait(2))  # which nobody makes
+    makings.note_wait(OTHER, *wait(2))  # which nobody makes yet
     makings.note_wait(KEY, *wait(3))
     assert makings.take([KEY], TWO) == [], "it is another session's"
     assert makings.take([OTHER, KEY], ONE) == [wait(1), wait(3)]
@@ -74,3 +74,28 @@ def test_a_session_makes_no_more_than_it_may() -> None:
     assert makings.begin(TWO, keys[-1])
     clock.now_s = MAKING_S
     assert makings.begin(ONE, keys[-1])
+
+
+def test_waits_that_come_before_their_making_are_told_too() -> None:
+    makings = Makings()
+    makings.note_wait(KEY, *wait(1))
+    makings.begin(ONE, KEY)
+    makings.note_wait(OTHER, *wait(2))
+    assert makings.take_session(ONE) == [wait(1)]
+    assert makings.take_early(OTHER) == [wait(2)]
+    assert makings.take_early(OTHER) == []
+
+
+def test_a_session_takes_back_what_is_about_to_begin() -> None:
+    clock = Clock()
+    makings = Makings(clock)
+    assert makings.take([KEY], ONE) == []
+    assert not makings.is_taken_back(TWO, KEY)
+    assert makings.is_taken_back(ONE, KEY)
+    assert not makings.is_taken_back(ONE, KEY), "it was asked once"
+    makings.take([KEY], ONE)
+    clock.now_s = MAKING_S
+    assert not makings.is_taken_back(ONE, KEY)
+    for number in range(MAX_TAKEN_BACK + 10):
+        makings.take([Key("n", str(number))], ONE)
+    assert len(makings._taken_back) == MAX_TAKEN_BACK

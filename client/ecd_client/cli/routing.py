@@ -26,6 +26,9 @@ def locate(
 ) -> None:
     """Show which nodes hold these keys. 1 if a key is nowhere."""
     options: Options = context.obj
+    for key in keys:
+        if not key.isprintable():
+            fail(USAGE, f"{key!r} cannot be a key of an item")
     if namespace is None:
         namespace = _namespace_of(options, keys)
     request = pb.LocateRequest(keys=[pb.Key(namespace=namespace, mm_hash=key) for key in keys])
@@ -90,12 +93,21 @@ def watch(context: typer.Context, as_json: AsJson = False) -> None:
             return json.dumps(change._asdict())
         stored = change.nbytes is not None
         what = f"stored   {size_text(change.nbytes or 0)}" if stored else "removed"
-        return f"{what:<20} {change.namespace} {change.mm_hash}"
+        return f"{what:<20} {_plain(change.namespace)} {_plain(change.mm_hash)}"
 
     with (
         contextlib.suppress(KeyboardInterrupt),
         Subscriber([(status.events, status.events_replay)]) as subscriber,
     ):
+        was_current = True
         while True:
             for change in subscriber.changes(timeout=1.0):
                 typer.echo(line(change))
+            if was_current and not subscriber.is_current:
+                typer.echo("the daemon is silent: what it holds now is not known", err=True)
+            was_current = subscriber.is_current
+
+
+def _plain(text: str) -> str:
+    """The text, without characters that a terminal would act on."""
+    return text if text.isprintable() else repr(text)
