@@ -16,10 +16,9 @@ from ecd_proto.contract import MAKING_S
 
 MAX_MAKINGS = 256
 """Makings of one session; keys beyond are made by every node that needs them."""
-
-
 MAX_TAKEN_BACK = 1024
 """Makings that are remembered as taken back before they began."""
+
 Wait = tuple[SessionId, Ticket]
 
 

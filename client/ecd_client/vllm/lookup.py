@@ -99,10 +99,11 @@ class Lookup:
         if not self._encodes.take_on(absent, request):
             return
         makes_s = self._encodes.makes_s(absent, request)
+        has_time = time.monotonic() < request.deadline_s
         for wanted in absent:
             may_come = self._read(wanted)  # again: another engine may have stored it meanwhile
             if may_come is not None:
-                self._ask_later(wanted, may_come, makes_s)
+                self._ask_later(wanted, may_come and has_time, makes_s)
 
     def take_far(self, wanted: WantedItem) -> None:
         """Ask for an absent item that the next step does not encode; a later one takes it on."""
