@@ -197,7 +197,9 @@ def test_an_entry_that_no_encoder_of_this_engine_made_is_a_miss(
     image, uuid = picture(), f"planted-{next(seeds)}"
     right = plain.generate([ask(image)])
     before = one.metrics().get("mismatches", 0)
+    entries = started.status().entries
     one.generate([ask(picture())])
+    eventually(lambda: started.status().entries == entries + 1, what="its own entry")
     namespace = max(started.entries(), key=lambda entry: entry.age_s * -1).key.namespace
     with Client(started.address, namespace=namespace) as client:
         assert client.put(uuid, stored)

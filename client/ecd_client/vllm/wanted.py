@@ -99,6 +99,8 @@ class WantedItem:
     def _is_described_by(self, metadata: bytes) -> bool:
         """Whether the entry has this metadata, or none that can be compared."""
         assert self.item is not None
+        if self.item.metadata == metadata:
+            return True
         own, others = unpack(self.item.metadata), unpack(metadata)
         return not own or not others or own == others
 
