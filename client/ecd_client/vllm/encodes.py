@@ -22,8 +22,8 @@ SHARE_WAITED = 3 / 4
 """Share of a request's time that it waits for other engines; the daemon has the rest to answer."""
 AGAIN_S = 0.002
 """Interval at which memory is looked at for an item that another engine encodes."""
-NOTICED_S = 0.1
-"""An answer of the daemon that takes longer has waited for another node."""
+NOTICED_S = 0.4
+"""An answer of the daemon that takes longer has waited for another node: a look-up has 0.25 s."""
 RESTS_S = 10.0
 """How long this engine waits for no other, after it has waited in vain: perhaps ecd is full."""
 
