@@ -49,7 +49,7 @@ from ecd.core.types import (
 )
 from ecd.followups import EVICTED_AT_A_TIME, Changes, FollowUps, Subscriber
 from ecd.intake import Intake, NoPuts, Taken
-from ecd.makings import MAX_MAKINGS, Makings
+from ecd.makings import MAX_MAKINGS, Makings, Wait
 from ecd.turns import Pace, Turns
 
 SCAN_S = 0.25
@@ -301,7 +301,7 @@ class LiveCache:
     def stop_making(self, session: SessionId, keys: Iterable[Key]) -> None:
         self._unmade(self.makings.take(keys, session))
 
-    def _unmade(self, waits: list[tuple[SessionId, Ticket]]) -> None:
+    def _unmade(self, waits: list[Wait]) -> None:
         """End waits for keys that are not made after all, in turns: a thousand nodes may wait."""
         if waits:
             cancel = self.turns.pace().each(lambda wait: self.cancel_wait(*wait), waits)

@@ -1,4 +1,4 @@
-"""What this process's SGLang was started with, as far as it changes an embedding."""
+"""The settings of this process's SGLang, as far as they change an embedding."""
 
 from __future__ import annotations
 

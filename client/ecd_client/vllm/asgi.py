@@ -63,7 +63,7 @@ class Leaving:
         self._left = asyncio.ensure_future(_left(receive))
 
     async def receive(self) -> Message:
-        """What comes next, for any number of listeners: that the client has left."""
+        """The next message, that the client has left; any number of listeners get it."""
         return await asyncio.shield(self._left)
 
     async def interrupts(self, work: Coroutine[Any, Any, None]) -> None:

@@ -289,7 +289,7 @@ class EncodeHop:
         return answer
 
     def _promise_in(self, answer: bytes, name: str, encoder: Encoder) -> Promise:
-        """What the answer says of the picture of this name. Raises _Failed."""
+        """The promise that an answer makes of the picture of this name. Raises _Failed."""
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             params = json.loads(answer)["ec_transfer_params"]
             fields = params[name]["metadata"]

@@ -1,4 +1,4 @@
-"""Who encodes an item that nobody has stored: one engine of a node at a time, by locks of keys.
+"""The choice of the one engine that encodes an item which nobody has stored, by locks of keys.
 
 An engine locks what its next step may encode; others wait until it is stored, a while at most. A
 request that waits holds no lock, so that no two wait for each other. Across nodes the directory
