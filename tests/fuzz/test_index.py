@@ -94,6 +94,9 @@ class Pretender(pb_grpc.CacheServicer):
         missing = pb.AcquireOutcome(missing=pb.Missing())
         return pb.AcquireReply(outcomes=[missing for _ in request.keys])
 
+    def Release(self, request: Any, context: Any) -> pb.ReleaseReply:  # noqa: N802
+        return pb.ReleaseReply()
+
     def Contains(self, request: Any, context: Any) -> pb.ContainsReply:  # noqa: N802
         return pb.ContainsReply(contained=[False for _ in request.keys])
 
