@@ -18,11 +18,12 @@ import urllib.error
 import urllib.request
 import zlib
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import psutil
 import pytest
 
 from e2e.engines import HERE, ROOT, START_S, Fork, python_of, shared_memory_of
@@ -154,6 +155,19 @@ class Server:
         prefix = "vllm:ecd_"
         samples = self.samples().items()
         return {name.removeprefix(prefix): v for name, v in samples if name.startswith(prefix)}
+
+    @contextlib.contextmanager
+    def engine_stopped(self) -> Iterator[None]:
+        """Have its engine, a process of its own, do nothing meanwhile; it answers for itself."""
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        assert children, "it has no process but its own"
+        for child in children:
+            child.suspend()
+        try:
+            yield
+        finally:
+            for child in children:
+                child.resume()
 
     def kill(self) -> None:
         """End all of its processes at once, with those that would remove what they shared."""

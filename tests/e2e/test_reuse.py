@@ -213,23 +213,17 @@ def test_a_stream_is_vllms_to_the_byte_but_for_ids_and_times(servers: Servers, s
 
 
 def test_what_a_request_or_an_answer_needs_is_not_evicted(servers: Servers) -> None:
-    def held_while_it_is_used() -> bool:
-        """Overfill the pool while a request is served; False: it had all tokens before that."""
-        url = store(servers, new_url())
-        name = servers.daemon.names()[-1]
-        store(servers, new_url())
-        bystander = servers.daemon.names()[-1]
-        with servers.server.open(shown(url), None, {"stream": True, "max_tokens": 1500}) as file:
-            file.readline()
+    url = store(servers, new_url())
+    name = servers.daemon.names()[-1]
+    store(servers, new_url())
+    bystander = servers.daemon.names()[-1]
+    with servers.server.open(shown(url), None, {"stream": True, "max_tokens": 1500}) as file:
+        file.readline()
+        with servers.server.engine_stopped():  # or a busy machine has all tokens before that
             servers.daemon.crowd()
             left = servers.daemon.names()
-            if servers.server.sample("vllm:num_requests_running") != 1:
-                return False
-        assert name in left
-        assert bystander not in left
-        return True
-
-    assert any(held_while_it_is_used() for _ in range(5)), "a busy machine may be late"
+    assert name in left
+    assert bystander not in left
     stored = store(servers, new_url())
     key = {"headers": {"Authorization": f"Bearer {KEY}"}}
     status, _ = servers.encoder.chat(shown(stored), max_tokens=1, **key)
