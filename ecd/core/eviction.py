@@ -2,19 +2,17 @@
 
 Extents differ in size, so evicting in pure policy order until a fit appears frees several times
 the bytes needed (docs/decisions.md). The plan grows a window of neighbours around each of the
-coldest entries instead, and takes the window that gives up the fewest bytes.
+coldest entries instead, and takes the window that gives up the least, as the policy has it.
 """
 
 from __future__ import annotations
 
 from itertools import islice
+from math import inf
 
 from ecd.core.allocator import Allocator
 from ecd.core.entry import Entry
 from ecd.core.policy import Policy
-
-ANCHORS = 16
-"""Windows compared before the cheapest is taken."""
 
 MAX_ANCHORS = 512
 """Windows tried before giving up, when leases block those around the coldest entries."""
@@ -27,33 +25,33 @@ def plan(nbytes: int, allocator: Allocator, policy: Policy) -> list[Entry] | Non
     """
     wanted = allocator.rounded_bytes(nbytes)
     best: list[Entry] | None = None
-    best_cost = allocator.nbytes + 1
+    least = inf
     for tried, anchor in enumerate(islice(policy.coldest(), MAX_ANCHORS), start=1):
-        found = _window(wanted, anchor, best_cost, policy)
+        found = _window(wanted, anchor, least, policy)
         if found is not None:
-            best, best_cost = found
-        if best is not None and tried >= ANCHORS:
+            best, least = found
+        if best is not None and tried >= policy.anchors:
             break
     return best
 
 
 def _window(
-    wanted: int, anchor: Entry, cost_limit: int, policy: Policy
-) -> tuple[list[Entry], int] | None:
-    """The victims around `anchor` and their bytes; None unless those are below `cost_limit`."""
-    victims, cost = [anchor], anchor.block.nbytes
-    before, after, free = anchor.block.before, anchor.block.after, 0
+    wanted: int, anchor: Entry, limit: float, policy: Policy
+) -> tuple[list[Entry], float] | None:
+    """The victims around `anchor` and their loss; None unless that is below `limit`."""
+    victims, loss, room = [anchor], policy.loss(anchor), anchor.block.nbytes
+    before, after = anchor.block.before, anchor.block.after
     while True:
         if before is not None and before.is_free:
-            free += before.nbytes
+            room += before.nbytes
             before = before.before
         if after is not None and after.is_free:
-            free += after.nbytes
+            room += after.nbytes
             after = after.after
-        if cost >= cost_limit:
+        if loss >= limit:
             return None
-        if cost + free >= wanted:
-            return victims, cost
+        if room >= wanted:
+            return victims, loss
         sides = [
             (warmth, entry.id, block)
             for block in (before, after)
@@ -64,7 +62,8 @@ def _window(
             return None
         _, _, block = min(sides)
         victims.append(block.owner)
-        cost += block.nbytes
+        loss += policy.loss(block.owner)
+        room += block.nbytes
         if block is before:
             before = block.before
         else:

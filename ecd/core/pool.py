@@ -123,9 +123,9 @@ class Pool:
     def use(self, entry: Entry, now_s: float) -> None:
         """Count one read of the entry, by lease or pin."""
         entry.hits += 1
-        entry.used_s = now_s
         if entry.state is EntryState.COMMITTED:
-            self.policy.use(entry)
+            self.policy.use(entry, now_s)
+        entry.used_s = now_s
 
     # -- making room ---------------------------------------------------------------------------
 
@@ -154,6 +154,7 @@ class Pool:
             victims = plan(nbytes, self.allocator, self.policy)
             if victims is None or (most is not None and len(victims) > most):
                 return None
+            self.policy.give_up(victims)
             for victim in victims:
                 evict(victim, "capacity")
             is_settled = scan()
@@ -206,6 +207,7 @@ class Pool:
                 self._is_trimming = False
                 break
             excess_bytes -= entry.block.nbytes
+            self.policy.give_up([entry])
             evict(entry, "watermark")
             evicted += 1
         return evicted

@@ -1,13 +1,13 @@
 """Plans of eviction: the victims they choose, and the ranking that they start from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.entry import Entry
-from ecd.core.eviction import ANCHORS, MAX_ANCHORS, plan
+from ecd.core.eviction import MAX_ANCHORS, plan
 from ecd.core.policy import Lru, Policy
 from ecd.core.pool import PLANS, Pool
 from ecd.core.types import Content, EntryId, Extent, Key, SessionId
@@ -84,16 +84,16 @@ def test_a_plan_tries_a_bounded_number_of_windows() -> None:
         names = [chr(0x100 + number) for number in range(2 * count)]
         return Filled("".join(names), held="".join(names[1 : 2 * count - 2 : 2])).plan(2)
 
-    assert among(ANCHORS + 10) is not None, "nothing cheaper was found: it goes on"
+    assert among(Lru.anchors + 10) is not None, "nothing cheaper was found: it goes on"
     assert among(MAX_ANCHORS + 10) is None
 
 
 def test_the_policy_ranks_by_the_end_of_use() -> None:
     filled = Filled("abcd")
     policy, entries = filled.policy, filled.entries
-    policy.use(entries["a"])
+    policy.use(entries["a"], 1.0)
     policy.hold(entries["b"])
-    policy.use(entries["b"])
+    policy.use(entries["b"], 1.0)
     assert [entry.mm_hash for entry in policy.coldest()] == ["c", "d", "a"]
     assert policy.warmth(entries["b"]) is None
     policy.let_go(entries["b"])
@@ -157,6 +157,8 @@ def test_a_plan_with_too_many_victims_evicts_nothing() -> None:
 class OldestFirst:
     """A policy of another kind: what was stored first goes first, whatever was read."""
 
+    anchors = 16
+
     def __init__(self) -> None:
         self._ranked: dict[EntryId, Entry] = {}
 
@@ -165,7 +167,9 @@ class OldestFirst:
 
     let_go = admit
 
-    def use(self, entry: Entry) -> None: ...
+    def use(self, entry: Entry, now_s: float) -> None: ...
+
+    def give_up(self, victims: Sequence[Entry]) -> None: ...
 
     def hold(self, entry: Entry) -> None:
         del self._ranked[entry.id]
@@ -178,6 +182,9 @@ class OldestFirst:
 
     def warmth(self, entry: Entry) -> float | None:
         return float(entry.id) if entry.id in self._ranked else None
+
+    def loss(self, entry: Entry) -> float:
+        return entry.block.nbytes
 
 
 @pytest.mark.parametrize(("policy", "stays"), [(Lru(), "a"), (OldestFirst(), "b")])
