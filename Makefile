@@ -170,6 +170,7 @@ bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one no
 	$(BIN)/python benchmarks/repeated.py --output docs/benchmarks/repeated.md
 	$(BIN)/python benchmarks/connector.py --output docs/benchmarks/connector.md
 	$(BIN)/python benchmarks/growth.py --output docs/benchmarks/growth.md
+	$(BIN)/python benchmarks/evicting.py --output docs/benchmarks/evicting.md
 	$(BIN)/python benchmarks/loop.py --output docs/benchmarks/loop.md
 	$(BIN)/python benchmarks/fetch.py --output docs/benchmarks/fetch.md
 	$(BIN)/python benchmarks/directory.py --output docs/benchmarks/directory.md

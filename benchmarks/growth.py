@@ -13,6 +13,7 @@ import random
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -24,8 +25,10 @@ from rich.console import Console
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Leased, LimitReached, Reserved
+from ecd.core.policy import Policy
 from ecd.core.pool import Pool
 from ecd.core.types import Content, Key, PoolLimits, SessionId
+from ecd.core.value_density import ValueDensity
 from ecd_client import Client
 from ecd_client.calls import call, open_channel
 from ecd_proto.mapping import Mapping
@@ -49,12 +52,14 @@ def content(granules: int) -> Content:
     return Content("int8", (nbytes,), nbytes)
 
 
-def filled(count: int, chance: random.Random) -> tuple[Cache, SessionId]:
+def filled(
+    count: int, chance: random.Random, policy: Callable[[int], Policy]
+) -> tuple[Cache, SessionId]:
     """A cache of `count` entries of 1 to 16 granules, the pool full to the last few."""
     sizes = [chance.randint(1, 16) for _ in range(count)]
     limits = PoolLimits(high_watermark=1.0, low_watermark=1.0)
     allocator = Allocator(0, (sum(sizes) + 64) * GRANULE_BYTES, GRANULE_BYTES)
-    cache = Cache([Pool(allocator, limits=limits)])
+    cache = Cache([Pool(allocator, limits=limits, policy=policy(allocator.nbytes))])
     session = cache.open_session()
     assert not isinstance(session, LimitReached)
     for index, granules in enumerate(sizes):
@@ -64,9 +69,10 @@ def filled(count: int, chance: random.Random) -> tuple[Cache, SessionId]:
     return cache, session
 
 
-def measure(count: int) -> dict[str, float]:
+def measure(count: int, policy: Callable[[int], Policy] = ValueDensity) -> dict[str, float]:
+    """Medians of the core's operations, under a policy for the pool's bytes."""
     chance = random.Random(1)
-    cache, session = filled(count, chance)
+    cache, session = filled(count, chance, policy)
     took: dict[str, list[float]] = {
         name: [] for name in ("contains", "acquire", "release", "reserve, evicting", "commit")
     }

@@ -63,6 +63,12 @@ class Config(BaseSettings):
         description="Size of the host pool, such as 4GiB, or a share of shm_dir's size, such as "
         "75%. By default a quarter of what shm_dir has free, at most 4 GiB.",
     )
+    eviction: Literal["value", "lru"] = Field(
+        default="value",
+        description="Which entries of the host pool go first where room is needed. value: those "
+        "worth the least encoding time a byte, weighed by how often they are read. lru: those "
+        "read longest ago.",
+    )
     device_pool_bytes: ByteSize = Field(
         default=ByteSize(0),
         description="Size of a pool in the memory of each GPU, such as 2GiB, taken at the start: "

@@ -203,7 +203,7 @@ class Daemon:
         Raises EventsError, MetricsError, ClusterError, EngineError.
         """
         config, board, pools = self._config, self._board, self._pools
-        cache = make_cache(pools, config.lease_ttl_s, board, self._devices)
+        cache = make_cache(pools, config.lease_ttl_s, board, self._devices, config.eviction)
         doorbell_path = None if board.doorbell is None else board.doorbell.path
         attach_path = None if self._attach is None else self._attach.path
         files = SessionFiles(pools, board.index, doorbell_path, attach_path, self._devices)

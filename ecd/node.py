@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from ecd.core.allocator import Allocator
 from ecd.core.cache import DEFAULT_LIMITS, Cache
+from ecd.core.policy import Lru, Policy
 from ecd.core.pool import Pool
+from ecd.core.value_density import ValueDensity
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.device import DevicePool
@@ -38,10 +41,22 @@ def make_cache(
     lease_ttl_s: float,
     board: SharedBoard,
     devices: Mapping[int, DevicePool] = MappingProxyType({}),
+    eviction: Literal["value", "lru"] = "value",
 ) -> Cache:
-    """The core over these pools, by their numbers, the nearest to readers first."""
+    """The core over these pools, by their numbers, the nearest to readers first.
+
+    `eviction` is the host pools' policy. Device pools keep what was read last: an entry there
+    saves its copy alone, whatever it cost to encode.
+    """
     assert len(memory) == 1 or not devices, "a copy must have one pool to come from"
-    pools = [Pool(Allocator(number, each.nbytes, GRANULE_BYTES)) for number, each in memory.items()]
+
+    def policy(nbytes: int) -> Policy:
+        return Lru() if eviction == "lru" else ValueDensity(nbytes)
+
+    pools = [
+        Pool(Allocator(number, each.nbytes, GRANULE_BYTES), policy=policy(each.nbytes))
+        for number, each in memory.items()
+    ]
     pools += [
         Pool(Allocator(number, each.nbytes, GRANULE_BYTES), "device", holds_copies=True)
         for number, each in devices.items()

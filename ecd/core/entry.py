@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ecd.core.allocator import Block
 from ecd.core.states import ENTRY, EntryEvent, EntryState, apply
@@ -30,6 +31,13 @@ class Entry:
     farther: Entry | None = field(default=None, repr=False)  # the key's next copy
     colder: Entry | None = field(default=None, repr=False)  # neighbours in the policy's order
     warmer: Entry | None = field(default=None, repr=False)
+    cost_s: float = 0.0  # what the policy ranks by
+    # The policy's own, for `ValueDensity`:
+    rank: Any = field(default=None, repr=False)  # the queue
+    fingerprint: int = field(default=0, repr=False)
+    frequency: int = field(default=0, repr=False)
+    floor: float = field(default=0.0, repr=False)  # L, when the entry was last touched
+    place: int = field(default=0, repr=False)  # of that touch, on the clock of touched bytes
 
     @property
     def key(self) -> Key:

@@ -15,7 +15,7 @@ class Policy(Protocol):
     """
 
     anchors: ClassVar[int]
-    """Windows of neighbours compared, around as many of the coldest entries, for one extent."""
+    """Windows of neighbours compared at most, around the coldest entries, for one extent."""
 
     def admit(self, entry: Entry) -> None:
         """Rank an entry that was just committed."""
@@ -45,64 +45,74 @@ class Policy(Protocol):
         """What evicting a ranked entry gives up: a window of the least loss is evicted."""
 
 
-class Lru:
-    """Least recently used first; an entry counts as used until its last reader goes.
+class EntryList:
+    """Entries in the order in which they were appended, the coldest first. O(1).
 
     The list runs through the entries (`Entry.colder`, `Entry.warmer`), two words each. An
     OrderedDict takes 90 bytes for each, and stops the event loop for too long when it grows.
     """
 
-    anchors: ClassVar[int] = 16
+    __slots__ = ("head", "tail")
 
     def __init__(self) -> None:
-        self._coldest: Entry | None = None
-        self._warmest: Entry | None = None
+        self.head: Entry | None = None
+        self.tail: Entry | None = None
 
-    def admit(self, entry: Entry) -> None:
-        entry.colder = self._warmest
-        if self._warmest is None:
-            self._coldest = entry
+    def append(self, entry: Entry) -> None:
+        entry.colder = self.tail
+        if self.tail is None:
+            self.head = entry
         else:
-            self._warmest.warmer = entry
-        self._warmest = entry
+            self.tail.warmer = entry
+        self.tail = entry
 
-    def use(self, entry: Entry, now_s: float) -> None:  # noqa: ARG002
-        if entry.warmer is not None:  # ranked, and not the warmest already
-            self.hold(entry)
-            self.admit(entry)
-
-    def hold(self, entry: Entry) -> None:
+    def unlink(self, entry: Entry) -> None:
         colder, warmer = entry.colder, entry.warmer
         if colder is None:
-            self._coldest = warmer
+            self.head = warmer
         else:
             colder.warmer = warmer
         if warmer is None:
-            self._warmest = colder
+            self.tail = colder
         else:
             warmer.colder = colder
         entry.colder = entry.warmer = None
 
-    let_go = admit
+    def has(self, entry: Entry) -> bool:
+        """Whether the entry is linked; it must be in no other list."""
+        return entry.colder is not None or entry is self.head
+
+    def __iter__(self) -> Iterator[Entry]:
+        entry = self.head
+        while entry is not None:
+            yield entry
+            entry = entry.warmer
+
+
+class Lru(EntryList):
+    """Least recently used first; an entry counts as used until its last reader goes."""
+
+    __slots__ = ()
+    anchors: ClassVar[int] = 16
+
+    admit = let_go = EntryList.append
+    hold = EntryList.unlink
+    coldest = EntryList.__iter__
+
+    def use(self, entry: Entry, now_s: float) -> None:  # noqa: ARG002
+        if entry.warmer is not None:  # ranked, and not the warmest already
+            self.unlink(entry)
+            self.append(entry)
 
     def give_up(self, victims: Sequence[Entry]) -> None:
         pass
 
     def remove(self, entry: Entry) -> None:
-        if self._is_ranked(entry):
-            self.hold(entry)
-
-    def coldest(self) -> Iterator[Entry]:
-        entry = self._coldest
-        while entry is not None:
-            yield entry
-            entry = entry.warmer
+        if self.has(entry):
+            self.unlink(entry)
 
     def warmth(self, entry: Entry) -> float | None:
-        return entry.used_s if self._is_ranked(entry) else None
+        return entry.used_s if self.has(entry) else None
 
     def loss(self, entry: Entry) -> float:
         return entry.block.nbytes
-
-    def _is_ranked(self, entry: Entry) -> bool:
-        return entry.colder is not None or entry is self._coldest

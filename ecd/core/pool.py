@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from ecd.core.allocator import Allocator, Block
 from ecd.core.board import MAX_PIECES
@@ -200,17 +201,17 @@ class Pool:
         """
         self._is_trimming = self._is_trimming or self.needs_trim()
         excess_bytes = self.allocator.used_bytes - self.limits.low_watermark * self.nbytes
-        evicted = 0
-        while self._is_trimming and evicted < most:
-            entry = next(self.policy.coldest(), None) if excess_bytes > 0 else None
-            if entry is None:
-                self._is_trimming = False
+        victims: list[Entry] = []
+        for entry in islice(self.policy.coldest(), most) if self._is_trimming else ():
+            if excess_bytes <= 0:
                 break
+            victims.append(entry)
             excess_bytes -= entry.block.nbytes
-            self.policy.give_up([entry])
-            evict(entry, "watermark")
-            evicted += 1
-        return evicted
+        self._is_trimming = self._is_trimming and len(victims) == most
+        for victim in victims:
+            self.policy.give_up([victim])
+            evict(victim, "watermark")
+        return len(victims)
 
     def check(self, entries: Iterable[Entry]) -> None:
         """Raise AssertionError unless the figures are those of `entries`, all that lie here."""

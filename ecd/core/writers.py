@@ -240,6 +240,7 @@ class Writers:
         entry.original = None
         entry.created_s = entry.used_s = now_s
         entry.checksum = checksum
+        entry.cost_s = entry.content.cost_s
         self._entries.publish(entry)
         self._entries.pool_of(entry).policy.admit(entry)
         self._board.show(entry.info())

@@ -36,6 +36,7 @@ from ecd.core.outcomes import (
     Waiting,
     Wakeup,
 )
+from ecd.core.policy import Lru
 from ecd.core.pool import Pool
 from ecd.core.types import (
     Answer,
@@ -52,6 +53,7 @@ from ecd.core.types import (
     Start,
     WaitFor,
 )
+from ecd.core.value_density import ValueDensity
 from support.examples import examples
 
 GRANULE_BYTES = 4096
@@ -239,15 +241,20 @@ class CacheMachine(RuleBasedStateMachine):
     numbers: tuple[int, ...] = (0,)
     """The pools' numbers, the nearest first."""
 
-    @initialize(granules=st.integers(1, 24), data=st.data())
-    def create(self, granules: int, data: st.DataObject) -> None:
+    @initialize(granules=st.integers(1, 24), by_value=st.booleans(), data=st.data())
+    def create(self, granules: int, by_value: bool, data: st.DataObject) -> None:
         self.board = Board()
+        self.by_value = by_value
         self.granules = {
             number: granules if number == self.numbers[0] else data.draw(st.integers(1, 24))
             for number in self.numbers
         }
         pools = [
-            Pool(Allocator(number, count * GRANULE_BYTES, GRANULE_BYTES), limits=POOL_LIMITS)
+            Pool(
+                Allocator(number, count * GRANULE_BYTES, GRANULE_BYTES),
+                limits=POOL_LIMITS,
+                policy=ValueDensity(count * GRANULE_BYTES) if by_value else Lru(),
+            )
             for number, count in self.granules.items()
         ]
         self.cache = Cache(pools, TTL_S, LIMITS, self.board)
@@ -1085,7 +1092,7 @@ class CacheMachine(RuleBasedStateMachine):
             gone = [s for p, s in warm_s.items() if p not in infos]
             left = [s for p, s in warm_s.items() if p in infos]
             assert pool in needy or here.keys() <= infos.keys(), "trimmed without need"
-            if gone and left:
+            if gone and left and not self.by_value:
                 assert max(gone) <= min(left), "a warmer entry went first"
             ambushed = self.board.ambushed or self.board.pins_starts
             if left and not ambushed and pool in needy:
@@ -1112,6 +1119,9 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def the_core_agrees_with_itself(self) -> None:
         self.cache.check()
+        for pool in self.cache.pools:
+            if isinstance(pool.policy, ValueDensity):
+                pool.policy.check()
 
     @invariant()
     def every_byte_is_as_promised(self) -> None:

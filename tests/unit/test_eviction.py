@@ -1,6 +1,7 @@
 """Plans of eviction: the victims they choose, and the ranking that they start from."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import pytest
 
@@ -10,21 +11,45 @@ from ecd.core.entry import Entry
 from ecd.core.eviction import MAX_ANCHORS, plan
 from ecd.core.policy import Lru, Policy
 from ecd.core.pool import PLANS, Pool
+from ecd.core.shadows import Weighing
 from ecd.core.types import Content, EntryId, Extent, Key, SessionId
+from ecd.core.value_density import ValueDensity
 
 PAGE = 4096
+
+
+def by_value(*weighing: float) -> ValueDensity:
+    """A policy whose order is that of the letters: nothing is protected for having come last."""
+    return ValueDensity(0, weighings=[Weighing(*weighing)])
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {"lru": Lru, "value": lambda: by_value(0, 0)}
+
+
+@pytest.fixture(params=POLICIES)
+def make(request: pytest.FixtureRequest) -> Callable[[], Policy]:
+    """Makes policies by which all bytes are worth the same."""
+    return POLICIES[request.param]
 
 
 class Filled:
     """A pool laid out as a string: one letter an entry, `.` free; the letters' order is warmth."""
 
-    def __init__(self, layout: str, held: str = "") -> None:
+    def __init__(
+        self,
+        make: Callable[[], Policy],
+        layout: str,
+        held: str = "",
+        costs_s: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Entries took 10 ms to encode, but for those in `costs_s`."""
         self.allocator = Allocator(0, len(layout) * PAGE, PAGE)
-        self.policy = Lru()
+        self.policy = make()
         self.entries: dict[str, Entry] = {}
         for name in sorted(set(layout) - {"."}, key=layout.index):
             self._place(name, layout.index(name), layout.count(name))
         for name in sorted(self.entries):
+            self.entries[name].cost_s = costs_s.get(name, 0.01)
             self.policy.admit(self.entries[name])
             self.entries[name].used_s = float(ord(name))
         for name in held:
@@ -42,54 +67,81 @@ class Filled:
         return None if victims is None else "".join(sorted(victim.mm_hash for victim in victims))
 
 
-def test_the_coldest_entry_that_is_large_enough_goes() -> None:
-    assert Filled("aabbcc").plan(2) == "a"
+def test_the_coldest_entry_that_is_large_enough_goes(make: Callable[[], Policy]) -> None:
+    assert Filled(make, "aabbcc").plan(2) == "a"
 
 
-def test_neighbours_go_together_rather_than_the_coldest_one_by_one() -> None:
+def test_neighbours_go_together_rather_than_the_coldest_one_by_one(
+    make: Callable[[], Policy],
+) -> None:
     """In order of warmth a to c would go first, and free nothing in one piece."""
-    filled = Filled("awbxcyde", held="wxy")
+    filled = Filled(make, "awbxcyde", held="wxy")
     assert filled.plan(2) == "de"
-    assert Filled("dabc").plan(2) == "ab", "the window grows to the colder side"
+    assert Filled(make, "dabc").plan(2) == "ab", "the window grows to the colder side"
 
 
-def test_free_neighbours_count() -> None:
-    assert Filled("a.bbbcc").plan(2) == "a", "one page given up makes two"
-    assert Filled("bbb.a.cc").plan(3) == "a"
+def test_free_neighbours_count(make: Callable[[], Policy]) -> None:
+    assert Filled(make, "a.bbbcc").plan(2) == "a", "one page given up makes two"
+    assert Filled(make, "bbb.a.cc").plan(3) == "a"
 
 
-def test_the_window_that_gives_up_the_fewest_bytes_goes() -> None:
+def test_the_window_that_gives_up_the_fewest_bytes_goes(make: Callable[[], Policy]) -> None:
     """The coldest alone would do, but is larger."""
-    assert Filled("aaaabbcc").plan(2) == "b"
+    assert Filled(make, "aaaabbcc").plan(2) == "b"
 
 
-def test_held_entries_block_a_window() -> None:
-    assert Filled("abcd", held="b").plan(2) == "cd"
-    assert Filled("abcd", held="bc").plan(2) is None
-    assert Filled("abcd", held="abcd").plan(1) is None
+def test_the_window_that_gives_up_the_least_value_goes() -> None:
+    """Bytes alone would have the coldest go, and any order of warmth a to c."""
+
+    def make() -> Policy:
+        return by_value(1, 1)
+
+    assert Filled(make, "aabbcc", costs_s={"a": 1.0}).plan(2) == "b"
+    assert Filled(make, "abbbcc", costs_s={"c": 1.0}).plan(2) == "b", (
+        "three pages for less than two"
+    )
 
 
-def test_a_plan_changes_nothing() -> None:
-    filled = Filled("ab.cd")
+def test_more_windows_are_compared_for_a_large_entry() -> None:
+    """Twenty small ones that are worth less come first, each between two that are held."""
+    small = [chr(0x100 + number) for number in range(41)]
+    costs_s = {"Z": 1.0, "z": 0.05}
+
+    def filled() -> Filled:
+        layout = "aZZZ" + "".join(small) + "zzzz"
+        return Filled(lambda: by_value(1, 1), layout, "".join(small[::2]), costs_s)
+
+    assert filled().plan(4) == "z"
+    assert filled().plan(1) == "a"
+
+
+def test_held_entries_block_a_window(make: Callable[[], Policy]) -> None:
+    assert Filled(make, "abcd", held="b").plan(2) == "cd"
+    assert Filled(make, "abcd", held="bc").plan(2) is None
+    assert Filled(make, "abcd", held="abcd").plan(1) is None
+
+
+def test_a_plan_changes_nothing(make: Callable[[], Policy]) -> None:
+    filled = Filled(make, "ab.cd")
     assert filled.plan(5) == "abcd"
     assert [entry.mm_hash for entry in filled.policy.coldest()] == list("abcd")
     assert filled.allocator.used_bytes == 4 * PAGE
     filled.allocator.check()
 
 
-def test_a_plan_tries_a_bounded_number_of_windows() -> None:
+def test_a_plan_tries_a_bounded_number_of_windows(make: Callable[[], Policy]) -> None:
     """Every second entry is held, but for a pair at the warm end."""
 
     def among(count: int) -> str | None:
         names = [chr(0x100 + number) for number in range(2 * count)]
-        return Filled("".join(names), held="".join(names[1 : 2 * count - 2 : 2])).plan(2)
+        return Filled(make, "".join(names), held="".join(names[1 : 2 * count - 2 : 2])).plan(2)
 
-    assert among(Lru.anchors + 10) is not None, "nothing cheaper was found: it goes on"
+    assert among(make().anchors + 10) is not None, "nothing cheaper was found: it goes on"
     assert among(MAX_ANCHORS + 10) is None
 
 
-def test_the_policy_ranks_by_the_end_of_use() -> None:
-    filled = Filled("abcd")
+def test_the_policy_ranks_by_the_end_of_use(make: Callable[[], Policy]) -> None:
+    filled = Filled(make, "abcd")
     policy, entries = filled.policy, filled.entries
     policy.use(entries["a"], 1.0)
     policy.hold(entries["b"])
@@ -102,9 +154,9 @@ def test_the_policy_ranks_by_the_end_of_use() -> None:
     assert [entry.mm_hash for entry in policy.coldest()] == ["d", "a", "b"]
 
 
-def pool_with(pages: int) -> tuple[Pool, list[Entry]]:
+def pool_with(make: Callable[[], Policy], pages: int) -> tuple[Pool, list[Entry]]:
     """A full pool of entries of one page, the first coldest."""
-    pool = Pool(Allocator(0, pages * PAGE, PAGE))
+    pool = Pool(Allocator(0, pages * PAGE, PAGE), policy=make())
     entries = []
     for number in range(pages):
         block = pool.allocator.allocate(PAGE)
@@ -117,8 +169,10 @@ def pool_with(pages: int) -> tuple[Pool, list[Entry]]:
     return pool, entries
 
 
-def test_a_pool_plans_anew_for_victims_that_were_pinned_at_the_last_moment() -> None:
-    pool, entries = pool_with(4)
+def test_a_pool_plans_anew_for_victims_that_were_pinned_at_the_last_moment(
+    make: Callable[[], Policy],
+) -> None:
+    pool, entries = pool_with(make, 4)
     evicted = []
 
     def evict(entry: Entry, reason: str) -> None:
@@ -132,9 +186,11 @@ def test_a_pool_plans_anew_for_victims_that_were_pinned_at_the_last_moment() -> 
     assert evicted == [("0", "capacity"), ("1", "capacity")]
 
 
-def test_a_pool_gives_up_after_some_plans_or_where_a_scan_goes_on() -> None:
+def test_a_pool_gives_up_after_some_plans_or_where_a_scan_goes_on(
+    make: Callable[[], Policy],
+) -> None:
     for settled, plans in ((True, PLANS), (False, 1)):
-        pool, _ = pool_with(8)
+        pool, _ = pool_with(make, 8)
         evicted: list[Entry] = []
 
         def evict(entry: Entry, _: str, pool: Pool = pool, to: list[Entry] = evicted) -> None:
@@ -145,8 +201,8 @@ def test_a_pool_gives_up_after_some_plans_or_where_a_scan_goes_on() -> None:
         assert len(evicted) == plans
 
 
-def test_a_plan_with_too_many_victims_evicts_nothing() -> None:
-    pool, _ = pool_with(4)
+def test_a_plan_with_too_many_victims_evicts_nothing(make: Callable[[], Policy]) -> None:
+    pool, _ = pool_with(make, 4)
 
     def evict(entry: Entry, reason: str) -> None:
         raise AssertionError("nothing may go")

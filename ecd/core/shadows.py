@@ -1,0 +1,134 @@
+"""Which weighing of entries would have saved the most: caches of metadata beside the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import NamedTuple
+
+SAMPLED = 8
+"""At least one key in so many is simulated."""
+MAX_KEYS = 2048
+"""Most keys that a shadow keeps: above, half of the sampled keys are dropped."""
+_EVICTIONS = 64
+"""Most evictions of a shadow at one access; it makes up for the rest at the next."""
+_ACCESSES = 500
+"""Accesses of the pool between two choices."""
+_DECAY = 0.7
+_MARGIN = 1.02
+_DENSITY = 1e-9
+"""Seconds per byte, about an encoder's; only the change between weighings depends on it."""
+
+
+class Weighing(NamedTuple):
+    """The exponents by which frequency and density weigh: with 0 and 0 all weigh the same."""
+
+    frequency: float
+    density: float
+
+    def weight(self, frequency: int, density: float) -> float:
+        """The weight of an entry used so often, worth `density` seconds per byte."""
+        evened: float = _DENSITY * (density / _DENSITY) ** self.density
+        return float(evened * frequency**self.frequency)
+
+
+WEIGHINGS = (Weighing(1, 1), Weighing(0, 1), Weighing(2, 1), Weighing(0, 0))
+"""GDSF, GreedyDual-Size, nearly LFU, and LRU."""
+
+
+class _Shadow:
+    """GreedyDual over the sampled keys, by one weighing."""
+
+    def __init__(self) -> None:
+        self.saved_s, self.nbytes = 0.0, 0
+        self.kept: dict[int, tuple[float, int, int]] = {}  # by key: rank, last access, bytes
+        # A heap with one item for each kept key: rank and number of this or an earlier access.
+        self._heap: list[tuple[float, int, int]] = []
+        self._floor = 0.0
+
+    def access(self, key: int, nbytes: int, cost_s: float, weight: float, number: int) -> None:
+        rank = self._floor + weight
+        kept = self.kept.get(key)
+        if kept is None:
+            heappush(self._heap, (rank, number, key))
+        else:
+            self.saved_s += cost_s
+            self.nbytes -= kept[2]
+        self.kept[key] = rank, number, nbytes
+        self.nbytes += nbytes
+
+    def evict_to(self, nbytes: int) -> None:
+        """Evict, a bounded number at a time, until no more than `nbytes` are kept."""
+        heap, kept = self._heap, self.kept
+        for _ in range(_EVICTIONS):
+            if self.nbytes <= nbytes:
+                break
+            rank, number, key = heap[0]
+            latest = kept[key]
+            if latest[1] != number:
+                heapreplace(heap, (*latest[:2], key))
+            else:
+                heappop(heap)
+                self.nbytes -= kept.pop(key)[2]
+                self._floor = rank
+
+    def keep(self, mask: int) -> None:
+        """Drop the keys that are not sampled any more."""
+        self.kept = {key: kept for key, kept in self.kept.items() if not key & mask}
+        self.nbytes = sum(kept[2] for kept in self.kept.values())
+        self._heap = [(*kept[:2], key) for key, kept in self.kept.items()]
+        heapify(self._heap)
+
+
+class Shadows:
+    """Miniature simulations, one for each weighing (Waldspurger et al., USENIX ATC 2017).
+
+    Keys are sampled by their fingerprints, fewer where a shadow would keep too many (SHARDS:
+    Waldspurger et al., FAST 2015). A shadow has the same share of the pool's bytes.
+    """
+
+    def __init__(self, pool_bytes: int, count: int) -> None:
+        """Of so many weighings the first is in force until another would have saved more."""
+        self._pool_bytes = pool_bytes
+        self._shadows = [_Shadow() for _ in range(count)]
+        self.chosen = 0
+        """The number of the weighing in force."""
+        self._accesses = 0
+        self._sampled = SAMPLED
+
+    @property
+    def saved_s(self) -> list[float]:
+        """Seconds that each weighing would have saved of late, of the sampled keys."""
+        return [shadow.saved_s for shadow in self._shadows]
+
+    @property
+    def keys(self) -> int:
+        """The most that a shadow keeps."""
+        return max(len(shadow.kept) for shadow in self._shadows)
+
+    def access(self, key: int, nbytes: int, cost_s: float, weights: Sequence[float]) -> bool:
+        """Simulate a use or put of a key that has this weight by each weighing.
+
+        Returns whether another weighing is chosen now.
+        """
+        self._accesses += 1
+        if not key & self._sampled - 1:
+            capacity = self._pool_bytes // self._sampled
+            if nbytes <= capacity:
+                for shadow, weight in zip(self._shadows, weights, strict=True):
+                    shadow.access(key, nbytes, cost_s, weight, self._accesses)
+                    shadow.evict_to(capacity)
+            if self.keys > MAX_KEYS:
+                self._sampled *= 2
+                for shadow in self._shadows:
+                    shadow.keep(self._sampled - 1)
+        return self._accesses % _ACCESSES == 0 and self._choose()
+
+    def _choose(self) -> bool:
+        saved_s, chosen = self.saved_s, self.chosen
+        best = max(range(len(saved_s)), key=saved_s.__getitem__)
+        if saved_s[best] > _MARGIN * saved_s[chosen]:
+            self.chosen = best
+        for shadow in self._shadows:
+            shadow.saved_s *= _DECAY
+        return self.chosen != chosen
