@@ -250,8 +250,10 @@ class LiveCache:
         reservation: EntryId,
         checksum: int | None = None,
         content: Content | None = None,
+        refetch_s: float = math.inf,
     ) -> Commitment:
-        outcome = self.cache.commit(session, reservation, self.now_s(), checksum, content)
+        about = checksum, content, refetch_s
+        outcome = self.cache.commit(session, reservation, self.now_s(), *about)
         if isinstance(outcome, Committed):
             self._followups.after(outcome.woken, changed=True)
         return outcome

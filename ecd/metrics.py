@@ -107,9 +107,18 @@ class _CoreCollector(Collector):
             ("copies", "Copies of entries made in device pools.", counters.copies),
             ("bytes_in", "Bytes of committed entries.", counters.bytes_in),
             ("bytes_out", "Bytes of entries that readers found.", counters.bytes_out),
-            ("saved_seconds", "What the hits had cost to encode.", counters.saved_s),
+            (
+                "saved_seconds",
+                "What the hits had cost to encode: as reported, else by the fit.",
+                counters.saved_s,
+            ),
             ("leases_expired", "Leases that ran out unrenewed.", counters.leases_expired),
             ("waits_expired", "Waits that ran out.", counters.waits_expired),
+            (
+                "costs_forgotten",
+                "Namespaces' costs of a modality that gave way to others': there are too many.",
+                counters.costs_forgotten,
+            ),
         ):
             yield CounterMetricFamily(f"ecd_{name}", text, value=value)
         for name, text, label, values in (
@@ -127,19 +136,31 @@ class _CoreCollector(Collector):
             ("granted_bytes", "Bytes given to clients ahead of need."),
             ("reserved_bytes", "Bytes of the pool that are being written."),
             ("leased_bytes", "Bytes of the pool that a client reads."),
+            (
+                "worth_seconds",
+                "Seconds to have the pool's entries again, by encoding or fetching.",
+            ),
             ("free_bytes", "Bytes in no extent; those granted are among them."),
             ("largest_free_bytes", "Largest free extent."),
         ):
             full_name = f"ecd_pool_{name.removeprefix('pool_')}"
             gauge = GaugeMetricFamily(full_name, text, labels=["pool"])
             for pool in status.pools:
-                gauge.add_metric([names[pool.pool]], getattr(pool, name))
+                field = name.replace("_seconds", "_s")
+                gauge.add_metric([names[pool.pool]], getattr(pool, field))
             yield gauge
-        text = "Entries and copies evicted from the pool."
-        evicted = CounterMetricFamily("ecd_pool_evictions", text, labels=["pool"])
-        for pool in status.pools:
-            evicted.add_metric([names[pool.pool]], pool.evictions)
-        yield evicted
+        for name, text, field in (
+            ("evictions", "Entries and copies evicted from the pool.", "evictions"),
+            (
+                "given_up_seconds",
+                "Seconds to have again what was evicted for room, whether or not it is wanted.",
+                "given_up_s",
+            ),
+        ):
+            family = CounterMetricFamily(f"ecd_pool_{name}", text, labels=["pool"])
+            for pool in status.pools:
+                family.add_metric([names[pool.pool]], getattr(pool, field))
+            yield family
         for name, text, value in (
             ("entries", "Committed entries.", status.entries),
             ("unlisted_entries", "Entries that are not in the mapped index.", status.unlisted),
@@ -249,9 +270,13 @@ class _PeersCollector(Collector):
         connected = GaugeMetricFamily(
             "ecd_peer_connected", "Whether there is a link to the peer.", labels=["peer"]
         )
+        text = "Bandwidth of reads from a peer, as measured; 0 while it is unknown."
+        bandwidth = GaugeMetricFamily("ecd_peer_read_bytes_per_second", text, labels=["peer"])
         for peer in peers:
             connected.add_metric([peer.node], float(peer.state == "connected"))
+            bandwidth.add_metric([peer.node], peer.bytes_per_s)
         yield connected
+        yield bandwidth
 
 
 class _EventsCollector(Collector):

@@ -263,6 +263,7 @@ class Cluster:
 
     def status(self) -> cache_pb2.PeersReply:
         state, counters = self._directory.state, self._fetcher.counters
+        now_s = time.monotonic()
         return cache_pb2.PeersReply(
             node=self.node,
             engine=self._engine.endpoint,
@@ -297,6 +298,7 @@ class Cluster:
                     read_bytes=peer.read_bytes,
                     failed_reads=peer.failed_reads,
                     in_flight=peer.in_flight,
+                    bytes_per_s=peer.rate.bytes_per_s(now_s),
                 )
                 for peer in self._peers
             ],

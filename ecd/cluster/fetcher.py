@@ -6,6 +6,9 @@ speculatively, while the lease is asked for: the bytes count only if that place 
 if their checksum is right. Where nothing says where it lies, a small entry comes with its lease. A
 flight that ends early leaves no reservation here and no lease there.
 
+An entry that takes longer to read, at the peer's measured rate, than to encode is left to the
+clients here, if all that want it can make it.
+
 A key that no node has, and that a client here makes, is claimed in the directory. If another node
 claimed it first, the flight asks that node for a lease, and so waits until it is stored there.
 An extent that a read may still write to is set aside until the read is over.
@@ -19,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from ecd.background import Background
@@ -66,9 +70,10 @@ RETRY_PAUSE_S = 0.1
 FETCHED, MISSING, LOCAL = "fetched", "missing", "written here"
 UNREACHABLE, FAILED, CORRUPT, STALE = "unreachable", "read failed", "corrupt", "stale"
 NO_ROOM, LATE, REFUSED, ERROR, MADE = "no room", "late", "too many", "error", "made here"
+SLOWER = "slower than encoding"
 OUTCOMES = (
     *(FETCHED, MISSING, LOCAL, UNREACHABLE, FAILED, CORRUPT, STALE),
-    *(NO_ROOM, LATE, REFUSED, ERROR, MADE),
+    *(NO_ROOM, LATE, REFUSED, ERROR, MADE, SLOWER),
 )
 _FINAL = {FETCHED, LOCAL, NO_ROOM}
 """Outcomes of one node after which no other is asked."""
@@ -92,6 +97,7 @@ class _Flight:
     maker: Maker | None
     started_s: float
     task: asyncio.Task[None] | None = None
+    is_needed: bool = False  # by a client that cannot make the key
     is_awaited: bool = False  # another node makes the key
     impatient: list[tuple[SessionId, Ticket]] = field(default_factory=list)
     """Waits that are to end when another node is waited for."""
@@ -167,8 +173,9 @@ class Fetcher:
     def want(self, key: Key, hints: Sequence[Hint], maker: Maker | None = None) -> None:
         """Try to bring the key here, unless it is here or on its way."""
         flight = self._flights.get(key)
-        if flight is not None and flight.maker is None:
-            flight.maker = maker
+        if flight is not None:
+            flight.is_needed |= maker is None
+            flight.maker = flight.maker or maker
         if not self._live.cache.wants(key):
             return
         if len(self._flights) >= MAX_FLIGHTS:
@@ -176,6 +183,7 @@ class Fetcher:
             return
         self._live.expect(key)
         flight = self._flights[key] = _Flight(key, hints, maker, time.perf_counter())
+        flight.is_needed = maker is None
         flight.task = self._background.spawn(self._fly(flight))
 
     def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:
@@ -220,8 +228,14 @@ class Fetcher:
 
     async def _bring(self, flight: _Flight) -> str:
         """Bring what a node has, or makes, or leave it to the flight's maker; the outcome."""
+        outcome = await self._bring_unless_slower(flight)
+        if outcome == SLOWER and flight.is_needed:  # since it was found to be slower
+            outcome = await self._bring_stored(flight)
+        return outcome
+
+    async def _bring_unless_slower(self, flight: _Flight) -> str:
         outcome = await self._bring_stored(flight)
-        if flight.maker is None or outcome in _FINAL:
+        if flight.maker is None or outcome in _FINAL or outcome == SLOWER:
             return outcome
         until_s = time.monotonic() + flight.maker.wait_s
         void = ""
@@ -238,7 +252,7 @@ class Fetcher:
             if left_s <= 0.0 or self._awaited >= MAX_AWAITED:
                 return outcome
             found = await self._wait_for(claimed.node, flight, left_s)
-            if found in _FINAL:
+            if found in _FINAL or found == SLOWER:
                 return found
             void = claimed.incarnation
 
@@ -268,7 +282,8 @@ class Fetcher:
                 found = await self._try(each, flight)
                 if found in _FINAL:
                     return found
-                outcome = found if found != MISSING else outcome
+                if found != MISSING and outcome != SLOWER:
+                    outcome = found
         return outcome
 
     async def _try(
@@ -298,9 +313,7 @@ class Fetcher:
         question = link.ask_lease(flight.key, wait_s, bytes_up_to, if_made=if_made)
         arrival: _Arrival | None = None
         try:
-            arrival = await self._read_speculatively(
-                link, candidate.hint, flight.key, question.asked_s
-            )
+            arrival = await self._read_speculatively(link, candidate.hint, flight, question.asked_s)
             lease = await link.lease(question)
             self._speculative.discard(flight.key)
             if lease is None:
@@ -310,6 +323,8 @@ class Fetcher:
                 self._give_up(arrival)
                 arrival = None
             if arrival is None:
+                if self._is_slower(link, flight, lease):
+                    return SLOWER
                 outcome = await self._reserve(flight.key, content)
                 if isinstance(outcome, AlreadyStored | BeingWritten):
                     return LOCAL
@@ -329,14 +344,20 @@ class Fetcher:
     # -- one entry -----------------------------------------------------------------------------
 
     async def _read_speculatively(
-        self, link: Link, hint: Hint, key: Key, asked_s: float
+        self, link: Link, hint: Hint, flight: _Flight, asked_s: float
     ) -> _Arrival | None:
-        """Begin to read the hinted place: of a small entry once the question has gone out."""
+        """Begin to read the hinted place: of a small entry once the question has gone out.
+
+        An entry that might be left to be encoded is leased first.
+        """
+        key = flight.key
         described = link.description
         pool = next((pool for pool in described.pools if pool.pool == hint.pool), None)
         if pool is None or hint.offset + hint.nbytes > pool.nbytes:
             return None
         if not 0 < hint.nbytes <= SPECULATIVE_BYTES:
+            return None
+        if not flight.is_needed and link.peer.is_slow(hint.nbytes):
             return None
         is_first = hint.nbytes >= READ_FIRST_BYTES
         for _ in range(0 if is_first else TURNS_TO_ASK):
@@ -352,6 +373,14 @@ class Fetcher:
         if is_first:
             time.sleep(0)  # or the thread that reads waits until the question has gone out
         return arrival
+
+    def _is_slower(self, link: Link, flight: _Flight, lease: PeerLease) -> bool:
+        """Whether the clients that want the entry had better encode it than have it read."""
+        if flight.is_needed or lease.data:
+            return False
+        known_s = self._live.cache.encode_s(flight.key, lease.content)
+        cost_s = lease.content.cost_s if known_s is None else known_s
+        return cost_s > 0.0 and link.peer.is_slower(lease.content.nbytes, cost_s)
 
     async def _reserve(self, key: Key, content: Content) -> Reservation:
         """Reserve, in turns: a thousand flights may have been answered in one message."""
@@ -397,7 +426,9 @@ class Fetcher:
 
     def _commit(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
         reserved = arrival.reserved
-        outcome = self._live.commit(self._session, reserved.entry, lease.checksum, lease.content)
+        read_s = link.peer.read_s(reserved.extent.nbytes)
+        about = lease.checksum, lease.content, inf if read_s is None else read_s
+        outcome = self._live.commit(self._session, reserved.entry, *about)
         assert isinstance(outcome, Committed)
         link.peer.brought(reserved.extent.nbytes)
 
@@ -409,11 +440,12 @@ class Fetcher:
         reading = arrival.reading = self._reads.begin(
             link.description, arrival.address, arrival.reserved.extent, arrival.asked_s
         )
-        link.peer.read_began()
+        nbytes = arrival.reserved.extent.nbytes
+        link.peer.read_began(nbytes)
 
         def over(ended: asyncio.Future[list[int]]) -> None:
-            ended.exception()
-            link.peer.read_ended(reading.failures)
+            is_whole = not ended.cancelled() and ended.exception() is None
+            link.peer.read_ended(nbytes, reading.failures, is_whole)
             self.counters.retries += reading.failures
 
         reading.ended.add_done_callback(over)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from ecd.core.rates import ReadRate
 from ecd_proto.v1 import peer_pb2 as pb
 
 BACKOFF_S = (0.25, 10.0)
@@ -30,6 +31,7 @@ class Peer:
     read_bytes: int = 0
     failed_reads: int = 0
     in_flight: int = 0
+    rate: ReadRate = field(default_factory=ReadRate)
 
     @property
     def was_reached(self) -> bool:
@@ -57,13 +59,29 @@ class Peer:
 
     def answered(self, took_s: float) -> None:
         self.round_trip_s = took_s
+        self.rate.answered(took_s)
 
-    def read_began(self) -> None:
+    def read_began(self, nbytes: int) -> None:
         self.in_flight += 1
+        self.rate.began(nbytes, time.monotonic())
 
-    def read_ended(self, failures: int) -> None:
+    def read_ended(self, nbytes: int, failures: int, is_whole: bool) -> None:
+        """`is_whole`: all bytes have come."""
         self.in_flight -= 1
         self.failed_reads += failures
+        self.rate.ended(nbytes, time.monotonic(), is_whole)
+
+    def is_slow(self, nbytes: int) -> bool:
+        """Whether `is_slower` may be true of an entry of that size."""
+        return self.rate.is_slow(nbytes, time.monotonic())
+
+    def is_slower(self, nbytes: int, than_s: float) -> bool:
+        """Whether an entry is better encoded, in `than_s`, than read from the node."""
+        return self.rate.is_slower(nbytes, than_s, time.monotonic())
+
+    def read_s(self, nbytes: int) -> float | None:
+        """The seconds that a read takes; None while unknown."""
+        return self.rate.seconds(nbytes, time.monotonic())
 
     def brought(self, nbytes: int) -> None:
         """Count an entry that was read from the node and is stored here."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 
 from ecd.core.board import Board, NoBoard
+from ecd.core.costs import Costs
 from ecd.core.counters import Counters
 from ecd.core.entries import Entries
 from ecd.core.evictor import Evictor
@@ -78,13 +80,14 @@ class Cache:
         self.limits = limits
         self.counters = Counters()
         self._board: Board = NoBoard() if board is None else board
+        self._costs = Costs(self.counters)
         self._entries = Entries(self.pools)
         self._sessions = Sessions()
         self._pins = Pins(self._board, self._entries)
         self._evictor = Evictor(self._entries, self._pins, self._board, self.counters)
         self._readers = Readers(self._entries, self._pins, self.counters, limits, lease_ttl_s)
         self._writers = Writers(
-            self._entries, self._sessions, self._evictor, self._board, self.counters
+            self._entries, self._sessions, self._evictor, self._board, self.counters, self._costs
         )
 
     # -- sessions ------------------------------------------------------------------------------
@@ -202,10 +205,12 @@ class Cache:
         now_s: float,
         checksum: int | None = None,
         content: Content | None = None,
+        refetch_s: float = inf,
     ) -> Commitment:
         """Make the entry visible, and lease it to everyone who waited for its key.
 
         `content` replaces the reserved one, of the same size, if the writer learned it since.
+        `refetch_s` is what another fetch of the entry would take, as long as its holder has it.
         """
         found = self._writers.find(session, reservation)
         if found is None:
@@ -217,7 +222,7 @@ class Cache:
         if content is not None:
             assert content.nbytes == entry.content.nbytes
             entry.content = content
-        self._writers.publish(owner, entry, now_s, checksum)
+        self._writers.publish(owner, entry, now_s, checksum, refetch_s)
         return Committed(() if entry.copy_in else self._readers.wake(entry, now_s))
 
     def abort(self, session: SessionId, reservation: EntryId) -> Abortion:
@@ -374,6 +379,11 @@ class Cache:
         """The key's nearest copy, if it is stored. Does not count as a use."""
         entry = self._entries.stored(key)
         return None if entry is None else entry.info()
+
+    def encode_s(self, key: Key, content: Content) -> float | None:
+        """The seconds that the content takes to encode, by the fit; None where nobody told any."""
+        seconds, is_known = self._costs.of(key.namespace, content)
+        return seconds if is_known else None
 
     def extent(self, key: Key) -> Extent | None:
         """The extent of the key's nearest copy, if it is stored."""

@@ -35,6 +35,7 @@ class Counters:
     saved_s: float = 0.0  # encoding time that the hits saved
     leases_expired: int = 0
     waits_expired: int = 0
+    costs_forgotten: int = 0  # of a namespace and modality: there are too many
     evictions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
 

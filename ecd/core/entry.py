@@ -26,12 +26,13 @@ class Entry:
     created_s: float = 0.0
     used_s: float = 0.0
     checksum: int | None = None  # None until somebody has read all bytes
+    cost_s: float = 0.0  # what the policy ranks by
+    encode_s: float = 0.0  # by the fit; 0 where no producer reported a cost
     copy_in: int = 0  # the pool's number if that holds copies
     original: Entry | None = field(default=None, repr=False)  # what a reserved copy is made of
     farther: Entry | None = field(default=None, repr=False)  # the key's next copy
     colder: Entry | None = field(default=None, repr=False)  # neighbours in the policy's order
     warmer: Entry | None = field(default=None, repr=False)
-    cost_s: float = 0.0  # what the policy ranks by
     # The policy's own, for `ValueDensity`:
     rank: Any = field(default=None, repr=False)  # the queue
     fingerprint: int = field(default=0, repr=False)
@@ -51,6 +52,16 @@ class Entry:
     @property
     def extent(self) -> Extent:
         return self.block.extent(self.content.nbytes)
+
+    @property
+    def saves_s(self) -> float:
+        """The seconds of encoding that one read saves: as reported, else by the fit."""
+        return self.content.cost_s or self.encode_s
+
+    @property
+    def worth_s(self) -> float:
+        """The seconds to have the entry again; 0 of a copy, and where no cost was reported."""
+        return self.cost_s if self.encode_s and not self.copy_in else 0.0
 
     def step(self, event: EntryEvent) -> None:
         """Change the state. Raises IllegalTransition."""

@@ -50,7 +50,7 @@ class Evictor:
         for used in uses.entries:
             entry = self._entries.get(used)
             if entry is not None:
-                known_s += entry.content.cost_s
+                known_s += entry.saves_s
                 self._entries.use(entry, now_s)
         if uses.entries:  # the other reads saved about as much each
             self._counters.saved_s += known_s * uses.hits / len(uses.entries)

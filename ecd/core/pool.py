@@ -20,6 +20,9 @@ PLANS = 3
 REASONS = ("capacity", "watermark", "requested")
 """Why entries are evicted."""
 
+REFETCHED_S = 60.0
+"""How long after its fetch an entry ranks by what another fetch costs: its holder may lose it."""
+
 Evict = Callable[[Entry, str], None]
 """Evicts an entry for one of REASONS. Its extent is not free before a scan of the pins."""
 Scan = Callable[[], bool]
@@ -51,6 +54,8 @@ class Pool:
         self.evictions = dict.fromkeys(REASONS, 0)
         self.reserved_bytes = 0  # in extents that a writer may still write
         self.leased_bytes = 0  # in extents that somebody holds, by lease or pin
+        self.worth_s = 0.0  # to have all entries again
+        self.given_up_s = 0.0  # the same of those evicted for room, since the start
         self.is_making_room = False
         """Whether room is being made for a reservation: no grant may take it meanwhile."""
         self._is_trimming = False
@@ -103,6 +108,11 @@ class Pool:
         """Count the extent no more: it is committed, or no writer can reach it."""
         self.reserved_bytes -= entry.block.nbytes
 
+    def admit(self, entry: Entry) -> None:
+        """Rank an entry that was just committed."""
+        self.policy.admit(entry)
+        self.worth_s += entry.worth_s
+
     # -- readers -------------------------------------------------------------------------------
 
     def hold(self, entry: Entry) -> None:
@@ -125,6 +135,9 @@ class Pool:
         """Count one read of the entry, by lease or pin."""
         entry.hits += 1
         if entry.state is EntryState.COMMITTED:
+            if entry.cost_s < entry.encode_s and now_s - entry.created_s > REFETCHED_S:
+                self.worth_s += entry.encode_s - entry.cost_s
+                entry.cost_s = entry.encode_s
             self.policy.use(entry, now_s)
         entry.used_s = now_s
 
@@ -142,6 +155,9 @@ class Pool:
         """Rank an evicted entry no more, and count it under one of REASONS."""
         self.policy.remove(entry)
         self.evictions[reason] += 1
+        self.worth_s = max(0.0, self.worth_s - entry.worth_s)
+        if reason != "requested":
+            self.given_up_s += entry.worth_s
 
     def evict_for(
         self, nbytes: int, evict: Evict, scan: Scan, most: int | None = None
@@ -218,15 +234,18 @@ class Pool:
         self.allocator.check()
         self.grants.check()
         used_bytes = reserved_bytes = leased_bytes = 0
+        worth_s = 0.0
         for entry in entries:
             nbytes = entry.block.nbytes
             assert nbytes == self.rounded_bytes(entry.content.nbytes)
             used_bytes += nbytes
             is_evictable = entry.state is EntryState.COMMITTED and entry.leases == 0
             assert (self.policy.warmth(entry) is not None) == is_evictable
+            worth_s += entry.worth_s if entry.state is EntryState.COMMITTED else 0.0
             if entry.state in (EntryState.RESERVED, EntryState.ORPHANED):
                 reserved_bytes += nbytes
             elif entry.leases:
                 leased_bytes += nbytes
         assert (reserved_bytes, leased_bytes) == (self.reserved_bytes, self.leased_bytes)
+        assert abs(worth_s - self.worth_s) <= 1e-6 * (1.0 + worth_s + self.given_up_s)
         assert used_bytes == self.used_bytes, "an extent without an entry"

@@ -40,7 +40,7 @@ class Readers:
         counters, content = self._counters, entry.content
         counters.hits += 1
         counters.bytes_out += content.nbytes
-        counters.saved_s += content.cost_s
+        counters.saved_s += entry.saves_s
         lease, expires_s = self.leases.grant(session, entry, now_s)
         return Leased(lease, entry.key, content, entry.extent, expires_s, entry.id, entry.checksum)
 

@@ -109,11 +109,7 @@ class ValueDensity:
         self._entries += 1
         entry.fingerprint = self._fingerprint(entry)
         entry.frequency = min(self._frequencies.recall(entry.fingerprint) + 1, MAX_FREQUENCY)
-        cost_s = entry.cost_s
-        if not MIN_COST_S <= cost_s <= MAX_COST_S:
-            cost_s = min(max(MIN_COST_S, cost_s), MAX_COST_S)
-        step = round(STEPS_PER_OCTAVE * log2(cost_s / entry.block.nbytes))
-        entry.rank = self._queue(step << 4 | entry.frequency)
+        entry.rank = self._queue_of(entry)
         self._rank(entry)
         self._count(entry)
 
@@ -123,9 +119,8 @@ class ValueDensity:
         if is_ranked:
             queue.unlink(entry)
         if int(now_s / LOOK_S) != int(entry.used_s / LOOK_S):
-            if entry.frequency < MAX_FREQUENCY:
-                entry.frequency += 1
-                entry.rank = self._queue(queue.number + 1)
+            entry.frequency = min(entry.frequency + 1, MAX_FREQUENCY)
+            entry.rank = self._queue_of(entry)
             self._count(entry)
         if is_ranked:
             self._rank(entry)
@@ -204,7 +199,13 @@ class ValueDensity:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _queue(self, number: int) -> _Queue:
+    def _queue_of(self, entry: Entry) -> _Queue:
+        """The queue of the entry's frequency and density, as its cost is now."""
+        cost_s = entry.cost_s
+        if not MIN_COST_S <= cost_s <= MAX_COST_S:
+            cost_s = min(max(MIN_COST_S, cost_s), MAX_COST_S)
+        step = round(STEPS_PER_OCTAVE * log2(cost_s / entry.block.nbytes))
+        number = step << 4 | entry.frequency
         queue = self._queues.get(number)
         if queue is None:
             queue = self._queues[number] = _Queue(number, self._weighings)

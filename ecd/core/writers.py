@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import islice
+from math import inf
 
 from ecd.core.allocator import Block
 from ecd.core.board import Board
+from ecd.core.costs import Costs
 from ecd.core.counters import Counters
 from ecd.core.entries import Entries
 from ecd.core.entry import Entry
@@ -39,8 +41,9 @@ class Writers:
         evictor: Evictor,
         board: Board,
         counters: Counters,
+        costs: Costs,
     ) -> None:
-        self._entries, self._sessions = entries, sessions
+        self._entries, self._sessions, self._costs = entries, sessions, costs
         self._evictor, self._board, self._counters = evictor, board, counters
         self._about_to_reserve = 0
 
@@ -129,10 +132,17 @@ class Writers:
         entry = self._entry(reservation)
         return (owner, entry) if entry.state is EntryState.RESERVED else None
 
-    def publish(self, owner: Session, entry: Entry, now_s: float, checksum: int | None) -> None:
-        """Commit a reservation."""
+    def publish(
+        self,
+        owner: Session,
+        entry: Entry,
+        now_s: float,
+        checksum: int | None,
+        refetch_s: float = inf,
+    ) -> None:
+        """Commit a reservation; `refetch_s` as in `Cache.commit`."""
         self._take(owner, entry)
-        self._publish(entry, now_s, checksum)
+        self._publish(entry, now_s, checksum, refetch_s)
 
     def abort(self, owner: Session, entry: Entry) -> None:
         """End an open reservation and free its extent."""
@@ -234,15 +244,17 @@ class Writers:
         self._publish_count()
         return entry
 
-    def _publish(self, entry: Entry, now_s: float, checksum: int | None) -> None:
+    def _publish(
+        self, entry: Entry, now_s: float, checksum: int | None, refetch_s: float = inf
+    ) -> None:
         """Let everybody find the entry."""
         entry.step(EntryEvent.COMMIT)
         entry.original = None
         entry.created_s = entry.used_s = now_s
         entry.checksum = checksum
-        entry.cost_s = entry.content.cost_s
         self._entries.publish(entry)
-        self._entries.pool_of(entry).policy.admit(entry)
+        self._price(entry, refetch_s)
+        self._entries.pool_of(entry).admit(entry)
         self._board.show(entry.info())
         self._publish_count()
         if entry.copy_in:
@@ -250,6 +262,15 @@ class Writers:
         else:
             self._counters.puts += 1
             self._counters.bytes_in += entry.content.nbytes
+
+    def _price(self, entry: Entry, refetch_s: float) -> None:
+        """Set what the entry costs, by the fit; less if it is cheaper to fetch again."""
+        if not entry.copy_in:
+            self._costs.learn(entry.namespace, entry.content)
+        entry.cost_s, is_known = self._costs.of(entry.namespace, entry.content)
+        if is_known:
+            entry.encode_s = entry.cost_s
+            entry.cost_s = min(entry.cost_s, refetch_s)
 
     def _stop_writing(self, entry: Entry) -> None:
         self._entries.stop_writing(entry)

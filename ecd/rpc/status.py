@@ -121,4 +121,6 @@ class Status:
             largest_free_bytes=pool.largest_free_bytes,
             fragmentation=pool.fragmentation,
             evictions=sum(pool.evictions.values()),
+            worth_s=pool.worth_s,
+            given_up_s=pool.given_up_s,
         )

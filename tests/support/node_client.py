@@ -16,15 +16,19 @@ def content(nbytes: int, seed: int) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
-def put(client: Client, key: str, nbytes: int, seed: int) -> bool:
-    return client.put_bytes(key, content(nbytes, seed), "uint8", (nbytes,))
+def put(client: Client, key: str, nbytes: int, seed: int, cost: float = 0.0) -> bool:
+    return client.put_bytes(key, content(nbytes, seed), "uint8", (nbytes,), cost=cost)
 
 
 def get(client: Client, command: dict) -> dict:
     started = time.monotonic()
     timeout = command["timeout"]
     [found] = client.get_async(
-        [command["key"]], timeout, only_if_written=True, nodes=[command["nodes"]]
+        [command["key"]],
+        timeout,
+        only_if_written=True,
+        nodes=[command["nodes"]],
+        makes=[command.get("makes")],
     )
     item = found.result(timeout + 5)
     seconds = time.monotonic() - started
@@ -38,8 +42,8 @@ def get(client: Client, command: dict) -> dict:
 def answer(client: Client, command: dict) -> dict:
     match command["do"]:
         case "put":
-            stored = put(client, command["key"], command["nbytes"], command["seed"])
-            return {"stored": stored}
+            about = command["key"], command["nbytes"], command["seed"], command.get("cost", 0.0)
+            return {"stored": put(client, *about)}
         case "get":
             return get(client, command)
         case "get_many":

@@ -611,7 +611,8 @@ class CacheMachine(RuleBasedStateMachine):
         # Some writers know the checksum; of other entries it is found out later, or never.
         self.checksums[writer.tag] = writer.tag if writer.tag % 2 else None
         checksum = self.checksums[writer.tag]
-        outcome = self.cache.commit(session, reservation, self.now_s, checksum, learned)
+        about = checksum, learned, 0.1 * (writer.tag % 7)
+        outcome = self.cache.commit(session, reservation, self.now_s, *about)
         assert isinstance(outcome, Committed)
         self.committed(writer, outcome, waiting)
         assert self.cache.commit(session, reservation, self.now_s) == NotReserved()

@@ -379,3 +379,16 @@ def test_a_shadow_ages_what_is_not_used_again() -> None:
     for key in [8] * 4 + list(range(16, 8 * 60, 8)) + [8]:
         shadow.access(key, 1, 1.0, [3.0 if key == 8 else 1.0])
     assert shadow.saved_s == [3.0], "it was evicted before its last use"
+
+
+def test_an_entry_whose_cost_has_changed_ranks_by_it_from_its_next_use_on() -> None:
+    ranked = Ranked(ValueDensity(POOL_BYTES, weighings=[SIZE_ALONE]))
+    for number in range(2):
+        ranked.admit(number, 32, cost_s=0.01 * (number + 1), now_s=0.0)
+    assert ranked.order() == [0, 1]
+    ranked.entries[0].cost_s = 0.5
+    assert ranked.order() == [0, 1]
+    ranked.use(0, 2 * LOOK_S)
+    assert ranked.order() == [1, 0]
+    ranked.use(1, 4 * LOOK_S)
+    assert ranked.order() == [1, 0]

@@ -36,6 +36,7 @@ class Rates:
     bytes_in: float
     bytes_out: float
     saved_s: float
+    given_up_s: float
 
     @property
     def hit_ratio(self) -> float | None:
@@ -107,10 +108,15 @@ def _rates(before: pb.StatusReply, now: pb.StatusReply, seconds: float) -> Rates
     def rate_of_all(name: str) -> float:
         return float(sum(getattr(new, name).values()) - sum(getattr(old, name).values())) / seconds
 
+    def rate_of_pools(name: str) -> float:
+        gone, there = (sum(getattr(pool, name) for pool in s.pools) for s in (before, now))
+        return float(there - gone) / seconds
+
     return Rates(
         *(rate(name) for name in ("hits", "misses", "puts")),
         *(rate_of_all(name) for name in ("evictions", "refused")),
         *(rate(name) for name in ("bytes_in", "bytes_out", "saved_s")),
+        *(rate_of_pools(name) for name in ("given_up_s",)),
     )
 
 
@@ -125,7 +131,8 @@ def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
         table.add_row(
             escape(f"{names[pool.pool]} pool"),
             f"{used} ({render.share(pool.used_bytes, pool.pool_bytes)}), "
-            f"{size_text(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}",
+            f"{size_text(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}"
+            + (f", worth {render.duration(pool.worth_s)} of encoding" if pool.worth_s else ""),
         )
     table.add_row(
         "now",
@@ -145,7 +152,7 @@ def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
     table.add_row(
         "stored/s",
         f"{rates.puts:,.0f} puts, {size_text(rates.bytes_in)}; {rates.evictions:,.0f} evicted, "
-        f"{rates.refused:,.0f} refused",
+        f"{rates.given_up_s:.2f} s of encoding given up for room, {rates.refused:,.0f} refused",
     )
     return table
 

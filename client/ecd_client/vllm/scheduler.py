@@ -86,6 +86,7 @@ class SchedulerRole:
         self._lookup = Lookup(self._client, *how)
         self._items = WantedItems(outputs, self._encodes.left)
         self._loads = Loads(self._items, workers)
+        self._encoded_rows = 0  # by the step being scheduled
         self._readiness = Readiness(
             settings,
             self._sharing,
@@ -222,6 +223,8 @@ class SchedulerRole:
         """Load a promised item, for which the engine made room now; it encodes the others."""
         feature = request.mm_features[index]
         wanted = self._items.get(feature.identifier)
+        if wanted is None or not wanted.promised:
+            self._encoded_rows += feature.mm_position.get_num_embeds()
         if wanted is None:
             return
         if not wanted.promised:
@@ -251,6 +254,7 @@ class SchedulerRole:
             # Without tokens the first model runner of a consumer looks at no metadata.
             if not self._is_consumer or num_scheduled_tokens:
                 saves, keeps = self._producer.take_saves()
+        encoded_rows, self._encoded_rows = self._encoded_rows, 0
         return EcdMetadata(
             self.namespace,
             self.moves,
@@ -259,6 +263,7 @@ class SchedulerRole:
             keeps,
             None if self._counts is None else self._counts.path,
             {} if self._producer is None else self._producer.take_placeholders(),
+            encoded_rows,
         )
 
     def loaded(self, reports: Iterable[str]) -> None:

@@ -47,6 +47,8 @@ class EcdMetadata(ECConnectorMetadata):
     """Path of the shared counts, where vLLM drops the workers' messages."""
     placeholders: dict[str, bytes] = field(default_factory=dict)
     """The metadata of the entries of this step's outputs, by item."""
+    encoded_rows: int = 0
+    """The embeddings of all items that this step encodes."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.vllm.compat import TELLS_WHAT_TO_SAVE
+from ecd_client.vllm.encode_time import EncodeTime
 from ecd_client.vllm.loader import Loader
 from ecd_client.vllm.settings import Settings
 from ecd_client.vllm.stats import EcdStats, SharedCounts
@@ -66,7 +67,8 @@ class WorkerRole:
         self._origins: OrderedDict[str, Origin] = OrderedDict()
         self._placeholders: dict[str, bytes] = {}  # of this step's outputs
         self._is_answered = True  # whether the last wait for a save ended in time
-        self._encoding_since_s = monotonic()
+        self._encode_time = EncodeTime(lambda: self._loader.device)
+        self._encoded_rows = 0  # by the encoder of this step
         self._rank: int | None = None
         self._namespace: str | None = None
         self._encoder_cache: dict[str, torch.Tensor] | None = None
@@ -90,7 +92,8 @@ class WorkerRole:
         Its `move` differs whenever the weights may have changed, or are known again. vLLM 0.28
         does not show the encoder cache at this point: the one seen last stands for it.
         """
-        self._encoding_since_s = monotonic()
+        self._encoded_rows = step.encoded_rows if self._is_producer else 0
+        self._encode_time.begin(self._encoded_rows)
         if step.namespace is not None:
             self._client.namespace = step.namespace
         if step.move != self._move:
@@ -105,6 +108,7 @@ class WorkerRole:
         self._check_mark(encoder_cache)
         self._keep(step.keeps, encoder_cache)
         self._save_again(step.saves, encoder_cache)
+        self._encode_time.begin(self._encoded_rows)
 
     def end_step(self) -> set[str]:
         """The loads done since the last call, each as `<rank>/<load>`."""
@@ -157,7 +161,7 @@ class WorkerRole:
                 self._note_origin(load.identifier, load.cost_s, load.metadata)
                 self._stats.count("loads")
                 self._stats.count("loaded_bytes", load.handle.nbytes)
-        self._encoding_since_s = monotonic()
+        self._encode_time.begin(self._encoded_rows)
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -167,13 +171,11 @@ class WorkerRole:
             return
         self._encoder_cache = encoder_cache
         self._check_mark(encoder_cache)
-        # vLLM tells nobody what an item took: of those encoded together the first is charged all.
-        # On a GPU it is the time to launch the work, so at most what the work took.
-        now_s = monotonic()
-        cost_s, self._encoding_since_s = now_s - self._encoding_since_s, now_s
+        output = encoder_cache[identifier]
+        cost_s = self._encode_time.cost_s(output.shape[0])
         metadata = self._placeholders.get(identifier, b"")
         self._note_origin(identifier, cost_s, metadata)
-        self._save(identifier, encoder_cache[identifier], cost_s, metadata)
+        self._save(identifier, output, cost_s, metadata)
 
     def _save_again(self, identifiers: list[str], encoder_cache: dict[str, torch.Tensor]) -> None:
         """Store the items that the encoder cache still has from these weights."""

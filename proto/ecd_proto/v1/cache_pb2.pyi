@@ -1446,6 +1446,8 @@ class PoolStatus(google.protobuf.message.Message):
     HUGE_BYTES_FIELD_NUMBER: builtins.int
     EVICTIONS_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    WORTH_S_FIELD_NUMBER: builtins.int
+    GIVEN_UP_S_FIELD_NUMBER: builtins.int
     pool: builtins.int
     """its number"""
     kind: builtins.str
@@ -1468,6 +1470,10 @@ class PoolStatus(google.protobuf.message.Message):
     evictions: builtins.int
     problem: builtins.str
     """of a device: why it has no memory, or none yet; empty: it has"""
+    worth_s: builtins.float
+    """to have its entries again, by encoding or fetching"""
+    given_up_s: builtins.float
+    """the same of the entries that were evicted for room"""
     def __init__(
         self,
         *,
@@ -1486,8 +1492,10 @@ class PoolStatus(google.protobuf.message.Message):
         huge_bytes: builtins.int = ...,
         evictions: builtins.int = ...,
         problem: builtins.str = ...,
+        worth_s: builtins.float = ...,
+        given_up_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["evictions", b"evictions", "fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "problem", b"problem", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evictions", b"evictions", "fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "given_up_s", b"given_up_s", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "problem", b"problem", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes", "worth_s", b"worth_s"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 
@@ -1540,6 +1548,7 @@ class Counters(google.protobuf.message.Message):
     REFUSED_FIELD_NUMBER: builtins.int
     SAVED_S_FIELD_NUMBER: builtins.int
     COPIES_FIELD_NUMBER: builtins.int
+    COSTS_FORGOTTEN_FIELD_NUMBER: builtins.int
     hits: builtins.int
     misses: builtins.int
     puts: builtins.int
@@ -1553,6 +1562,8 @@ class Counters(google.protobuf.message.Message):
     """what the hits had cost to encode"""
     copies: builtins.int
     """made in device pools"""
+    costs_forgotten: builtins.int
+    """of a namespace and modality: there are too many"""
     @property
     def evictions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by reason"""
@@ -1577,8 +1588,9 @@ class Counters(google.protobuf.message.Message):
         refused: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         saved_s: builtins.float = ...,
         copies: builtins.int = ...,
+        costs_forgotten: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "copies", b"copies", "duplicates", b"duplicates", "evictions", b"evictions", "hits", b"hits", "leases_expired", b"leases_expired", "misses", b"misses", "puts", b"puts", "refused", b"refused", "saved_s", b"saved_s", "waits_expired", b"waits_expired"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "copies", b"copies", "costs_forgotten", b"costs_forgotten", "duplicates", b"duplicates", "evictions", b"evictions", "hits", b"hits", "leases_expired", b"leases_expired", "misses", b"misses", "puts", b"puts", "refused", b"refused", "saved_s", b"saved_s", "waits_expired", b"waits_expired"]) -> None: ...
 
 global___Counters = Counters
 
@@ -1856,6 +1868,7 @@ class PeerStatus(google.protobuf.message.Message):
     READ_BYTES_FIELD_NUMBER: builtins.int
     FAILED_READS_FIELD_NUMBER: builtins.int
     IN_FLIGHT_FIELD_NUMBER: builtins.int
+    BYTES_PER_S_FIELD_NUMBER: builtins.int
     node: builtins.str
     state: builtins.str
     """connected, connecting, unreachable, idle"""
@@ -1870,6 +1883,8 @@ class PeerStatus(google.protobuf.message.Message):
     failed_reads: builtins.int
     in_flight: builtins.int
     """reads under way"""
+    bytes_per_s: builtins.float
+    """measured by reads; 0: not yet"""
     def __init__(
         self,
         *,
@@ -1885,7 +1900,8 @@ class PeerStatus(google.protobuf.message.Message):
         read_bytes: builtins.int = ...,
         failed_reads: builtins.int = ...,
         in_flight: builtins.int = ...,
+        bytes_per_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine", b"engine", "failed_reads", b"failed_reads", "in_flight", b"in_flight", "incarnation", b"incarnation", "last_error", b"last_error", "node", b"node", "protocol", b"protocol", "read_bytes", b"read_bytes", "reads", b"reads", "round_trip_s", b"round_trip_s", "state", b"state", "zone", b"zone"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_s", b"bytes_per_s", "engine", b"engine", "failed_reads", b"failed_reads", "in_flight", b"in_flight", "incarnation", b"incarnation", "last_error", b"last_error", "node", b"node", "protocol", b"protocol", "read_bytes", b"read_bytes", "reads", b"reads", "round_trip_s", b"round_trip_s", "state", b"state", "zone", b"zone"]) -> None: ...
 
 global___PeerStatus = PeerStatus
