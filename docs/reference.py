@@ -48,6 +48,17 @@ METRICS = """# Metrics
 On `metrics_address`, for Prometheus. Metrics of peers, fetches and the directory exist once the
 daemon has a `peer_address`, those of events once it has an `events_address`.
 
+Counters begin at 0 with each start of a daemon. A session's reads are all counted, however it ends.
+A daemon that takes over the pool counts what clients have read since the last one looked. Entries
+taken over are no puts (`ecd_recovered_total`). What `ecd-cli bench` does is in `ecd_bench_total`
+alone. So puts and recovered entries, less evictions, are the entries.
+
+A read by another node is that node's hit. Here it is one of `ecd_peer_leases_total`, and there the
+fetched entry is a put. `ecd_saved_seconds_total` is estimated where a client reads more than 512
+entries between two looks, and leaves out the reads that the next daemon counts.
+
+The 50 largest namespaces have a label of their own, all others are `other` together.
+
 """
 RULES = DOCS.parent / "deploy" / "prometheus" / "ecd.rules.yml"
 RUNBOOK = """# Runbook
@@ -93,7 +104,7 @@ def configuration() -> str:
 
 def metrics() -> str:
     registry = Metrics("0")
-    counters = pb.Counters(**vars(Counters()))
+    counters = pb.Counters(**Counters().figures())
     pools = [pb.PoolStatus(kind="host")]
     registry.watch_core(lambda: pb.StatusReply(counters=counters, pools=pools))
     registry.observe_call("Get", 0.0)

@@ -6,12 +6,13 @@ import json
 import logging
 import os
 import resource
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from inspect import Parameter, Signature, signature
 from logging.handlers import SysLogHandler
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args, get_origin
 
 import grpc
 import typer
@@ -36,6 +37,7 @@ from ecd.rpc.peer_server import PeerServerError
 from ecd.rpc.socket import SocketError
 from ecd_proto.contract import DISTRIBUTION, size_text
 from ecd_proto.leftovers import leftovers
+from ecd_proto.shm.files import IN_MEMORY, filesystem
 
 CANNOT_START = (
     *(SocketError, PoolError, MetricsError, EventsError, StartError),
@@ -62,7 +64,24 @@ def _help(name: str, setting: FieldInfo) -> str:
 
 def _panel(name: str) -> str:
     names = list(_FIELDS)
+    if name.startswith(("peer_token", "peer_tls", "peer_insecure", "hint_networks")):
+        return "Several nodes: who may connect"
     return "Several nodes" if names.index(name) >= names.index("peer_address") else "This node"
+
+
+def _metavar(name: str, setting: FieldInfo) -> str:
+    """The form of a flag's value."""
+    allowed = [
+        get_args(each) or (each,) for each in (setting.annotation, *get_args(setting.annotation))
+    ]
+    if any(bool in each for each in allowed):
+        return "true|false|auto" if setting.default is None else "true|false"
+    if get_origin(setting.annotation) is Literal:
+        return "|".join(get_args(setting.annotation))
+    for suffix, form in (("_bytes", "SIZE"), ("_s", "SECONDS"), ("_address", "HOST:PORT")):
+        if name.endswith(suffix):
+            return form
+    return "TEXT"
 
 
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -74,7 +93,11 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
             default=None,
             annotation=Annotated[
                 str | None,
-                typer.Option(help=_help(name, setting), rich_help_panel=_panel(name)),
+                typer.Option(
+                    help=_help(name, setting),
+                    rich_help_panel=_panel(name),
+                    metavar=_metavar(name, setting),
+                ),
             ],
         )
         for name, setting in _FIELDS.items()
@@ -90,7 +113,10 @@ def _load(file: Path | None, **flags: object) -> tuple[Config, dict[str, str]]:
     try:
         return load(flags, file)
     except ConfigError as error:
-        errors.print(Text.assemble(("configuration:", "red"), f" {error}"))
+        if "--json" in sys.argv:
+            errors.print_json(json.dumps({"error": str(error), "exit_code": 2}))
+        else:
+            errors.print(Text.assemble(("configuration:", "red"), f" {error}"))
         raise typer.Exit(2) from None
 
 
@@ -160,8 +186,13 @@ def serve(
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each peer may take 32 connections
     _log_to_stderr(settings)
-    for variable in unknown_variables():
-        logging.getLogger("ecd").warning("%s is not a setting of ecd; see `ecd config`", variable)
+    for unknown in unknown_variables():
+        logging.getLogger("ecd").warning(unknown)
+    if (kind := filesystem(settings.shm_dir)) and kind not in IN_MEMORY:
+        logging.getLogger("ecd").warning(
+            "shm_dir %s is no memory but %s: puts and gets wait for a disk; name a tmpfs",
+            *(settings.shm_dir, kind),
+        )
     try:
         uvloop.run(Daemon(settings, reload, cold).run())
     except CANNOT_START as error:
@@ -211,8 +242,8 @@ def show_config(
     """Print the effective settings and where each came from."""
     settings, origins = _load(config)
     values = without_secrets(settings.model_dump(mode="json"))
-    for variable in unknown_variables():
-        errors.print(f"{variable} is set, but is not a setting of ecd", markup=False)
+    for unknown in unknown_variables():
+        errors.print(unknown, markup=False)
     out = Console(highlight=False)
     if as_json:
         rows = {name: {"value": values[name], "origin": origins[name]} for name in values}

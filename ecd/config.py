@@ -21,7 +21,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from ecd_proto.contract import NODE_PATTERN, default_address
+from ecd_proto.contract import NODE_PATTERN, as_address, default_address
 
 ENV_PREFIX = "ECD_"
 NOT_OURS = {"ECD_REQUIRE_VLLM"}
@@ -196,6 +196,11 @@ class Config(BaseSettings):
         "or the directory name. By default none.",
     )
 
+    @field_validator("address", mode="before")
+    @classmethod
+    def _path(cls, value: object) -> object:
+        return as_address(value) if isinstance(value, str) else value
+
     @field_validator("warm_restart", mode="before")
     @classmethod
     def _auto(cls, value: object) -> object:
@@ -221,6 +226,8 @@ class Config(BaseSettings):
             value = pairs(value)
         if isinstance(value, dict) and not all(str(n).startswith("MC_") for n in value):
             raise ValueError("Mooncake's variables begin with MC_")
+        if isinstance(value, dict):  # numbers are quoted in no shell
+            return {n: str(v) if type(v) in (int, float) else v for n, v in value.items()}
         return value
 
     @field_validator("peers")

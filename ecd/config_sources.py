@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,20 @@ from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 from ecd.config import ENV_PREFIX, NOT_OURS, SECRETS, Config, ConfigError, pairs
 from ecd.redaction import without_password, without_secret_variables
 
+WANTED = {
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "literal_error": "must be {expected}",
+    "string_type": "must be text",
+    "too_short": "must have at least {min_length} characters",
+    "too_long": "must have at most {max_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+}
+"""What is allowed, by pydantic's names of errors."""
 _READABLE = "(from flag): every user of the machine can read a flag"
 
 
@@ -61,12 +76,22 @@ def _sentence(wrong: ErrorDetails, origins: dict[str, str]) -> str:
     name = str(wrong["loc"][0])
     begin = f"{name} (from {origins[name]})"
     setting = Config.model_fields.get(name)
+    if setting is None and isinstance(wrong["input"], dict):
+        return f"{begin} is a table: settings stand in none, but for mooncake's variables"
     if setting is None:
-        near = difflib.get_close_matches(name, Config.model_fields, n=1)
-        return f"{begin} is no setting: " + (f"is {near[0]} meant?" if near else "see `ecd config`")
+        return f"{begin} is no setting: {_meant(name, Config.model_fields)}"
     if len(wrong["loc"]) > 1 or wrong["type"] == "string_pattern_mismatch":
         return f"{begin}: got {_shown(wrong)!r}. {setting.description}"
-    return f"{begin}: {wrong['msg']}, got {_shown(wrong)!r}"
+    wanted = WANTED.get(wrong["type"], "")
+    if name == "warm_restart":
+        wanted = "must be true, false or auto"
+    said = wanted.format(**wrong.get("ctx", {})) or wrong["msg"].removeprefix("Value error, ")
+    return f"{begin}: {said}, got {_shown(wrong)!r}"
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"is {near[0]} meant?" if near else "see `ecd config`"
 
 
 def _shown(wrong: ErrorDetails) -> object:
@@ -77,9 +102,10 @@ def _shown(wrong: ErrorDetails) -> object:
 
 
 def unknown_variables() -> list[str]:
-    """List `ECD_*` variables that are no settings, most likely misspelt."""
+    """Say which `ECD_*` variables are no settings, most likely misspelt, and what they may mean."""
     known = {f"{ENV_PREFIX}{name}".upper() for name in Config.model_fields} | NOT_OURS
-    return sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
+    found = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
+    return [f"{name} is not a setting of ecd: {_meant(name, known)}" for name in found]
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from ecd_client.locate import Located, locate
 from ecd_client.pools import Extent, MappedPool
 from ecd_client.reader import Reader
 from ecd_client.writer import Writer, describe_entry
-from ecd_proto.contract import Hint
+from ecd_proto.contract import BENCH_NAMESPACE, Hint
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class Client:
                 import_module("ecd_client.tensors")  # the first put would wait for it
         self.address = resolve(address)
         self.namespace = namespace
-        self._connection = Connection(self.address, name, call_timeout)
+        counts_reads = not namespace.startswith(BENCH_NAMESPACE)
+        self._connection = Connection(self.address, name, call_timeout, counts_reads)
         self._reader = Reader(self._connection)
         self._writer = Writer(self._connection, self._reader)
         if connect_timeout > 0:
@@ -284,6 +285,8 @@ class Client:
         """
         if isinstance(mm_hashes, str):
             raise InvalidArgument(f"contains takes a list of keys: contains([{mm_hashes!r}])")
+        if not all(isinstance(mm_hash, str) for mm_hash in mm_hashes):
+            raise InvalidArgument(f"contains takes a list of strings, not {mm_hashes!r}")
         return self._reader.contains(self.namespace if namespace is None else namespace, mm_hashes)
 
     def locate(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> Located:
@@ -356,5 +359,11 @@ class Client:
     ) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        state = "connected" if self.connected else "not connected"
+        return f"<Client of {self.address}, namespace {self.namespace!r}, {state}>"
+
     def _key(self, mm_hash: str, namespace: str | None) -> Key:
+        if not isinstance(mm_hash, str):
+            raise InvalidArgument(f"a key is a string, not {mm_hash!r}")
         return self.namespace if namespace is None else namespace, mm_hash

@@ -256,6 +256,11 @@ class Item:
         if self._open and not sys.is_finalizing() and os.getpid() == forks.pid:
             self.close()
 
+    def __repr__(self) -> str:
+        state = "open" if self._open else "closed"
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"<Item {self.mm_hash!r}, {self.dtype} {shape}, {self.nbytes:,} bytes, {state}>"
+
     def __enter__(self) -> Item:
         return self
 

@@ -31,6 +31,10 @@ SHARED_FROM_BYTES = 32 << 20
 
 def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """Return the contract's dtype name, and the shape. Raises InvalidArgument."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgument(
+            f"a {type(tensor).__name__} is no tensor: use torch.as_tensor, or put_bytes"
+        )
     name = _NAMES.get(tensor.dtype)
     if name is None:
         raise InvalidArgument(f"{tensor.dtype} cannot be stored; known are {', '.join(DTYPES)}")

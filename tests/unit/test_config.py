@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from redis import Redis
 
 from ecd.config import ConfigError
-from ecd.config_sources import load
+from ecd.config_sources import load, unknown_variables
 from ecd.redaction import without_password
 
 SECRET = "hunter2"
@@ -191,6 +192,52 @@ def test_a_misspelt_setting_is_told_its_name(tmp_path: Path) -> None:
         f"host_pool_byte (from {file}) is no setting: is host_pool_bytes meant?",
         f"qqq (from {file}) is no setting: see `ecd config`",
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"peer_token": "short"}, "must have at least 16 characters, got 'a secret'"),
+        ({"lease_ttl_s": "soon"}, "must be a number, got 'soon'"),
+        ({"lease_ttl_s": "0.5"}, "must be at least 1, got '0.5'"),
+        ({"fetch_timeout_s": "1e9"}, "must be at most 600, got '1e9'"),
+        ({"peer_insecure": "maybe"}, "must be true or false, got 'maybe'"),
+        ({"warm_restart": "maybe"}, "must be true, false or auto, got 'maybe'"),
+        ({"log_format": "xml"}, "must be 'text' or 'json', got 'xml'"),
+        ({"zone": "z" * 65}, f"must have at most 64 characters, got '{'z' * 65}'"),
+        ({"mooncake": "X=1"}, "Mooncake's variables begin with MC_, got 'a secret'"),
+    ],
+)
+def test_what_is_allowed_is_said_in_words(settings: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(settings, None)
+    [name] = settings
+    assert str(refused.value) == f"{name} (from flag): {says}"
+
+
+def test_tables_and_numbers_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "ecd.toml"
+    file.write_text("[ecd]\nzone = 'a'\n")
+    with pytest.raises(ConfigError, match="is a table: settings stand in none"):
+        load({}, file)
+    file.write_text("[mooncake]\nMC_X = 1\n")
+    assert load({}, file)[0].mooncake == {"MC_X": "1"}
+
+
+def test_a_misspelt_variable_is_told_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECD_LOG_LEVL", "debug")
+    assert "ECD_LOG_LEVL is not a setting of ecd: is ECD_LOG_LEVEL meant?" in unknown_variables()
+
+
+def test_a_path_is_an_address() -> None:
+    assert load({"address": "/x/y.sock"}, None)[0].address == "unix:///x/y.sock"
+
+
+def test_help_tells_defaults_variables_and_forms() -> None:
+    told = ecd("serve", "--help", COLUMNS="200").stdout
+    assert re.search(r"--lease-ttl-s +SECONDS .*\(ECD_LEASE_TTL_S, default 30.0\)", told)
+    assert re.search(r"--warm-restart +true\|false\|auto ", told)
+    assert "who may connect" in told
 
 
 def test_the_level_may_be_short() -> None:

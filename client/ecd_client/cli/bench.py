@@ -12,6 +12,7 @@ from statistics import median
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.item import Item
+from ecd_proto.contract import BENCH_NAMESPACE
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "8 MiB": 8 << 20, "32 MiB": 32 << 20}
 KEYS = 4
@@ -38,18 +39,23 @@ class Measured:
 
 
 def measure(address: str, room_bytes: int, rounds: int, evict: Evict) -> Iterator[Measured]:
-    """Measure each size of which some entries fit into `room_bytes`: nothing is evicted for them.
+    """Measure each size that `fits` into `room_bytes`: nothing is evicted for it.
 
     Raises WrongBytes, and EcdError.
     """
-    namespace = f"ecd-cli bench {secrets.token_hex(4)}"
+    namespace = f"{BENCH_NAMESPACE}{secrets.token_hex(4)}"
     with Client(address, namespace=namespace, name="ecd-cli bench") as client:
         try:
             for size, nbytes in SIZES.items():
-                if 2 * KEYS * nbytes <= room_bytes:
+                if fits(nbytes, room_bytes):
                     yield _measure(client, size, nbytes, rounds, lambda: evict(namespace))
         finally:
             evict(namespace)
+
+
+def fits(nbytes: int, room_bytes: int) -> bool:
+    """Whether some entries of a size have room for themselves and for their successors."""
+    return 2 * KEYS * nbytes <= room_bytes
 
 
 def _measure(

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ecd_client.calls import call, open_channel
 from ecd_client.cli import render
+from ecd_client.errors import EcdError
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
@@ -58,7 +59,14 @@ class Options:
             out.print(text, markup=False)
 
 
+class CommandFailed(EcdError):
+    """The command ends with this message and an exit code."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
 def fail(code: int, text: str) -> NoReturn:
     """End the command with a message and an exit code."""
-    errors.print(text, markup=False)
-    raise typer.Exit(code)
+    raise CommandFailed(code, text)

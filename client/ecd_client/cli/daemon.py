@@ -12,18 +12,20 @@ import typer
 from rich.live import Live
 
 from ecd_client.cli import render
-from ecd_client.cli.bench import measure
+from ecd_client.cli.bench import SIZES, fits, measure
 from ecd_client.cli.context import FAILED, AsJson, Options, errors, fail, out
 from ecd_client.cli.doctor import examine
 from ecd_client.cli.findings import BAD
 from ecd_client.cli.top import Top
+from ecd_proto.contract import size_text
 from ecd_proto.v1 import cache_pb2 as pb
 
 
 def status(context: typer.Context, as_json: AsJson = False) -> None:
     """Show how the daemon is: state, pool, clients, hits."""
     options: Options = context.obj
-    reply = options.call("Status", pb.StatusRequest())
+    with errors.status("asking the daemon ..."):
+        reply = options.call("Status", pb.StatusRequest())
     if as_json or options.as_json:
         render.as_json(out, reply)
     else:
@@ -33,7 +35,8 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
 def peers(context: typer.Context, as_json: AsJson = False) -> None:
     """Show the other nodes: which are reached, over what, and how reads from them go."""
     options: Options = context.obj
-    reply = options.call("Peers", pb.PeersRequest())
+    with errors.status("asking the daemon ..."):
+        reply = options.call("Peers", pb.PeersRequest())
     if as_json or options.as_json:
         render.as_json(out, reply)
     else:
@@ -59,7 +62,10 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Of each size; the medians are shown.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Put and get entries of its own, and check every byte. Evicts nothing else."""
+    """Put and get entries of its own, and check every byte.
+
+    Evicts nothing else, and is no part of the daemon's counters of hits and puts.
+    """
     options: Options = context.obj
     pools = options.call("Status", pb.StatusRequest()).pools
     room_bytes = pools[0].largest_free_bytes if pools else 0
@@ -78,6 +84,13 @@ def bench(
         render.as_json(out, [vars(row) for row in rows])
     else:
         render.measured(out, rows)
+    if left_out := ", ".join(
+        size for size, nbytes in SIZES.items() if not fits(nbytes, room_bytes)
+    ):
+        room = size_text(room_bytes)
+        errors.print(
+            f"Not measured for lack of room: {left_out}. The largest free piece has {room}."
+        )
 
 
 def top(

@@ -13,17 +13,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ecd_client.calls import socket_path, why_refused
+from ecd_client.calls import NO_ANSWER, socket_path, unreachable, why_refused
 from ecd_client.cli import render
 from ecd_client.cli.doctor_gpu import examine_gpu
 from ecd_client.cli.findings import BAD, DOUBTFUL, GOOD, Finding
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.pools import HUGE_SHARE
-from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, size_text
+from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, count_text, size_text
 from ecd_proto.leftovers import leftovers
 from ecd_proto.mapping import HUGE_BYTES
 from ecd_proto.shm.barriers import has_barriers
+from ecd_proto.shm.files import IN_MEMORY, filesystem
 from ecd_proto.v1 import cache_pb2 as pb
 
 VLLM_VERSIONS = (0, 28), (0, 33)
@@ -47,8 +48,9 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
         peers = call("Peers", pb.PeersRequest())
     except EcdError as error:
         if reached.state != BAD:  # which has said it all
-            advice = "its log says more; or start it anew: systemctl restart ecd"
-            yield Finding("daemon", BAD, str(error), advice)
+            cause, advice = NO_ANSWER
+            found = cause if str(error) == unreachable(address) else str(error)
+            yield Finding("daemon", BAD, found, advice)
         status = peers = None
     if status is not None and peers is not None:
         yield _daemon(status)
@@ -80,7 +82,9 @@ def _socket(address: str) -> Finding:
 def _daemon(status: pb.StatusReply) -> Finding:
     name = pb.StatusReply.State.Name(status.state).removeprefix("STATE_").lower()
     if status.state == pb.StatusReply.STATE_SERVING:
-        return Finding("daemon", GOOD, f"serves {status.entries:,} entries, pid {status.pid}")
+        return Finding(
+            "daemon", GOOD, f"serves {count_text(status.entries, 'entry')}, pid {status.pid}"
+        )
     return Finding("daemon", DOUBTFUL, f"is {name}", "wait: it says in its log how far it is")
 
 
@@ -114,15 +118,17 @@ def _reading(address: str, status: pb.StatusReply) -> Finding:
 
 def _pool(status: pb.StatusReply) -> Finding:
     refused, pools = status.counters.refused, render.host_pools(status)
+    since = render.duration(status.uptime_s)
     pool_bytes = sum(pool.pool_bytes for pool in pools)
     share = sum(pool.used_bytes for pool in pools) / max(1, pool_bytes)
     found = f"{size_text(pool_bytes)}, {share:.0%} in use"
-    if refused["entry_too_large"]:
-        found += f"; {refused['entry_too_large']:,} entries were larger than all of it"
-        return Finding("pool", BAD, found, "raise ECD_HOST_POOL_BYTES")
-    if refused["pool_full"]:
-        found += f"; {refused['pool_full']:,} entries found it full of what was in use"
-        return Finding("pool", DOUBTFUL, found, "raise ECD_HOST_POOL_BYTES if that goes on")
+    for cause, what in (
+        ("entry_too_large", "larger than all of it"),
+        ("pool_full", "refused, as it was full of what was in use"),
+    ):
+        if refused[cause]:
+            found += f"; {count_text(refused[cause], 'put')} {what}, in {since}"
+            return Finding("pool", DOUBTFUL, found, "raise ECD_HOST_POOL_BYTES if that goes on")
     return Finding("pool", GOOD, found)
 
 
@@ -242,6 +248,9 @@ def _shared_memory(status: pb.StatusReply | None) -> Finding:
     if status is None and size < 1 << 30:
         advice = "a larger one: docker run --shm-size, an emptyDir of medium Memory, or a remount"
         return Finding("shared memory", BAD, found, advice)
+    if (kind := filesystem(place)) and kind not in IN_MEMORY:
+        advice = "name a tmpfs by ECD_SHM_DIR: a disk makes puts slow, and loses what it promises"
+        return Finding("shared memory", DOUBTFUL, f"{place} is no memory but {kind}", advice)
     if free < size // 50:
         advice = "remove what else lies there, make it larger, or lower ECD_HOST_POOL_BYTES"
         return Finding("shared memory", DOUBTFUL, found, advice)

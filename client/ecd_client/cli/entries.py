@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ecd_client.cli import files, render
+from ecd_client.cli import files, render, render_entries
 from ecd_client.cli.context import (
     FAILED,
     USAGE,
@@ -27,6 +27,12 @@ from ecd_client.cli.context import (
 )
 from ecd_client.client import Client
 from ecd_proto.v1 import cache_pb2 as pb
+
+
+class Grouping(str, Enum):
+    """What a list is summed up by."""
+
+    NAMESPACE = "namespace"
 
 
 class Order(str, Enum):
@@ -52,42 +58,47 @@ def list_entries(
     sort: Annotated[Order, typer.Option(help="By this, the most first.")] = Order.STORED,
     limit: Annotated[int, typer.Option(min=1, help="Show at most so many.")] = 1000,
     whole: Annotated[
-        bool, typer.Option("--no-trunc", help="Show whole keys, as in a pipe.")
+        bool, typer.Option("--wide", "--no-trunc", help="Show whole keys, as in a pipe.")
     ] = False,
+    by: Annotated[Grouping | None, typer.Option(help="Show the sums of each instead.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the entries, by default in the order in which they were stored."""
+    if by is not None:
+        if namespace is not None or prefix or sort is not Order.STORED:
+            raise typer.BadParameter("--by sums all entries up: leave the other options out")
+        return namespaces(context, as_json)
     options: Options = context.obj
     entries: Iterator[pb.EntryInfo] = (
         entry
         for entry in options.entries(pb.ListRequest(namespace=namespace))
         if entry.key.mm_hash.startswith(prefix)
     )
-    if sort is not Order.STORED:
-        with errors.status("reading every entry ..."):
+    with errors.status("reading entries ..."):
+        if sort is not Order.STORED:
             entries = iter(heapq.nlargest(limit + 1, entries, key=_BY[sort]))
-    found = list(islice(entries, limit))
-    more = next(entries, None) is not None
+        found = list(islice(entries, limit))
+        more = next(entries, None) is not None
     if as_json or options.as_json:
         render.as_json(out, [render.plain(entry) for entry in found])
     else:
         pools = render.names_of_pools(options.call("Status", pb.StatusRequest()))
-        render.entries(out, found, more, pools, whole or not out.is_terminal)
+        render_entries.entries(out, found, more, pools, whole or not out.is_terminal)
 
 
 def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
     """Sum the entries of each namespace up: how many, how large, when the last was stored."""
     options: Options = context.obj
-    found: dict[str, render.NamespaceSum] = {}
+    found: dict[str, render_entries.NamespaceSum] = {}
     with errors.status("reading every entry ...") as progress:
         for number, entry in enumerate(options.entries(pb.ListRequest()), 1):
-            found.setdefault(entry.key.namespace, render.NamespaceSum()).add(entry)
+            found.setdefault(entry.key.namespace, render_entries.NamespaceSum()).add(entry)
             if number % 10_000 == 0:
                 progress.update(f"reading every entry: {number:,} so far ...")
     if as_json or options.as_json:
         render.as_json(out, [{"namespace": name, **vars(each)} for name, each in found.items()])
     else:
-        render.namespaces(out, found)
+        render_entries.namespaces(out, found)
 
 
 def get(
@@ -100,7 +111,10 @@ def get(
     """Copy an entry into a safetensors file."""
     options: Options = context.obj
     namespace = namespace or _only_namespace(options, key)
-    with Client(options.address, namespace=namespace, name="ecd-cli") as client:
+    with (
+        Client(options.address, namespace=namespace, name="ecd-cli") as client,
+        errors.status(f"copying {render.short(key)} ..."),
+    ):
         item = client.get(key)
         if item is None:
             fail(FAILED, f"no entry {key!r} in the namespace {namespace!r}")
@@ -128,7 +142,10 @@ def put(
     """Store a tensor of a safetensors file."""
     options: Options = context.obj
     content = files.read(file, tensor)
-    with Client(options.address, namespace=namespace, name="ecd-cli") as client:
+    with (
+        Client(options.address, namespace=namespace, name="ecd-cli") as client,
+        errors.status(f"copying {render.short(key)} ..."),
+    ):
         stored = client.put_bytes(
             key,
             content.data,
@@ -173,7 +190,8 @@ def evict(
     elif not (dry_run or yes):
         _confirm(options, request)
     request.dry_run = dry_run
-    reply = options.call("Evict", request)
+    with errors.status("evicting ..."):
+        reply = options.call("Evict", request)
     if as_json or options.as_json:
         render.as_json(out, reply)
     else:

@@ -1,6 +1,6 @@
 """`ecd-cli`: look after a daemon.
 
-Exit codes: 0, 1 failed, 2 usage, 3 nothing answers.
+Exit codes: 0, 1 failed, 2 usage, 3 nothing answers. With --json an error is an object on stderr.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import version
+from itertools import islice
 from typing import Annotated
 
 import typer
@@ -15,10 +16,21 @@ import typer
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its retries are not the user's business
 
 from ecd_client.calls import resolve
-from ecd_client.cli import daemon, entries, routing
-from ecd_client.cli.context import FAILED, UNREACHABLE, USAGE, AsJson, Options, errors
+from ecd_client.cli import daemon, entries, render, routing
+from ecd_client.cli.context import (
+    FAILED,
+    UNREACHABLE,
+    USAGE,
+    AsJson,
+    CommandFailed,
+    Options,
+    errors,
+)
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
 from ecd_proto.contract import DISTRIBUTION
+
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""Click's UsageError, or that of the copy of click that newer versions of typer have."""
 
 app = typer.Typer(
     help=__doc__,
@@ -63,13 +75,38 @@ app.command()(routing.locate)
 app.command()(routing.watch)
 
 
+def _address_first(arguments: list[str]) -> list[str]:
+    """Move --address before the command's name, wherever it stands."""
+    first, rest, left = list[str](), list[str](), iter(arguments)
+    for argument in left:
+        if argument == "--":
+            rest += [argument, *left]
+        elif argument == "--address":
+            first += [argument, *islice(left, 1)]
+        else:
+            (first if argument.startswith("--address=") else rest).append(argument)
+    return first + rest
+
+
 def main() -> None:
+    arguments = _address_first(sys.argv[1:])
+    as_json = "--json" in arguments
     try:
-        app()
+        sys.exit(app(arguments, standalone_mode=not as_json))
+    except CommandFailed as error:
+        code, text = error.code, str(error)
     except EcdError as error:
-        errors.print(f"ecd-cli: {error}", markup=False)
         codes = {DaemonUnavailable: UNREACHABLE, InvalidArgument: USAGE}
-        sys.exit(codes.get(type(error), FAILED))
+        code, text = codes.get(type(error), FAILED), f"ecd-cli: {error}"
+    except USAGE_ERROR as error:
+        code, text = USAGE, str(error)
+    except typer.Abort:
+        code, text = FAILED, "aborted"
+    if as_json:
+        render.as_json(errors, {"error": text.removeprefix("ecd-cli: "), "exit_code": code})
+    else:
+        errors.print(text, markup=False)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, MutableSequence
-from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 from google.protobuf.message import Message
@@ -15,11 +13,8 @@ from rich.table import Table
 
 from ecd_client.cli.bench import Measured
 from ecd_client.cli.findings import BAD, DOUBTFUL, GOOD, Finding
-from ecd_proto.contract import pool_names, size_text
+from ecd_proto.contract import count_text, pool_names, size_text
 from ecd_proto.v1 import cache_pb2 as pb
-
-MAX_WIDTH = 10_000
-"""Columns of a table whose rows are whole, for programs that read lines."""
 
 
 def as_json(out: Console, result: Message | dict[str, Any] | list[dict[str, Any]]) -> None:
@@ -67,23 +62,41 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("incarnation", reply.incarnation),
         ("state", f"{state}, up {duration(reply.uptime_s)}"),
         *(row for pool in reply.pools for row in _pool(names[pool.pool], pool)),
-        ("entries", f"{reply.entries:,}"),
-        ("clients", f"{reply.sessions} sessions, {reply.leases} leases, {reply.waits} waits"),
+        ("entries", f"{reply.entries:,}" + _recovered(counters)),
+        ("clients", ", ".join(count_text(*each) for each in _held(reply))),
         *_gpus(reply),
         (
             "hits",
-            f"{counters.hits:,} of {lookups:,} lookups ({share(counters.hits, lookups)}), "
-            f"{size_text(counters.bytes_out)}, {duration(counters.saved_s)} of encoding saved",
+            f"{counters.hits:,} of {count_text(lookups, 'lookup')} "
+            f"({share(counters.hits, lookups)}), {size_text(counters.bytes_out)}, "
+            f"{duration(counters.saved_s)} of encoding saved",
         ),
         (
             "puts",
             f"{counters.puts:,}, {size_text(counters.bytes_in)}; "
-            f"{counters.duplicates:,} duplicates, {counters.aborts:,} given up",
+            f"{count_text(counters.duplicates, 'duplicate')}, {counters.aborts:,} given up",
         ),
         ("evictions", _counts(counters.evictions)),
         ("refused", _counts(counters.refused)),
+        *_apart(reply),
     ]
     _facts(out, rows)
+
+
+def _recovered(counters: pb.Counters) -> str:
+    said = count_text(counters.recovered, "entry")
+    return f"; {said} taken over from the last daemon" if counters.recovered else ""
+
+
+def _held(reply: pb.StatusReply) -> list[tuple[int, str]]:
+    return [(reply.sessions, "session"), (reply.leases, "lease"), (reply.waits, "wait")]
+
+
+def _apart(reply: pb.StatusReply) -> list[tuple[str, str]]:
+    """Rows for what hits and puts leave out, where there has been some."""
+    leases, puts = reply.counters.peer_leases, reply.bench.puts
+    rows = [("for peers", count_text(leases, "lease"))] if leases else []
+    return rows + ([("bench", f"{count_text(puts, 'put')} by ecd-cli bench")] if puts else [])
 
 
 def _gpus(reply: pb.StatusReply) -> list[tuple[str, str]]:
@@ -182,72 +195,9 @@ def peers_table(reply: pb.PeersReply) -> Table:
     return table
 
 
-def entries(
-    out: Console, found: list[pb.EntryInfo], more: bool, pools: Mapping[int, str], whole: bool
-) -> None:
-    """Show entries, a row each, their keys `whole` or shortened; `pools` names their pools."""
-    if not found:
-        out.print("No entries.")
-        return
-    table = Table(
-        *("namespace", "mm_hash", "pool", "dtype", "shape", "size"),
-        *("leases", "hits", "age", "idle"),
-        box=None,
-        pad_edge=False,
-    )
-    for column in table.columns:
-        column.no_wrap = True
-    key = str if whole else short
-    for entry in found:
-        table.add_row(
-            escape(key(entry.key.namespace)),
-            escape(key(entry.key.mm_hash)),
-            escape(pools.get(entry.pool, str(entry.pool))),
-            escape(entry.content.dtype),
-            "x".join(map(str, entry.content.shape)) or "scalar",
-            size_text(entry.content.nbytes),
-            str(entry.leases),
-            str(entry.hits),
-            duration(entry.age_s),
-            duration(entry.idle_s),
-        )
-    if whole:
-        Console(file=out.file, highlight=False, emoji=False, width=MAX_WIDTH).print(table)
-    else:
-        out.print(table)
-    if more:
-        out.print(f"The first {len(found):,} entries; --limit shows more.")
-
-
 def short(text: str) -> str:
     """A key for people: the same in every table."""
     return text if len(text) <= 20 else f"{text[:9]}..{text[-9:]}"
-
-
-@dataclass
-class NamespaceSum:
-    """The number, the bytes and the least age of a namespace's entries."""
-
-    entries: int = 0
-    nbytes: int = 0
-    newest_s: float = inf  # age of the entry that was stored last
-
-    def add(self, entry: pb.EntryInfo) -> None:
-        self.entries += 1
-        self.nbytes += entry.content.nbytes
-        self.newest_s = min(self.newest_s, entry.age_s)
-
-
-def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
-    if not found:
-        out.print("No entries.")
-        return
-    table = Table("namespace", "entries", "size", "last stored")
-    table.columns[0].overflow = "fold"
-    for name, each in found.items():
-        newest = f"{duration(each.newest_s)} ago"
-        table.add_row(escape(name), f"{each.entries:,}", size_text(each.nbytes), newest)
-    out.print(table)
 
 
 COLOURS = {GOOD: "green", DOUBTFUL: "yellow", BAD: "red"}
@@ -279,8 +229,7 @@ def evicted(out: Console, reply: pb.EvictReply, dry_run: bool) -> None:
 
 
 def describe(reply: pb.EvictReply) -> str:
-    entries = "1 entry" if reply.entries == 1 else f"{reply.entries:,} entries"
-    text = f"{entries}, {size_text(reply.nbytes)}"
+    text = f"{count_text(reply.entries, 'entry')}, {size_text(reply.nbytes)}"
     return f"{text}; {reply.leased:,} of them when their leases end" if reply.leased else text
 
 

@@ -1,0 +1,81 @@
+"""Entries for people: a row for each, or the sums of their namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ecd_client.cli import render
+from ecd_proto.contract import size_text
+from ecd_proto.v1 import cache_pb2 as pb
+
+MAX_WIDTH = 10_000
+"""Columns of a table whose rows are whole, for programs that read lines."""
+
+
+def entries(
+    out: Console, found: list[pb.EntryInfo], more: bool, pools: Mapping[int, str], whole: bool
+) -> None:
+    """Show entries, a row each, their keys `whole` or shortened; `pools` names their pools."""
+    if not found:
+        out.print("No entries.")
+        return
+    table = Table(
+        *("namespace", "mm_hash", "pool", "dtype", "shape", "size"),
+        *("leases", "hits", "age", "idle"),
+        box=None,
+        pad_edge=False,
+    )
+    for column in table.columns:
+        column.no_wrap = True
+    key = str if whole else render.short
+    for entry in found:
+        table.add_row(
+            escape(key(entry.key.namespace)),
+            escape(key(entry.key.mm_hash)),
+            escape(pools.get(entry.pool, str(entry.pool))),
+            escape(entry.content.dtype),
+            "x".join(map(str, entry.content.shape)) or "scalar",
+            size_text(entry.content.nbytes),
+            str(entry.leases),
+            str(entry.hits),
+            render.duration(entry.age_s),
+            render.duration(entry.idle_s),
+        )
+    if whole:
+        Console(file=out.file, highlight=False, emoji=False, width=MAX_WIDTH).print(table)
+    else:
+        out.print(table)
+    if more:
+        out.print(f"The first {len(found):,} entries; --limit shows more.")
+
+
+@dataclass
+class NamespaceSum:
+    """The number, the bytes and the least age of a namespace's entries."""
+
+    entries: int = 0
+    nbytes: int = 0
+    newest_s: float = inf  # age of the entry that was stored last
+
+    def add(self, entry: pb.EntryInfo) -> None:
+        self.entries += 1
+        self.nbytes += entry.content.nbytes
+        self.newest_s = min(self.newest_s, entry.age_s)
+
+
+def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
+    if not found:
+        out.print("No entries.")
+        return
+    table = Table("namespace", "entries", "size", "last stored", box=None, pad_edge=False)
+    table.columns[0].overflow = "fold"
+    for name, each in found.items():
+        newest = f"{render.duration(each.newest_s)} ago"
+        table.add_row(escape(name), f"{each.entries:,}", size_text(each.nbytes), newest)
+    out.print(table)
