@@ -43,11 +43,12 @@ from ecd.rpc.server import Server
 from ecd.rpc.socket import OwnedSocket
 from ecd.rpc.status import PooledMemory, Status
 from ecd.service_manager import ServiceManager, is_supervised
-from ecd_proto.contract import DISTRIBUTION, size_text
+from ecd_proto.contract import DISTRIBUTION, count_text, size_text
 from ecd_proto.leftovers import TOUCH_S
 from ecd_proto.shm.barriers import has_barriers
 from ecd_proto.shm.files import ATTACH_SUFFIX, DOORBELL_SUFFIX
 from ecd_proto.shm.session_page import GRANTED_POOL
+from ecd_proto.v1 import cache_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,12 @@ class Daemon:
         checksums = Checksums(live, pools)
         running.callback(checksums.close)
         recovery = self._make_recovery(live, checksums)
-        metrics.watch_core(status.read)
+
+        def figures() -> pb.StatusReply:
+            live.scan()  # or what was read a moment ago would be missing
+            return status.read()
+
+        metrics.watch_core(figures)
         events = self._make_events(live, status, metrics, running)
         peer_server: PeerServer | None = None
         if config.peer_address is not None:
@@ -278,7 +284,7 @@ class Daemon:
         logger.info("serving on %s, incarnation %s", config.address, self._identity.incarnation)
         self._manager.ready()
         await asyncio.gather(
-            self._manager.keep_alive(lambda: f"serving {cache.entries:,} entries"),
+            self._manager.keep_alive(lambda: f"serving {count_text(cache.entries, 'entry')}"),
             self._follow_puts(parts.checksums) if self._cluster is None else self._cluster.run(),
             parts.recovery.run(),
             *([] if parts.events is None else [parts.events.run()]),
@@ -333,14 +339,18 @@ class Daemon:
         await parts.server.set_serving(False)
         logger.info("stopping")
         parts.node.streams.end_all()
+        cache = parts.node.live.cache
+        parts.node.live.scan()
+        told = cache.counters
+        logger.info("counted %d hits, %d misses, %d puts", told.hits, told.misses, told.puts)
         servers = [each for each in (parts.server, parts.peer_server) if each is not None]
         await asyncio.gather(*(server.stop(GRACE_S) for server in servers))
         if self._keep:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(parts.checksums.complete(), GRACE_S)
             logger.info(
-                "%d entries and %s in %s are left for the next start; `ecd clear` frees them",
-                parts.node.live.cache.entries,
+                "%s and %s in %s are left for the next start; `ecd clear` frees them",
+                count_text(cache.entries, "entry"),
                 size_text(self._pool.nbytes),
                 self._pool.directory.path,
             )

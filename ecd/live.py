@@ -94,6 +94,14 @@ class LiveCache:
         """Count entries that were read without a call, and scan some pins. False: pins are left."""
         return self.cache.scan(self.now_s())
 
+    async def count_uses(self, pace: Pace) -> None:
+        """Count all that was read without a call until now, in turns, and scan some pins."""
+        self.scan()
+        for _ in range(self.cache.limits.sessions):  # or readers that go on would keep us here
+            if self.cache.count_uses(self.now_s()):
+                return
+            await pace.turn()
+
     # -- before an operation -------------------------------------------------------------------
 
     async def begin(self) -> Pace:
@@ -273,9 +281,14 @@ class LiveCache:
         self.cache.reclaim(session, reservation)
 
     def recover(
-        self, session: SessionId, key: Key, content: Content, extent: Extent
+        self,
+        session: SessionId,
+        key: Key,
+        content: Content,
+        extent: Extent,
+        is_put: bool = False,
     ) -> EntryId | None:
-        return self.cache.recover(session, key, content, extent)
+        return self.cache.recover(session, key, content, extent, is_put)
 
     def expect(self, key: Key) -> None:
         self.cache.expect(key)

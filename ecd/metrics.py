@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -17,12 +18,19 @@ from prometheus_client import (
     Gauge,
     Histogram,
     ProcessCollector,
+    disable_created_metrics,
     make_wsgi_app,
     start_http_server,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from ecd.core.counters import IDLE_BOUNDS_S
 from ecd_proto.contract import pool_names
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -35,6 +43,8 @@ LATENCY_BUCKETS_S = (
 )
 FETCH_BUCKETS_BYTES = tuple(float(1 << power) for power in range(12, 33, 2))
 LAG_PERIOD_S = 0.25
+OTHERS = "other"
+"""The label of all namespaces that have none of their own."""
 Loop = Callable[[], asyncio.AbstractEventLoop | None]
 """Gives the daemon's event loop, while it runs."""
 SCRAPE_S = 1.0
@@ -96,12 +106,21 @@ class _CoreCollector(Collector):
         status = self._figures.get()
         if status is None:
             return
-        counters = status.counters
+        counters, apart = status.counters, status.bench
+        bench = {
+            "puts": apart.puts,
+            "evictions": sum(apart.evictions.values()),
+            "duplicates": apart.duplicates,
+            "hits": apart.hits,
+            "misses": apart.misses,
+        }
         names = pool_names({pool.pool: pool.kind for pool in status.pools})
         for name, text, value in (
             ("hits", "Entries that readers found, by lease or pin.", counters.hits),
+            ("peer_leases", "Entries leased to other nodes: no hits here.", counters.peer_leases),
             ("misses", "Lookups and waits that ended without an entry.", counters.misses),
-            ("puts", "Entries committed.", counters.puts),
+            ("puts", "Entries stored by clients and by fetches.", counters.puts),
+            ("recovered", "Entries taken over from an earlier incarnation.", counters.recovered),
             ("duplicates", "Writers told that the entry was there.", counters.duplicates),
             ("aborts", "Reservations given up, dead writers' included.", counters.aborts),
             ("copies", "Copies of entries made in device pools.", counters.copies),
@@ -124,11 +143,24 @@ class _CoreCollector(Collector):
         for name, text, label, values in (
             ("evictions", "Entries evicted, by reason.", "reason", counters.evictions),
             ("refused", "Requests refused, by cause.", "cause", counters.refused),
+            ("bench", "Events of `ecd-cli bench`, left out elsewhere.", "event", bench),
         ):
             family = CounterMetricFamily(f"ecd_{name}", text, labels=[label])
             for which, value in values.items():
                 family.add_metric([which], value)
             yield family
+        yield HistogramMetricFamily(
+            "ecd_eviction_idle_seconds",
+            "How long entries that were evicted for room had not been used.",
+            buckets=[
+                (str(bound), value)
+                for bound, value in zip(
+                    (*IDLE_BOUNDS_S, "+Inf"), accumulate(counters.idle_evictions), strict=False
+                )
+            ],
+            sum_value=counters.idle_evictions_s,
+        )
+        yield from _namespaces(status)
         for name, text in (
             ("pool_bytes", "Size of the pool."),
             ("populated_bytes", "Bytes of the pool that are there: 0 for a GPU that had none."),
@@ -179,6 +211,26 @@ class _CoreCollector(Collector):
             ),
         ):
             yield GaugeMetricFamily(f"ecd_{name}", text, value=value)
+
+
+def _namespaces(status: pb.StatusReply) -> Iterable[Metric]:
+    """The namespaces' sizes; a namespace that is called OTHERS counts among the others."""
+    named = [each for each in status.namespaces if each.namespace != OTHERS]
+    entries, nbytes = status.entries, status.other_namespaces.nbytes
+    nbytes += sum(each.nbytes for each in status.namespaces)
+    by_entries = GaugeMetricFamily(
+        "ecd_namespace_entries", "Entries of the namespace.", labels=["namespace"]
+    )
+    by_bytes = GaugeMetricFamily(
+        "ecd_namespace_bytes", "Bytes of its entries.", labels=["namespace"]
+    )
+    for each in named:
+        by_entries.add_metric([each.namespace], each.entries)
+        by_bytes.add_metric([each.namespace], each.nbytes)
+        entries, nbytes = entries - each.entries, nbytes - each.nbytes
+    by_entries.add_metric([OTHERS], entries)
+    by_bytes.add_metric([OTHERS], nbytes)
+    return by_entries, by_bytes
 
 
 class _PeersCollector(Collector):
@@ -304,6 +356,7 @@ class Metrics:
     """The registry of one daemon's metrics, and its port."""
 
     def __init__(self, version: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series a histogram
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -59,6 +59,8 @@ class Acquire:
     only_if_written: bool = False
     hints: Sequence[Nodes] = ()
     makes: Sequence[float | None] = ()
+    is_use: bool = True
+    """Whether a pin counts as a use."""
     needs_lease: bool = False
     """Whether to ask for leases though this client can pin."""
     begun_s: float = field(default_factory=time.monotonic)
@@ -125,7 +127,7 @@ class Acquire:
         future, key, item = self.futures[index], self.keys[index], None
         if outcome is not None and outcome.WhichOneof("outcome") == "stored":
             with contextlib.suppress(AskDaemon):
-                item = pinned(self.session, key, OnMiss.GO_ON)
+                item = pinned(self.session, key, OnMiss.GO_ON, self.is_use)
             if item is None:
                 return False
         wanted = future.set_running_or_notify_cancel()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import grpc
 
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
-from ecd_proto.contract import MAX_MESSAGE_BYTES, default_address
+from ecd_proto.contract import MAX_MESSAGE_BYTES, as_address, default_address
 from ecd_proto.v1 import cache_pb2 as pb
 
 CALL_TIMEOUT_S = 5.0
@@ -30,6 +30,11 @@ MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 MAX_IN_FLIGHT = 64
 """Calls of `later` on their way at once. A server of grpc's refuses calls at random once 1,000 of
 all its clients wait to be taken up (docs/decisions.md)."""
+NO_ANSWER = (
+    "the daemon is starting, stopping or busy",
+    "its log says more; or start it anew: systemctl restart ecd",
+)
+"""The cause, and what to do, where a connection is made and no call is answered."""
 JOIN_S = 1.0
 PROBE_S = 0.1
 
@@ -40,9 +45,11 @@ _Queued = tuple[Future[Any], str, Any]
 
 def resolve(address: str | None) -> str:
     """The address to use: the given one, `ECD_ADDRESS`, or this user's default socket."""
-    address = address or default_address()
+    address = as_address(address or default_address())
     if not address.startswith("unix:"):
-        raise InvalidArgument(f"the address must be unix:///path/to/socket, not {address!r}")
+        raise InvalidArgument(
+            f"the address must be unix:///path/to/socket, or that path, not {address!r}"
+        )
     return address
 
 
@@ -318,10 +325,7 @@ def late(address: str) -> str:
 
 
 def unreachable(address: str) -> str:
-    cause, advice = why_refused(address) or (
-        "the daemon is starting, stopping or busy",
-        "`ecd-cli doctor` says more",
-    )
+    cause, advice = why_refused(address) or NO_ANSWER
     return f"nothing answers on {address}: {cause}; {advice}"
 
 

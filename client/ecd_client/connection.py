@@ -55,11 +55,14 @@ _kept: list[Connection] = []
 class Connection:
     """Keeps a session with the daemon open, on a thread of its own."""
 
-    def __init__(self, address: str, name: str, call_timeout_s: float) -> None:
+    def __init__(
+        self, address: str, name: str, call_timeout_s: float, counts_reads: bool = True
+    ) -> None:
+        """`counts_reads`: reads without a call are told to the daemon."""
         if forks.is_child:
             raise DaemonUnavailable(NOT_IN_A_CHILD)
         self._address, self._name = address, name
-        self._call_timeout_s = call_timeout_s
+        self._call_timeout_s, self._counts_reads = call_timeout_s, counts_reads
         self._channel = open_channel(address)
         self._stub: Any = pb_grpc.CacheStub(self._channel)
         self._changed = threading.Condition()
@@ -206,6 +209,8 @@ class Connection:
             for event in stream:
                 if session is None:
                     session = Session(calls, stream, outbox, event, sent_s, uid)
+                    if session.index is not None:
+                        session.index.counts = self._counts_reads
                     outbox.put(session)
                     calls.open(session.token)
                     if calls.is_over:

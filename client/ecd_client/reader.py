@@ -78,6 +78,7 @@ class Reader:
         only_if_written: bool,
         hints: Sequence[Nodes] = (),
         makes: Sequence[float | None] = (),
+        is_use: bool = True,
     ) -> list[ItemFuture]:
         """Return a future for each key, done at most `timeout` s later."""
         _check_wait(timeout)
@@ -88,7 +89,7 @@ class Reader:
         for index, key in enumerate(keys):
             try:
                 _check_key(key)
-                item = pinned(session, key, on_miss)
+                item = pinned(session, key, on_miss, is_use)
             except AskDaemon:
                 open_.append(index)
                 continue
@@ -111,17 +112,21 @@ class Reader:
                 only_if_written,
                 [hints[index] for index in batch] if hints else (),
                 [makes[index] for index in batch] if makes else (),
+                is_use,
             ).send()
         return list(futures)
 
     def wait_for_writer(self, key: Key, timeout: float) -> bool:
-        """Wait while another client is writing the key. True: it is stored now."""
+        """Wait while another client is writing the key. True: it is stored now, a duplicate."""
         session = self._connection.session()
-        [future] = self.get_async([key], timeout, only_if_written=True)
+        [future] = self.get_async([key], timeout, only_if_written=True, is_use=False)
         item = _result(session, future, timeout)
-        if item is not None:
-            item.close()
-        return item is not None
+        if item is None:
+            return False
+        item.close()
+        if session.index is not None:
+            session.index.note_duplicate()
+        return True
 
     def hint(self, key: Key) -> Hint | None:
         session = self._connection.session()

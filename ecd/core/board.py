@@ -26,6 +26,7 @@ class Uses:
     nbytes: int = 0
     misses: int = 0
     duplicates: int = 0
+    is_all: bool = True  # False: more pages have some
 
 
 class Portion(NamedTuple):

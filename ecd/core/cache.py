@@ -50,6 +50,7 @@ from ecd.core.types import (
     Key,
     LeaseId,
     Limits,
+    NamespaceSum,
     Selection,
     SessionId,
     Ticket,
@@ -78,7 +79,8 @@ class Cache:
         """`pools` are at least one, the nearest to readers first, their numbers distinct."""
         self.pools = tuple(pools)
         self.limits = limits
-        self.counters = Counters()
+        self.bench = Counters()
+        self.counters = Counters(bench=self.bench)
         self._board: Board = NoBoard() if board is None else board
         self._costs = Costs(self.counters)
         self._entries = Entries(self.pools)
@@ -250,16 +252,22 @@ class Cache:
             self._writers.reclaim(owner, reservation)
 
     def recover(
-        self, session: SessionId, key: Key, content: Content, extent: Extent
+        self,
+        session: SessionId,
+        key: Key,
+        content: Content,
+        extent: Extent,
+        is_put: bool = False,
     ) -> EntryId | None:
         """Reserve an entry that an earlier incarnation had stored, until its bytes are verified.
 
-        Must come before anything else is stored, in order of extents. Returns None if the extent
-        or the key is taken.
+        `is_put`: that one ended before it stored the put, so this one counts it. Must come before
+        anything else is stored, in order of extents. Returns None if the extent or the key is
+        taken.
         """
         owner = self._sessions.get(session)
         assert owner is not None
-        entry = self._writers.recover(owner, key, content, extent)
+        entry = self._writers.recover(owner, key, content, extent, is_put)
         return None if entry is None else entry.id
 
     # -- writing in granted memory -------------------------------------------------------------
@@ -346,11 +354,11 @@ class Cache:
         if entry is not None:
             if answer is Answer.PIN:
                 return Stored()
-            return self._readers.lease(session, entry, now_s)
+            return self._readers.lease(session, entry, now_s, answer)
         if wait_s <= 0.0 or (
             wait_for is WaitFor.WRITER and self.wants(key) and not self._is_claimed(key, scanned)
         ):
-            self.counters.misses += 1
+            self._readers.count_miss(key, answer)
             return Missing()
         return self._readers.wait(session, key, now_s + wait_s, wait_for, answer)
 
@@ -410,6 +418,10 @@ class Cache:
     def scan(self, now_s: float) -> bool:
         """Drain the uses, then `scan_pins`."""
         return self._evictor.scan(now_s)
+
+    def count_uses(self, now_s: float) -> bool:
+        """Drain some of the uses; returns whether all are counted that there were."""
+        return self._evictor.drain_uses(now_s)
 
     def scan_pins(self) -> bool:
         """Take one step of a scan of the pins: a pin holds an entry as a lease does.
@@ -475,6 +487,13 @@ class Cache:
         """Whether a key is, or is about to be, reserved: puts wait for their answers meanwhile."""
         return self._writers.are_announced or self._entries.being_written > 0
 
+    def namespaces(self, most: int) -> tuple[dict[str, NamespaceSum], NamespaceSum]:
+        """Up to `most` of the largest namespaces, the largest first, and the sum of the others.
+
+        Of more than LOOKED_AT namespaces some are not considered.
+        """
+        return self._entries.namespaces(most)
+
     @property
     def entries(self) -> int:
         return len(self._entries)
@@ -506,15 +525,23 @@ class Cache:
             if entry.state is EntryState.DOOMED:
                 assert entry.leases > 0 or self._pins.keeps(entry.id), "kept for nobody"
             assert entry.state is not EntryState.GONE
-        for reason, count in self.counters.evictions.items():
+        counted, apart = self.counters, self.bench
+        for reason, count in counted.evictions.items():
             own = (pool for pool in self.pools if not pool.holds_copies)
-            assert count == sum(pool.evictions[reason] for pool in own)
+            assert count + apart.evictions[reason] == sum(pool.evictions[reason] for pool in own)
+        for each in (counted, apart):
+            for_room = sum(each.evictions.values()) - each.evictions["requested"]
+            assert for_room == sum(each.idle_evictions)
+            assert each.idle_evictions_s >= 0.0
+        stored = sum(each.puts + each.recovered for each in (counted, apart))
+        gone = sum(sum(each.evictions.values()) for each in (counted, apart))
+        assert stored - gone == self.entries, "an entry was not counted, or counted twice"
 
     # -- steps ---------------------------------------------------------------------------------
 
     def _taken(self, key: Key, pool: Pool) -> AlreadyStored | BeingWritten | None:
         if self._entries.stored_in(pool, key) is not None:
-            self.counters.duplicates += 1
+            self.counters.of(key.namespace).duplicates += 1
             return AlreadyStored()
         return None if self._entries.writing_in(pool, key) is None else BeingWritten()
 

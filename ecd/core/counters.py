@@ -1,8 +1,10 @@
-"""The cache's counters."""
+"""The cache's counters: users' traffic, and `ecd-cli bench` apart from it."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Any
 
 from ecd.core.outcomes import LimitReached
 from ecd.core.pool import REASONS
@@ -18,15 +20,24 @@ CAUSES = (
     "makings",
 )
 """Why requests are refused."""
+IDLE_BOUNDS_S = (1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0)
+"""Upper ends of the classes into which evicted entries fall, by how long they were not used."""
+BENCH = "ecd-cli bench "
+"""How the namespaces of `ecd-cli bench` begin (`ecd_proto.contract.BENCH_NAMESPACE`)."""
 
 
 @dataclass
 class Counters:
-    """Events since the start, of all pools together. Every counter only grows."""
+    """Events since the start, of all pools together. Every counter only grows.
+
+    `puts + recovered` are the entries that there are and those that were evicted.
+    """
 
     hits: int = 0
     misses: int = 0
+    peer_leases: int = 0  # for other nodes: no hits here
     puts: int = 0
+    recovered: int = 0  # entries taken over from an earlier incarnation
     duplicates: int = 0
     aborts: int = 0
     copies: int = 0  # made in pools that hold copies
@@ -38,6 +49,25 @@ class Counters:
     costs_forgotten: int = 0  # of a namespace and modality: there are too many
     evictions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    idle_evictions: list[int] = field(default_factory=lambda: [0] * (len(IDLE_BOUNDS_S) + 1))
+    """Evictions for room in each class of IDLE_BOUNDS_S, and beyond the last."""
+    idle_evictions_s: float = 0.0  # the sum of how long they were not used
+    bench: Counters | None = field(default=None, repr=False)
+
+    def of(self, namespace: str) -> Counters:
+        """The counters for events of this namespace."""
+        return self.bench if self.bench and namespace.startswith(BENCH) else self
+
+    def evicted(self, reason: str, idle_s: float) -> None:
+        """Count an eviction of an entry that was not used for `idle_s`."""
+        self.evictions[reason] += 1
+        if reason != "requested":
+            self.idle_evictions[bisect_left(IDLE_BOUNDS_S, idle_s)] += 1
+            self.idle_evictions_s += idle_s
+
+    def figures(self) -> dict[str, Any]:
+        """Every counter by its name, those of the bench apart."""
+        return {name: value for name, value in vars(self).items() if name != "bench"}
 
     def refuse(self, cause: str, limit: int) -> LimitReached:
         """Count a request that met a bound of `Limits`."""

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, KeysView, Sequence
+from heapq import nlargest
+from itertools import islice
 
 from ecd.core.entry import Entry
 from ecd.core.pool import Pool
 from ecd.core.states import EntryState
-from ecd.core.types import EntryId, Key
+from ecd.core.types import EntryId, Key, NamespaceSum
+
+LOOKED_AT = 4096
+"""Namespaces among which the largest are sought: the event loop waits for that."""
 
 
 class Entries:
@@ -29,7 +34,8 @@ class Entries:
         self._nearness = {number: place for place, number in enumerate(self._numbered)}
         self._by_id: dict[EntryId, Entry] = {}
         self._stored: dict[str, dict[str, Entry]] = {}  # nearest copy, by namespace, by mm_hash
-        self._count = 0
+        self._sums: dict[str, NamespaceSum] = {}
+        self._count = self._nbytes = 0
         self._writing: dict[Key, Entry] = {}  # reservation in the nearest pool
         self._copying: dict[Key, Entry] = {}  # the same of copies, for which nobody waits
         self._copies = 0  # committed
@@ -75,7 +81,9 @@ class Entries:
         self._order.append(entry.id)
         if entry.copy_in:
             self._copies += 1
-        elif self._changes is not None:
+            return
+        self._add_up(entry, 1)
+        if self._changes is not None:
             self._changes[entry.key] = True
 
     def stop_writing(self, entry: Entry) -> None:
@@ -96,8 +104,10 @@ class Entries:
         self._count -= 1
         if entry.copy_in:
             self._copies -= 1
-        elif self._changes is not None:
-            self._changes[entry.key] = nearest is not None
+        else:
+            self._add_up(entry, -1)
+            if self._changes is not None:
+                self._changes[entry.key] = nearest is not None
         if len(self._order) > 64 and len(self._order) > 2 * self._count:
             self._order = [entry for entry in self._order if entry in self._by_id]
 
@@ -155,6 +165,15 @@ class Entries:
             if copy is not entry:
                 self.pool_of(copy).use(copy, now_s)
 
+    def namespaces(self, most: int) -> tuple[dict[str, NamespaceSum], NamespaceSum]:
+        """Up to `most` of the largest of LOOKED_AT namespaces, and the sum of all others."""
+        some = islice(self._sums.items(), LOOKED_AT)
+        largest = dict(nlargest(most, some, key=lambda each: each[1].nbytes))
+        entries, nbytes = len(self), self._nbytes
+        for each in largest.values():
+            entries, nbytes = entries - each.entries, nbytes - each.nbytes
+        return largest, NamespaceSum(entries, nbytes)
+
     @property
     def being_written(self) -> int:
         """How many keys have an open reservation, those of copies apart."""
@@ -183,6 +202,14 @@ class Entries:
         return found, None
 
     # -- steps ---------------------------------------------------------------------------------
+
+    def _add_up(self, entry: Entry, sign: int) -> None:
+        before, nbytes = self._sums.get(entry.namespace, NamespaceSum()), entry.content.nbytes
+        after = NamespaceSum(before.entries + sign, before.nbytes + sign * nbytes)
+        self._sums[entry.namespace] = after
+        self._nbytes += sign * nbytes
+        if not after.entries:
+            del self._sums[entry.namespace]
 
     def _writing_like(self, entry: Entry) -> dict[Key, Entry]:
         return self._copying if entry.copy_in else self._writing
@@ -218,6 +245,12 @@ class Entries:
         committed = {e.id for e in self._by_id.values() if e.state is EntryState.COMMITTED}
         assert len(committed) == self._count
         assert self._copies == sum(self._by_id[entry].copy_in > 0 for entry in committed)
+        sums: dict[str, list[int]] = {}
+        for entry in map(self._by_id.__getitem__, committed):
+            if not entry.copy_in:
+                sums.setdefault(entry.namespace, []).append(entry.content.nbytes)
+        assert self._sums == {name: (len(sizes), sum(sizes)) for name, sizes in sums.items()}
+        assert self._nbytes == sum(map(sum, sums.values()))
         assert self._order == sorted(self._order)
         assert committed <= set(self._order)
 

@@ -22,6 +22,7 @@ class Evictor:
     def __init__(self, entries: Entries, pins: Pins, board: Board, counters: Counters) -> None:
         self._entries, self._pins = entries, pins
         self._board, self._counters = board, counters
+        self._now_s = 0.0  # as the last caller said: each drains the uses first
 
     def evict(self, entry: Entry, reason: str) -> None:
         """Hide and retire an entry: a whole scan of the pins frees it, unless it is held.
@@ -32,15 +33,17 @@ class Evictor:
         for copy in self._entries.copies_of(entry):
             self.evict(copy, reason)
         if not entry.copy_in:
-            self._counters.evictions[reason] += 1
+            idle_s = max(0.0, self._now_s - entry.used_s)
+            self._counters.of(entry.namespace).evicted(reason, idle_s)
         entry.step(EntryEvent.EVICT)
         self._entries.hide(entry)
         self._board.hide(entry.id, entry.key, entry.copy_in)
         self._entries.pool_of(entry).drop(entry, reason)
         self._pins.retire(entry)
 
-    def drain_uses(self, now_s: float) -> None:
-        """Count the reads without a call, and tell the policies of them."""
+    def drain_uses(self, now_s: float) -> bool:
+        """Count reads without a call, and tell the policies of them. False: some are left."""
+        self._now_s = now_s
         uses = self._board.drain_uses()
         self._counters.hits += uses.hits
         self._counters.bytes_out += uses.nbytes
@@ -54,6 +57,7 @@ class Evictor:
                 self._entries.use(entry, now_s)
         if uses.entries:  # the other reads saved about as much each
             self._counters.saved_s += known_s * uses.hits / len(uses.entries)
+        return uses.is_all
 
     @property
     def is_settled(self) -> bool:

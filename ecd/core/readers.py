@@ -31,18 +31,27 @@ class Readers:
 
     # -- leases --------------------------------------------------------------------------------
 
-    def lease(self, session: SessionId, entry: Entry, now_s: float) -> Leased | LimitReached:
+    def lease(
+        self, session: SessionId, entry: Entry, now_s: float, answer: Answer
+    ) -> Leased | LimitReached:
         limit = self._limits.leases_per_session
         if self.leases.count(session) >= limit:
             return self._counters.refuse("leases", limit)
         self._entries.pool_of(entry).hold(entry)
         self._entries.use(entry, now_s)
-        counters, content = self._counters, entry.content
-        counters.hits += 1
-        counters.bytes_out += content.nbytes
-        counters.saved_s += entry.saves_s
+        counters, content = self._counters.of(entry.namespace), entry.content
+        if answer is Answer.PEER:
+            counters.peer_leases += 1
+        else:
+            counters.hits += 1
+            counters.bytes_out += content.nbytes
+            counters.saved_s += entry.saves_s
         lease, expires_s = self.leases.grant(session, entry, now_s)
         return Leased(lease, entry.key, content, entry.extent, expires_s, entry.id, entry.checksum)
+
+    def count_miss(self, key: Key, answer: Answer) -> None:
+        """Count a lookup or wait of a reader of this node that has ended without an entry."""
+        self._counters.of(key.namespace).misses += answer is not Answer.PEER
 
     def renew(
         self, session: SessionId, leases: Iterable[LeaseId], now_s: float
@@ -70,7 +79,8 @@ class Readers:
         if key in self._expected or self._entries.writing(key) is not None:
             return ()
         given_up = self.waits.take_writer_lost(key)
-        self._counters.misses += len(given_up)
+        for wait in given_up:
+            self.count_miss(key, wait.answer)
         return tuple(Wakeup(wait.session, wait.ticket, Missing()) for wait in given_up)
 
     # -- expected keys -------------------------------------------------------------------------
@@ -97,10 +107,11 @@ class Readers:
         due = self.leases.take_due(now_s, DUE_AT_A_TIME)
         for lease in due:
             self._pins.let_go(lease.entry)
+            self._counters.of(lease.entry.namespace).leases_expired += 1
         overdue = self.waits.take_due(now_s, DUE_AT_A_TIME)
-        self._counters.leases_expired += len(due)
-        self._counters.waits_expired += len(overdue)
-        self._counters.misses += len(overdue)
+        for wait in overdue:
+            self._counters.of(wait.key.namespace).waits_expired += 1
+            self.count_miss(wait.key, wait.answer)
         return (
             [Expired(lease.session, lease.id) for lease in due],
             [Wakeup(wait.session, wait.ticket, Missing()) for wait in overdue],
@@ -118,9 +129,10 @@ class Readers:
         return not self.leases.count(session)
 
     def _woken(self, wait: Wait, entry: Entry, now_s: float) -> Wakeup:
-        is_lease = wait.answer is Answer.LEASE
-        outcome = self.lease(wait.session, entry, now_s) if is_lease else Stored()
-        return Wakeup(wait.session, wait.ticket, outcome)
+        if wait.answer is Answer.PIN:
+            return Wakeup(wait.session, wait.ticket, Stored())
+        leased = self.lease(wait.session, entry, now_s, wait.answer)
+        return Wakeup(wait.session, wait.ticket, leased)
 
     def check(self) -> None:
         """Raise AssertionError unless every entry is held by its leases and pins. O(n)."""

@@ -53,6 +53,7 @@ class Answer(Enum):
 
     LEASE = "lease"
     PIN = "pin"  # `Stored`, without a lease: the reader pins the entry itself
+    PEER = "peer"  # a lease for another node, which counts the hit or the miss of its own reader
 
 
 class WaitFor(Enum):
@@ -95,6 +96,13 @@ class EntryInfo(NamedTuple):
     checksum: int | None
     copy_in: int = 0
     """The number of the entry's pool if that holds copies, which clients look for by it."""
+
+
+class NamespaceSum(NamedTuple):
+    """How many entries a namespace has, copies apart, and how large all of them are."""
+
+    entries: int = 0
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Writers:
         self._entries, self._sessions, self._costs = entries, sessions, costs
         self._evictor, self._board, self._counters = evictor, board, counters
         self._about_to_reserve = 0
+        self._recovering: dict[EntryId, bool] = {}  # whether it is a put that this cache counts
 
     # -- the count on the board ----------------------------------------------------------------
 
@@ -116,13 +117,19 @@ class Writers:
         self._counters.refused["pool_full"] += 1
         return _pool_full(pool, nbytes)
 
-    def recover(self, owner: Session, key: Key, content: Content, extent: Extent) -> Entry | None:
+    def recover(
+        self, owner: Session, key: Key, content: Content, extent: Extent, is_put: bool
+    ) -> Entry | None:
         """Reserve this extent; None if it or the key is taken."""
         pool = self._entries.pool(extent.pool)
         if pool is None or self._entries.writing_in(pool, key) is not None:
             return None
         block = pool.allocator.allocate_at(extent)
-        return None if block is None else self._open(pool, owner, key, content, block, 0.0)
+        if block is None:
+            return None
+        entry = self._open(pool, owner, key, content, block, 0.0)
+        self._recovering[entry.id] = is_put
+        return entry
 
     def find(self, session: SessionId, reservation: EntryId) -> tuple[Session, Entry] | None:
         """An open session and its open reservation."""
@@ -141,8 +148,9 @@ class Writers:
         refetch_s: float = inf,
     ) -> None:
         """Commit a reservation; `refetch_s` as in `Cache.commit`."""
+        is_put = self._recovering.pop(entry.id, True)
         self._take(owner, entry)
-        self._publish(entry, now_s, checksum, refetch_s)
+        self._publish(entry, now_s, checksum, is_put, refetch_s)
 
     def abort(self, owner: Session, entry: Entry) -> None:
         """End an open reservation and free its extent."""
@@ -245,7 +253,12 @@ class Writers:
         return entry
 
     def _publish(
-        self, entry: Entry, now_s: float, checksum: int | None, refetch_s: float = inf
+        self,
+        entry: Entry,
+        now_s: float,
+        checksum: int | None,
+        is_put: bool = True,
+        refetch_s: float = inf,
     ) -> None:
         """Let everybody find the entry."""
         entry.step(EntryEvent.COMMIT)
@@ -257,11 +270,14 @@ class Writers:
         self._entries.pool_of(entry).admit(entry)
         self._board.show(entry.info())
         self._publish_count()
+        counters = self._counters.of(entry.namespace)
         if entry.copy_in:
-            self._counters.copies += 1
+            counters.copies += 1
+        elif is_put:
+            counters.puts += 1
+            counters.bytes_in += entry.content.nbytes
         else:
-            self._counters.puts += 1
-            self._counters.bytes_in += entry.content.nbytes
+            counters.recovered += 1
 
     def _price(self, entry: Entry, refetch_s: float) -> None:
         """Set what the entry costs, by the fit; less if it is cheaper to fetch again."""
@@ -275,7 +291,8 @@ class Writers:
     def _stop_writing(self, entry: Entry) -> None:
         self._entries.stop_writing(entry)
         self._publish_count()
-        self._counters.aborts += not entry.copy_in
+        is_given_up = not entry.copy_in and self._recovering.pop(entry.id, True)
+        self._counters.of(entry.namespace).aborts += is_given_up
 
     def _take(self, owner: Session, entry: Entry) -> None:
         """Take a reservation off the books."""

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ecd.core.board import Uses
 from ecd.core.types import Content, Extent, Key
 from ecd.memory.session_page import SessionPage, described_by
+from ecd.memory.use_counters import uncounted
 from ecd.wire import InvalidRequest, check_content, check_key
 from ecd_proto.shm.files import (
     GRANULE_BYTES,
@@ -34,6 +36,7 @@ from ecd_proto.shm.files import (
     is_any_session_locked,
 )
 from ecd_proto.shm.index import (
+    FIRST_COUNTED_WORD,
     GENERATION_WORD,
     INDEX_HEADER_BYTES,
     MAILBOXES_AT,
@@ -58,6 +61,7 @@ from ecd_proto.shm.session_page import (
     GRANTED_POOL,
     MAILBOX_BYTES,
     PAGE_BYTES,
+    USE_COUNTERS,
 )
 
 logger = logging.getLogger(__name__)
@@ -136,6 +140,22 @@ class Leftovers:
             else:
                 apart.append(each)
         return apart, doubtful
+
+    def uses(self) -> Uses:
+        """What clients of the last daemon read and counted in their pages, and it did not count."""
+        _, index = self.generations[0]
+        header = _header(index)
+        told = header[FIRST_COUNTED_WORD : FIRST_COUNTED_WORD + len(USE_COUNTERS)]
+        said: list[list[int]] = []
+        path = index.with_suffix(PUTS_SUFFIX)
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as pages:
+            for _ in range(header[PAGES_WORD]):
+                page = pages.read(PAGE_BYTES)
+                if len(page) < PAGE_BYTES:
+                    break
+                words = memoryview(page).cast("Q")
+                said.append([words[word] for word in USE_COUNTERS])
+        return uncounted(said, told)
 
     def remove(self) -> None:
         """Remove the files: from now on this generation's index describes the whole pool."""

@@ -19,6 +19,7 @@ from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.memory.leftovers import LeftoverEntry, Leftovers
 from ecd.memory.shared_index import SharedIndex
+from ecd_proto.contract import count_text
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Recovery:
         found, self._dropped = leftovers.entries()
         reserved: list[tuple[EntryId, LeftoverEntry]] = []
         for each in found:
-            entry = live.recover(session, each.key, each.content, each.extent)
+            entry = live.recover(session, each.key, each.content, each.extent, each.put)
             if entry is None:
                 self._dropped += 1
             else:
@@ -57,11 +58,12 @@ class Recovery:
         self._is_over = False
         index.note_unseen(len(self._unseen))
         index.note_taken()
+        index.count_earlier(leftovers.uses())
 
     async def run(self) -> None:
         """Verify whatever no client asks for, and remove the leftovers."""
         started_s = time.monotonic()
-        logger.info("%d entries of the last daemon are to be verified", len(self._unseen))
+        logger.info("%s of the last daemon to verify", count_text(len(self._unseen), "entry"))
         await self.settle(None)
         self._leftovers.remove()
         self._live.leave_session(self._session)
@@ -69,8 +71,8 @@ class Recovery:
         self._is_over = True
         await self._checksums.note_all(self._unhashed)
         logger.info(
-            "took over %d entries of the last daemon, dropped %d in doubt, in %.1f s",
-            *(self._kept, self._dropped, time.monotonic() - started_s),
+            "took over %s of the last daemon, dropped %d in doubt, in %.1f s",
+            *(count_text(self._kept, "entry"), self._dropped, time.monotonic() - started_s),
         )
 
     async def settle(self, keys: Sequence[Key] | None) -> None:

@@ -23,6 +23,7 @@ from ecd_proto.shm.barriers import STORES_IN_ORDER, barrier
 from ecd_proto.shm.files import GRANULE_BYTES, INDEX_SUFFIX, PINS_SUFFIX
 from ecd_proto.shm.index import (
     BUCKET_BYTES,
+    FIRST_COUNTED_WORD,
     GENERATION_WORD,
     INDEX_HEADER_BYTES,
     MAILBOXES_AT,
@@ -48,7 +49,7 @@ from ecd_proto.shm.rows import (
     key_record,
     pack_row,
 )
-from ecd_proto.shm.session_page import MAILBOX_BYTES, PAGE_BYTES
+from ecd_proto.shm.session_page import MAILBOX_BYTES, PAGE_BYTES, USE_COUNTERS
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,8 @@ class SharedIndex:
         self._free_rows: list[int] = []
         self._rows_with_memory = 0
         pin_words = self._pins.view(0, self._pins.nbytes).cast("Q")
-        self._uses = UseCounters(pin_words, sessions)
+        told = self._header[FIRST_COUNTED_WORD : FIRST_COUNTED_WORD + len(USE_COUNTERS)]
+        self._uses = UseCounters(pin_words, sessions, told)
         self._claims = Claims(pin_words, self._mailboxes.cast("Q"), sessions)
         self._pages: dict[SessionId, SessionPage] = {}
         self._sessions: dict[int, SessionId] = {}  # by page
@@ -215,6 +217,10 @@ class SharedIndex:
 
     def drain_uses(self) -> Uses:
         return self._uses.take(self._header[PAGES_WORD], self._page_at)
+
+    def count_earlier(self, uses: Uses) -> None:
+        """Count, with the next drain, what an earlier incarnation's clients read uncounted."""
+        self._uses.add(uses)
 
     def _page_at(self, number: int) -> SessionPage | None:
         session = self._sessions.get(number)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from ecd.core.board import Uses
-from ecd.memory.session_page import SessionPage
+from ecd.memory.session_page import MAX_GROWTH, SessionPage
 from ecd_proto.shm.session_page import PAGE_WORDS, USE_COUNTERS
 
 MAX_USES = 1024
@@ -15,13 +15,34 @@ MAX_USES = 1024
 MAX_USED_PAGES = 128
 """Pages whose uses are taken at a time: each takes some 5 us."""
 _NONE = (0, 0, 0, 0)
+_WORD = 1 << 64
+
+
+def uncounted(said: Iterable[Sequence[int]], told: Sequence[int]) -> Uses:
+    """The uses that a daemon that has ended had not counted.
+
+    `said` is what its pages say, `told` what its index says of that, both in the order of
+    USE_COUNTERS. None where they contradict each other: a client may have written anything.
+    """
+    if 0 in told:
+        return Uses()
+    sums = map(sum, zip(_NONE, *said, strict=True))
+    hits, nbytes, misses, duplicates = (
+        (total - one_more + 1) % _WORD for total, one_more in zip(sums, told, strict=True)
+    )
+    if max(hits, nbytes, misses, duplicates) > MAX_GROWTH:
+        return Uses()
+    return Uses((), hits, nbytes, misses, duplicates)
 
 
 class UseCounters:
     """The counters in all pages, as last read."""
 
-    def __init__(self, pages: memoryview, sessions: int) -> None:
-        """`pages` are the words of all sessions' pages."""
+    def __init__(self, pages: memoryview, sessions: int, told: memoryview) -> None:
+        """`pages` are the words of all sessions' pages, `told` those of FIRST_COUNTED_WORD."""
+        self._told = told
+        for word in range(len(told)):
+            told[word] = 1
         self._counters = [pages[word::PAGE_WORDS] for word in USE_COUNTERS]
         self._last = [_NONE] * sessions
         self._left: deque[Uses] = deque()  # of pages that were forgotten since
@@ -33,31 +54,50 @@ class UseCounters:
         changed = [page for page in range(used) if counted[page] != self._last[page]]
         turn = bisect_left(changed, self._next)
         taken: list[Uses] = []
-        known = 0
+        known = done = 0
         while self._left and known < MAX_USES:
             taken.append(self._left.popleft())
             known += len(taken[-1].entries)
         for number in (changed[turn:] + changed[:turn])[:MAX_USED_PAGES]:
-            self._last[number] = counted[number]
-            page = page_at(number)
-            if page is None:
-                continue
-            taken.append(page.drain_uses(counted[number]))
-            known += len(taken[-1].entries)
-            self._next = number + 1
             if known >= MAX_USES:
                 break
-        return Uses(
+            self._last[number] = counted[number]
+            self._next = number + 1
+            page = page_at(number)
+            if page is not None:
+                taken.append(page.drain_uses(counted[number]))
+                known += len(taken[-1].entries)
+            done += 1
+        total = Uses(
             tuple(entry for uses in taken for entry in uses.entries),
             sum(uses.hits for uses in taken),
             sum(uses.nbytes for uses in taken),
             sum(uses.misses for uses in taken),
             sum(uses.duplicates for uses in taken),
+            done == len(changed) and not self._left,
         )
+        self._tell(_numbers(total))
+        return total
 
     def forget(self, page: SessionPage) -> None:
         """Keep the last uses of a page, which is cleared next, for `take`."""
         number = page.number
-        first, second, third, fourth = (words[number] for words in self._counters)
+        first, second, third, fourth = said = [words[number] for words in self._counters]
         self._left.append(page.drain_uses((first, second, third, fourth)))
         self._last[number] = _NONE
+        self._tell(said, sign=-1)
+
+    def add(self, uses: Uses) -> None:
+        """Count uses of an earlier incarnation's pages with the next `take`."""
+        self._left.append(uses)
+        self._tell(_numbers(uses), sign=-1)
+
+    def _tell(self, numbers: Sequence[int], sign: int = 1) -> None:
+        """Tell the next daemon how much more, or less, of the pages has been counted."""
+        for word, number in enumerate(numbers):
+            self._told[word] = (self._told[word] + sign * number) % _WORD
+
+
+def _numbers(uses: Uses) -> tuple[int, int, int, int]:
+    """The uses in the order of USE_COUNTERS."""
+    return uses.hits, uses.nbytes, uses.misses, uses.duplicates

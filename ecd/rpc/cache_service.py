@@ -259,8 +259,7 @@ class CacheService(pb_grpc.CacheServicer):
         return reply
 
     async def Status(self, request: pb.StatusRequest, context: Ctx) -> pb.StatusReply:
-        await self._live.begin()
-        self._live.scan()
+        await self._live.count_uses(await self._live.begin())
         return self._monitor.status()
 
     async def Offer(self, request: pb.OfferRequest, context: Ctx) -> pb.OfferReply:

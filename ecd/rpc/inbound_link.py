@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from ecd.background import Background
 from ecd.core.outcomes import Leased, LimitReached, Waiting, Wakeup
-from ecd.core.types import Extent, Key, LeaseId, SessionId, Ticket, WaitFor
+from ecd.core.types import Answer, Extent, Key, LeaseId, SessionId, Ticket, WaitFor
 from ecd.live import LiveCache
 from ecd.turns import Pace
 from ecd.wire import (
@@ -181,7 +181,7 @@ class InboundLink:
                     continue
                 wait_for, wait_s = WaitFor.ANY, min(wait_s, MAKING_S)
             wait_s = min(wait_s, MAX_WAIT_S)
-            outcome = self._live.acquire(self.session, key, wait_s, wait_for)
+            outcome = self._live.acquire(self.session, key, wait_s, wait_for, Answer.PEER)
             if isinstance(outcome, Waiting):
                 self._waits[outcome.ticket] = asked
                 if wait_for is WaitFor.ANY:

@@ -34,7 +34,8 @@ class OwnedSocket:
         self._bound_name = f"{self.path.name}~"
         with contextlib.ExitStack() as opened:
             try:
-                self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):  # no deeper: a typo is no new place
+                    self.path.parent.mkdir(mode=0o755)
                 self._place_fd = open_place(self.path.parent)
                 opened.callback(os.close, self._place_fd)
                 owners = frozenset({os.geteuid()})

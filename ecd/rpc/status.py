@@ -15,6 +15,8 @@ from ecd.rpc.sessions import SessionStreams
 from ecd_proto.contract import CONTRACT_VERSION, POPULATING
 from ecd_proto.v1 import cache_pb2 as pb
 
+MAX_NAMESPACES = 50
+"""Namespaces of which status and metrics tell apart, as each is a time series."""
 State = pb.StatusReply.State
 
 
@@ -80,6 +82,7 @@ class Status:
 
     def read(self) -> pb.StatusReply:
         cache = self._cache
+        named, others = cache.namespaces(MAX_NAMESPACES)
         return pb.StatusReply(
             incarnation=self._identity.incarnation,
             name=self._identity.name,
@@ -99,7 +102,10 @@ class Status:
             waits=cache.waits,
             waiting_for_dma=self._streams.waiting_for_dma,
             pinning=0 if self._index is None else self._index.pinning_sessions,
-            counters=pb.Counters(**vars(cache.counters)),
+            counters=pb.Counters(**cache.counters.figures()),
+            bench=pb.Counters(**cache.bench.figures()),
+            namespaces=[pb.NamespaceStatus(namespace=n, **s._asdict()) for n, s in named.items()],
+            other_namespaces=pb.NamespaceStatus(**others._asdict()),
         )
 
     def _read_pool(self, pool: Pool) -> pb.PoolStatus:

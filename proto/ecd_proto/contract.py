@@ -34,6 +34,9 @@ MAX_METADATA_BYTES = 4096
 MAX_NAMESPACE_BYTES = 1024
 MAX_MM_HASH_BYTES = 1024
 MAX_DIMENSIONS = 16
+BENCH_NAMESPACE = "ecd-cli bench "
+"""How the namespaces of `ecd-cli bench` begin: what is done there is no user's traffic, so the
+client does not count its reads, and the daemon counts the rest apart."""
 MAX_BATCH = 1024
 """Items in one batch call."""
 MAX_PAGE = 1000
@@ -87,6 +90,17 @@ def size_text(nbytes: float) -> str:
         nbytes /= 1024
         units.pop(0)
     return f"{nbytes:.1f}".removesuffix(".0") + f" {units[0]}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """A number of things for people: 1 entry, 2,000 entries."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
+def as_address(text: str) -> str:
+    """A socket's address; a plain path is one, too."""
+    return f"unix://{text}" if text.startswith("/") else text
 
 
 def proof(token: str, *said: str) -> str:

@@ -54,6 +54,9 @@ def test_every_entry_arrives_as_it_left_and_is_local_from_then_on(
             assert torch.equal(raw(item.tensor), raw(tensor)), key
             assert (item.metadata, item.cost_s) == (key.encode(), 0.5)
     assert fetched(b) == len(tensors)
+    holds, asks = a.status().counters, b.status().counters
+    assert (holds.hits, holds.saved_s, holds.peer_leases) == (0, 0.0, len(tensors))
+    assert (asks.hits, asks.saved_s, asks.peer_leases) == (len(tensors), 0.5 * len(tensors), 0)
     a.terminate()
     for key, tensor in tensors.items():
         with there.get(key) as item:

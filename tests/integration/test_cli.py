@@ -24,6 +24,7 @@ from ecd_client.cli import render
 from ecd_client.cli.context import out
 from ecd_client.cli.top import Top
 from ecd_client.errors import EntryTooLarge
+from ecd_proto.shm.files import IN_MEMORY, filesystem
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon
 
@@ -103,6 +104,8 @@ def test_namespaces_are_summed_up_and_one_can_be_dropped(daemon: Daemon, client:
         "model|version-2": (1, 400),
     }
     assert "version-1" in cli(daemon, "namespaces").stdout
+    assert "version-1" in cli(daemon, "ls", "--by", "namespace").stdout
+    assert cli(daemon, "ls", "--by", "namespace", "--prefix", "x").returncode == 2
     cli(daemon, "evict", "--namespace", "model|version-1", "--yes")
     assert [row["namespace"] for row in as_json(daemon, "namespaces")] == ["model|version-2"]
 
@@ -176,7 +179,7 @@ def test_ls_finds_and_sorts_and_keeps_keys_whole_in_a_pipe(daemon: Daemon) -> No
     shown = on_a_terminal(daemon, "ls")
     assert f"{other[:9]}..{other[-9:]}" in shown
     assert other not in shown
-    assert other in on_a_terminal(daemon, "ls", "--no-trunc")
+    assert other in on_a_terminal(daemon, "ls", "--wide")
 
 
 def test_evict_says_what_goes_and_asks_before_more_than_one(daemon: Daemon) -> None:
@@ -242,6 +245,34 @@ def test_files_that_are_not_what_they_should_be(daemon: Daemon, tmp_path: Path) 
     assert daemon.status().leases == 0
 
 
+def test_the_address_may_stand_anywhere_and_be_a_path(daemon: Daemon) -> None:
+    path = daemon.address.removeprefix("unix://")
+    program = [sys.executable, "-m", "ecd_client.cli.main"]
+    for arguments in (["status", "--address", path], ["ls", f"--address={path}", "--limit", "1"]):
+        done = subprocess.run([*program, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["evict", "--json"], 2, "say which"),
+        (["nonsense", "--json"], 2, "No such command"),
+        (["--json", "evict", "k", "--yes"], 1, "no entry 'k' in any namespace"),
+        (["status", "--json", "--address", "/nowhere/s"], 3, "there is no /nowhere/s"),
+        (["put", "k", __file__, "--json"], 1, "is not a safetensors file"),
+    ],
+)
+def test_a_program_reads_errors_as_json(
+    daemon: Daemon, arguments: list[str], code: int, says: str
+) -> None:
+    done = cli(daemon, *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    error = json.loads(done.stderr)
+    assert error["exit_code"] == code
+    assert says in error["error"]
+
+
 def test_no_daemon_is_exit_code_3(make_daemon: Callable[..., Daemon]) -> None:
     daemon = make_daemon()
     for arguments in (["status"], ["ls"], ["evict", "k"], ["get", "k", "-o", "/dev/null"]):
@@ -291,6 +322,18 @@ def test_doctor_says_that_there_is_no_daemon(tmp_path: Path) -> None:
     daemon.close()
 
 
+def test_status_and_doctor_say_the_same_of_a_daemon_that_stands_still(daemon: Daemon) -> None:
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        _, found = findings(daemon)
+        done = cli(daemon, "status")
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    assert (found["daemon"]["state"], found["socket"]["state"]) == ("fix", "ok")
+    assert found["daemon"]["found"] in done.stderr
+    assert "doctor" not in found["daemon"]["found"]
+
+
 def test_doctor_says_that_a_user_may_not_connect(daemon: Daemon) -> None:
     os.chown(daemon.address.removeprefix("unix://"), 12345, 12345)
     weak = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
@@ -298,6 +341,11 @@ def test_doctor_says_that_a_user_may_not_connect(daemon: Daemon) -> None:
     assert code == 1
     assert "does not let this user in" in found["socket"]["found"]
     assert "group" in found["socket"]["advice"]
+    assert "daemon" not in found, "one cause, one finding"
+    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "status"]
+    done = subprocess.run([*weak, *command], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert f"{found['socket']['found']}; {found['socket']['advice']}" in done.stderr
 
 
 @pytest.mark.parametrize("program", ["ecd", "ecd-cli"])
@@ -330,8 +378,24 @@ def test_doctor_says_that_the_pool_is_too_small(daemon: Daemon) -> None:
     with Client(daemon.address) as client, pytest.raises(EntryTooLarge):
         client.put_bytes("k", bytes(100 << 20), "uint8", (100 << 20,))
     code, found = findings(daemon)
-    assert code == 1
-    assert found["pool"]["advice"] == "raise ECD_HOST_POOL_BYTES"
+    assert code == 0, "it may be long ago"
+    assert "1 put larger than all of it, in " in found["pool"]["found"]
+    assert found["pool"]["advice"] == "raise ECD_HOST_POOL_BYTES if that goes on"
+
+
+def test_doctor_and_serve_say_that_a_disk_is_no_memory(tmp_path: Path) -> None:
+    kind = filesystem(tmp_path)
+    if kind in ("", *IN_MEMORY):
+        pytest.skip("no disk here")
+    _, found = findings(Daemon(tmp_path), ("env", f"ECD_SHM_DIR={tmp_path}"))
+    said = found["shared memory"]
+    assert (said["state"], said["found"]) == ("look", f"{tmp_path} is no memory but {kind}")
+    daemon = Daemon(tmp_path, "16MiB", ECD_SHM_DIR=str(tmp_path))
+    try:
+        daemon.start()
+        assert f"shm_dir {tmp_path} is no memory but {kind}" in daemon.text()
+    finally:
+        daemon.close()
 
 
 def test_doctor_says_which_nodes_and_directory_are_away(tmp_path: Path) -> None:
@@ -363,7 +427,10 @@ def test_bench_measures_and_leaves_everything_as_it_was(daemon: Daemon) -> None:
         assert all(row["put_us"] > row["contains_us"] > 0 for row in rows)
         assert client.contains(["k"]) == [True]
     assert daemon.status().entries == 1
-    assert "as it was put in" in cli(daemon, "bench", "--rounds", "1").stdout
+    done = cli(daemon, "bench", "--rounds", "1")
+    assert "as it was put in" in done.stdout
+    assert "Not measured for lack of room: 8 MiB, 32 MiB. The largest free piece" in done.stderr
+    assert "40 puts by ecd-cli bench" in cli(daemon, "status").stdout.replace("\n", " ")
 
 
 def test_bench_says_that_there_is_no_room(daemon: Daemon) -> None:

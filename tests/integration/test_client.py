@@ -469,35 +469,29 @@ def test_what_an_ended_session_had_mapped_goes_without_the_collector(daemon: Dae
         gc.enable()
 
 
-USES = """
-import os, signal, sys
-from ecd_client import Client
-
-with Client(sys.argv[1]) as client:
-    for number in range(8):
-        with client.get(f"k{number}") as item:
-            assert item.nbytes == 5000
-    for number in range(5):
-        assert client.get(f"missing {number}") is None
-    assert not client.put_bytes("k0", b"x", "uint8", (1,))
-    if sys.argv[2] == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
+def test_mistakes_are_named(client: Client) -> None:
+    for mistake, says in (
+        (lambda: client.put("k", [1, 2]), "a list is no tensor"),
+        (lambda: client.put_async("k", None), "a NoneType is no tensor"),
+        (lambda: client.get(None), "a key is a string, not None"),
+        (lambda: client.get(b"k", 1.0), "a key is a string, not b'k'"),
+        (lambda: client.contains("abc"), r"contains\(\['abc'\]\)"),
+        (lambda: client.contains([None]), "a list of strings"),
+        (lambda: client.get_async([7]), "a key is a string, not 7"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            mistake()
 
 
-def test_the_counters_tell_all_that_clients_did(daemon: Daemon) -> None:
-    """However soon after it a session ends, and in whichever way."""
-    with Client(daemon.address) as client:
-        for number in range(8):
-            assert client.put_bytes(f"k{number}", bytes(5000), "uint8", (5000,))
-    for end in ("closed", "killed", "closed"):
-        command = [sys.executable, "-c", USES, daemon.address, end]
-        assert subprocess.run(command, timeout=30).returncode == (-9 if end == "killed" else 0)
-    eventually(lambda: daemon.status().sessions == 0)
-    eventually(lambda: daemon.status().counters.hits == 24, 2.0)
-    counters = daemon.status().counters
-    assert (counters.puts, counters.misses, counters.duplicates) == (8, 15, 3)
-    assert counters.bytes_out == 24 * 5000
+def test_clients_and_items_say_what_they_are(client: Client) -> None:
+    client.put("k", torch.ones(3, 4))
+    item = client.get("k")
+    assert repr(item) == "<Item 'k', float32 3x4, 48 bytes, open>"
+    item.close()
+    assert repr(item) == "<Item 'k', float32 3x4, 48 bytes, closed>"
+    assert repr(client) == f"<Client of {client.address}, namespace 'default', connected>"
+    client.close()
+    assert repr(client).endswith("not connected>")
 
 
 LEFT_TO_THE_COLLECTOR = """

@@ -104,6 +104,7 @@ def test_too_little_shared_memory_says_what_to_do(tmp_path: Path) -> None:
         (["--metrics-address", "203.0.113.1:9"], {}, 1, "ECD_METRICS_ADDRESS"),
         (["--address", "tcp://0.0.0.0:1"], {}, 1, "unix:///path/to/socket"),
         (["--address", "unix:///proc/nope/s"], {}, 1, "cannot listen"),
+        (["--address", "/dev/shm/ecd-mistaken/no/s"], {}, 1, "/dev/shm/ecd-mistaken/no. ECD_ADDR"),
         (["--address", "unix:///" + "x" * 200], {}, 1, "at most 106 bytes"),
         (["--shm-dir", "/nowhere"], {}, 1, "/dev/shm is the usual one"),
         (["--group", "nobodys-group"], {}, 1, "no such group"),

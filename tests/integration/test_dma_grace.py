@@ -276,7 +276,7 @@ def test_no_byte_is_wrong_after_a_restart(make_daemon: MakeDaemon, has_rule: boo
     assert (took_s >= DMA_BLIND_GRACE_S) == ("may still write to the pool" in daemon.text())
     assert (took_s >= DMA_BLIND_GRACE_S) == (wrong == 0) == has_rule
     assert took_s < DMA_BLIND_GRACE_S + 10.0
-    assert "took over 1 entries" in daemon.text()
+    assert "took over 1 entry" in daemon.text()
 
 
 def test_a_restart_waits_for_no_device_that_is_idle(daemon: Daemon) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ecd.core.board import Uses
 from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import CHUNK_ROWS, SharedIndex
+from ecd.memory.use_counters import uncounted
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.index import AskDaemon, IndexReader, OnMiss
 from ecd_proto.v1 import cache_pb2 as pb
@@ -123,3 +125,12 @@ def test_a_chain_that_never_ends_is_given_up(shown: SharedIndex, seen: IndexRead
     with pytest.raises(AskDaemon):
         seen.contains("n", ["b"])
     assert seen.contains("n", ["a"]) == [True]
+
+
+def test_what_a_dead_daemon_had_not_counted_is_the_difference() -> None:
+    pages, told = [(5, 900, 1, 0), (2, 100, 0, 1)], (1 + 4, 1 + 600, 1 + 1, 1)
+    assert uncounted(pages, told) == Uses((), 3, 400, 0, 1)
+    assert uncounted([(0, 50, 0, 0)], (1, 1 - 50 + (1 << 64), 1, 1)) == Uses((), 0, 100, 0, 0)
+    assert uncounted([*pages, (1 << 63, 0, 0, 0)], told) == Uses(), "a page that lies"
+    assert uncounted(pages, (1 + 8, 1, 1, 1)) == Uses(), "more was counted than is said"
+    assert uncounted(pages, (0, 0, 0, 0)) == Uses(), "a daemon that did not say"

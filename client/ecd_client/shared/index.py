@@ -87,6 +87,8 @@ class IndexReader:
     def __init__(self, board: MappedBoard) -> None:
         index, shape = board.index, board.shape
         self.claims = ClaimReader(board)
+        self.counts = True
+        """Whether reads are counted, for statistics and eviction."""
         self._shape = shape
         self._header = index.view(0, INDEX_HEADER_BYTES).cast("Q")
         buckets = index.view(shape.buckets_at, shape.buckets * BUCKET_BYTES)
@@ -140,6 +142,7 @@ class IndexReader:
         `is_use`: count it, for statistics and eviction. Raises AskDaemon.
         """
         record = self.record(namespace, mm_hash)
+        is_use = is_use and self.counts
         for _ in range(TRIES):
             found = None if record is None else self._find(record)
             if found is None:
@@ -241,8 +244,9 @@ class IndexReader:
     # -- steps ---------------------------------------------------------------------------------
 
     def _count(self, word: int) -> None:
-        with self._lock:
-            self._words[word] += 1
+        if self.counts:
+            with self._lock:
+                self._words[word] += 1
 
     def _find(self, record: bytes) -> tuple[int, bytes] | None:
         """The place of the key's row, and its bytes. None: it has no row, and is not stored.

@@ -27,6 +27,7 @@ DMA also sets a word of its page (`session_page.DMA_WORD`).
 from __future__ import annotations
 
 import fcntl
+import os
 import struct
 from hashlib import blake2b
 from pathlib import Path
@@ -48,10 +49,23 @@ SUFFIXES = (
 KEY_LOCKS = 1 << 62
 """The first of the bytes that stand for keys in the file of locks: far beyond its end."""
 
+IN_MEMORY = "tmpfs", "ramfs"
+"""Filesystems whose files lie in memory."""
 GRANULE_BYTES = 4096
 """Extents start and end on multiples of a granule: a page, so that no two share one."""
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, len, pid
+
+
+def filesystem(place: str | Path) -> str:
+    """The type of the filesystem of a file or directory, such as tmpfs; "" if nothing tells."""
+    try:
+        device = Path(place).stat().st_dev
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return next((m.partition(" - ")[2].split()[0] for m in mounts if m.split()[2] == number), "")
 
 
 def pool_dir(shm_dir: str, name: str) -> Path:

@@ -1372,6 +1372,9 @@ class StatusReply(google.protobuf.message.Message):
     PINNING_FIELD_NUMBER: builtins.int
     EVENTS_FIELD_NUMBER: builtins.int
     EVENTS_REPLAY_FIELD_NUMBER: builtins.int
+    BENCH_FIELD_NUMBER: builtins.int
+    NAMESPACES_FIELD_NUMBER: builtins.int
+    OTHER_NAMESPACES_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     name: builtins.str
     version: builtins.str
@@ -1399,6 +1402,18 @@ class StatusReply(google.protobuf.message.Message):
     def counters(self) -> global___Counters: ...
     @property
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolStatus]: ...
+    @property
+    def bench(self) -> global___Counters:
+        """what `ecd-cli bench` did, which `counters` leave out"""
+
+    @property
+    def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamespaceStatus]:
+        """some of the largest, the largest first"""
+
+    @property
+    def other_namespaces(self) -> global___NamespaceStatus:
+        """the sum of the rest; it has no name"""
+
     def __init__(
         self,
         *,
@@ -1421,11 +1436,35 @@ class StatusReply(google.protobuf.message.Message):
         pinning: builtins.int = ...,
         events: builtins.str = ...,
         events_replay: builtins.str = ...,
+        bench: global___Counters | None = ...,
+        namespaces: collections.abc.Iterable[global___NamespaceStatus] | None = ...,
+        other_namespaces: global___NamespaceStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "counters", b"counters", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "node", b"node", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["bench", b"bench", "counters", b"counters", "other_namespaces", b"other_namespaces"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bench", b"bench", "contract_version", b"contract_version", "counters", b"counters", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "namespaces", b"namespaces", "node", b"node", "other_namespaces", b"other_namespaces", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
 
 global___StatusReply = StatusReply
+
+@typing.final
+class NamespaceStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    entries: builtins.int
+    nbytes: builtins.int
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        entries: builtins.int = ...,
+        nbytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "namespace", b"namespace", "nbytes", b"nbytes"]) -> None: ...
+
+global___NamespaceStatus = NamespaceStatus
 
 @typing.final
 class PoolStatus(google.protobuf.message.Message):
@@ -1548,6 +1587,10 @@ class Counters(google.protobuf.message.Message):
     REFUSED_FIELD_NUMBER: builtins.int
     SAVED_S_FIELD_NUMBER: builtins.int
     COPIES_FIELD_NUMBER: builtins.int
+    RECOVERED_FIELD_NUMBER: builtins.int
+    PEER_LEASES_FIELD_NUMBER: builtins.int
+    IDLE_EVICTIONS_FIELD_NUMBER: builtins.int
+    IDLE_EVICTIONS_S_FIELD_NUMBER: builtins.int
     COSTS_FORGOTTEN_FIELD_NUMBER: builtins.int
     hits: builtins.int
     misses: builtins.int
@@ -1562,6 +1605,14 @@ class Counters(google.protobuf.message.Message):
     """what the hits had cost to encode"""
     copies: builtins.int
     """made in device pools"""
+    recovered: builtins.int
+    """entries taken over from an earlier incarnation"""
+    peer_leases: builtins.int
+    """for other nodes, whose readers have the hits"""
+    idle_evictions_s: builtins.float
+    """1 min, 10 min, 1 h, 6 h, 1 d, and longer
+    the sum of that
+    """
     costs_forgotten: builtins.int
     """of a namespace and modality: there are too many"""
     @property
@@ -1571,6 +1622,10 @@ class Counters(google.protobuf.message.Message):
     @property
     def refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by cause"""
+
+    @property
+    def idle_evictions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """for room, by how long the entry was not used: up to 1 s, 10 s,"""
 
     def __init__(
         self,
@@ -1588,9 +1643,13 @@ class Counters(google.protobuf.message.Message):
         refused: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         saved_s: builtins.float = ...,
         copies: builtins.int = ...,
+        recovered: builtins.int = ...,
+        peer_leases: builtins.int = ...,
+        idle_evictions: collections.abc.Iterable[builtins.int] | None = ...,
+        idle_evictions_s: builtins.float = ...,
         costs_forgotten: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "copies", b"copies", "costs_forgotten", b"costs_forgotten", "duplicates", b"duplicates", "evictions", b"evictions", "hits", b"hits", "leases_expired", b"leases_expired", "misses", b"misses", "puts", b"puts", "refused", b"refused", "saved_s", b"saved_s", "waits_expired", b"waits_expired"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "copies", b"copies", "costs_forgotten", b"costs_forgotten", "duplicates", b"duplicates", "evictions", b"evictions", "hits", b"hits", "idle_evictions", b"idle_evictions", "idle_evictions_s", b"idle_evictions_s", "leases_expired", b"leases_expired", "misses", b"misses", "peer_leases", b"peer_leases", "puts", b"puts", "recovered", b"recovered", "refused", b"refused", "saved_s", b"saved_s", "waits_expired", b"waits_expired"]) -> None: ...
 
 global___Counters = Counters
 

@@ -1,0 +1,249 @@
+"""Counters never lie: what clients did is what status and metrics say, to the entry."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from ecd_client import Client, DaemonUnavailable
+from ecd_client.cli import render
+from support.daemon import Daemon, eventually
+
+MakeDaemon = Callable[..., Daemon]
+NBYTES = 5000
+
+CLIENT = """
+import json, os, random, signal, sys
+from collections import Counter
+from ecd_client import Client
+from ecd_client.shared import board
+
+address, seed, way, end = sys.argv[1:]
+if way == "by calls":
+    board.join_barriers = lambda: False
+chance, did, own = random.Random(seed), Counter(), 0
+with Client(address) as client:
+    for _ in range(300):
+        act = chance.choice(["put", "put again", "get", "get none", "wait"])
+        if act.startswith("put"):
+            own += act == "put"
+            key = f"{seed}-{max(1, own)}"
+            stored = client.put_bytes(key, bytes(5000), "uint8", (5000,))
+            did["puts" if stored else "duplicates"] += 1
+        else:
+            key = f"k{chance.randrange(8)}" if act == "get" else f"none {seed}"
+            item = client.get(key, timeout=0.001 if act == "wait" else 0.0)
+            did["misses" if item is None else "hits"] += 1
+            if item is not None and chance.random() < 0.9:
+                item.close()
+    print(json.dumps(did), flush=True)
+    if end == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end == "lost":
+        client._connection.session().abandon()
+"""
+
+
+def told(daemon: Daemon) -> Counter[str]:
+    """What status says; metrics say the same."""
+    status, lines = daemon.status(), daemon.metrics().splitlines()
+    metrics = dict(line.rsplit(" ", 1) for line in lines if line.startswith("ecd_"))
+    counters = {
+        name: getattr(status.counters, name)
+        for name in ("hits", "misses", "puts", "duplicates", "recovered", "bytes_in", "bytes_out")
+    } | {f"bench_{name}": getattr(status.bench, name) for name in ("hits", "puts", "misses")}
+    for name, value in counters.items():
+        is_bench = name.startswith("bench_")
+        sample = f'bench_total{{event="{name[6:]}"}}' if is_bench else f"{name}_total"
+        assert float(metrics[f"ecd_{sample}"]) == value, name
+    evicted = sum(sum(each.evictions.values()) for each in (status.counters, status.bench))
+    stored = sum(each.puts + each.recovered for each in (status.counters, status.bench))
+    assert stored - evicted == status.entries
+    return Counter(counters)
+
+
+def sums(did: Counter[str]) -> Counter[str]:
+    return did + Counter(bytes_in=NBYTES * did["puts"], bytes_out=NBYTES * did["hits"])
+
+
+def put(client: Client, *keys: str) -> int:
+    """How many are new."""
+    return sum(client.put_bytes(key, bytes(NBYTES), "uint8", (NBYTES,)) for key in keys)
+
+
+@pytest.fixture
+def lasting(make_daemon: MakeDaemon) -> Iterator[Daemon]:
+    """A daemon whose pool the next start takes over, with eight entries."""
+    daemon = make_daemon(ECD_WARM_RESTART="true").start()
+    with Client(daemon.address) as client:
+        assert put(client, *(f"k{number}" for number in range(8))) == 8
+    return daemon
+
+
+@pytest.mark.parametrize("way", ["in memory", "by calls"])
+def test_sessions_that_end_in_any_way_are_counted_whole(lasting: Daemon, way: str) -> None:
+    """No wait: the first status after a session's end has all of it."""
+
+    def work(seed: int, end: str) -> Counter[str]:
+        command = [sys.executable, "-c", CLIENT, lasting.address, f"s{seed}", way, end]
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60)
+        assert done.returncode == (-9 if end == "killed" else 0)
+        return Counter(json.loads(done.stdout))
+
+    did = Counter(puts=8)
+    with ThreadPoolExecutor() as side:
+        for each in side.map(work, range(3), ("closed", "killed", "lost")):
+            assert min(each.values()) > 20
+            did += each
+    assert told(lasting) == sums(did)
+    entries = lasting.evict_all().entries
+    assert entries == did["puts"]
+    assert lasting.status().counters.evictions["requested"] == entries
+    assert told(lasting) == sums(did)
+
+
+def test_a_killed_daemons_successor_counts_what_that_had_not_seen(lasting: Daemon) -> None:
+    with Client(lasting.address) as client:
+        for _ in range(3):
+            client.get("k0").close()
+        assert told(lasting) == sums(Counter(puts=8, hits=3))
+        for life in range(2):
+            os.kill(lasting.pid, signal.SIGSTOP)  # it sees nothing of what follows
+            for number in range(5 + life):
+                client.get(f"k{number}").close()
+            assert client.get("none") is None
+            assert put(client, "k0", "k1", f"new {life}") == 1
+            lasting.kill()
+            lasting.start()
+            client.wait_connected(20.0)
+            did = Counter(hits=5 + life, misses=1, duplicates=2, puts=1, recovered=8 + life)
+            eventually(lambda: lasting.status().entries == 9 + life)  # noqa: B023
+            assert told(lasting) == sums(did)
+
+
+def test_readers_through_a_restart_are_counted_once(lasting: Daemon) -> None:
+    """What the last daemon says as it ends, and what the next one counts, is what they read."""
+    over, hits = threading.Event(), 0
+    with Client(lasting.address) as client:
+
+        def read() -> None:
+            nonlocal hits
+            while not over.is_set():
+                try:
+                    item = client.get("k0")
+                except DaemonUnavailable:
+                    return
+                assert item is not None
+                hits += 1
+                item.close()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        eventually(lambda: lasting.status().counters.hits > 1000)
+        assert lasting.terminate() == 0
+        reader.join(20.0)
+        assert not reader.is_alive()
+        lasting.start()
+    [counted] = re.findall(r"counted (\d+) hits", lasting.text())
+    eventually(lambda: lasting.status().entries == 8)
+    assert int(counted) + told(lasting)["hits"] == hits
+    assert told(lasting)["recovered"] == 8
+    shown = Console(file=StringIO(), width=200)
+    render.status(shown, lasting.status(), lasting.address)
+    assert "8; 8 entries taken over from the last daemon" in shown.file.getvalue()
+
+
+def test_bench_and_doctor_are_no_users(lasting: Daemon) -> None:
+    with Client(lasting.address) as client:
+        assert client.get("k0") is not None
+        assert client.get("none") is None
+    before = told(lasting)
+    cli = [sys.executable, "-m", "ecd_client.cli.main", "--address", lasting.address]
+    for command in (["doctor"], ["bench", "--rounds", "2"], ["ls"], ["namespaces"], ["top"]):
+        subprocess.run([*cli, *command], capture_output=True, timeout=60)
+    after = told(lasting)
+    bench = Counter(bench_puts=after["bench_puts"])
+    assert bench["bench_puts"] >= 3 * 4  # a cold round and two more, of four entries each
+    assert after == before + bench
+    assert sum(lasting.status().counters.evictions.values()) == 0
+
+
+def test_a_put_that_waited_for_another_is_a_duplicate(daemon: Daemon) -> None:
+    with Client(daemon.address) as first, Client(daemon.address) as second:
+        session = first._connection.session()
+        from ecd_client.writer import describe_entry
+
+        entry = describe_entry(("default", "k"), "uint8", (NBYTES,), 0.0, b"")
+        begun, go_on = threading.Event(), threading.Event()
+
+        def slowly(*_: object) -> None:
+            begun.set()
+            assert go_on.wait(20.0)
+
+        assert session is not None
+        with ThreadPoolExecutor() as side:
+            writing = side.submit(first._writer.put, entry, slowly, 20.0)
+            assert begun.wait(20.0)
+            waiting = side.submit(put, second, "k")
+            eventually(lambda: daemon.status().waits == 1)
+            go_on.set()
+            assert (writing.result(20.0), waiting.result(20.0)) == (True, 0)
+        assert told(daemon) == sums(Counter(puts=1, duplicates=1))
+
+
+def test_many_sessions_are_counted_before_status_answers(daemon: Daemon) -> None:
+    """More than one scan of the pages takes in."""
+    with Client(daemon.address) as client:
+        put(client, "k")
+    clients = [Client(daemon.address) for _ in range(140)]
+    try:
+        for each in clients:
+            for _ in range(20):
+                each.get("k").close()
+        assert told(daemon) == sums(Counter(puts=1, hits=140 * 20))
+    finally:
+        for each in clients:
+            each.close()
+
+
+def test_how_long_evicted_entries_were_idle_is_told(daemon: Daemon) -> None:
+    daemon.crowd()
+    status, metrics = daemon.status().counters, daemon.metrics()
+    for_room = status.evictions["capacity"] + status.evictions["watermark"]
+    assert for_room > 20
+    assert f"ecd_eviction_idle_seconds_count {float(for_room)}" in metrics
+    assert f'ecd_eviction_idle_seconds_bucket{{le="3600.0"}} {float(for_room)}' in metrics
+    daemon.evict_all()
+    assert f"ecd_eviction_idle_seconds_count {float(for_room)}" in daemon.metrics()
+
+
+def test_namespaces_are_told_apart_up_to_a_bound(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        for number in range(60):
+            size = 1000 - number
+            client.put_bytes("k", bytes(size), "uint8", (size,), namespace=f"model {number}")
+        client.put_bytes("k", bytes(9000), "uint8", (9000,), namespace="other")
+        status, metrics = daemon.status(), daemon.metrics()
+    assert [each.namespace for each in status.namespaces[:2]] == ["other", "model 0"]
+    assert len(status.namespaces) == 50
+    sizes = dict(re.findall(r'ecd_namespace_bytes{namespace="(.*)"} (\S+)', metrics))
+    assert len(sizes) == 50
+    assert sizes["model 3"] == "997.0"
+    assert float(sizes["other"]) == 9000 + sum(1000 - number for number in range(49, 60))
+    assert 'ecd_namespace_entries{namespace="other"} 12.0' in metrics
+    assert sum(map(float, sizes.values())) == status.counters.bytes_in
+    daemon.evict_all()
+    assert 'ecd_namespace_bytes{namespace="other"} 0.0' in daemon.metrics()
+    assert "model 3" not in daemon.metrics()
