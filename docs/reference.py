@@ -1,4 +1,4 @@
-"""Writes the generated pages and pictures of docs/ from the code, the alerts and docs/pictures/.
+"""Writes what is generated of the code, the alerts and docs/pictures/: pages, pictures, a manifest.
 
 python docs/reference.py [--check]
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import indent
 
 import yaml
 from pictures import pictures
@@ -66,6 +67,13 @@ RUNBOOK = """# Runbook
 The alerts of `deploy/prometheus/ecd.rules.yml`, and what to do. No alert means wrong bytes or an
 engine that is down: without ecd an engine encodes for itself.
 
+"""
+PROMETHEUS_RULE = """# Written by docs/reference.py from ecd.rules.yml.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: ecd
+spec:
 """
 DEFAULTS = {"address": "`unix:///run/ecd/ecd.sock` for root, else in `$XDG_RUNTIME_DIR`"}
 
@@ -134,11 +142,18 @@ def runbook() -> str:
     return RUNBOOK + table(("alert", "severity", "what to do"), rows)
 
 
+def prometheus_rule() -> str:
+    """The rules file as an object of the Prometheus operator."""
+    _, _, groups = RULES.read_text().partition("\n")
+    return PROMETHEUS_RULE + indent(groups, "  ")
+
+
 def main() -> None:
     pages = {
         "configuration.md": configuration(),
         "metrics.md": metrics(),
         "runbook.md": runbook(),
+        "../deploy/prometheus/prometheusrule.yaml": prometheus_rule(),
         **pictures(),
     }
     stale = []

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 10.0
 MAX_UNREAD_EVENTS = 100_000
 """Events a client may leave unread before its session is ended."""
+MAX_REFUSALS = 64
+"""Clients of another contract that the log names."""
 RENEWED_AT_A_TIME = 64
 """Leases: each takes less than 1 us, and a client may have 65,536."""
 RECHECK_S = (0.01, 0.1)
@@ -82,6 +84,7 @@ class SessionStreams:
         self._by_token: dict[str, Stream] = {}
         self._by_session: dict[SessionId, Stream] = {}
         self._processes = DmaProcesses()
+        self._refusals: set[str] = set()
         self._stopping = False
         self._leaving = 0
 
@@ -178,11 +181,14 @@ class SessionStreams:
             raise InvalidRequest("a session starts with Hello")
         hello = first.hello
         if hello.contract_version != CONTRACT_VERSION:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"{hello.client or 'the client'} speaks contract {hello.contract_version}, "
-                f"{self.identity.daemon} speaks contract {CONTRACT_VERSION}: upgrade the older one",
+            refusal = (
+                f"{hello.client[:256] or 'the client'} speaks contract {hello.contract_version}, "
+                f"{self.identity.daemon} speaks contract {CONTRACT_VERSION}: upgrade the older one"
             )
+            if refusal not in self._refusals and len(self._refusals) < MAX_REFUSALS:
+                self._refusals.add(refusal)  # its client asks again four times a second
+                logger.warning("%s. Until then its gets are misses", refusal)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         return hello
 
     def _welcome(self, stream: Stream) -> pb.Welcome:

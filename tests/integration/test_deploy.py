@@ -1,70 +1,36 @@
-"""Manifests and image: valid, of one mind with the daemon's defaults, and run as they say."""
+"""Manifests: valid, and of one mind with the daemon's defaults."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from grpc_health.v1 import health_pb2
 
 from ecd.config import Config
-from support.daemon import eventually
-from support.nodes import LET_OTHERS_IN, SEEN
+from support.manifests import (
+    K8S,
+    ROOT,
+    VERSIONS,
+    Manifest,
+    build,
+    containers,
+    environment,
+    only,
+    overlay_with,
+    pods,
+)
 
-ROOT = Path(__file__).parents[2]
-K8S = ROOT / "deploy" / "k8s"
-DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 OVERLAYS = ("daemonset", "sidecar", "example")
-VERSIONS = ("1.33", "1.36")
-Manifest = dict[str, Any]
-
-
-def build(directory: Path) -> list[Manifest]:
-    built = subprocess.run(["kubectl", "kustomize", directory], capture_output=True, text=True)
-    assert built.returncode == 0, f"kubectl 1.27 or newer is needed: {built.stderr}"
-    assert "deprecated" not in built.stderr, built.stderr
-    return list(yaml.safe_load_all(built.stdout))
 
 
 @pytest.fixture(scope="module")
 def manifests() -> dict[str, list[Manifest]]:
     return {overlay: build(K8S / overlay) for overlay in OVERLAYS}
-
-
-def pods(manifests: list[Manifest]) -> list[Manifest]:
-    return [each["spec"]["template"]["spec"] for each in manifests if "template" in each["spec"]]
-
-
-def containers(manifests: list[Manifest], name: str) -> list[Manifest]:
-    return [
-        container
-        for pod in pods([each for each in manifests if "spec" in each])
-        for container in (*pod.get("initContainers", ()), *pod["containers"])
-        if container["name"] == name
-    ]
-
-
-def environment(container: Manifest) -> dict[str, str]:
-    return {each["name"]: each.get("value", "") for each in container["env"]}
-
-
-def only(manifests: list[Manifest], kind: str, name: str = "ecd") -> Manifest:
-    [found] = [
-        each for each in manifests if (each["kind"], each["metadata"]["name"]) == (kind, name)
-    ]
-    return found
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -78,23 +44,38 @@ def test_kubernetes_takes_them(
 
 
 @pytest.mark.parametrize("overlay", ["daemonset", "sidecar"])
-def test_one_value_sizes_everything(tmp_path: Path, overlay: str) -> None:
+def test_sizes_and_images_are_set_in_one_place(tmp_path: Path, overlay: str) -> None:
     shutil.copytree(K8S, tmp_path / "k8s")
     file = tmp_path / "k8s" / overlay / "kustomization.yaml"
     assert file.read_text().count("size=8Gi") == 1
-    file.write_text(file.read_text().replace("size=8Gi", "size=5Gi"))
+    text = file.read_text().replace("size=8Gi", "size=5Gi").replace("memory=9Gi", "memory=6Gi")
+    file.write_text(text.replace("newName: ecd,", "newName: a.registry/ecd,"))
     built = build(file.parent)
     text = yaml.safe_dump_all(built)
     assert "8Gi" not in text
-    assert "set by size" not in text
-    [ecd] = containers(built, "ecd")
-    assert ecd["resources"]["requests"]["memory"] == "5Gi"
+    assert "set by" not in text
+    [ecd], [prepare] = containers(built, "ecd"), containers(built, "directory")
+    assert ecd["image"] == prepare["image"] == "a.registry/ecd:0.1.0"
+    asked = "5Gi" if overlay == "sidecar" else "6Gi"
+    assert ecd["resources"]["requests"]["memory"] == asked
     if overlay == "sidecar":
         [pod] = pods([each for each in built if each["kind"] == "Deployment"])
         assert pod["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": "5Gi"}
         assert ecd["resources"]["limits"]["memory"] == "5Gi"
     else:
         assert environment(ecd)["ECD_HOST_POOL_BYTES"] == "5Gi"
+
+
+PROTOCOLS = ("TCP", "UDP", "SCTP")
+
+
+def reachable(rules: list[Manifest]) -> set[tuple[str, int]]:
+    return {
+        (each["protocol"], port)
+        for rule in rules
+        for each in rule["ports"]
+        for port in range(each["port"], each.get("endPort", each["port"]) + 1)
+    }
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -112,15 +93,26 @@ def test_they_agree_with_the_daemon(manifests: dict[str, list[Manifest]], overla
     for probe in ("startupProbe", "livenessProbe"):
         assert ecd[probe]["grpc"]["port"] == ports["ecd-health"]
 
+    first, last = map(int, Config.model_fields["engine_ports"].default.split("-"))
+    peer = int(settings.get("ECD_PEER_ADDRESS", "$(POD_IP):9465").removeprefix("$(POD_IP):"))
+    confined = {peer, *range(first, last + 1)}
     policy = only(built, "NetworkPolicy")["spec"]
-    confined, others = policy["ingress"][0], policy["ingress"][1:]
-    assert confined["from"] == [{"podSelector": policy["podSelector"]}]
-    peer, engine = confined["ports"]
-    assert f"{engine['port']}-{engine['endPort']}" == Config.model_fields["engine_ports"].default
-    assert settings.get("ECD_PEER_ADDRESS", "$(POD_IP):9465") == f"$(POD_IP):{peer['port']}"
-    open_to_all = [port["port"] for rule in others for port in rule["ports"]]
-    serving = [8000] if overlay == "sidecar" else []
-    assert open_to_all == [ports["ecd-metrics"], ports["ecd-health"], *serving]
+    selected = policy["podSelector"]["matchLabels"].items()
+    workload = (
+        only(built, "Deployment", "vllm") if overlay == "sidecar" else only(built, "DaemonSet")
+    )
+    assert selected <= workload["spec"]["template"]["metadata"]["labels"].items()
+    to_all = reachable([rule for rule in policy["ingress"] if "from" not in rule])
+    to_daemons = reachable([rule for rule in policy["ingress"] if "from" in rule])
+    assert all(
+        rule.get("from", [{"podSelector": policy["podSelector"]}])
+        == [{"podSelector": policy["podSelector"]}]
+        for rule in policy["ingress"]
+    )
+    assert to_daemons == {("TCP", port) for port in confined}
+    own = {("TCP", port) for port in (ports["ecd-metrics"], ports["ecd-health"])}
+    others = {(protocol, port) for protocol in PROTOCOLS for port in range(1, 65536)} - to_daemons
+    assert to_all == (others if overlay == "sidecar" else own), "vLLM's ports are not ours to close"
 
     socket = settings["ECD_ADDRESS"].removeprefix("unix://")
     assert settings["ECD_GROUP"] == "10001"
@@ -131,7 +123,7 @@ def test_they_agree_with_the_daemon(manifests: dict[str, list[Manifest]], overla
         [transfer] = [arg for arg in engine["args"] if arg.startswith("--ec-transfer-config=")]
         connector = json.loads(transfer.partition("=")[2])
         assert connector["ec_connector_module_path"] == "ecd_client.vllm"
-    workloads = pods([each for each in built if "spec" in each])
+    workloads = pods(built)
     first, *rest = [pod["volumes"] for pod in workloads if "volumes" in pod]
     assert all(volumes == first for volumes in rest)
 
@@ -152,27 +144,23 @@ def test_the_whole_example_joins_its_parts(manifests: dict[str, list[Manifest]])
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_prometheus_operator_scrapes_the_daemons(tmp_path: Path, overlay: str) -> None:
-    shutil.copytree(K8S, tmp_path / "k8s")
-    own = tmp_path / "k8s/own"
-    own.mkdir()
-    resources = {"resources": [f"../{overlay}"], "components": ["../podmonitor"]}
-    (own / "kustomization.yaml").write_text(yaml.safe_dump(resources))
-    built = build(own)
+def test_monitoring_is_added_by_components(tmp_path: Path, overlay: str) -> None:
+    parts = "podmonitor", "../prometheus", "../grafana"
+    built = overlay_with(tmp_path, overlay, *parts)
     monitor = only(built, "PodMonitor")
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
     [endpoint] = monitor["spec"]["podMetricsEndpoints"]
     [ecd] = containers(built, "ecd")
     assert endpoint["port"] in {port["name"] for port in ecd["ports"]}
+    rules = ROOT / "deploy" / "prometheus" / "ecd.rules.yml"
+    assert only(built, "PrometheusRule")["spec"] == yaml.safe_load(rules.read_text())
+    dashboard = only(built, "ConfigMap", "ecd-dashboard")
+    assert dashboard["data"]["ecd.json"] == (ROOT / "deploy/grafana/ecd.json").read_text()
+    assert dashboard["metadata"]["labels"] == {"grafana_dashboard": "1"}
 
 
 def test_a_device_pool_comes_with_the_engines_gpu(tmp_path: Path) -> None:
-    shutil.copytree(K8S, tmp_path / "k8s")
-    own = tmp_path / "k8s/own"
-    own.mkdir()
-    resources = {"resources": ["../sidecar"], "components": ["../device-pool"]}
-    (own / "kustomization.yaml").write_text(yaml.safe_dump(resources))
-    built = build(own)
+    built = overlay_with(tmp_path, "sidecar", "device-pool")
     for manifest in built:
         kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
     [ecd], [vllm] = containers(built, "ecd"), containers(built, "vllm")
@@ -187,163 +175,42 @@ def test_a_device_pool_comes_with_the_engines_gpu(tmp_path: Path) -> None:
 
 def test_the_daemonset_runs_where_the_gpus_are(manifests: dict[str, list[Manifest]]) -> None:
     """The node's taint keeps away every pod that asks for no GPU, as the daemon's does not."""
-    pod = only(manifests["daemonset"], "DaemonSet")["spec"]["template"]["spec"]
+    built = manifests["daemonset"]
+    pod = only(built, "DaemonSet")["spec"]["template"]["spec"]
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-    assert taint in pod["tolerations"]
+    engines = *pods(manifests["sidecar"]), *pods(manifests["example"])
+    for each in (pod, *engines):
+        assert taint in each.get("tolerations", ()) or "redis" in each["containers"][0]["name"]
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    terms = pod["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"]
+    labels = [each["key"] for term in terms for each in term["matchExpressions"]]
+    assert len(labels) == len(terms), "one label is enough"
+    assert {"nvidia.com/gpu.present", "ecd"} <= set(labels)
+    only(built, "PriorityClass", pod["priorityClassName"])
 
 
-def test_the_image_is_what_the_manifests_expect(manifests: dict[str, list[Manifest]]) -> None:
-    checked = subprocess.run(
-        [Path(sys.executable).with_name("hadolint"), DOCKERFILE], capture_output=True, text=True
-    )
-    assert checked.returncode == 0, checked.stdout
-    text = DOCKERFILE.read_text()
-    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert version is not None
-    user = re.search(r"^USER (\d+):\1$", text, re.MULTILINE)
-    assert user is not None
-    assert f"--uid {user[1]} " in text
-    for built in manifests.values():
-        [ecd] = containers(built, "ecd")
-        assert ecd["image"] == f"ecd:{version[1]}"
-        for pod in pods([each for each in built if "spec" in each]):
-            security = pod.get("securityContext", {})
-            shared = {security.get("fsGroup"), *security.get("supplementalGroups", ())}
-            own = {security.get("runAsUser")}
-            if any(volume["name"] == "ecd" for volume in pod.get("volumes", ())):
-                assert int(user[1]) in shared | own
-
-
-def test_the_image_is_built_of_what_it_copies(tmp_path: Path) -> None:
-    """The wheel, from the files that the Dockerfile and .dockerignore let in."""
-    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
-    stage = DOCKERFILE.read_text().partition("RUN ")[0]
-    copied = {
-        name
-        for line in re.findall(r"^COPY (.*)$", stage, re.MULTILINE)
-        for name in line.split()[:-1]
-    }
-    assert copied == let_in
-    for name in copied:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("*.egg-info"))
-        else:
-            shutil.copy(source, tmp_path)
-    built = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path / "out", tmp_path],
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0, built.stderr
-    [wheel] = (tmp_path / "out").iterdir()
-    listed = subprocess.run(
-        [sys.executable, "-m", "zipfile", "-l", wheel], capture_output=True, text=True
-    ).stdout
-    for module in ("ecd/daemon.py", "ecd_client/cli/main.py", "ecd_proto/v1/cache_pb2.py"):
-        assert module in listed
-
-
-# -- as a container runtime would run it -----------------------------------------------------------
-
-CONTAINER = f"""
-set -e
-mount --make-rprivate /
-mkdir "$PLACE/keep"
-{LET_OTHERS_IN}
-mount -t tmpfs none /run
-mkdir /run/ecd
-mount -t tmpfs -o "size=$SIZE,mode=2777,uid=0,gid=10001" none /run/ecd  # as the kubelet does
-setpriv --groups=10001 --no-new-privs --bounding-set=-all --inh-caps=-all $PREPARE
-mount -o remount,bind,ro /
-ip link set lo up
-exec setpriv --reuid=10001 --regid=10001 --clear-groups --no-new-privs --bounding-set=-all \\
-  --inh-caps=-all "$ECD" serve
-"""
-
-
-@pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """The daemon of the sidecar: its environment, user and volume, with a root it cannot write."""
-    shutil.copytree(K8S, tmp_path / "k8s")
-    file = tmp_path / "k8s" / "sidecar" / "kustomization.yaml"
-    joined = file.read_text().replace("size=8Gi", "size=128Mi") + "components: [../redis]\n"
-    file.write_text(joined)
-    built = build(file.parent)
-    [pod] = pods([only(built, "Deployment", "vllm")])
-    [prepare] = containers(built, "directory")
-    [ecd] = containers(built, "ecd")
-    address = "127.0.0.1"
-    settings = {
-        name: value.replace("$(POD_IP)", address).replace("ecd-redis", address)
-        for name, value in environment(ecd).items()
-    }
-    log = tmp_path / "log"
-    process = subprocess.Popen(
-        ["unshare", "--mount", "--net", "--fork", "--kill-child", "sh", "-c", CONTAINER],
-        env={
-            **settings,
-            "ECD_PEER_TOKEN": "what the secret holds",
-            "KUBERNETES_SERVICE_HOST": "10.96.0.1",  # the kubelet sets it in every container
-            "PATH": os.environ["PATH"],
-            "SEEN": SEEN,
-            "PREPARE": shlex.join(prepare["command"]),
-            "PLACE": str(tmp_path),
-            "SIZE": pod["volumes"][0]["emptyDir"]["sizeLimit"].removesuffix("i"),
-            "ECD": str(Path(sys.executable).with_name("ecd")),
-        },
-        stdout=log.open("wb"),
-        stderr=subprocess.STDOUT,
-    )
-    yield process, log
-    for child in daemons(process):  # it changed its user, so it does not die with its parent
-        os.kill(child, signal.SIGKILL)
-    process.kill()
-    process.wait()
-
-
-def daemons(process: subprocess.Popen[bytes]) -> list[int]:
-    """The children of a process."""
-    file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(child) for child in file.read_text().split()] if file.exists() else []
-
-
-PROBE = """
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-with grpc.insecure_channel("127.0.0.1:9466") as channel:
-    print(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status)
-"""
-
-
-def test_the_sidecar_runs_as_its_manifest_says(
-    sidecar: tuple[subprocess.Popen[bytes], Path],
+def test_a_full_pool_stays_below_what_the_pod_asks_for(
+    manifests: dict[str, list[Manifest]],
 ) -> None:
-    process, log = sidecar
-    eventually(lambda: '"serving on ' in log.read_text(), 30.0, log.read_text())
-    [daemon] = daemons(process)
-    inside = ["nsenter", "--target", str(daemon), "--mount", "--net"]
-    probe = subprocess.run([*inside, sys.executable, "-c", PROBE], capture_output=True, text=True)
-    assert probe.stdout.strip() == str(health_pb2.HealthCheckResponse.SERVING), probe.stderr
-    cli = Path(sys.executable).with_name("ecd-cli")
-    command = [cli, "--address", "unix:///run/ecd/ecd.sock", "--json"]
-    status = subprocess.run([*inside, *command, "status"], capture_output=True, text=True)
-    told = json.loads(status.stdout)
-    assert told["pools"][0]["pool_bytes"] == 96 << 20
-    assert told["pools"][0]["path"].startswith("/run/ecd/")
-    assert told["node"] == "127.0.0.1:9465"
-    owner = Path(f"/proc/{daemon}/status").read_text()
-    assert re.search(r"^Uid:\t10001\t", owner, re.MULTILINE)
-    assert re.search(r"^CapEff:\t0+$", owner, re.MULTILINE)
-    bench = subprocess.run([*inside, *command, "bench", "--rounds", "1"], capture_output=True)
-    assert bench.returncode == 0, bench.stderr
-    volume = os.open(f"/proc/{daemon}/root/run/ecd/ecd-default", os.O_RDONLY)
-    assert os.fstat(volume).st_gid == 10001
-    os.kill(daemon, signal.SIGTERM)
-    assert process.wait(20.0) == 0, log.read_text()
-    left = {Path(name).suffix for name in os.listdir(volume)}
-    os.close(volume)
-    assert {".pool", ".index"} <= left, "a container that is started again takes it over"
-    for line in log.read_text().splitlines():
-        if line.startswith("{"):
-            assert json.loads(line)["level"] in ("INFO", "WARNING"), line
+    """The kubelet evicts first what uses more than it asked for."""
+    [ecd] = containers(manifests["daemonset"], "ecd")
+    size = int(Config(host_pool_bytes=environment(ecd)["ECD_HOST_POOL_BYTES"]).host_pool_bytes or 0)
+    asked = Config(host_pool_bytes=ecd["resources"]["requests"]["memory"]).host_pool_bytes
+    assert int(asked or 0) - size >= 1 << 30
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_of_the_baseline_standard_only_the_hosts_directory_is_outside(
+    manifests: dict[str, list[Manifest]], overlay: str
+) -> None:
+    """Pod Security: the sidecar's namespace may enforce "baseline", the others' may not."""
+    mounts_host = False
+    for pod in pods(manifests[overlay]):
+        assert not pod.keys() & {"hostNetwork", "hostPID", "hostIPC"}
+        mounts_host |= any("hostPath" in volume for volume in pod.get("volumes", ()))
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            security = container.get("securityContext", {})
+            assert "privileged" not in security
+            assert set(security.get("capabilities", {}).get("add", ())) <= {"CHOWN", "FOWNER"}
+            assert not any("hostPort" in port for port in container.get("ports", ()))
+    assert mounts_host == (overlay != "sidecar")

@@ -56,7 +56,7 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
         yield _daemon(status)
         yield _versions(status)
         is_serving = status.state == pb.StatusReply.STATE_SERVING
-        if is_serving:
+        if is_serving and status.contract_version == CONTRACT_VERSION:
             yield _reading(address, status)
         if status.pools:  # a daemon of the contract before names none
             yield _pool(status)
@@ -104,11 +104,15 @@ def _reading(address: str, status: pb.StatusReply) -> Finding:
     try:
         with Client(address, name="ecd-cli doctor") as client:
             client.contains(["doctor"])
+            is_mapped = client._connection.session().index is not None
     except (EcdError, OSError) as error:
         return Finding("reading", BAD, str(error), "run engines as members of the daemon's group")
     if not has_barriers():
         advice = "allow membarrier(2) in the seccomp profile, of this process and the daemon's"
         return Finding("reading", DOUBTFUL, "every get is a call: no membarrier(2) here", advice)
+    if not is_mapped:
+        found = "every get is a call: this client cannot read the daemon's index"
+        return Finding("reading", DOUBTFUL, found, "install the same ecd for both")
     if status.unlisted:
         advice = "make /dev/shm larger, or the pool smaller (ECD_HOST_POOL_BYTES)"
         found = f"{status.unlisted:,} of {status.entries:,} entries take a call: no memory for rows"
