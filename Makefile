@@ -179,7 +179,7 @@ demo: $(VENV)/.ready  ## a daemon, a producer and a consumer process, and what h
 	@$(BIN)/python docs/examples/demo.py
 
 .PHONY: bench
-bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one node, steps, load, first tokens, two nodes, the directory, events, growth, the event loop
+bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one node, steps, load, first tokens, two nodes, the directory, events, growth, the event loop, eviction policies
 	$(BIN)/python benchmarks/run.py --output docs/benchmarks/one-node.md --plot docs/benchmarks/one-node.png
 	$(BIN)/python benchmarks/steps.py --output docs/benchmarks/steps.md
 	$(BIN)/python benchmarks/copies.py --output docs/benchmarks/copies.md
@@ -193,6 +193,7 @@ bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one no
 	$(BIN)/python benchmarks/fetch.py --output docs/benchmarks/fetch.md
 	$(BIN)/python benchmarks/directory.py --output docs/benchmarks/directory.md
 	$(BIN)/python benchmarks/events.py --output docs/benchmarks/events.md
+	$(BIN)/python benchmarks/eviction.py --output docs/benchmarks/eviction.md --plot docs/benchmarks/eviction.svg
 
 .PHONY: clean
 clean:  ## remove what the other targets made

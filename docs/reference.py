@@ -119,6 +119,7 @@ def metrics() -> str:
     reply = pb.PeersReply(fetches={"fetched": 1}, peers=[pb.PeerStatus(node="a:1")])
     registry.watch_peers(lambda: reply, lambda: (0, 0), set)
     registry.watch_events(lambda: vars(EventCounters()))
+    registry.watch_trace(lambda: 0)
     rows = []
     for family in registry.registry.collect():
         labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)

@@ -1,4 +1,4 @@
-"""`ecd serve`, `ecd clear` and `ecd config`."""
+"""`ecd serve`, `ecd clear` and `ecd config`; `ecd replay` is in `ecd/replay/command.py`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from ecd.events import EventsError
 from ecd.memory.pool_dir import PoolError, clear
 from ecd.metrics import MetricsError
 from ecd.redaction import without_secrets
+from ecd.replay.command import replay
 from ecd.rpc.peer_server import PeerServerError
 from ecd.rpc.socket import SocketError
 from ecd_proto.contract import DISTRIBUTION, size_text
@@ -257,6 +258,9 @@ def show_config(
         shown = "" if value is None else str(value)
         table.add_row(name, Text(shown), Text(origins[name]), meaning)
     out.print(table)
+
+
+app.command("replay")(replay)
 
 
 @app.command("version")

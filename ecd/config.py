@@ -69,6 +69,11 @@ class Config(BaseSettings):
         "worth the least encoding time a byte, weighed by how often they are read. lru: those "
         "read longest ago.",
     )
+    trace: Path | None = Field(
+        default=None,
+        description="A file for a trace of what decides evictions, which `ecd replay` reads. Each "
+        "start begins it anew; it grows until the daemon ends. Keys are salted. By default none.",
+    )
     device_pool_bytes: ByteSize = Field(
         default=ByteSize(0),
         description="Size of a pool in the memory of each GPU, such as 2GiB, taken at the start: "

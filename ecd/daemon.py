@@ -43,6 +43,7 @@ from ecd.rpc.server import Server
 from ecd.rpc.socket import OwnedSocket
 from ecd.rpc.status import PooledMemory, Status
 from ecd.service_manager import ServiceManager, is_supervised
+from ecd.trace import Recorder
 from ecd_proto.contract import DISTRIBUTION, count_text, size_text
 from ecd_proto.leftovers import TOUCH_S
 from ecd_proto.shm.barriers import has_barriers
@@ -204,7 +205,10 @@ class Daemon:
         Raises EventsError, MetricsError, ClusterError, EngineError.
         """
         config, board, pools = self._config, self._board, self._pools
-        cache = make_cache(pools, config.lease_ttl_s, board, self._devices, config.eviction)
+        recorder = self._make_recorder(metrics, running)
+        cache = make_cache(
+            pools, config.lease_ttl_s, board, self._devices, config.eviction, recorder
+        )
         doorbell_path = None if board.doorbell is None else board.doorbell.path
         attach_path = None if self._attach is None else self._attach.path
         files = SessionFiles(pools, board.index, doorbell_path, attach_path, self._devices)
@@ -241,6 +245,22 @@ class Daemon:
         address = metrics.listen(config.metrics_address, {PATH: locate})
         logger.info("metrics on http://%s/metrics", address)
         return _Parts(node, status, checksums, recovery, events, server, peer_server)
+
+    def _make_recorder(
+        self, metrics: Metrics, running: contextlib.AsyncExitStack
+    ) -> Recorder | None:
+        """The trace, if there is to be one. Raises StartError."""
+        path = self._config.trace
+        if path is None:
+            return None
+        try:
+            recorder = Recorder(path, time.monotonic())
+        except OSError as error:
+            raise StartError(f"ECD_TRACE={path}: {error.strerror}") from None
+        running.callback(recorder.close)
+        metrics.watch_trace(lambda: recorder.lost)
+        logger.info("tracing evictions to %s", path)
+        return recorder
 
     def _make_events(
         self,

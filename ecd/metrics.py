@@ -444,6 +444,11 @@ class Metrics:
         """Export the counters of published events."""
         self.registry.register(_EventsCollector(figures, lambda: self._loop))
 
+    def watch_trace(self, lost: Callable[[], float]) -> None:
+        """Export how many records the trace misses."""
+        text = "Records missing in the trace."
+        Gauge("ecd_trace_lost_records", text, registry=self.registry).set_function(lost)
+
     async def watch_loop(self) -> None:
         """Measure the event loop's lag, until cancelled."""
         loop = asyncio.get_running_loop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from typing import Literal
 
 from ecd.core.allocator import Allocator
 from ecd.core.cache import DEFAULT_LIMITS, Cache
-from ecd.core.policy import Lru, Policy
+from ecd.core.policy import Lru
 from ecd.core.pool import Pool
-from ecd.core.value_density import ValueDensity
+from ecd.core.value_density import ValueDensity, fingerprints
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.device import DevicePool
@@ -22,6 +23,7 @@ from ecd.rpc.cache_service import CacheService, Monitor
 from ecd.rpc.origins import OtherNodes, Recovering
 from ecd.rpc.puts import Doorbell, PutIntake
 from ecd.rpc.sessions import OpenedFiles, SessionStreams
+from ecd.trace import Recorder
 from ecd_proto.shm.files import GRANULE_BYTES
 
 
@@ -42,21 +44,25 @@ def make_cache(
     board: SharedBoard,
     devices: Mapping[int, DevicePool] = MappingProxyType({}),
     eviction: Literal["value", "lru"] = "value",
+    recorder: Recorder | None = None,
 ) -> Cache:
     """The core over these pools, by their numbers, the nearest to readers first.
 
     `eviction` is the host pools' policy. Device pools keep what was read last: an entry there
-    saves its copy alone, whatever it cost to encode.
+    saves its copy alone, whatever it cost to encode. `recorder` traces the first pool.
     """
     assert len(memory) == 1 or not devices, "a copy must have one pool to come from"
 
-    def policy(nbytes: int) -> Policy:
-        return Lru() if eviction == "lru" else ValueDensity(nbytes)
+    fingerprint = fingerprints(secrets.token_bytes(16))
 
-    pools = [
-        Pool(Allocator(number, each.nbytes, GRANULE_BYTES), policy=policy(each.nbytes))
-        for number, each in memory.items()
-    ]
+    def pool(number: int, nbytes: int) -> Pool:
+        policy = Lru() if eviction == "lru" else ValueDensity(nbytes, fingerprint)
+        if recorder is not None and number == next(iter(memory)):
+            place = number, nbytes, GRANULE_BYTES
+            return recorder.pool(place, policy, eviction, fingerprint)
+        return Pool(Allocator(number, nbytes, GRANULE_BYTES), policy=policy)
+
+    pools = [pool(number, each.nbytes) for number, each in memory.items()]
     pools += [
         Pool(Allocator(number, each.nbytes, GRANULE_BYTES), "device", holds_copies=True)
         for number, each in devices.items()

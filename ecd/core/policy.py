@@ -14,8 +14,9 @@ class Policy(Protocol):
     Only entries that nobody holds are ranked; a policy may remember the others.
     """
 
-    anchors: ClassVar[int]
-    """Windows of neighbours compared at most, around the coldest entries, for one extent."""
+    @property
+    def anchors(self) -> int:
+        """Windows of neighbours compared at most, around the coldest entries, for one extent."""
 
     def admit(self, entry: Entry) -> None:
         """Rank an entry that was just committed."""

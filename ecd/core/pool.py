@@ -136,10 +136,14 @@ class Pool:
         entry.hits += 1
         if entry.state is EntryState.COMMITTED:
             if entry.cost_s < entry.encode_s and now_s - entry.created_s > REFETCHED_S:
-                self.worth_s += entry.encode_s - entry.cost_s
-                entry.cost_s = entry.encode_s
+                self.price_anew(entry)
             self.policy.use(entry, now_s)
         entry.used_s = now_s
+
+    def price_anew(self, entry: Entry) -> None:
+        """Have a fetched entry cost its encoding: the node that had it may have lost it."""
+        self.worth_s += entry.encode_s - entry.cost_s
+        entry.cost_s = entry.encode_s
 
     # -- making room ---------------------------------------------------------------------------
 

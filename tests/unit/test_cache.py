@@ -250,12 +250,7 @@ class CacheMachine(RuleBasedStateMachine):
             for number in self.numbers
         }
         pools = [
-            Pool(
-                Allocator(number, count * GRANULE_BYTES, GRANULE_BYTES),
-                limits=POOL_LIMITS,
-                policy=ValueDensity(count * GRANULE_BYTES) if by_value else Lru(),
-            )
-            for number, count in self.granules.items()
+            self.pool(number, count * GRANULE_BYTES) for number, count in self.granules.items()
         ]
         self.cache = Cache(pools, TTL_S, LIMITS, self.board)
         self.memory: dict[tuple[int, int], int] = {}  # by pool and granule
@@ -279,6 +274,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.take_changes()
         for _ in range(2):
             self.open_session()
+
+    def pool(self, number: int, nbytes: int) -> Pool:
+        policy = ValueDensity(nbytes) if self.by_value else Lru()
+        return Pool(Allocator(number, nbytes, GRANULE_BYTES), limits=POOL_LIMITS, policy=policy)
 
     # -- the model's memory ----------------------------------------------------------------------
 

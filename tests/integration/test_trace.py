@@ -1,0 +1,157 @@
+"""`ECD_TRACE` and `ecd replay`: a daemon under load, and what its trace says afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from ecd.commands import app
+from ecd_client import Client, PoolFull
+from support.daemon import Daemon, eventually
+
+OPERATIONS = 300
+
+
+def ecd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ecd", "replay", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"COLUMNS": "160"},
+    )
+
+
+def use(address: str, seed: int) -> int:
+    """Get what few ask for often, and put what is missing; how often it was there."""
+    chance, hits = Random(seed), 0
+    with Client(address, namespace=f"n{seed % 2}") as client:
+        for number in range(OPERATIONS):
+            key = f"k{int(200 * chance.random() ** 3)}"
+            item = client.get(key)
+            if item is not None:
+                with item:
+                    hits += 1
+                continue
+            nbytes = chance.choice((4096, 30_000, 100_000, 400_000))
+            if number % 50 == 0:  # by a call: too large for a grant
+                nbytes = 3_000_000
+            with suppress(PoolFull):  # the others hold what could go
+                client.put_bytes(key, bytes(nbytes), "uint8", (nbytes,), cost=chance.random())
+    return hits
+
+
+@pytest.mark.parametrize("eviction", ["value", "lru"])
+def test_a_replay_of_a_run_evicts_what_the_run_did(
+    make_daemon: Callable[..., Daemon], tmp_path: Path, eviction: str
+) -> None:
+    trace = tmp_path / "trace"
+    daemon = make_daemon("16MiB", ECD_TRACE=str(trace), ECD_EVICTION=eviction).start()
+    with ProcessPoolExecutor(3, get_context("spawn")) as clients:
+        assert sum(clients.map(use, [daemon.address] * 3, range(3))) > 0
+    with Client(daemon.address) as client:
+        for number in range(4096):  # one page each: all that is free can be used
+            client.put_bytes(f"{number}", bytes(4096), "uint8", (4096,))
+    eventually(lambda: daemon.status().counters.evictions["watermark"] > 0, 10.0)
+    daemon.evict_all()
+    evictions = dict(daemon.status().counters.evictions)
+    assert all(evictions[reason] for reason in ("capacity", "watermark", "requested")), evictions
+    assert "ecd_trace_lost_records 0.0" in daemon.metrics()
+    daemon.terminate()
+
+    again = ecd(trace, "--json")
+    assert again.returncode == 0, again.stderr + again.stdout
+    assert json.loads(again.stdout)["evictions"] == evictions
+    assert json.loads(again.stdout)["is_whole"]
+
+    other = "lru" if eviction == "value" else "value"
+    header, rest = trace.read_text().split("\n", 1)
+    trace.write_text(header.replace(f'"{eviction}"', f'"{other}"') + "\n" + rest)
+    differs = ecd(trace)
+    assert differs.returncode == 1
+    assert "the evictions differ" in differs.stdout
+
+    tried = ecd(trace, "--pool", "8MiB,50%,100%", "--json", "--plot", tmp_path / "plot.svg")
+    assert tried.returncode == 0, tried.stderr
+    rows = json.loads(tried.stdout)
+    assert [row["policy"] for row in rows] == ["value", "lru"] * 3
+    for row in rows:
+        assert row["saved_s"] <= row["upper_s"] + 1e-6
+        assert row["feasible_s"] <= row["upper_s"] + 1e-6
+        assert 0.0 < row["share"] <= 1.0
+        assert row["accesses"] == rows[0]["accesses"] > OPERATIONS
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
+
+
+def test_a_trace_on_a_full_disk_costs_no_entry(make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon("16MiB", ECD_TRACE="/dev/full").start()
+    with Client(daemon.address) as client:
+        client.put_bytes("k", b"x" * 100_000, "uint8", (100_000,))
+        eventually(lambda: "No space left on device" in daemon.text(), 10.0)
+        client.put_bytes("k2", b"y" * 100_000, "uint8", (100_000,))
+        assert client.contains(["k", "k2"]) == [True, True]
+    assert daemon.text().count("No space left on device") == 1
+    lost = [line for line in daemon.metrics().splitlines() if line.startswith("ecd_trace_lost")]
+    assert float(lost[0].split()[1]) > 0
+    assert daemon.terminate() == 0
+    assert "Traceback" not in daemon.text()
+
+
+def test_a_trace_that_cannot_begin_is_said_at_the_start(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, ECD_TRACE=str(tmp_path / "none" / "trace")).start(wait=False)
+    assert daemon._process is not None
+    assert daemon._process.wait(30.0) == 1
+    assert "ECD_TRACE=" in daemon.text()
+    assert "No such file or directory" in daemon.text()
+    assert "Traceback" not in daemon.text()
+    daemon.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("none", 2, "No such file"),
+        (".", 2, "Is a directory"),
+        ("garbage --pool 1MiB", 2, "neither a trace nor time,id,size"),
+        ("csv", 2, "a CSV needs --pool"),
+        ("csv --policy lru", 2, "give --pool"),
+        ("csv --pool 4", 2, "less than a granule"),
+        ("csv --pool x", 2, "no size"),
+        ("csv --pool 1MiB --policy best", 2, "There are value, lru"),
+        ("csv --pool 1MiB --plot none/x.svg", 1, "cannot be written"),
+    ],
+)
+def test_wrong_use_is_told_apart(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: str,
+    code: int,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("garbage").write_bytes(bytes(range(256)))
+    Path("csv").write_text("0,a,5000\n1,b,5000\n2,a,5000\n")
+    with pytest.raises(SystemExit) as ended:
+        app(["replay", *arguments.split()])
+    assert ended.value.code == code
+    assert message in capfd.readouterr().err
+
+
+def test_a_csv_of_libcachesim_is_replayed(tmp_path: Path) -> None:
+    file = tmp_path / "csv"
+    file.write_text("time,obj_id,obj_size\n" + "0,a,5000\n1,b,5000\n2,a,5000\n" * 3)
+    done = ecd(file, "--pool", "1MiB", "--policy", "lru")
+    assert done.returncode == 0, done.stderr
+    assert "9 accesses of 2 keys" in done.stdout
+    assert "100.0%" in done.stdout
