@@ -172,6 +172,14 @@ class _CoreCollector(Collector):
                 "worth_seconds",
                 "Seconds to have the pool's entries again, by encoding or fetching.",
             ),
+            (
+                "frequency_exponent",
+                "How much an entry's uses weigh when room is made: 0 not at all.",
+            ),
+            (
+                "density_exponent",
+                "How much its seconds per byte weigh; LRU where both are 0.",
+            ),
             ("free_bytes", "Bytes in no extent; those granted are among them."),
             ("largest_free_bytes", "Largest free extent."),
         ):

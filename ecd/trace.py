@@ -36,7 +36,7 @@ import msgspec
 
 from ecd.core.allocator import Allocator, Block
 from ecd.core.entry import Entry
-from ecd.core.policy import Policy
+from ecd.core.policy import Policy, Weighing
 from ecd.core.pool import Evict, Pool, Scan
 from ecd.core.types import Extent, PoolLimits
 
@@ -193,6 +193,10 @@ class _Policy:
     @property
     def anchors(self) -> int:
         return self._policy.anchors
+
+    @property
+    def weighing(self) -> Weighing:
+        return self._policy.weighing
 
     def __getattr__(self, name: str) -> Any:
         """The figures that the policy itself has."""

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from ecd.core.entry import Entry
+
+_DENSITY = 1e-9
+"""Seconds per byte, about an encoder's; only the change between weighings depends on it."""
+
+
+class Weighing(NamedTuple):
+    """The exponents by which frequency and density weigh: with 0 and 0 all weigh the same."""
+
+    frequency: float
+    density: float
+
+    def weight(self, frequency: int, density: float) -> float:
+        """The weight of an entry used so often, worth `density` seconds per byte."""
+        evened: float = _DENSITY * (density / _DENSITY) ** self.density
+        return float(evened * frequency**self.frequency)
 
 
 class Policy(Protocol):
@@ -17,6 +32,10 @@ class Policy(Protocol):
     @property
     def anchors(self) -> int:
         """Windows of neighbours compared at most, around the coldest entries, for one extent."""
+
+    @property
+    def weighing(self) -> Weighing:
+        """How entries are ranked now."""
 
     def admit(self, entry: Entry) -> None:
         """Rank an entry that was just committed."""
@@ -95,6 +114,7 @@ class Lru(EntryList):
 
     __slots__ = ()
     anchors: ClassVar[int] = 16
+    weighing: ClassVar[Weighing] = Weighing(0, 0)
 
     admit = let_go = EntryList.append
     hold = EntryList.unlink

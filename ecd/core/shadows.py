@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import NamedTuple
+
+from ecd.core.policy import Weighing
 
 SAMPLED = 8
 """At least one key in so many is simulated."""
@@ -16,21 +17,6 @@ _ACCESSES = 500
 """Accesses of the pool between two choices."""
 _DECAY = 0.7
 _MARGIN = 1.02
-_DENSITY = 1e-9
-"""Seconds per byte, about an encoder's; only the change between weighings depends on it."""
-
-
-class Weighing(NamedTuple):
-    """The exponents by which frequency and density weigh: with 0 and 0 all weigh the same."""
-
-    frequency: float
-    density: float
-
-    def weight(self, frequency: int, density: float) -> float:
-        """The weight of an entry used so often, worth `density` seconds per byte."""
-        evened: float = _DENSITY * (density / _DENSITY) ** self.density
-        return float(evened * frequency**self.frequency)
-
 
 WEIGHINGS = (Weighing(1, 1), Weighing(0, 1), Weighing(2, 1), Weighing(0, 0))
 """GDSF, GreedyDual-Size, nearly LFU, and LRU."""

@@ -20,8 +20,8 @@ from typing import ClassVar
 
 from ecd.core.entry import Entry
 from ecd.core.frequencies import MAX_FREQUENCY, Frequencies
-from ecd.core.policy import EntryList
-from ecd.core.shadows import WEIGHINGS, Shadows, Weighing
+from ecd.core.policy import EntryList, Weighing
+from ecd.core.shadows import WEIGHINGS, Shadows
 
 STEPS_PER_OCTAVE = 8
 """Densities are rounded to so many steps between one and its double."""

@@ -129,4 +129,6 @@ class Status:
             evictions=sum(pool.evictions.values()),
             worth_s=pool.worth_s,
             given_up_s=pool.given_up_s,
+            frequency_exponent=pool.policy.weighing.frequency,
+            density_exponent=pool.policy.weighing.density,
         )

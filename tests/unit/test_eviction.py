@@ -9,9 +9,8 @@ from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.entry import Entry
 from ecd.core.eviction import MAX_ANCHORS, plan
-from ecd.core.policy import Lru, Policy
+from ecd.core.policy import Lru, Policy, Weighing
 from ecd.core.pool import PLANS, Pool
-from ecd.core.shadows import Weighing
 from ecd.core.types import Content, EntryId, Extent, Key, SessionId
 from ecd.core.value_density import ValueDensity
 

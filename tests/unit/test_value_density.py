@@ -13,9 +13,9 @@ from ecd.core.cache import Cache
 from ecd.core.entry import Entry
 from ecd.core.frequencies import MAX_FREQUENCY, Frequencies
 from ecd.core.outcomes import Committed, Leased, LimitReached, Reserved
-from ecd.core.policy import Lru, Policy
+from ecd.core.policy import Lru, Policy, Weighing
 from ecd.core.pool import Pool
-from ecd.core.shadows import MAX_KEYS, WEIGHINGS, Shadows, Weighing
+from ecd.core.shadows import MAX_KEYS, WEIGHINGS, Shadows
 from ecd.core.types import Content, EntryId, Key, SessionId
 from ecd.core.value_density import (
     LOOK_S,

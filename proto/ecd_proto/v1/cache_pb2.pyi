@@ -1487,6 +1487,8 @@ class PoolStatus(google.protobuf.message.Message):
     PROBLEM_FIELD_NUMBER: builtins.int
     WORTH_S_FIELD_NUMBER: builtins.int
     GIVEN_UP_S_FIELD_NUMBER: builtins.int
+    FREQUENCY_EXPONENT_FIELD_NUMBER: builtins.int
+    DENSITY_EXPONENT_FIELD_NUMBER: builtins.int
     pool: builtins.int
     """its number"""
     kind: builtins.str
@@ -1513,6 +1515,9 @@ class PoolStatus(google.protobuf.message.Message):
     """to have its entries again, by encoding or fetching"""
     given_up_s: builtins.float
     """the same of the entries that were evicted for room"""
+    frequency_exponent: builtins.float
+    """How much an entry's uses, and its seconds per byte, weigh when room is made; 0 and 0: LRU."""
+    density_exponent: builtins.float
     def __init__(
         self,
         *,
@@ -1533,8 +1538,10 @@ class PoolStatus(google.protobuf.message.Message):
         problem: builtins.str = ...,
         worth_s: builtins.float = ...,
         given_up_s: builtins.float = ...,
+        frequency_exponent: builtins.float = ...,
+        density_exponent: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["evictions", b"evictions", "fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "given_up_s", b"given_up_s", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "problem", b"problem", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes", "worth_s", b"worth_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["density_exponent", b"density_exponent", "evictions", b"evictions", "fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "frequency_exponent", b"frequency_exponent", "given_up_s", b"given_up_s", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "problem", b"problem", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes", "worth_s", b"worth_s"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 
