@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from ecd.config import ENV_PREFIX, RELOADABLE, Config
 from ecd.core.counters import Counters
 from ecd.events import EventCounters
+from ecd.memory.disk_limits import DiskCounters
 from ecd.metrics import Metrics
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -47,7 +48,8 @@ The vLLM connector has [settings of its own](vllm.md#settings).
 METRICS = """# Metrics
 
 On `metrics_address`, for Prometheus. Metrics of peers, fetches and the directory exist once the
-daemon has a `peer_address`, those of events once it has an `events_address`.
+daemon has a `peer_address`, those of events once it has an `events_address`, those of the disk once
+it has `disk_pool_bytes`.
 
 Counters begin at 0 with each start of a daemon. A session's reads are all counted, however it ends.
 A daemon that takes over the pool counts what clients have read since the last one looked. Entries
@@ -75,7 +77,10 @@ metadata:
   name: ecd
 spec:
 """
-DEFAULTS = {"address": "`unix:///run/ecd/ecd.sock` for root, else in `$XDG_RUNTIME_DIR`"}
+DEFAULTS = {
+    "address": "`unix:///run/ecd/ecd.sock` for root, else in `$XDG_RUNTIME_DIR`",
+    "disk_dir": "`/var/cache` for root, else `$XDG_CACHE_HOME`",
+}
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -114,7 +119,8 @@ def metrics() -> str:
     registry = Metrics("0")
     counters = pb.Counters(**Counters().figures())
     pools = [pb.PoolStatus(kind="host")]
-    registry.watch_core(lambda: pb.StatusReply(counters=counters, pools=pools))
+    disk = pb.DiskStatus(**vars(DiskCounters()))
+    registry.watch_core(lambda: pb.StatusReply(counters=counters, pools=pools, disk=disk))
     registry.observe_call("Get", 0.0)
     reply = pb.PeersReply(fetches={"fetched": 1}, peers=[pb.PeerStatus(node="a:1")])
     registry.watch_peers(lambda: reply, lambda: (0, 0), set)

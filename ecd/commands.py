@@ -30,6 +30,8 @@ from ecd.config import ENV_PREFIX, SECRETS, Config, ConfigError
 from ecd.config_sources import load, unknown_variables
 from ecd.daemon import Daemon, StartError
 from ecd.events import EventsError
+from ecd.memory import disk_dir
+from ecd.memory.disk_dir import DiskError
 from ecd.memory.pool_dir import PoolError, clear
 from ecd.metrics import MetricsError
 from ecd.redaction import without_secrets
@@ -41,7 +43,7 @@ from ecd_proto.leftovers import leftovers
 from ecd_proto.shm.files import IN_MEMORY, filesystem
 
 CANNOT_START = (
-    *(SocketError, PoolError, MetricsError, EventsError, StartError),
+    *(SocketError, PoolError, DiskError, MetricsError, EventsError, StartError),
     *(ClusterError, EngineError, PeerServerError),
 )
 
@@ -171,7 +173,7 @@ def _log_to_stderr(settings: Config) -> None:
 def serve(
     config: File = None,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Take over nothing of what the last daemon left.")
+        bool, typer.Option("--cold", help="Take over nothing that the last daemon left in memory.")
     ] = False,
     warm: Annotated[
         bool, typer.Option("--warm", help="Leave the pool to the next start: warm_restart=true.")
@@ -208,7 +210,7 @@ def clear_left(
     every: Annotated[bool, typer.Option("--all", help="Of every daemon that has ended.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Remove what a daemon left for the next one: its memory is free again."""
+    """Remove what a daemon left for the next one, in memory and on disk."""
     settings, _ = _load(config, name=name)
     shm_dir = settings.shm_dir
     found = {left.name: left for left in leftovers(shm_dir)} if every else {}
@@ -216,8 +218,8 @@ def clear_left(
     refused: dict[str, str] = {}
     for each in found if every else (settings.name,):
         try:
-            freed[each] = clear(shm_dir, each)
-        except PoolError as error:
+            freed[each] = disk_dir.clear(settings.disk_dir, each) + clear(shm_dir, each)
+        except (PoolError, DiskError) as error:
             refused[each] = str(error)
     out = Console(highlight=False, soft_wrap=True)
     if as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
@@ -38,6 +39,14 @@ RELOADABLE = ("log_level", "peers", "hint_networks", "fetch_timeout_s")
 
 class ConfigError(Exception):
     """A setting is wrong; the message names it, its origin and what is allowed."""
+
+
+def default_disk_dir() -> Path:
+    """Where this user's caches lie."""
+    home = os.path.expanduser("~")  # "~" itself for a user without a home
+    if os.geteuid() == 0 or home == "~":
+        return Path("/var/cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache")
 
 
 class Config(BaseSettings):
@@ -83,6 +92,21 @@ class Config(BaseSettings):
         default=(),
         description="The GPUs that have such a pool, by UUID or number, separated by commas. By "
         "default all that the daemon sees.",
+    )
+    disk_pool_bytes: ByteSize = Field(
+        default=ByteSize(0),
+        description="Size of the disk tier, such as 200GiB: entries that memory is about to evict "
+        "are written to files, and read back when they are wanted. 0: none.",
+    )
+    disk_dir: Path = Field(
+        default_factory=default_disk_dir,
+        description="A directory of a local disk, in which the daemon makes one of its own for the "
+        "disk tier.",
+    )
+    disk_write_bytes_per_s: ByteSize = Field(
+        default=ByteSize(20_000_000),
+        gt=0,
+        description="Most that is written to the disk tier on average, such as 50MB: disks wear.",
     )
     warm_restart: bool | None = Field(
         default=None,
@@ -211,7 +235,10 @@ class Config(BaseSettings):
     def _auto(cls, value: object) -> object:
         return None if value == "auto" else value
 
-    @field_validator("host_pool_bytes", "device_pool_bytes", mode="before")
+    @field_validator(
+        *("host_pool_bytes", "device_pool_bytes", "disk_pool_bytes", "disk_write_bytes_per_s"),
+        mode="before",
+    )
     @classmethod
     def _quantity(cls, value: object) -> object:
         """Accept sizes as Kubernetes writes them, too: 4Gi."""

@@ -20,10 +20,13 @@ from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import RELOADABLE, Config, ConfigError
 from ecd.core.cache import DEFAULT_LIMITS
 from ecd.events import Events
+from ecd.flights import Flights
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.memory.device import device_pools
+from ecd.memory.disk import DiskTier
+from ecd.memory.disk_dir import DiskDir
 from ecd.memory.host import HostPool
 from ecd.memory.pool_dir import PoolDir, clear_others
 from ecd.memory.recovery import Recovery
@@ -75,6 +78,7 @@ class _Parts(NamedTuple):
     status: Status
     checksums: Checksums
     recovery: Recovering
+    disk: DiskTier | None
     events: Events | None
     server: Server
     peer_server: PeerServer | None
@@ -102,6 +106,7 @@ class Daemon:
         self._keep = False  # the pool, for the next daemon
         self._has_served = False
         self._cluster: Cluster | None = None
+        self._flights: Flights | None = None
         self._background = Background()
         self._gid = _gid(config.group)
         with contextlib.ExitStack() as opened:
@@ -112,6 +117,9 @@ class Daemon:
             self._devices = devices
             for device in devices.values():
                 opened.callback(device.close)
+            self._disk_dir: DiskDir | None = None  # locked until the process ends
+            if config.disk_pool_bytes:
+                self._disk_dir = DiskDir(config.disk_dir, config.name)
             clear_others(config.shm_dir, config.name, config.leftover_max_age_s)
             self._pool = HostPool(
                 PoolDir(config.shm_dir, config.name, self._gid),
@@ -221,6 +229,7 @@ class Daemon:
         checksums = Checksums(live, pools)
         running.callback(checksums.close)
         recovery = self._make_recovery(live, checksums)
+        disk = self._make_disk(node, status, running)
 
         def figures() -> pb.StatusReply:
             live.scan()  # or what was read a moment ago would be missing
@@ -231,20 +240,41 @@ class Daemon:
         peer_server: PeerServer | None = None
         if config.peer_address is not None:
             memory = PoolMemory(pools, checksums)
-            cluster = Cluster(config, live, memory, self._identity, metrics.observe_fetch)
+            cluster = Cluster(
+                config, live, node.flights, memory, self._identity, metrics.observe_fetch
+            )
             running.push_async_callback(cluster.close)
             metrics.watch_peers(cluster.status, cluster.hints, cluster.never_reached)
             token = TokenCheck(config.peer_address, config.token)
             peers = PeerService(live, cluster, token)
             peer_server = PeerServer(peers, cluster.server_credentials)
             self._cluster = cluster
+        self._flights = node.flights
+        self._flights.reload(config.fetch_timeout_s)
+        running.push_async_callback(node.flights.close)
         monitor = Monitor(status.read, metrics.observe_call)
-        service = node.service(self._cluster or NoOtherNodes(), recovery, monitor)
+        service = node.service(self._cluster or NoOtherNodes(), recovery, monitor, disk)
         server = Server(service, status.unavailable, metrics.observe_call)
         locate = LocateOverHttp(service.Locate, status.unavailable)
         address = metrics.listen(config.metrics_address, {PATH: locate})
         logger.info("metrics on http://%s/metrics", address)
-        return _Parts(node, status, checksums, recovery, events, server, peer_server)
+        return _Parts(node, status, checksums, recovery, disk, events, server, peer_server)
+
+    def _make_disk(
+        self, node: Node, status: Status, running: contextlib.AsyncExitStack
+    ) -> DiskTier | None:
+        if self._disk_dir is None:
+            return None
+        config = self._config
+        disk = DiskTier(
+            *(node.live, self._disk_dir, self._pools),
+            *(config.disk_pool_bytes, config.disk_write_bytes_per_s),
+        )
+        running.callback(disk.close)
+        node.flights.sources.append(disk.reads)
+        node.streams.has_disk = True
+        status.disk = disk.status
+        return disk
 
     def _make_recorder(
         self, metrics: Metrics, running: contextlib.AsyncExitStack
@@ -308,6 +338,7 @@ class Daemon:
             self._follow_puts(parts.checksums) if self._cluster is None else self._cluster.run(),
             parts.recovery.run(),
             *([] if parts.events is None else [parts.events.run()]),
+            *([] if parts.disk is None else [parts.disk.run()]),
         )
 
     async def _populate(self) -> None:
@@ -400,6 +431,8 @@ class Daemon:
             logger.info("no setting has changed")
         self._config = old.model_copy(update={name: getattr(new, name) for name in at_once})
         logging.getLogger().setLevel(self._config.log_level.upper())
+        if self._flights is not None:
+            self._flights.reload(self._config.fetch_timeout_s)
         if self._cluster is not None:
             self._cluster.reload(self._config)
 

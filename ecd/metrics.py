@@ -219,6 +219,44 @@ class _CoreCollector(Collector):
             ),
         ):
             yield GaugeMetricFamily(f"ecd_{name}", text, value=value)
+        if status.HasField("disk"):
+            yield from _of_disk(status.disk)
+
+
+def _of_disk(disk: pb.DiskStatus) -> Iterable[Metric]:
+    """The figures of the disk tier."""
+    for name, text, count in (
+        ("reads", "Entries brought from disk into memory.", disk.reads),
+        ("read_bytes", "Bytes of entries brought from disk.", disk.read_bytes),
+        ("read_seconds", "Time that bringing them took.", disk.read_s),
+        ("writes", "Entries written to disk.", disk.writes),
+        ("written_bytes", "Bytes written, of the write budget.", disk.written_bytes),
+        ("write_seconds", "Time that writing took.", disk.write_s),
+        ("evictions", "Files removed for room.", disk.evictions),
+        ("kept", "Entries evicted from memory that were on disk.", disk.kept),
+        ("lost", "Entries evicted from memory that were not on disk.", disk.lost),
+    ):
+        yield CounterMetricFamily(f"ecd_disk_{name}", text, value=count)
+    for name, text, label, counts in (
+        ("failures", "What failed on disk, by kind.", "kind", disk.failures),
+        ("skipped", "Reads and writes that were left out, by cause.", "cause", disk.skipped),
+    ):
+        family = CounterMetricFamily(f"ecd_disk_{name}", text, labels=[label])
+        for which, value in counts.items():
+            family.add_metric([which], value)
+        yield family
+    for name, text, figure in (
+        ("pool_bytes", "Size of the disk tier.", disk.pool_bytes),
+        ("used_bytes", "Bytes of its files.", disk.used_bytes),
+        ("entries", "Entries on disk.", disk.entries),
+        ("write_bytes_per_second", "The write budget.", disk.write_bytes_per_s),
+    ):
+        yield GaugeMetricFamily(f"ecd_disk_{name}", text, value=figure)
+    text = "Whether reads or writes rest after failures."
+    resting = GaugeMetricFamily("ecd_disk_resting", text, labels=["of"])
+    resting.add_metric(["reads"], disk.reads_rest)
+    resting.add_metric(["writes"], disk.writes_rest)
+    yield resting
 
 
 def _namespaces(status: pb.StatusReply) -> Iterable[Metric]:

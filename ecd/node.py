@@ -14,13 +14,14 @@ from ecd.core.cache import DEFAULT_LIMITS, Cache
 from ecd.core.policy import Lru
 from ecd.core.pool import Pool
 from ecd.core.value_density import ValueDensity, fingerprints
+from ecd.flights import Flights
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.device import DevicePool
 from ecd.memory.host import HostPool
 from ecd.memory.shared_index import SharedIndex
 from ecd.rpc.cache_service import CacheService, Monitor
-from ecd.rpc.origins import OtherNodes, Recovering
+from ecd.rpc.origins import Disk, NoDisk, OtherNodes, Recovering
 from ecd.rpc.puts import Doorbell, PutIntake
 from ecd.rpc.sessions import OpenedFiles, SessionStreams
 from ecd.trace import Recorder
@@ -83,12 +84,17 @@ def live_cache(
 
 
 class Node:
-    """The live cache of one node, and the sessions of its clients."""
+    """The live cache of one node, the flights to it, and the sessions of its clients."""
 
     def __init__(self, live: LiveCache, files: OpenedFiles, identity: NodeIdentity) -> None:
         self.live = live
+        self.flights = Flights(live)
         self.streams = SessionStreams(live, files, identity)
 
-    def service(self, others: OtherNodes, recovery: Recovering, monitor: Monitor) -> CacheService:
+    def service(
+        self, others: OtherNodes, recovery: Recovering, monitor: Monitor, disk: Disk | None = None
+    ) -> CacheService:
         """The service that engines on this node call."""
-        return CacheService(self.live, self.streams, others, recovery, monitor)
+        return CacheService(
+            self.live, self.streams, self.flights, others, recovery, disk or NoDisk(), monitor
+        )

@@ -221,9 +221,9 @@ class Client:
     ) -> Item | None:
         """The entry, held until the item is closed; waits up to `timeout` seconds for it.
 
-        With a timeout, and a daemon that has peers, an entry that is not on this node is fetched
-        from another: from `nodes` (host:port, or a `hint` of theirs), which are likely to have it,
-        or from a node that the daemon's directory names. None: a miss. Raises EcdError.
+        With a timeout, an entry that is not in memory is brought from the daemon's disk tier, or
+        from another node: from `nodes` (host:port, or a `hint` of theirs), which are likely to
+        have it, or from a node that the daemon's directory names. None: a miss. Raises EcdError.
         """
         return self._reader.get(self._key(mm_hash, namespace), timeout, nodes)
 
@@ -231,8 +231,8 @@ class Client:
         """`get` without a call, in microseconds whatever the daemon does.
 
         For an entry that memory does not show: None, and whether `get_async` could find it, as
-        somebody may be writing it, other nodes may have it, or only a call can tell. Raises
-        DaemonUnavailable.
+        somebody may be writing it, the daemon's disk or other nodes may have it, or only a call
+        can tell. Raises DaemonUnavailable.
         """
         return self._reader.get_now(self._key(mm_hash, namespace))
 

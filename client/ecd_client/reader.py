@@ -55,7 +55,7 @@ class Reader:
             item = pinned(session, key, OnMiss.ASK_IF_CLAIMED)
         except AskDaemon:
             return None, True
-        return item, item is None and bool(session.node)
+        return item, item is None and session.may_bring
 
     def hold(self, key: Key, handle: Handle) -> Item | None:
         """Hold an entry without a call if it is the one of the handle, and count no use."""

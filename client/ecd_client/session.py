@@ -63,6 +63,8 @@ class Session:
         self.incarnation = first.incarnation
         self.lease_ttl_s = welcome.lease_ttl_s
         self.node = welcome.node
+        self.may_bring = bool(welcome.node) or welcome.has_disk
+        """Whether the daemon may know of entries that are not in its memory."""
         self.calls = calls
         self._stream, self._outbox = stream, outbox
         # Added to the daemon's times it makes them ours, early by the time Welcome took.

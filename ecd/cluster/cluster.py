@@ -13,7 +13,7 @@ from ecd.cluster.admission import Admission
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.directory import Candidate, Directory, Found, NoDirectory, StaticDirectory
 from ecd.cluster.engine import Engine, EngineSettings
-from ecd.cluster.fetcher import Fetcher, Maker
+from ecd.cluster.fetcher import Fetcher
 from ecd.cluster.offers import Offers
 from ecd.cluster.peer import PeerUnavailable
 from ecd.cluster.peers import Peers
@@ -22,7 +22,8 @@ from ecd.cluster.redis_directory import RedisDirectory
 from ecd.cluster.tls import credentials
 from ecd.config import Config
 from ecd.core.outcomes import Leased
-from ecd.core.types import Extent, Key, SessionId, Ticket
+from ecd.core.types import Extent, Key
+from ecd.flights import Flights
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd_proto.contract import CONTRACT_VERSION, Hint
@@ -73,6 +74,7 @@ class Cluster:
         self,
         config: Config,
         live: LiveCache,
+        flights: Flights,
         memory: PoolMemory,
         identity: NodeIdentity,
         observe: Callable[[float, int], None],
@@ -83,6 +85,7 @@ class Cluster:
         """
         self.node = identity.node
         self._config, self._live, self._identity = config, live, identity
+        self._flights = flights
         self._checksums = memory.checksums
         self.server_credentials, channel_credentials = credentials(config)
         host = self.node.rpartition(":")[0]
@@ -101,6 +104,7 @@ class Cluster:
         self._offers = Offers(live.cache, self._candidates)
         reads = PoolReads(self._engine.reads, writable)
         self._fetcher = Fetcher(live, reads, self._candidates, observe, config.fetch_timeout_s)
+        flights.sources.append(self._fetcher)
         self._changes = live.follow_changes()
 
     async def start(self) -> None:
@@ -128,7 +132,6 @@ class Cluster:
         await asyncio.gather(self._directory.run(), self._publish(), self._engine.reads.failed)
 
     async def close(self) -> None:
-        await self._fetcher.close()
         await self._candidates.close()
         await self._directory.close()
         await self._peers.close()
@@ -152,23 +155,6 @@ class Cluster:
             return ()
 
     # -- for engines on this node --------------------------------------------------------------
-
-    def want(self, key: Key, hints: Sequence[Hint]) -> None:
-        """Bring the key here for a waiting client, unless it is here or on its way."""
-        self._fetcher.want(key, hints)
-
-    def want_or_make(
-        self, key: Key, hints: Sequence[Hint], maker: SessionId, wait_s: float
-    ) -> None:
-        """As `want`, for a session that makes the key if no node has it.
-
-        It waits for so long if another node makes it.
-        """
-        self._fetcher.want(key, hints, Maker(maker, wait_s))
-
-    def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:
-        """End this wait for the key if the key is, or gets, waited for as another node makes it."""
-        self._fetcher.waits_for_nobody(key, session, ticket)
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         """Tell these nodes of these keys: now, or when they are stored."""
@@ -227,10 +213,18 @@ class Cluster:
         """Whether a claim of the key is on its way to the directory."""
         return self._fetcher.is_claiming(key)
 
+    def is_near(self, key: Key) -> bool:
+        """Whether the key may lie on this node's disk."""
+        return self._flights.is_near(key)
+
+    def want_near(self, key: Key) -> None:
+        """Bring the key from this node's disk, asking no other node."""
+        self._flights.want(key, is_near=True)
+
     async def offered(self, found: MappingOf[Key, Hint]) -> None:
         """Take an offer: a node has these keys and expects this one to want them."""
         for number, (key, hint) in enumerate(found.items()):
-            self._fetcher.want(key, [hint])
+            self._flights.want(key, [hint])
             if number % TURN == 0:
                 await asyncio.sleep(0)
 
@@ -277,8 +271,8 @@ class Cluster:
                 unpublished=state.unpublished,
                 lag_s=state.lag_s,
             ),
-            fetches=counters.outcomes,
-            flights=self._fetcher.flights,
+            fetches=self._flights.outcomes,
+            flights=len(self._flights),
             set_aside_bytes=counters.set_aside_bytes,
             set_aside=counters.set_aside,
             read_retries=counters.retries,

@@ -1,4 +1,4 @@
-"""Brings entries from other nodes: one flight a key, however many clients wait for it.
+"""Brings entries from other nodes, for the flights.
 
 A flight asks one node after the other for a lease, reads the entry into a reservation of its own,
 verifies it, and commits it as any writer does. If a hint says where a small entry lies, it is read
@@ -19,13 +19,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
-from ecd.background import Background
 from ecd.checksum import digests, fold
 from ecd.cluster.admission import Admitted
 from ecd.cluster.candidates import Candidates
@@ -42,7 +39,21 @@ from ecd.core.outcomes import (
     Reservation,
     Reserved,
 )
-from ecd.core.types import Content, Key, SessionId, Ticket
+from ecd.core.types import Content, Key
+from ecd.flights import (
+    CORRUPT,
+    FAILED,
+    FETCHED,
+    FINAL,
+    LOCAL,
+    MADE,
+    MISSING,
+    NO_ROOM,
+    SLOWER,
+    STALE,
+    UNREACHABLE,
+    Flight,
+)
 from ecd.live import LiveCache
 from ecd.turns import Turns
 from ecd.wire import BYTES_WITH_LEASE
@@ -50,8 +61,6 @@ from ecd_proto.contract import Hint
 
 logger = logging.getLogger(__name__)
 
-MAX_FLIGHTS = 1024
-"""Keys on their way here; more of them are misses."""
 MAX_SOURCES = 4
 """Nodes that one flight asks for a lease before it gives up."""
 MAX_HINTED = 2
@@ -67,40 +76,9 @@ TURNS_TO_ASK = 2
 RETRY_PAUSE_S = 0.1
 """Pause before a read is tried again, after more failures than connections that can have died."""
 
-FETCHED, MISSING, LOCAL = "fetched", "missing", "written here"
-UNREACHABLE, FAILED, CORRUPT, STALE = "unreachable", "read failed", "corrupt", "stale"
-NO_ROOM, LATE, REFUSED, ERROR, MADE = "no room", "late", "too many", "error", "made here"
-SLOWER = "slower than encoding"
-OUTCOMES = (
-    *(FETCHED, MISSING, LOCAL, UNREACHABLE, FAILED, CORRUPT, STALE),
-    *(NO_ROOM, LATE, REFUSED, ERROR, MADE, SLOWER),
-)
-_FINAL = {FETCHED, LOCAL, NO_ROOM}
-"""Outcomes of one node after which no other is asked."""
-
 
 class _Failed(Exception):
     """One node did not deliver; the argument is the outcome."""
-
-
-class Maker(NamedTuple):
-    """The session that makes a key which no node has; it waits for another node that makes it."""
-
-    session: SessionId
-    wait_s: float
-
-
-@dataclass
-class _Flight:
-    key: Key
-    hints: Sequence[Hint]
-    maker: Maker | None
-    started_s: float
-    task: asyncio.Task[None] | None = None
-    is_needed: bool = False  # by a client that cannot make the key
-    is_awaited: bool = False  # another node makes the key
-    impatient: list[tuple[SessionId, Ticket]] = field(default_factory=list)
-    """Waits that are to end when another node is waited for."""
 
 
 @dataclass
@@ -121,7 +99,6 @@ class _Arrival:
 class FetchCounters:
     """Counts since the start."""
 
-    outcomes: Counter[str]
     retries: int = 0
     speculative: int = 0  # reads begun before their lease
     speculative_used: int = 0
@@ -130,7 +107,9 @@ class FetchCounters:
 
 
 class Fetcher:
-    """All flights of one daemon, on its event loop."""
+    """The other nodes, as the source of flights that is asked last."""
+
+    is_near = False
 
     def __init__(
         self,
@@ -141,7 +120,7 @@ class Fetcher:
         timeout_s: float,
     ) -> None:
         """`observe` is told the seconds and bytes of each entry that is brought."""
-        self.counters = FetchCounters(Counter(dict.fromkeys(OUTCOMES, 0)))
+        self.counters = FetchCounters()
         self._live, self._reads, self._candidates = live, reads, candidates
         self._observe, self._timeout_s = observe, timeout_s
         session = live.open_session()  # it owns the reservations
@@ -150,9 +129,7 @@ class Fetcher:
         self._speculative: set[Key] = set()
         self._claiming: set[Key] = set()
         self._awaited = 0  # flights
-        self._flights: dict[Key, _Flight] = {}
         self._turns = Turns()
-        self._background = Background()
 
     def reload(self, timeout_s: float) -> None:
         """Take over the deadline of flights that begin from now on."""
@@ -166,76 +143,15 @@ class Fetcher:
         """Whether a claim of the key is on its way to the directory."""
         return key in self._claiming
 
-    @property
-    def flights(self) -> int:
-        return len(self._flights)
-
-    def want(self, key: Key, hints: Sequence[Hint], maker: Maker | None = None) -> None:
-        """Try to bring the key here, unless it is here or on its way."""
-        flight = self._flights.get(key)
-        if flight is not None:
-            flight.is_needed |= maker is None
-            flight.maker = flight.maker or maker
-        if not self._live.cache.wants(key):
-            return
-        if len(self._flights) >= MAX_FLIGHTS:
-            self.counters.outcomes[REFUSED] += 1
-            return
-        self._live.expect(key)
-        flight = self._flights[key] = _Flight(key, hints, maker, time.perf_counter())
-        flight.is_needed = maker is None
-        flight.task = self._background.spawn(self._fly(flight))
-
-    def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:
-        """End this wait for the key if the key is, or gets, waited for as another node makes it."""
-        flight = self._flights.get(key)
-        if flight is not None:
-            flight.impatient.append((session, ticket))
-            if flight.is_awaited:
-                self._let_go(flight)
-
-    def _let_go(self, flight: _Flight) -> None:
-        waits, flight.impatient = flight.impatient, []
-        for session, ticket in waits:
-            self._live.cancel_wait(session, ticket)
-
-    async def close(self) -> None:
-        await self._background.close()
+    def may_have(self, key: Key) -> bool:  # noqa: ARG002
+        return True
 
     # -- one flight ----------------------------------------------------------------------------
 
-    async def _fly(self, flight: _Flight) -> None:
-        outcome = LATE
-        task = flight.task
-        assert task is not None
-        deadline = asyncio.get_running_loop().call_later(self._timeout_s, task.cancel)
-        try:
-            outcome = await self._bring(flight)
-        except asyncio.CancelledError:
-            logger.warning("%s was not fetched in time", flight.key.mm_hash)
-        except Exception:
-            outcome = ERROR
-            logger.exception("%s was not fetched", flight.key.mm_hash)
-        finally:
-            deadline.cancel()
-            del self._flights[flight.key]
-            self.counters.outcomes[outcome] += 1
-            if outcome == MADE and flight.maker is not None:
-                self._live.make(flight.maker.session, flight.key)
-            else:
-                self._live.not_made(flight.key)
-            self._live.stop_expecting(flight.key)
-
-    async def _bring(self, flight: _Flight) -> str:
+    async def bring(self, flight: Flight) -> str:
         """Bring what a node has, or makes, or leave it to the flight's maker; the outcome."""
-        outcome = await self._bring_unless_slower(flight)
-        if outcome == SLOWER and flight.is_needed:  # since it was found to be slower
-            outcome = await self._bring_stored(flight)
-        return outcome
-
-    async def _bring_unless_slower(self, flight: _Flight) -> str:
         outcome = await self._bring_stored(flight)
-        if flight.maker is None or outcome in _FINAL or outcome == SLOWER:
+        if flight.maker is None or outcome in (*FINAL, SLOWER):
             return outcome
         until_s = time.monotonic() + flight.maker.wait_s
         void = ""
@@ -252,22 +168,22 @@ class Fetcher:
             if left_s <= 0.0 or self._awaited >= MAX_AWAITED:
                 return outcome
             found = await self._wait_for(claimed.node, flight, left_s)
-            if found in _FINAL or found == SLOWER:
+            if found in (*FINAL, SLOWER):
                 return found
             void = claimed.incarnation
 
-    async def _wait_for(self, maker: Candidate, flight: _Flight, wait_s: float) -> str:
+    async def _wait_for(self, maker: Candidate, flight: Flight, wait_s: float) -> str:
         """Wait for what another node makes, and bring it; the outcome."""
         self._awaited += 1
         flight.is_awaited = True
-        self._let_go(flight)
+        flight.let_go(self._live)
         try:
             return await self._try(Admitted(maker.hint), flight, made_within_s=wait_s)
         finally:
             self._awaited -= 1
             flight.is_awaited = False
 
-    async def _bring_stored(self, flight: _Flight) -> str:
+    async def _bring_stored(self, flight: Flight) -> str:
         """Ask some hinted nodes, those of the directory, the other hinted ones; the outcome."""
         asked: set[str] = set()
         outcome = MISSING
@@ -280,14 +196,14 @@ class Fetcher:
                     return outcome
                 asked.add(each.hint.node)
                 found = await self._try(each, flight)
-                if found in _FINAL:
+                if found in FINAL:
                     return found
                 if found != MISSING and outcome != SLOWER:
                     outcome = found
         return outcome
 
     async def _try(
-        self, candidate: Admitted, flight: _Flight, made_within_s: float | None = None
+        self, candidate: Admitted, flight: Flight, made_within_s: float | None = None
     ) -> str:
         """Ask one node, and bring what it leases; the outcome.
 
@@ -303,7 +219,7 @@ class Fetcher:
             return str(error)
 
     async def _bring_from(
-        self, candidate: Admitted, flight: _Flight, made_within_s: float | None
+        self, candidate: Admitted, flight: Flight, made_within_s: float | None
     ) -> str:
         """As `_try`. Raises PeerUnavailable and _Failed."""
         link = await self._candidates.link(candidate)
@@ -344,7 +260,7 @@ class Fetcher:
     # -- one entry -----------------------------------------------------------------------------
 
     async def _read_speculatively(
-        self, link: Link, hint: Hint, flight: _Flight, asked_s: float
+        self, link: Link, hint: Hint, flight: Flight, asked_s: float
     ) -> _Arrival | None:
         """Begin to read the hinted place: of a small entry once the question has gone out.
 
@@ -374,7 +290,7 @@ class Fetcher:
             time.sleep(0)  # or the thread that reads waits until the question has gone out
         return arrival
 
-    def _is_slower(self, link: Link, flight: _Flight, lease: PeerLease) -> bool:
+    def _is_slower(self, link: Link, flight: Flight, lease: PeerLease) -> bool:
         """Whether the clients that want the entry had better encode it than have it read."""
         if flight.is_needed or lease.data:
             return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from math import inf
 
 from ecd.core.board import Board, NoBoard
@@ -393,6 +394,11 @@ class Cache:
         seconds, is_known = self._costs.of(key.namespace, content)
         return seconds if is_known else None
 
+    def cost_s(self, key: Key, content: Content) -> float:
+        """The same; as reported where nobody told any since the start, else a guess."""
+        seconds, is_known = self._costs.of(key.namespace, content)
+        return seconds if is_known else content.cost_s or seconds
+
     def extent(self, key: Key) -> Extent | None:
         """The extent of the key's nearest copy, if it is stored."""
         entry = self._entries.stored(key)
@@ -469,6 +475,12 @@ class Cache:
     def trim(self, limit: int, now_s: float) -> bool:
         """Evict up to `limit` entries of the pools that need it (`Pool.trim`). True: go on."""
         return self._evictor.trim(limit, now_s)
+
+    def next_victims(self, limit: int) -> list[EntryInfo]:
+        """Up to `limit` entries that eviction for room takes next, copies apart."""
+        own = (pool for pool in self.pools if not pool.holds_copies)
+        victims = chain.from_iterable(pool.next_victims() for pool in own)
+        return [entry.info() for entry in islice(victims, limit)]
 
     def page(self, after: EntryId | None, limit: int) -> tuple[list[EntryInfo], EntryId | None]:
         """Up to `limit` committed entries in order of commit, and where the next page starts.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from ecd.core.allocator import Allocator, Block
@@ -209,6 +209,16 @@ class Pool:
             pieces.append(piece)
             count += fit
         return pieces
+
+    def next_victims(self) -> Iterator[Entry]:
+        """The entries that go first as the next share of the pool fills, the coldest first."""
+        left_bytes = self.allocator.used_bytes
+        left_bytes -= int((self.limits.low_watermark - self.limits.ahead_share) * self.nbytes)
+        for entry in self.policy.coldest():
+            if left_bytes <= 0:
+                break
+            left_bytes -= entry.block.nbytes
+            yield entry
 
     def needs_trim(self) -> bool:
         """Whether extents and grants fill the pool above the high watermark."""

@@ -75,11 +75,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """Shares of one pool: the most for all grants together, and where trimming starts and ends."""
+    """Shares of one pool: the most for all grants together, and where trimming starts and ends.
+
+    `ahead_share`: what lies so near to its eviction is written to a staged pool.
+    """
 
     granted_share: float = 1 / 8
     high_watermark: float = 0.95
     low_watermark: float = 0.90
+    ahead_share: float = 1 / 4
 
 
 class EntryInfo(NamedTuple):

@@ -13,6 +13,7 @@ import grpc
 from ecd.background import Background
 from ecd.core.outcomes import Aborted, Acquisition, Committed, Reserved, Waiting
 from ecd.core.types import Answer, Content, EntryId, Key, LeaseId, WaitFor
+from ecd.flights import Flights, Maker
 from ecd.followups import EVICTED_AT_A_TIME
 from ecd.live import LiveCache
 from ecd.rpc.convert import (
@@ -26,7 +27,7 @@ from ecd.rpc.convert import (
     to_promote_reply,
     to_reserve_outcome,
 )
-from ecd.rpc.origins import OtherNodes, Recovering
+from ecd.rpc.origins import Disk, OtherNodes, Recovering
 from ecd.rpc.sessions import Context, SessionStreams
 from ecd.wire import (
     InvalidRequest,
@@ -65,12 +66,14 @@ class CacheService(pb_grpc.CacheServicer):
         self,
         live: LiveCache,
         streams: SessionStreams,
+        flights: Flights,
         others: OtherNodes,
         recovery: Recovering,
+        disk: Disk,
         monitor: Monitor,
     ) -> None:
-        self._live, self._streams = live, streams
-        self._others, self._recovery = others, recovery
+        self._live, self._streams, self._flights = live, streams, flights
+        self._others, self._recovery, self._disk = others, recovery, disk
         self._monitor = monitor
         self._incarnation = streams.identity.incarnation
         self._undoing = Background()
@@ -152,10 +155,9 @@ class CacheService(pb_grpc.CacheServicer):
             hints = dict(await pace.each(_hints_of, request.hints))
             for index, key in enumerate(keys):
                 await pace.step()
-                if (make_s := makes.get(index)) is None:
-                    self._others.want(key, hints.get(index, ()))
-                else:
-                    self._others.want_or_make(key, hints.get(index, ()), session, make_s)
+                make_s = makes.get(index)
+                maker = None if make_s is None else Maker(session, make_s)
+                self._flights.want(key, hints.get(index, ()), maker)
             for _ in range(TURNS_TO_ASK):
                 await asyncio.sleep(0)
             if request.only_if_written:
@@ -169,7 +171,7 @@ class CacheService(pb_grpc.CacheServicer):
                 outcome = self._live.acquire(session, key, *how)
                 outcomes.append(outcome)
                 if isinstance(outcome, Waiting) and makes.get(index) == 0.0:
-                    self._others.waits_for_nobody(key, session, outcome.ticket)
+                    self._flights.waits_for_nobody(key, session, outcome.ticket)
             outcomes = await self._streams.held.hold(session, outcomes)
             reply = pb.AcquireReply(incarnation=self._incarnation)
             for outcome in outcomes:
@@ -234,12 +236,19 @@ class CacheService(pb_grpc.CacheServicer):
         selection = selection_from(request)
         pace = await self._live.begin()
         await self._recovery.settle(None if selection.key is None else [selection.key])
+        first = await self._disk.erase(selection, request.dry_run)
         report = await self._live.evict(selection, request.dry_run, pace)
+        # Again, for what was being written or read until its entry was evicted.
+        then = (0, 0, 0) if request.dry_run else await self._disk.erase(selection, False)
+        entries, nbytes, failures = (sum(both) for both in zip(first, then, strict=True))
         return pb.EvictReply(
             incarnation=self._incarnation,
             entries=report.entries,
             nbytes=report.nbytes,
             leased=report.leased,
+            disk_entries=entries,
+            disk_bytes=nbytes,
+            disk_failures=failures,
         )
 
     async def List(self, request: pb.ListRequest, context: Ctx) -> pb.ListReply:

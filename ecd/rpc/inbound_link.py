@@ -60,6 +60,12 @@ class Memory(Protocol):
     def is_claiming(self, key: Key) -> bool:
         """Whether a claim of the key is on its way to the directory."""
 
+    def is_near(self, key: Key) -> bool:
+        """Whether the key may lie on this node's disk."""
+
+    def want_near(self, key: Key) -> None:
+        """Bring the key from this node's disk, asking no other node."""
+
     async def offered(self, found: Mapping[Key, Hint]) -> None:
         """Take an offer: a node has these keys and expects this one to want them."""
 
@@ -138,12 +144,14 @@ class InboundLink:
         self._post(pb.LinkReply(found=reply))
 
     def _has(self, key: Key) -> bool:
-        """Whether the key is here, or being written here, after `learn`.
+        """Whether the key is here, on disk included, or being written here, after `learn`.
 
         A speculative read does not count: the node that asks may be the one being read.
         """
-        return self._live.cache.contains(key) or (
-            self._live.is_being_written(key) and not self._memory.is_speculative(key)
+        return (
+            self._live.cache.contains(key)
+            or (self._live.is_being_written(key) and not self._memory.is_speculative(key))
+            or self._memory.is_near(key)
         )
 
     def _is_made(self, key: Key) -> bool:
@@ -180,6 +188,8 @@ class InboundLink:
                     known.append(pb.LeaseOutcome(ticket=asked.ticket, missing=cache_pb2.Missing()))
                     continue
                 wait_for, wait_s = WaitFor.ANY, min(wait_s, MAKING_S)
+            elif self._memory.is_near(key):
+                self._memory.want_near(key)
             wait_s = min(wait_s, MAX_WAIT_S)
             outcome = self._live.acquire(self.session, key, wait_s, wait_for, Answer.PEER)
             if isinstance(outcome, Waiting):

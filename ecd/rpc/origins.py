@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ecd.core.types import Key, SessionId, Ticket
+from ecd.core.types import Key, Selection
 from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -26,20 +26,6 @@ Found = Mapping[Key, Sequence[Holding]]
 class OtherNodes(Protocol):
     """The nodes around this one, as the service needs them."""
 
-    def want(self, key: Key, hints: Sequence[Hint]) -> None:
-        """Bring the key here for a waiting client, unless it is here or on its way."""
-
-    def want_or_make(
-        self, key: Key, hints: Sequence[Hint], maker: SessionId, wait_s: float
-    ) -> None:
-        """As `want`, for a session that makes the key if no node has it.
-
-        It waits for so long if another node makes it.
-        """
-
-    def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:
-        """End this wait for the key if the key is, or gets, waited for as another node makes it."""
-
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         """Tell these nodes of these keys, as soon as they are stored here."""
 
@@ -52,17 +38,6 @@ class OtherNodes(Protocol):
 class NoOtherNodes:
     """A daemon that serves its node alone."""
 
-    def want(self, key: Key, hints: Sequence[Hint]) -> None:
-        pass
-
-    def want_or_make(
-        self, key: Key, hints: Sequence[Hint], maker: SessionId, wait_s: float
-    ) -> None:
-        pass
-
-    def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:
-        pass
-
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         pass
 
@@ -71,6 +46,20 @@ class NoOtherNodes:
 
     def status(self) -> pb.PeersReply:
         return pb.PeersReply(directory=pb.DirectoryStatus(kind="none", up=True))
+
+
+class Disk(Protocol):
+    """The entries on disk, as the service needs them."""
+
+    async def erase(self, selection: Selection, dry_run: bool) -> tuple[int, int, int]:
+        """Erase the selected: entries, their bytes, and files that could not be removed."""
+
+
+class NoDisk:
+    """A daemon without a disk tier."""
+
+    async def erase(self, selection: Selection, dry_run: bool) -> tuple[int, int, int]:
+        return 0, 0, 0
 
 
 class Recovering(Protocol):

@@ -79,6 +79,7 @@ class SessionStreams:
 
     def __init__(self, live: LiveCache, files: OpenedFiles, identity: NodeIdentity) -> None:
         self.identity = identity
+        self.has_disk = False
         self.held = HeldAnswers(live)
         self._live, self._files = live, files
         self._by_token: dict[str, Stream] = {}
@@ -205,6 +206,7 @@ class SessionStreams:
             index=index,
             node=self.identity.node,
             attach_path="" if index is None else self._files.attach_path(),
+            has_disk=self.has_disk,
         )
 
     async def _read(self, stream: Stream, requests: SessionIterator) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -60,6 +60,8 @@ class Status:
         self._index, self._streams = index, streams
         self.events = "", ""
         """Where changes are published and replayed, host:port."""
+        self.disk: Callable[[], pb.DiskStatus] | None = None
+        """The figures of the disk tier, where there is one."""
         self._state = State.STATE_POPULATING
         self._started_s = time.monotonic()
 
@@ -106,6 +108,7 @@ class Status:
             bench=pb.Counters(**cache.bench.figures()),
             namespaces=[pb.NamespaceStatus(namespace=n, **s._asdict()) for n, s in named.items()],
             other_namespaces=pb.NamespaceStatus(**others._asdict()),
+            disk=None if self.disk is None else self.disk(),
         )
 
     def _read_pool(self, pool: Pool) -> pb.PoolStatus:

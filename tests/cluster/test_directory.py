@@ -28,6 +28,7 @@ from ecd.core.cache import Cache
 from ecd.core.outcomes import Missing, Waiting, Wakeup
 from ecd.core.pool import Pool
 from ecd.core.types import Key, WaitFor
+from ecd.flights import Flights
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd_client import Client
@@ -427,18 +428,19 @@ def test_a_lookup_that_raises_is_answered_at_once() -> None:
         asking, told = live.open_session(), Asking()
         live.subscribe(asking, told)
         candidates = Candidates(peers, admission, directory, "")
-        fetcher = Fetcher(live, None, candidates, lambda *_: None, 5.0)
+        flights = Flights(live, 5.0)
+        flights.sources.append(Fetcher(live, None, candidates, lambda *_: None, 5.0))
         keys = [Key("default", str(number)) for number in range(3)]
         for key in keys:
-            fetcher.want(key, ())
+            flights.want(key)
             assert isinstance(live.acquire(asking, key, 5.0, WaitFor.WRITER), Waiting)
         started = time.monotonic()
         while len(told.woken) < len(keys):
             await asyncio.sleep(0.01)
             assert time.monotonic() - started < 3.0, "a fetch has five"
         assert all(isinstance(wakeup.outcome, Missing) for wakeup in told.woken)
-        assert fetcher.flights == 0
-        await fetcher.close()
+        assert len(flights) == 0
+        await flights.close()
         await candidates.close()
 
     asyncio.run(want())

@@ -553,3 +553,27 @@ def test_ecd_cli_peers(make_peer: MakePeer, client_of: ClientOf, daemon: Daemon)
     assert 'ecd_fetches_total{outcome="fetched"} 1.0' in metrics
     assert "ecd_fetch_seconds_count 1.0" in metrics
     assert "ecd_directory_up 1.0" in metrics
+
+
+def test_an_entry_on_the_disk_of_a_node_is_found_and_fetched(
+    make_peer: MakePeer, client_of: ClientOf, tmp_path: Path
+) -> None:
+    a = make_peer("8MiB", ECD_DISK_POOL_BYTES="1GiB", ECD_DISK_DIR=str(tmp_path / "disk")).start()
+    b = make_peer(ECD_PEERS=a.peer).start()
+    here, there = client_of(a), client_of(b)
+    data = {f"k{number}": random.Random(number).randbytes(1 << 20) for number in range(16)}
+    for key, content in data.items():
+        here.put_bytes(key, content, "uint8", (1 << 20,), cost=1.0)
+        time.sleep(0.1)
+    away = [key for key, stored in zip(data, here.contains(list(data)), strict=True) if not stored]
+    assert len(away) > 4
+    eventually(lambda: all(there.locate(away).holders), 10, "the static directory names the node")
+    for key in away:
+        with there.get(key, 5.0, nodes=[here.node]) as item:
+            assert bytes(item.view) == data[key]
+        time.sleep(0.1)  # leases are given back a moment later, and eight fill the pool
+    assert fetched(b) == a.status().disk.reads == len(away)
+    a.evict_all()
+    b.evict_all()
+    [future] = there.get_async([away[0]], 5.0, only_if_written=True)
+    assert future.result(5.0) is None, "it is erased"

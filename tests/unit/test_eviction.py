@@ -120,6 +120,24 @@ def test_held_entries_block_a_window(make: Callable[[], Policy]) -> None:
     assert Filled(make, "abcd", held="abcd").plan(1) is None
 
 
+@pytest.mark.parametrize(
+    ("layout", "held", "next_ones"),
+    [
+        ("abcdefghijklmnopqrst", "", "abcdefg"),
+        ("abcdefghijklmnopqrst", "bc", "adefghi"),
+        ("bbbbacdefghijklmnop.", "", "abc"),
+        ("abcdefghijklm.......", "", ""),
+    ],
+)
+def test_the_next_victims_are_the_coldest_of_a_pool_that_fills(
+    layout: str, held: str, next_ones: str
+) -> None:
+    """Of twenty pages the first thirteen are filled without a victim in sight."""
+    filled = Filled(Lru, layout, held)
+    pool = Pool(filled.allocator, policy=filled.policy)
+    assert "".join(entry.mm_hash for entry in pool.next_victims()) == next_ones
+
+
 def test_a_plan_changes_nothing(make: Callable[[], Policy]) -> None:
     filled = Filled(make, "ab.cd")
     assert filled.plan(5) == "abcd"

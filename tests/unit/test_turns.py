@@ -538,6 +538,9 @@ class NoMemory:
     def is_speculative(self, key: Key) -> bool:
         return False
 
+    def is_near(self, key: Key) -> bool:
+        return False
+
     def address_of(self, extent: Extent) -> int:
         return extent.offset
 

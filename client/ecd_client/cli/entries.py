@@ -196,7 +196,12 @@ def evict(
         render.as_json(out, reply)
     else:
         render.evicted(out, reply, dry_run)
-    if key is not None and reply.entries == 0:
+    if reply.disk_failures:
+        fail(
+            FAILED,
+            f"{reply.disk_failures:,} files of the disk tier could not be removed: see the log",
+        )
+    if key is not None and not reply.entries + reply.disk_entries:
         fail(FAILED, f"no entry {key!r} meets the conditions")
 
 

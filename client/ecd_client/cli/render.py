@@ -63,6 +63,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("state", f"{state}, up {duration(reply.uptime_s)}"),
         *(row for pool in reply.pools for row in _pool(names[pool.pool], pool)),
         ("entries", f"{reply.entries:,}" + _recovered(counters)),
+        *(_disk(reply.disk) if reply.HasField("disk") else ()),
         ("clients", ", ".join(count_text(*each) for each in _held(reply))),
         *_gpus(reply),
         (
@@ -139,6 +140,25 @@ def _pool(name: str, pool: pb.PoolStatus) -> list[tuple[str, str]]:
             "free",
             f"{size_text(pool.free_bytes)}, the largest piece "
             f"{size_text(pool.largest_free_bytes)}, fragmentation {pool.fragmentation:.0%}",
+        ),
+    ]
+
+
+def _disk(disk: pb.DiskStatus) -> list[tuple[str, str]]:
+    resting = [what for what in ("reads", "writes") if getattr(disk, f"{what}_rest")]
+    return [
+        ("disk tier", f"{size_text(disk.pool_bytes)} in {disk.path}"),
+        (
+            "on disk",
+            f"{disk.entries:,} entries, {size_text(disk.used_bytes)} "
+            f"({share(disk.used_bytes, disk.pool_bytes)}); "
+            f"{disk.kept:,} of {disk.kept + disk.lost:,} evicted from memory",
+        ),
+        (
+            "disk traffic",
+            f"{disk.reads:,} reads, {size_text(disk.read_bytes)}; {disk.writes:,} writes, "
+            f"{size_text(disk.written_bytes)}; failures {_counts(disk.failures)}"
+            + (f"; {' and '.join(resting)} rest after failures" if resting else ""),
         ),
     ]
 
@@ -230,7 +250,11 @@ def evicted(out: Console, reply: pb.EvictReply, dry_run: bool) -> None:
 
 def describe(reply: pb.EvictReply) -> str:
     text = f"{count_text(reply.entries, 'entry')}, {size_text(reply.nbytes)}"
-    return f"{text}; {reply.leased:,} of them when their leases end" if reply.leased else text
+    if reply.leased:
+        text += f"; {reply.leased:,} of them when their leases end"
+    if reply.disk_entries:
+        text += f"; {reply.disk_entries:,} on disk, {size_text(reply.disk_bytes)}"
+    return text
 
 
 def share(part: float, whole: float) -> str:

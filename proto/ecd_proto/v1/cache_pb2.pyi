@@ -255,6 +255,7 @@ class Welcome(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     INDEX_FIELD_NUMBER: builtins.int
     ATTACH_PATH_FIELD_NUMBER: builtins.int
+    HAS_DISK_FIELD_NUMBER: builtins.int
     session: builtins.str
     """names the session in every batch call"""
     contract_version: builtins.int
@@ -277,6 +278,8 @@ class Welcome(google.protobuf.message.Message):
     `session` as one packet, and the packet "ok" comes back. Empty: this client does not copy by DMA.
     With device pools a byte for each follows "ok", its number, and its descriptor is attached.
     """
+    has_disk: builtins.bool
+    """Whether entries may lie on the daemon's disk: an Acquire that waits brings them."""
     @property
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolFile]:
         """those that clients map"""
@@ -299,9 +302,10 @@ class Welcome(google.protobuf.message.Message):
         node: builtins.str = ...,
         index: global___IndexFile | None = ...,
         attach_path: builtins.str = ...,
+        has_disk: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["index", b"index"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach_path", b"attach_path", "contract_version", b"contract_version", "daemon", b"daemon", "index", b"index", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pools", b"pools", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attach_path", b"attach_path", "contract_version", b"contract_version", "daemon", b"daemon", "has_disk", b"has_disk", "index", b"index", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pools", b"pools", "session", b"session"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -1210,11 +1214,19 @@ class EvictReply(google.protobuf.message.Message):
     ENTRIES_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     LEASED_FIELD_NUMBER: builtins.int
+    DISK_ENTRIES_FIELD_NUMBER: builtins.int
+    DISK_BYTES_FIELD_NUMBER: builtins.int
+    DISK_FAILURES_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     entries: builtins.int
     nbytes: builtins.int
     leased: builtins.int
     """of these, evicted when their last lease ends"""
+    disk_entries: builtins.int
+    """erased on disk, whether or not they were in memory, too"""
+    disk_bytes: builtins.int
+    disk_failures: builtins.int
+    """files of these that could not be removed: a later start may find them"""
     def __init__(
         self,
         *,
@@ -1222,8 +1234,11 @@ class EvictReply(google.protobuf.message.Message):
         entries: builtins.int = ...,
         nbytes: builtins.int = ...,
         leased: builtins.int = ...,
+        disk_entries: builtins.int = ...,
+        disk_bytes: builtins.int = ...,
+        disk_failures: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "incarnation", b"incarnation", "leased", b"leased", "nbytes", b"nbytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["disk_bytes", b"disk_bytes", "disk_entries", b"disk_entries", "disk_failures", b"disk_failures", "entries", b"entries", "incarnation", b"incarnation", "leased", b"leased", "nbytes", b"nbytes"]) -> None: ...
 
 global___EvictReply = EvictReply
 
@@ -1375,6 +1390,7 @@ class StatusReply(google.protobuf.message.Message):
     BENCH_FIELD_NUMBER: builtins.int
     NAMESPACES_FIELD_NUMBER: builtins.int
     OTHER_NAMESPACES_FIELD_NUMBER: builtins.int
+    DISK_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     name: builtins.str
     version: builtins.str
@@ -1414,6 +1430,10 @@ class StatusReply(google.protobuf.message.Message):
     def other_namespaces(self) -> global___NamespaceStatus:
         """the sum of the rest; it has no name"""
 
+    @property
+    def disk(self) -> global___DiskStatus:
+        """absent: there is no disk tier"""
+
     def __init__(
         self,
         *,
@@ -1439,9 +1459,10 @@ class StatusReply(google.protobuf.message.Message):
         bench: global___Counters | None = ...,
         namespaces: collections.abc.Iterable[global___NamespaceStatus] | None = ...,
         other_namespaces: global___NamespaceStatus | None = ...,
+        disk: global___DiskStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bench", b"bench", "counters", b"counters", "other_namespaces", b"other_namespaces"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bench", b"bench", "contract_version", b"contract_version", "counters", b"counters", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "namespaces", b"namespaces", "node", b"node", "other_namespaces", b"other_namespaces", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["bench", b"bench", "counters", b"counters", "disk", b"disk", "other_namespaces", b"other_namespaces"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bench", b"bench", "contract_version", b"contract_version", "counters", b"counters", "disk", b"disk", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "namespaces", b"namespaces", "node", b"node", "other_namespaces", b"other_namespaces", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
 
 global___StatusReply = StatusReply
 
@@ -1465,6 +1486,118 @@ class NamespaceStatus(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["entries", b"entries", "namespace", b"namespace", "nbytes", b"nbytes"]) -> None: ...
 
 global___NamespaceStatus = NamespaceStatus
+
+@typing.final
+class DiskStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class FailuresEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class SkippedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    PATH_FIELD_NUMBER: builtins.int
+    POOL_BYTES_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    ENTRIES_FIELD_NUMBER: builtins.int
+    READS_FIELD_NUMBER: builtins.int
+    READ_BYTES_FIELD_NUMBER: builtins.int
+    READ_S_FIELD_NUMBER: builtins.int
+    WRITES_FIELD_NUMBER: builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: builtins.int
+    WRITE_S_FIELD_NUMBER: builtins.int
+    EVICTIONS_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
+    FAILURES_FIELD_NUMBER: builtins.int
+    SKIPPED_FIELD_NUMBER: builtins.int
+    READS_REST_FIELD_NUMBER: builtins.int
+    WRITES_REST_FIELD_NUMBER: builtins.int
+    WRITE_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    pool_bytes: builtins.int
+    used_bytes: builtins.int
+    entries: builtins.int
+    reads: builtins.int
+    """entries brought into memory"""
+    read_bytes: builtins.int
+    read_s: builtins.float
+    writes: builtins.int
+    """entries written, and kept"""
+    written_bytes: builtins.int
+    """headers and writes in vain included"""
+    write_s: builtins.float
+    evictions: builtins.int
+    """files removed for room"""
+    kept: builtins.int
+    """entries that were on disk when memory evicted them"""
+    lost: builtins.int
+    """the others that memory evicted"""
+    reads_rest: builtins.bool
+    """after failures, for a while"""
+    writes_rest: builtins.bool
+    write_bytes_per_s: builtins.int
+    """the write budget"""
+    @property
+    def failures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """by kind"""
+
+    @property
+    def skipped(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """reads and writes left out, by cause"""
+
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        pool_bytes: builtins.int = ...,
+        used_bytes: builtins.int = ...,
+        entries: builtins.int = ...,
+        reads: builtins.int = ...,
+        read_bytes: builtins.int = ...,
+        read_s: builtins.float = ...,
+        writes: builtins.int = ...,
+        written_bytes: builtins.int = ...,
+        write_s: builtins.float = ...,
+        evictions: builtins.int = ...,
+        kept: builtins.int = ...,
+        lost: builtins.int = ...,
+        failures: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        skipped: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        reads_rest: builtins.bool = ...,
+        writes_rest: builtins.bool = ...,
+        write_bytes_per_s: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "evictions", b"evictions", "failures", b"failures", "kept", b"kept", "lost", b"lost", "path", b"path", "pool_bytes", b"pool_bytes", "read_bytes", b"read_bytes", "read_s", b"read_s", "reads", b"reads", "reads_rest", b"reads_rest", "skipped", b"skipped", "used_bytes", b"used_bytes", "write_bytes_per_s", b"write_bytes_per_s", "write_s", b"write_s", "writes", b"writes", "writes_rest", b"writes_rest", "written_bytes", b"written_bytes"]) -> None: ...
+
+global___DiskStatus = DiskStatus
 
 @typing.final
 class PoolStatus(google.protobuf.message.Message):

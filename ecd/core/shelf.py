@@ -1,0 +1,114 @@
+"""The shelf: what lies in a staged pool, and what leaves it for room.
+
+GreedyDual-Size-Frequency (Cherkasova, HPL-98-69R1): rank = L + uses * saved seconds / bytes. L is
+the rank of the last entry that left. A use saves the time of encoding less that of reading. Ranks
+only rise, so `Deadlines` serves as their heap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ecd.core.deadlines import Deadlines
+from ecd.core.types import Key
+
+
+@dataclass(slots=True, eq=False)
+class Shelved:
+    """One entry on the shelf; `file_bytes` are what it takes there."""
+
+    number: int
+    key: Key
+    nbytes: int
+    file_bytes: int
+    cost_s: float  # to encode it
+    density: float  # seconds saved by one use, for each byte
+    rank: float
+    used_s: float
+    created_s: float
+    uses: int = 1
+    is_ready: bool = True  # to be read
+    is_erased: bool = False  # on request: what a read of it brings is not to be stored
+
+
+class Shelf:
+    """The entries of one staged pool. Every operation is O(log n)."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.used_bytes = nbytes, 0
+        self._by_key: dict[Key, Shelved] = {}
+        self._by_number: dict[int, Shelved] = {}
+        self._ranks: Deadlines[int] = Deadlines()
+        self._least = 0.0  # L
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Shelved]:
+        return iter(self._by_key.values())
+
+    def get(self, key: Key) -> Shelved | None:
+        return self._by_key.get(key)
+
+    def add(
+        self,
+        key: Key,
+        nbytes: int,
+        file_bytes: int,
+        cost_s: float,
+        saved_s: float,
+        now_s: float,
+        age_s: float = 0.0,
+    ) -> Shelved:
+        """Add a key that is not there; `make_room` comes first where there is a bound to keep."""
+        assert key not in self._by_key
+        self._last += 1
+        density, since_s = max(0.0, saved_s) / file_bytes, now_s - age_s
+        rank = self._least + density
+        shelved = Shelved(
+            *(self._last, key, nbytes, file_bytes, cost_s, density, rank, since_s, since_s)
+        )
+        self._by_key[key] = self._by_number[shelved.number] = shelved
+        self._ranks.add(shelved.number, rank)
+        self.used_bytes += file_bytes
+        return shelved
+
+    def use(self, shelved: Shelved, now_s: float) -> None:
+        """Count one read."""
+        if self._by_key.get(shelved.key) is shelved:
+            shelved.uses += 1
+            shelved.used_s = now_s
+            shelved.rank = self._least + shelved.uses * shelved.density
+            self._ranks.postpone(shelved.number, shelved.rank)
+
+    def remove(self, shelved: Shelved) -> None:
+        """Take an entry away; no effect if it has left already."""
+        if self._by_key.get(shelved.key) is shelved:
+            self._ranks.remove(shelved.number)
+            self._forget(shelved)
+
+    def make_room(self, file_bytes: int, most: int) -> list[Shelved]:
+        """Take away up to `most` of those worth least, until so many bytes more have room."""
+        taken: list[Shelved] = []
+        while self._by_key and len(taken) < most and self.used_bytes + file_bytes > self.nbytes:
+            least = self._ranks.next_s
+            assert least is not None
+            for number in self._ranks.take_due(least, 1):  # none if its rank has risen
+                shelved = self._by_number[number]
+                self._least = max(self._least, shelved.rank)
+                self._forget(shelved)
+                taken.append(shelved)
+        return taken
+
+    def _forget(self, shelved: Shelved) -> None:
+        del self._by_key[shelved.key], self._by_number[shelved.number]
+        self.used_bytes -= shelved.file_bytes
+
+    def check(self) -> None:
+        """Raise AssertionError unless all views agree. O(n)."""
+        self._ranks.check()
+        assert {shelved.number for shelved in self} == set(self._by_number)
+        assert len(self._ranks) == len(self._by_key)
+        assert self.used_bytes == sum(shelved.file_bytes for shelved in self)

@@ -1,0 +1,181 @@
+"""Flights: each brings one key into memory, however many clients wait for it.
+
+A flight asks its sources in order, the disk before other nodes, until one has brought the key. The
+key is expected meanwhile: readers wait for it as for a writer. A flight has a deadline, and leaves
+no reservation behind when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from ecd.background import Background
+from ecd.core.types import Key, SessionId, Ticket
+from ecd.live import LiveCache
+from ecd_proto.contract import Hint
+
+logger = logging.getLogger(__name__)
+
+MAX_FLIGHTS = 1024
+"""Keys on their way here; more of them are misses."""
+
+FETCHED, MISSING, LOCAL, READ = "fetched", "missing", "written here", "read from disk"
+UNREACHABLE, FAILED, CORRUPT, STALE = "unreachable", "read failed", "corrupt", "stale"
+NO_ROOM, LATE, REFUSED, ERROR, MADE = "no room", "late", "too many", "error", "made here"
+SLOWER = "slower than encoding"
+OUTCOMES = (
+    *(FETCHED, MISSING, LOCAL, READ, UNREACHABLE, FAILED, CORRUPT, STALE),
+    *(NO_ROOM, LATE, REFUSED, ERROR, MADE, SLOWER),
+)
+FINAL = {FETCHED, LOCAL, READ, NO_ROOM}
+"""Outcomes after which nobody else is asked."""
+
+
+class Maker(NamedTuple):
+    """The session that makes a key which no node has; it waits for another node that makes it."""
+
+    session: SessionId
+    wait_s: float
+
+
+@dataclass
+class Flight:
+    """One key on its way here."""
+
+    key: Key
+    hints: Sequence[Hint]
+    maker: Maker | None
+    is_near: bool  # only this node's own sources are asked
+    started_s: float
+    task: asyncio.Task[None] | None = None
+    is_needed: bool = False  # by a client that cannot make the key
+    is_awaited: bool = False  # another node makes the key
+    impatient: list[tuple[SessionId, Ticket]] = field(default_factory=list)
+    """Waits that are to end when another node is waited for."""
+
+    def let_go(self, live: LiveCache) -> None:
+        """End the waits that are not for what another node makes."""
+        waits, self.impatient = self.impatient, []
+        for session, ticket in waits:
+            live.cancel_wait(session, ticket)
+
+
+class Source(Protocol):
+    """Where flights look for a key."""
+
+    is_near: bool
+    """Whether it is this node's own."""
+
+    def may_have(self, key: Key) -> bool:
+        """Whether asking is of use."""
+
+    async def bring(self, flight: Flight) -> str:
+        """Store the key here, if it can be had: one of OUTCOMES. May be cancelled at any time."""
+
+
+class Flights:
+    """All flights of one daemon, on its event loop."""
+
+    def __init__(self, live: LiveCache, timeout_s: float = 5.0) -> None:
+        self.sources: list[Source] = []
+        """In the order in which they are asked."""
+        self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
+        """Counts of flights since the start."""
+        self._live, self._timeout_s = live, timeout_s
+        self._flights: dict[Key, Flight] = {}
+        self._background = Background()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def reload(self, timeout_s: float) -> None:
+        """Take over the deadline of flights that begin from now on."""
+        self._timeout_s = timeout_s
+
+    def is_near(self, key: Key) -> bool:
+        """Whether a source of this node's own may have the key."""
+        return any(source.is_near and source.may_have(key) for source in self.sources)
+
+    def want(
+        self,
+        key: Key,
+        hints: Sequence[Hint] = (),
+        maker: Maker | None = None,
+        is_near: bool = False,
+    ) -> None:
+        """Try to bring the key here, unless it is here or on its way.
+
+        The maker, if there is one, makes the key if no node has it. With `is_near` other nodes are
+        not asked.
+        """
+        flight = self._flights.get(key)
+        if flight is not None:
+            flight.is_needed |= maker is None
+            flight.maker = flight.maker or maker
+            flight.is_near = flight.is_near and is_near
+        if not self._live.cache.wants(key):
+            return
+        if not any(s.may_have(key) for s in self.sources if s.is_near or not is_near):
+            return
+        if len(self._flights) >= MAX_FLIGHTS:
+            self.outcomes[REFUSED] += 1
+            return
+        self._live.expect(key)
+        flight = self._flights[key] = Flight(key, hints, maker, is_near, time.perf_counter())
+        flight.is_needed = maker is None
+        flight.task = self._background.spawn(self._fly(flight))
+
+    def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:
+        """End this wait for the key if the key is, or gets, waited for as another node makes it."""
+        flight = self._flights.get(key)
+        if flight is not None:
+            flight.impatient.append((session, ticket))
+            if flight.is_awaited:
+                flight.let_go(self._live)
+
+    async def close(self) -> None:
+        await self._background.close()
+
+    async def _fly(self, flight: Flight) -> None:
+        outcome = LATE
+        task = flight.task
+        assert task is not None
+        deadline = asyncio.get_running_loop().call_later(self._timeout_s, task.cancel)
+        try:
+            outcome = await self._bring(flight)
+        except asyncio.CancelledError:
+            logger.warning("%s was not fetched in time", flight.key.mm_hash)
+        except Exception:
+            outcome = ERROR
+            logger.exception("%s was not fetched", flight.key.mm_hash)
+        finally:
+            deadline.cancel()
+            del self._flights[flight.key]
+            self.outcomes[outcome] += 1
+            if outcome == MADE and flight.maker is not None:
+                self._live.make(flight.maker.session, flight.key)
+            else:
+                self._live.not_made(flight.key)
+            self._live.stop_expecting(flight.key)
+
+    async def _bring(self, flight: Flight) -> str:
+        outcome = await self._ask(flight)
+        if outcome == SLOWER and flight.is_needed:  # since it was found to be slower
+            outcome = await self._ask(flight)
+        return outcome
+
+    async def _ask(self, flight: Flight) -> str:
+        outcome = MISSING
+        for source in self.sources:
+            if (source.is_near or not flight.is_near) and source.may_have(flight.key):
+                found = await source.bring(flight)
+                outcome = found if found != MISSING else outcome
+                if outcome in FINAL or outcome == MADE:
+                    break
+        return outcome

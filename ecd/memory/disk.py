@@ -1,0 +1,60 @@
+"""The disk tier: entries are written before memory evicts them, and read back on a miss.
+
+A disk that fails, hangs or is full costs the tier alone: after failures reads, or writes, rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as MappingOf
+
+from ecd.core.types import Selection
+from ecd.live import LiveCache
+from ecd.memory.disk_dir import DiskDir
+from ecd.memory.disk_files import DiskFiles
+from ecd.memory.disk_reads import DiskReads, WritablePool
+from ecd.memory.disk_writes import DiskWrites
+from ecd_proto.v1 import cache_pb2 as pb
+
+
+class DiskTier:
+    """The entries on disk of one daemon, on its event loop. `reads` is a source of flights."""
+
+    def __init__(
+        self,
+        live: LiveCache,
+        directory: DiskDir,
+        pools: MappingOf[int, WritablePool],
+        nbytes: int,
+        write_bytes_per_s: int,
+    ) -> None:
+        """`pools` are all of the cache's that hold no copies, by their numbers."""
+        self._files = DiskFiles(live, directory, nbytes)
+        self.reads = DiskReads(live, self._files, pools)
+        self._writes = DiskWrites(live, self._files, pools, write_bytes_per_s)
+
+    async def run(self) -> None:
+        """Find what lies there, then write ahead, until cancelled."""
+        await self._files.find()
+        await self._writes.run()
+
+    def close(self) -> None:
+        """Stop; reads and writes under way end by themselves."""
+        for part in (self.reads, self._writes, self._files):
+            part.close()
+
+    async def erase(self, selection: Selection, dry_run: bool) -> tuple[int, int, int]:
+        """Erase the selected: entries, their bytes, and files that could not be removed."""
+        return await self._files.erase(selection, dry_run)
+
+    def status(self) -> pb.DiskStatus:
+        shelf = self._files.shelf
+        return pb.DiskStatus(
+            path=str(self._files.directory.path),
+            pool_bytes=shelf.nbytes,
+            used_bytes=shelf.used_bytes,
+            entries=len(shelf),
+            reads_rest=self.reads.breaker.is_resting,
+            writes_rest=self._writes.breaker.is_resting,
+            write_bytes_per_s=self._writes.budget.bytes_per_s,
+            **vars(self._files.counters),
+        )

@@ -1,0 +1,102 @@
+"""The limits of the disk tier: rests after failures, the write budget, the time of a read."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+FAILURES = 3
+"""Failures in a row after which reads, or writes, rest for REST_S."""
+REST_S = 30.0
+BURST_S = 5.0
+"""How long the write budget is saved up."""
+SMALL_BYTES = 256 << 10
+"""Reads of fewer bytes tell of the constant, the others of the rate."""
+WEIGHT = 1 / 20
+
+FAILURE_KINDS = ("read", "write", "full", "slow", "corrupt", "remove")
+SKIP_CAUSES = ("budget", "evicted", "slower", "waiting")
+
+
+@dataclass
+class DiskCounters:
+    """Events since the start, as `DiskStatus` has them."""
+
+    reads: int = 0
+    read_bytes: int = 0
+    read_s: float = 0.0
+    writes: int = 0
+    written_bytes: int = 0
+    write_s: float = 0.0
+    evictions: int = 0
+    kept: int = 0
+    lost: int = 0
+    failures: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FAILURE_KINDS, 0)))
+    skipped: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SKIP_CAUSES, 0)))
+
+
+class Breaker:
+    """Lets nothing through for REST_S after FAILURES failures in a row."""
+
+    def __init__(self, what: str, counters: DiskCounters) -> None:
+        self._what, self._counters = what, counters
+        self._failures, self._until_s = 0, 0.0
+
+    @property
+    def is_resting(self) -> bool:
+        return time.monotonic() < self._until_s
+
+    def worked(self) -> None:
+        self._failures = 0
+
+    def failed(self, kind: str, error: object) -> None:
+        """Count a failure of one of FAILURE_KINDS."""
+        self._counters.failures[kind] += 1
+        self._failures += 1
+        if self._failures >= FAILURES and not self.is_resting:
+            self._until_s = time.monotonic() + REST_S
+            logger.warning(
+                "%s failed %d times in a row and rest for %.0f s: %s. Memory serves as before",
+                *(self._what, self._failures, REST_S, error),
+            )
+
+
+class Budget:
+    """A token bucket. One write may overdraw it, and the next ones wait for that."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._most = self._left = bytes_per_s * BURST_S
+        self._at_s = time.monotonic()
+
+    def wait_s(self, was_read: bool) -> float:
+        """How long to wait with a write. One of unread entries leaves half of the savings."""
+        now_s = time.monotonic()
+        self._left = min(self._most, self._left + (now_s - self._at_s) * self.bytes_per_s)
+        self._at_s = now_s
+        return max(0.0, (0.0 if was_read else self._most / 2) - self._left) / self.bytes_per_s
+
+    def take(self, nbytes: int) -> None:
+        self._left -= nbytes
+
+
+class ReadTime:
+    """The time of a read: a constant and a rate, each the average of the last twenty or so."""
+
+    def __init__(self) -> None:
+        self._constant_s, self._bytes_per_s = 1e-3, 1e9
+
+    def seconds(self, nbytes: int) -> float:
+        return self._constant_s + nbytes / self._bytes_per_s
+
+    def learn(self, nbytes: int, seconds: float) -> None:
+        if nbytes < SMALL_BYTES:
+            constant_s = max(0.0, seconds - nbytes / self._bytes_per_s)
+            self._constant_s += WEIGHT * (constant_s - self._constant_s)
+        elif seconds > self._constant_s:
+            rate = nbytes / (seconds - self._constant_s)
+            self._bytes_per_s += WEIGHT * (rate - self._bytes_per_s)

@@ -1,0 +1,186 @@
+"""Reading entries back from disk, into reservations: a source of flights.
+
+A read that takes too long is given up, and its flight goes on. Its extent is set aside until the
+read returns, and its thread is not replaced: a disk that hangs costs READERS threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping as MappingOf
+from typing import Protocol
+
+from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, LimitReached, Reserved
+from ecd.core.shelf import Shelved
+from ecd.core.types import Content, Key
+from ecd.flights import CORRUPT, FAILED, LATE, LOCAL, MISSING, NO_ROOM, READ, SLOWER, Flight
+from ecd.live import LiveCache
+from ecd.memory.disk_files import DiskFiles
+from ecd.memory.disk_format import CorruptFile, Header, file_name, rounded
+from ecd.memory.disk_limits import Breaker
+from ecd.memory.threads import Threads
+from ecd_proto.mapping import Mapping
+
+logger = logging.getLogger(__name__)
+
+READERS = 4
+PATIENCE_S = 1.0
+"""How long a read may take and wait for a thread, besides the time for its bytes."""
+SLOWEST_BYTES_PER_S = 100e6
+
+
+class WritablePool(Protocol):
+    """One pool's memory."""
+
+    @property
+    def readable(self) -> Mapping: ...
+
+    @property
+    def writable(self) -> Mapping: ...
+
+
+class DiskReads:
+    """All reads of the disk tier."""
+
+    is_near = True
+
+    def __init__(
+        self, live: LiveCache, files: DiskFiles, pools: MappingOf[int, WritablePool]
+    ) -> None:
+        self._live, self._files, self._pools = live, files, pools
+        self._counters = files.counters
+        session = live.open_session()  # it owns the reservations
+        assert not isinstance(session, LimitReached)
+        self._session = session
+        self.breaker = Breaker("reads from disk", files.counters)
+        self._readers = Threads(READERS, "ecd-disk-read")
+        self._free = READERS
+        self._ended_s = 0.0  # when the last read ended
+        self._queue: list[asyncio.Future[None]] = []  # flights that wait for a reader
+        self._asked_bytes = 0  # of reads under way and waiting
+
+    def close(self) -> None:
+        self._readers.close()
+
+    def may_have(self, key: Key) -> bool:
+        shelved = self._files.shelf.get(key)
+        return shelved is not None and shelved.is_ready and not self.breaker.is_resting
+
+    async def bring(self, flight: Flight) -> str:
+        """Read the key's entry, unless all that want it can encode it sooner; the outcome."""
+        shelved = self._files.shelf.get(flight.key)
+        assert shelved is not None
+        read_s = self._files.read_time.seconds(shelved.nbytes + self._asked_bytes)
+        if not flight.is_needed and read_s >= shelved.cost_s:
+            self._counters.skipped["slower"] += 1
+            return SLOWER
+        until_s = time.monotonic() + PATIENCE_S + shelved.nbytes / SLOWEST_BYTES_PER_S
+        self._asked_bytes += shelved.nbytes
+        try:
+            asked_s = time.monotonic()
+            if not await self._take_reader(until_s):
+                self._counters.skipped["waiting"] += 1
+                if self._ended_s < asked_s:
+                    self.breaker.failed("slow", "no read has ended meanwhile")
+                return LATE
+            return await self._read(shelved, until_s)
+        finally:
+            self._asked_bytes -= shelved.nbytes
+
+    # -- readers -------------------------------------------------------------------------------
+
+    async def _take_reader(self, until_s: float) -> bool:
+        """Wait for a thread, to be given back. False: it is too late."""
+        if self._free:
+            self._free -= 1
+            return True
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        try:
+            await asyncio.wait((turn,), timeout=until_s - time.monotonic())
+        except asyncio.CancelledError:
+            if turn.done():
+                self._give_reader_back()
+            raise
+        finally:
+            if not turn.done():
+                self._queue.remove(turn)
+        return turn.done()
+
+    def _give_reader_back(self) -> None:
+        self._ended_s = time.monotonic()
+        if self._queue:
+            self._queue.pop(0).set_result(None)
+        else:
+            self._free += 1
+
+    # -- one read ------------------------------------------------------------------------------
+
+    async def _read(self, shelved: Shelved, until_s: float) -> str:
+        """Read into a reservation, verify and commit, on a thread that was taken; the outcome."""
+        key, nbytes, turns = shelved.key, shelved.nbytes, self._live.turns
+        reserved: Reserved | None = None
+        ended: asyncio.Future[Header] | None = None
+        is_wanted = True
+        try:
+            await turns.any()
+            unknown = Content("uint8", (nbytes,), nbytes)
+            outcome = await self._live.reserve(self._session, key, unknown, turns.pace())
+            if isinstance(outcome, AlreadyStored | BeingWritten):
+                return LOCAL
+            if not isinstance(outcome, Reserved):
+                return NO_ROOM
+            reserved, begun_s = outcome, time.monotonic()
+            pool, offset, _ = reserved.extent
+            # Whole blocks, as an extent has whole granules.
+            target = self._pools[pool].writable.view(offset, rounded(nbytes))
+            about = file_name(key), key, nbytes, target
+            ended = self._readers.do(lambda: self._files.directory.read(*about, lambda: is_wanted))
+            await asyncio.wait((ended,), timeout=max(0.0, until_s - time.monotonic()))
+            if not ended.done():
+                self.breaker.failed("slow", f"{nbytes} bytes take too long")
+                return LATE
+            header = ended.result()
+            if shelved.is_erased:
+                return MISSING
+            entry, reserved = reserved.entry, None
+            done = self._live.commit(self._session, entry, header.checksum, header.content)
+            assert isinstance(done, Committed)
+            self._note(shelved, time.monotonic() - begun_s)
+            return READ
+        except (CorruptFile, FileNotFoundError) as error:
+            if self._files.shelf.get(key) is not shelved:
+                return MISSING  # removed for room meanwhile
+            self._counters.failures["corrupt"] += 1
+            logger.warning("%s on disk is removed: %s", key.mm_hash, error)
+            self._files.remove(shelved)
+            return CORRUPT
+        except OSError as error:
+            self.breaker.failed("read", error)
+            return FAILED
+        finally:
+            is_wanted = False
+            self._over(reserved, ended)
+
+    def _note(self, shelved: Shelved, seconds: float) -> None:
+        self.breaker.worked()
+        self._files.read_time.learn(shelved.nbytes, seconds)
+        self._files.shelf.use(shelved, self._live.now_s())
+        self._counters.reads += 1
+        self._counters.read_bytes += shelved.nbytes
+        self._counters.read_s += seconds
+
+    def _over(self, reserved: Reserved | None, ended: asyncio.Future[Header] | None) -> None:
+        """Give the thread back, and an extent without an entry, once nothing writes there."""
+        if ended is None or ended.done():
+            self._give_reader_back()
+            if reserved is not None:
+                self._live.abort(self._session, reserved.entry)
+            return
+        ended.add_done_callback(lambda _: self._give_reader_back())
+        if reserved is not None:
+            entry = reserved.entry
+            self._live.abandon(self._session, entry)
+            ended.add_done_callback(lambda _: self._live.reclaim(self._session, entry))

@@ -1,0 +1,135 @@
+"""Writing ahead: entries are written to disk shortly before memory evicts them.
+
+A write holds no lease. It reads the entry's bytes from the pool, and the file counts only if the
+entry is still stored afterwards: no extent is reused before its entry is evicted. So a write moves
+no entry in the policy's order, and a slow disk keeps no memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Mapping as MappingOf
+from heapq import nlargest
+
+from ecd.core.types import EntryInfo
+from ecd.live import LiveCache
+from ecd.memory.disk_dir import FULL
+from ecd.memory.disk_files import DiskFiles
+from ecd.memory.disk_format import BLOCK_BYTES, Header, file_name, rounded
+from ecd.memory.disk_limits import Breaker, Budget
+from ecd.memory.disk_reads import WritablePool
+from ecd.memory.threads import Threads
+
+WRITERS = 2
+LOOKED_AT = 256
+"""Entries looked at in one turn, the next to be evicted first."""
+WRITTEN_AT_A_TIME = 16
+"""Entries written before the next look."""
+PAUSE_S = 0.05
+"""How long changes are collected, and the budget is waited for, before the next look."""
+
+
+class DiskWrites:
+    """All writes of the disk tier."""
+
+    def __init__(
+        self,
+        live: LiveCache,
+        files: DiskFiles,
+        pools: MappingOf[int, WritablePool],
+        bytes_per_s: int,
+    ) -> None:
+        self._live, self._files, self._pools = live, files, pools
+        self._counters = files.counters
+        self.breaker = Breaker("writes to disk", files.counters)
+        self.budget = Budget(bytes_per_s)
+        self._writers = Threads(WRITERS, "ecd-disk-write")
+        self._has_changed = asyncio.Event()
+
+    def close(self) -> None:
+        self._writers.close()
+
+    async def run(self) -> None:
+        """Write ahead, until cancelled."""
+        await asyncio.gather(self._follow(), self._write_ahead())
+
+    async def _follow(self) -> None:
+        """Count what memory evicts, and wake the writing."""
+        changes = self._live.follow_changes()
+        while True:
+            for key, is_stored in (await changes.next(PAUSE_S)).items():
+                if not is_stored:
+                    is_kept = self._files.shelf.get(key) is not None
+                    self._counters.kept += is_kept
+                    self._counters.lost += not is_kept
+            self._has_changed.set()
+
+    async def _write_ahead(self) -> None:
+        while True:
+            await self._has_changed.wait()
+            self._has_changed.clear()
+            while await self._write_some():
+                pass
+
+    async def _write_some(self) -> bool:
+        """Write some of what memory evicts next, the most valuable first. False: nothing to do."""
+        if self.breaker.is_resting:
+            return False
+        chosen = nlargest(WRITTEN_AT_A_TIME, self._candidates(), key=lambda each: each[0])
+        for start in range(0, len(chosen), WRITERS):
+            some = [info for _, info in chosen[start : start + WRITERS]]
+            wait_s = self.budget.wait_s(was_read=any(info.hits for info in some))
+            if wait_s > 0.0:
+                self._counters.skipped["budget"] += 1
+                await asyncio.sleep(min(wait_s, PAUSE_S))
+                break  # others may be next by now
+            await asyncio.gather(*map(self._write, some))
+        return bool(chosen)
+
+    def _candidates(self) -> list[tuple[float, EntryInfo]]:
+        """Entries to be written, each with the seconds that it saves for each byte."""
+        found: list[tuple[float, EntryInfo]] = []
+        for info in self._live.cache.next_victims(LOOKED_AT):
+            nbytes, cost_s = info.content.nbytes, self._live.cache.cost_s(info.key, info.content)
+            read_s = self._files.read_time.seconds(nbytes)
+            fits = nbytes + 4 * BLOCK_BYTES <= self._files.shelf.nbytes
+            if fits and read_s < cost_s / 2 and self._files.shelf.get(info.key) is None:
+                density = (cost_s - read_s) / (nbytes + BLOCK_BYTES)
+                found.append(((1 + info.hits) * density, info))
+        return found
+
+    async def _write(self, info: EntryInfo) -> None:
+        """Write an entry, and keep the file if the entry was stored all the while."""
+        key, content, begun_s = info.key, info.content, time.monotonic()
+        if self.breaker.is_resting or not self._is_stored(info):
+            return
+        file_bytes = len(Header(key, content, 0).pack()) + rounded(content.nbytes)
+        self.budget.take(file_bytes)
+        self._counters.written_bytes += file_bytes
+        pool, offset, nbytes = info.extent
+        about = file_name(key), key, content, self._pools[pool].readable.view(offset, nbytes)
+        try:
+            checksum = await self._writers.do(
+                functools.partial(self._files.directory.write, *about)
+            )
+            await self._files.make_room(file_bytes)
+            if not self._is_stored(info):
+                self._counters.skipped["evicted"] += 1
+                await self._files.discard(key)
+                return
+            if info.checksum is None:
+                self._live.note_checksum(info.entry, checksum)
+            await self._files.publish(key, content, file_bytes)
+        except OSError as error:
+            self.breaker.failed("full" if error.errno in FULL else "write", error)
+            return
+        self.breaker.worked()
+        self._counters.writes += 1
+        self._counters.write_s += time.monotonic() - begun_s
+
+    def _is_stored(self, info: EntryInfo) -> bool:
+        """Whether this very entry is stored, and so has been all the time, its bytes unchanged."""
+        now = self._live.cache.info(info.key)
+        return now is not None and (now.entry, now.extent) == (info.entry, info.extent)

@@ -1,0 +1,60 @@
+"""Threads that do the event loop's blocking work, and that nobody waits for at the end.
+
+The threads of `concurrent.futures` are joined when the process ends, however long a disk hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+
+
+class Threads:
+    """Does jobs in the order in which they come, `count` at a time, for the loop that made it."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._count = count
+        for number in range(count):
+            name_of = f"{name}-{number}"
+            threading.Thread(target=self._run, name=name_of, daemon=True).start()
+
+    def do(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """What the job returns or raises. Who stops waiting for it does not stop the job."""
+        done: asyncio.Future[T] = self._loop.create_future()
+        self._jobs.put((job, done))
+        return done
+
+    def close(self) -> None:
+        """End each thread after the jobs that it has."""
+        for _ in range(self._count):
+            self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (taken := self._jobs.get()) is not None:
+            job, done = taken
+            try:
+                result, error = job(), None
+            except Exception as raised:
+                result, error = None, raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(_settle, done, result, error)
+            del job, done, taken, result, error
+
+
+def _settle(done: asyncio.Future[Any], result: object, error: Exception | None) -> None:
+    if done.done():
+        return  # it was cancelled
+    if error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(error)
+        done.exception()  # perhaps nobody waits for it any more

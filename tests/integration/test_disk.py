@@ -1,0 +1,527 @@
+"""The disk tier: what memory evicts is read back, whatever happens to the disk, and never wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from ecd.core.types import Key
+from ecd.memory.disk_format import BLOCK_BYTES, file_name
+from ecd_client import Client
+from ecd_client.calls import open_channel
+from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+from support.daemon import Daemon, eventually
+
+MIB = 1 << 20
+MakeDaemon = Callable[..., Daemon]
+DiskDaemon = Callable[..., Daemon]
+FAULTS = Path(__file__).parents[1] / "support" / "disk_faults.c"
+LARGE = 100_000
+
+
+@pytest.fixture
+def make_disk(make_daemon: MakeDaemon, tmp_path: Path) -> DiskDaemon:
+    """Daemons with a disk tier, whose budget does not matter unless a test says so."""
+
+    def make(pool: str = "8MiB", **settings: str) -> Daemon:
+        return make_daemon(
+            pool,
+            **{
+                "ECD_DISK_POOL_BYTES": "1GiB",
+                "ECD_DISK_DIR": str(tmp_path / "disk"),
+                "ECD_DISK_WRITE_BYTES_PER_S": "1GB",
+                "ECD_WARM_RESTART": "false",
+                **settings,
+            },
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that makes disks fail."""
+    if shutil.which("gcc") is None:
+        pytest.skip("NO DISK THAT FAILS IS TRIED: there is no gcc")
+    library = tmp_path_factory.mktemp("faults") / "disk_faults.so"
+    flags = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
+    subprocess.run(["gcc", *flags, "-o", library, FAULTS, "-ldl"], check=True)
+    return library
+
+
+class FaultyDisk:
+    """A daemon whose disk fails as told."""
+
+    def __init__(self, daemon: Daemon, directory: Path) -> None:
+        self.daemon, self._directory = daemon, directory
+
+    def begin(self, fault: str) -> None:
+        (self._directory / fault).touch()
+
+    def end(self, fault: str) -> None:
+        (self._directory / fault).unlink()
+
+
+@pytest.fixture
+def faulty(make_disk: DiskDaemon, preloaded: Path, tmp_path: Path) -> FaultyDisk:
+    directory = tmp_path / "faults"
+    directory.mkdir()
+    daemon = make_disk(DISK_FAULTS=str(directory), LD_PRELOAD=str(preloaded))
+    return FaultyDisk(daemon.start(), directory)
+
+
+def content(key: str, nbytes: int) -> bytes:
+    """The one right content of a key."""
+    return random.Random(key).randbytes(nbytes)
+
+
+def put(client: Client, key: str, nbytes: int = LARGE, cost: float = 0.5) -> None:
+    about = {"metadata": key.encode(), "cost": cost}
+    client.put_bytes(key, content(key, nbytes), "uint8", (nbytes,), **about)
+
+
+def found(client: Client, sizes: dict[str, int], wait_s: float = 20.0) -> set[str]:
+    """The keys that are in memory or on disk; each has its own bytes."""
+    keys, there = list(sizes), set[str]()
+    for start in range(0, len(keys), 20):
+        some = keys[start : start + 20]
+        for key, future in zip(
+            some, client.get_async(some, wait_s, only_if_written=True), strict=True
+        ):
+            item = future.result(wait_s + 5.0)
+            if item is not None:
+                with item:
+                    assert bytes(item.view) == content(key, sizes[key]), key
+                    assert (item.metadata, item.cost_s) == (key.encode(), 0.5)
+                there.add(key)
+    return there
+
+
+def directory(daemon: Daemon) -> Path:
+    return Path(daemon.status().disk.path)
+
+
+def files(daemon: Daemon) -> set[str]:
+    return {path.name for path in directory(daemon).glob("*.entry")}
+
+
+def on_disk(daemon: Daemon, keys: Iterable[str], namespace: str = "default") -> set[str]:
+    names = files(daemon)
+    return {key for key in keys if file_name(Key(namespace, key)) in names}
+
+
+def wait_known(daemon: Daemon) -> None:
+    """Wait until the start has found what lies on disk."""
+    eventually(lambda: daemon.text().rstrip().split("serving on")[-1].count("found in"), 20)
+
+
+def fill(daemon: Daemon, count: int = 200) -> dict[str, int]:
+    """Put more than memory holds, no faster than it is written; all but the last are on disk."""
+    sizes = {f"k{number}": LARGE for number in range(count)}
+    with Client(daemon.address) as client:
+        put_slowly(client, sizes)
+    eventually(lambda: not is_writing(daemon), 10)
+    return sizes
+
+
+def put_slowly(client: Client, keys: Iterable[str], cost: float = 0.5) -> None:
+    for number, key in enumerate(keys):
+        put(client, key, cost=cost)
+        if number % 10 == 9:
+            time.sleep(0.02)
+
+
+def give_it_time(daemon: Daemon, count: int) -> None:
+    """Wait a moment if fewer entries than that are on disk: a busy machine writes slowly."""
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until and daemon.status().disk.entries < count:
+        time.sleep(0.01)
+
+
+def is_writing(daemon: Daemon) -> bool:
+    before = daemon.status().disk.written_bytes
+    time.sleep(0.3)
+    return daemon.status().disk.written_bytes != before
+
+
+def test_ten_thousand_entries_pass_through_a_tenth_of_their_size(make_disk: DiskDaemon) -> None:
+    daemon = make_disk("6MiB", ECD_WARM_RESTART="true").start()
+    sizes = {f"k{number}": 1 + 997 * number % 8000 for number in range(10_000)}
+    sizes["k0"] = 0
+    with Client(daemon.address) as client:
+        for number, key in enumerate(sizes):
+            put(client, key, sizes[key])
+            if number % 100 == 0:
+                give_it_time(daemon, number - 900)
+            if number == 9_000:
+                daemon.kill()  # while it writes
+                daemon.start()
+                client.wait_connected(10.0)
+                wait_known(daemon)
+        kept = on_disk(daemon, sizes)
+        assert len(kept) > 2_000, "so many were written while others were put"
+        for how in ("SIGTERM", "SIGKILL", "--cold"):
+            if how == "SIGKILL":
+                daemon.kill()
+            else:
+                assert daemon.terminate() == 0
+            daemon.command = (*Daemon.command, *(["--cold"] if how == "--cold" else []))
+            daemon.start()
+            client.wait_connected(10.0)
+            wait_known(daemon)
+            assert kept <= on_disk(daemon, sizes), "nothing goes while there is room"
+            kept = on_disk(daemon, sizes)
+            asked = (
+                sizes
+                if how == "--cold"
+                else dict(random.Random(how).sample([*sizes.items()], 1500))
+            )
+            assert kept & asked.keys() <= found(client, asked), how
+        disk = daemon.status().disk
+        assert disk.reads > 500
+        assert not any(disk.failures.values())
+        assert disk.used_bytes == sum(
+            path.stat().st_size for path in directory(daemon).glob("*.entry")
+        )
+    assert not list(directory(daemon).glob("*.new"))
+    assert evict(daemon).disk_failures == 0
+    daemon.check_nothing_leaked()
+
+
+def test_an_entry_comes_back_as_it_was(make_disk: DiskDaemon) -> None:
+    daemon = make_disk(ECD_EVICTION="lru").start()  # by value the small ones would stay
+    with Client(daemon.address, namespace="n" * 1000) as client:
+        shapes = {
+            "float32": (3, 5, 7),
+            "bfloat16": (0, 4),
+            "int8": (4096,),
+            "uint8": (2 * MIB + 1,),
+        }
+        for number, (dtype, shape) in enumerate(shapes.items()):
+            nbytes = {"float32": 4, "bfloat16": 2}.get(dtype, 1)
+            for side in shape:
+                nbytes *= side
+            said = {
+                "metadata": dtype.encode() * (200 * number),
+                "cost": 0.1,
+            }
+            client.put_bytes(dtype * 120, content(dtype, nbytes), dtype, shape, **said)
+        with Client(daemon.address) as other:  # they are next then, and not yet evicted
+            put_slowly(other, [f"more{number}" for number in range(45)])
+        names = [dtype * 120 for dtype in shapes]
+        eventually(lambda: len(on_disk(daemon, names, "n" * 1000)) == 4, 10)
+        fill(daemon)
+        assert not any(client.contains(names))
+        for number, (dtype, shape) in enumerate(shapes.items()):
+            assert client.get_now(dtype * 120) == (None, True), "a call may find it"
+            with client.get(dtype * 120, 10.0) as item:
+                assert (str(item.dtype), item.shape) == (dtype, shape)
+                assert bytes(item.view) == content(dtype, len(item.view))
+                assert (item.metadata, item.cost_s) == (dtype.encode() * (200 * number), 0.1)
+        assert client.contains(names) == [True] * 4
+    for path in (directory(daemon), *directory(daemon).iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+
+
+def test_without_its_setting_there_is_none(daemon: Daemon, client: Client) -> None:
+    assert not daemon.status().HasField("disk")
+    assert "ecd_disk" not in daemon.metrics()
+    assert client.get_now("k") == (None, False)
+
+
+def test_the_tier_keeps_within_its_size_and_its_budget(make_disk: DiskDaemon) -> None:
+    settings = {"ECD_DISK_POOL_BYTES": "3MiB", "ECD_DISK_WRITE_BYTES_PER_S": "2MB"}
+    daemon = make_disk(**settings).start()
+    started = time.monotonic()
+    sizes = fill(daemon, 400)
+    disk = daemon.status().disk
+    assert 2 * MIB < disk.used_bytes <= 3 * MIB
+    assert disk.evictions > 0
+    assert disk.skipped["budget"] > 0
+    assert disk.written_bytes < 2e6 * (5 + time.monotonic() - started) + 2 * LARGE
+    assert disk.lost > 0
+    daemon.kill()
+    daemon.start()
+    wait_known(daemon)
+    with Client(daemon.address) as client:
+        assert on_disk(daemon, sizes) == found(client, sizes)
+    assert 'ecd_disk_failures_total{kind="corrupt"} 0.0' in daemon.metrics()
+
+
+@pytest.mark.parametrize("when", ["running", "at the start"])
+def test_a_file_that_is_not_what_was_written_is_a_miss(make_disk: DiskDaemon, when: str) -> None:
+    daemon = make_disk().start()
+    sizes = fill(daemon)
+    place, kept = directory(daemon), sorted(on_disk(daemon, sizes))
+    with Client(daemon.address) as client:
+        away = [key for key in kept if not client.contains([key])[0]]
+    if when == "at the start":
+        assert daemon.terminate() == 0
+    paths = [place / file_name(Key("default", key)) for key in away[:8]]
+    damage(paths[0], BLOCK_BYTES + 5)
+    damage(paths[1], paths[1].stat().st_size // BLOCK_BYTES * BLOCK_BYTES - BLOCK_BYTES)
+    damage(paths[2], 60)  # its header
+    os.truncate(paths[3], paths[3].stat().st_size - BLOCK_BYTES)
+    os.truncate(paths[4], 10)
+    paths[5].write_bytes(paths[6].read_bytes())  # another key's
+    paths[7].unlink()
+    (place / "not ours").write_bytes(b"x")
+    (place / ("0" * 32 + ".entry")).write_bytes(bytes(BLOCK_BYTES))
+    if when == "at the start":
+        daemon.start()
+        wait_known(daemon)
+    with Client(daemon.address) as client:
+        client.wait_connected(10.0)
+        got = found(client, {key: sizes[key] for key in away})
+    wrong = {*away[:6], away[7]}
+    assert got == set(away) - wrong
+    disk = daemon.status().disk
+    assert disk.failures["corrupt"] >= 5
+    assert not disk.reads_rest, "a wrong file says nothing of the others"
+    eventually(lambda: not on_disk(daemon, wrong), 5)
+    assert (place / "not ours").exists()
+
+
+def damage(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_is_erased_is_erased_on_disk(make_disk: DiskDaemon) -> None:
+    daemon = make_disk().start()
+    with Client(daemon.address, namespace="secret") as client:
+        for number in range(20):
+            put(client, f"s{number}")
+            client.get_now(f"s{number}")[0].close()
+    sizes = fill(daemon)
+    secrets = [f"s{number}" for number in range(20)]
+    assert len(on_disk(daemon, secrets, "secret")) > 10
+    reply = evict(daemon, namespace="secret", dry_run=True)
+    assert reply.disk_entries == len(on_disk(daemon, secrets, "secret")) == reply.disk_bytes / LARGE
+    reply = evict(daemon, namespace="secret")
+    assert (reply.disk_entries > 10, reply.disk_failures) == (True, 0)
+    assert not on_disk(daemon, secrets, "secret")
+    with Client(daemon.address, namespace="secret") as client:
+        assert not found(client, dict.fromkeys(secrets, LARGE))
+    kept = sorted(on_disk(daemon, sizes))
+    reply = daemon.evict(pb.Key(namespace="default", mm_hash=kept[0]))
+    assert reply.disk_entries == 1
+    daemon.kill()
+    daemon.start()
+    wait_known(daemon)
+    with Client(daemon.address) as client:
+        assert found(client, dict.fromkeys(kept, LARGE)) == set(kept[1:])
+    assert daemon.evict_all().disk_entries == len(kept) - 1
+    assert not files(daemon)
+
+
+def evict(daemon: Daemon, **request: object) -> pb.EvictReply:
+    with open_channel(daemon.address) as channel:
+        return pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(**request), timeout=60.0)
+
+
+def test_what_is_erased_while_it_is_read_or_written_stays_away(faulty: FaultyDisk) -> None:
+    daemon = faulty.daemon
+    sizes = fill(daemon)
+    with Client(daemon.address) as client:
+        kept = sorted(on_disk(daemon, sizes))
+        [away, *_] = [key for key in kept if not client.contains([key])[0]]
+        faulty.begin("hang-read")
+        [future] = client.get_async([away], 10.0, only_if_written=True)
+        eventually(lambda: daemon.status().pools[0].reserved_bytes > 0, 5)
+        faulty.begin("hang-write")
+        put(client, "late")
+        assert client.get_now("late")[0].close() is None
+        for number in range(100):
+            put(client, f"more{number}")
+        time.sleep(0.3)  # some of them are being written
+        evicting = evict(daemon)
+        assert evicting.disk_entries > 0
+        faulty.end("hang-read")
+        faulty.end("hang-write")
+        assert future.result(15.0) is None
+        assert daemon.status().entries == 0
+        assert not found(client, sizes)
+    eventually(lambda: not list(directory(daemon).glob("*.[en]*")), 5, "no file is left")
+    daemon.check_nothing_leaked()
+
+
+def cli(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_operators_see_it_and_are_told_of_a_file_that_cannot_be_removed(faulty: FaultyDisk) -> None:
+    daemon = faulty.daemon
+    fill(daemon)
+    kept = len(files(daemon))
+    shown = cli(daemon, "status").stdout
+    assert str(directory(daemon)) in shown.replace("\n", "").replace(" ", "")
+    assert f"{kept} entries" in shown
+    faulty.begin("fail-remove")
+    done = cli(daemon, "evict", "--all", "--yes")
+    assert done.returncode == 1
+    assert f"{kept} on disk" in done.stdout
+    assert f"{kept} files of the disk tier could not be removed" in done.stderr
+    assert daemon.status().disk.failures["remove"] == kept
+    faulty.end("fail-remove")
+    assert cli(daemon, "evict", "--all", "--yes").returncode == 0, (
+        "they are forgotten until a start"
+    )
+
+
+@pytest.mark.parametrize("fault", ["fail-write", "full-write", "hang-write"])
+def test_a_disk_that_takes_no_writes_costs_the_tier(faulty: FaultyDisk, fault: str) -> None:
+    daemon = faulty.daemon
+    sizes = fill(daemon, 120)
+    kept = on_disk(daemon, sizes)
+    faulty.begin(fault)
+    with Client(daemon.address) as client:
+        for number in range(300):
+            put(client, f"n{number}")
+        assert client.contains(["n299"]) == [True]
+        if fault != "hang-write":
+            eventually(lambda: daemon.status().disk.writes_rest, 10)
+            kind = "full" if fault == "full-write" else "write"
+            assert daemon.status().disk.failures[kind] >= 3
+            assert "writes to disk failed" in daemon.text()
+            assert not list(directory(daemon).glob("*.new"))
+        assert kept <= found(client, sizes), "what was written is there"
+        put(client, "last")
+    faulty.end(fault)
+    daemon.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("fault", ["fail-read", "hang-read"])
+def test_a_disk_that_gives_nothing_back_is_a_miss_in_time(faulty: FaultyDisk, fault: str) -> None:
+    daemon = faulty.daemon
+    sizes = fill(daemon)
+    faulty.begin(fault)
+    with Client(daemon.address) as client:
+        away = [key for key in sizes if not client.contains([key])[0]]
+        started = time.monotonic()
+        assert not found(client, dict.fromkeys(away[:40], LARGE))
+        assert time.monotonic() - started < 10.0, "each has seconds, and after three the tier rests"
+        disk = daemon.status().disk
+        assert disk.reads_rest
+        assert disk.failures["slow" if fault == "hang-read" else "read"] >= 3
+        assert client.get("none", 0.1) is None
+        put(client, away[0])
+        assert found(client, {away[0]: LARGE}) == {away[0]}
+    assert len(on_disk(daemon, away)) > 40, "its files stay"
+    if fault == "hang-read":
+        assert daemon.status().pools[0].reserved_bytes > 0, "set aside until the reads return"
+    faulty.end(fault)
+    daemon.check_nothing_leaked()
+
+
+def test_a_slow_disk_is_not_read_where_encoding_is_quicker(faulty: FaultyDisk) -> None:
+    daemon = faulty.daemon
+    sizes = {f"c{number}": LARGE for number in range(200)}
+    with Client(daemon.address) as client:
+        put_slowly(client, sizes, cost=0.03)
+        faulty.begin("slow-read")
+        kept = on_disk(daemon, sizes)
+        away = [key for key in sorted(kept) if not client.contains([key])[0]]
+        for key in away[:8]:  # a client that cannot encode takes what there is
+            with client.get(key, 10.0) as item:
+                assert bytes(item.view) == content(key, LARGE)
+        [future] = client.get_async([away[9]], 10.0, only_if_written=True, makes=[0.0])
+        assert future.result(15.0) is None
+    assert daemon.status().disk.skipped["slower"] == 1
+
+
+def test_a_disk_that_is_full_costs_the_tier(make_disk: DiskDaemon, tmp_path: Path) -> None:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = f'mount -t tmpfs -o size=3m none {place} && exec "$@"'
+    if subprocess.run(["unshare", "--mount", "sh", "-c", mounted, "sh", "true"]).returncode:
+        pytest.skip("NO FULL DISK IS TRIED: this user mounts nothing")
+    daemon = make_disk()
+    daemon.prefix = ("unshare", "--mount", "sh", "-c", mounted, "sh")
+    daemon.start()
+    sizes = {f"k{number}": LARGE for number in range(300)}
+    with Client(daemon.address) as client:
+        put_slowly(client, sizes)
+        eventually(lambda: daemon.status().disk.failures["full"] > 0, 10)
+        disk = daemon.status().disk
+        assert 0 < disk.used_bytes <= 3 * MIB
+        assert disk.entries <= len(found(client, sizes))
+    daemon.check_nothing_leaked()
+
+
+def test_a_disk_that_is_full_at_the_start_is_read(faulty: FaultyDisk) -> None:
+    daemon = faulty.daemon
+    sizes = fill(daemon, 120)
+    kept = on_disk(daemon, sizes)
+    faulty.begin("full-write")
+    assert daemon.terminate() == 0
+    daemon.start()
+    wait_known(daemon)
+    with Client(daemon.address) as client:
+        assert found(client, sizes) == kept
+
+
+@pytest.mark.parametrize("kind", ["read-only", "others write", "another user's", "a file"])
+def test_a_directory_that_cannot_be_used_is_an_error_that_says_what_to_do(
+    make_disk: DiskDaemon, tmp_path: Path, kind: str
+) -> None:
+    daemon = make_disk()
+    place = tmp_path / "disk"
+    own = place / f"ecd-{daemon.name}"
+    own.mkdir(parents=True)
+    if kind == "read-only":
+        mounted = f'mount -t tmpfs -o ro none {place} && exec "$@"'
+        if subprocess.run(["unshare", "--mount", "sh", "-c", mounted, "sh", "true"]).returncode:
+            pytest.skip("this user mounts nothing")
+        daemon.prefix = ("unshare", "--mount", "sh", "-c", mounted, "sh")
+    elif kind == "others write":
+        own.chmod(0o777)
+    elif kind == "a file":
+        own.rmdir()
+        own.write_text("")
+    else:
+        if os.geteuid() != 0:
+            pytest.skip("only root makes another user's directory")
+        os.chown(own, 12345, 12345)
+    daemon.start(wait=False)
+    eventually(lambda: "ecd cannot serve" in daemon.text(), 20)
+    said = daemon.text()
+    assert str(own) in said
+    assert "ECD_DISK_DIR" in said
+    assert not daemon.shm.exists()
+
+
+def test_two_daemons_do_not_share_a_directory(make_disk: DiskDaemon, tmp_path: Path) -> None:
+    first = make_disk().start()
+    second = make_disk()
+    second.name = first.name
+    second.start(wait=False)
+    eventually(lambda: "ecd cannot serve" in second.text(), 20)
+    assert f"another daemon uses {tmp_path}/disk/ecd-{first.name}" in second.text()
+
+
+def test_clear_removes_it(make_disk: DiskDaemon, tmp_path: Path) -> None:
+    daemon = make_disk().start()
+    fill(daemon, 100)
+    place = directory(daemon)
+    environment = {**os.environ, "ECD_NAME": daemon.name, "ECD_DISK_DIR": str(place.parent)}
+    command = [*Daemon.command[:-1], "clear"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert said.returncode == 1, "the daemon runs"
+    assert files(daemon)
+    assert daemon.terminate() == 0
+    said = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert not place.exists()

@@ -1,0 +1,67 @@
+"""The shelf of a staged pool, and the header of its files."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ecd.core.shelf import Shelf
+from ecd.core.types import Content, Key
+from ecd.memory.disk_format import BLOCK_BYTES, CorruptFile, Header, file_name
+from support.examples import examples
+
+KEYS = [Key("n", str(number)) for number in range(16)]
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.tuples(st.sampled_from("aur"), st.integers(0, 15), st.integers(1, 8))))
+def test_it_keeps_within_its_size_and_its_views_agree(steps: list[tuple[str, int, int]]) -> None:
+    shelf = Shelf(32)
+    for now, (step, number, size) in enumerate(steps):
+        there = shelf.get(KEYS[number])
+        if step == "a" and there is None:
+            before = {each.key: each.rank for each in shelf}
+            victims = shelf.make_room(size, 32)
+            stay = [rank for key, rank in before.items() if shelf.get(key) is not None]
+            assert all(victim.rank <= least for victim in victims for least in stay)
+            shelf.add(KEYS[number], size, size, 1.0, 0.5, float(now))
+        elif step == "u" and there is not None:
+            shelf.use(there, float(now))
+        elif step == "r" and there is not None:
+            shelf.remove(there)
+            shelf.remove(there)  # no effect
+            shelf.use(there, float(now))
+        assert shelf.used_bytes <= 32
+        shelf.check()
+
+
+def test_what_saves_most_for_its_bytes_stays_longest_and_what_is_not_used_ages() -> None:
+    shelf = Shelf(4)
+    cheap, dear = (shelf.add(KEYS[n], 1, 2, 1.0, saved, 0.0) for n, saved in ((0, 1.0), (1, 3.0)))
+    assert shelf.make_room(4, 1) == [cheap]
+    shelf.add(KEYS[2], 1, 2, 1.0, 2.0, 0.0)
+    assert [each.key for each in shelf.make_room(2, 9)] == [dear.key], "the clock is ahead of it"
+
+
+@given(st.text(min_size=1, max_size=256), st.binary(max_size=4096), st.integers(0, 2**64 - 1))
+@settings(max_examples=examples(100), deadline=None)
+def test_a_header_is_read_as_it_was_written_or_not_at_all(
+    name: str, metadata: bytes, checksum: int
+) -> None:
+    header = Header(Key(name, name), Content("uint8", (7,), 7, metadata, 0.25), checksum)
+    packed = header.pack()
+    assert len(packed) % BLOCK_BYTES == 0
+    assert Header.unpack(packed) == header
+    for place in (0, 9, 13, 20, 30, 40, 60, len(packed) - 1):
+        wrong = bytearray(packed)
+        wrong[place] ^= 1
+        with pytest.raises(CorruptFile):
+            Header.unpack(bytes(wrong))
+    for wrong in (b"", packed[:-1], packed + b"\0", bytes(BLOCK_BYTES)):
+        with pytest.raises(CorruptFile):
+            Header.unpack(wrong)
+
+
+def test_keys_that_read_alike_have_files_of_their_own() -> None:
+    assert file_name(Key("a", "bc")) != file_name(Key("ab", "c"))
