@@ -43,13 +43,16 @@ def alerts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Daemon]]:
-    """Two daemons, of which one has fetched from the other."""
+    """Two daemons with a disk, of which one has fetched from the other."""
     made = []
     hosts = "127.0.82.1", "127.0.82.2"
     for host, other, first in zip(hosts, hosts[::-1], (29000, 29032), strict=True):
+        place = tmp_path_factory.mktemp(host)
         made.append(
             Daemon(
-                tmp_path_factory.mktemp(host),
+                place,
+                ECD_DISK_POOL_BYTES="16MiB",
+                ECD_DISK_DIR=str(place / "disk"),
                 ECD_PEER_ADDRESS=f"{host}:9465",
                 ECD_PEERS=f"{other}:9465",
                 ECD_ENGINE_PORTS=f"{first}-{first + 31}",
