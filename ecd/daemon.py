@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 from ecd.background import Background, first_of
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import RELOADABLE, Config, ConfigError
+from ecd.core.board import Uses
 from ecd.core.cache import DEFAULT_LIMITS
 from ecd.events import Events
 from ecd.flights import Flights
@@ -313,6 +314,8 @@ class Daemon:
     def _make_recovery(self, live: LiveCache, checksums: Checksums) -> Recovering:
         leftovers, index = self._pool.leftovers, self._board.index
         if leftovers is None or index is None:
+            if index is not None:
+                index.begin_counting(Uses())
             return NothingToRecover()
         return Recovery(live, checksums, leftovers, index)
 

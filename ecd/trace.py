@@ -48,7 +48,7 @@ MAX_WAITING = 1 << 16
 WRITTEN_AT_ONCE = 512
 """Records encoded at once: the event loop waits for the interpreter meanwhile."""
 PERIOD_S = 0.25
-CLOSE_S = 5.0
+CLOSE_S = 0.5
 MAX_NAMESPACES = 1 << 16
 """Namespaces that are told apart; those that come later are all number 0."""
 
@@ -245,7 +245,7 @@ class _Pool(Pool):
     def evict_for(
         self, nbytes: int, evict: Evict, scan: Scan, most: int | None = None
     ) -> Block | None:
-        self._recorded.wanted = nbytes
+        self._recorded.wanted = self.rounded_bytes(nbytes)  # 0 would be a trim
         return super().evict_for(nbytes, evict, scan, most)
 
     def trim(self, most: int, evict: Evict) -> int:

@@ -68,7 +68,7 @@ class Link:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._channel, self._call = channel, call
         self._tickets = itertools.count(1)
-        self._open: dict[int, tuple[type[Any], asyncio.Future[Any], float]] = {}
+        self._open: dict[int, tuple[type[Any], asyncio.Future[Any], float, bool]] = {}
         self._leases: list[pb.LeaseKey] = []
         self._releases: list[int] = []
         self._others: deque[pb.LinkRequest] = deque()
@@ -95,7 +95,7 @@ class Link:
         Raises PeerUnavailable.
         """
         asked_s = time.monotonic()
-        ticket, answer = self._ask(pb.LeaseOutcome)
+        ticket, answer = self._ask(pb.LeaseOutcome, waits=if_made)
         self._leases.append(
             pb.LeaseKey(
                 ticket=ticket,
@@ -174,7 +174,7 @@ class Link:
             for task in self._tasks:
                 if task is not asyncio.current_task():
                     task.cancel()
-            for _, answer, _ in self._open.values():
+            for _, answer, _, _ in self._open.values():
                 if not answer.done():
                     answer.set_exception(PeerUnavailable(f"{self.peer.node} went away"))
                     answer.exception()  # the asking task may have gone
@@ -182,13 +182,16 @@ class Link:
             self._call.cancel()
             await self._channel.close()
 
-    def _ask(self, kind: type[Any]) -> tuple[int, asyncio.Future[Any]]:
-        """Open a question: its ticket, and its answer, which is a message of that kind."""
+    def _ask(self, kind: type[Any], waits: bool = False) -> tuple[int, asyncio.Future[Any]]:
+        """Open a question: its ticket, and its answer, which is a message of that kind.
+
+        `waits`: the peer is asked to wait for an encoder first.
+        """
         if not self.alive:
             raise PeerUnavailable(f"{self.peer.node} went away")
         ticket = next(self._tickets)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._open[ticket] = kind, answer, time.monotonic()
+        self._open[ticket] = kind, answer, time.monotonic(), waits
         return ticket, answer
 
     async def _answer(self, answer: asyncio.Future[Any], wait_s: float) -> Any:
@@ -254,12 +257,13 @@ class Link:
             await self.close()
 
     def _settle(self, ticket: int, result: object) -> bool:
-        kind, answer, asked_s = self._open.pop(ticket, (None, None, 0.0))
+        kind, answer, asked_s, waits = self._open.pop(ticket, (None, None, 0.0, False))
         if answer is None or answer.done():
             return False  # nobody waits for it any more
         if kind is not type(result):
             answer.set_exception(PeerUnavailable(f"{self.peer.node} answered another question"))
             return False
-        self.peer.answered(time.monotonic() - asked_s)
+        if not waits:  # or it would say nothing of the way to the node
+            self.peer.answered(time.monotonic() - asked_s)
         answer.set_result(result)
         return True

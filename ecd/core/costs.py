@@ -44,7 +44,7 @@ class Costs:
 
     def learn(self, namespace: str, content: Content) -> None:
         """Take the content's report into account, if its producer made one."""
-        if content.cost_s <= 0.0:
+        if content.cost_s <= 0.0 or not _rows(content):
             return
         group = namespace, _modality(content)
         fit = self._fits.get(group)
@@ -93,7 +93,7 @@ class _Fit:
         self._solve()
 
     def _add(self, rows: float, seconds: float) -> None:
-        fit_s = self.seconds(rows)
+        fit_s = max(self.seconds(rows), BOUNDS_S[0])
         seconds = min(max(seconds, fit_s / CLIPPED_TO), fit_s * CLIPPED_TO)
         weight = _guess_s(rows) ** -2
         self._n = KEPT * self._n + weight

@@ -9,6 +9,9 @@ from ecd.core.allocator import Block
 from ecd.core.states import ENTRY, EntryEvent, EntryState, apply
 from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId
 
+MAX_COST_S = 3600.0
+"""A report of more saves no more."""
+
 
 @dataclass(slots=True, eq=False)
 class Entry:
@@ -56,7 +59,7 @@ class Entry:
     @property
     def saves_s(self) -> float:
         """The seconds of encoding that one read saves: as reported, else by the fit."""
-        return self.content.cost_s or self.encode_s
+        return min(self.content.cost_s, MAX_COST_S) or self.encode_s
 
     @property
     def worth_s(self) -> float:

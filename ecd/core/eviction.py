@@ -7,7 +7,6 @@ coldest entries instead, and takes the window that gives up the least, as the po
 
 from __future__ import annotations
 
-from itertools import islice
 from math import inf
 
 from ecd.core.allocator import Allocator, Block
@@ -17,38 +16,51 @@ from ecd.core.policy import Policy
 MIN_ANCHORS, TIMES_WANTED = 16, 8
 """Windows compared at least, where there are as many. Up to the policy's `anchors` follow until the
 anchors alone take so many times the bytes wanted: room for a large entry is rare among small."""
-MAX_ANCHORS = 512
-"""Windows tried before giving up, when leases block those around the coldest entries."""
+STEPS, STEPS_IN_VAIN = 1024, 4096
+"""Entries looked at until no further window is tried, with one found, and with none because held
+extents are around the coldest entries: the event loop waits meanwhile."""
 
 
 def plan(nbytes: int, allocator: Allocator, policy: Policy) -> list[Entry] | None:
     """The entries whose eviction frees `nbytes` in one piece; None if no such set was found.
 
-    Changes nothing, and tries no more than MAX_ANCHORS windows.
+    Changes nothing. Begins no window after STEPS_IN_VAIN entries.
     """
     wanted = allocator.rounded_bytes(nbytes) // allocator.granule_bytes
     best: list[Entry] | None = None
-    least, granules = inf, 0
-    for tried, anchor in enumerate(islice(policy.coldest(), MAX_ANCHORS), start=1):
-        found = _window(wanted, anchor, least, policy)
-        if found is not None:
-            best, least = found
+    least, granules, steps = inf, 0, 0
+    enclosed: set[Entry] = set()
+    for tried, anchor in enumerate(policy.coldest(), start=1):
         granules += anchor.block.granules
+        steps += 1
+        if anchor not in enclosed:
+            victims, loss = _window(wanted, anchor, least, policy)
+            steps += len(victims)
+            if loss is None:
+                enclosed.update(victims)
+            elif loss < least:
+                best, least = victims, loss
         is_enough = tried >= policy.anchors or granules >= TIMES_WANTED * wanted
-        if best is not None and tried >= MIN_ANCHORS and is_enough:
+        if best is None:
+            if steps >= STEPS_IN_VAIN:
+                break
+        elif steps >= STEPS or (tried >= MIN_ANCHORS and is_enough):
             break
     return best
 
 
 def _window(
     wanted: int, anchor: Entry, limit: float, policy: Policy
-) -> tuple[list[Entry], float] | None:
+) -> tuple[list[Entry], float | None]:
     """The victims around `anchor` that free `wanted` granules, and their loss.
 
-    None unless the loss is below `limit`.
+    The loss is infinite of victims that free too little and lose `limit` or more, and None of all
+    between two held extents, which free too little.
     """
     victims, loss, room = [anchor], policy.loss(anchor), anchor.block.granules
     before, after = anchor.block.before, anchor.block.after
+    rank_before = rank_after = None
+    is_known_before = is_known_after = False
     while loss < limit:
         if before is not None and before.is_free:
             room += before.granules
@@ -58,25 +70,34 @@ def _window(
             after = after.after
         if room >= wanted:
             return victims, loss
-        rank, rank_after = _rank(before, policy), _rank(after, policy)
-        if rank is None or (rank_after is not None and rank_after < rank):
-            block, rank = after, rank_after
+        if not is_known_before:
+            rank_before, is_known_before = _rank(before, policy), True
+        if not is_known_after:
+            rank_after, is_known_after = _rank(after, policy), True
+        if rank_before is None or (rank_after is not None and rank_after < rank_before):
+            rank, block, is_known_after = rank_after, after, False
             after = block and block.after
         else:
-            block = before
+            rank, block, is_known_before = rank_before, before, False
             before = block and block.before
         if rank is None or block is None:
-            return None
+            return victims, None
         victims.append(block.owner)
-        loss += policy.loss(block.owner)
+        loss += rank[3]
         room += block.granules
-    return None
+    return victims, inf
 
 
-def _rank(block: Block | None, policy: Policy) -> tuple[float, int] | None:
-    """The warmth of the entry in a block, then its id; None if it cannot be evicted."""
+def _rank(block: Block | None, policy: Policy) -> tuple[float, float, int, float] | None:
+    """What the entry in a block loses by granule, its warmth, id, and loss.
+
+    None if it cannot be evicted.
+    """
     entry = None if block is None else block.owner
-    if not isinstance(entry, Entry):
+    if block is None or not isinstance(entry, Entry):
         return None
     warmth = policy.warmth(entry)
-    return None if warmth is None else (warmth, entry.id)
+    if warmth is None:
+        return None
+    loss = policy.loss(entry)
+    return loss / block.granules, warmth, entry.id, loss

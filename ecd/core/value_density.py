@@ -32,6 +32,8 @@ LOOK_S = 0.25
 PROTECTED_SHARE = 0.1
 """Entries touched within the last so many of the pool's bytes go last: the next engine in line may
 be about to read them."""
+PROTECTED_WORTH = 1e6
+"""Seconds per byte, more than any entry has."""
 
 Fingerprint = Callable[[Entry], int]
 """Names an entry's key by 64 bits."""
@@ -193,9 +195,16 @@ class ValueDensity:
         return entry.floor + queue.weight
 
     def loss(self, entry: Entry) -> float:
-        """Seconds: what the entry is worth above L, which it would be ranked by if it came now."""
+        """Seconds: what the entry is worth above L, which it would be ranked by if it came now.
+
+        That of a protected entry is more than any other's.
+        """
         worth: float = entry.floor + entry.rank.weight - self._floor
-        return worth * entry.block.nbytes if worth > 0.0 else 0.0
+        if worth < 0.0:
+            worth = 0.0
+        if entry.place > self._touched_bytes - self._protected_bytes:
+            worth += PROTECTED_WORTH
+        return worth * entry.block.nbytes
 
     # -- steps ---------------------------------------------------------------------------------
 

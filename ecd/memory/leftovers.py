@@ -142,10 +142,17 @@ class Leftovers:
         return apart, doubtful
 
     def uses(self) -> Uses:
-        """What clients of the last daemon read and counted in their pages, and it did not count."""
-        _, index = self.generations[0]
-        header = _header(index)
-        told = header[FIRST_COUNTED_WORD : FIRST_COUNTED_WORD + len(USE_COUNTERS)]
+        """What clients of the last daemon read and counted in their pages, and it did not count.
+
+        A daemon that ended before it had taken over the one before it had no clients yet.
+        """
+        for _, index in self.generations:
+            header = _header(index)
+            told = header[FIRST_COUNTED_WORD : FIRST_COUNTED_WORD + len(USE_COUNTERS)]
+            if any(told):
+                break
+        else:
+            return Uses()
         said: list[list[int]] = []
         path = index.with_suffix(PUTS_SUFFIX)
         with contextlib.suppress(FileNotFoundError), path.open("rb") as pages:

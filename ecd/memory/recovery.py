@@ -58,7 +58,7 @@ class Recovery:
         self._is_over = False
         index.note_unseen(len(self._unseen))
         index.note_taken()
-        index.count_earlier(leftovers.uses())
+        index.begin_counting(leftovers.uses())
 
     async def run(self) -> None:
         """Verify whatever no client asks for, and remove the leftovers."""

@@ -64,6 +64,8 @@ class SessionPage:
         self.pinned_starts: frozenset[Start] = frozenset()
         """Where extents start that the last `pinned` found pinned, and no entries."""
         self._counted = (0, 0, 0, 0)
+        self.taken: tuple[int, ...] = (0, 0, 0, 0)
+        """The sums of all that `drain_uses` returned, in the order of USE_COUNTERS."""
         self._grants = 0
         self._granted: list[tuple[int, int]] = []  # from, to, in GRANTED_POOL
         self._allowed: list[tuple[int, int]] = []  # and what was, until the next grant
@@ -106,6 +108,8 @@ class SessionPage:
             return Uses()
         hits, nbytes, misses, duplicates = map(_grown, self._counted, counted)
         self._counted = counted
+        grown = hits, nbytes, misses, duplicates
+        self.taken = tuple(map(sum, zip(self.taken, grown, strict=True)))
         known = range(counted[0] - min(hits, RECENT_USES), counted[0])
         words = (self._words[FIRST_USE_WORD + use % RECENT_USES] for use in known)
         entries = tuple(EntryId(word) for word in words if word)  # 0: it had no entry yet

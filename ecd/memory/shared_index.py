@@ -218,9 +218,12 @@ class SharedIndex:
     def drain_uses(self) -> Uses:
         return self._uses.take(self._header[PAGES_WORD], self._page_at)
 
-    def count_earlier(self, uses: Uses) -> None:
-        """Count, with the next drain, what an earlier incarnation's clients read uncounted."""
-        self._uses.add(uses)
+    def begin_counting(self, earlier: Uses) -> None:
+        """Tell the next daemon what is counted, from now on.
+
+        The next drain counts what an `earlier` incarnation's clients read uncounted.
+        """
+        self._uses.begin(earlier)
 
     def _page_at(self, number: int) -> SessionPage | None:
         session = self._sessions.get(number)

@@ -16,6 +16,8 @@ MAX_USED_PAGES = 128
 """Pages whose uses are taken at a time: each takes some 5 us."""
 _NONE = (0, 0, 0, 0)
 _WORD = 1 << 64
+_NOTHING = 1 << 63
+"""Said where all that the pages say has been counted; 0 where nothing is known of that."""
 
 
 def uncounted(said: Iterable[Sequence[int]], told: Sequence[int]) -> Uses:
@@ -24,11 +26,9 @@ def uncounted(said: Iterable[Sequence[int]], told: Sequence[int]) -> Uses:
     `said` is what its pages say, `told` what its index says of that, both in the order of
     USE_COUNTERS. None where they contradict each other: a client may have written anything.
     """
-    if 0 in told:
-        return Uses()
     sums = map(sum, zip(_NONE, *said, strict=True))
     hits, nbytes, misses, duplicates = (
-        (total - one_more + 1) % _WORD for total, one_more in zip(sums, told, strict=True)
+        (total - counted + _NOTHING) % _WORD for total, counted in zip(sums, told, strict=True)
     )
     if max(hits, nbytes, misses, duplicates) > MAX_GROWTH:
         return Uses()
@@ -40,9 +40,7 @@ class UseCounters:
 
     def __init__(self, pages: memoryview, sessions: int, told: memoryview) -> None:
         """`pages` are the words of all sessions' pages, `told` those of FIRST_COUNTED_WORD."""
-        self._told = told
-        for word in range(len(told)):
-            told[word] = 1
+        self._told = told  # zeros, until `begin`
         self._counters = [pages[word::PAGE_WORDS] for word in USE_COUNTERS]
         self._last = [_NONE] * sessions
         self._left: deque[Uses] = deque()  # of pages that were forgotten since
@@ -82,15 +80,20 @@ class UseCounters:
     def forget(self, page: SessionPage) -> None:
         """Keep the last uses of a page, which is cleared next, for `take`."""
         number = page.number
-        first, second, third, fourth = said = [words[number] for words in self._counters]
+        first, second, third, fourth = (words[number] for words in self._counters)
         self._left.append(page.drain_uses((first, second, third, fourth)))
         self._last[number] = _NONE
-        self._tell(said, sign=-1)
+        self._tell(page.taken, sign=-1)
 
-    def add(self, uses: Uses) -> None:
-        """Count uses of an earlier incarnation's pages with the next `take`."""
-        self._left.append(uses)
-        self._tell(_numbers(uses), sign=-1)
+    def begin(self, earlier: Uses) -> None:
+        """Begin to tell the next daemon what has been counted.
+
+        Uses of an earlier incarnation's pages are counted with the next `take`.
+        """
+        self._left.append(earlier)
+        for word in range(len(self._told)):
+            self._told[word] = _NOTHING
+        self._tell(_numbers(earlier), sign=-1)
 
     def _tell(self, numbers: Sequence[int], sign: int = 1) -> None:
         """Tell the next daemon how much more, or less, of the pages has been counted."""

@@ -100,6 +100,8 @@ def records(path: Path, progress: Progress = no_progress) -> tuple[Header, Itera
             header = msgspec.json.decode(file.readline(), type=Header)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise TraceError(f"{path} does not begin with the header of a trace") from None
+    if header.granule_bytes <= 0 or header.pool_bytes < header.granule_bytes:
+        raise TraceError(f"{path} is of a pool of {header.pool_bytes} bytes")
     if header.version != VERSION:
         raise TraceError(f"{path} has version {header.version}; this ecd reads {VERSION}")
     return header, _records(path, progress)
@@ -163,7 +165,7 @@ def _from_csv(path: Path, progress: Progress) -> Accesses:
             file.seek(0)
             rows = csv.reader(file, dialect, skipinitialspace=True)
             columns = {name: place for place, name in enumerate(CSV_COLUMNS)}
-            for row in rows:
+            for row in filter(None, rows):
                 if rows.line_num == 1 and not _is_number(row[-1]):
                     columns = _columns(path, row)
                     continue

@@ -133,6 +133,32 @@ def test_a_killed_daemons_successor_counts_what_that_had_not_seen(lasting: Daemo
             assert told(lasting) == sums(did)
 
 
+KILLED_WHILE_TAKING_OVER = """
+import os, runpy, sys
+from ecd.memory.leftovers import Leftovers
+Leftovers.entries = lambda self: os.kill(os.getpid(), 9)
+sys.argv = ["ecd", "serve"]
+runpy.run_module("ecd", run_name="__main__")
+"""
+
+
+def test_a_daemon_that_is_killed_while_it_takes_over_loses_no_count(lasting: Daemon) -> None:
+    with Client(lasting.address) as client:
+        eventually(lambda: told(lasting)["puts"] == 8)
+        os.kill(lasting.pid, signal.SIGSTOP)
+        for number in range(7):
+            client.get(f"k{number}").close()
+        assert client.get("none") is None
+        lasting.kill()
+    lasting.prefix = (sys.executable, "-c", KILLED_WHILE_TAKING_OVER)
+    lasting.start(wait=False)
+    assert lasting._process.wait(30.0) == -signal.SIGKILL
+    lasting.prefix = ()
+    lasting.start()
+    eventually(lambda: lasting.status().entries == 8)
+    assert told(lasting) == sums(Counter(hits=7, misses=1, recovered=8))
+
+
 def test_readers_through_a_restart_are_counted_once(lasting: Daemon) -> None:
     """What the last daemon says as it ends, and what the next one counts, is what they read."""
     over, hits = threading.Event(), 0

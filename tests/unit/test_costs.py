@@ -224,3 +224,13 @@ def test_a_copy_is_worth_nothing_and_reports_nothing() -> None:
     for number in range(4):
         stored.put(f"k{number}", 64, 3.0)
     assert stored.put("untold", 64, 0.0).cost_s == pytest.approx(3.0), "four of five say so"
+
+
+def test_reports_without_rows_do_not_pull_a_steep_fit_down() -> None:
+    costs = Costs(Counters())
+    for number in range(3000):
+        rows = 4000 if number % 2 else 100
+        steep = Content("int8", (rows,), rows, cost_s=1e-4 * rows * rows / 4000)
+        costs.learn("n", steep)
+        costs.learn("n", Content("int8", (0,), 0, cost_s=1e-6))
+    assert costs.of("n", Content("int8", (4000,), 4000)).seconds > 0.1

@@ -8,7 +8,7 @@ import pytest
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.entry import Entry
-from ecd.core.eviction import MAX_ANCHORS, plan
+from ecd.core.eviction import STEPS, STEPS_IN_VAIN, plan
 from ecd.core.policy import Lru, Policy, Weighing
 from ecd.core.pool import PLANS, Pool
 from ecd.core.types import Content, EntryId, Extent, Key, SessionId
@@ -154,7 +154,41 @@ def test_a_plan_tries_a_bounded_number_of_windows(make: Callable[[], Policy]) ->
         return Filled(make, "".join(names), held="".join(names[1 : 2 * count - 2 : 2])).plan(2)
 
     assert among(make().anchors + 10) is not None, "nothing cheaper was found: it goes on"
-    assert among(MAX_ANCHORS + 10) is None
+    assert among(STEPS_IN_VAIN) is None
+
+
+def test_entries_between_held_ones_do_not_hide_where_there_is_room() -> None:
+    """The coldest six hundred are enclosed; behind them is one large entry, worth a lot."""
+    names = [chr(0x100 + number) for number in range(1200)]
+    large = chr(0x100 + 1200)
+    filled = Filled(
+        lambda: ValueDensity(0), "".join(names) + 4 * large, "".join(names[1::2]), {large: 9.0}
+    )
+    assert filled.plan(3) == large
+
+
+def test_a_plan_looks_at_a_bounded_number_of_entries_where_windows_are_long() -> None:
+    looked = 0
+
+    class Counting(ValueDensity):
+        def loss(self, entry: Entry) -> float:
+            nonlocal looked
+            looked += 1
+            return super().loss(entry)
+
+    names = "".join(chr(0x100 + number) for number in range(6000))
+    costs_s = {name: 0.01 + 1e-4 * (ord(name) * 7919 % 6000) for name in names}
+    filled = Filled(lambda: Counting(0), names, costs_s=costs_s)
+    assert filled.plan(2000) is not None
+    assert looked < 2 * (2000 + STEPS)
+
+
+def test_what_was_just_put_goes_last_in_a_small_pool_too() -> None:
+    filled = Filled(lambda: ValueDensity(12 * PAGE), "abcdefghijkl")
+    for pages in (1, 3):
+        planned = filled.plan(pages)
+        assert planned is not None
+        assert "l" not in planned
 
 
 def test_the_policy_ranks_by_the_end_of_use(make: Callable[[], Policy]) -> None:

@@ -75,7 +75,7 @@ def recorded_run(file: Path) -> Pool:
     assert not isinstance(session, LimitReached)
     for number in range(40):
         nbytes = 4096 * (1 + number % 3)
-        content = Content("int8", (number, 7), nbytes, cost_s=0.25)
+        content = Content("int8", (number + 1, 7), nbytes, cost_s=0.25)
         reserved = cache.reserve(session, Key(f"n{number % 2}", f"k{number}"), content, 101.0)
         assert isinstance(reserved, Reserved)
         cache.commit(session, reserved.entry, 101.0 + number)
@@ -95,11 +95,30 @@ def test_a_trace_has_no_names_no_date_and_no_other_readers(tmp_path: Path) -> No
     admitted = [line for line in lines if line[0] == "admit"][:3]
     assert len({line[3] for line in admitted}) == 3
     assert [line[4:7] + line[8:] for line in admitted] == [
-        [1, 4096, 0, 1.0],
-        [2, 8192, 1, 2.0],
-        [1, 12288, 2, 3.0],
+        [1, 4096, 1, 1.0],
+        [2, 8192, 2, 2.0],
+        [1, 12288, 3, 3.0],
     ]
     assert [line[7] for line in admitted] == pytest.approx([0.25] * 3, rel=0.01), "by the fit"
+
+
+def test_room_for_an_entry_without_bytes_is_made_anew_as_any_other(tmp_path: Path) -> None:
+    file = tmp_path / "t"
+    recorder = Recorder(file, 0.0)
+    pool = recorder.pool((0, 8 * 4096, 4096), ValueDensity(8 * 4096, SALTED), "value", SALTED)
+    cache = Cache([pool])
+    session = cache.open_session()
+    assert not isinstance(session, LimitReached)
+    for number in range(60):
+        nbytes = 4096 * (3, 0, 1)[number % 3]
+        content = Content("int8", (1,), nbytes, cost_s=0.01 * (1 + number % 7))
+        reserved = cache.reserve(session, Key("n", f"k{number}"), content, number)
+        assert isinstance(reserved, Reserved)
+        cache.commit(session, reserved.entry, number)
+    recorder.close()
+    assert '["plan",4096,' in file.read_text()
+    found = replayed(file)
+    assert (found.difference, found.evictions) == (None, pool.evictions)
 
 
 def test_an_entry_that_costs_more_since_its_fetch_was_long_ago_is_replayed_so(

@@ -18,6 +18,8 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 POOL_BYTES = 64 << 20
 SESSION = SessionId(1)
+N = 1 << 63
+"""What a daemon says that has counted all."""
 
 
 def info(entry: int, name: str, namespace: str = "n") -> EntryInfo:
@@ -128,9 +130,9 @@ def test_a_chain_that_never_ends_is_given_up(shown: SharedIndex, seen: IndexRead
 
 
 def test_what_a_dead_daemon_had_not_counted_is_the_difference() -> None:
-    pages, told = [(5, 900, 1, 0), (2, 100, 0, 1)], (1 + 4, 1 + 600, 1 + 1, 1)
+    pages, told = [(5, 900, 1, 0), (2, 100, 0, 1)], (N + 4, N + 600, N + 1, N)
     assert uncounted(pages, told) == Uses((), 3, 400, 0, 1)
-    assert uncounted([(0, 50, 0, 0)], (1, 1 - 50 + (1 << 64), 1, 1)) == Uses((), 0, 100, 0, 0)
-    assert uncounted([*pages, (1 << 63, 0, 0, 0)], told) == Uses(), "a page that lies"
-    assert uncounted(pages, (1 + 8, 1, 1, 1)) == Uses(), "more was counted than is said"
+    assert uncounted([(0, 50, 0, 0)], (N, N - 50, N, N)) == Uses((), 0, 100, 0, 0)
+    assert uncounted([*pages, (1 << 60, 0, 0, 0)], told) == Uses(), "a page that lies"
+    assert uncounted(pages, (N + 8, N, N, N)) == Uses(), "more was counted than is said"
     assert uncounted(pages, (0, 0, 0, 0)) == Uses(), "a daemon that did not say"

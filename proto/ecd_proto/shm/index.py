@@ -38,8 +38,8 @@ RECOVERING_WORD = 13
 Meanwhile no memory is given away, so that the old rows and claims stay true.
 """
 FIRST_COUNTED_WORD = 14
-"""For each of USE_COUNTERS one more than the daemon has counted of what the pages say, modulo
-2**64. The next daemon counts the rest. 0: written by a daemon that did not say."""
+"""For each of USE_COUNTERS 2**63 and what the daemon has counted of what the pages say, modulo
+2**64. The next daemon counts the rest. 0: of a daemon that did not say, or not yet."""
 
 NAMESPACES_AT = INDEX_HEADER_BYTES
 MAILBOXES_AT = NAMESPACES_AT + NAMESPACES_BYTES
