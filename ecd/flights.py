@@ -55,6 +55,7 @@ class Flight:
     started_s: float
     task: asyncio.Task[None] | None = None
     is_needed: bool = False  # by a client that cannot make the key
+    is_far: bool = False  # other nodes are asked
     is_awaited: bool = False  # another node makes the key
     impatient: list[tuple[SessionId, Ticket]] = field(default_factory=list)
     """Waits that are to end when another node is waited for."""
@@ -99,7 +100,13 @@ class Flights:
         self._timeout_s = timeout_s
 
     def is_near(self, key: Key) -> bool:
-        """Whether a source of this node's own may have the key."""
+        """Whether a source of this node's own may have the key, and no flight has left them.
+
+        Two nodes would wait for each other's flights otherwise.
+        """
+        flight = self._flights.get(key)
+        if flight is not None and flight.is_far:
+            return False
         return any(source.is_near and source.may_have(key) for source in self.sources)
 
     def want(
@@ -118,6 +125,7 @@ class Flights:
         if flight is not None:
             flight.is_needed |= maker is None
             flight.maker = flight.maker or maker
+            flight.hints = flight.hints or hints
             flight.is_near = flight.is_near and is_near
         if not self._live.cache.wants(key):
             return
@@ -174,6 +182,7 @@ class Flights:
         outcome = MISSING
         for source in self.sources:
             if (source.is_near or not flight.is_near) and source.may_have(flight.key):
+                flight.is_far = not source.is_near
                 found = await source.bring(flight)
                 outcome = found if found != MISSING else outcome
                 if outcome in FINAL or outcome == MADE:

@@ -507,6 +507,12 @@ class Cache:
         return self._entries.namespaces(most)
 
     @property
+    def evicted_for_room(self) -> int:
+        """Entries evicted since the start, those on request left out."""
+        each = (self.counters.evictions, self.bench.evictions)
+        return sum(sum(counts.values()) - counts["requested"] for counts in each)
+
+    @property
     def entries(self) -> int:
         return len(self._entries)
 

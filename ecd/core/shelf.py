@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from ecd.core.deadlines import Deadlines
 from ecd.core.types import Key
 
+MAX_ENTRIES = 1 << 18
+"""More would stop the event loop for too long when they are listed, or their tables grow."""
+
 
 @dataclass(slots=True, eq=False)
 class Shelved:
@@ -89,13 +92,23 @@ class Shelf:
             self._ranks.remove(shelved.number)
             self._forget(shelved)
 
+    def has_room(self, file_bytes: int) -> bool:
+        """Whether one more entry of so many bytes has room, or nothing can be taken away for it."""
+        is_full = self.used_bytes + file_bytes > self.nbytes or len(self) >= MAX_ENTRIES
+        return not is_full or not self._by_key
+
     def make_room(self, file_bytes: int, most: int) -> list[Shelved]:
-        """Take away up to `most` of those worth least, until so many bytes more have room."""
+        """Take away some of those worth least, in `most` steps; `has_room` tells whether to go on.
+
+        A step may find that an entry has been used since, and take none.
+        """
         taken: list[Shelved] = []
-        while self._by_key and len(taken) < most and self.used_bytes + file_bytes > self.nbytes:
+        for _ in range(most):
+            if self.has_room(file_bytes):
+                break
             least = self._ranks.next_s
             assert least is not None
-            for number in self._ranks.take_due(least, 1):  # none if its rank has risen
+            for number in self._ranks.take_due(least, 1):
                 shelved = self._by_number[number]
                 self._least = max(self._least, shelved.rank)
                 self._forget(shelved)

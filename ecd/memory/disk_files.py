@@ -6,7 +6,9 @@ One thread changes names, in the order of the decisions: a file that is removed 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import gc
 import logging
 import time
 from collections import Counter
@@ -27,6 +29,9 @@ FOUND_AT_A_TIME = 256
 """Headers read between two looks at the event loop, at the start."""
 REMOVED_AT_A_TIME = 64
 """Files removed for room in one turn of the event loop."""
+FROZEN_AT_A_TIME = 64 * FOUND_AT_A_TIME
+KNOWN_S = 5.0
+"""How long an erasure waits for every file to be known."""
 REMOVAL_S, REMOVAL_EACH_S = 10.0, 0.01
 """How long an erasure waits for files to be removed: a constant, and as much for each."""
 PROGRESS_S = 5.0
@@ -40,7 +45,10 @@ class DiskFiles:
         self.counters, self.read_time = DiskCounters(), ReadTime()
         self._live = live
         self._clerk = Threads(1, "ecd-disk-files")
-        self._erasures: list[Selection] | None = []  # since the start; None: all files are known
+        self._is_known = asyncio.Event()  # every file
+        self._unknown = 0
+        self._erasures: list[Selection] = []  # since the start, until every file is known
+        self._stuck: set[str] = set()  # names of files that could not be removed
 
     def close(self) -> None:
         self._clerk.close()
@@ -57,6 +65,7 @@ class DiskFiles:
             names = []
         pace = self._live.turns.pace()
         for start in range(0, len(names), FOUND_AT_A_TIME):
+            self._unknown = len(names) - start
             some = names[start : start + FOUND_AT_A_TIME]
             found, failures = await self._clerk.do(functools.partial(self._look_at, some))
             self.counters.failures.update(failures)
@@ -64,7 +73,11 @@ class DiskFiles:
             if time.monotonic() - said_s > PROGRESS_S:
                 said_s = time.monotonic()
                 logger.info("%d of %d files on disk are known", start + len(some), len(names))
-        self._erasures = None
+            if start % FROZEN_AT_A_TIME == 0:
+                gc.freeze()  # or all of it is looked through again and again
+        self._unknown, self._erasures = 0, []
+        self._is_known.set()
+        gc.freeze()
         await self.make_room(0)  # the tier may have been larger
         logger.info(
             "%d entries, %s, on disk in %s; found in %.1f s",
@@ -82,7 +95,7 @@ class DiskFiles:
             except CorruptFile as error:
                 failures["corrupt"] += 1
                 logger.warning("%s is removed: %s", self.directory.path / name, error)
-                failures["remove"] += self._remove_all([name])
+                failures["remove"] += len(self._remove_all([name]))
             except OSError as error:
                 failures["read"] += 1
                 logger.warning("%s cannot be read: %s", self.directory.path / name, error)
@@ -93,7 +106,7 @@ class DiskFiles:
         if self.shelf.get(key) is None:
             shelved = self._add(key, content, found.file_bytes, found.age_s)
             now_s = self._live.now_s()
-            if any(_is_selected(shelved, erased, now_s) for erased in self._erasures or ()):
+            if any(_is_selected(shelved, erased, now_s) for erased in self._erasures):
                 self.remove(shelved)
 
     # -- changes -------------------------------------------------------------------------------
@@ -109,11 +122,11 @@ class DiskFiles:
         if victims:
             self.counters.evictions += len(victims)
             self._remove_names([file_name(each.key) for each in victims])
-        return bool(victims)
+        return not self.shelf.has_room(file_bytes)
 
     async def publish(self, key: Key, content: Content, file_bytes: int) -> None:
-        """Let a written entry be found, at once, after `make_room`. Raises OSError."""
-        self._remove_some(file_bytes)  # another write may have taken the room
+        """Let a written entry be found. Raises OSError; there is no file of it then."""
+        self._stuck.discard(file_name(key))
         shelved = self._add(key, content, file_bytes)
         shelved.is_ready = False
         try:
@@ -121,6 +134,7 @@ class DiskFiles:
             shelved.is_ready = True
         except OSError:
             self.shelf.remove(shelved)
+            await self.discard(key)
             raise
 
     async def discard(self, key: Key) -> None:
@@ -135,10 +149,16 @@ class DiskFiles:
     async def erase(self, selection: Selection, dry_run: bool) -> tuple[int, int, int]:
         """Erase the selected: entries, their bytes, and files that could not be removed.
 
-        What is being read is not stored. Files that are not known yet are erased when they are.
+        What is being read is not stored. Files that are not known yet are waited for; those that
+        are not known in time count as not removed, and are when they are found. What could not be
+        removed before is tried again.
         """
-        if self._erasures is not None and not dry_run:
+        unknown = 0
+        if not dry_run and not self._is_known.is_set():
             self._erasures.append(selection)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._is_known.wait(), KNOWN_S)
+            unknown = self._unknown
         pace, now_s = self._live.turns.pace(), self._live.now_s()
         named = None if selection.key is None else self.shelf.get(selection.key)
         every = list(self.shelf) if selection.key is None else [named] if named else []
@@ -152,11 +172,12 @@ class DiskFiles:
                 if not dry_run:
                     shelved.is_erased = True
                     self.shelf.remove(shelved)
-        if names and not dry_run:
-            removal = self._remove_names(names)
-            await asyncio.wait((removal,), timeout=REMOVAL_S + REMOVAL_EACH_S * len(names))
-            failed = removal.result() if removal.done() else len(names)
-        return len(names), nbytes, failed
+        if not dry_run:
+            every_name = [*names, *self._stuck]
+            removal = self._remove_names(every_name)
+            await asyncio.wait((removal,), timeout=REMOVAL_S + REMOVAL_EACH_S * len(every_name))
+            failed = len(self._stuck) if removal.done() else len(every_name)
+        return len(names), nbytes, failed + unknown
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -166,22 +187,26 @@ class DiskFiles:
         about = content.nbytes, file_bytes, cost_s, saved_s
         return self.shelf.add(key, *about, self._live.now_s(), age_s)
 
-    def _remove_names(self, names: Sequence[str]) -> asyncio.Future[int]:
-        def removed(done: asyncio.Future[int]) -> None:
-            self.counters.failures["remove"] += done.result()
+    def _remove_names(self, names: Sequence[str]) -> asyncio.Future[list[str]]:
+        """Remove files; the names of those that could not be."""
+
+        def removed(done: asyncio.Future[list[str]]) -> None:
+            self.counters.failures["remove"] += len(set(done.result()) - self._stuck)
+            self._stuck.difference_update(names)
+            self._stuck.update(done.result())
 
         removal = self._clerk.do(lambda: self._remove_all(names))
         removal.add_done_callback(removed)
         return removal
 
-    def _remove_all(self, names: Sequence[str]) -> int:
-        """Remove files; how many could not be. Blocking."""
-        failed = 0
+    def _remove_all(self, names: Sequence[str]) -> list[str]:
+        """As `_remove_names`. Blocking."""
+        failed: list[str] = []
         for name in names:
             try:
                 self.directory.remove(name)
             except OSError as error:
-                failed += 1
+                failed.append(name)
                 logger.error("%s cannot be removed: %s", self.directory.path / name, error)
         return failed
 

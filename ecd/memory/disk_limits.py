@@ -17,6 +17,9 @@ BURST_S = 5.0
 SMALL_BYTES = 256 << 10
 """Reads of fewer bytes tell of the constant, the others of the rate."""
 WEIGHT = 1 / 20
+FIRST_S, FIRST_BYTE_S = 1e-3, 1e-9
+"""What a disk is taken for that nothing was read from."""
+HALVED_IN_S = 30.0
 
 FAILURE_KINDS = ("read", "write", "full", "slow", "corrupt", "remove")
 SKIP_CAUSES = ("budget", "evicted", "slower", "waiting")
@@ -85,18 +88,31 @@ class Budget:
 
 
 class ReadTime:
-    """The time of a read: a constant and a rate, each the average of the last twenty or so."""
+    """The time of a read: a constant and as much for each byte, each averaged over some twenty.
+
+    A slowness that was measured counts half after HALVED_IN_S: no read is made of a disk that seems
+    slow, so that nothing would be learned of it.
+    """
 
     def __init__(self) -> None:
-        self._constant_s, self._bytes_per_s = 1e-3, 1e9
+        self._constant_s, self._byte_s = FIRST_S, FIRST_BYTE_S
+        self._learned_s = 0.0
 
     def seconds(self, nbytes: int) -> float:
-        return self._constant_s + nbytes / self._bytes_per_s
+        constant_s, byte_s = self._now()
+        return constant_s + nbytes * byte_s
 
     def learn(self, nbytes: int, seconds: float) -> None:
+        constant_s, byte_s = self._now()
         if nbytes < SMALL_BYTES:
-            constant_s = max(0.0, seconds - nbytes / self._bytes_per_s)
-            self._constant_s += WEIGHT * (constant_s - self._constant_s)
-        elif seconds > self._constant_s:
-            rate = nbytes / (seconds - self._constant_s)
-            self._bytes_per_s += WEIGHT * (rate - self._bytes_per_s)
+            constant_s += WEIGHT * (max(0.0, seconds - nbytes * byte_s) - constant_s)
+        else:
+            byte_s += WEIGHT * (max(0.0, seconds - constant_s) / nbytes - byte_s)
+        self._constant_s, self._byte_s, self._learned_s = constant_s, byte_s, time.monotonic()
+
+    def _now(self) -> tuple[float, float]:
+        left = 0.5 ** ((time.monotonic() - self._learned_s) / HALVED_IN_S)
+        return (
+            self._constant_s - (1.0 - left) * max(0.0, self._constant_s - FIRST_S),
+            self._byte_s - (1.0 - left) * max(0.0, self._byte_s - FIRST_BYTE_S),
+        )

@@ -93,6 +93,7 @@ class DiskReads:
 
     async def _take_reader(self, until_s: float) -> bool:
         """Wait for a thread, to be given back. False: it is too late."""
+        asked_s = time.monotonic()
         if self._free:
             self._free -= 1
             return True
@@ -103,6 +104,8 @@ class DiskReads:
         except asyncio.CancelledError:
             if turn.done():
                 self._give_reader_back()
+            elif self._ended_s < asked_s:
+                self.breaker.failed("slow", "no read has ended meanwhile")
             raise
         finally:
             if not turn.done():
@@ -143,8 +146,8 @@ class DiskReads:
                 self.breaker.failed("slow", f"{nbytes} bytes take too long")
                 return LATE
             header = ended.result()
-            if shelved.is_erased:
-                return MISSING
+            if shelved.is_erased or self._files.shelf.get(key) is not shelved:
+                return MISSING  # an erasure cannot know of what has left the shelf
             entry, reserved = reserved.entry, None
             done = self._live.commit(self._session, entry, header.checksum, header.content)
             assert isinstance(done, Committed)
@@ -160,6 +163,10 @@ class DiskReads:
         except OSError as error:
             self.breaker.failed("read", error)
             return FAILED
+        except asyncio.CancelledError:  # its flight is late
+            if ended is not None and not ended.done():
+                self.breaker.failed("slow", f"{nbytes} bytes take too long")
+            raise
         finally:
             is_wanted = False
             self._over(reserved, ended)

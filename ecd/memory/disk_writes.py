@@ -61,9 +61,9 @@ class DiskWrites:
         while True:
             for key, is_stored in (await changes.next(PAUSE_S)).items():
                 if not is_stored:
-                    is_kept = self._files.shelf.get(key) is not None
-                    self._counters.kept += is_kept
-                    self._counters.lost += not is_kept
+                    self._counters.kept += self._files.shelf.get(key) is not None
+            lost = self._live.cache.evicted_for_room - self._counters.kept
+            self._counters.lost = max(self._counters.lost, lost)
             self._has_changed.set()
 
     async def _write_ahead(self) -> None:
@@ -114,7 +114,7 @@ class DiskWrites:
             checksum = await self._writers.do(
                 functools.partial(self._files.directory.write, *about)
             )
-            await self._files.make_room(file_bytes)
+            await self._files.make_room(file_bytes)  # and no turn passes until it is taken
             if not self._is_stored(info):
                 self._counters.skipped["evicted"] += 1
                 await self._files.discard(key)

@@ -240,7 +240,7 @@ class CacheService(pb_grpc.CacheServicer):
         report = await self._live.evict(selection, request.dry_run, pace)
         # Again, for what was being written or read until its entry was evicted.
         then = (0, 0, 0) if request.dry_run else await self._disk.erase(selection, False)
-        entries, nbytes, failures = (sum(both) for both in zip(first, then, strict=True))
+        entries, nbytes = first[0] + then[0], first[1] + then[1]
         return pb.EvictReply(
             incarnation=self._incarnation,
             entries=report.entries,
@@ -248,7 +248,7 @@ class CacheService(pb_grpc.CacheServicer):
             leased=report.leased,
             disk_entries=entries,
             disk_bytes=nbytes,
-            disk_failures=failures,
+            disk_failures=then[2],
         )
 
     async def List(self, request: pb.ListRequest, context: Ctx) -> pb.ListReply:

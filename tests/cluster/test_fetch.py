@@ -555,6 +555,45 @@ def test_ecd_cli_peers(make_peer: MakePeer, client_of: ClientOf, daemon: Daemon)
     assert "ecd_directory_up 1.0" in metrics
 
 
+def test_two_nodes_with_the_same_keys_on_disk_do_not_wait_for_each_other(
+    make_peer: MakePeer, client_of: ClientOf, tmp_path: Path
+) -> None:
+    """Both are asked for them at once by clients that encode sooner than they are read."""
+    nodes = "127.0.71.1:9465", "127.0.71.2:9465"
+    daemons = [
+        make_peer(
+            "32MiB",
+            ECD_PEER_ADDRESS=node,
+            ECD_PEERS=other,
+            ECD_EVICTION="lru",
+            ECD_DISK_POOL_BYTES="1GiB",
+            ECD_DISK_DIR=str(tmp_path / node),
+            ECD_DISK_WRITE_BYTES_PER_S="1GB",
+        ).start()
+        for node, other in zip(nodes, nodes[::-1], strict=True)
+    ]
+    clients = [client_of(daemon) for daemon in daemons]
+    keys = [f"k{number}" for number in range(60)]
+    for key in keys:
+        data = random.Random(key).randbytes(1 << 20)
+        for client in clients:
+            client.put_bytes(key, data, "uint8", (1 << 20,), cost=0.01)
+        time.sleep(0.05)
+    away = [key for key in keys if not any(client.contains([key])[0] for client in clients)][:20]
+    assert away
+
+    def ask(client: Client) -> None:
+        asked = client.get_async(away, 30.0, only_if_written=True, makes=[0.0] * len(away))
+        for future in asked:
+            item = future.result(40.0)
+            if item is not None:
+                item.close()
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(ask, clients))
+    assert [daemon.peers().fetches["late"] for daemon in daemons] == [0, 0]
+
+
 def test_an_entry_on_the_disk_of_a_node_is_found_and_fetched(
     make_peer: MakePeer, client_of: ClientOf, tmp_path: Path
 ) -> None:

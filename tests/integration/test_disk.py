@@ -357,6 +357,97 @@ def test_what_is_erased_while_it_is_read_or_written_stays_away(faulty: FaultyDis
     daemon.check_nothing_leaked()
 
 
+def test_what_is_erased_after_its_file_went_for_room_stays_away(
+    make_disk: DiskDaemon, preloaded: Path, tmp_path: Path
+) -> None:
+    """A read under way has the file open still."""
+    (tmp_path / "faults").mkdir()
+    settings = {"ECD_DISK_POOL_BYTES": "4MiB", "ECD_EVICTION": "lru"}
+    about = {"DISK_FAULTS": str(tmp_path / "faults"), "LD_PRELOAD": str(preloaded)}
+    faulty = FaultyDisk(make_disk(**settings, **about).start(), tmp_path / "faults")
+    daemon = faulty.daemon
+
+    def is_kept_away() -> bool:
+        """False: a busy machine wrote too slowly for the read to be under way still."""
+        sizes = fill(daemon, 120)
+        with Client(daemon.address) as client:
+            kept = on_disk(daemon, sizes)
+            key = next(key for key in sizes if key in kept and not client.contains([key])[0])
+            faulty.begin("hang-read")
+            [future] = client.get_async([key], 10.0, only_if_written=True)
+            eventually(lambda: daemon.status().pools[0].reserved_bytes > 0, 5)
+            for number in range(100):
+                if not on_disk(daemon, [key]):
+                    break
+                put(client, f"x{number}")
+                time.sleep(0.005)
+            is_under_way = daemon.status().pools[0].reserved_bytes > 0 and not future.done()
+            evict(daemon)
+            faulty.end("hang-read")
+            assert future.result(15.0) is None
+            assert not client.contains([key])[0]
+            return is_under_way
+
+    assert any(is_kept_away() for _ in range(5))
+
+
+def test_files_that_are_not_known_yet_are_erased_too(faulty: FaultyDisk) -> None:
+    daemon = faulty.daemon
+    sizes = fill(daemon)
+    daemon.kill()
+    faulty.begin("slow-header")
+    daemon.start()
+    erased = evict(daemon)
+    assert (erased.disk_failures > 0) == bool(on_disk(daemon, sizes)), "or all in time"
+    eventually(lambda: not on_disk(daemon, sizes), 30)
+    daemon.kill()
+    faulty.end("slow-header")
+    daemon.start()
+    wait_known(daemon)
+    assert daemon.status().disk.entries == 0
+
+
+def test_a_file_that_cannot_be_given_its_name_leaves_nothing(faulty: FaultyDisk) -> None:
+    daemon = faulty.daemon
+    faulty.begin("full-rename")
+    with Client(daemon.address) as client:
+        put_slowly(client, [f"k{number}" for number in range(120)])
+    eventually(lambda: daemon.status().disk.failures["full"] >= 3, 10)
+    eventually(lambda: not list(directory(daemon).glob("*.[en]*")), 10)
+    assert daemon.status().disk.used_bytes == 0
+
+
+def test_a_disk_that_hangs_rests_though_its_flights_end_sooner(
+    make_disk: DiskDaemon, preloaded: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "faults").mkdir()
+    about = {"DISK_FAULTS": str(tmp_path / "faults"), "LD_PRELOAD": str(preloaded)}
+    faulty = FaultyDisk(make_disk(ECD_FETCH_TIMEOUT_S="0.3", **about).start(), tmp_path / "faults")
+    daemon = faulty.daemon
+    sizes = fill(daemon)
+    with Client(daemon.address) as client:
+        kept = on_disk(daemon, sizes)
+        away = [key for key in sizes if key in kept and not client.contains([key])[0]]
+        faulty.begin("hang-read")
+        for key in away[:5]:
+            assert client.get(key, 5.0) is None
+        assert daemon.status().disk.reads_rest
+        faulty.end("hang-read")
+
+
+def test_what_is_evicted_on_request_is_not_lost_to_the_tier(make_disk: DiskDaemon) -> None:
+    daemon = make_disk().start()
+    with Client(daemon.address) as client:
+        for number in range(20):
+            put(client, f"k{number}")
+    assert evict(daemon).entries == 20
+    fill(daemon)
+    disk, told = daemon.status().disk, daemon.status().counters.evictions
+    eventually(lambda: daemon.status().disk.kept > 0)
+    assert told["requested"] == 20
+    assert disk.lost + disk.kept <= told["capacity"] + told["watermark"]
+
+
 def cli(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address]
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
@@ -376,9 +467,8 @@ def test_operators_see_it_and_are_told_of_a_file_that_cannot_be_removed(faulty: 
     assert f"{kept} files of the disk tier could not be removed" in done.stderr
     assert daemon.status().disk.failures["remove"] == kept
     faulty.end("fail-remove")
-    assert cli(daemon, "evict", "--all", "--yes").returncode == 0, (
-        "they are forgotten until a start"
-    )
+    assert cli(daemon, "evict", "--all", "--yes").returncode == 0, "they are tried again"
+    assert not files(daemon)
 
 
 @pytest.mark.parametrize("fault", ["fail-write", "full-write", "hang-write"])

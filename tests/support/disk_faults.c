@@ -1,6 +1,6 @@
 // Preloaded into a daemon: makes its reads and writes of disk fail, or take long, as files in
 // $DISK_FAULTS say: hang-read, slow-read (0.2 s), fail-read (EIO), and the same of write; full-write
-// (ENOSPC), and fail-remove (EROFS).
+// (ENOSPC), fail-remove (EROFS), full-rename (ENOSPC), and slow-header (50 ms).
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -43,6 +43,23 @@ EXPANDED(pwritev, "write", PLAIN)
 EXPANDED(pwritev64, "write", PLAIN)
 EXPANDED(pwritev2, "write", FLAGGED)
 EXPANDED(pwritev64v2, "write", FLAGGED)
+
+int renameat(int from_fd, const char *from, int to_fd, const char *to) {
+  int (*real)(int, const char *, int, const char *);
+  *(void **)&real = dlsym(RTLD_NEXT, "renameat");
+  if (strstr(to, ".entry") && is_on("full", "rename")) {
+    errno = ENOSPC;
+    return -1;
+  }
+  return real(from_fd, from, to_fd, to);
+}
+
+ssize_t pread64(int fd, void *to, size_t nbytes, off_t at) {
+  ssize_t (*real)(int, void *, size_t, off_t);
+  *(void **)&real = dlsym(RTLD_NEXT, "pread64");
+  if (nbytes == 4096 && is_on("slow", "header")) usleep(50000);
+  return real(fd, to, nbytes, at);
+}
 
 int unlinkat(int fd, const char *path, int flags) {
   int (*real)(int, const char *, int);

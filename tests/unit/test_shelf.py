@@ -44,6 +44,18 @@ def test_what_saves_most_for_its_bytes_stays_longest_and_what_is_not_used_ages()
     assert [each.key for each in shelf.make_room(2, 9)] == [dear.key], "the clock is ahead of it"
 
 
+def test_room_is_made_in_bounded_steps_however_many_have_been_used() -> None:
+    shelf = Shelf(1000)
+    for number in range(1000):
+        shelf.use(shelf.add(Key("n", str(number)), 1, 1, 1.0, 0.5, 0.0), 1.0)
+    calls = 1
+    while not (taken := shelf.make_room(1, 64)):
+        calls += 1
+    assert calls > 1000 // 64, "each call looks at 64"
+    assert len(taken) == 1
+    assert shelf.has_room(1)
+
+
 @given(st.text(min_size=1, max_size=256), st.binary(max_size=4096), st.integers(0, 2**64 - 1))
 @settings(max_examples=examples(100), deadline=None)
 def test_a_header_is_read_as_it_was_written_or_not_at_all(
