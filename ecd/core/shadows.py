@@ -15,7 +15,7 @@ _EVICTIONS = 64
 """Most evictions of a shadow at one access; it makes up for the rest at the next."""
 _ACCESSES = 500
 """Accesses of the pool between two choices."""
-_DECAY = 0.7
+_DECAY = 0.95
 _MARGIN = 1.02
 
 WEIGHINGS = (Weighing(1, 1), Weighing(0, 1), Weighing(2, 1), Weighing(0, 0))
