@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ecd.checksum import digests, fold
+from ecd.core.ahead import BLOCK_BYTES, rounded
 from ecd.core.types import Content, Key
 from ecd.memory.disk_format import (
-    BLOCK_BYTES,
     MAX_HEADER_BYTES,
     SUFFIX,
     CorruptFile,
@@ -29,7 +29,6 @@ from ecd.memory.disk_format import (
     Header,
     file_name,
     header_bytes,
-    rounded,
 )
 from ecd.ownership import NotOurs, describe, open_place, take_lock
 from ecd_proto.leftovers import user

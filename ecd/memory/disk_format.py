@@ -9,11 +9,11 @@ from typing import NamedTuple
 import xxhash
 from google.protobuf.message import DecodeError
 
+from ecd.core.ahead import rounded
 from ecd.core.types import Content, Key
 from ecd.wire import InvalidRequest, content_from, key_from, to_content, to_key
 from ecd_proto.v1 import cache_pb2 as pb
 
-BLOCK_BYTES = 4096
 SUFFIX = ".entry"
 MAX_HEADER_BYTES = 16 << 10
 """More than the longest key and metadata take."""
@@ -63,10 +63,6 @@ class Found(NamedTuple):
     header: Header
     file_bytes: int
     age_s: float
-
-
-def rounded(nbytes: int) -> int:
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def file_name(key: Key) -> str:

@@ -1,4 +1,4 @@
-"""The limits of the disk tier: rests after failures, the write budget, the time of a read."""
+"""The limits of the disk tier: rests after failures, the time of a read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ logger = logging.getLogger(__name__)
 FAILURES = 3
 """Failures in a row after which reads, or writes, rest for REST_S."""
 REST_S = 30.0
-BURST_S = 5.0
-"""How long the write budget is saved up."""
 SMALL_BYTES = 256 << 10
 """Reads of fewer bytes tell of the constant, the others of the rate."""
 WEIGHT = 1 / 20
@@ -66,25 +64,6 @@ class Breaker:
                 "%s failed %d times in a row and rest for %.0f s: %s. Memory serves as before",
                 *(self._what, self._failures, REST_S, error),
             )
-
-
-class Budget:
-    """A token bucket. One write may overdraw it, and the next ones wait for that."""
-
-    def __init__(self, bytes_per_s: int) -> None:
-        self.bytes_per_s = bytes_per_s
-        self._most = self._left = bytes_per_s * BURST_S
-        self._at_s = time.monotonic()
-
-    def wait_s(self, was_read: bool) -> float:
-        """How long to wait with a write. One of unread entries leaves half of the savings."""
-        now_s = time.monotonic()
-        self._left = min(self._most, self._left + (now_s - self._at_s) * self.bytes_per_s)
-        self._at_s = now_s
-        return max(0.0, (0.0 if was_read else self._most / 2) - self._left) / self.bytes_per_s
-
-    def take(self, nbytes: int) -> None:
-        self._left -= nbytes
 
 
 class ReadTime:

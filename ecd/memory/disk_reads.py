@@ -12,13 +12,14 @@ import time
 from collections.abc import Mapping as MappingOf
 from typing import Protocol
 
+from ecd.core.ahead import rounded
 from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, LimitReached, Reserved
 from ecd.core.shelf import Shelved
 from ecd.core.types import Content, Key
 from ecd.flights import CORRUPT, FAILED, LATE, LOCAL, MISSING, NO_ROOM, READ, SLOWER, Flight
 from ecd.live import LiveCache
 from ecd.memory.disk_files import DiskFiles
-from ecd.memory.disk_format import CorruptFile, Header, file_name, rounded
+from ecd.memory.disk_format import CorruptFile, Header, file_name
 from ecd.memory.disk_limits import Breaker
 from ecd.memory.threads import Threads
 from ecd_proto.mapping import Mapping

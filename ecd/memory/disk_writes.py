@@ -11,22 +11,18 @@ import asyncio
 import functools
 import time
 from collections.abc import Mapping as MappingOf
-from heapq import nlargest
 
+from ecd.core.ahead import Budget, next_writes, rounded
 from ecd.core.types import EntryInfo
 from ecd.live import LiveCache
 from ecd.memory.disk_dir import FULL
 from ecd.memory.disk_files import DiskFiles
-from ecd.memory.disk_format import BLOCK_BYTES, Header, file_name, rounded
-from ecd.memory.disk_limits import Breaker, Budget
+from ecd.memory.disk_format import Header, file_name
+from ecd.memory.disk_limits import Breaker
 from ecd.memory.disk_reads import WritablePool
 from ecd.memory.threads import Threads
 
 WRITERS = 2
-LOOKED_AT = 256
-"""Entries looked at in one turn, the next to be evicted first."""
-WRITTEN_AT_A_TIME = 16
-"""Entries written before the next look."""
 PAUSE_S = 0.05
 """How long changes are collected, and the budget is waited for, before the next look."""
 
@@ -44,7 +40,7 @@ class DiskWrites:
         self._live, self._files, self._pools = live, files, pools
         self._counters = files.counters
         self.breaker = Breaker("writes to disk", files.counters)
-        self.budget = Budget(bytes_per_s)
+        self.budget = Budget(bytes_per_s, time.monotonic())
         self._writers = Threads(WRITERS, "ecd-disk-write")
         self._has_changed = asyncio.Event()
 
@@ -77,28 +73,16 @@ class DiskWrites:
         """Write some of what memory evicts next, the most valuable first. False: nothing to do."""
         if self.breaker.is_resting:
             return False
-        chosen = nlargest(WRITTEN_AT_A_TIME, self._candidates(), key=lambda each: each[0])
+        chosen = next_writes(self._live.cache, self._files.shelf, self._files.read_time.seconds)
         for start in range(0, len(chosen), WRITERS):
-            some = [info for _, info in chosen[start : start + WRITERS]]
-            wait_s = self.budget.wait_s(was_read=any(info.hits for info in some))
+            some = chosen[start : start + WRITERS]
+            wait_s = self.budget.wait_s(any(info.hits for info in some), time.monotonic())
             if wait_s > 0.0:
                 self._counters.skipped["budget"] += 1
                 await asyncio.sleep(min(wait_s, PAUSE_S))
                 break  # others may be next by now
             await asyncio.gather(*map(self._write, some))
         return bool(chosen)
-
-    def _candidates(self) -> list[tuple[float, EntryInfo]]:
-        """Entries to be written, each with the seconds that it saves for each byte."""
-        found: list[tuple[float, EntryInfo]] = []
-        for info in self._live.cache.next_victims(LOOKED_AT):
-            nbytes, cost_s = info.content.nbytes, self._live.cache.cost_s(info.key, info.content)
-            read_s = self._files.read_time.seconds(nbytes)
-            fits = nbytes + 4 * BLOCK_BYTES <= self._files.shelf.nbytes
-            if fits and read_s < cost_s / 2 and self._files.shelf.get(info.key) is None:
-                density = (cost_s - read_s) / (nbytes + BLOCK_BYTES)
-                found.append(((1 + info.hits) * density, info))
-        return found
 
     async def _write(self, info: EntryInfo) -> None:
         """Write an entry, and keep the file if the entry was stored all the while."""

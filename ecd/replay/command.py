@@ -20,7 +20,7 @@ from ecd.replay.exact import Comparison, Replay
 from ecd.replay.policies import POLICIES
 from ecd.replay.reading import Accesses, TraceError, accesses, is_trace, records
 from ecd.replay.reading import Progress as Told
-from ecd.replay.whatif import Outcome, simulate
+from ecd.replay.whatif import Disk, Outcome, simulate
 from ecd_proto.contract import size_text
 
 _out = Console(highlight=False, soft_wrap=True)
@@ -37,20 +37,27 @@ def replay(
     policy: Annotated[
         str | None, typer.Option(help=f"Policies to try, of {', '.join(POLICIES)}. Default: all.")
     ] = None,
+    disk: Annotated[
+        str | None, typer.Option(help="Size of a disk tier below each pool, such as 200GiB.")
+    ] = None,
+    disk_write_bytes_per_s: Annotated[str, typer.Option(help="Its write budget.")] = "20MB",
+    disk_read_bytes_per_s: Annotated[str, typer.Option(help="How fast it reads.")] = "1GB",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw what is saved over the pool's size: FILE.svg or .png.")
     ] = None,
 ) -> None:
-    """Replay a trace: the same evictions? With --pool or --policy: what would others have saved?
+    """Replay a trace: the same evictions? With --pool, --policy or --disk: what others had saved.
 
     Without them the exit code is 1 if an eviction differs from the recorded one.
     """
     try:
-        if pool is None and policy is None and plot is None:
+        if pool is None and policy is None and plot is None and disk is None:
             _compare(trace, as_json)
         else:
-            _try_others(trace, pool, policy, as_json, plot)
+            rates = disk_write_bytes_per_s, disk_read_bytes_per_s
+            tier = None if disk is None else _disk(disk, *rates)
+            _try_others(trace, pool, policy, as_json, plot, tier)
     except TraceError as error:
         _fail(str(error), 2)
 
@@ -94,7 +101,12 @@ def _show_comparison(found: Comparison) -> None:
 
 
 def _try_others(
-    trace: Path, pool: str | None, policy: str | None, as_json: bool, plot: Path | None
+    trace: Path,
+    pool: str | None,
+    policy: str | None,
+    as_json: bool,
+    plot: Path | None,
+    disk: Disk | None,
 ) -> None:
     names = list(POLICIES) if policy is None else [name.strip() for name in policy.split(",")]
     unknown = sorted(set(names) - POLICIES.keys())
@@ -111,11 +123,12 @@ def _try_others(
             limits[size] = bounds(found, size, told(f"bounds, {size_text(size)}"))
             for name in names:
                 label = f"{name}, {size_text(size)}"
-                outcomes.append(simulate(found, size, name, POLICIES[name], told(label)))
+                tried = size, name, POLICIES[name], told(label), disk
+                outcomes.append(simulate(found, *tried))
     if as_json:
         _out.print_json(json.dumps(_rows(outcomes, limits)))
     else:
-        _show_outcomes(found, outcomes, limits)
+        _show_outcomes(found, outcomes, limits, disk is not None)
     if plot is not None:
         from ecd.replay.plot import draw
 
@@ -146,6 +159,19 @@ def _sizes(pool: str | None, found: Accesses) -> list[int]:
     return sizes
 
 
+def _disk(*texts: str) -> Disk:
+    """The tier of the options --disk, --disk-write-bytes-per-s and --disk-read-bytes-per-s."""
+    values: list[int] = []
+    for text in texts:
+        try:
+            values.append(int(_size.validate_python(text)))
+        except ValidationError:
+            _fail(f"--disk: {text} is no size, such as 200GiB", 2)
+    if min(values) <= 0:
+        _fail("--disk: sizes and rates are more than 0", 2)
+    return Disk(*values)
+
+
 def _rows(outcomes: list[Outcome], limits: dict[int, Bounds]) -> list[dict[str, Any]]:
     return [
         {
@@ -159,15 +185,17 @@ def _rows(outcomes: list[Outcome], limits: dict[int, Bounds]) -> list[dict[str, 
     ]
 
 
-def _show_outcomes(found: Accesses, outcomes: list[Outcome], limits: dict[int, Bounds]) -> None:
+def _show_outcomes(
+    found: Accesses, outcomes: list[Outcome], limits: dict[int, Bounds], has_disk: bool
+) -> None:
     infinite_s = outcomes[0].infinite_s
     title = (
         f"{len(found.order):,} accesses of {len(found.items):,} keys, "
         f"{size_text(found.footprint_bytes)}; a pool of that size saves {infinite_s:,.1f} s"
     )
     table = Table(
-        *("pool", "policy", "seconds saved", "of infinite", "hits", "bytes hit", "evictions"),
-        *("moved in", "waste"),
+        *("pool", "policy", "seconds saved", *(["of these from disk"] if has_disk else [])),
+        *("of infinite", "hits", "bytes hit", "evictions", "moved in", "waste"),
         title=title,
     )
     for column in table.columns[2:]:
@@ -175,10 +203,11 @@ def _show_outcomes(found: Accesses, outcomes: list[Outcome], limits: dict[int, B
     for size, (feasible_s, upper_s) in limits.items():
         for outcome in outcomes:
             if outcome.pool_bytes == size:
-                table.add_row(size_text(size), *_cells(outcome))
+                table.add_row(size_text(size), *_cells(outcome, has_disk))
         for name, saved_s in (("offline, feasible", feasible_s), ("offline, bound", upper_s)):
             share = saved_s / infinite_s if infinite_s else 0.0
-            table.add_row(size_text(size), name, f"{saved_s:,.1f}", f"{share:.1%}")
+            cells = f"{saved_s:,.1f}", *([""] if has_disk else []), f"{share:.1%}"
+            table.add_row(size_text(size), name, *cells)
         table.add_section()
     Console(highlight=False).print(table)
     refused = max(outcome.refused for outcome in outcomes)
@@ -186,10 +215,11 @@ def _show_outcomes(found: Accesses, outcomes: list[Outcome], limits: dict[int, B
         _out.print(f"up to {refused:,} puts found no room: the entries are larger than the pool")
 
 
-def _cells(outcome: Outcome) -> tuple[str, ...]:
+def _cells(outcome: Outcome, has_disk: bool) -> tuple[str, ...]:
     return (
         outcome.policy,
         f"{outcome.saved_s:,.1f}",
+        *([f"{outcome.disk_saved_s:,.1f}"] if has_disk else []),
         f"{outcome.share:.1%}",
         f"{outcome.hit_ratio:.1%}",
         f"{outcome.byte_hit_ratio:.1%}",

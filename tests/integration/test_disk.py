@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from ecd.core.ahead import BLOCK_BYTES
 from ecd.core.types import Key
-from ecd.memory.disk_format import BLOCK_BYTES, file_name
+from ecd.memory.disk_format import file_name
 from ecd_client import Client
 from ecd_client.calls import open_channel
 from ecd_proto.v1 import cache_pb2 as pb

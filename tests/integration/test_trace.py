@@ -128,6 +128,8 @@ def test_a_trace_that_cannot_begin_is_said_at_the_start(tmp_path: Path) -> None:
         ("csv --pool 4", 2, "less than a granule"),
         ("csv --pool x", 2, "no size"),
         ("csv --pool 1MiB --policy best", 2, "There are value, lru"),
+        ("csv --disk x", 2, "--disk: x is no size"),
+        ("csv --disk 1GiB --disk-read-bytes-per-s 0", 2, "more than 0"),
         ("csv --pool 1MiB --plot none/x.svg", 1, "cannot be written"),
     ],
 )
@@ -155,3 +157,15 @@ def test_a_csv_of_libcachesim_is_replayed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "9 accesses of 2 keys" in done.stdout
     assert "100.0%" in done.stdout
+
+
+def test_a_replay_with_a_disk_tells_what_came_from_it(tmp_path: Path) -> None:
+    file = tmp_path / "csv"
+    file.write_text("".join(f"{second},{second % 20},4096\n" for second in range(60)))
+    arguments = file, "--pool", "64KiB", "--policy", "lru"
+    assert "from disk" not in ecd(*arguments).stdout
+    assert "of these from disk" in ecd(*arguments, "--disk", "1GiB").stdout
+    found = ecd(*arguments, "--disk", "1GiB", "--disk-write-bytes-per-s", "1MB", "--json")
+    [outcome] = json.loads(found.stdout)
+    assert outcome["hits"] == outcome["disk_hits"] == 40
+    assert outcome["saved_s"] == outcome["disk_saved_s"] > 39.0

@@ -1,9 +1,9 @@
 """Traces: a recorded run replayed evicts the same, and what-if agrees with what can be known."""
 
-import contextlib
 import json
 import os
 import tempfile
+import threading
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ecd.replay.bounds import bounds
 from ecd.replay.exact import Comparison, Replay
 from ecd.replay.policies import POLICIES
 from ecd.replay.reading import Accesses, Item, TraceError, accesses, records
-from ecd.replay.whatif import simulate
+from ecd.replay.whatif import Disk, simulate
 from ecd.trace import MAX_WAITING, Recorder
 from support.daemon import eventually
 from support.examples import examples
@@ -186,30 +186,35 @@ def test_records_that_find_no_room_leave_a_hole(tmp_path: Path) -> None:
     os.mkfifo(file)
     reader = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     recorder = Recorder(file, 0.0)
-    text = b""
-
-    def is_read(lines: int) -> bool:
-        nonlocal text
-        with contextlib.suppress(BlockingIOError):
-            text += os.read(reader, 1 << 20)
-        return text.count(b"\n") == lines
-
     allocator = recorder.pool((0, 1 << 30, 4096), Lru(), "lru", SALTED).allocator
     count = MAX_WAITING + 10_000  # more than a FIFO takes beside
     for _ in range(count):
         allocator.allocate(1)
     lost = recorder.lost
     assert 0 < lost < count
-    eventually(lambda: is_read(1 + count - lost), 30.0)
+    text = b""
+
+    def read_to_end() -> None:
+        nonlocal text
+        os.set_blocking(reader, True)
+        while some := os.read(reader, 1 << 20):
+            text += some
+
+    reading = threading.Thread(target=read_to_end)
+    reading.start()
+    eventually(lambda: not recorder._waiting, 30.0)
     allocator.allocate(1)
     recorder.close()
-    eventually(lambda: is_read(1 + count - lost + 3), 30.0)
+    reading.join(30.0)
     os.close(reader)
-    lines = [json.loads(line) for line in text.splitlines()]
-    assert lines[count - lost + 1 :][:2] == [["hole", lost], ["take", count, 1]]
+    _, *lines = [json.loads(line) for line in text.splitlines()]
+    holes = [at for at, line in enumerate(lines) if line[0] == "hole"]
+    assert sum(lines[at][1] for at in holes) == lost
+    assert sum(line[0] == "take" for line in lines) == count + 1 - lost
+    assert lines[-2:] == [["take", count, 1], ["end"]]
     file.unlink()
     file.write_bytes(text)
-    assert replayed(file) == Comparison(operations=count - lost, missing=lost)
+    assert replayed(file) == Comparison(operations=holes[0], missing=lines[holes[0]][1])
 
 
 # -- other pools ----------------------------------------------------------------------------------
@@ -263,6 +268,37 @@ def test_a_pool_of_all_bytes_saves_all_that_can_be_saved() -> None:
     none = simulate(found, 4096, "lru", POLICIES["lru"])
     assert none.refused > 0
     assert none.saved_s == 0.0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_large_and_quick_disk_makes_evictions_cost_nothing(name: str) -> None:
+    found = of(*((number % 50, 1, 10.0) for number in range(500)))
+    alone = simulate(found, 20 * 4096, name, POLICIES[name])
+    quick = Disk(1 << 30, write_bytes_per_s=1 << 30, read_bytes_per_s=1 << 40)
+    tier = simulate(found, 20 * 4096, name, POLICIES[name], disk=quick)
+    assert alone.share < 0.5
+    assert alone.disk_hits == alone.disk_written_bytes == 0
+    assert sum(tier.evictions.values()) > 400
+    assert tier.hits == 450
+    assert tier.share == pytest.approx(1.0, abs=1e-3), "a read takes a millisecond"
+    assert tier.disk_saved_s == pytest.approx((10.0 - 1e-3) * tier.disk_hits, rel=1e-6)
+    assert tier.disk_written_bytes <= 50 * 2 * 4096, "written again"
+
+
+def test_a_disk_keeps_to_its_budget_its_size_and_its_rule() -> None:
+    found = of(*((number % 50, 1, 10.0) for number in range(500)))
+
+    def tried(disk: Disk | None) -> tuple[int, int, float]:
+        done = simulate(found, 20 * 4096, "lru", POLICIES["lru"], disk=disk)
+        return done.disk_written_bytes, done.disk_hits, done.saved_s
+
+    assert tried(None) == (0, 0, 0.0)
+    assert tried(Disk(1 << 30, write_bytes_per_s=1))[0] == 2 * 4096, "the first overdraws"
+    assert tried(Disk(1 << 30, read_bytes_per_s=1)) == (0, 0, 0.0), "reads take an hour"
+    assert tried(Disk(4096)) == (0, 0, 0.0), "no entry fits"
+    written, hits, _ = tried(Disk(1 << 30, write_bytes_per_s=128))
+    assert 5 * 8192 <= written <= 128 * (499 + 5) + 8192
+    assert 0 < hits < 450
 
 
 def test_the_accesses_of_a_trace_are_its_puts_and_its_uses(tmp_path: Path) -> None:

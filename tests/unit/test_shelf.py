@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ecd.core.ahead import BLOCK_BYTES
 from ecd.core.shelf import Shelf
 from ecd.core.types import Content, Key
-from ecd.memory.disk_format import BLOCK_BYTES, CorruptFile, Header, file_name
+from ecd.memory.disk_format import CorruptFile, Header, file_name
 from support.examples import examples
 
 KEYS = [Key("n", str(number)) for number in range(16)]

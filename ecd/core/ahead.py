@@ -1,0 +1,60 @@
+"""Writing ahead to a staged pool: which entries, which first, and how many bytes a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import nlargest
+
+from ecd.core.cache import Cache
+from ecd.core.shelf import Shelf
+from ecd.core.types import EntryInfo
+
+BLOCK_BYTES = 4096
+"""A staged pool keeps headers and entries in whole blocks."""
+LOOKED_AT = 256
+"""Entries looked at in one turn, the next to be evicted first."""
+WRITTEN_AT_A_TIME = 16
+"""Entries written before the next look."""
+BURST_S = 5.0
+"""How long the write budget is saved up."""
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class Budget:
+    """A token bucket. One write may overdraw it, and the next ones wait for that."""
+
+    def __init__(self, bytes_per_s: int, now_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._most = self._left = bytes_per_s * BURST_S
+        self._at_s = now_s
+
+    def wait_s(self, was_read: bool, now_s: float) -> float:
+        """How long to wait with a write. One of unread entries leaves half of the savings."""
+        self._left = min(self._most, self._left + (now_s - self._at_s) * self.bytes_per_s)
+        self._at_s = now_s
+        return max(0.0, (0.0 if was_read else self._most / 2) - self._left) / self.bytes_per_s
+
+    def take(self, nbytes: int) -> None:
+        self._left -= nbytes
+
+
+def next_writes(cache: Cache, shelf: Shelf, read_time_s: Callable[[int], float]) -> list[EntryInfo]:
+    """The entries to be written next, those that save most seconds for their bytes first.
+
+    An entry is written if a read of it takes less than half of its encoding. `read_time_s` takes
+    bytes, and gives the seconds of a read.
+    """
+    found: list[tuple[float, EntryInfo]] = []
+    for info in cache.next_victims(LOOKED_AT):
+        nbytes = info.content.nbytes
+        if shelf.get(info.key) is not None or nbytes + 4 * BLOCK_BYTES > shelf.nbytes:
+            continue
+        cost_s, read_s = cache.cost_s(info.key, info.content), read_time_s(nbytes)
+        if read_s < cost_s / 2:
+            density = (cost_s - read_s) / (nbytes + BLOCK_BYTES)
+            found.append(((1 + info.hits) * density, info))
+    chosen = nlargest(WRITTEN_AT_A_TIME, found, key=lambda each: each[0])
+    return [info for _, info in chosen]
