@@ -210,6 +210,8 @@ def _show_outcomes(
             table.add_row(size_text(size), name, *cells)
         table.add_section()
     Console(highlight=False).print(table)
+    if found.missing:
+        _out.print(f"the trace misses {found.missing:,} records, accesses among them")
     refused = max(outcome.refused for outcome in outcomes)
     if refused:
         _out.print(f"up to {refused:,} puts found no room: the entries are larger than the pool")

@@ -66,6 +66,8 @@ class Accesses:
     times_s: array[float] = field(default_factory=lambda: array("d"))
     granule_bytes: int = GRANULE_BYTES
     recorded: Header | None = None
+    missing: int = 0
+    """Records that the trace misses."""
 
     @property
     def footprint_bytes(self) -> int:
@@ -144,6 +146,9 @@ def accesses(path: Path, progress: Progress = no_progress) -> Accesses:
                 entries[entry] = number
             case ["use", entry, now_s] if entry in entries:
                 number = entries[entry]
+            case ["hole", missing]:
+                found.missing += missing
+                continue
             case ["evict", entry, _]:
                 entries.pop(entry, None)
                 continue
