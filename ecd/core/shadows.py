@@ -7,8 +7,6 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from ecd.core.policy import Weighing
 
-SAMPLED = 8
-"""At least one key in so many is simulated."""
 MAX_KEYS = 2048
 """Most keys that a shadow keeps: above, half of the sampled keys are dropped."""
 _EVICTIONS = 64
@@ -69,8 +67,9 @@ class _Shadow:
 class Shadows:
     """Miniature simulations, one for each weighing (Waldspurger et al., USENIX ATC 2017).
 
-    Keys are sampled by their fingerprints, fewer where a shadow would keep too many (SHARDS:
-    Waldspurger et al., FAST 2015). A shadow has the same share of the pool's bytes.
+    Every key is simulated until a shadow would keep too many; then keys are sampled by their
+    fingerprints (SHARDS: Waldspurger et al., FAST 2015). A shadow has the same share of the pool's
+    bytes.
     """
 
     def __init__(self, pool_bytes: int, count: int) -> None:
@@ -80,7 +79,7 @@ class Shadows:
         self.chosen = 0
         """The number of the weighing in force."""
         self._accesses = 0
-        self._sampled = SAMPLED
+        self._sampled = 1  # one key in so many, a power of two
 
     @property
     def saved_s(self) -> list[float]:

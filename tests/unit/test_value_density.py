@@ -358,13 +358,13 @@ def test_what_is_remembered_is_bounded() -> None:
 def test_the_shadows_choose_what_would_have_saved_most() -> None:
     """Keys that come back soon and then never more; then a hot set between keys that never do."""
 
-    shadows = Shadows(8 * 48, len(WEIGHINGS))
+    shadows = Shadows(48, len(WEIGHINGS))
 
     def run(keys: Sequence[int]) -> Weighing:
         seen: dict[int, int] = {}
         for key in keys:
             seen[key] = min(MAX_FREQUENCY, seen.get(key, 0) + 1)
-            shadows.access(8 * key, 1, 1.0, [each.weight(seen[key], 1.0) for each in WEIGHINGS])
+            shadows.access(key, 1, 1.0, [each.weight(seen[key], 1.0) for each in WEIGHINGS])
         return WEIGHINGS[shadows.chosen]
 
     recent = [10_000 + step - back for step in range(3000) for back in (0, 10, 20, 30)]
@@ -375,9 +375,9 @@ def test_the_shadows_choose_what_would_have_saved_most() -> None:
 
 
 def test_a_shadow_ages_what_is_not_used_again() -> None:
-    shadow = Shadows(80, 1)
-    for key in [8] * 4 + list(range(16, 8 * 60, 8)) + [8]:
-        shadow.access(key, 1, 1.0, [3.0 if key == 8 else 1.0])
+    shadow = Shadows(10, 1)
+    for key in [1] * 4 + list(range(2, 60)) + [1]:
+        shadow.access(key, 1, 1.0, [3.0 if key == 1 else 1.0])
     assert shadow.saved_s == [3.0], "it was evicted before its last use"
 
 
