@@ -24,6 +24,7 @@ from ecd.core.cache import Cache
 from ecd.core.outcomes import Reserved
 from ecd.core.pool import Pool
 from ecd.core.types import Content, Extent, Key
+from ecd.flights import Flights
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
@@ -144,7 +145,8 @@ def test_what_is_offered_or_published_gives_up_the_loop() -> None:
         pools = {0: SimpleNamespace(readable=memory, writable=memory)}
         checksums = Checksums(live, pools)
         identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
-        cluster = Cluster(config, live, PoolMemory(pools, checksums), identity, lambda *_: None)
+        about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None
+        cluster = Cluster(config, live, *about)
         for key in keys:
             reserved = cache.reserve(session, key, Content("uint8", (64,), 64), 0.0)
             live.commit(session, reserved.entry)
@@ -181,7 +183,8 @@ def test_peers_read_and_fill_the_pool_that_an_extent_names() -> None:
         pools = {n: SimpleNamespace(readable=each, writable=each) for n, each in enumerate(memory)}
         checksums = Checksums(live, pools)
         assert await checksums.compute(source) == checksum
-        cluster = Cluster(config, live, PoolMemory(pools, checksums), identity, lambda *_: None)
+        about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None
+        cluster = Cluster(config, live, *about)
         await cluster.start()
         described = cluster.describe()
         assert [(each.pool, each.address) for each in described.pools] == [
