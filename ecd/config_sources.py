@@ -90,8 +90,9 @@ def _sentence(wrong: ErrorDetails, origins: dict[str, str]) -> str:
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"is {near[0]} meant?" if near else "see `ecd config`"
+    bare = {each.removeprefix(ENV_PREFIX): each for each in known}  # or all would be alike
+    near = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), bare, n=1)
+    return f"is {bare[near[0]]} meant?" if near else "see `ecd config`"
 
 
 def _shown(wrong: ErrorDetails) -> object:

@@ -167,7 +167,8 @@ class Server:
             yield
         finally:
             for child in children:
-                child.resume()
+                with contextlib.suppress(psutil.NoSuchProcess):  # the server was killed meanwhile
+                    child.resume()
 
     def kill(self) -> None:
         """End all of its processes at once, with those that would remove what they shared."""

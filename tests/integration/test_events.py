@@ -36,13 +36,12 @@ MakeDaemon = Callable[..., Daemon]
 @pytest.fixture
 def publishing(make_daemon: MakeDaemon) -> Daemon:
     """A daemon that publishes on the same two ports in each of its lives."""
-    with socket.socket() as first, socket.socket() as second:
-        while True:
+    while True:
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
             first.bind(("127.0.0.1", 0))
-            with contextlib.suppress(OSError):
-                second.bind(("127.0.0.1", first.getsockname()[1] + 1))
-                break
-        port = first.getsockname()[1]
+            port = first.getsockname()[1]
+            second.bind(("127.0.0.1", port + 1))
+            break
     return make_daemon("8MiB", ECD_EVENTS_ADDRESS=f"127.0.0.1:{port}").start()
 
 
@@ -91,7 +90,7 @@ def catches_up(subscriber: Subscriber, daemon: Daemon, known: dict | None = None
         [feed] = subscriber.feeds
         return subscriber.is_current and feed.entries == listed(daemon)
 
-    eventually(is_equal, 30.0, "the subscriber has what the daemon lists")
+    eventually(is_equal, 90.0, "the subscriber has what the daemon lists")
     assert known is None or known == subscriber.feeds[0].entries
 
 

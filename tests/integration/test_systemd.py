@@ -175,7 +175,7 @@ def test_lines_carry_their_severity_to_the_journal(tmp_path: Path) -> None:
     try:
         daemon.start()
         lines = daemon.text().splitlines()
-        assert "<4>ecd: ECD_MISSPELT is not a setting of ecd; see `ecd config`" in lines
+        assert "<4>ecd: ECD_MISSPELT is not a setting of ecd: see `ecd config`" in lines
         assert any(line.startswith("<6>ecd.daemon: serving on ") for line in lines)
     finally:
         daemon.close()

@@ -8,11 +8,14 @@ told what the last timed step of about as many rows took.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 MAX_TIMED = 64
 """Steps whose events are not over yet; those of more steps are not timed."""
@@ -41,9 +44,10 @@ class EncodeTime:
     def cost_s(self, rows: int) -> float:
         """The share of an output with so many rows, which follows the encoder; 0: unknown."""
         if self._rows and self._device().type == "cuda":
-            if self._began is not None:
-                self._timed.append((self._rows, self._began, _recorded()))
-                self._began = None
+            began, self._began = self._began, None
+            ended = None if began is None else _recorded()
+            if began is not None and ended is not None:
+                self._timed.append((self._rows, began, ended))
             return self.measured_s(self._rows, rows)
         if self._took_s is None:
             self._took_s = self._now_s() - self._began_s
@@ -58,12 +62,20 @@ class EncodeTime:
         self._row_s[rows.bit_length()] = seconds / rows
 
     def _take_timed(self) -> None:
-        while self._timed and self._timed[0][2].query():  # type: ignore[no-untyped-call]
-            rows, began, ended = self._timed.popleft()
-            self.note(rows, began.elapsed_time(ended) / 1e3)
+        try:
+            while self._timed and self._timed[0][2].query():  # type: ignore[no-untyped-call]
+                rows, began, ended = self._timed.popleft()
+                self.note(rows, began.elapsed_time(ended) / 1e3)
+        except RuntimeError as error:  # which the step will meet itself
+            logger.debug("the encoder was not timed: %s", error)
 
 
-def _recorded() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
+def _recorded() -> torch.cuda.Event | None:
+    """An event on the stream of the step; None where there is none to be had."""
+    try:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+    except RuntimeError as error:
+        logger.debug("the encoder is not timed: %s", error)
+        return None
     return event
