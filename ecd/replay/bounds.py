@@ -1,4 +1,4 @@
-"""What no policy can beat: the offline bounds of a trace.
+"""Offline bounds of a trace: no policy saves more.
 
 PFOO (Berger, Beckmann, Harchol-Balter, "Practical Bounds on Optimal Caching with Variable Object
 Sizes", POMACS 2018), with seconds in place of hits. The interval between two accesses of a key is

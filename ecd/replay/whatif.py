@@ -1,4 +1,4 @@
-"""What a pool of another size, or another policy, would have made of a trace's accesses.
+"""A trace's accesses, through a pool of another size or with another policy.
 
 The accesses go through the real core: reserve and commit on a miss, acquire and release on a hit,
 with the watermarks and the contiguous memory of a daemon. A miss is put at once, as by an engine
@@ -40,7 +40,7 @@ class Disk(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What one pool saved of the encoder's seconds."""
+    """The encoder's seconds that one pool saved, and its other figures."""
 
     policy: str
     pool_bytes: int
