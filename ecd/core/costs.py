@@ -7,6 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ecd.core.counters import Counters
+from ecd.core.entry import MAX_COST_S
 from ecd.core.types import Content
 
 GUESS_S, GUESS_PER_ROW_S = 10e-3, 15e-6
@@ -17,7 +18,7 @@ FIRST_REPORTS = 7
 """Reports of which the median is taken until there is a fit: up to three may be absurd."""
 CLIPPED_TO = 4.0
 """A report counts as no more than this multiple of the fit, and no less than this part of it."""
-BOUNDS_S = (1e-6, 3600.0)
+BOUNDS_S = (1e-6, MAX_COST_S)
 """No report counts as less or more."""
 KEPT = 0.999
 """The weight of all earlier reports after each new one."""

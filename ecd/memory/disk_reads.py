@@ -80,11 +80,8 @@ class DiskReads:
         until_s = time.monotonic() + PATIENCE_S + shelved.nbytes / SLOWEST_BYTES_PER_S
         self._asked_bytes += shelved.nbytes
         try:
-            asked_s = time.monotonic()
             if not await self._take_reader(until_s):
                 self._counters.skipped["waiting"] += 1
-                if self._ended_s < asked_s:
-                    self.breaker.failed("slow", "no read has ended meanwhile")
                 return LATE
             return await self._read(shelved, until_s)
         finally:
@@ -105,12 +102,12 @@ class DiskReads:
         except asyncio.CancelledError:
             if turn.done():
                 self._give_reader_back()
-            elif self._ended_s < asked_s:
-                self.breaker.failed("slow", "no read has ended meanwhile")
             raise
         finally:
             if not turn.done():
                 self._queue.remove(turn)
+                if self._ended_s < asked_s:
+                    self.breaker.failed("slow", "no read has ended meanwhile")
         return turn.done()
 
     def _give_reader_back(self) -> None:

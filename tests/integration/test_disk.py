@@ -73,12 +73,23 @@ class FaultyDisk:
         (self._directory / fault).unlink()
 
 
+MakeFaulty = Callable[..., FaultyDisk]
+
+
 @pytest.fixture
-def faulty(make_disk: DiskDaemon, preloaded: Path, tmp_path: Path) -> FaultyDisk:
-    directory = tmp_path / "faults"
-    directory.mkdir()
-    daemon = make_disk(DISK_FAULTS=str(directory), LD_PRELOAD=str(preloaded))
-    return FaultyDisk(daemon.start(), directory)
+def make_faulty(make_disk: DiskDaemon, preloaded: Path, tmp_path: Path) -> MakeFaulty:
+    def make(**settings: str) -> FaultyDisk:
+        directory = tmp_path / "faults"
+        directory.mkdir()
+        daemon = make_disk(DISK_FAULTS=str(directory), LD_PRELOAD=str(preloaded), **settings)
+        return FaultyDisk(daemon.start(), directory)
+
+    return make
+
+
+@pytest.fixture
+def faulty(make_faulty: MakeFaulty) -> FaultyDisk:
+    return make_faulty()
 
 
 def content(key: str, nbytes: int) -> bytes:
@@ -358,14 +369,9 @@ def test_what_is_erased_while_it_is_read_or_written_stays_away(faulty: FaultyDis
     daemon.check_nothing_leaked()
 
 
-def test_what_is_erased_after_its_file_went_for_room_stays_away(
-    make_disk: DiskDaemon, preloaded: Path, tmp_path: Path
-) -> None:
+def test_what_is_erased_after_its_file_went_for_room_stays_away(make_faulty: MakeFaulty) -> None:
     """A read under way has the file open still."""
-    (tmp_path / "faults").mkdir()
-    settings = {"ECD_DISK_POOL_BYTES": "4MiB", "ECD_EVICTION": "lru"}
-    about = {"DISK_FAULTS": str(tmp_path / "faults"), "LD_PRELOAD": str(preloaded)}
-    faulty = FaultyDisk(make_disk(**settings, **about).start(), tmp_path / "faults")
+    faulty = make_faulty(ECD_DISK_POOL_BYTES="4MiB", ECD_EVICTION="lru")
     daemon = faulty.daemon
 
     def is_kept_away() -> bool:
@@ -418,12 +424,8 @@ def test_a_file_that_cannot_be_given_its_name_leaves_nothing(faulty: FaultyDisk)
     assert daemon.status().disk.used_bytes == 0
 
 
-def test_a_disk_that_hangs_rests_though_its_flights_end_sooner(
-    make_disk: DiskDaemon, preloaded: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "faults").mkdir()
-    about = {"DISK_FAULTS": str(tmp_path / "faults"), "LD_PRELOAD": str(preloaded)}
-    faulty = FaultyDisk(make_disk(ECD_FETCH_TIMEOUT_S="0.3", **about).start(), tmp_path / "faults")
+def test_a_disk_that_hangs_rests_though_its_flights_end_sooner(make_faulty: MakeFaulty) -> None:
+    faulty = make_faulty(ECD_FETCH_TIMEOUT_S="0.3")
     daemon = faulty.daemon
     sizes = fill(daemon)
     with Client(daemon.address) as client:
