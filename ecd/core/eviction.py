@@ -89,7 +89,7 @@ def _window(
 
 
 def _rank(block: Block | None, policy: Policy) -> tuple[float, float, int, float] | None:
-    """What the entry in a block loses by granule, its warmth, id, and loss.
+    """The rank of the entry in a block: its loss by granule, its warmth, its id, and its loss.
 
     None if it cannot be evicted.
     """

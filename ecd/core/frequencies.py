@@ -4,7 +4,7 @@ from __future__ import annotations
 
 MAX_FREQUENCY = 15
 _COUNTER_BYTES = 1 << 12
-"""Of the pool, for each counter."""
+"""Bytes of the pool for which there is one counter."""
 _COUNTERS = range(1 << 12, (1 << 22) + 1)
 _SLICE = 1 << 12
 _LINE = 64

@@ -73,7 +73,7 @@ class Shadows:
     """
 
     def __init__(self, pool_bytes: int, count: int) -> None:
-        """Of so many weighings the first is in force until another would have saved more."""
+        """Simulate `count` weighings; the first is in force until another would have saved more."""
         self._pool_bytes = pool_bytes
         self._shadows = [_Shadow() for _ in range(count)]
         self.chosen = 0

@@ -100,11 +100,6 @@ class ValueDensity:
         """The exponents in force."""
         return self._weighings[self._shadows.chosen]
 
-    @property
-    def saved_s(self) -> dict[Weighing, float]:
-        """Seconds that each weighing would have saved of late, of the sampled keys."""
-        return dict(zip(self._weighings, self._shadows.saved_s, strict=True))
-
     # -- changes -------------------------------------------------------------------------------
 
     def admit(self, entry: Entry) -> None:

@@ -16,7 +16,7 @@ SMALL_BYTES = 256 << 10
 """Reads of fewer bytes tell of the constant, the others of the rate."""
 WEIGHT = 1 / 20
 FIRST_S, FIRST_BYTE_S = 1e-3, 1e-9
-"""What a disk is taken for that nothing was read from."""
+"""The assumed time of a read, and of each byte, until something has been read."""
 HALVED_IN_S = 30.0
 
 FAILURE_KINDS = ("read", "write", "full", "slow", "corrupt", "remove")

@@ -28,7 +28,10 @@ class Threads:
             threading.Thread(target=self._run, name=name_of, daemon=True).start()
 
     def do(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """What the job returns or raises. Who stops waiting for it does not stop the job."""
+        """Run the job; the future has its result or error.
+
+        Cancelling the future does not stop the job.
+        """
         done: asyncio.Future[T] = self._loop.create_future()
         self._jobs.put((job, done))
         return done

@@ -104,7 +104,7 @@ class _MeasuredPool(Pool):
 
 
 class _DiskTier:
-    """What lies on disk. The cache has been as it is since the last access, until the next."""
+    """The entries on disk. The cache does not change between two accesses."""
 
     def __init__(self, disk: Disk, cache: Cache, now_s: float) -> None:
         self._cache, self._shelf = cache, Shelf(disk.nbytes)

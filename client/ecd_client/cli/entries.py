@@ -30,7 +30,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 
 class Grouping(str, Enum):
-    """What a list is summed up by."""
+    """The property by whose values a list is summed up."""
 
     NAMESPACE = "namespace"
 
