@@ -1,0 +1,40 @@
+"""A real browser without a screen, for the site and for the daemon's status page."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    assert chromium, "chromium is missing: run make test-system"
+    with sync_playwright() as playwright:
+        # Its sandbox needs what neither root nor a container has.
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Open a page of this width; what it says on its console as errors fails the test."""
+    errors: list[str] = []
+    pages: list[Page] = []
+
+    def open(url: str, width: int = 1280, **options: object) -> Page:
+        page = browser.new_page(viewport={"width": width, "height": 900}, **options)
+        pages.append(page)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda said: said.type == "error" and errors.append(said.text))
+        page.goto(url)
+        return page
+
+    yield open
+    for page in pages:
+        page.close()
+    assert not errors, errors
