@@ -108,6 +108,10 @@ docs: $(VENV)/.ready  ## write the references anew, and build the site into buil
 	$(BIN)/python docs/reference.py
 	$(BIN)/mkdocs build --strict -d build/site
 
+.PHONY: screenshots
+screenshots: $(VENV)/.ready test-system  ## take the pictures of the status page anew, in some five minutes
+	$(BIN)/python docs/screenshots.py
+
 .PHONY: check
 check: $(VENV)/.ready check-proto  ## lint, format, types, import direction, references
 	$(BIN)/python docs/reference.py --check

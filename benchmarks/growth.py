@@ -2,13 +2,15 @@
 
     python benchmarks/growth.py [--entries N] [--pool-gib N] [--output FILE.md]
 
-Three tables: a client's operations on two daemons that hold entries of 4 KiB, and what of their
+Four tables: a client's operations on two daemons that hold entries of 4 KiB, and what of their
 memory is not the pool; how long a daemon takes to have its pool ready, beside touching as many
-pages of such memory; and the operations of the core alone, without a daemon. Medians of many.
+pages of such memory; the operations of the core alone, without a daemon; and a look of the status
+page, with as many peers as it shows and its curves' longest answer. Medians of many.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import tempfile
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Annotated
 
 import typer
@@ -29,6 +32,10 @@ from ecd.core.policy import Policy
 from ecd.core.pool import Pool
 from ecd.core.types import Content, Key, PoolLimits, SessionId
 from ecd.core.value_density import ValueDensity
+from ecd.identity import NodeIdentity
+from ecd.rpc.history import KEPT, History, lot
+from ecd.rpc.status import Status
+from ecd.rpc.status_page import MAX_PEERS, Look, described
 from ecd_client import Client
 from ecd_client.calls import call, open_channel
 from ecd_proto.mapping import Mapping
@@ -42,6 +49,8 @@ DAEMON_SAMPLES = 2_000
 PUTS = 500
 """Of those, the puts: what a daemon has room for beside its entries."""
 AT_ONCE = 64
+NAMESPACES = 1_000
+LOOKS = 200
 OPERATIONS = ("put", "get, handle", "contains, each of 64", "miss")
 ENTRY = b"\1" * GRANULE_BYTES
 READY_TIMES = 3
@@ -53,9 +62,10 @@ def content(granules: int) -> Content:
 
 
 def filled(
-    count: int, chance: random.Random, policy: Callable[[int], Policy]
+    count: int, chance: random.Random, policy: Callable[[int], Policy], namespaces: int = 1
 ) -> tuple[Cache, SessionId]:
     """A cache of `count` entries of 1 to 16 granules, the pool full to the last few."""
+    names = ["n", *(f"namespace-{number}" for number in range(1, namespaces))]
     sizes = [chance.randint(1, 16) for _ in range(count)]
     limits = PoolLimits(high_watermark=1.0, low_watermark=1.0)
     allocator = Allocator(0, (sum(sizes) + 64) * GRANULE_BYTES, GRANULE_BYTES)
@@ -63,7 +73,8 @@ def filled(
     session = cache.open_session()
     assert not isinstance(session, LimitReached)
     for index, granules in enumerate(sizes):
-        reserved = cache.reserve(session, Key("n", f"k{index}"), content(granules), 0.0)
+        key = Key(names[index % namespaces], f"k{index}")
+        reserved = cache.reserve(session, key, content(granules), 0.0)
         assert isinstance(reserved, Reserved)
         cache.commit(session, reserved.entry, 0.0)
     return cache, session
@@ -93,6 +104,32 @@ def measure(count: int, policy: Callable[[int], Policy] = ValueDensity) -> dict[
             timed_us(lambda r=reserved, s=step: cache.commit(session, r.entry, float(s)))
         )
     return {name: median(values) for name, values in took.items()}
+
+
+def measure_look(count: int) -> dict[str, float]:
+    """Medians: the turn of the event loop that a look takes, and its document on another thread."""
+    cache, _ = filled(count, random.Random(1), ValueDensity, NAMESPACES)
+    memory = SimpleNamespace(path="", nbytes=1, huge_bytes=1, problem="", populated_bytes=1)
+    streams = SimpleNamespace(clients=0, waiting_for_dma=0)
+    identity = NodeIdentity("growth", "0" * 32, "ecd", "node:1")
+    status = Status(identity, cache, {0: memory}, None, streams)  # type: ignore[arg-type, dict-item]
+    nodes = [pb.PeerStatus(node=f"node-{n}:1", state="connected") for n in range(MAX_PEERS)]
+    peers = pb.PeersReply(node=identity.node, peers=nodes)
+    history = History(status.figures)
+    for _ in range(KEPT):
+        history.sample()
+
+    def on_loop() -> Look:
+        return Look(status.read(), peers, history.refused_s_ago(), history.samples(), 0.0)
+
+    def encoded() -> bytes:
+        return json.dumps({**described(look), "history": lot(look.samples, 0)}).encode()
+
+    look = on_loop()
+    return {
+        "on the event loop": median(timed_us(on_loop) for _ in range(LOOKS)),
+        "its document, beside it": median(timed_us(encoded) for _ in range(LOOKS)),
+    }
 
 
 # -- daemons ---------------------------------------------------------------------------------------
@@ -201,6 +238,8 @@ def main(
     tables.append((f"A pool of {pool_gib:g} GiB", rows))
     progress.print("the core alone ...")
     tables.append(("The core alone", rows_of(measure(FEW), measure(entries), entries)))
+    rows = rows_of(measure_look(FEW), measure_look(entries), entries)
+    tables.append((f"A look of the status page, {NAMESPACES:,} namespaces", rows))
     text = f"{machine()}. Medians.\n"
     for title, rows in tables:
         show(out, title, rows)

@@ -128,7 +128,7 @@ class Config(BaseSettings):
     metrics_address: str = Field(
         default="127.0.0.1:9464",
         pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):\d{1,5}$",
-        description="host:port of /metrics and /v1/locate. Port 0: any free one.",
+        description="host:port of the status page, /metrics and /v1/locate. Port 0: any free one.",
     )
     events_address: str | None = Field(
         default=None,

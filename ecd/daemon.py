@@ -37,6 +37,7 @@ from ecd.metrics import Metrics
 from ecd.node import Node, SharedBoard, live_cache, make_cache
 from ecd.rpc.attach import AttachSocket
 from ecd.rpc.cache_service import Monitor
+from ecd.rpc.history import History
 from ecd.rpc.http import PATH, LocateOverHttp
 from ecd.rpc.origins import NoOtherNodes, NothingToRecover, Recovering
 from ecd.rpc.peer_server import PeerServer
@@ -46,6 +47,7 @@ from ecd.rpc.puts import Doorbell
 from ecd.rpc.server import Server
 from ecd.rpc.socket import OwnedSocket
 from ecd.rpc.status import PooledMemory, Status
+from ecd.rpc.status_page import StatusPage
 from ecd.service_manager import ServiceManager, is_supervised
 from ecd.trace import Recorder
 from ecd_proto.contract import DISTRIBUTION, count_text, size_text
@@ -83,6 +85,7 @@ class _Parts(NamedTuple):
     events: Events | None
     server: Server
     peer_server: PeerServer | None
+    history: History
 
 
 class Daemon:
@@ -205,6 +208,7 @@ class Daemon:
                     self._serve(parts),
                     parts.node.live.run(),
                     metrics.watch_loop(),
+                    parts.history.run(),
                     self._touch_directory(),
                 )
 
@@ -254,12 +258,17 @@ class Daemon:
         self._flights.reload(config.fetch_timeout_s)
         running.push_async_callback(node.flights.close)
         monitor = Monitor(status.read, metrics.observe_call)
-        service = node.service(self._cluster or NoOtherNodes(), recovery, monitor, disk)
+        others = self._cluster or NoOtherNodes()
+        service = node.service(others, recovery, monitor, disk)
         server = Server(service, status.unavailable, metrics.observe_call)
         locate = LocateOverHttp(service.Locate, status.unavailable)
-        address = metrics.listen(config.metrics_address, {PATH: locate})
-        logger.info("metrics on http://%s/metrics", address)
-        return _Parts(node, status, checksums, recovery, disk, events, server, peer_server)
+        history = History(status.figures)
+        page = StatusPage(figures, others.status, history)
+        address = metrics.listen(config.metrics_address, {PATH: locate, **page.answers})
+        logger.info("status page on http://%s/, metrics on http://%s/metrics", address, address)
+        return _Parts(
+            *(node, status, checksums, recovery, disk, events, server, peer_server, history)
+        )
 
     def _make_disk(
         self, node: Node, status: Status, running: contextlib.AsyncExitStack

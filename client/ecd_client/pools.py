@@ -13,13 +13,9 @@ from ecd_client.calls import open_file
 from ecd_client.device import pinned
 from ecd_client.device.dma import SessionDma
 from ecd_client.errors import EcdError
-from ecd_proto.mapping import Mapping, populate_aside
+from ecd_proto.mapping import HUGE_SHARE, Mapping, populate_aside
 from ecd_proto.shm.session_page import GRANTED_POOL, Grant
 from ecd_proto.v1 import cache_pb2 as pb
-
-HUGE_SHARE = 0.9
-"""Share of a pool in huge pages from which on clients fill their page tables at once."""
-
 
 Parts = list[tuple[int, int]]
 """Addresses and sizes in this process of the parts of an extent, to be copied one by one."""

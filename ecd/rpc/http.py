@@ -37,7 +37,7 @@ FORM = (
 Locate = Callable[[pb.LocateRequest, Any], Awaitable[pb.LocateReply]]
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """The request is not answered; the text says what to do."""
 
     def __init__(self, status: HTTPStatus, text: str) -> None:
@@ -58,7 +58,7 @@ class LocateOverHttp:
         status, answer = HTTPStatus.OK, {}
         try:
             answer = self._answer(environ)
-        except _Refused as refused:
+        except Refused as refused:
             status, answer = refused.status, {"error": str(refused)}
         body = json.dumps(answer).encode()
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
@@ -69,12 +69,12 @@ class LocateOverHttp:
 
     def _answer(self, environ: WSGIEnvironment) -> dict[str, Any]:
         if environ["REQUEST_METHOD"] != "POST":
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, FORM)
-        _check_host(environ)
+            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, FORM)
+        check_host(environ)
         body = _body(environ)
         if not self._room.acquire(blocking=False):
             text = f"{MAX_REQUESTS} requests are being answered: ask again"
-            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, text)
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, text)
         try:
             return self._located(_request_from(body))
         finally:
@@ -82,23 +82,23 @@ class LocateOverHttp:
 
     def _located(self, request: pb.LocateRequest) -> dict[str, Any]:
         if reason := self._unavailable():
-            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"{reason}: ask again")
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"{reason}: ask again")
         asked = asyncio.run_coroutine_threadsafe(self._ask(request), self._loop)
         try:
             return _to_json(request, asked.result(ANSWER_S))
         except InvalidRequest as error:
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"{error}. {FORM}") from None
+            raise Refused(HTTPStatus.BAD_REQUEST, f"{error}. {FORM}") from None
         except FutureTimeoutError:
             asked.cancel()
             text = f"no answer within {ANSWER_S:g} s: ask again"
-            raise _Refused(HTTPStatus.SERVICE_UNAVAILABLE, text) from None
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, text) from None
 
     async def _ask(self, request: pb.LocateRequest) -> pb.LocateReply:
         return await self._locate(request, None)
 
 
-def _check_host(environ: WSGIEnvironment) -> None:
-    """Refuse a page of another site that a browser on this machine shows. Raises _Refused.
+def check_host(environ: WSGIEnvironment) -> None:
+    """Refuse a page of another site that a browser on this machine shows. Raises Refused.
 
     A site may have its own name lead to this machine (DNS rebinding).
     """
@@ -106,7 +106,7 @@ def _check_host(environ: WSGIEnvironment) -> None:
         host = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
         if host != "localhost" and not _is_address(host):
             text = "from this machine, ask by an IP address or as localhost"
-            raise _Refused(HTTPStatus.FORBIDDEN, text)
+            raise Refused(HTTPStatus.FORBIDDEN, text)
 
 
 def _is_address(host: str) -> bool:
@@ -118,15 +118,15 @@ def _is_address(host: str) -> bool:
 
 
 def _body(environ: WSGIEnvironment) -> bytes:
-    """The request's body. Raises _Refused."""
+    """The request's body. Raises Refused."""
     said = environ.get("CONTENT_LENGTH") or ""
     if not (said.isascii() and said.isdigit()):
-        raise _Refused(HTTPStatus.LENGTH_REQUIRED, "send the body with its Content-Length")
+        raise Refused(HTTPStatus.LENGTH_REQUIRED, "send the body with its Content-Length")
     if len(said) > 9 or int(said) > MAX_BODY_BYTES:
         text = (
             f"a body of {said[:20]} bytes; at most {MAX_BODY_BYTES}: ask for fewer keys at a time"
         )
-        raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
+        raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
     body, until_s = b"", time.monotonic() + BODY_S
     try:
         while len(body) < int(said) and time.monotonic() < until_s:
@@ -137,12 +137,12 @@ def _body(environ: WSGIEnvironment) -> bytes:
     except OSError:
         pass
     if len(body) != int(said):
-        raise _Refused(HTTPStatus.REQUEST_TIMEOUT, "the body ended before its Content-Length")
+        raise Refused(HTTPStatus.REQUEST_TIMEOUT, "the body ended before its Content-Length")
     return body
 
 
 def _request_from(body: bytes) -> pb.LocateRequest:
-    """Raises _Refused."""
+    """Raises Refused."""
     try:
         said = json.loads(body)
         namespace, mm_hashes = said["namespace"], said["mm_hashes"]
@@ -153,7 +153,7 @@ def _request_from(body: bytes) -> pb.LocateRequest:
         return pb.LocateRequest(keys=keys)
     except (ValueError, TypeError, KeyError, RecursionError, InvalidRequest) as error:
         text = f"{type(error).__name__}: {str(error)[:200]}. {FORM}"
-        raise _Refused(HTTPStatus.BAD_REQUEST, text) from None
+        raise Refused(HTTPStatus.BAD_REQUEST, text) from None
 
 
 def _to_json(request: pb.LocateRequest, reply: pb.LocateReply) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Protocol
 from ecd.core.cache import Cache
 from ecd.core.pool import Pool
 from ecd.identity import NodeIdentity
+from ecd.rpc.history import Figures
 from ecd.rpc.sessions import SessionStreams
 from ecd_proto.contract import CONTRACT_VERSION, POPULATING
 from ecd_proto.v1 import cache_pb2 as pb
@@ -110,6 +111,12 @@ class Status:
             other_namespaces=pb.NamespaceStatus(**others._asdict()),
             disk=None if self.disk is None else self.disk(),
         )
+
+    def figures(self) -> Figures:
+        """What history keeps of this; cheap."""
+        told, pools = self._cache.counters, self._cache.pools
+        used_bytes = sum(pool.used_bytes for pool in pools if not pool.holds_copies)
+        return Figures(told.hits, told.misses, told.saved_s, used_bytes, told.refused)
 
     def _read_pool(self, pool: Pool) -> pb.PoolStatus:
         """The pool's figures; granted memory counts as free."""

@@ -98,6 +98,14 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun if count == 1 else plural}"
 
 
+def duration_text(seconds: float) -> str:
+    """A time for people: 3.0 h, 1.5 s."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
 def as_address(text: str) -> str:
     """A socket's address; a plain path is one, too."""
     return f"unix://{text}" if text.startswith("/") else text

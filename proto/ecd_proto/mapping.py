@@ -19,6 +19,8 @@ MADV_COLLAPSE = 25  # Linux 6.1
 CHUNK_BYTES = 64 << 20
 HUGE_BYTES = 2 << 20
 """A huge page, and the alignment of mappings that can use one."""
+HUGE_SHARE = 0.9
+"""Share of a pool in huge pages from which on clients fill their page tables at once."""
 UNIT_BYTES = 64 << 10
 """The unit in which `populate_once` remembers small pages; a fault fills as much for a reader."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ecd_client.cli import doctor_gpu
-from ecd_client.cli.findings import Finding
+from ecd_proto.findings import Finding
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon
 

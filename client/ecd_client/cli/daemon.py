@@ -15,9 +15,10 @@ from ecd_client.cli import render
 from ecd_client.cli.bench import SIZES, fits, measure
 from ecd_client.cli.context import FAILED, AsJson, Options, errors, fail, out
 from ecd_client.cli.doctor import examine
-from ecd_client.cli.findings import BAD
+from ecd_client.cli.keys import keys
 from ecd_client.cli.top import Top
 from ecd_proto.contract import size_text
+from ecd_proto.findings import BAD
 from ecd_proto.v1 import cache_pb2 as pb
 
 
@@ -100,7 +101,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="One look, and end.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what happens now: rates, hit ratio, hottest and biggest entries, peers, until Ctrl-C."""
+    """Show what happens now: health, rates, hit ratio, namespaces, entries, peers, until q."""
     options: Options = context.obj
     shown = Top(options.call, lambda: options.entries(pb.ListRequest(limit=1000)), rows)
     if as_json or options.as_json or once or not out.is_terminal:
@@ -118,7 +119,16 @@ def top(
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, stop)
-    with contextlib.suppress(KeyboardInterrupt), Live(shown.frame(), console=out) as live:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        keys() as key,
+        Live(shown.frame(), console=out) as live,
+    ):
+        looked_s = time.monotonic()
         while not over.is_set():
-            time.sleep(interval)
-            live.update(shown.frame(), refresh=True)
+            pressed = key(max(0.0, looked_s + interval - time.monotonic()))
+            if pressed in ("q", "Q"):
+                return
+            if not pressed:
+                live.update(shown.frame(), refresh=True)
+                looked_s = time.monotonic()

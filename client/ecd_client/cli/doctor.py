@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ecd_client.calls import NO_ANSWER, socket_path, unreachable, why_refused
-from ecd_client.cli import render
 from ecd_client.cli.doctor_gpu import examine_gpu
-from ecd_client.cli.findings import BAD, DOUBTFUL, GOOD, Finding
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.pools import HUGE_SHARE
-from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, count_text, size_text
+from ecd_proto import findings
+from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, size_text
+from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding
 from ecd_proto.leftovers import leftovers
-from ecd_proto.mapping import HUGE_BYTES
 from ecd_proto.shm.barriers import has_barriers
 from ecd_proto.shm.files import IN_MEMORY, filesystem
 from ecd_proto.v1 import cache_pb2 as pb
@@ -32,9 +30,6 @@ VLLM_VERSIONS = (0, 28), (0, 33)
 CONNECT_TIMEOUT_S = 1.0
 LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1", "curl": "libcurl4"}
 """What Mooncake loads, and Debian's packages of it."""
-SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-COLLAPSES_SINCE = (6, 1)
-"""The version of Linux that first moves pages of shared memory to huge ones when asked to."""
 TIME_ERROR = 5
 """adjtimex(2): the clock is not synchronized."""
 
@@ -53,16 +48,18 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
             yield Finding("daemon", BAD, found, advice)
         status = peers = None
     if status is not None and peers is not None:
-        yield _daemon(status)
+        yield findings.daemon(status)
         yield _versions(status)
         is_serving = status.state == pb.StatusReply.STATE_SERVING
         if is_serving and status.contract_version == CONTRACT_VERSION:
             yield _reading(address, status)
         if status.pools:  # a daemon of the contract before names none
-            yield _pool(status)
+            yield findings.pool(status)
             if is_serving:
-                yield _huge_pages(status)
+                yield findings.huge_pages(status)
             yield _locked_memory(status, peers)
+        if status.HasField("disk"):
+            yield findings.disk(status.disk)
         yield from _nodes(peers)
     yield _shared_memory(status)
     yield _leftovers(status)
@@ -77,15 +74,6 @@ def _socket(address: str) -> Finding:
     if refused is None:
         return Finding("socket", GOOD, f"{socket_path(address)} answers")
     return Finding("socket", BAD, *refused)
-
-
-def _daemon(status: pb.StatusReply) -> Finding:
-    name = pb.StatusReply.State.Name(status.state).removeprefix("STATE_").lower()
-    if status.state == pb.StatusReply.STATE_SERVING:
-        return Finding(
-            "daemon", GOOD, f"serves {count_text(status.entries, 'entry')}, pid {status.pid}"
-        )
-    return Finding("daemon", DOUBTFUL, f"is {name}", "wait: it says in its log how far it is")
 
 
 def _versions(status: pb.StatusReply) -> Finding:
@@ -114,51 +102,8 @@ def _reading(address: str, status: pb.StatusReply) -> Finding:
         found = "every get is a call: this client cannot read the daemon's index"
         return Finding("reading", DOUBTFUL, found, "install the same ecd for both")
     if status.unlisted:
-        advice = "make /dev/shm larger, or the pool smaller (ECD_HOST_POOL_BYTES)"
-        found = f"{status.unlisted:,} of {status.entries:,} entries take a call: no memory for rows"
-        return Finding("reading", DOUBTFUL, found, advice)
+        return findings.unlisted(status)
     return Finding("reading", GOOD, "hits make no call")
-
-
-def _pool(status: pb.StatusReply) -> Finding:
-    refused, pools = status.counters.refused, render.host_pools(status)
-    since = render.duration(status.uptime_s)
-    pool_bytes = sum(pool.pool_bytes for pool in pools)
-    share = sum(pool.used_bytes for pool in pools) / max(1, pool_bytes)
-    found = f"{size_text(pool_bytes)}, {share:.0%} in use"
-    for cause, what in (
-        ("entry_too_large", "larger than all of it"),
-        ("pool_full", "refused, as it was full of what was in use"),
-    ):
-        if refused[cause]:
-            found += f"; {count_text(refused[cause], 'put')} {what}, in {since}"
-            return Finding("pool", DOUBTFUL, found, "raise ECD_HOST_POOL_BYTES if that goes on")
-    return Finding("pool", GOOD, found)
-
-
-def _huge_pages(status: pb.StatusReply) -> Finding:
-    """Check that clients need not take a page fault for every 4 KiB that they touch first."""
-    pools = render.host_pools(status)
-    possible_bytes = sum(pool.populated_bytes // HUGE_BYTES * HUGE_BYTES for pool in pools)
-    share = sum(pool.huge_bytes for pool in pools) / possible_bytes if possible_bytes else 1.0
-    found = f"{share:.0%} of the pool lies in huge pages"
-    if share >= HUGE_SHARE:
-        return Finding("huge pages", GOOD, found)
-    if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < COLLAPSES_SINCE:
-        advice = "Linux 6.1 or newer; until then the first use of memory takes longer"
-    elif _setting(SHMEM_HUGE_PAGES) == "deny":
-        advice = f"echo never > {SHMEM_HUGE_PAGES}, and start the daemon anew"
-    else:
-        advice = "memory is in pieces: start the daemon before others, or lower the pool's size"
-    return Finding("huge pages", DOUBTFUL, found, advice)
-
-
-def _setting(path: str) -> str:
-    """The word in brackets, which is in force, of a kernel's setting; "" if there is none."""
-    with contextlib.suppress(OSError):
-        chosen = re.search(r"\[(\w+)\]", Path(path).read_text())
-        return chosen[1] if chosen else ""
-    return ""
 
 
 def _locked_memory(status: pb.StatusReply, peers: pb.PeersReply) -> Finding:
@@ -172,7 +117,7 @@ def _locked_memory(status: pb.StatusReply, peers: pb.PeersReply) -> Finding:
         return Finding("locked memory", GOOD, "not seen from here: the daemon is elsewhere")
     limit = found[1]
     needed = bool(peers.protocol) and peers.protocol != "tcp"
-    locked_bytes = sum(pool.pool_bytes for pool in render.host_pools(status))
+    locked_bytes = sum(pool.pool_bytes for pool in findings.host_pools(status))
     enough = limit == "unlimited" or int(limit) >= locked_bytes
     shown = limit if limit == "unlimited" else size_text(int(limit))
     if enough or not needed:
@@ -193,20 +138,7 @@ def _nodes(peers: pb.PeersReply) -> Iterator[Finding]:
         else:
             advice = "other nodes must reach it: look at firewalls and network policies"
             yield Finding(what, BAD, f"{endpoint}: {error}", advice)
-    directory = peers.directory
-    if directory.up:
-        yield Finding("directory", GOOD, directory.kind)
-    else:
-        found = f"{directory.kind} does not answer: {directory.last_error}"
-        yield Finding(
-            "directory", BAD, found, f"look after the {directory.kind}, and at ECD_DIRECTORY"
-        )
-    away = [peer for peer in peers.peers if peer.state == "unreachable"]
-    if not away:
-        yield Finding("peers", GOOD, f"{len(peers.peers)} known, none unreachable")
-    for peer in away:
-        advice = "start it, or compare its token, TLS files, protocol and clock with this node's"
-        yield Finding("peers", BAD, f"{peer.node}: {peer.last_error}", advice)
+    yield from findings.nodes(peers)
 
 
 def _unreachable(endpoint: str) -> str | None:

@@ -12,10 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from ecd_client.cli.findings import DOUBTFUL, GOOD, Finding
 from ecd_client.device.accelerator import BINDINGS_SINCE
 from ecd_client.device.dma import is_wanted
-from ecd_proto.contract import size_text
+from ecd_proto.findings import DOUBTFUL, GOOD, Finding, device_pool
 from ecd_proto.shm.session_page import DMA_BLIND_GRACE_S, DMA_GRACE_S, SO_PEERPIDFD
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -35,7 +34,7 @@ def examine_gpu(status: pb.StatusReply | None) -> Iterator[Finding]:
     yield _killed_engines(0 if status is None else status.waiting_for_dma)
     for pool in () if status is None else status.pools:
         if pool.kind == "device":
-            yield _device_pool(pool)
+            yield device_pool(pool)
 
 
 def _driver(has_devices: bool) -> Finding:
@@ -90,16 +89,6 @@ def _killed_engines(waiting: int) -> Finding:
     found = f"their memory is free {DMA_BLIND_GRACE_S:.0f} s after their end{waits}"
     advice = f"Linux 6.5 or newer, which shows their end: {DMA_GRACE_S:.0f} s"
     return Finding("killed engines", DOUBTFUL, found, advice)
-
-
-def _device_pool(pool: pb.PoolStatus) -> Finding:
-    size = size_text(pool.pool_bytes)
-    if pool.populated_bytes:
-        return Finding("device pool", GOOD, f"{size} on {pool.path}")
-    why = pool.problem or "no memory"
-    found = f"{size} on {pool.path}: {why}; engines use the host pool"
-    advice = "stop what fills the GPU, or lower ECD_DEVICE_POOL_BYTES and restart the daemon"
-    return Finding("device pool", DOUBTFUL, found, advice)
 
 
 def _has_peer_pidfds() -> bool:

@@ -26,6 +26,7 @@ from ecd_client.cli.context import (
     out,
 )
 from ecd_client.client import Client
+from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
 
 
@@ -80,7 +81,7 @@ def list_entries(
         found = list(islice(entries, limit))
         more = next(entries, None) is not None
     if as_json or options.as_json:
-        render.as_json(out, [render.plain(entry) for entry in found])
+        render.as_json(out, [plain(entry) for entry in found])
     else:
         pools = render.names_of_pools(options.call("Status", pb.StatusRequest()))
         render_entries.entries(out, found, more, pools, whole or not out.is_terminal)

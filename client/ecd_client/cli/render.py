@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, MutableSequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -12,36 +11,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from ecd_client.cli.bench import Measured
-from ecd_client.cli.findings import BAD, DOUBTFUL, GOOD, Finding
-from ecd_proto.contract import count_text, pool_names, size_text
+from ecd_proto.contract import count_text, duration_text, pool_names, size_text
+from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding, host_pools
+from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
+
+duration = duration_text
 
 
 def as_json(out: Console, result: Message | dict[str, Any] | list[dict[str, Any]]) -> None:
     out.print_json(json.dumps(plain(result) if isinstance(result, Message) else result))
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """The message as JSON types, with every field present and numbers as numbers."""
-    return {
-        field.name: _value(field, getattr(message, field.name))
-        for field in message.DESCRIPTOR.fields
-    }
-
-
-def _value(field: Any, value: Any) -> Any:
-    if field.enum_type is not None:
-        name: str = field.enum_type.values_by_number[value].name
-        return name.partition("_")[2].lower()
-    if isinstance(value, Message):
-        return plain(value)
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, MutableSequence):
-        return [plain(item) if isinstance(item, Message) else item for item in value]
-    return value
 
 
 def status(out: Console, reply: pb.StatusReply, address: str) -> None:
@@ -109,11 +88,6 @@ def _gpus(reply: pb.StatusReply) -> list[tuple[str, str]]:
         said.append(f"{reply.counters.copies:,} copies made in device pools")
     is_of_use = reply.pinning or len(said) > 1
     return [("GPUs", "; ".join(said))] if is_of_use else []
-
-
-def host_pools(reply: pb.StatusReply) -> list[pb.PoolStatus]:
-    """The pools of entries: a device's has copies alone."""
-    return [pool for pool in reply.pools if pool.kind != "device"]
 
 
 def names_of_pools(reply: pb.StatusReply) -> dict[int, str]:
@@ -263,10 +237,3 @@ def share(part: float, whole: float) -> str:
 
 def _counts(counts: Any) -> str:
     return ", ".join(f"{n:,} {name}" for name, n in sorted(counts.items()) if n) or "none"
-
-
-def duration(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"

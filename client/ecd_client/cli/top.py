@@ -1,4 +1,4 @@
-"""`ecd-cli top`: a daemon's rates, hottest and biggest entries and peers, second by second."""
+"""`ecd-cli top`: what the daemon's status page shows, and its hottest and biggest entries."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from typing import Any
 from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from ecd_client.cli import render
-from ecd_proto.contract import size_text
+from ecd_proto.contract import count_text, size_text
+from ecd_proto.findings import GOOD, POOL_CAUSES, examine, refusal
+from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_LISTED = 20_000
 """Entries among which the biggest and the hottest are sought."""
 ENTRIES_PERIOD_S = 5.0
 """Seconds for which a list of entries is shown again."""
+BAR_CELLS = 24
 
 
 @dataclass(frozen=True)
@@ -72,31 +76,34 @@ class Top:
         return heapq.nlargest(self.rows, self._found, key=lambda entry: entry.content.nbytes)
 
     def hottest(self) -> list[pb.EntryInfo]:
-        return heapq.nlargest(self.rows, self._found, key=lambda entry: entry.hits)
+        used = (entry for entry in self._found if entry.hits)
+        return heapq.nlargest(self.rows, used, key=lambda entry: entry.hits)
 
     def as_json(self) -> dict[str, Any]:
         status, peers, rates = self.sample()
         ratio = None if rates is None else rates.hit_ratio
         return {
-            "status": render.plain(status),
-            "peers": render.plain(peers),
+            "status": plain(status),
+            "peers": plain(peers),
             "per_second": None if rates is None else vars(rates) | {"hit_ratio": ratio},
-            "biggest": [render.plain(entry) for entry in self.biggest()],
-            "hottest": [render.plain(entry) for entry in self.hottest()],
+            "biggest": [plain(entry) for entry in self.biggest()],
+            "hottest": [plain(entry) for entry in self.hottest()],
         }
 
     def frame(self) -> RenderableType:
         status, peers, rates = self.sample()
-        return Group(
-            _head(status, rates),
-            Columns([_entries("hottest", self.hottest()), _entries("biggest", self.biggest())]),
-            *([render.peers_table(peers)] if peers.peers else []),
-            *(
-                [f"Hottest and biggest among the first {MAX_LISTED:,} entries."]
-                if len(self._found) == MAX_LISTED
-                else []
-            ),
-        )
+        shown: list[RenderableType] = [_head(status, rates), *_trouble(status, peers)]
+        tables = [
+            _entries("hottest", self.hottest()),
+            _entries("biggest", self.biggest()),
+            _namespaces(status, self.rows),
+        ]
+        shown += ["", Columns([table for table in tables if table.row_count], padding=(0, 4, 1, 0))]
+        if peers.peers:
+            shown.append(render.peers_table(peers))
+        if len(self._found) == MAX_LISTED:
+            shown.append(f"Hottest and biggest among the first {MAX_LISTED:,} entries.")
+        return Group(*shown)
 
 
 def _rates(before: pb.StatusReply, now: pb.StatusReply, seconds: float) -> Rates:
@@ -123,42 +130,85 @@ def _rates(before: pb.StatusReply, now: pb.StatusReply, seconds: float) -> Rates
 def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
-    state = render.plain(status)["state"]
-    table.add_row(escape(status.name), escape(f"{state}, {status.version}, pid {status.pid}"))
+    state = plain(status)["state"]
+    colour = "green" if state == "serving" else "yellow"
+    table.add_row(
+        f"[cyan]{escape(status.name)}[/]",
+        f"[bold {colour}]{state}[/], {escape(status.version)}, "
+        f"up {render.duration(status.uptime_s)}, pid {status.pid}",
+    )
     names = render.names_of_pools(status)
     for pool in status.pools:
-        used = f"{size_text(pool.used_bytes)} of {size_text(pool.pool_bytes)}"
-        table.add_row(
-            escape(f"{names[pool.pool]} pool"),
-            f"{used} ({render.share(pool.used_bytes, pool.pool_bytes)}), "
-            f"{size_text(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}"
-            + (f", worth {render.duration(pool.worth_s)} of encoding" if pool.worth_s else ""),
-        )
+        more = f", {size_text(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}"
+        if pool.worth_s:
+            more += f", worth {render.duration(pool.worth_s)} of encoding"
+        used = _used(pool.used_bytes, pool.pool_bytes, more)
+        table.add_row(escape(f"{names[pool.pool]} pool"), used)
+    if status.HasField("disk"):
+        disk, of = status.disk, count_text(status.disk.entries, "entry")
+        table.add_row("disk tier", _used(disk.used_bytes, disk.pool_bytes, f", {of}"))
+    held = ((status.sessions, "session"), (status.leases, "lease"), (status.waits, "wait"))
     table.add_row(
-        "now",
-        f"{status.entries:,} entries, {status.sessions} sessions, {status.leases} leases, "
-        f"{status.waits} waits",
+        "now", ", ".join(count_text(*each) for each in ((status.entries, "entry"), *held))
+    )
+    counters = status.counters
+    lookups = counters.hits + counters.misses
+    table.add_row(
+        "in all",
+        f"hit ratio {_ratio(counters.hits / lookups if lookups else None)}, "
+        f"{render.duration(counters.saved_s)} of encoding saved",
     )
     if rates is None:
         table.add_row("per second", "at the next look")
         return table
-    ratio = "-" if rates.hit_ratio is None else f"{rates.hit_ratio:.1%}"
     table.add_row(
-        "lookups/s", f"{rates.hits:,.0f} hits, {rates.misses:,.0f} misses, hit ratio {ratio}"
+        "lookups/s",
+        f"{rates.hits:,.0f} hits, {rates.misses:,.0f} misses, hit ratio {_ratio(rates.hit_ratio)}",
     )
     table.add_row(
         "served/s", f"{size_text(rates.bytes_out)}, {rates.saved_s:.2f} s of encoding saved"
     )
+    refused = f"{rates.refused:,.0f} refused"
     table.add_row(
         "stored/s",
         f"{rates.puts:,.0f} puts, {size_text(rates.bytes_in)}; {rates.evictions:,.0f} evicted, "
-        f"{rates.given_up_s:.2f} s of encoding given up for room, {rates.refused:,.0f} refused",
+        f"{rates.given_up_s:.2f} s of encoding given up for room, "
+        + (f"[red]{refused}[/]" if rates.refused else refused),
     )
     return table
 
 
+def _used(used_bytes: int, pool_bytes: int, more: str) -> Table:
+    """A bar, and in words how much is used."""
+    row = Table.grid(padding=(0, 1))
+    bar = ProgressBar(max(1, pool_bytes), used_bytes, BAR_CELLS, complete_style="blue")
+    share = render.share(used_bytes, pool_bytes)
+    row.add_row(bar, f"{size_text(used_bytes)} of {size_text(pool_bytes)} ({share}){more}")
+    return row
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"[bold green]{ratio:.1%}[/]"
+
+
+def _trouble(status: pb.StatusReply, peers: pb.PeersReply) -> list[RenderableType]:
+    """The findings that ask for something, and what was refused: nothing if all is well."""
+    lines: list[RenderableType] = []
+    for found in examine(status, peers):
+        if found.state != GOOD:
+            state = f"[bold {render.COLOURS[found.state]}]{found.state:>4}[/]"
+            lines.append(f"{state}  [bold]{found.check}[/]: {escape(found.found)}")
+            lines.append(f"      [dim]{escape(found.advice)}[/]")
+    for cause, count in sorted(status.counters.refused.items()):
+        if count and cause not in POOL_CAUSES:  # of which the finding tells
+            words = refusal(cause)
+            lines.append(f"[bold yellow]look[/]  {escape(words.text(count))}")
+            lines.append(f"      [dim]{words.advice}[/]")
+    return ["", *lines] if lines else []
+
+
 def _entries(title: str, found: list[pb.EntryInfo]) -> Table:
-    table = Table("mm_hash", "namespace", "size", "hits", "idle", title=title)
+    table = _table(title, "mm_hash", "namespace", "size", "hits", "idle")
     for entry in found:
         table.add_row(
             escape(render.short(entry.key.mm_hash)),
@@ -167,4 +217,28 @@ def _entries(title: str, found: list[pb.EntryInfo]) -> Table:
             f"{entry.hits:,}",
             render.duration(entry.idle_s),
         )
+    return table
+
+
+def _namespaces(status: pb.StatusReply, rows: int) -> Table:
+    """The largest namespaces, and all others together."""
+    table = _table("namespaces", "namespace", "entries", "size")
+    named, others = status.namespaces[:rows], status.other_namespaces
+    for each in named:
+        name = escape(render.short(each.namespace))
+        table.add_row(name, f"{each.entries:,}", size_text(each.nbytes))
+    entries = others.entries + sum(each.entries for each in status.namespaces[rows:])
+    nbytes = others.nbytes + sum(each.nbytes for each in status.namespaces[rows:])
+    if entries:
+        table.add_row("[dim]others[/]", f"{entries:,}", size_text(nbytes))
+    return table
+
+
+def _table(title: str, *heads: str) -> Table:
+    table = Table(
+        title=title, title_style="bold cyan", title_justify="left", box=None, pad_edge=False
+    )
+    for head in heads:
+        is_name = head in ("mm_hash", "namespace")
+        table.add_column(head, justify="left" if is_name else "right", no_wrap=True)
     return table

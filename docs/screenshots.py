@@ -1,0 +1,153 @@
+"""Takes docs/pictures/status-page-{light,dark}.png of a daemon that has been at work.
+
+    python docs/screenshots.py [--seconds 240]
+
+Three daemons on this machine's loopback stand for nodes; a fourth is known and away. Clients put
+and get what two models would, so the page's curves are as long as they worked.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from playwright.sync_api import sync_playwright
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from ecd_client import Client, EntryTooLarge
+from support.daemon import Daemon, close_all
+
+PICTURES = Path(__file__).parent / "pictures"
+MIB = 1 << 20
+NODES = ("127.0.90.1:9465", "127.0.90.2:9465", "127.0.90.3:9465")
+AWAY = "127.0.90.4:9465"
+QWEN = "Qwen/Qwen2.5-VL-7B-Instruct@bfloat16"
+SPACES = {
+    QWEN: (0.55, 9 * MIB, 0.24),
+    "OpenGVLab/InternVL3-8B@bfloat16": (0.3, 5 * MIB, 0.16),
+    "tenant-b/Qwen2.5-VL-7B-Instruct": (0.15, 3 * MIB, 0.09),
+}
+"""Each namespace's share of the lookups, its largest entry, and the seconds to encode that."""
+LOOKUPS_PER_S = 25
+SHOOTING_S = 20.0
+"""How long before the end of the work the pictures are taken."""
+
+
+@contextmanager
+def nodes(directory: Path, pool: str = "768MiB") -> Iterator[list[Daemon]]:
+    """Three daemons that know each other; the first, which is shown, has a disk tier."""
+    daemons = []
+    for number, node in enumerate(NODES):
+        name = f"node-{number + 1}"
+        settings = {
+            "ECD_NAME": name,
+            "ECD_PEER_ADDRESS": node,
+            "ECD_PEER_TOKEN": "sixteen letters or more",
+            "ECD_DIRECTORY": "static",
+            "ECD_PEERS": ",".join(each for each in (*NODES, AWAY) if each != node),
+            "ECD_ENGINE_PORTS": f"{31000 + 32 * number}-{31031 + 32 * number}",
+            "ECD_WARM_RESTART": "false",
+        }
+        if not number:
+            settings |= {"ECD_DISK_POOL_BYTES": "2GiB", "ECD_DISK_DIR": str(directory / "disk")}
+        daemons.append(Daemon(directory, pool if not number else "256MiB", **settings))
+        daemons[-1].shm = Path("/dev/shm") / f"ecd-{name}"
+    try:
+        yield [daemon.start() for daemon in daemons]
+    finally:
+        close_all(daemons)
+
+
+def work(daemons: list[Daemon], seconds: float) -> None:
+    """Look up what engines would, put what is missing, and ask for something that cannot be."""
+    rng, until_s = random.Random(1), time.monotonic() + seconds
+    with ExitStack() as clients:
+        here = [
+            clients.enter_context(Client(daemons[0].address, name=name))
+            for name in ("vllm prefill", "vllm encode", "vllm decode")
+        ]
+        for number, there in enumerate(daemons[1:]):
+            client = clients.enter_context(Client(there.address, namespace=QWEN))
+            for key in range(12):
+                put(client, QWEN, f"remote {number} {key}", 2 * MIB, 0.2)
+        try:
+            put(here[1], QWEN, "a long video", 800 * MIB, 30.0)
+        except EntryTooLarge:
+            pass
+        else:
+            sys.exit("the pool is too large to refuse anything")
+        while (left_s := until_s - time.monotonic()) > 0:
+            client, due_s = rng.choice(here), time.monotonic() + 1 / LOOKUPS_PER_S
+            [space] = rng.choices(list(SPACES), [share for share, *_ in SPACES.values()])
+            _, nbytes, cost_s = SPACES[space]
+            popular = int(rng.paretovariate(0.7 if left_s > seconds / 2 else 0.9))
+            look_up(client, space, f"image {min(popular, 400)}", nbytes, cost_s)
+            if rng.random() < 0.02:
+                remote = f"remote {rng.randrange(2)} {rng.randrange(12)}"
+                look_up(client, QWEN, remote, nbytes, cost_s, 0.5)
+            time.sleep(max(0.0, due_s - time.monotonic()))
+
+
+def look_up(
+    client: Client, space: str, key: str, nbytes: int, cost_s: float, timeout: float = 0.0
+) -> None:
+    """Get an entry; put it where it is missing, its size and cost by its name."""
+    item = client.get(key, timeout, namespace=space)
+    if item is not None:
+        item.close()
+        return
+    share = random.Random(key).uniform(0.2, 1.0)
+    put(client, space, key, int(nbytes * share), cost_s * share)
+
+
+def put(client: Client, space: str, key: str, nbytes: int, cost_s: float) -> None:
+    client.put_bytes(key, bytes(nbytes), "uint8", (nbytes,), cost=cost_s, namespace=space)
+
+
+def shoot(url: str, directory: Path, widths: tuple[int, ...] = (1280,)) -> list[Path]:
+    """Take pictures of the page there, in both of its modes."""
+    taken = []
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        for scheme in ("light", "dark"):
+            for width in widths:
+                size = {"width": width, "height": 800}
+                page = chromium.new_page(viewport=size, color_scheme=scheme)
+                page.goto(url)
+                page.wait_for_selector("main:not([hidden])")
+                page.wait_for_timeout(4500)  # the rates are of more than one look
+                suffix = "" if width == 1280 else f"-{width}"
+                taken.append(directory / f"status-page-{scheme}{suffix}.png")
+                page.screenshot(path=taken[-1], full_page=True)
+                page.close()
+        chromium.close()
+    return taken
+
+
+def main(
+    seconds: Annotated[float, typer.Option(help="How long the clients work.")] = 240.0,
+    output: Annotated[Path, typer.Option(help="The pictures' directory.")] = PICTURES,
+) -> None:
+    with tempfile.TemporaryDirectory() as place, nodes(Path(place)) as daemons:
+        working = threading.Thread(target=work, args=(daemons, seconds))
+        working.start()
+        time.sleep(max(0.0, seconds - SHOOTING_S))
+        for picture in shoot(daemons[0].metrics_url().removesuffix("metrics"), output):
+            print(picture)
+        working.join()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,85 @@
+"""The daemon's figures over the last hours, for its status page. The memory is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+PERIOD_S = 10.0
+KEPT = 2160
+"""Samples kept: six hours of them, some 0.5 MiB."""
+LOT = 360
+"""Samples told at one time: a JSON encoder does not let other threads go on."""
+
+
+class Sample(NamedTuple):
+    """Sums since the start, `at_s` seconds after it, and the bytes that entries then took."""
+
+    number: int
+    at_s: float
+    hits: int
+    misses: int
+    saved_s: float
+    used_bytes: int
+
+
+class Figures(NamedTuple):
+    """What a sample is made of, and how many requests were refused, by cause."""
+
+    hits: int
+    misses: int
+    saved_s: float
+    used_bytes: int
+    refused: Mapping[str, int]
+
+
+class History:
+    """Samples of one daemon, and when it last refused something. Used on its event loop."""
+
+    def __init__(self, read: Callable[[], Figures]) -> None:
+        self._read, self._started_s = read, time.monotonic()
+        self._samples: deque[Sample] = deque(maxlen=KEPT)
+        self._refused = dict(read().refused)
+        self._refused_at_s: dict[str, float] = {}
+        self._number = 0
+
+    async def run(self) -> None:
+        """Take samples until cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(PERIOD_S)
+
+    def sample(self) -> None:
+        figures = self._read()
+        self._note(figures.refused)
+        at_s = round(time.monotonic() - self._started_s, 1)
+        saved_s = round(figures.saved_s, 3)
+        self._samples.append(
+            Sample(self._number, at_s, figures.hits, figures.misses, saved_s, figures.used_bytes)
+        )
+        self._number += 1
+
+    def _note(self, refused: Mapping[str, int]) -> None:
+        for cause, count in refused.items():
+            if count != self._refused.get(cause, 0):
+                self._refused_at_s[cause] = time.monotonic()
+        self._refused = dict(refused)
+
+    def refused_s_ago(self) -> dict[str, float]:
+        """Seconds since each cause's last refusal; up to PERIOD_S more where nobody asked since."""
+        self._note(self._read().refused)
+        now_s = time.monotonic()
+        return {cause: now_s - at_s for cause, at_s in self._refused_at_s.items()}
+
+    def samples(self) -> list[Sample]:
+        """All that are kept, the oldest first."""
+        return list(self._samples)
+
+
+def lot(samples: list[Sample], number: int) -> list[Sample]:
+    """The first LOT samples whose number is not below this."""
+    first = max(0, number - samples[0].number) if samples else 0
+    return samples[first : first + LOT]

@@ -1,0 +1,189 @@
+"""The diagnosis of a daemon by what it says of itself: for `ecd-cli` and for its status page."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ecd_proto.contract import count_text, duration_text, size_text
+from ecd_proto.mapping import HUGE_BYTES, HUGE_SHARE
+from ecd_proto.v1 import cache_pb2 as pb
+
+GOOD, DOUBTFUL, BAD = "ok", "look", "fix"
+MAX_AWAY = 8
+"""Unreachable peers that have a finding each."""
+SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+COLLAPSES_SINCE = (6, 1)
+"""The version of Linux that first moves pages of shared memory to huge ones when asked to."""
+SERVING = pb.StatusReply.STATE_SERVING
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check, and advice about it unless it is GOOD."""
+
+    check: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A cause for which the daemon refuses requests, in words, and what to do about it."""
+
+    noun: str
+    what: str
+    advice: str
+
+    def text(self, count: int) -> str:
+        return f"{count_text(count, self.noun)} {self.what}"
+
+
+_LARGER_POOL = "raise ECD_HOST_POOL_BYTES if that goes on"
+_FEWER_HELD = "look for a client that asks without end, or never lets go: ecd-cli ls shows leases"
+REFUSALS = {
+    "entry_too_large": Refusal("put", "larger than the pool", _LARGER_POOL),
+    "pool_full": Refusal("put", "refused, as the pool was full of what was in use", _LARGER_POOL),
+    "sessions": Refusal(
+        "session", "refused: there were too many", "look for clients that connect and never close"
+    ),
+    "peer_links": Refusal(
+        "link", "of another node refused: there were too many", "look at who reaches the peer port"
+    ),
+    "reservations": Refusal("put", "refused: its session had too many under way", _FEWER_HELD),
+    "leases": Refusal("lease", "refused: its session had too many", _FEWER_HELD),
+    "waits": Refusal("wait", "refused: its session had too many", _FEWER_HELD),
+    "makings": Refusal(
+        "encode", "not announced to other nodes: too many were", "nothing: it may be made twice"
+    ),
+}
+"""What `Counters.refused` counts, by cause."""
+POOL_CAUSES = "entry_too_large", "pool_full"
+"""The causes that the finding about the pool tells of."""
+
+
+def refusal(cause: str) -> Refusal:
+    """The words for a cause, which may be of a newer daemon."""
+    return REFUSALS.get(cause) or Refusal("request", f"refused: {cause}", "upgrade ecd-cli")
+
+
+def host_pools(status: pb.StatusReply) -> list[pb.PoolStatus]:
+    """The pools of entries: a device's has copies alone."""
+    return [pool for pool in status.pools if pool.kind != "device"]
+
+
+def examine(status: pb.StatusReply, peers: pb.PeersReply) -> Iterator[Finding]:
+    """Every check that a daemon's own figures allow."""
+    yield daemon(status)
+    if status.pools:  # a daemon of the contract before names none
+        yield pool(status)
+        if status.unlisted and status.state == SERVING:
+            yield unlisted(status)
+        if status.state == SERVING:
+            yield huge_pages(status)
+        yield from (device_pool(each) for each in status.pools if each.kind == "device")
+    if status.HasField("disk"):
+        yield disk(status.disk)
+    if peers.node:
+        yield from nodes(peers)
+
+
+def daemon(status: pb.StatusReply) -> Finding:
+    name = pb.StatusReply.State.Name(status.state).removeprefix("STATE_").lower()
+    if status.state == SERVING:
+        return Finding(
+            "daemon", GOOD, f"serves {count_text(status.entries, 'entry')}, pid {status.pid}"
+        )
+    return Finding("daemon", DOUBTFUL, f"is {name}", "wait: it says in its log how far it is")
+
+
+def unlisted(status: pb.StatusReply) -> Finding:
+    """Describe entries that are not in the index; there are some."""
+    advice = "make /dev/shm larger, or the pool smaller (ECD_HOST_POOL_BYTES)"
+    found = f"{status.unlisted:,} of {status.entries:,} entries take a call: no memory for rows"
+    return Finding("reading", DOUBTFUL, found, advice)
+
+
+def pool(status: pb.StatusReply) -> Finding:
+    pools = host_pools(status)
+    pool_bytes = sum(each.pool_bytes for each in pools)
+    share = sum(each.used_bytes for each in pools) / max(1, pool_bytes)
+    found = f"{size_text(pool_bytes)}, {share:.0%} in use"
+    for cause in POOL_CAUSES:
+        if count := status.counters.refused[cause]:
+            words = REFUSALS[cause]
+            found += f"; {words.text(count)}, in {duration_text(status.uptime_s)}"
+            return Finding("pool", DOUBTFUL, found, words.advice)
+    return Finding("pool", GOOD, found)
+
+
+def huge_pages(status: pb.StatusReply) -> Finding:
+    """Check that clients need not take a page fault for every 4 KiB that they touch first."""
+    pools = host_pools(status)
+    possible_bytes = sum(each.populated_bytes // HUGE_BYTES * HUGE_BYTES for each in pools)
+    share = sum(each.huge_bytes for each in pools) / possible_bytes if possible_bytes else 1.0
+    found = f"{share:.0%} of the pool lies in huge pages"
+    if share >= HUGE_SHARE:
+        return Finding("huge pages", GOOD, found)
+    if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < COLLAPSES_SINCE:
+        advice = "Linux 6.1 or newer; until then the first use of memory takes longer"
+    elif _setting(SHMEM_HUGE_PAGES) == "deny":
+        advice = f"echo never > {SHMEM_HUGE_PAGES}, and start the daemon anew"
+    else:
+        advice = "memory is in pieces: start the daemon before others, or lower the pool's size"
+    return Finding("huge pages", DOUBTFUL, found, advice)
+
+
+def _setting(path: str) -> str:
+    """The word in brackets, which is in force, of a kernel's setting; "" if there is none."""
+    with contextlib.suppress(OSError):
+        chosen = re.search(r"\[(\w+)\]", Path(path).read_text())
+        return chosen[1] if chosen else ""
+    return ""
+
+
+def device_pool(each: pb.PoolStatus) -> Finding:
+    size = size_text(each.pool_bytes)
+    if each.populated_bytes:
+        return Finding("device pool", GOOD, f"{size} on {each.path}")
+    found = f"{size} on {each.path}: {each.problem or 'no memory'}; engines use the host pool"
+    advice = "stop what fills the GPU, or lower ECD_DEVICE_POOL_BYTES and restart the daemon"
+    return Finding("device pool", DOUBTFUL, found, advice)
+
+
+def disk(status: pb.DiskStatus) -> Finding:
+    resting = [what for what in ("reads", "writes") if getattr(status, f"{what}_rest")]
+    share = status.used_bytes / max(1, status.pool_bytes)
+    found = f"{size_text(status.pool_bytes)}, {share:.0%} in use"
+    if not resting:
+        return Finding("disk tier", GOOD, found)
+    advice = f"the log says why; look after the disk of {status.path}"
+    found += f"; {' and '.join(resting)} rest after failures"
+    return Finding("disk tier", DOUBTFUL, found, advice)
+
+
+def nodes(peers: pb.PeersReply) -> Iterator[Finding]:
+    """Check the directory, and up to MAX_AWAY of the nodes that cannot be reached."""
+    directory = peers.directory
+    if directory.up:
+        yield Finding("directory", GOOD, directory.kind)
+    else:
+        found = f"{directory.kind} does not answer: {directory.last_error}"
+        yield Finding(
+            "directory", BAD, found, f"look after the {directory.kind}, and at ECD_DIRECTORY"
+        )
+    away = [peer for peer in peers.peers if peer.state == "unreachable"]
+    away.sort(key=lambda peer: not peer.incarnation)  # anybody can make up a node's name
+    if not away:
+        yield Finding("peers", GOOD, f"{len(peers.peers)} known, none unreachable")
+    for peer in away[:MAX_AWAY]:
+        advice = "start it, or compare its token, TLS files, protocol and clock with this node's"
+        yield Finding("peers", BAD, f"{peer.node}: {peer.last_error}", advice)
+    if len(away) > MAX_AWAY:
+        found = f"{len(away) - MAX_AWAY:,} more are unreachable"
+        yield Finding("peers", BAD, found, "ecd-cli peers has all of them")
