@@ -109,7 +109,7 @@ docs: $(VENV)/.ready  ## write the references anew, and build the site into buil
 	$(BIN)/mkdocs build --strict -d build/site
 
 .PHONY: screenshots
-screenshots: $(VENV)/.ready test-system  ## take the pictures of the status page anew, in some five minutes
+screenshots: docs test-system  ## take the screenshots in docs/pictures anew, in some five minutes
 	$(BIN)/python docs/screenshots.py
 
 .PHONY: check

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from rich.table import Table
 from ecd_client import Client, DaemonUnavailable
 from ecd_proto.mapping import Mapping
 
+ROOT = Path(__file__).parent.parent
+MEASURED = "<!-- A benchmark writes what is below. -->"
 MIB = 1 << 20
 SIZES = {"64 KiB": 64 << 10, "1 MiB": MIB, "8 MiB": 8 * MIB, "32 MiB": 32 * MIB}
 PLAIN = "plain copy"
@@ -100,7 +103,17 @@ def report(
     """Show one table and, if so wanted, write it as Markdown under the machine's description."""
     show(Console(highlight=False, width=width), title, rows)
     if output is not None:
-        output.write_text(f"{machine()}{where}.\n{title}\n\n{markdown(rows)}")
+        write_page(output, f"{machine()}{where}.\n{title}\n\n{markdown(rows)}")
+
+
+def write_page(page: Path, text: str) -> None:
+    """Replace what the page measured before. Its head, down to the mark, stays."""
+    head, mark, _ = page.read_text().partition(MEASURED) if page.exists() else ("", "", "")
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    when = f"Measured on {date.today()}, commit {commit or 'unknown'}.\n"
+    page.write_text(f"{head}{mark}\n\n{when}{text}".lstrip())
 
 
 def markdown(rows: list[list[str]]) -> str:

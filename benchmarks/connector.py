@@ -23,7 +23,7 @@ from statistics import fmean, median
 from typing import Annotated, Any
 
 import typer
-from common import MIB, end_daemon, machine, markdown, show, start_daemon
+from common import MIB, end_daemon, machine, markdown, show, start_daemon, write_page
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -252,7 +252,7 @@ def main(
         show(out, title, rows)
         text += f"{title}\n\n{markdown(rows)}\n"
     if output is not None:
-        output.write_text(text)
+        write_page(output, text)
 
 
 if __name__ == "__main__":

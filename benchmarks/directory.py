@@ -19,7 +19,7 @@ from typing import Annotated
 
 import psutil
 import typer
-from common import end_daemon, machine, markdown, show, start_daemon
+from common import end_daemon, machine, markdown, show, start_daemon, write_page
 from redis import Redis
 from rich.console import Console
 
@@ -190,7 +190,7 @@ def main(
             server.wait()
     show(Console(highlight=False), "Costs of finding entries on other nodes", rows)
     if output is not None:
-        output.write_text(f"{machine()}.\nMedians, or means of many.\n\n{markdown(rows)}")
+        write_page(output, f"{machine()}.\nMedians, or means of many.\n\n{markdown(rows)}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from statistics import median
 from typing import Annotated, NamedTuple
 
 import typer
-from common import MIB, SIZES, end_daemon, machine, markdown, show, start_daemon
+from common import MIB, SIZES, end_daemon, machine, markdown, show, start_daemon, write_page
 from rich.console import Console
 
 from ecd.core.types import Key
@@ -241,7 +241,7 @@ def main(
                 show(out, title, rows)
                 text += f"\n{title}\n\n{markdown(rows)}"
     if output is not None:
-        output.write_text(text)
+        write_page(output, text)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from common import machine, markdown, show
+from common import machine, markdown, show, write_page
 from growth import measure
 from rich.console import Console
 
@@ -133,7 +133,7 @@ def main(
         show(out, title, rows)
         text += f"\n{title}.\n\n{markdown(rows)}"
     if output is not None:
-        output.write_text(text)
+        write_page(output, text)
 
 
 if __name__ == "__main__":

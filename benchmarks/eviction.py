@@ -17,7 +17,7 @@ from statistics import geometric_mean, mean
 from typing import Annotated, NamedTuple
 
 import typer
-from common import markdown, show
+from common import markdown, show, write_page
 from matplotlib.figure import Figure
 from policies import COMPARED
 from rich.console import Console
@@ -133,7 +133,7 @@ def show_all(runs: Runs, seeds: tuple[int, ...], output: Path | None, plot: Path
         show(out, title, rows)
         text += f"\n{title}\n\n{markdown(rows)}"
     if output is not None:
-        output.write_text(text)
+        write_page(output, text)
     if plot is not None:
         draw(plot, runs)
 

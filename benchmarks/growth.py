@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Annotated
 
 import typer
-from common import end_daemon, machine, markdown, show, start_daemon, timed_us
+from common import end_daemon, machine, markdown, show, start_daemon, timed_us, write_page
 from rich.console import Console
 
 from ecd.core.allocator import Allocator
@@ -245,7 +245,7 @@ def main(
         show(out, title, rows)
         text += f"\n{title}.\n\n{markdown(rows)}"
     if output is not None:
-        output.write_text(text)
+        write_page(output, text)
 
 
 if __name__ == "__main__":

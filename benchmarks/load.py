@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import psutil
 import typer
-from common import MIB, end_daemon, machine, markdown, show, start_daemon
+from common import MIB, end_daemon, machine, markdown, show, start_daemon, write_page
 from rich.console import Console
 
 from ecd_client import Client
@@ -113,7 +113,7 @@ def main(
     if as_json:
         out.print_json(json.dumps({"machine": machine(), "runs": found}))
     if output is not None:
-        output.write_text(text)
+        write_page(output, text)
 
 
 def run(

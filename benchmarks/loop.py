@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
-from common import MIB, machine, markdown, show
+from common import MIB, machine, markdown, show, write_page
 from rich.console import Console
 
 from ecd.cluster.cluster import Cluster, PoolMemory
@@ -520,7 +520,7 @@ def main(
     )
     show(Console(highlight=False, width=120), title, rows)
     if output is not None:
-        output.write_text(f"{machine()}.\n{title}\n\n{markdown(rows)}")
+        write_page(output, f"{machine()}.\n{title}\n\n{markdown(rows)}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Annotated
 import life
 import typer
 import warm
-from common import PLAIN, PLAIN_WRITER, SIZES, machine, markdown, show
+from common import PLAIN, PLAIN_WRITER, SIZES, machine, markdown, show, write_page
 from peers import PEERS
 from places import open_place
 from rich.console import Console
@@ -175,7 +175,7 @@ def main(
             show(out, title, rows)
     if output is not None:
         texts = (f"{title}\n\n{markdown(rows)}" for title, rows in parts)
-        output.write_text("\n".join((f"{machine()}.\n", *texts)))
+        write_page(output, "\n".join((f"{machine()}.\n", *texts)))
     if picture is not None:
         plot(results, picture)
 

@@ -5,30 +5,47 @@ python docs/reference.py [--check]
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from enum import Enum
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import yaml
+from examples import sizing
 from pictures import pictures
+from plots import plots
 from pydantic.fields import FieldInfo
+from typer import Typer
+from typer.main import get_command
 
+from ecd.commands import app as ecd
 from ecd.config import ENV_PREFIX, RELOADABLE, Config
 from ecd.core.counters import Counters
 from ecd.events import EventCounters
 from ecd.memory.disk_limits import DiskCounters
 from ecd.metrics import Metrics
+from ecd_client.cli.main import app as ecd_cli
 from ecd_proto.v1 import cache_pb2 as pb
 
 DOCS = Path(__file__).parent
 CONFIGURATION = """# Settings
 
 `ecd config` prints the effective settings, and where each came from. A flag (`--lease-ttl-s`) wins
-over a variable, a variable over the TOML file of `--config`, the file over the default.
+over a variable (`ECD_LEASE_TTL_S`), a variable over the TOML file of `--config`, the file over the
+default.
 
-R: a running daemon takes the setting over on SIGHUP, if it was started with a file.
+"""
+COMMANDS = """# Commands
 
+`ecd` runs the daemon, and `ecd-cli` asks a daemon that runs. Every command has `--help`.
+[Looking after it](operations.md#looking-after-it) shows what they print.
+
+"""
+SETTINGS_TOO = """
+Each [setting](configuration.md) is an option too, such as `--host-pool-bytes 4GiB`.
 """
 CLIENTS = """
 ## In a client's environment
@@ -53,8 +70,8 @@ it has `disk_pool_bytes`.
 
 Counters begin at 0 with each start of a daemon. A session's reads are all counted, however it ends.
 A daemon that takes over the pool counts what clients have read since the last one looked. Entries
-taken over are no puts (`ecd_recovered_total`). What `ecd-cli bench` does is in `ecd_bench_total`
-alone. So puts and recovered entries, less evictions, are the entries.
+taken over do not count as puts (`ecd_recovered_total`). What `ecd-cli bench` does is only in
+`ecd_bench_total`. So puts and recovered entries, minus evictions, are the entries.
 
 A read by another node is that node's hit. Here it is one of `ecd_peer_leases_total`, and there the
 fetched entry is a put. `ecd_saved_seconds_total` is estimated where a client reads more than 512
@@ -66,8 +83,8 @@ The 50 largest namespaces have a label of their own, all others are `other` toge
 RULES = DOCS.parent / "deploy" / "prometheus" / "ecd.rules.yml"
 RUNBOOK = """# Runbook
 
-The alerts of `deploy/prometheus/ecd.rules.yml`, and what to do. No alert means wrong bytes or an
-engine that is down: without ecd an engine encodes for itself.
+The alerts of `deploy/prometheus/ecd.rules.yml`, and what to do. None of them means wrong bytes, or
+an engine that is down: without ecd, an engine encodes for itself.
 
 """
 PROMETHEUS_RULE = """# Written by docs/reference.py from ecd.rules.yml.
@@ -103,16 +120,47 @@ def default(name: str, setting: FieldInfo) -> str:
 def configuration() -> str:
     rows = (
         (
-            f"`{name}`",
-            f"`{ENV_PREFIX}{name.upper()}`",
+            f"`{name}` `{ENV_PREFIX}{name.upper()}`",
             default(name, setting),
-            "R" if name in RELOADABLE else "",
-            setting.description or "",
+            (setting.description or "")
+            + (" A reload (SIGHUP) applies it." if name in RELOADABLE else ""),
         )
         for name, setting in Config.model_fields.items()
     )
-    settings = table(("setting", "variable", "default", "", "meaning"), rows)
+    settings = table(("setting, variable", "default", "meaning"), rows)
     return CONFIGURATION + settings + CLIENTS
+
+
+def commands() -> str:
+    return COMMANDS + "\n".join((*program("ecd", ecd), *program("ecd-cli", ecd_cli)))
+
+
+def program(name: str, app: Typer) -> Iterator[str]:
+    """A section for the program and one for each of its commands, with a table of the options."""
+    group: Any = get_command(app)
+    yield f"## {name}\n\n{group.help.strip()}\n\n{options(group)}"
+    for command in group.commands.values():
+        words = [one_word(p) for p in command.params if p.param_type_name == "argument"]
+        usage = " ".join((name, command.name, *words))
+        yield f"### {name} {command.name}\n\n`{usage}`\n\n{command.help}\n\n{options(command)}"
+
+
+def one_word(argument: Any) -> str:
+    word = (argument.metavar or argument.name).strip("{}[]").upper()
+    return word if argument.required else f"[{word}]"
+
+
+def options(command: Any) -> str:
+    rows = []
+    settings = [each for each in command.params if f"({ENV_PREFIX}" in (each.help or "")]
+    for each in command.params:
+        if each in settings or each.param_type_name == "argument" or "completion" in each.name:
+            continue
+        value = each.default.value if isinstance(each.default, Enum) else each.default
+        shown = f"`{value}`" if value not in (None, False, "") else ""
+        rows.append((" ".join(f"`{name}`" for name in each.opts), shown, each.help or ""))
+    listed = table(("option", "default", "meaning"), rows) if rows else ""
+    return listed + SETTINGS_TOO if settings else listed
 
 
 def metrics() -> str:
@@ -136,6 +184,17 @@ def metrics() -> str:
     return METRICS + table(("metric", "kind", "labels", "meaning"), sorted(rows))
 
 
+def filled(page: str, **tables: str) -> str:
+    """The page with each table between its marks."""
+    text = (DOCS / page).read_text()
+    for name, made in tables.items():
+        marks = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        text = re.sub(
+            marks, lambda found, made=made: f"{found[1]}\n{made}\n{found[2]}", text, flags=re.S
+        )
+    return text
+
+
 def runbook() -> str:
     rows = (
         (
@@ -157,11 +216,14 @@ def prometheus_rule() -> str:
 
 def main() -> None:
     pages = {
+        "commands.md": commands(),
         "configuration.md": configuration(),
         "metrics.md": metrics(),
         "runbook.md": runbook(),
+        "sizing.md": filled("sizing.md", entries=sizing.entries(), pools=sizing.pools()),
         "../deploy/prometheus/prometheusrule.yaml": prometheus_rule(),
         **pictures(),
+        **plots(),
     }
     stale = []
     for name, text in pages.items():

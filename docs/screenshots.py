@@ -1,4 +1,4 @@
-"""Takes docs/pictures/status-page-{light,dark}.png of a daemon that has been at work.
+"""Takes the screenshots in docs/pictures: of the site, and of the page of a daemon at work.
 
     python docs/screenshots.py [--seconds 240]
 
@@ -10,24 +10,30 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from playwright.sync_api import sync_playwright
+from PIL import Image
+from playwright.sync_api import Browser, sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from ecd_client import Client, EntryTooLarge
 from support.daemon import Daemon, close_all
 
-PICTURES = Path(__file__).parent / "pictures"
+DOCS = Path(__file__).parent
+PICTURES = DOCS / "pictures"
+SITE = {"home": "", "settings": "configuration/", "benchmark": "benchmarks/load/"}
+"""Pages of the site, by the names of their pictures."""
 MIB = 1 << 20
 NODES = ("127.0.90.1:9465", "127.0.90.2:9465", "127.0.90.3:9465")
 AWAY = "127.0.90.4:9465"
@@ -114,38 +120,60 @@ def put(client: Client, space: str, key: str, nbytes: int, cost_s: float) -> Non
     client.put_bytes(key, bytes(nbytes), "uint8", (nbytes,), cost=cost_s, namespace=space)
 
 
-def shoot(url: str, directory: Path, widths: tuple[int, ...] = (1280,)) -> list[Path]:
-    """Take pictures of the page there, in both of its modes."""
-    taken = []
+@contextmanager
+def chromium() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
+        browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
-        for scheme in ("light", "dark"):
-            for width in widths:
-                size = {"width": width, "height": 800}
-                page = chromium.new_page(viewport=size, color_scheme=scheme)
-                page.goto(url)
-                page.wait_for_selector("main:not([hidden])")
-                page.wait_for_timeout(4500)  # the rates are of more than one look
-                suffix = "" if width == 1280 else f"-{width}"
-                taken.append(directory / f"status-page-{scheme}{suffix}.png")
-                page.screenshot(path=taken[-1], full_page=True)
-                page.close()
-        chromium.close()
-    return taken
+        yield browser
+        browser.close()
+
+
+def save(picture: bytes, path: Path) -> None:
+    """Write a screenshot with 64 colours, which text and flat areas do not miss."""
+    image = Image.open(BytesIO(picture)).convert("RGB").quantize(64)
+    image.save(path, optimize=True)
+    print(path)
+
+
+def shoot_site(browser: Browser, output: Path) -> None:
+    """Three pages of the site as a reader sees them."""
+    with tempfile.TemporaryDirectory() as built:
+        build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", built]
+        subprocess.run(build, cwd=DOCS.parent, check=True)
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        for name, path in SITE.items():
+            page.goto((Path(built) / path / "index.html").as_uri())
+            save(page.screenshot(), output / f"site-{name}.png")
+        page.close()
+
+
+def shoot_status_page(browser: Browser, url: str, output: Path) -> None:
+    """The page there, in both of its modes."""
+    for scheme in ("light", "dark"):
+        page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme)
+        page.goto(url)
+        page.wait_for_selector("main:not([hidden])")
+        page.wait_for_timeout(4500)  # the rates are of more than one look
+        save(page.screenshot(full_page=True), output / f"status-page-{scheme}.png")
+        page.close()
 
 
 def main(
     seconds: Annotated[float, typer.Option(help="How long the clients work.")] = 240.0,
     output: Annotated[Path, typer.Option(help="The pictures' directory.")] = PICTURES,
 ) -> None:
-    with tempfile.TemporaryDirectory() as place, nodes(Path(place)) as daemons:
+    with (
+        chromium() as browser,
+        tempfile.TemporaryDirectory() as place,
+        nodes(Path(place)) as daemons,
+    ):
         working = threading.Thread(target=work, args=(daemons, seconds))
         working.start()
+        shoot_site(browser, output)
         time.sleep(max(0.0, seconds - SHOOTING_S))
-        for picture in shoot(daemons[0].metrics_url().removesuffix("metrics"), output):
-            print(picture)
+        shoot_status_page(browser, daemons[0].metrics_url().removesuffix("metrics"), output)
         working.join()
 
 

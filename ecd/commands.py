@@ -81,7 +81,8 @@ def _metavar(name: str, setting: FieldInfo) -> str:
         return "true|false|auto" if setting.default is None else "true|false"
     if get_origin(setting.annotation) is Literal:
         return "|".join(get_args(setting.annotation))
-    for suffix, form in (("_bytes", "SIZE"), ("_s", "SECONDS"), ("_address", "HOST:PORT")):
+    forms = {"_bytes": "SIZE", "_per_s": "SIZE", "_s": "SECONDS", "_address": "HOST:PORT"}
+    for suffix, form in forms.items():
         if name.endswith(suffix):
             return form
     return "TEXT"
@@ -173,14 +174,14 @@ def _log_to_stderr(settings: Config) -> None:
 def serve(
     config: File = None,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Take over nothing that the last daemon left in memory.")
+        bool, typer.Option("--cold", help="Ignore what the last daemon left in memory.")
     ] = False,
     warm: Annotated[
-        bool, typer.Option("--warm", help="Leave the pool to the next start: warm_restart=true.")
+        bool, typer.Option("--warm", help="Leave the pool for the next start: warm_restart=true.")
     ] = False,
     **flags: str | None,
 ) -> None:
-    """Run the daemon until SIGTERM or SIGINT. SIGHUP reads the file of --config anew."""
+    """Run the daemon until SIGTERM or SIGINT. SIGHUP reads the file of --config again."""
     os.umask(os.umask(0o022) | 0o022)  # nobody else connects before the socket has its mode
     if warm:
         flags["warm_restart"] = "true"
@@ -206,9 +207,9 @@ def serve(
 @app.command("clear")
 def clear_left(
     config: File = None,
-    name: Annotated[str | None, typer.Option(help="The daemon's. Default: as configured.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Of every daemon that has ended.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    name: Annotated[str | None, typer.Option(help="Default: the configured one.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="What every ended daemon left.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Remove what a daemon left for the next one, in memory and on disk."""
     settings, _ = _load(config, name=name)
@@ -240,7 +241,7 @@ def clear_left(
 @app.command("config")
 def show_config(
     config: File = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Print the effective settings and where each came from."""
     settings, origins = _load(config)

@@ -74,19 +74,19 @@ class Config(BaseSettings):
     )
     eviction: Literal["value", "lru"] = Field(
         default="value",
-        description="Which entries of the host pool go first where room is needed. value: those "
-        "worth the least encoding time a byte, weighed by how often they are read. lru: those "
-        "read longest ago.",
+        description="Which entries of the host pool are evicted first. value: those that save the "
+        "least encoding time per byte, weighed by how often they are read. lru: those read "
+        "longest ago.",
     )
     trace: Path | None = Field(
         default=None,
-        description="A file for a trace of what decides evictions, which `ecd replay` reads. Each "
-        "start begins it anew; it grows until the daemon ends. Keys are salted. By default none.",
+        description="A file for a trace of what decides evictions, for `ecd replay`. Each start "
+        "overwrites it, and it grows until the daemon ends. Keys are salted. By default none.",
     )
     device_pool_bytes: ByteSize = Field(
         default=ByteSize(0),
-        description="Size of a pool in the memory of each GPU, such as 2GiB, taken at the start: "
-        "engines on that GPU copy from it what any of them has loaded. 0: none.",
+        description="Size of a pool in the memory of each GPU, such as 2GiB, taken at the start. "
+        "Engines on that GPU copy from it what any of them has loaded. 0: none.",
     )
     devices: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
@@ -95,35 +95,36 @@ class Config(BaseSettings):
     )
     disk_pool_bytes: ByteSize = Field(
         default=ByteSize(0),
-        description="Size of the disk tier, such as 200GiB: entries that memory is about to evict "
-        "are written to files, and read back when they are wanted. 0: none.",
+        description="Size of the disk tier, such as 200GiB: entries that memory will soon evict "
+        "are written to files, and read back on demand. 0: none.",
     )
     disk_dir: Path = Field(
         default_factory=default_disk_dir,
-        description="A directory of a local disk, in which the daemon makes one of its own for the "
+        description="A directory on a local disk, in which the daemon makes one of its own for the "
         "disk tier.",
     )
     disk_write_bytes_per_s: ByteSize = Field(
         default=ByteSize(20_000_000),
         gt=0,
-        description="Most that is written to the disk tier on average, such as 50MB: disks wear.",
+        description="The most that may be written to the disk tier on average, such as 50MB. "
+        "Writing wears a disk.",
     )
     warm_restart: bool | None = Field(
         default=None,
-        description="true: on SIGTERM leave the pool and its index to the next start. false: leave "
-        "nothing, and take over nothing of what the last daemon left. auto, the default: leave "
-        "them where systemd or Kubernetes starts the daemon again, and take over what was left.",
+        description="true: on SIGTERM, leave the pool and its index for the next start. false: "
+        "leave nothing, and ignore what the last daemon left. auto, the default: leave them if "
+        "systemd or Kubernetes will start the daemon again, and take over what was left.",
     )
     leftover_max_age_s: float = Field(
         default=3600.0,
         ge=0.0,
-        description="A start removes what this user's daemons of other names left in shm_dir so "
-        "long ago. 0: never.",
+        description="A start removes what this user's daemons of other names left in shm_dir, once "
+        "it is this old. 0: never.",
     )
     group: str | None = Field(
         default=None,
-        description="A group, by name or number, whose members may connect, for engines that run "
-        "as other users. Without one this user alone may.",
+        description="A group, by name or number, whose members may connect: for engines that run "
+        "as other users. Without it, only this user may.",
     )
     metrics_address: str = Field(
         default="127.0.0.1:9464",
@@ -133,40 +134,40 @@ class Config(BaseSettings):
     events_address: str | None = Field(
         default=None,
         pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):\d{1,5}$",
-        description="host:port, the host as an IP address, where changes are published for "
-        "routers; they are replayed on the port after it. Port 0: any two. By default nowhere.",
+        description="host:port (an IP address) where changes are published for routers. The next "
+        "port replays them. Port 0: any two free ones. By default nothing is published.",
     )
     health_address: str | None = Field(
         default=None,
         pattern=NODE_PATTERN,
-        description="host:port of gRPC's health service alone, for those who cannot ask on the "
-        "socket, such as Kubernetes' probes. By default there is none.",
+        description="host:port that serves gRPC's health service and nothing else, for what cannot "
+        "open the socket, such as Kubernetes' probes. By default there is none.",
     )
     lease_ttl_s: float = Field(
         default=30.0,
         ge=1.0,
         le=3600.0,
-        description="How long a lease holds without a sign of life from its client.",
+        description="How long a lease holds without a heartbeat from its client.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least severe messages that are logged."
+        default="info", description="The least severe messages that are logged."
     )
     log_format: Literal["text", "json"] = Field(
         default="text",
-        description="How messages are written: for people, and for journald if that reads them, or "
-        "as one JSON object a line.",
+        description="How messages are written: text for people and for journald, or one JSON "
+        "object a line.",
     )
     peer_address: str | None = Field(
         default=None,
         pattern=NODE_PATTERN,
-        description="host:port of this node, as other nodes reach it; the daemon listens there for "
-        "its peers. Without it the daemon serves this node alone and opens no port for others.",
+        description="host:port at which other nodes reach this one; the daemon listens there for "
+        "its peers. Without it, the daemon serves only this node and opens no port for others.",
     )
     directory: str | None = Field(
         default=None,
         description="Where to ask which nodes hold a key: none (only hints are followed), static "
-        "(every one of peers is asked) or a Redis URL: redis://, rediss://, redis+cluster://, "
-        "rediss+cluster://. By default static where peers are given, else none.",
+        "(all peers are asked) or a Redis URL: redis://, rediss://, redis+cluster://, "
+        "rediss+cluster://. By default static if peers are given, else none.",
     )
     peers: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(), description="host:port of other nodes, separated by commas."
@@ -174,12 +175,12 @@ class Config(BaseSettings):
     cluster: str = Field(
         default="default",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="Tells clusters that share a Redis apart. As for name.",
+        description="Tells clusters that share a Redis apart. The same characters as in name.",
     )
     zone: str = Field(
         default="",
         max_length=64,
-        description="A label; of several nodes one of this zone is asked.",
+        description="A label: of several nodes that hold a key, one in the same zone is preferred.",
     )
     protocol: str = Field(
         default="tcp",
@@ -192,8 +193,8 @@ class Config(BaseSettings):
     engine_ports: str = Field(
         default="18200-18231",
         pattern=r"^\d{1,5}-\d{1,5}$",
-        description="Ports that Mooncake may listen on, as first-last. Fewer than 32 may all be "
-        "taken by the daemon before after a quick restart.",
+        description="Ports that Mooncake may listen on, as first-last. With fewer than 32, the "
+        "previous daemon may still hold all of them after a quick restart.",
     )
     mooncake: Annotated[dict[str, str], NoDecode] = Field(
         default={}, description="Mooncake's own MC_* variables: MC_A=1,MC_B=2, or a TOML table."
@@ -202,27 +203,28 @@ class Config(BaseSettings):
         default=5.0,
         ge=0.1,
         le=600.0,
-        description="How long bringing one entry from another node may take in all.",
+        description="How long fetching one entry from another node may take in total.",
     )
     peer_token: SecretStr | None = Field(
         default=None,
         min_length=16,
-        description="A secret that all nodes of the cluster share. It proves who they are; it does "
+        description="A secret that all nodes of the cluster share. It authenticates them, and does "
         "not encrypt.",
     )
     peer_tls_ca: Path | None = Field(
-        default=None, description="Certificate of the authority that signed all nodes' (PEM)."
+        default=None,
+        description="Certificate of the authority that signed every node's, PEM.",
     )
-    peer_tls_cert: Path | None = Field(default=None, description="This node's certificate (PEM).")
-    peer_tls_key: Path | None = Field(default=None, description="This node's private key (PEM).")
+    peer_tls_cert: Path | None = Field(default=None, description="This node's certificate, PEM.")
+    peer_tls_key: Path | None = Field(default=None, description="This node's private key, PEM.")
     peer_insecure: bool = Field(
         default=False,
-        description="Allow peers without token and TLS on an address that is not loopback.",
+        description="Allow peers without a token or TLS on an address other than loopback.",
     )
     hint_networks: Annotated[tuple[IPv4Network, ...], NoDecode] = Field(
         default=(),
-        description="Networks that hints in requests may point into, beside the nodes that peers "
-        "or the directory name. By default none.",
+        description="Networks that hints in requests may lead into, in addition to the nodes that "
+        "peers or the directory name. By default none.",
     )
 
     @field_validator("address", mode="before")

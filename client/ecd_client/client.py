@@ -80,6 +80,7 @@ class Client:
 
     @property
     def connected(self) -> bool:
+        """Whether the client has a session with the daemon now."""
         return self._connection.current is not None
 
     @property

@@ -65,10 +65,12 @@ class Item:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The tensor's shape; `()` for a scalar."""
         return tuple(self._hold.content.shape)
 
     @property
     def nbytes(self) -> int:
+        """The entry's size in bytes."""
         return self._hold.content.nbytes
 
     @property

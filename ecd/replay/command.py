@@ -32,24 +32,26 @@ def replay(
     trace: Annotated[Path, typer.Argument(help="Of ECD_TRACE, or a CSV of time, id, size, cost.")],
     pool: Annotated[
         str | None,
-        typer.Option(help="Pools to try, such as 8GiB,16GiB or, of all keys' bytes, 5%,10%."),
+        typer.Option(help="Pools to try: 8GiB,16GiB or shares of all keys' bytes, 5%,10%."),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help=f"Policies to try, of {', '.join(POLICIES)}. Default: all.")
+        str | None, typer.Option(help=f"Policies to try: {', '.join(POLICIES)}. Default: all.")
     ] = None,
     disk: Annotated[
         str | None, typer.Option(help="Size of a disk tier below each pool, such as 200GiB.")
     ] = None,
-    disk_write_bytes_per_s: Annotated[str, typer.Option(help="Its write budget.")] = "20MB",
-    disk_read_bytes_per_s: Annotated[str, typer.Option(help="How fast it reads.")] = "1GB",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    disk_write_bytes_per_s: Annotated[str, typer.Option(help="The disk's write budget.")] = "20MB",
+    disk_read_bytes_per_s: Annotated[str, typer.Option(help="How fast the disk reads.")] = "1GB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw what is saved over the pool's size: FILE.svg or .png.")
+        Path | None,
+        typer.Option(help="Plot seconds saved over pool size: FILE.svg or .png."),
     ] = None,
 ) -> None:
-    """Replay a trace: the same evictions? With --pool, --policy or --disk: what others had saved.
+    """Replay a trace and compare its evictions, or try other pools and policies on it.
 
-    Without them the exit code is 1 if an eviction differs from the recorded one.
+    --pool, --policy and --disk say what to try, and the table what it would have saved. Without
+    them the exit code is 1 if an eviction differs from the recorded one.
     """
     try:
         if pool is None and policy is None and plot is None and disk is None:

@@ -42,3 +42,10 @@ def test_demo() -> None:
     assert "8 of 8 are byte for byte what the producer encoded" in said
     for line in ("plain copy", "put  ", "get, zero copy", "entries"):
         assert line in said.lower()
+
+
+def test_sizing_says_what_its_page_says() -> None:
+    *tables, figures = run("sizing.py").splitlines()
+    page = (EXAMPLES.parent / "sizing.md").read_text()
+    assert all(line in page for line in tables)
+    assert all(f"{int(figure):,}" in page for figure in figures.split(": ")[-1].split())

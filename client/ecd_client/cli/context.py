@@ -22,7 +22,7 @@ FAILED, USAGE, UNREACHABLE = 1, 2, 3
 out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 400)
 errors = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Namespace = Annotated[str | None, typer.Option(help="The key's namespace.")]
 MmHash = Annotated[str, typer.Argument(metavar="KEY", help="The item's mm_hash.")]
 

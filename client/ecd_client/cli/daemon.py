@@ -23,7 +23,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 
 def status(context: typer.Context, as_json: AsJson = False) -> None:
-    """Show how the daemon is: state, pool, clients, hits."""
+    """Show the daemon's state, pool, clients and hits."""
     options: Options = context.obj
     with errors.status("asking the daemon ..."):
         reply = options.call("Status", pb.StatusRequest())
@@ -34,7 +34,7 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 def peers(context: typer.Context, as_json: AsJson = False) -> None:
-    """Show the other nodes: which are reached, over what, and how reads from them go."""
+    """Show the other nodes: whether they are reached, by which transport, and how reads go."""
     options: Options = context.obj
     with errors.status("asking the daemon ..."):
         reply = options.call("Peers", pb.PeersRequest())
@@ -45,7 +45,7 @@ def peers(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 def doctor(context: typer.Context, as_json: AsJson = False) -> None:
-    """Look for what may be wrong, and say what to do about it. 1 if something is."""
+    """Look for faults, and say what to do about them. Exit code 1 if there is one to fix."""
     options: Options = context.obj
     found = []
     for finding in examine(options.address, options.call):
@@ -60,7 +60,7 @@ def doctor(context: typer.Context, as_json: AsJson = False) -> None:
 
 def bench(
     context: typer.Context,
-    rounds: Annotated[int, typer.Option(min=1, help="Of each size; the medians are shown.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each size.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Put and get entries of its own, and check every byte.
@@ -98,7 +98,7 @@ def top(
     context: typer.Context,
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between looks.")] = 1.0,
     rows: Annotated[int, typer.Option(min=1, help="Entries shown of each kind.")] = 10,
-    once: Annotated[bool, typer.Option("--once", help="One look, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what happens now: health, rates, hit ratio, namespaces, entries, peers, until q."""

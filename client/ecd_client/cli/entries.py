@@ -55,13 +55,13 @@ _BY: dict[Order, Callable[[pb.EntryInfo], Any]] = {
 def list_entries(
     context: typer.Context,
     namespace: Namespace = None,
-    prefix: Annotated[str, typer.Option(help="Only keys that begin so.")] = "",
-    sort: Annotated[Order, typer.Option(help="By this, the most first.")] = Order.STORED,
-    limit: Annotated[int, typer.Option(min=1, help="Show at most so many.")] = 1000,
+    prefix: Annotated[str, typer.Option(help="Only keys that begin with this.")] = "",
+    sort: Annotated[Order, typer.Option(help="Sort by this, the largest first.")] = Order.STORED,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most this many.")] = 1000,
     whole: Annotated[
         bool, typer.Option("--wide", "--no-trunc", help="Show whole keys, as in a pipe.")
     ] = False,
-    by: Annotated[Grouping | None, typer.Option(help="Show the sums of each instead.")] = None,
+    by: Annotated[Grouping | None, typer.Option(help="Show the totals of each instead.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the entries, by default in the order in which they were stored."""
@@ -88,7 +88,7 @@ def list_entries(
 
 
 def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
-    """Sum the entries of each namespace up: how many, how large, when the last was stored."""
+    """Show each namespace's entries: how many, how large, when the last was stored."""
     options: Options = context.obj
     found: dict[str, render_entries.NamespaceSum] = {}
     with errors.status("reading every entry ...") as progress:
@@ -136,7 +136,7 @@ def put(
     context: typer.Context,
     key: MmHash,
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A safetensors file.")],
-    tensor: Annotated[str | None, typer.Option(help="Which, if the file has several.")] = None,
+    tensor: Annotated[str | None, typer.Option(help="Which of the file's tensors.")] = None,
     namespace: Annotated[str, typer.Option(help="The key's namespace.")] = "default",
     as_json: AsJson = False,
 ) -> None:
@@ -162,19 +162,19 @@ def put(
 def evict(
     context: typer.Context,
     key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="One item's mm_hash.")] = None,
-    namespace: Annotated[str | None, typer.Option(help="Only of this namespace.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Only entries of this namespace.")] = None,
     older_than: Annotated[
-        str | None, typer.Option(help="Only stored at least so long ago: 30s, 10m, 2h, 1d.")
+        str | None, typer.Option(help="Only stored at least this long ago: 30s, 10m, 2h, 1d.")
     ] = None,
     unused_for: Annotated[
-        str | None, typer.Option(help="Only not used for so long: 30s, 10m, 2h, 1d.")
+        str | None, typer.Option(help="Only unused for this long: 30s, 10m, 2h, 1d.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every entry.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only show what would be evicted.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Evict entries: one, or all that meet every condition given. Leased ones go when released."""
+    """Evict one entry, or all that meet the conditions. Leased ones go once they are released."""
     options: Options = context.obj
     conditions = (key, namespace, older_than, unused_for)
     is_limited = any(condition is not None for condition in conditions)

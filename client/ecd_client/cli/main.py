@@ -1,6 +1,6 @@
 """`ecd-cli`: look after a daemon.
 
-Exit codes: 0, 1 failed, 2 usage, 3 nothing answers. With --json an error is an object on stderr.
+Exit codes: 0 done, 1 failed, 2 usage, 3 nothing answers. With --json, errors are JSON on stderr.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def locate(
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which nodes hold these keys. 1 if a key is nowhere."""
+    """Show which nodes hold these keys. Exit code 1 if no node holds one of them."""
     options: Options = context.obj
     for key in keys:
         if not key.isprintable():
