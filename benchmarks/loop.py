@@ -174,7 +174,7 @@ class Node:
         self.index.close()
 
 
-def _ignore(name: str, seconds: float) -> None:
+def _ignore(*_: object) -> None:
     pass
 
 

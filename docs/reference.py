@@ -198,9 +198,9 @@ def filled(page: str, **tables: str) -> str:
 def runbook() -> str:
     rows = (
         (
-            f"`{rule['alert']}`",
+            f'<a id="{rule["alert"].lower()}"></a>`{rule["alert"]}`',
             rule["labels"]["severity"],
-            rule["annotations"]["runbook"],
+            rule["annotations"]["description"],
         )
         for group in yaml.safe_load(RULES.read_text())["groups"]
         for rule in group["rules"]

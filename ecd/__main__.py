@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+
+OF_ECD_CLI = (
+    *("status", "top", "doctor", "bench", "ls", "namespaces", "get", "put", "evict", "peers"),
+    *("locate", "watch", "slow"),
+)
+"""Commands that newcomers ask of `ecd`."""
 
 
 def main() -> None:
+    if sys.argv[1:2] and sys.argv[1] in OF_ECD_CLI:
+        meant = shlex.join(["ecd-cli", *sys.argv[1:]])
+        sys.stderr.write(f"ecd runs the daemon. Ask one that runs with: {meant}\n")
+        sys.exit(2)
     try:
         from ecd.commands import app
     except ModuleNotFoundError as error:

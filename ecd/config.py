@@ -33,7 +33,7 @@ KERNEL_PORTS = range(32768, 61000)
 MIN_ENGINE_PORTS = 2
 SECRETS = ("peer_token",)
 """Settings without a flag: every user of the machine can read a process's arguments."""
-RELOADABLE = ("log_level", "peers", "hint_networks", "fetch_timeout_s")
+RELOADABLE = ("log_level", "peers", "hint_networks", "fetch_timeout_s", "slow_log_s")
 """Settings that a running daemon takes over on SIGHUP."""
 
 
@@ -156,6 +156,12 @@ class Config(BaseSettings):
         default="text",
         description="How messages are written: text for people and for journald, or one JSON "
         "object a line.",
+    )
+    slow_log_s: float = Field(
+        default=0.1,
+        ge=0.0,
+        description="Calls, puts and disk reads that take at least this long are kept in the slow "
+        "log (`ecd-cli slow`), and fetches from other nodes that take ten times as long.",
     )
     peer_address: str | None = Field(
         default=None,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ecd.background import Background, first_of
 from ecd.cluster.cluster import Cluster, PoolMemory
@@ -49,6 +49,7 @@ from ecd.rpc.socket import OwnedSocket
 from ecd.rpc.status import PooledMemory, Status
 from ecd.rpc.status_page import StatusPage
 from ecd.service_manager import ServiceManager, is_supervised
+from ecd.slow_log import SlowLog
 from ecd.trace import Recorder
 from ecd_proto.contract import DISTRIBUTION, count_text, size_text
 from ecd_proto.leftovers import TOUCH_S
@@ -111,6 +112,7 @@ class Daemon:
         self._has_served = False
         self._cluster: Cluster | None = None
         self._flights: Flights | None = None
+        self._slow_log: SlowLog | None = None
         self._background = Background()
         self._gid = _gid(config.group)
         with contextlib.ExitStack() as opened:
@@ -225,8 +227,14 @@ class Daemon:
         doorbell_path = None if board.doorbell is None else board.doorbell.path
         attach_path = None if self._attach is None else self._attach.path
         files = SessionFiles(pools, board.index, doorbell_path, attach_path, self._devices)
-        live = live_cache(cache, board, metrics.observe_call)
-        node = Node(live, files, self._identity)
+        slow_log = self._slow_log = SlowLog(config.slow_log_s, metrics.count_slow)
+
+        def observe(method: str, seconds: float, *about: Any) -> None:
+            metrics.observe_call(method, seconds)
+            slow_log.call(method, seconds, *about)
+
+        live = live_cache(cache, board, observe)
+        node = Node(live, files, self._identity, slow_log)
         if self._attach is not None:
             self._attach.listen(node.streams, self._devices)
         memory_of: dict[int, PooledMemory] = {**pools, **self._devices}
@@ -257,10 +265,10 @@ class Daemon:
         self._flights = node.flights
         self._flights.reload(config.fetch_timeout_s)
         running.push_async_callback(node.flights.close)
-        monitor = Monitor(status.read, metrics.observe_call)
+        monitor = Monitor(status.read, observe, slow_log)
         others = self._cluster or NoOtherNodes()
         service = node.service(others, recovery, monitor, disk)
-        server = Server(service, status.unavailable, metrics.observe_call)
+        server = Server(service, status.unavailable, observe)
         locate = LocateOverHttp(service.Locate, status.unavailable)
         history = History(status.figures)
         page = StatusPage(figures, others.status, history)
@@ -445,6 +453,8 @@ class Daemon:
         logging.getLogger().setLevel(self._config.log_level.upper())
         if self._flights is not None:
             self._flights.reload(self._config.fetch_timeout_s)
+        if self._slow_log is not None:
+            self._slow_log.slow_s = self._config.slow_log_s
         if self._cluster is not None:
             self._cluster.reload(self._config)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 from ecd.background import Background
 from ecd.core.types import Key, SessionId, Ticket
 from ecd.live import LiveCache
+from ecd.slow_log import DISK_READ, FETCH, SlowLog, time_stages
 from ecd_proto.contract import Hint
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class Flight:
     is_needed: bool = False  # by a client that cannot make the key
     is_far: bool = False  # other nodes are asked
     is_awaited: bool = False  # another node makes the key
+    peer: str = ""  # the node that was asked last
+    nbytes: int = 0  # as far as known
     impatient: list[tuple[SessionId, Ticket]] = field(default_factory=list)
     """Waits that are to end when another node is waited for."""
 
@@ -83,12 +86,15 @@ class Source(Protocol):
 class Flights:
     """All flights of one daemon, on its event loop."""
 
-    def __init__(self, live: LiveCache, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, live: LiveCache, timeout_s: float = 5.0, slow_log: SlowLog | None = None
+    ) -> None:
         self.sources: list[Source] = []
         """In the order in which they are asked."""
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         """Counts of flights since the start."""
         self._live, self._timeout_s = live, timeout_s
+        self._slow_log = slow_log or SlowLog()
         self._flights: dict[Key, Flight] = {}
         self._background = Background()
 
@@ -152,6 +158,7 @@ class Flights:
 
     async def _fly(self, flight: Flight) -> None:
         outcome = LATE
+        time_stages()
         task = flight.task
         assert task is not None
         deadline = asyncio.get_running_loop().call_later(self._timeout_s, task.cancel)
@@ -166,6 +173,10 @@ class Flights:
             deadline.cancel()
             del self._flights[flight.key]
             self.outcomes[outcome] += 1
+            took_s = time.perf_counter() - flight.started_s
+            about = flight.key, flight.nbytes, flight.peer, outcome
+            kind = FETCH if flight.is_far else DISK_READ
+            self._slow_log.flight(kind, took_s, *about)
             if outcome == MADE and flight.maker is not None:
                 self._live.make(flight.maker.session, flight.key)
             else:

@@ -50,6 +50,7 @@ from ecd.core.types import (
 from ecd.followups import EVICTED_AT_A_TIME, Changes, FollowUps, Subscriber
 from ecd.intake import Intake, NoPuts, Taken
 from ecd.makings import MAX_MAKINGS, Makings, Wait
+from ecd.slow_log import Stage
 from ecd.turns import Pace, Turns
 
 SCAN_S = 0.25
@@ -108,8 +109,10 @@ class LiveCache:
         """Begin a call: all puts made before it are stored. The call's pace, for its pieces."""
         self.drain()
         last = self._intake.collected
-        while self._intake.taken < last:
-            await asyncio.sleep(0)
+        if self._intake.taken < last:
+            with Stage("puts before it"):
+                while self._intake.taken < last:
+                    await asyncio.sleep(0)
         return self.turns.pace()
 
     def drain(self) -> None:
@@ -242,7 +245,8 @@ class LiveCache:
             outcome = self.cache.reserve(session, key, content, now_s, scanned=True, pool=pool)
             if not isinstance(outcome, MakingRoom):
                 return outcome
-            await pace.turn()
+            with Stage("room"):
+                await pace.turn()
         return self.cache.no_room(content.nbytes, pool)
 
     def reserve_copy(

@@ -15,6 +15,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
+    Counter,
     Gauge,
     Histogram,
     ProcessCollector,
@@ -30,7 +31,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ecd.core.counters import IDLE_BOUNDS_S
+from ecd.core.counters import IDLE_BOUNDS_S, SIZE_BOUNDS_BYTES
+from ecd.slow_log import DISK_READ, FETCH
 from ecd_proto.contract import pool_names
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -41,7 +43,6 @@ LATENCY_BUCKETS_S = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3),
     *(1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 5.0),
 )
-FETCH_BUCKETS_BYTES = tuple(float(1 << power) for power in range(12, 33, 2))
 LAG_PERIOD_S = 0.25
 OTHERS = "other"
 """The label of all namespaces that have none of their own."""
@@ -142,6 +143,7 @@ class _CoreCollector(Collector):
             yield CounterMetricFamily(f"ecd_{name}", text, value=value)
         for name, text, label, values in (
             ("evictions", "Entries evicted, by reason.", "reason", counters.evictions),
+            ("evicted_bytes", "Bytes of these entries.", "reason", counters.evicted_bytes),
             ("refused", "Requests refused, by cause.", "cause", counters.refused),
             ("bench", "Events of `ecd-cli bench`, left out elsewhere.", "event", bench),
         ):
@@ -149,17 +151,34 @@ class _CoreCollector(Collector):
             for which, value in values.items():
                 family.add_metric([which], value)
             yield family
-        yield HistogramMetricFamily(
-            "ecd_eviction_idle_seconds",
-            "How long entries that were evicted for room had not been used.",
-            buckets=[
-                (str(bound), value)
-                for bound, value in zip(
-                    (*IDLE_BOUNDS_S, "+Inf"), accumulate(counters.idle_evictions), strict=False
-                )
-            ],
-            sum_value=counters.idle_evictions_s,
-        )
+        for name, text, bounds, classes, total in (
+            (
+                "eviction_idle_seconds",
+                "How long entries that were evicted for room had not been used.",
+                *(IDLE_BOUNDS_S, counters.idle_evictions, counters.idle_evictions_s),
+            ),
+            (
+                "put_bytes",
+                "Sizes of entries stored by clients and by fetches.",
+                *(SIZE_BOUNDS_BYTES, counters.put_sizes, counters.bytes_in),
+            ),
+            (
+                "hit_bytes",
+                "Sizes of entries that readers found; of a client's burst the last 512 reads.",
+                *(SIZE_BOUNDS_BYTES, counters.hit_sizes, counters.hit_sizes_bytes),
+            ),
+        ):
+            yield HistogramMetricFamily(
+                f"ecd_{name}",
+                text,
+                buckets=[
+                    (str(bound), value)
+                    for bound, value in zip(
+                        (*map(float, bounds), "+Inf"), accumulate(classes), strict=False
+                    )
+                ],
+                sum_value=total,
+            )
         yield from _namespaces(status)
         for name, text in (
             ("pool_bytes", "Size of the pool."),
@@ -423,14 +442,22 @@ class Metrics:
             "ecd_fetch_seconds",
             "Time from wanting an entry of another node to having it.",
             buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
+            registry=None,
         )
         self._fetch_bytes = Histogram(
             "ecd_fetch_bytes",
             "Sizes of entries brought from other nodes.",
-            buckets=FETCH_BUCKETS_BYTES,
+            buckets=SIZE_BOUNDS_BYTES,
+            registry=None,
+        )
+        self._slow = Counter(
+            "ecd_slow",
+            "Events that took as long as slow_log_s says, by kind.",
+            ["kind"],
             registry=self.registry,
         )
+        for kind in (DISK_READ, FETCH):  # or there would be no series before the first
+            self._slow.labels(kind)
         info = Gauge("ecd_info", "Always 1.", ["version"], registry=self.registry)
         info.labels(version).set(1)
         self._server: tuple[WSGIServer, threading.Thread] | None = None
@@ -465,6 +492,9 @@ class Metrics:
     def observe_call(self, method: str, seconds: float) -> None:
         self._call_seconds.labels(method).observe(seconds)
 
+    def count_slow(self, kind: str) -> None:
+        self._slow.labels(kind).inc()
+
     def observe_fetch(self, seconds: float, nbytes: int) -> None:
         self._fetch_seconds.observe(seconds)
         self._fetch_bytes.observe(nbytes)
@@ -484,6 +514,8 @@ class Metrics:
         `hints` counts hints that were ignored and hints that were refused. A node that was
         `never_reached` has no label of its own: anybody could make up its name.
         """
+        for histogram in (self._fetch_seconds, self._fetch_bytes):
+            self.registry.register(histogram)
         self.registry.register(_PeersCollector(status, hints, never_reached, lambda: self._loop))
 
     def watch_events(self, figures: Callable[[], Mapping[str, int]]) -> None:

@@ -20,10 +20,11 @@ from ecd.live import LiveCache
 from ecd.memory.device import DevicePool
 from ecd.memory.host import HostPool
 from ecd.memory.shared_index import SharedIndex
-from ecd.rpc.cache_service import CacheService, Monitor
+from ecd.rpc.cache_service import CacheService, Monitor, Observe
 from ecd.rpc.origins import Disk, NoDisk, OtherNodes, Recovering
 from ecd.rpc.puts import Doorbell, PutIntake
 from ecd.rpc.sessions import OpenedFiles, SessionStreams
+from ecd.slow_log import SlowLog
 from ecd.trace import Recorder
 from ecd_proto.shm.files import GRANULE_BYTES
 
@@ -74,7 +75,7 @@ def make_cache(
 def live_cache(
     cache: Cache,
     board: SharedBoard,
-    observe: Callable[[str, float], None],
+    observe: Observe,
     now_s: Callable[[], float] = time.monotonic,
 ) -> LiveCache:
     """The core behind its front door; `observe` is told how long each put without a call took."""
@@ -86,9 +87,15 @@ def live_cache(
 class Node:
     """The live cache of one node, the flights to it, and the sessions of its clients."""
 
-    def __init__(self, live: LiveCache, files: OpenedFiles, identity: NodeIdentity) -> None:
+    def __init__(
+        self,
+        live: LiveCache,
+        files: OpenedFiles,
+        identity: NodeIdentity,
+        slow_log: SlowLog | None = None,
+    ) -> None:
         self.live = live
-        self.flights = Flights(live)
+        self.flights = Flights(live, slow_log=slow_log)
         self.streams = SessionStreams(live, files, identity)
 
     def service(

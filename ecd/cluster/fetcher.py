@@ -55,6 +55,7 @@ from ecd.flights import (
     Flight,
 )
 from ecd.live import LiveCache
+from ecd.slow_log import Stage, waited
 from ecd.turns import Turns
 from ecd.wire import BYTES_WITH_LEASE
 from ecd_proto.contract import Hint
@@ -158,7 +159,8 @@ class Fetcher:
         while True:
             self._claiming.add(flight.key)
             try:
-                claimed = await self._candidates.claim(flight.key, void)
+                with Stage("directory"):
+                    claimed = await self._candidates.claim(flight.key, void)
             finally:
                 self._claiming.discard(flight.key)
             if claimed is None:
@@ -187,9 +189,13 @@ class Fetcher:
         """Ask some hinted nodes, those of the directory, the other hinted ones; the outcome."""
         asked: set[str] = set()
         outcome = MISSING
-        hinted = await self._candidates.hinted(flight.hints)
+        with Stage("directory"):
+            hinted = await self._candidates.hinted(flight.hints)
         for some in (hinted[:MAX_HINTED], None, hinted[MAX_HINTED:]):
-            for each in await self._candidates.known(flight.key) if some is None else some:
+            if some is None:
+                with Stage("directory"):
+                    some = await self._candidates.known(flight.key)
+            for each in some:
                 if each.hint.node in asked:
                     continue
                 if len(asked) == MAX_SOURCES:
@@ -222,7 +228,9 @@ class Fetcher:
         self, candidate: Admitted, flight: Flight, made_within_s: float | None
     ) -> str:
         """As `_try`. Raises PeerUnavailable and _Failed."""
-        link = await self._candidates.link(candidate)
+        flight.peer = candidate.hint.node
+        with Stage("connecting"):
+            link = await self._candidates.link(candidate)
         bytes_up_to = 0 if candidate.hint.nbytes else BYTES_WITH_LEASE
         if_made = made_within_s is not None
         wait_s = self._timeout_s if made_within_s is None else made_within_s
@@ -230,11 +238,13 @@ class Fetcher:
         arrival: _Arrival | None = None
         try:
             arrival = await self._read_speculatively(link, candidate.hint, flight, question.asked_s)
-            lease = await link.lease(question)
+            with Stage("made elsewhere" if if_made else "lease"):
+                lease = await link.lease(question)
             self._speculative.discard(flight.key)
             if lease is None:
                 return MISSING
             content = lease.content
+            flight.nbytes = content.nbytes
             if arrival is not None and not arrival.is_of(lease):
                 self._give_up(arrival)
                 arrival = None
@@ -300,7 +310,8 @@ class Fetcher:
 
     async def _reserve(self, key: Key, content: Content) -> Reservation:
         """Reserve, in turns: a thousand flights may have been answered in one message."""
-        await self._turns.any()
+        with Stage("turns"):
+            await self._turns.any()
         return await self._live.reserve(self._session, key, content, self._turns.pace())
 
     async def _take_in(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
@@ -321,7 +332,7 @@ class Fetcher:
             assert arrival.reading is not None
             ended = arrival.reading.ended
             if not ended.done():
-                await asyncio.wait((ended, link.gone), return_when=asyncio.FIRST_COMPLETED)
+                await self._wait_for_read(arrival.reading, link)
             if not link.alive:
                 raise _Failed(FAILED)
             if lease.ran_out:
@@ -335,10 +346,23 @@ class Fetcher:
                 # The speculative read came before the peer had written all of it.
             except ReadFailed as error:
                 peer.blame(error)
-                await asyncio.sleep(RETRY_PAUSE_S)
+                with Stage("pause after a failure"):
+                    await asyncio.sleep(RETRY_PAUSE_S)
             arrival.reading, is_speculative = None, False
         self.counters.speculative_used += is_speculative
         self._commit(arrival, link, lease)
+
+    @staticmethod
+    async def _wait_for_read(reading: Reading, link: Link) -> None:
+        """Wait until the read is over, or the link; time its turn in the queue apart."""
+        waits_s = time.monotonic()
+        try:
+            await asyncio.wait((reading.ended, link.gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            now_s = time.monotonic()
+            begun_s = min(now_s, max(waits_s, reading.read.begun_s or now_s))
+            waited("read queue", begun_s - waits_s)
+            waited("reading", now_s - begun_s)
 
     def _commit(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
         reserved = arrival.reserved

@@ -92,7 +92,7 @@ class ReadQueue:
 
         `now_s` is read after `poll` returns, and so is never earlier than a byte's arrival.
         """
-        self._begin_pieces()
+        self._begin_pieces(now_s)
         self._verify(now_s)
         if now_s - self._swept_s >= SWEEP_S:
             self._swept_s = now_s
@@ -114,17 +114,18 @@ class ReadQueue:
                 self._arrived.append(read)
         return False
 
-    def _begin_pieces(self) -> None:
+    def _begin_pieces(self, now_s: float) -> None:
         """Begin as many pieces as may be in flight, one of each read in turn."""
         while self._small and len(self._pieces) < MAX_READS_PER_PEER - MAX_LARGE_READS_PER_PEER:
-            self._begin_next(self._small)
+            self._begin_next(self._small, now_s)
         while self._large and self._large_in_flight < MAX_LARGE_READS_PER_PEER:
-            self._begin_next(self._large)
+            self._begin_next(self._large, now_s)
 
-    def _begin_next(self, turns: deque[Read]) -> None:
+    def _begin_next(self, turns: deque[Read], now_s: float) -> None:
         """Begin one piece of the read whose turn it is, unless the read was given up."""
         read = turns.popleft()
         read.is_queued = False
+        read.begun_s = read.begun_s or now_s
         if not self._has_more(read):
             return
         offset = read.failed_offsets.pop() if read.failed_offsets else read.next_offset

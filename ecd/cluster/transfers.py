@@ -38,6 +38,8 @@ class Read:
     """Whether the bytes are still of use. Any thread may clear it, nobody sets it again."""
     failures: int = 0
     """Transfers that failed, the reads of the identity included."""
+    begun_s: float = 0.0
+    """When its first piece began; before that it waited for its turn."""
     # The rest belongs to the read's queue.
     next_offset: int = 0
     failed_offsets: list[int] = field(default_factory=list)

@@ -551,6 +551,7 @@ class Cache:
             for_room = sum(each.evictions.values()) - each.evictions["requested"]
             assert for_room == sum(each.idle_evictions)
             assert each.idle_evictions_s >= 0.0
+            assert sum(each.put_sizes) == each.puts
         stored = sum(each.puts + each.recovered for each in (counted, apart))
         gone = sum(sum(each.evictions.values()) for each in (counted, apart))
         assert stored - gone == self.entries, "an entry was not counted, or counted twice"

@@ -22,6 +22,8 @@ CAUSES = (
 """Why requests are refused."""
 IDLE_BOUNDS_S = (1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0)
 """Upper ends of the classes into which evicted entries fall, by how long they were not used."""
+SIZE_BOUNDS_BYTES = tuple(1 << power for power in range(12, 33, 2))
+"""Upper ends of the classes into which entries fall by their size."""
 BENCH = "ecd-cli bench "
 """How the namespaces of `ecd-cli bench` begin (`ecd_proto.contract.BENCH_NAMESPACE`)."""
 
@@ -52,15 +54,33 @@ class Counters:
     idle_evictions: list[int] = field(default_factory=lambda: [0] * (len(IDLE_BOUNDS_S) + 1))
     """Evictions for room in each class of IDLE_BOUNDS_S, and beyond the last."""
     idle_evictions_s: float = 0.0  # the sum of how long they were not used
+    evicted_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    put_sizes: list[int] = field(default_factory=lambda: [0] * (len(SIZE_BOUNDS_BYTES) + 1))
+    """Puts in each class of SIZE_BOUNDS_BYTES, and beyond the last."""
+    hit_sizes: list[int] = field(default_factory=lambda: [0] * (len(SIZE_BOUNDS_BYTES) + 1))
+    """The same of hits; of those without a call only the latest are known."""
+    hit_sizes_bytes: int = 0  # the sum of their sizes
     bench: Counters | None = field(default=None, repr=False)
 
     def of(self, namespace: str) -> Counters:
         """The counters for events of this namespace."""
         return self.bench if self.bench and namespace.startswith(BENCH) else self
 
-    def evicted(self, reason: str, idle_s: float) -> None:
-        """Count an eviction of an entry that was not used for `idle_s`."""
+    def put(self, nbytes: int) -> None:
+        """Count an entry that was stored."""
+        self.puts += 1
+        self.bytes_in += nbytes
+        self.put_sizes[bisect_left(SIZE_BOUNDS_BYTES, nbytes)] += 1
+
+    def note_hit(self, nbytes: int) -> None:
+        """Count the size of an entry that a reader found."""
+        self.hit_sizes[bisect_left(SIZE_BOUNDS_BYTES, nbytes)] += 1
+        self.hit_sizes_bytes += nbytes
+
+    def evicted(self, reason: str, idle_s: float, nbytes: int) -> None:
+        """Count an eviction of an entry of `nbytes` that was not used for `idle_s`."""
         self.evictions[reason] += 1
+        self.evicted_bytes[reason] += nbytes
         if reason != "requested":
             self.idle_evictions[bisect_left(IDLE_BOUNDS_S, idle_s)] += 1
             self.idle_evictions_s += idle_s

@@ -34,7 +34,8 @@ class Evictor:
             self.evict(copy, reason)
         if not entry.copy_in:
             idle_s = max(0.0, self._now_s - entry.used_s)
-            self._counters.of(entry.namespace).evicted(reason, idle_s)
+            nbytes = entry.content.nbytes
+            self._counters.of(entry.namespace).evicted(reason, idle_s, nbytes)
         entry.step(EntryEvent.EVICT)
         self._entries.hide(entry)
         self._board.hide(entry.id, entry.key, entry.copy_in)
@@ -54,6 +55,7 @@ class Evictor:
             entry = self._entries.get(used)
             if entry is not None:
                 known_s += entry.saves_s
+                self._counters.of(entry.namespace).note_hit(entry.content.nbytes)
                 self._entries.use(entry, now_s)
         if uses.entries:  # the other reads saved about as much each
             self._counters.saved_s += known_s * uses.hits / len(uses.entries)

@@ -45,6 +45,7 @@ class Readers:
         else:
             counters.hits += 1
             counters.bytes_out += content.nbytes
+            counters.note_hit(content.nbytes)
             counters.saved_s += entry.saves_s
         lease, expires_s = self.leases.grant(session, entry, now_s)
         return Leased(lease, entry.key, content, entry.extent, expires_s, entry.id, entry.checksum)

@@ -274,8 +274,7 @@ class Writers:
         if entry.copy_in:
             counters.copies += 1
         elif is_put:
-            counters.puts += 1
-            counters.bytes_in += entry.content.nbytes
+            counters.put(entry.content.nbytes)
         else:
             counters.recovered += 1
 

@@ -22,6 +22,7 @@ from ecd.memory.disk_files import DiskFiles
 from ecd.memory.disk_format import CorruptFile, Header, file_name
 from ecd.memory.disk_limits import Breaker
 from ecd.memory.threads import Threads
+from ecd.slow_log import Stage
 from ecd_proto.mapping import Mapping
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class DiskReads:
         """Read the key's entry, unless all that want it can encode it sooner; the outcome."""
         shelved = self._files.shelf.get(flight.key)
         assert shelved is not None
+        flight.nbytes = shelved.nbytes
         read_s = self._files.read_time.seconds(shelved.nbytes + self._asked_bytes)
         if not flight.is_needed and read_s >= shelved.cost_s:
             self._counters.skipped["slower"] += 1
@@ -98,7 +100,8 @@ class DiskReads:
         turn = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
         try:
-            await asyncio.wait((turn,), timeout=until_s - time.monotonic())
+            with Stage("disk queue"):
+                await asyncio.wait((turn,), timeout=until_s - time.monotonic())
         except asyncio.CancelledError:
             if turn.done():
                 self._give_reader_back()
@@ -126,7 +129,8 @@ class DiskReads:
         ended: asyncio.Future[Header] | None = None
         is_wanted = True
         try:
-            await turns.any()
+            with Stage("turns"):
+                await turns.any()
             unknown = Content("uint8", (nbytes,), nbytes)
             outcome = await self._live.reserve(self._session, key, unknown, turns.pace())
             if isinstance(outcome, AlreadyStored | BeingWritten):
@@ -139,7 +143,8 @@ class DiskReads:
             target = self._pools[pool].writable.view(offset, rounded(nbytes))
             about = file_name(key), key, nbytes, target
             ended = self._readers.do(lambda: self._files.directory.read(*about, lambda: is_wanted))
-            await asyncio.wait((ended,), timeout=max(0.0, until_s - time.monotonic()))
+            with Stage("disk"):
+                await asyncio.wait((ended,), timeout=max(0.0, until_s - time.monotonic()))
             if not ended.done():
                 self.breaker.failed("slow", f"{nbytes} bytes take too long")
                 return LATE

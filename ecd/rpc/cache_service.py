@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
@@ -29,6 +29,7 @@ from ecd.rpc.convert import (
 )
 from ecd.rpc.origins import Disk, OtherNodes, Recovering
 from ecd.rpc.sessions import Context, SessionStreams
+from ecd.slow_log import SlowLog, Stage, time_stages
 from ecd.wire import (
     InvalidRequest,
     check_batch,
@@ -49,6 +50,8 @@ DEFAULT_PAGE = 100
 
 T = TypeVar("T")
 Ctx = grpc.aio.ServicerContext[Any, Any]
+Observe = Callable[..., None]
+"""Is told of each call its method and seconds, its request or the put, and its reply."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Monitor:
     """The operators' view: the daemon's status, and how long each kind of call takes."""
 
     status: Callable[[], pb.StatusReply]
-    observe: Callable[[str, float], None]
+    observe: Observe
+    slow_log: SlowLog = field(default_factory=SlowLog)
 
 
 class CacheService(pb_grpc.CacheServicer):
@@ -93,7 +97,7 @@ class CacheService(pb_grpc.CacheServicer):
         check_batch(request.items)
         pace = await self._live.begin()
         items = await pace.each(_wanted, request.items)
-        await self._recovery.settle([key for key, _ in items])
+        await self._settle([key for key, _ in items])
         reply = pb.ReserveReply(incarnation=self._incarnation)
         reserved: list[EntryId] = []
         try:
@@ -139,6 +143,11 @@ class CacheService(pb_grpc.CacheServicer):
         outcome = self._live.reserve_copy(session, key, EntryId(request.entry), pool)
         return to_promote_reply(outcome, self._incarnation)
 
+    async def _settle(self, keys: Sequence[Key] | None) -> None:
+        """Have these keys, or all, verified if the last daemon left them."""
+        with Stage("verifying"):
+            await self._recovery.settle(keys)
+
     # -- reading -------------------------------------------------------------------------------
 
     async def Acquire(self, request: pb.AcquireRequest, context: Ctx) -> pb.AcquireReply:
@@ -150,7 +159,7 @@ class CacheService(pb_grpc.CacheServicer):
         makes = {make.index: seconds_from(make.wait_s, "wait_s") for make in request.makes}
         pace = await self._live.begin()
         keys = await pace.each(key_from, request.keys)
-        await self._recovery.settle(keys)
+        await self._settle(keys)
         if wait_s > 0.0:
             hints = dict(await pace.each(_hints_of, request.hints))
             for index, key in enumerate(keys):
@@ -197,7 +206,7 @@ class CacheService(pb_grpc.CacheServicer):
         check_batch(request.keys)
         pace = await self._live.begin()
         keys = await pace.each(key_from, request.keys)
-        await self._recovery.settle(keys)
+        await self._settle(keys)
         contained = await pace.each(self._live.cache.contains, keys)
         return pb.ContainsReply(incarnation=self._incarnation, contained=contained)
 
@@ -219,24 +228,29 @@ class CacheService(pb_grpc.CacheServicer):
         async for request in request_iterator:
             started_s = time.perf_counter()
             name = request.WhichOneof("call")
+            asked = answer = None
+            time_stages()
             try:
                 if name is None:
                     raise InvalidRequest("an exchange without a call")
-                answer = await self._exchanged[name](getattr(request, name), context)
+                asked = getattr(request, name)
+                answer = await self._exchanged[name](asked, context)
                 reply = pb.ExchangeReply(**{name: answer})
             except (InvalidRequest, SessionOver) as error:
                 reply = pb.ExchangeReply(failure=to_failure(error))
             await context.write(reply)
             if name is not None:
-                self._monitor.observe(name.title(), time.perf_counter() - started_s)
+                took_s = time.perf_counter() - started_s
+                self._monitor.observe(name.title(), took_s, asked, answer)
 
     # -- for operators -------------------------------------------------------------------------
 
     async def Evict(self, request: pb.EvictRequest, context: Ctx) -> pb.EvictReply:
         selection = selection_from(request)
         pace = await self._live.begin()
-        await self._recovery.settle(None if selection.key is None else [selection.key])
-        first = await self._disk.erase(selection, request.dry_run)
+        await self._settle(None if selection.key is None else [selection.key])
+        with Stage("disk"):
+            first = await self._disk.erase(selection, request.dry_run)
         report = await self._live.evict(selection, request.dry_run, pace)
         # Again, for what was being written or read until its entry was evicted.
         then = (0, 0, 0) if request.dry_run else await self._disk.erase(selection, False)
@@ -271,6 +285,16 @@ class CacheService(pb_grpc.CacheServicer):
         await self._live.count_uses(await self._live.begin())
         return self._monitor.status()
 
+    async def Slow(self, request: pb.SlowRequest, context: Ctx) -> pb.SlowReply:
+        slow_log = self._monitor.slow_log
+        return pb.SlowReply(
+            incarnation=self._incarnation,
+            events=slow_log.newest(request.clear),
+            total=slow_log.total,
+            slow_s=slow_log.slow_s,
+            slow_fetch_s=slow_log.slow_fetch_s,
+        )
+
     async def Offer(self, request: pb.OfferRequest, context: Ctx) -> pb.OfferReply:
         check_batch(request.keys)
         pace = await self._live.begin()
@@ -282,8 +306,9 @@ class CacheService(pb_grpc.CacheServicer):
         check_batch(request.keys)
         pace = await self._live.begin()
         keys = await pace.each(key_from, request.keys)
-        await self._recovery.settle(keys)
-        elsewhere, is_whole = await self._others.locate(keys)
+        await self._settle(keys)
+        with Stage("other nodes"):
+            elsewhere, is_whole = await self._others.locate(keys)
         reply = pb.LocateReply(incarnation=self._incarnation, is_partial=not is_whole)
         node, now_s = self._streams.identity.holder, self._live.now_s()
         for key in keys:

@@ -161,7 +161,7 @@ class PutIntake:
         cache: Cache,
         mailboxes: Mailboxes,
         doorbell: Doorbell,
-        observe: Callable[[str, float], None],
+        observe: Callable[[str, float, Put], None],
     ) -> None:
         """`observe` is told how long each put took here, as for calls.
 
@@ -246,7 +246,7 @@ class PutIntake:
             self._mailboxes.answer(session, put, outcome)
             if outcome != REFUSED:  # a refused put may claim any size
                 self._to_grant[session] = put.content.nbytes
-            self._observe("Put", time.perf_counter() - started_s)
+            self._observe("Put", time.perf_counter() - started_s, put)
         return len(puts)
 
     def _store(self, session: SessionId, put: Put, now_s: float, woken: list[Wakeup]) -> int:

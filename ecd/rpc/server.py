@@ -11,10 +11,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ecd.rpc.cache_service import CacheService
+from ecd.rpc.cache_service import CacheService, Observe
 from ecd.rpc.convert import STATUS, SessionOver
 from ecd.rpc.listener import Listener
 from ecd.rpc.socket import OwnedSocket, SocketError
+from ecd.slow_log import time_stages
 from ecd.wire import InvalidRequest
 from ecd_proto.contract import MAX_MESSAGE_BYTES
 from ecd_proto.v1 import cache_pb2 as pb
@@ -35,7 +36,7 @@ class _Calls(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         unavailable: Callable[[], str | None],
-        observe: Callable[[str, float], None],
+        observe: Observe,
     ) -> None:
         self._unavailable = unavailable
         self._observe = observe
@@ -72,13 +73,16 @@ class _Calls(grpc.aio.ServerInterceptor):
             if reason is not None:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
             started_s = time.perf_counter()
+            reply = None
+            time_stages()
             try:
-                return await behavior(request, context)
+                reply = await behavior(request, context)
+                return reply
             except (InvalidRequest, SessionOver) as error:
                 await context.abort(STATUS[type(error)], str(error))
             finally:
                 if timed:
-                    self._observe(name, time.perf_counter() - started_s)
+                    self._observe(name, time.perf_counter() - started_s, request, reply)
 
         return called
 
@@ -90,7 +94,7 @@ class Server:
         self,
         service: CacheService,
         unavailable: Callable[[], str | None],
-        observe: Callable[[str, float], None],
+        observe: Observe,
     ) -> None:
         """`unavailable` says why calls are refused now; `observe` is told how long each took."""
         self._service = service

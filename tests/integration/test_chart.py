@@ -83,6 +83,12 @@ def test_the_charts_values_change_what_they_name(tmp_path: Path) -> None:
     assert only(built, "PodMonitor")["metadata"]["labels"] == {"release": "prometheus"}
     rules = ROOT / "deploy" / "prometheus" / "ecd.rules.yml"
     assert only(built, "PrometheusRule")["spec"] == yaml.safe_load(rules.read_text())
+    switched["prometheusRule"]["runbook"] = "https://docs.example/runbook/"
+    [group] = only(chart(**switched), "PrometheusRule")["spec"]["groups"]
+    for rule in group["rules"]:
+        url = f"https://docs.example/runbook/#{rule['alert'].lower()}"
+        assert rule["annotations"].pop("runbook_url") == url
+    assert {"groups": [group]} == yaml.safe_load(rules.read_text())
     dashboard = only(built, "ConfigMap", "ecd-dashboard")["data"]["ecd.json"]
     assert json.loads(dashboard) == json.loads((ROOT / "deploy/grafana/ecd.json").read_text())
 

@@ -19,9 +19,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from ecd.__main__ import OF_ECD_CLI
 from ecd_client import Client
 from ecd_client.cli import render
 from ecd_client.cli.context import out
+from ecd_client.cli.main import app
 from ecd_client.cli.top import Top
 from ecd_client.errors import EntryTooLarge
 from ecd_proto.shm.files import IN_MEMORY, filesystem
@@ -41,12 +43,12 @@ def cli(daemon: Daemon, *arguments: str, stdin: str | None = None) -> subprocess
     )
 
 
-def on_a_terminal(daemon: Daemon, *arguments: str) -> str:
+def on_a_terminal(daemon: Daemon, *arguments: str, columns: int = 120) -> str:
     ours, theirs = pty.openpty()
     running = subprocess.Popen(
         [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, *arguments],
         stdout=theirs,
-        env=os.environ | {"COLUMNS": "120"},
+        env=os.environ | {"COLUMNS": str(columns)},
     )
     os.close(theirs)
     shown = b""
@@ -180,6 +182,10 @@ def test_ls_finds_and_sorts_and_keeps_keys_whole_in_a_pipe(daemon: Daemon) -> No
     assert f"{other[:9]}..{other[-9:]}" in shown
     assert other not in shown
     assert other in on_a_terminal(daemon, "ls", "--wide")
+    narrow = on_a_terminal(daemon, "ls", columns=80)
+    assert f"{other[:9]}..{other[-9:]}" in narrow
+    assert "4 MiB" in narrow
+    assert "\u2026" not in narrow, "what has no room is left out, not cut"
 
 
 def test_evict_says_what_goes_and_asks_before_more_than_one(daemon: Daemon) -> None:
@@ -354,6 +360,15 @@ def test_each_program_tells_its_version_and_its_options(program: str) -> None:
     told = subprocess.run([path, "--version"], capture_output=True, text=True)
     assert told.stdout.strip() == version("encoder-cache-daemon")
     assert "Usage" in subprocess.run([path, "-h"], capture_output=True, text=True).stdout
+
+
+def test_ecd_says_which_program_is_meant() -> None:
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert set(OF_ECD_CLI) == names
+    command = [sys.executable, "-m", "ecd", "ls", "--sort", "size"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(": ecd-cli ls --sort size\n")
 
 
 def test_an_environment_without_the_daemon_says_so() -> None:

@@ -108,6 +108,9 @@ def test_sessions_that_end_in_any_way_are_counted_whole(lasting: Daemon, way: st
             assert min(each.values()) > 20
             did += each
     assert told(lasting) == sums(did)
+    counters = lasting.status().counters
+    assert (sum(counters.put_sizes), sum(counters.hit_sizes)) == (did["puts"], did["hits"])
+    assert counters.hit_sizes_bytes == counters.bytes_out
     entries = lasting.evict_all().entries
     assert entries == did["puts"]
     assert lasting.status().counters.evictions["requested"] == entries

@@ -448,6 +448,9 @@ def test_metrics_tell_what_happened(daemon: Daemon, client: Client) -> None:
     assert found["ecd_puts_total"] == 1
     assert found["ecd_duplicates_total"] == 1
     assert found["ecd_bytes_in_total"] == found["ecd_bytes_out_total"] == 4096
+    for what in ("put", "hit"):
+        assert found[f'ecd_{what}_bytes_bucket{{le="4096.0"}}'] == 1
+        assert found[f"ecd_{what}_bytes_sum"] == 4096
     pool = {
         name.removeprefix("ecd_pool_").removesuffix('{pool="host"}'): value
         for name, value in found.items()
@@ -463,12 +466,15 @@ def test_metrics_tell_what_happened(daemon: Daemon, client: Client) -> None:
     assert found['ecd_evictions_total{reason="capacity"}'] == 0
     assert found['ecd_call_seconds_count{method="Reserve"}'] == 2, "a duplicate makes no call"
     assert found["ecd_event_loop_lag_seconds_count"] >= 1
+    assert not any(name.startswith("ecd_fetch") for name in found), "there are no other nodes"
     item.close()
     with Client(daemon.address) as small:
         for index in range(40):
             small.put(f"fill{index}", torch.zeros(4 << 20, dtype=torch.int8))
     evictions = re.findall(r'ecd_evictions_total\{reason="\w+"\} (\d+)', daemon.metrics())
     assert sum(map(int, evictions)) >= 24
+    evicted = re.findall(r'ecd_evicted_bytes_total\{reason="\w+"\} (\S+)', daemon.metrics())
+    assert sum(map(float, evicted)) >= 23 * (4 << 20)
 
 
 # -- the end ---------------------------------------------------------------------------------------

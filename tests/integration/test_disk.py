@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -472,6 +473,23 @@ def test_operators_see_it_and_are_told_of_a_file_that_cannot_be_removed(faulty: 
     faulty.end("fail-remove")
     assert cli(daemon, "evict", "--all", "--yes").returncode == 0, "they are tried again"
     assert not files(daemon)
+
+
+def test_a_slow_read_is_in_the_slow_log_with_what_it_waited_for(faulty: FaultyDisk) -> None:
+    daemon = faulty.daemon
+    sizes = fill(daemon)
+    faulty.begin("slow-read")  # by 0.2 s; by default what takes 0.1 s is slow
+    with Client(daemon.address, namespace="default") as client:
+        key = next(key for key in on_disk(daemon, sizes) if not client.contains([key])[0])
+        with client.get(key, 10.0) as item:
+            assert bytes(item.view) == content(key, LARGE)
+    [event] = json.loads(cli(daemon, "slow", "--json").stdout)["events"]
+    assert (event["kind"], event["mm_hash"], event["outcome"]) == (
+        *("disk read", key, "read from disk"),
+    )
+    assert 0.2 <= event["stages"]["disk"] <= event["seconds"]
+    assert LARGE <= event["nbytes"] < 2 * LARGE
+    assert "slow: disk read of" in daemon.text()
 
 
 @pytest.mark.parametrize("fault", ["fail-write", "full-write", "hang-write"])

@@ -23,7 +23,7 @@ from support.daemon import Daemon, eventually
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "ecd.rules.yml"
 DASHBOARD = DEPLOY / "grafana" / "ecd.json"
-EMPTY_WHEN_WELL = {"Refusals, by cause", "Directory's errors"}
+EMPTY_WHEN_WELL = {"Refusals, by cause", "Directory's errors", "Slow events, by kind"}
 """Panels that may have nothing to show."""
 
 
@@ -92,11 +92,13 @@ def test_promtool_finds_nothing_wrong_with_the_rules() -> None:
 
 def test_every_alert_is_seen_to_fire_and_has_its_line_in_the_runbook() -> None:
     tests = RULES.with_name("ecd.rules.test.yml").read_text()
-    assert len(alerts()) == RULES.read_text().count("runbook:")
+    assert len(alerts()) == RULES.read_text().count("description:")
+    runbook = (DEPLOY.parent / "docs" / "runbook.md").read_text()
     for alert in alerts():
         assert re.search(rf'ALERTS{{alertname="{alert}", alertstate="firing".*value: 1', tests), (
             alert
         )
+        assert f'<a id="{alert.lower()}"></a>`{alert}`' in runbook, "the chart's runbook_url"
 
 
 @pytest.mark.parametrize("source", [RULES, DASHBOARD], ids=["rules", "dashboard"])
@@ -105,10 +107,15 @@ def test_every_metric_that_is_asked_for_is_exported(source: Path, exported: set[
     if source == DASHBOARD:
         expressions = "\n".join(expression for _, expression in queries())
     else:
-        expressions = re.sub(r"^ *(runbook|summary):.*$", "", expressions, flags=re.MULTILINE)
+        expressions = re.sub(r"^ *(description|summary):.*$", "", expressions, flags=re.MULTILINE)
     asked = set(re.findall(r"\becd_\w+", expressions))
     assert len(asked) > 10
     assert asked <= exported
+
+
+def test_every_panel_says_what_it_shows() -> None:
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        assert panel["type"] == "row" or panel["description"].endswith("."), panel["title"]
 
 
 def test_grafana_knows_every_field_of_the_dashboard() -> None:

@@ -112,7 +112,7 @@ class TwoPools:
             node.streams.end_all()
             await server.stop(1.0)
 
-    def _observe(self, method: str, _: float) -> None:
+    def _observe(self, method: str, *_: object) -> None:
         self.calls[method] += 1
 
 

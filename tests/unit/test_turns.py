@@ -39,6 +39,7 @@ from ecd.rpc.inbound_link import UNREAD_WITH_BYTES, InboundLink
 from ecd.rpc.origins import NoOtherNodes, NothingToRecover
 from ecd.rpc.puts import MAX_RINGS, PUTS_AT_A_TIME, Doorbell
 from ecd.rpc.sessions import Stream
+from ecd.slow_log import SlowLog, time_stages
 from ecd.turns import PIECE, Turns
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.shm.files import GRANULE_BYTES
@@ -421,14 +422,18 @@ def test_room_that_others_take_again_is_not_made_for_ever(
     clock = itertools.count()
     monkeypatch.setattr(node.live, "now_s", lambda: next(clock) / 100)
     replies: list[pb.ReserveReply] = []
+    slow_log = SlowLog()
 
     async def act() -> None:
+        time_stages()
         replies.append(await node.call("Reserve", reserve_request(node, keys(1))))
+        slow_log.call("Reserve", 1.0, None)
 
     node.run(act)
     [outcome] = replies[0].outcomes
     assert outcome.WhichOneof("outcome") == "pool_full"
     assert node.cache.counters.refused["pool_full"] == 1
+    assert slow_log.newest(clear=False)[0].stages["room"] > 0.0
 
 
 def test_a_pin_is_seen_though_its_page_is_as_it_was(node: Node) -> None:

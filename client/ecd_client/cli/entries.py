@@ -161,7 +161,7 @@ def put(
 
 def evict(
     context: typer.Context,
-    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="One item's mm_hash.")] = None,
+    key: Annotated[str | None, typer.Argument(metavar="KEY", help="One item's mm_hash.")] = None,
     namespace: Annotated[str | None, typer.Option(help="Only entries of this namespace.")] = None,
     older_than: Annotated[
         str | None, typer.Option(help="Only stored at least this long ago: 30s, 10m, 2h, 1d.")

@@ -16,7 +16,7 @@ import typer
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its retries are not the user's business
 
 from ecd_client.calls import resolve
-from ecd_client.cli import daemon, entries, render, routing
+from ecd_client.cli import daemon, entries, render, routing, slow_log
 from ecd_client.cli.context import (
     FAILED,
     UNREACHABLE,
@@ -73,6 +73,7 @@ app.command()(daemon.bench)
 app.command()(daemon.top)
 app.command()(routing.locate)
 app.command()(routing.watch)
+app.command()(slow_log.slow)
 
 
 def _address_first(arguments: list[str]) -> list[str]:

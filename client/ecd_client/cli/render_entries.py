@@ -16,6 +16,8 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_WIDTH = 10_000
 """Columns of a table whose rows are whole, for programs that read lines."""
+LEFT_OUT = ("dtype", "shape", "pool", "leases", "age")
+"""Columns that a narrow terminal does without, one after the other."""
 
 
 def entries(
@@ -50,9 +52,24 @@ def entries(
     if whole:
         Console(file=out.file, highlight=False, emoji=False, width=MAX_WIDTH).print(table)
     else:
-        out.print(table)
+        out.print(_fitting(table, out))
     if more:
         out.print(f"The first {len(found):,} entries; --limit shows more.")
+
+
+def _fitting(table: Table, out: Console) -> Table:
+    """The table, or one without as many of its columns as the others need to be whole."""
+    wide = out.options.update(width=MAX_WIDTH)
+    for name in LEFT_OUT:
+        if out.measure(table, options=wide).maximum <= out.width:
+            break
+        kept = [column for column in table.columns if column.header != name]
+        table = Table(box=None, pad_edge=False)
+        for column in kept:
+            table.add_column(column.header, no_wrap=True)
+        for row in zip(*(column.cells for column in kept), strict=True):
+            table.add_row(*row)
+    return table
 
 
 @dataclass

@@ -1467,6 +1467,124 @@ class StatusReply(google.protobuf.message.Message):
 global___StatusReply = StatusReply
 
 @typing.final
+class SlowRequest(google.protobuf.message.Message):
+    """The slow log: what took longer than the thresholds, the last of it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLEAR_FIELD_NUMBER: builtins.int
+    clear: builtins.bool
+    """forget what the reply holds"""
+    def __init__(
+        self,
+        *,
+        clear: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clear", b"clear"]) -> None: ...
+
+global___SlowRequest = SlowRequest
+
+@typing.final
+class SlowReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    TOTAL_FIELD_NUMBER: builtins.int
+    SLOW_S_FIELD_NUMBER: builtins.int
+    SLOW_FETCH_S_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    total: builtins.int
+    """since the start, those that are no longer kept included"""
+    slow_s: builtins.float
+    """the threshold of calls, puts and disk reads"""
+    slow_fetch_s: builtins.float
+    """that of fetches from other nodes"""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SlowEvent]:
+        """the newest first"""
+
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        events: collections.abc.Iterable[global___SlowEvent] | None = ...,
+        total: builtins.int = ...,
+        slow_s: builtins.float = ...,
+        slow_fetch_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "incarnation", b"incarnation", "slow_fetch_s", b"slow_fetch_s", "slow_s", b"slow_s", "total", b"total"]) -> None: ...
+
+global___SlowReply = SlowReply
+
+@typing.final
+class SlowEvent(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class StagesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    UNIX_S_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    MM_HASH_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    STAGES_FIELD_NUMBER: builtins.int
+    PEER_FIELD_NUMBER: builtins.int
+    OUTCOME_FIELD_NUMBER: builtins.int
+    unix_s: builtins.float
+    """when it began"""
+    kind: builtins.str
+    """the call's name, "Put", "fetch" or "disk read" """
+    seconds: builtins.float
+    namespace: builtins.str
+    """of the first key"""
+    mm_hash: builtins.str
+    keys: builtins.int
+    nbytes: builtins.int
+    """as far as known"""
+    peer: builtins.str
+    """of a fetch"""
+    outcome: builtins.str
+    """of a fetch and a disk read"""
+    @property
+    def stages(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """seconds that went into each; the rest has no name"""
+
+    def __init__(
+        self,
+        *,
+        unix_s: builtins.float = ...,
+        kind: builtins.str = ...,
+        seconds: builtins.float = ...,
+        namespace: builtins.str = ...,
+        mm_hash: builtins.str = ...,
+        keys: builtins.int = ...,
+        nbytes: builtins.int = ...,
+        stages: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        peer: builtins.str = ...,
+        outcome: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "kind", b"kind", "mm_hash", b"mm_hash", "namespace", b"namespace", "nbytes", b"nbytes", "outcome", b"outcome", "peer", b"peer", "seconds", b"seconds", "stages", b"stages", "unix_s", b"unix_s"]) -> None: ...
+
+global___SlowEvent = SlowEvent
+
+@typing.final
 class NamespaceStatus(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1714,6 +1832,22 @@ class Counters(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class EvictedBytesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     HITS_FIELD_NUMBER: builtins.int
     MISSES_FIELD_NUMBER: builtins.int
     PUTS_FIELD_NUMBER: builtins.int
@@ -1732,6 +1866,10 @@ class Counters(google.protobuf.message.Message):
     IDLE_EVICTIONS_FIELD_NUMBER: builtins.int
     IDLE_EVICTIONS_S_FIELD_NUMBER: builtins.int
     COSTS_FORGOTTEN_FIELD_NUMBER: builtins.int
+    PUT_SIZES_FIELD_NUMBER: builtins.int
+    HIT_SIZES_FIELD_NUMBER: builtins.int
+    HIT_SIZES_BYTES_FIELD_NUMBER: builtins.int
+    EVICTED_BYTES_FIELD_NUMBER: builtins.int
     hits: builtins.int
     misses: builtins.int
     puts: builtins.int
@@ -1755,6 +1893,8 @@ class Counters(google.protobuf.message.Message):
     """
     costs_forgotten: builtins.int
     """of a namespace and modality: there are too many"""
+    hit_sizes_bytes: builtins.int
+    """the sum of the latter: of a burst only the last reads are known"""
     @property
     def evictions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by reason"""
@@ -1766,6 +1906,16 @@ class Counters(google.protobuf.message.Message):
     @property
     def idle_evictions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """for room, by how long the entry was not used: up to 1 s, 10 s,"""
+
+    @property
+    def put_sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Entries by size, each class 4 times as large as the one before: up to 4 KiB, ... 4 GiB, and larger."""
+
+    @property
+    def hit_sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def evicted_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """by reason"""
 
     def __init__(
         self,
@@ -1788,8 +1938,12 @@ class Counters(google.protobuf.message.Message):
         idle_evictions: collections.abc.Iterable[builtins.int] | None = ...,
         idle_evictions_s: builtins.float = ...,
         costs_forgotten: builtins.int = ...,
+        put_sizes: collections.abc.Iterable[builtins.int] | None = ...,
+        hit_sizes: collections.abc.Iterable[builtins.int] | None = ...,
+        hit_sizes_bytes: builtins.int = ...,
+        evicted_bytes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "copies", b"copies", "costs_forgotten", b"costs_forgotten", "duplicates", b"duplicates", "evictions", b"evictions", "hits", b"hits", "idle_evictions", b"idle_evictions", "idle_evictions_s", b"idle_evictions_s", "leases_expired", b"leases_expired", "misses", b"misses", "peer_leases", b"peer_leases", "puts", b"puts", "recovered", b"recovered", "refused", b"refused", "saved_s", b"saved_s", "waits_expired", b"waits_expired"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "copies", b"copies", "costs_forgotten", b"costs_forgotten", "duplicates", b"duplicates", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_sizes", b"hit_sizes", "hit_sizes_bytes", b"hit_sizes_bytes", "hits", b"hits", "idle_evictions", b"idle_evictions", "idle_evictions_s", b"idle_evictions_s", "leases_expired", b"leases_expired", "misses", b"misses", "peer_leases", b"peer_leases", "put_sizes", b"put_sizes", "puts", b"puts", "recovered", b"recovered", "refused", b"refused", "saved_s", b"saved_s", "waits_expired", b"waits_expired"]) -> None: ...
 
 global___Counters = Counters
 

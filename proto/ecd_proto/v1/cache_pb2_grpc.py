@@ -74,6 +74,11 @@ class CacheStub(object):
                 request_serializer=ecd__proto_dot_v1_dot_cache__pb2.StatusRequest.SerializeToString,
                 response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.StatusReply.FromString,
                 )
+        self.Slow = channel.unary_unary(
+                '/ecd.v1.Cache/Slow',
+                request_serializer=ecd__proto_dot_v1_dot_cache__pb2.SlowRequest.SerializeToString,
+                response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.SlowReply.FromString,
+                )
         self.Offer = channel.unary_unary(
                 '/ecd.v1.Cache/Offer',
                 request_serializer=ecd__proto_dot_v1_dot_cache__pb2.OfferRequest.SerializeToString,
@@ -172,6 +177,12 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Slow(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Offer(self, request, context):
         """Other nodes.
         """
@@ -254,6 +265,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.StatusRequest.FromString,
                     response_serializer=ecd__proto_dot_v1_dot_cache__pb2.StatusReply.SerializeToString,
+            ),
+            'Slow': grpc.unary_unary_rpc_method_handler(
+                    servicer.Slow,
+                    request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.SlowRequest.FromString,
+                    response_serializer=ecd__proto_dot_v1_dot_cache__pb2.SlowReply.SerializeToString,
             ),
             'Offer': grpc.unary_unary_rpc_method_handler(
                     servicer.Offer,
@@ -481,6 +497,23 @@ class Cache(object):
         return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Status',
             ecd__proto_dot_v1_dot_cache__pb2.StatusRequest.SerializeToString,
             ecd__proto_dot_v1_dot_cache__pb2.StatusReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Slow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Slow',
+            ecd__proto_dot_v1_dot_cache__pb2.SlowRequest.SerializeToString,
+            ecd__proto_dot_v1_dot_cache__pb2.SlowReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -91,6 +91,11 @@ class CacheStub:
         ecd_proto.v1.cache_pb2.StatusReply,
     ]
 
+    Slow: grpc.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.SlowRequest,
+        ecd_proto.v1.cache_pb2.SlowReply,
+    ]
+
     Offer: grpc.UnaryUnaryMultiCallable[
         ecd_proto.v1.cache_pb2.OfferRequest,
         ecd_proto.v1.cache_pb2.OfferReply,
@@ -175,6 +180,11 @@ class CacheAsyncStub:
     Status: grpc.aio.UnaryUnaryMultiCallable[
         ecd_proto.v1.cache_pb2.StatusRequest,
         ecd_proto.v1.cache_pb2.StatusReply,
+    ]
+
+    Slow: grpc.aio.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.SlowRequest,
+        ecd_proto.v1.cache_pb2.SlowReply,
     ]
 
     Offer: grpc.aio.UnaryUnaryMultiCallable[
@@ -286,6 +296,13 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: ecd_proto.v1.cache_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[ecd_proto.v1.cache_pb2.StatusReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.StatusReply]]: ...
+
+    @abc.abstractmethod
+    def Slow(
+        self,
+        request: ecd_proto.v1.cache_pb2.SlowRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ecd_proto.v1.cache_pb2.SlowReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.SlowReply]]: ...
 
     @abc.abstractmethod
     def Offer(
