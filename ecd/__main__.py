@@ -7,7 +7,7 @@ import sys
 
 OF_ECD_CLI = (
     *("status", "top", "doctor", "bench", "ls", "namespaces", "get", "put", "evict", "peers"),
-    *("locate", "watch", "slow"),
+    *("locate", "watch", "slow", "keep", "unkeep"),
 )
 """Commands that newcomers ask of `ecd`."""
 

@@ -22,6 +22,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from ecd import config_rules
+from ecd.core.rules import Rules
 from ecd_proto.contract import NODE_PATTERN, as_address, default_address
 
 ENV_PREFIX = "ECD_"
@@ -33,7 +35,8 @@ KERNEL_PORTS = range(32768, 61000)
 MIN_ENGINE_PORTS = 2
 SECRETS = ("peer_token",)
 """Settings without a flag: every user of the machine can read a process's arguments."""
-RELOADABLE = ("log_level", "peers", "hint_networks", "fetch_timeout_s", "slow_log_s")
+RULES = ("namespace_quotas", "namespace_ttls", "kept_share")
+RELOADABLE = ("log_level", "peers", "hint_networks", "fetch_timeout_s", "slow_log_s", *RULES)
 """Settings that a running daemon takes over on SIGHUP."""
 
 
@@ -77,6 +80,23 @@ class Config(BaseSettings):
         description="Which entries of the host pool are evicted first. value: those that save the "
         "least encoding time per byte, weighed by how often they are read. lru: those read "
         "longest ago.",
+    )
+    namespace_quotas: Annotated[dict[str, int | str], NoDecode] = Field(
+        default={},
+        description="Most of the host pool that one namespace may have, by patterns of names: "
+        "PATTERN=SIZE,*=10%, or a TOML table. The exact name counts, else the longest pattern. By "
+        "default all of it.",
+    )
+    namespace_ttls: Annotated[dict[str, float], NoDecode] = Field(
+        default={},
+        description="The age, since their put, at which entries are evicted, by patterns of their "
+        "namespaces' names: PATTERN=30m,*=7d (s, m, h, d), or a TOML table. By default none.",
+    )
+    kept_share: float = Field(
+        default=0.5,
+        ge=0.0,
+        le=1.0,
+        description="Most of the host pool that `ecd-cli keep` may keep at a time.",
     )
     trace: Path | None = Field(
         default=None,
@@ -252,6 +272,16 @@ class Config(BaseSettings):
         """Accept sizes as Kubernetes writes them, too: 4Gi."""
         return f"{value}B" if isinstance(value, str) and value.endswith("i") else value
 
+    @field_validator("namespace_quotas", mode="before")
+    @classmethod
+    def _quotas(cls, value: object) -> object:
+        return config_rules.quotas(value)
+
+    @field_validator("namespace_ttls", mode="before")
+    @classmethod
+    def _ttls(cls, value: object) -> object:
+        return config_rules.ttls(value)
+
     @field_validator("devices", "peers", "hint_networks", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
@@ -320,6 +350,11 @@ class Config(BaseSettings):
                 "allow it with peer_insecure on a network of trusted machines"
             )
         return self
+
+    def rules(self, pool_bytes: int) -> Rules:
+        """What operators have set for namespaces, with a host pool of `pool_bytes`."""
+        of_namespaces = self.namespace_quotas, self.namespace_ttls
+        return config_rules.rules(*of_namespaces, self.kept_share, pool_bytes)
 
     @property
     def token(self) -> str | None:

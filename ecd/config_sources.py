@@ -77,7 +77,7 @@ def _sentence(wrong: ErrorDetails, origins: dict[str, str]) -> str:
     begin = f"{name} (from {origins[name]})"
     setting = Config.model_fields.get(name)
     if setting is None and isinstance(wrong["input"], dict):
-        return f"{begin} is a table: settings stand in none, but for mooncake's variables"
+        return f"{begin} is a table: settings stand in none, but for mooncake and namespace_*"
     if setting is None:
         return f"{begin} is no setting: {_meant(name, Config.model_fields)}"
     if len(wrong["loc"]) > 1 or wrong["type"] == "string_pattern_mismatch":

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ecd.background import Background, first_of
 from ecd.cluster.cluster import Cluster, PoolMemory
-from ecd.config import RELOADABLE, Config, ConfigError
+from ecd.config import RELOADABLE, RULES, Config, ConfigError
 from ecd.core.board import Uses
 from ecd.core.cache import DEFAULT_LIMITS
 from ecd.events import Events
@@ -112,6 +112,8 @@ class Daemon:
         self._has_served = False
         self._cluster: Cluster | None = None
         self._flights: Flights | None = None
+        self._live: LiveCache | None = None
+        self._disk: DiskTier | None = None
         self._slow_log: SlowLog | None = None
         self._background = Background()
         self._gid = _gid(config.group)
@@ -222,7 +224,8 @@ class Daemon:
         config, board, pools = self._config, self._board, self._pools
         recorder = self._make_recorder(metrics, running)
         cache = make_cache(
-            pools, config.lease_ttl_s, board, self._devices, config.eviction, recorder
+            *(pools, config.lease_ttl_s, board, self._devices, config.eviction, recorder),
+            config.rules(self._pool.nbytes),
         )
         doorbell_path = None if board.doorbell is None else board.doorbell.path
         attach_path = None if self._attach is None else self._attach.path
@@ -233,7 +236,7 @@ class Daemon:
             metrics.observe_call(method, seconds)
             slow_log.call(method, seconds, *about)
 
-        live = live_cache(cache, board, observe)
+        live = self._live = live_cache(cache, board, observe)
         node = Node(live, files, self._identity, slow_log)
         if self._attach is not None:
             self._attach.listen(node.streams, self._devices)
@@ -242,7 +245,7 @@ class Daemon:
         checksums = Checksums(live, pools)
         running.callback(checksums.close)
         recovery = self._make_recovery(live, checksums)
-        disk = self._make_disk(node, status, running)
+        disk = self._disk = self._make_disk(node, status, running)
 
         def figures() -> pb.StatusReply:
             live.scan()  # or what was read a moment ago would be missing
@@ -457,6 +460,10 @@ class Daemon:
             self._slow_log.slow_s = self._config.slow_log_s
         if self._cluster is not None:
             self._cluster.reload(self._config)
+        if self._live is not None and any(name in RULES for name in changed):
+            self._live.use_rules(self._config.rules(self._pool.nbytes))
+            if self._disk is not None:
+                self._background.spawn(self._disk.reapply_rules())
 
 
 async def _first_of(*awaitables: Awaitable[object]) -> None:

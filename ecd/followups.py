@@ -159,7 +159,7 @@ class FollowUps:
         for session, leases in ended.items():
             if subscriber := self._subscribers.get(session):
                 subscriber.leases_ended(session, leases)
-        self.after(overdue)
+        self.after(overdue, changed=self._cache.rules.has_ttls)
 
     # -- room ----------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from ecd.core.outcomes import (
     Commitment,
     Committed,
     EntryTooLarge,
+    Keeping,
     Leased,
     LimitReached,
     MakingRoom,
@@ -34,6 +35,7 @@ from ecd.core.outcomes import (
     Wakeup,
 )
 from ecd.core.pool import Pool
+from ecd.core.rules import Rules
 from ecd.core.types import (
     Answer,
     Content,
@@ -263,11 +265,14 @@ class LiveCache:
         checksum: int | None = None,
         content: Content | None = None,
         refetch_s: float = math.inf,
+        age_s: float = 0.0,
     ) -> Commitment:
-        about = checksum, content, refetch_s
+        about = checksum, content, refetch_s, age_s
         outcome = self.cache.commit(session, reservation, self.now_s(), *about)
         if isinstance(outcome, Committed):
             self._followups.after(outcome.woken, changed=True)
+            if self.cache.is_over_quota:
+                self._followups.after_filling()
         return outcome
 
     def abort(self, session: SessionId, reservation: EntryId) -> Abortion:
@@ -383,6 +388,7 @@ class LiveCache:
                 total.nbytes + some.nbytes,
                 total.leased + some.leased,
                 some.next_after,
+                total.kept + some.kept,
             )
             self._followups.after(changed=True)
             await pace.turn()
@@ -390,6 +396,26 @@ class LiveCache:
                 await self._scan_pins(pace)
                 await pace.turn()
         return total
+
+    # -- operators' rules ----------------------------------------------------------------------
+
+    def keep(self, key: Key, for_s: float | None) -> Keeping:
+        """As `Cache.keep`, for so long; None: without an end."""
+        outcome = self.cache.keep(key, math.inf if for_s is None else self.now_s() + for_s)
+        self._followups.after()
+        return outcome
+
+    def use_rules(self, rules: Rules) -> None:
+        """Take rules over at once, and apply them, in turns, to what is stored."""
+        self.cache.use_rules(rules)
+        self._background.spawn(self._reapply_rules())
+
+    async def _reapply_rules(self) -> None:
+        after: EntryId | None = EntryId(0)
+        while after is not None:
+            after = self.cache.reapply_rules(after, EVICTED_AT_A_TIME)
+            await self.turns.next()
+        self._followups.after_filling()
 
     async def _scan_pins(self, pace: Pace) -> None:
         """Scan pins until every evicted entry that nobody reads is free."""

@@ -201,6 +201,7 @@ class _CoreCollector(Collector):
             ),
             ("free_bytes", "Bytes in no extent; those granted are among them."),
             ("largest_free_bytes", "Largest free extent."),
+            ("kept_bytes", "Bytes of entries that operators keep."),
         ):
             full_name = f"ecd_pool_{name.removeprefix('pool_')}"
             gauge = GaugeMetricFamily(full_name, text, labels=["pool"])
@@ -254,6 +255,7 @@ def _of_disk(disk: pb.DiskStatus) -> Iterable[Metric]:
         ("evictions", "Files removed for room.", disk.evictions),
         ("kept", "Entries evicted from memory that were on disk.", disk.kept),
         ("lost", "Entries evicted from memory that were not on disk.", disk.lost),
+        ("expired", "Files removed as their entries' time was over.", disk.expired),
     ):
         yield CounterMetricFamily(f"ecd_disk_{name}", text, value=count)
     for name, text, label, counts in (
@@ -295,7 +297,15 @@ def _namespaces(status: pb.StatusReply) -> Iterable[Metric]:
         entries, nbytes = entries - each.entries, nbytes - each.nbytes
     by_entries.add_metric([OTHERS], entries)
     by_bytes.add_metric([OTHERS], nbytes)
-    return by_entries, by_bytes
+    quotas = GaugeMetricFamily(
+        "ecd_namespace_quota_bytes",
+        "Bytes that it may have, where it has a quota.",
+        labels=["namespace"],
+    )
+    for each in named:
+        if each.HasField("quota_bytes"):
+            quotas.add_metric([each.namespace], each.quota_bytes)
+    return by_entries, by_bytes, quotas
 
 
 class _PeersCollector(Collector):

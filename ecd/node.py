@@ -10,9 +10,10 @@ from types import MappingProxyType
 from typing import Literal
 
 from ecd.core.allocator import Allocator
-from ecd.core.cache import DEFAULT_LIMITS, Cache
+from ecd.core.cache import DEFAULT_LIMITS, NO_RULES, Cache
 from ecd.core.policy import Lru
 from ecd.core.pool import Pool
+from ecd.core.rules import Rules
 from ecd.core.value_density import ValueDensity, fingerprints
 from ecd.flights import Flights
 from ecd.identity import NodeIdentity
@@ -47,6 +48,7 @@ def make_cache(
     devices: Mapping[int, DevicePool] = MappingProxyType({}),
     eviction: Literal["value", "lru"] = "value",
     recorder: Recorder | None = None,
+    rules: Rules = NO_RULES,
 ) -> Cache:
     """The core over these pools, by their numbers, the nearest to readers first.
 
@@ -69,7 +71,7 @@ def make_cache(
         Pool(Allocator(number, each.nbytes, GRANULE_BYTES), "device", holds_copies=True)
         for number, each in devices.items()
     ]
-    return Cache(pools, lease_ttl_s, DEFAULT_LIMITS, board.index)
+    return Cache(pools, lease_ttl_s, DEFAULT_LIMITS, board.index, rules)
 
 
 def live_cache(

@@ -12,7 +12,7 @@ The first line is a JSON object, the header; each other line is a JSON array, on
     ["hold", entry]              the first reader came
     ["let go", entry]            the last reader went
     ["plan", nbytes, entries]    evicted together for an extent of `nbytes`; 0: the coldest, to trim
-    ["evict", entry, reason]     each of them, and those that were asked for
+    ["evict", entry, reason]     each of them, and those of a quota, too old or asked for
     ["hole", records]            so many records are missing here: they came too quickly
     ["end"]                      the daemon ended the trace
 

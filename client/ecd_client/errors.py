@@ -15,11 +15,17 @@ class DaemonUnavailable(EcdError):
 
 
 class PoolFull(EcdError):
-    """All of the pool is leased or being written. Try later, or raise ECD_HOST_POOL_BYTES."""
+    """All of the pool, or of the namespace's quota, is held.
+
+    Try later, or raise ECD_HOST_POOL_BYTES, or ECD_NAMESPACE_QUOTAS.
+    """
 
 
 class EntryTooLarge(EcdError):
-    """The tensor is larger than the whole pool: raise ECD_HOST_POOL_BYTES."""
+    """The tensor is larger than the whole pool, or than its namespace's quota.
+
+    Raise ECD_HOST_POOL_BYTES, or ECD_NAMESPACE_QUOTAS.
+    """
 
 
 class InvalidArgument(EcdError, ValueError):

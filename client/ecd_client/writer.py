@@ -264,7 +264,7 @@ class _Put:
             reply = self.session.calls.now("reserve", self._reserve_request())
         else:
             reply = self._reply.result()
-        outcome = reply.outcomes[0]
+        entry, outcome = self._entry, reply.outcomes[0]
         match outcome.WhichOneof("outcome"):
             case "reserved":
                 self._copy_and_commit(outcome.reserved)
@@ -275,12 +275,23 @@ class _Put:
                 return PutOutcome.BEING_WRITTEN
             case "pool_full":
                 full = outcome.pool_full
+                if full.quota_bytes:
+                    raise PoolFull(
+                        f"{full.nbytes} bytes do not fit into the quota of {entry.namespace!r}, "
+                        f"{full.quota_bytes} bytes: its entries there are leased or kept. Try "
+                        "later, or raise ECD_NAMESPACE_QUOTAS"
+                    )
                 raise PoolFull(
                     f"{full.nbytes} bytes do not fit: {full.held_bytes} are leased or being "
                     f"written, the largest free piece has {full.largest_free_bytes}"
                 )
             case "entry_too_large":
                 large = outcome.entry_too_large
+                if large.quota_bytes:
+                    raise EntryTooLarge(
+                        f"{large.nbytes} bytes, and the quota of {entry.namespace!r} is "
+                        f"{large.quota_bytes}: raise ECD_NAMESPACE_QUOTAS"
+                    )
                 raise EntryTooLarge(
                     f"{large.nbytes} bytes, and the whole pool has {large.pool_bytes}: raise "
                     "ECD_HOST_POOL_BYTES"

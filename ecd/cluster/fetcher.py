@@ -241,7 +241,7 @@ class Fetcher:
             with Stage("made elsewhere" if if_made else "lease"):
                 lease = await link.lease(question)
             self._speculative.discard(flight.key)
-            if lease is None:
+            if lease is None or self._live.cache.is_expired(flight.key.namespace, lease.age_s):
                 return MISSING
             content = lease.content
             flight.nbytes = content.nbytes
@@ -368,7 +368,7 @@ class Fetcher:
         reserved = arrival.reserved
         read_s = link.peer.read_s(reserved.extent.nbytes)
         about = lease.checksum, lease.content, inf if read_s is None else read_s
-        outcome = self._live.commit(self._session, reserved.entry, *about)
+        outcome = self._live.commit(self._session, reserved.entry, *about, lease.age_s)
         assert isinstance(outcome, Committed)
         link.peer.brought(reserved.extent.nbytes)
 

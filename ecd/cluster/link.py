@@ -18,7 +18,7 @@ from ecd.background import Background
 from ecd.cluster.directory import Candidate
 from ecd.cluster.peer import Peer, PeerUnavailable
 from ecd.core.types import Content, Extent, Key
-from ecd.wire import InvalidRequest, content_from, places_from, to_extents, to_key
+from ecd.wire import InvalidRequest, content_from, places_from, seconds_from, to_extents, to_key
 from ecd_proto.contract import MAX_BATCH, Hint
 from ecd_proto.v1 import peer_pb2 as pb
 
@@ -54,6 +54,8 @@ class PeerLease:
     until_s: float
     data: bytes
     """The entry's bytes; none if they did not come with the lease."""
+    age_s: float = 0.0
+    """Since the entry was put; 0 where the peer does not tell."""
 
     @property
     def ran_out(self) -> bool:
@@ -118,13 +120,13 @@ class Link:
             content = content_from(leased.content)
             if leased.address + content.nbytes > ADDRESSES:
                 raise InvalidRequest(f"no memory ends {content.nbytes} bytes after that address")
-            data = leased.bytes
+            data, age_s = leased.bytes, seconds_from(leased.age_s, "age_s")
             if data and not len(data) == content.nbytes <= question.bytes_up_to:
                 raise InvalidRequest(f"{len(data)} bytes of {content.nbytes} came with it")
         except InvalidRequest as error:
             raise PeerUnavailable(f"{self.peer.node} leased what cannot be: {error}") from None
         until_s = question.asked_s + self.description.lease_ttl_s
-        return PeerLease(content, leased.address, leased.checksum, until_s, data)
+        return PeerLease(content, leased.address, leased.checksum, until_s, data, age_s)
 
     def end(self, question: Question) -> None:
         """Give the lease back, if it was granted or will be."""

@@ -26,6 +26,9 @@ from ecd.core.outcomes import (
     Committed,
     EntryTooLarge,
     Expired,
+    Keeping,
+    Kept,
+    KeptTooMuch,
     LimitReached,
     MakingRoom,
     Missing,
@@ -37,10 +40,12 @@ from ecd.core.outcomes import (
     Wakeup,
 )
 from ecd.core.pins import Pins
-from ecd.core.pool import Pool
+from ecd.core.pool import FOR_ROOM, Pool
 from ecd.core.readers import Readers
+from ecd.core.rules import Rules
 from ecd.core.sessions import Sessions
 from ecd.core.states import EntryState
+from ecd.core.terms import Book
 from ecd.core.types import (
     Answer,
     Content,
@@ -60,14 +65,15 @@ from ecd.core.types import (
 from ecd.core.writers import Writers
 
 DEFAULT_LIMITS = Limits()
+NO_RULES = Rules()
 
 
 class Cache:
     """Entries in pools, with every operation on them.
 
     Not thread-safe; never blocks; time comes in as `now_s`, on one monotonic clock. An operation
-    that answers anything but success has changed nothing. Where an operation takes a pool, the
-    default is the first.
+    that answers anything but success has changed nothing, but that a namespace at its quota may
+    have lost entries. Where an operation takes a pool, the default is the first.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class Cache:
         lease_ttl_s: float = 30.0,
         limits: Limits = DEFAULT_LIMITS,
         board: Board | None = None,
+        rules: Rules = NO_RULES,
     ) -> None:
         """`pools` are at least one, the nearest to readers first, their numbers distinct."""
         self.pools = tuple(pools)
@@ -87,11 +94,14 @@ class Cache:
         self._entries = Entries(self.pools)
         self._sessions = Sessions()
         self._pins = Pins(self._board, self._entries)
-        self._evictor = Evictor(self._entries, self._pins, self._board, self.counters)
+        self._book = Book(self._entries, rules)
+        shared = self._board, self.counters
+        self._evictor = Evictor(self._entries, self._pins, *shared, self._book)
         self._readers = Readers(self._entries, self._pins, self.counters, limits, lease_ttl_s)
         self._writers = Writers(
-            self._entries, self._sessions, self._evictor, self._board, self.counters, self._costs
+            *(self._entries, self._sessions, self._evictor, *shared, self._costs, self._book)
         )
+        self.use_rules(rules)
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -209,11 +219,13 @@ class Cache:
         checksum: int | None = None,
         content: Content | None = None,
         refetch_s: float = inf,
+        age_s: float = 0.0,
     ) -> Commitment:
         """Make the entry visible, and lease it to everyone who waited for its key.
 
         `content` replaces the reserved one, of the same size, if the writer learned it since.
         `refetch_s` is what another fetch of the entry would take, as long as its holder has it.
+        `age_s` is how long ago the entry was put elsewhere: its TTL counts from then.
         """
         found = self._writers.find(session, reservation)
         if found is None:
@@ -225,7 +237,7 @@ class Cache:
         if content is not None:
             assert content.nbytes == entry.content.nbytes
             entry.content = content
-        self._writers.publish(owner, entry, now_s, checksum, refetch_s)
+        self._writers.publish(owner, entry, now_s, checksum, refetch_s, age_s)
         return Committed(() if entry.copy_in else self._readers.wake(entry, now_s))
 
     def abort(self, session: SessionId, reservation: EntryId) -> Abortion:
@@ -352,6 +364,9 @@ class Cache:
         if self._sessions.get(session) is None:
             return SessionEnded()
         entry = self._entries.stored(key)
+        if entry is not None and entry.terms is not None and entry.terms.expires_s <= now_s:
+            self._evictor.evict(entry, "ttl")  # the timer is late
+            entry = None
         if entry is not None:
             if answer is Answer.PIN:
                 return Stored()
@@ -445,12 +460,76 @@ class Cache:
     # -- time ----------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> tuple[list[Expired], list[Wakeup]]:
-        """End leases and waits that are due; `next_deadline_s` is past if some are left."""
+        """End leases, waits and entries that are due; `next_deadline_s` is past if some are left.
+
+        An entry's end is an eviction.
+        """
+        if self._book.is_timed:
+            self._evictor.expire(now_s)
         return self._readers.expire(now_s)
 
     def next_deadline_s(self) -> float | None:
         """The earliest time at which `expire` may have something to end, never too late."""
-        return self._readers.next_deadline_s()
+        next_s = self._readers.next_deadline_s()
+        if not self._book.is_timed:
+            return next_s
+        return min((s for s in (next_s, self._book.next_s()) if s is not None), default=None)
+
+    # -- operators' rules ----------------------------------------------------------------------
+
+    @property
+    def rules(self) -> Rules:
+        return self._book.rules
+
+    @property
+    def is_over_quota(self) -> bool:
+        """Whether a namespace is above its quota until the next `trim`."""
+        return bool(self._book.over)
+
+    def use_rules(self, rules: Rules) -> None:
+        """Take these rules over; entries that are stored follow them after `reapply_rules`."""
+        self._book.use(rules)
+        for pool in self.pools:
+            pool.piece_bytes = min(pool.nbytes, rules.least_quota_bytes or pool.nbytes)
+
+    def reapply_rules(self, after: EntryId | None, limit: int) -> EntryId | None:
+        """Apply the rules to the next `limit` entries; where to go on, None at the end."""
+        entries, next_after = self._entries.page(after, limit)
+        for entry in entries:
+            if not entry.copy_in:
+                self._book.readmit(entry)
+        return next_after
+
+    def is_expired(self, namespace: str, age_s: float) -> bool:
+        """Whether an entry of the namespace, put so long ago, is not to be served any more."""
+        ttl_s = self.rules.ttl_s(namespace) if self.rules.has_ttls else None
+        return ttl_s is not None and age_s >= ttl_s
+
+    def put_age_s(self, entry: EntryId, now_s: float) -> float:
+        """How long ago the entry was put, on whichever node; 0 where no rule asks for it."""
+        found = self._entries.get(entry)
+        return 0.0 if found is None or found.terms is None else now_s - found.terms.put_s
+
+    def keep(self, key: Key, until_s: float) -> Keeping:
+        """Evict the key's entry for no room until then; its age and a request evict it still.
+
+        Counts a refusal, where more of the pool would be kept than the rules allow.
+        """
+        entry = self._entries.stored(key)
+        if entry is None:
+            return Missing()
+        pool, nbytes = self._entries.pool_of(entry), entry.block.nbytes
+        most_bytes = int(self.rules.kept_share * pool.nbytes)
+        if not entry.is_kept and pool.kept_bytes + nbytes > most_bytes:
+            self.counters.refused["kept"] += 1
+            return KeptTooMuch(nbytes, pool.kept_bytes, most_bytes)
+        self._book.keep(entry, until_s)
+        return Kept()
+
+    def unkeep(self, key: Key) -> bool:
+        """Let room be made of the key's entry again; False if it was not kept."""
+        entry = self._entries.stored(key)
+        return entry is not None and self._book.unkeep(entry)
 
     # -- eviction and inspection ---------------------------------------------------------------
 
@@ -469,11 +548,11 @@ class Cache:
         return self._evictor.evict_selected(selection, now_s, limit, after, dry_run)
 
     def needs_trim(self) -> bool:
-        """Whether any pool is filled above its high watermark."""
-        return any(pool.needs_trim() for pool in self.pools)
+        """Whether any pool is filled above its high watermark, or a namespace above its quota."""
+        return bool(self._book.over) or any(pool.needs_trim() for pool in self.pools)
 
     def trim(self, limit: int, now_s: float) -> bool:
-        """Evict up to `limit` entries of the pools that need it (`Pool.trim`). True: go on."""
+        """Evict up to `limit` entries where `needs_trim` has found a need. True: go on."""
         return self._evictor.trim(limit, now_s)
 
     def next_victims(self, limit: int) -> list[EntryInfo]:
@@ -508,9 +587,9 @@ class Cache:
 
     @property
     def evicted_for_room(self) -> int:
-        """Entries evicted since the start, those on request left out."""
+        """Entries evicted since the start, those on request and by age left out."""
         each = (self.counters.evictions, self.bench.evictions)
-        return sum(sum(counts.values()) - counts["requested"] for counts in each)
+        return sum(counts[reason] for counts in each for reason in FOR_ROOM)
 
     @property
     def entries(self) -> int:
@@ -535,7 +614,7 @@ class Cache:
 
     def check(self) -> None:
         """Raise AssertionError unless every part agrees with every other. O(n log n)."""
-        for part in (self._entries, self._writers, self._readers):
+        for part in (self._entries, self._writers, self._readers, self._book):
             part.check()
         for pool in self.pools:
             pool.check(entry for entry in self._entries if entry.pool == pool.number)
@@ -548,7 +627,7 @@ class Cache:
             own = (pool for pool in self.pools if not pool.holds_copies)
             assert count + apart.evictions[reason] == sum(pool.evictions[reason] for pool in own)
         for each in (counted, apart):
-            for_room = sum(each.evictions.values()) - each.evictions["requested"]
+            for_room = sum(each.evictions[reason] for reason in FOR_ROOM)
             assert for_room == sum(each.idle_evictions)
             assert each.idle_evictions_s >= 0.0
             assert sum(each.put_sizes) == each.puts

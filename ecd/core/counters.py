@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ecd.core.outcomes import LimitReached
-from ecd.core.pool import REASONS
+from ecd.core.pool import FOR_ROOM, REASONS
 
 CAUSES = (
     "pool_full",
     "entry_too_large",
+    "quota_full",
+    "kept",
     "sessions",
     "peer_links",
     "reservations",
@@ -81,7 +83,7 @@ class Counters:
         """Count an eviction of an entry of `nbytes` that was not used for `idle_s`."""
         self.evictions[reason] += 1
         self.evicted_bytes[reason] += nbytes
-        if reason != "requested":
+        if reason in FOR_ROOM:
             self.idle_evictions[bisect_left(IDLE_BOUNDS_S, idle_s)] += 1
             self.idle_evictions_s += idle_s
 

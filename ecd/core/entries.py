@@ -109,7 +109,8 @@ class Entries:
             if self._changes is not None:
                 self._changes[entry.key] = nearest is not None
         if len(self._order) > 64 and len(self._order) > 2 * self._count:
-            self._order = [entry for entry in self._order if entry in self._by_id]
+            found = ((each, self._by_id.get(each)) for each in self._order)
+            self._order = [each for each, e in found if e and e.state is EntryState.COMMITTED]
 
     def take_changes(self) -> dict[Key, bool]:
         """The keys stored (True) or gone since the last call; the first call starts the log."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ecd.core.allocator import Block
 from ecd.core.states import ENTRY, EntryEvent, EntryState, apply
-from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId
+from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId, Terms
 
 MAX_COST_S = 3600.0
 """A report of more saves no more."""
@@ -31,6 +31,7 @@ class Entry:
     checksum: int | None = None  # None until somebody has read all bytes
     cost_s: float = 0.0  # what the policy ranks by
     encode_s: float = 0.0  # by the fit; 0 where no producer reported a cost
+    terms: Terms | None = None  # what operators have set
     copy_in: int = 0  # the pool's number if that holds copies
     original: Entry | None = field(default=None, repr=False)  # what a reserved copy is made of
     farther: Entry | None = field(default=None, repr=False)  # the key's next copy
@@ -66,6 +67,11 @@ class Entry:
         """The seconds to have the entry again; 0 of a copy, and where no cost was reported."""
         return self.cost_s if self.encode_s and not self.copy_in else 0.0
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether an operator keeps the entry."""
+        return self.terms is not None and self.terms.kept_until_s > 0.0
+
     def step(self, event: EntryEvent) -> None:
         """Change the state. Raises IllegalTransition."""
         self.state = apply(ENTRY, self.state, event)
@@ -82,4 +88,5 @@ class Entry:
             self.used_s,
             self.checksum,
             self.copy_in,
+            self.terms,
         )

@@ -7,20 +7,25 @@ from ecd.core.board import Board
 from ecd.core.counters import Counters
 from ecd.core.entries import Entries
 from ecd.core.entry import Entry
+from ecd.core.outcomes import EntryTooLarge, MakingRoom, PoolFull
 from ecd.core.pins import Pins
 from ecd.core.pool import Pool
 from ecd.core.states import EntryEvent
+from ecd.core.terms import LOOKED_AT, Book
 from ecd.core.types import EntryId, EvictionReport, Selection
 
 MAX_VICTIMS = 64
-"""Most entries evicted for one extent of a grant; more would block the event loop."""
+"""Most entries evicted for one extent of a grant, or in one turn for a quota or as their time is
+over; more would block the event loop."""
 
 
 class Evictor:
-    """Evicts for room, above the watermarks and on request, the least used first."""
+    """Evicts for room, above watermarks and quotas, in time and on request."""
 
-    def __init__(self, entries: Entries, pins: Pins, board: Board, counters: Counters) -> None:
-        self._entries, self._pins = entries, pins
+    def __init__(
+        self, entries: Entries, pins: Pins, board: Board, counters: Counters, book: Book
+    ) -> None:
+        self._entries, self._pins, self._book = entries, pins, book
         self._board, self._counters = board, counters
         self._now_s = 0.0  # as the last caller said: each drains the uses first
 
@@ -40,6 +45,8 @@ class Evictor:
         self._entries.hide(entry)
         self._board.hide(entry.id, entry.key, entry.copy_in)
         self._entries.pool_of(entry).drop(entry, reason)
+        if entry.terms is not None:
+            self._book.leave(entry)
         self._pins.retire(entry)
 
     def drain_uses(self, now_s: float) -> bool:
@@ -118,6 +125,7 @@ class Evictor:
             nbytes=sum(entry.content.nbytes for entry in chosen),
             leased=sum(entry.leases > 0 for entry in chosen),
             next_after=next_after,
+            kept=sum(entry.is_kept for entry in chosen),
         )
         if not dry_run:
             for pool in self._entries.pools:
@@ -133,4 +141,49 @@ class Evictor:
         left = limit
         for pool in self._entries.pools:
             left -= pool.trim(left, self.evict)
-        return left < limit
+        looks_on = False
+        for namespace in list(self._book.over):
+            excess_bytes = self._book.excess_bytes(namespace)
+            victims, is_all = self._book.coldest(namespace, excess_bytes, left, now_s)
+            for victim in victims:
+                self.evict(victim, "quota")
+            left -= len(victims)
+            if not victims and not is_all:
+                self._book.over[namespace] -= LOOKED_AT
+                looks_on = looks_on or self._book.over[namespace] > 0
+        return left < limit or looks_on
+
+    # -- by operators' rules -------------------------------------------------------------------
+
+    def make_quota_room(
+        self, pool: Pool, namespace: str, nbytes: int, now_s: float
+    ) -> EntryTooLarge | PoolFull | MakingRoom | None:
+        """Evict some of the namespace's own entries, if `nbytes` more are above its quota.
+
+        Returns None if there is room. A refusal has evicted nothing in this call.
+        """
+        quota_bytes, rounded = self._book.rules.quota_bytes(namespace), pool.rounded_bytes(nbytes)
+        if quota_bytes is None:
+            return None
+        if rounded > quota_bytes:
+            self._counters.refused["quota_full"] += 1
+            return EntryTooLarge(nbytes, quota_bytes, quota_bytes)
+        excess_bytes = self._book.excess_bytes(namespace, rounded)
+        if excess_bytes <= 0:
+            return None
+        if not self.scan(now_s):
+            return MakingRoom()  # what is read now is not evicted
+        victims, is_all = self._book.coldest(namespace, excess_bytes, MAX_VICTIMS, now_s)
+        excess_bytes -= sum(victim.block.nbytes for victim in victims)
+        if excess_bytes > 0 and is_all:
+            self._counters.refused["quota_full"] += 1
+            return PoolFull(nbytes, 0, quota_bytes + excess_bytes - rounded, quota_bytes)
+        for victim in victims:
+            self.evict(victim, "quota")
+        return MakingRoom() if excess_bytes > 0 else None
+
+    def expire(self, now_s: float) -> None:
+        """Evict some of the entries whose time is over, and let some be kept no longer."""
+        self.scan(now_s)  # which frees the victims of the last call, some at a time
+        for entry in self._book.take_expired(now_s, MAX_VICTIMS):
+            self.evict(entry, "ttl")

@@ -44,11 +44,12 @@ class BeingWritten:
 
 @dataclass(frozen=True)
 class PoolFull:
-    """No set of unleased entries makes room."""
+    """No set of unleased entries makes room, or none of a namespace at its quota."""
 
     nbytes: int
     largest_free_bytes: int
     held_bytes: int
+    quota_bytes: int = 0  # the quota, if that is what is full
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class MakingRoom:
 class EntryTooLarge:
     nbytes: int
     pool_bytes: int
+    quota_bytes: int = 0  # less, if the namespace has such a quota
 
 
 Reservation = Union[
@@ -140,3 +142,23 @@ class Expired:
 
     session: SessionId
     lease: LeaseId
+
+
+# -- keep ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The entry is evicted for no room."""
+
+
+@dataclass(frozen=True)
+class KeptTooMuch:
+    """With the entry, more of its pool would be kept than may be."""
+
+    nbytes: int
+    kept_bytes: int
+    most_bytes: int
+
+
+Keeping = Union[Kept, KeptTooMuch, Missing]

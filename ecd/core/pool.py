@@ -17,7 +17,8 @@ from ecd.core.types import PoolLimits
 PLANS = 3
 """Plans tried for one extent: a reader may pin a victim at the last moment."""
 
-REASONS = ("capacity", "watermark", "requested")
+FOR_ROOM = ("capacity", "watermark", "quota")
+REASONS = (*FOR_ROOM, "ttl", "requested")
 """Why entries are evicted."""
 
 REFETCHED_S = 60.0
@@ -54,6 +55,9 @@ class Pool:
         self.evictions = dict.fromkeys(REASONS, 0)
         self.reserved_bytes = 0  # in extents that a writer may still write
         self.leased_bytes = 0  # in extents that somebody holds, by lease or pin
+        self.kept_bytes = self.kept = 0  # of entries, and their number, that an operator keeps
+        self.piece_bytes = self.nbytes
+        """The largest piece of a grant: the least quota, or larger entries would come uncalled."""
         self.worth_s = 0.0  # to have all entries again
         self.given_up_s = 0.0  # the same of those evicted for room, since the start
         self.is_making_room = False
@@ -118,7 +122,8 @@ class Pool:
     def hold(self, entry: Entry) -> None:
         """Count one lease or pin more: a held entry cannot be evicted for room."""
         if entry.leases == 0:
-            if entry.state is EntryState.COMMITTED:
+            is_kept = entry.terms is not None and entry.terms.kept_until_s > 0.0
+            if entry.state is EntryState.COMMITTED and not is_kept:
                 self.policy.hold(entry)
             self.leased_bytes += entry.block.nbytes
         entry.leases += 1
@@ -128,8 +133,23 @@ class Pool:
         entry.leases -= 1
         if entry.leases == 0:
             self.leased_bytes -= entry.block.nbytes
-            if entry.state is EntryState.COMMITTED:
+            is_kept = entry.terms is not None and entry.terms.kept_until_s > 0.0
+            if entry.state is EntryState.COMMITTED and not is_kept:
                 self.policy.let_go(entry)
+
+    def keep(self, entry: Entry) -> None:
+        """Rank an entry no more that an operator keeps, until `unkeep`."""
+        self.kept += 1
+        self.kept_bytes += entry.block.nbytes
+        if entry.leases == 0:
+            self.policy.hold(entry)
+
+    def unkeep(self, entry: Entry) -> None:
+        """Rank the entry again, unless it is held or was evicted."""
+        self.kept -= 1
+        self.kept_bytes -= entry.block.nbytes
+        if entry.leases == 0 and entry.state is EntryState.COMMITTED:
+            self.policy.let_go(entry)
 
     def use(self, entry: Entry, now_s: float) -> None:
         """Count one read of the entry, by lease or pin."""
@@ -160,7 +180,7 @@ class Pool:
         self.policy.remove(entry)
         self.evictions[reason] += 1
         self.worth_s = max(0.0, self.worth_s - entry.worth_s)
-        if reason != "requested":
+        if reason in FOR_ROOM:
             self.given_up_s += entry.worth_s
 
     def evict_for(
@@ -194,10 +214,12 @@ class Pool:
         """
         share = int(self.limits.granted_share * self.nbytes) - self.granted_bytes
         least, most = min(least, share // nbytes), min(most, share // nbytes)
+        if nbytes > self.piece_bytes:
+            most = 0
         pieces: list[Block] = []
         count = 0
         while count < most and len(pieces) < MAX_PIECES:
-            fit = min(most - count, self.largest_free_bytes // nbytes)
+            fit = min(most - count, self.largest_free_bytes // nbytes, self.piece_bytes // nbytes)
             if fit:
                 piece = self.allocator.allocate(fit * nbytes)
             elif count < least:
@@ -247,13 +269,15 @@ class Pool:
         """Raise AssertionError unless the figures are those of `entries`, all that lie here."""
         self.allocator.check()
         self.grants.check()
-        used_bytes = reserved_bytes = leased_bytes = 0
+        used_bytes = reserved_bytes = leased_bytes = kept_bytes = kept = 0
         worth_s = 0.0
         for entry in entries:
             nbytes = entry.block.nbytes
             assert nbytes == self.rounded_bytes(entry.content.nbytes)
             used_bytes += nbytes
-            is_evictable = entry.state is EntryState.COMMITTED and entry.leases == 0
+            is_kept = entry.state is EntryState.COMMITTED and entry.is_kept
+            kept_bytes, kept = kept_bytes + is_kept * nbytes, kept + is_kept
+            is_evictable = entry.state is EntryState.COMMITTED and entry.leases == 0 and not is_kept
             assert (self.policy.warmth(entry) is not None) == is_evictable
             worth_s += entry.worth_s if entry.state is EntryState.COMMITTED else 0.0
             if entry.state in (EntryState.RESERVED, EntryState.ORPHANED):
@@ -261,5 +285,6 @@ class Pool:
             elif entry.leases:
                 leased_bytes += nbytes
         assert (reserved_bytes, leased_bytes) == (self.reserved_bytes, self.leased_bytes)
+        assert (kept_bytes, kept) == (self.kept_bytes, self.kept)
         assert abs(worth_s - self.worth_s) <= 1e-6 * (1.0 + worth_s + self.given_up_s)
         assert used_bytes == self.used_bytes, "an extent without an entry"

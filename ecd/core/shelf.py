@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 from ecd.core.deadlines import Deadlines
 from ecd.core.types import Key
@@ -29,7 +30,8 @@ class Shelved:
     density: float  # seconds saved by one use, for each byte
     rank: float
     used_s: float
-    created_s: float
+    created_s: float  # when the entry was put
+    expires_s: float = inf
     uses: int = 1
     is_ready: bool = True  # to be read
     is_erased: bool = False  # on request: what a read of it brings is not to be stored
@@ -43,6 +45,7 @@ class Shelf:
         self._by_key: dict[Key, Shelved] = {}
         self._by_number: dict[int, Shelved] = {}
         self._ranks: Deadlines[int] = Deadlines()
+        self._ends: Deadlines[int] = Deadlines()
         self._least = 0.0  # L
         self._last = 0
 
@@ -64,17 +67,24 @@ class Shelf:
         saved_s: float,
         now_s: float,
         age_s: float = 0.0,
+        idle_s: float = 0.0,
+        ttl_s: float = inf,
     ) -> Shelved:
-        """Add a key that is not there; `make_room` comes first where there is a bound to keep."""
+        """Add a key that is not there; `make_room` comes first where there is a bound to keep.
+
+        Its entry was put `age_s` ago, and its file not read for `idle_s`.
+        """
         assert key not in self._by_key
         self._last += 1
-        density, since_s = max(0.0, saved_s) / file_bytes, now_s - age_s
+        density = max(0.0, saved_s) / file_bytes
         rank = self._least + density
         shelved = Shelved(
-            *(self._last, key, nbytes, file_bytes, cost_s, density, rank, since_s, since_s)
+            *(self._last, key, nbytes, file_bytes, cost_s, density, rank),
+            *(now_s - idle_s, now_s - age_s),
         )
         self._by_key[key] = self._by_number[shelved.number] = shelved
         self._ranks.add(shelved.number, rank)
+        self.end_after(shelved, ttl_s)
         self.used_bytes += file_bytes
         return shelved
 
@@ -91,6 +101,25 @@ class Shelf:
         if self._by_key.get(shelved.key) is shelved:
             self._ranks.remove(shelved.number)
             self._forget(shelved)
+
+    def end_after(self, shelved: Shelved, ttl_s: float) -> None:
+        """Have the entry end so long after its put, and not as was said before."""
+        if self._by_key.get(shelved.key) is shelved:
+            if shelved.expires_s < inf:
+                self._ends.remove(shelved.number)
+            shelved.expires_s = shelved.created_s + ttl_s
+            if ttl_s < inf:
+                self._ends.add(shelved.number, shelved.expires_s)
+
+    def take_expired(self, now_s: float, most: int) -> list[Shelved]:
+        """Take away up to `most` entries whose time is over."""
+        taken = []
+        for number in self._ends.take_due(now_s, most):
+            shelved = self._by_number[number]
+            self._ends.add(number, now_s)
+            self.remove(shelved)
+            taken.append(shelved)
+        return taken
 
     def has_room(self, file_bytes: int) -> bool:
         """Whether one more entry of so many bytes has room, or nothing can be taken away for it."""
@@ -117,11 +146,15 @@ class Shelf:
 
     def _forget(self, shelved: Shelved) -> None:
         del self._by_key[shelved.key], self._by_number[shelved.number]
+        if shelved.expires_s < inf:
+            self._ends.remove(shelved.number)
         self.used_bytes -= shelved.file_bytes
 
     def check(self) -> None:
         """Raise AssertionError unless all views agree. O(n)."""
         self._ranks.check()
+        self._ends.check()
+        assert len(self._ends) == sum(shelved.expires_s < inf for shelved in self)
         assert {shelved.number for shelved in self} == set(self._by_number)
         assert len(self._ranks) == len(self._by_key)
         assert self.used_bytes == sum(shelved.file_bytes for shelved in self)

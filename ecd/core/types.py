@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import NamedTuple, NewType
 
 SessionId = NewType("SessionId", int)
@@ -86,6 +87,17 @@ class PoolLimits:
     ahead_share: float = 1 / 4
 
 
+class Terms(NamedTuple):
+    """What operators have set for one entry, or its namespace."""
+
+    put_s: float
+    """When it was put, on whichever node."""
+    expires_s: float = inf
+    kept_until_s: float = 0.0
+    """0: it is not kept; infinite: without an end."""
+    has_quota: bool = False
+
+
 class EntryInfo(NamedTuple):
     """A committed entry as operators and the board see it."""
 
@@ -100,6 +112,7 @@ class EntryInfo(NamedTuple):
     checksum: int | None
     copy_in: int = 0
     """The number of the entry's pool if that holds copies, which clients look for by it."""
+    terms: Terms | None = None
 
 
 class NamespaceSum(NamedTuple):
@@ -129,3 +142,4 @@ class EvictionReport:
     nbytes: int
     leased: int
     next_after: EntryId | None
+    kept: int = 0

@@ -25,6 +25,7 @@ from ecd.core.outcomes import (
 from ecd.core.pool import Pool
 from ecd.core.sessions import Session, Sessions
 from ecd.core.states import EntryEvent, EntryState
+from ecd.core.terms import Book
 from ecd.core.types import Content, EntryId, Extent, Key, SessionId
 
 RECLAIMED_AT_A_TIME = 256
@@ -42,8 +43,9 @@ class Writers:
         board: Board,
         counters: Counters,
         costs: Costs,
+        book: Book,
     ) -> None:
-        self._entries, self._sessions, self._costs = entries, sessions, costs
+        self._entries, self._sessions, self._costs, self._book = entries, sessions, costs, book
         self._evictor, self._board, self._counters = evictor, board, counters
         self._about_to_reserve = 0
         self._recovering: dict[EntryId, bool] = {}  # whether it is a put that this cache counts
@@ -76,11 +78,15 @@ class Writers:
 
     def reserve(
         self, pool: Pool, owner: Session, key: Key, content: Content, now_s: float
-    ) -> Reserved | BeingWritten | MakingRoom | PoolFull:
+    ) -> Reserved | BeingWritten | MakingRoom | PoolFull | EntryTooLarge:
         """Reserve a key that is not taken in the pool, after a scan of the claims."""
         if self._board.is_claimed(key):
             return BeingWritten()
         nbytes = content.nbytes
+        if self._book.rules.has_quotas:
+            refusal = self._evictor.make_quota_room(pool, key.namespace, nbytes, now_s)
+            if refusal is not None:
+                return refusal
         block = pool.allocator.allocate(nbytes) or self._evictor.make_room(pool, nbytes, now_s)
         if block is None and (pool.grants.are_open or not self._evictor.is_settled):
             pool.begin_making_room()
@@ -146,11 +152,12 @@ class Writers:
         now_s: float,
         checksum: int | None,
         refetch_s: float = inf,
+        age_s: float = 0.0,
     ) -> None:
-        """Commit a reservation; `refetch_s` as in `Cache.commit`."""
+        """Commit a reservation; `refetch_s` and `age_s` as in `Cache.commit`."""
         is_put = self._recovering.pop(entry.id, True)
         self._take(owner, entry)
-        self._publish(entry, now_s, checksum, is_put, refetch_s)
+        self._publish(entry, now_s, checksum, is_put, refetch_s, age_s)
 
     def abort(self, owner: Session, entry: Entry) -> None:
         """End an open reservation and free its extent."""
@@ -259,6 +266,7 @@ class Writers:
         checksum: int | None,
         is_put: bool = True,
         refetch_s: float = inf,
+        age_s: float = 0.0,
     ) -> None:
         """Let everybody find the entry."""
         entry.step(EntryEvent.COMMIT)
@@ -268,6 +276,8 @@ class Writers:
         self._entries.publish(entry)
         self._price(entry, refetch_s)
         self._entries.pool_of(entry).admit(entry)
+        if (self._book.has_rules or age_s) and not entry.copy_in:
+            self._book.admit(entry, now_s - age_s)
         self._board.show(entry.info())
         self._publish_count()
         counters = self._counters.of(entry.namespace)

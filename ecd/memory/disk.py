@@ -5,6 +5,7 @@ A disk that fails, hangs or is full costs the tier alone: after failures reads, 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping as MappingOf
 
 from ecd.core.types import Selection
@@ -35,7 +36,7 @@ class DiskTier:
     async def run(self) -> None:
         """Find what lies there, then write ahead, until cancelled."""
         await self._files.find()
-        await self._writes.run()
+        await asyncio.gather(self._writes.run(), self._files.expire())
 
     def close(self) -> None:
         """Stop; reads and writes under way end by themselves."""
@@ -45,6 +46,10 @@ class DiskTier:
     async def erase(self, selection: Selection, dry_run: bool) -> tuple[int, int, int]:
         """Erase the selected: entries, their bytes, and files that could not be removed."""
         return await self._files.erase(selection, dry_run)
+
+    async def reapply_rules(self) -> None:
+        """Apply the rules of the cache, which have changed, to the entries on disk."""
+        await self._files.reapply_rules()
 
     def status(self) -> pb.DiskStatus:
         shelf = self._files.shelf

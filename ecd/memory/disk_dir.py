@@ -105,10 +105,13 @@ class DiskDir:
         whole = nbytes + rounded(header.content.nbytes)
         if file_name(header.key) != name or found.st_size != whole:
             raise CorruptFile("of another entry, or not whole")
-        return Found(header, whole, max(0.0, time.time() - found.st_mtime))
+        ages = (max(0.0, time.time() - at) for at in (found.st_mtime, found.st_ctime))
+        return Found(header, whole, *ages)
 
-    def write(self, name: str, key: Key, content: Content, memory: memoryview) -> int:
-        """Write an entry under its new name, for `publish`; its checksum.
+    def write(
+        self, name: str, key: Key, content: Content, memory: memoryview, age_s: float = 0.0
+    ) -> int:
+        """Write an entry, put `age_s` ago, under its new name, for `publish`; its checksum.
 
         `memory` is page-aligned. If it changes meanwhile, the file must not be published. Raises
         OSError; there is no file then.
@@ -137,6 +140,8 @@ class DiskDir:
                     if written != sum(map(len, pieces)):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     offset += written
+                now_s = time.time()
+                os.utime(fd, (now_s, now_s - age_s))  # for the next daemon
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(new, dir_fd=self._fd)

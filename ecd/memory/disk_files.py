@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 
 from ecd.core.shelf import Shelf, Shelved
 from ecd.core.types import Content, Key, Selection
@@ -35,6 +36,8 @@ KNOWN_S = 5.0
 REMOVAL_S, REMOVAL_EACH_S = 10.0, 0.01
 """How long an erasure waits for files to be removed: a constant, and as much for each."""
 PROGRESS_S = 5.0
+EXPIRY_S = 1.0
+"""Pause between two looks for files whose time is over; none of them is read meanwhile."""
 
 
 class DiskFiles:
@@ -104,7 +107,7 @@ class DiskFiles:
     def _take_over(self, found: Found) -> None:
         key, content = found.header.key, found.header.content
         if self.shelf.get(key) is None:
-            shelved = self._add(key, content, found.file_bytes, found.age_s)
+            shelved = self._add(key, content, found.file_bytes, found.age_s, found.idle_s)
             now_s = self._live.now_s()
             if any(_is_selected(shelved, erased, now_s) for erased in self._erasures):
                 self.remove(shelved)
@@ -124,10 +127,10 @@ class DiskFiles:
             self._remove_names([file_name(each.key) for each in victims])
         return not self.shelf.has_room(file_bytes)
 
-    async def publish(self, key: Key, content: Content, file_bytes: int) -> None:
+    async def publish(self, key: Key, content: Content, file_bytes: int, age_s: float) -> None:
         """Let a written entry be found. Raises OSError; there is no file of it then."""
         self._stuck.discard(file_name(key))
-        shelved = self._add(key, content, file_bytes)
+        shelved = self._add(key, content, file_bytes, age_s)
         shelved.is_ready = False
         try:
             await self._clerk.do(lambda: self.directory.publish(file_name(key)))
@@ -179,13 +182,37 @@ class DiskFiles:
             failed = len(self._stuck) if removal.done() else len(every_name)
         return len(names), nbytes, failed + unknown
 
+    # -- time ----------------------------------------------------------------------------------
+
+    async def expire(self) -> None:
+        """Remove, in turns, the files of entries whose time is over, until cancelled."""
+        while True:
+            await asyncio.sleep(EXPIRY_S)
+            while expired := self.shelf.take_expired(self._live.now_s(), REMOVED_AT_A_TIME):
+                self.counters.expired += len(expired)
+                self._remove_names([file_name(each.key) for each in expired])
+                await self._live.turns.next()
+
+    async def reapply_rules(self) -> None:
+        pace = self._live.turns.pace()
+        await pace.each(
+            lambda each: self.shelf.end_after(each, self._ttl_s(each.key)), list(self.shelf)
+        )
+
     # -- steps ---------------------------------------------------------------------------------
 
-    def _add(self, key: Key, content: Content, file_bytes: int, age_s: float = 0.0) -> Shelved:
+    def _ttl_s(self, key: Key) -> float:
+        ttl_s = self._live.cache.rules.ttl_s(key.namespace)
+        return inf if ttl_s is None else ttl_s
+
+    def _add(
+        self, key: Key, content: Content, file_bytes: int, age_s: float, idle_s: float = 0.0
+    ) -> Shelved:
         cost_s = self._live.cache.cost_s(key, content)
         saved_s = cost_s - self.read_time.seconds(content.nbytes)
         about = content.nbytes, file_bytes, cost_s, saved_s
-        return self.shelf.add(key, *about, self._live.now_s(), age_s)
+        times = self._live.now_s(), age_s, idle_s, self._ttl_s(key)
+        return self.shelf.add(key, *about, *times)
 
     def _remove_names(self, names: Sequence[str]) -> asyncio.Future[list[str]]:
         """Remove files; the names of those that could not be."""

@@ -62,7 +62,8 @@ class Found(NamedTuple):
 
     header: Header
     file_bytes: int
-    age_s: float
+    age_s: float  # since the entry was put
+    idle_s: float  # since it was written here
 
 
 def file_name(key: Key) -> str:

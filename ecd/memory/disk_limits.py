@@ -36,6 +36,7 @@ class DiskCounters:
     evictions: int = 0
     kept: int = 0
     lost: int = 0
+    expired: int = 0
     failures: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FAILURE_KINDS, 0)))
     skipped: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SKIP_CAUSES, 0)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping as MappingOf
 from typing import Protocol
@@ -68,7 +69,12 @@ class DiskReads:
 
     def may_have(self, key: Key) -> bool:
         shelved = self._files.shelf.get(key)
-        return shelved is not None and shelved.is_ready and not self.breaker.is_resting
+        return (
+            shelved is not None
+            and shelved.is_ready
+            and not self.breaker.is_resting
+            and shelved.expires_s > self._live.now_s()
+        )
 
     async def bring(self, flight: Flight) -> str:
         """Read the key's entry, unless all that want it can encode it sooner; the outcome."""
@@ -149,10 +155,14 @@ class DiskReads:
                 self.breaker.failed("slow", f"{nbytes} bytes take too long")
                 return LATE
             header = ended.result()
-            if shelved.is_erased or self._files.shelf.get(key) is not shelved:
+            now_s = self._live.now_s()
+            is_over = shelved.is_erased or shelved.expires_s <= now_s
+            if is_over or self._files.shelf.get(key) is not shelved:
                 return MISSING  # an erasure cannot know of what has left the shelf
             entry, reserved = reserved.entry, None
-            done = self._live.commit(self._session, entry, header.checksum, header.content)
+            age_s = now_s - shelved.created_s if shelved.expires_s < math.inf else 0.0
+            as_read = header.checksum, header.content, math.inf, age_s
+            done = self._live.commit(self._session, entry, *as_read)
             assert isinstance(done, Committed)
             self._note(shelved, time.monotonic() - begun_s)
             return READ

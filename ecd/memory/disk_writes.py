@@ -93,7 +93,9 @@ class DiskWrites:
         self.budget.take(file_bytes)
         self._counters.written_bytes += file_bytes
         pool, offset, nbytes = info.extent
-        about = file_name(key), key, content, self._pools[pool].readable.view(offset, nbytes)
+        put_s = info.created_s if info.terms is None else info.terms.put_s
+        memory = self._pools[pool].readable.view(offset, nbytes)
+        about = file_name(key), key, content, memory, self._live.now_s() - put_s
         try:
             checksum = await self._writers.do(
                 functools.partial(self._files.directory.write, *about)
@@ -105,7 +107,7 @@ class DiskWrites:
                 return
             if info.checksum is None:
                 self._live.note_checksum(info.entry, checksum)
-            await self._files.publish(key, content, file_bytes)
+            await self._files.publish(key, content, file_bytes, self._live.now_s() - put_s)
         except OSError as error:
             self.breaker.failed("full" if error.errno in FULL else "write", error)
             return

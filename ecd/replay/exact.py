@@ -9,7 +9,7 @@ from typing import Any
 from ecd.core.allocator import Allocator, Block
 from ecd.core.entry import Entry
 from ecd.core.eviction import plan
-from ecd.core.pool import REASONS
+from ecd.core.pool import FOR_ROOM, REASONS
 from ecd.core.states import EntryState
 from ecd.core.types import Content, EntryId, Extent, SessionId
 from ecd.replay.policies import POLICIES
@@ -98,7 +98,7 @@ class Replay:
             case ["plan", nbytes, recorded]:
                 self._plan(nbytes, recorded)
             case ["evict", entry, reason]:
-                if reason != "requested" and entry not in self._given_up:
+                if reason in FOR_ROOM and reason != "quota" and entry not in self._given_up:
                     raise _Different("no plan gave the entry up")
                 self._given_up.discard(entry)
                 policy.remove(entries.pop(entry))

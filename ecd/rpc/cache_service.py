@@ -24,6 +24,7 @@ from ecd.rpc.convert import (
     to_entry_info,
     to_failure,
     to_holder,
+    to_keep_reply,
     to_promote_reply,
     to_reserve_outcome,
 )
@@ -263,7 +264,24 @@ class CacheService(pb_grpc.CacheServicer):
             disk_entries=entries,
             disk_bytes=nbytes,
             disk_failures=then[2],
+            kept=report.kept,
         )
+
+    async def Keep(self, request: pb.KeepRequest, context: Ctx) -> pb.KeepReply:
+        key = key_from(request.key)
+        for_s = seconds_from(request.for_s, "for_s") or None
+        await self._live.begin()
+        await self._recovery.settle([key])
+        if not request.stop:
+            reply = to_keep_reply(self._live.keep(key, for_s))
+        elif self._live.cache.unkeep(key):
+            reply = pb.KeepReply(outcome=pb.KeepReply.OUTCOME_STOPPED)
+        else:
+            is_there = self._live.cache.contains(key)
+            missing, not_kept = pb.KeepReply.OUTCOME_MISSING, pb.KeepReply.OUTCOME_NOT_KEPT
+            reply = pb.KeepReply(outcome=not_kept if is_there else missing)
+        reply.incarnation = self._incarnation
+        return reply
 
     async def List(self, request: pb.ListRequest, context: Ctx) -> pb.ListReply:
         limit = min(request.limit or DEFAULT_PAGE, MAX_PAGE)

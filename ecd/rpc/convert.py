@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf, isfinite
 from typing import NoReturn
 
 import grpc
@@ -13,6 +14,9 @@ from ecd.core.outcomes import (
     AlreadyStored,
     BeingWritten,
     EntryTooLarge,
+    Keeping,
+    Kept,
+    KeptTooMuch,
     Leased,
     LimitReached,
     Missing,
@@ -24,7 +28,7 @@ from ecd.core.outcomes import (
     Waiting,
 )
 from ecd.core.pool import Pool
-from ecd.core.types import EntryInfo, Selection
+from ecd.core.types import EntryInfo, Selection, Terms
 from ecd.wire import InvalidRequest, key_from, seconds_from, to_content, to_extent, to_key
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -66,11 +70,13 @@ def to_reserve_outcome(outcome: Reservation) -> pb.ReserveOutcome:
             return pb.ReserveOutcome(already_stored=pb.AlreadyStored())
         case BeingWritten():
             return pb.ReserveOutcome(being_written=pb.BeingWritten())
-        case PoolFull(nbytes, largest, held):
-            full = pb.PoolFull(nbytes=nbytes, largest_free_bytes=largest, held_bytes=held)
+        case PoolFull(nbytes, largest, held, quota):
+            full = pb.PoolFull(
+                nbytes=nbytes, largest_free_bytes=largest, held_bytes=held, quota_bytes=quota
+            )
             return pb.ReserveOutcome(pool_full=full)
-        case EntryTooLarge(nbytes, pool_bytes):
-            large = pb.EntryTooLarge(nbytes=nbytes, pool_bytes=pool_bytes)
+        case EntryTooLarge(nbytes, pool_bytes, quota):
+            large = pb.EntryTooLarge(nbytes=nbytes, pool_bytes=pool_bytes, quota_bytes=quota)
             return pb.ReserveOutcome(entry_too_large=large)
         case LimitReached(what, limit):
             return pb.ReserveOutcome(limit_reached=pb.LimitReached(what=what, limit=limit))
@@ -123,6 +129,8 @@ def to_acquire_outcome(outcome: Acquisition) -> pb.AcquireOutcome:
 
 
 def to_entry_info(info: EntryInfo, now_s: float) -> pb.EntryInfo:
+    terms = info.terms or Terms(info.created_s)
+    kept = terms.kept_until_s > 0.0
     return pb.EntryInfo(
         entry=info.entry,
         key=to_key(info.key),
@@ -132,7 +140,27 @@ def to_entry_info(info: EntryInfo, now_s: float) -> pb.EntryInfo:
         age_s=now_s - info.created_s,
         idle_s=now_s - info.used_s,
         pool=info.extent.pool,
+        kept=kept,
+        kept_for_s=max(0.0, terms.kept_until_s - now_s) if isfinite(terms.kept_until_s) else 0.0,
+        expires_in_s=None if terms.expires_s == inf else max(0.0, terms.expires_s - now_s),
     )
+
+
+def to_keep_reply(outcome: Keeping) -> pb.KeepReply:
+    match outcome:
+        case Kept():
+            return pb.KeepReply(outcome=pb.KeepReply.OUTCOME_KEPT)
+        case Missing():
+            return pb.KeepReply(outcome=pb.KeepReply.OUTCOME_MISSING)
+        case KeptTooMuch(nbytes, kept_bytes, most_bytes):
+            return pb.KeepReply(
+                outcome=pb.KeepReply.OUTCOME_TOO_MUCH,
+                nbytes=nbytes,
+                kept_bytes=kept_bytes,
+                kept_most_bytes=most_bytes,
+            )
+        case _:
+            assert_never(outcome)
 
 
 def to_holder(node: str, info: EntryInfo, now_s: float) -> pb.Holder:

@@ -245,6 +245,7 @@ class InboundLink:
             content=to_content(leased.content),
             address=self._memory.address_of(leased.extent),
             checksum=checksum,
+            age_s=self._live.cache.put_age_s(leased.entry, self._live.now_s()),
         )
         is_small = leased.extent.nbytes <= min(asked.bytes_up_to, BYTES_WITH_LEASE)
         if is_small and self.outbox.qsize() < UNREAD_WITH_BYTES:

@@ -107,7 +107,15 @@ class Status:
             pinning=0 if self._index is None else self._index.pinning_sessions,
             counters=pb.Counters(**cache.counters.figures()),
             bench=pb.Counters(**cache.bench.figures()),
-            namespaces=[pb.NamespaceStatus(namespace=n, **s._asdict()) for n, s in named.items()],
+            namespaces=[
+                pb.NamespaceStatus(
+                    namespace=name,
+                    quota_bytes=cache.rules.quota_bytes(name),
+                    ttl_s=cache.rules.ttl_s(name),
+                    **total._asdict(),
+                )
+                for name, total in named.items()
+            ],
             other_namespaces=pb.NamespaceStatus(**others._asdict()),
             disk=None if self.disk is None else self.disk(),
         )
@@ -141,4 +149,7 @@ class Status:
             given_up_s=pool.given_up_s,
             frequency_exponent=pool.policy.weighing.frequency,
             density_exponent=pool.policy.weighing.density,
+            kept=pool.kept,
+            kept_bytes=pool.kept_bytes,
+            kept_most_bytes=int(self._cache.rules.kept_share * pool.nbytes),
         )

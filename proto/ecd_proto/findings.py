@@ -49,6 +49,14 @@ _FEWER_HELD = "look for a client that asks without end, or never lets go: ecd-cl
 REFUSALS = {
     "entry_too_large": Refusal("put", "larger than the pool", _LARGER_POOL),
     "pool_full": Refusal("put", "refused, as the pool was full of what was in use", _LARGER_POOL),
+    "quota_full": Refusal(
+        "put", "above its namespace's quota", "raise ECD_NAMESPACE_QUOTAS if that goes on"
+    ),
+    "kept": Refusal(
+        "keep",
+        "refused: too much was kept",
+        "end some with `ecd-cli unkeep`, or raise ECD_KEPT_SHARE",
+    ),
     "sessions": Refusal(
         "session", "refused: there were too many", "look for clients that connect and never close"
     ),

@@ -616,3 +616,28 @@ def test_an_entry_on_the_disk_of_a_node_is_found_and_fetched(
     b.evict_all()
     [future] = there.get_async([away[0]], 5.0, only_if_written=True)
     assert future.result(5.0) is None, "it is erased"
+
+
+def test_a_ttl_counts_from_the_put_on_whichever_node(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    ttl = {"ECD_NAMESPACE_TTLS": "default=12s"}
+    a, b, strict = make_peer(**ttl).start(), make_peer(**ttl), make_peer()
+    b.start()
+    strict._settings["ECD_NAMESPACE_TTLS"] = "default=1s"
+    strict.start()
+    here, there, elsewhere = client_of(a), client_of(b), client_of(strict)
+    begun_s = time.monotonic()
+    here.put("k", torch.ones(1000))
+    here.put("never fetched", torch.ones(1000))
+    time.sleep(2.0)
+    assert elsewhere.get("k", 2.0, nodes=[here.node]) is None, "it is too old for this node"
+    assert fetched(strict) == 0
+    with there.get("k", 5.0, nodes=[here.node]) as item:
+        assert torch.equal(item.tensor, torch.ones(1000))
+    [left] = [entry.expires_in_s for entry in b.entries()]
+    assert left <= 12.0 - 2.0
+    eventually(lambda: not a.entries() and not b.entries(), 30.0, "on both nodes at one time")
+    assert time.monotonic() - begun_s >= 12.0
+    assert there.get("never fetched", 1.0, nodes=[here.node]) is None
+    assert (a.status().counters.evictions["ttl"], b.status().counters.evictions["ttl"]) == (2, 1)

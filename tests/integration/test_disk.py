@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import shutil
@@ -16,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from ecd.core.ahead import BLOCK_BYTES
-from ecd.core.types import Key
+from ecd.core.types import Content, Key
+from ecd.memory.disk_dir import DiskDir
 from ecd.memory.disk_format import file_name
 from ecd_client import Client
 from ecd_client.calls import open_channel
@@ -636,3 +638,54 @@ def test_clear_removes_it(make_disk: DiskDaemon, tmp_path: Path) -> None:
     said = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     assert not place.exists()
+
+
+def test_a_ttl_holds_on_disk_and_counts_from_the_put_through_a_restart(
+    make_disk: DiskDaemon,
+) -> None:
+    daemon = make_disk(ECD_NAMESPACE_TTLS="default=1h").start()
+    begun_s = time.monotonic()
+    sizes = fill(daemon, 120)
+    there = on_disk(daemon, sizes)
+    assert there
+    [some, *_] = sorted(there - set(daemon.names()))
+    with Client(daemon.address) as client:
+        assert found(client, {some: LARGE}) == {some}, "and so it is in memory, too"
+    daemon.terminate()
+    daemon._settings["ECD_NAMESPACE_TTLS"] = "default=10m"
+    daemon.start()
+    wait_known(daemon)
+    assert there <= on_disk(daemon, sizes)
+    daemon.terminate()
+    daemon._settings["ECD_NAMESPACE_TTLS"] = f"default={time.monotonic() - begun_s}"
+    daemon.start()
+    wait_known(daemon)
+    with Client(daemon.address) as client:
+        assert not found(client, dict.fromkeys(there, LARGE), 0.5)
+    eventually(lambda: not files(daemon), 10.0, "what is too old leaves the disk")
+    assert daemon.status().disk.expired > 0
+    assert daemon.status().disk.used_bytes == 0
+
+
+def test_what_is_too_old_leaves_memory_and_disk_while_the_daemon_runs(
+    make_disk: DiskDaemon,
+) -> None:
+    daemon = make_disk(ECD_NAMESPACE_TTLS="default=3s").start()
+    with Client(daemon.address) as client:
+        for number in range(120):
+            put(client, f"k{number}")
+        eventually(lambda: daemon.status().disk.writes > 0)
+        eventually(lambda: not files(daemon) and not daemon.status().entries, 15.0)
+        assert not found(client, {"k0": LARGE, "k119": LARGE}, 0.5)
+    assert daemon.status().disk.expired > 0
+
+
+def test_a_file_tells_the_next_daemon_how_old_its_entry_is(tmp_path: Path) -> None:
+    directory, key = DiskDir(tmp_path, "ages"), Key("n", "k")
+    name, block = file_name(key), memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    directory.write(name, key, Content("uint8", (BLOCK_BYTES,), BLOCK_BYTES), block, age_s=1000.0)
+    directory.publish(name)
+    found = directory.read_header(name)
+    assert 1000.0 <= found.age_s < 1100.0
+    assert found.idle_s < 100.0
+    directory.close()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, KeysView, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
 from hypothesis import settings
@@ -16,13 +17,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ecd.core.allocator import Allocator
 from ecd.core.board import MAX_PIECES, Portion, Uses
-from ecd.core.cache import Cache
+from ecd.core.cache import NO_RULES, Cache
 from ecd.core.outcomes import (
     Aborted,
     AlreadyStored,
     BeingWritten,
     Committed,
     EntryTooLarge,
+    Kept,
+    KeptTooMuch,
     Leased,
     LimitReached,
     MakingRoom,
@@ -38,6 +41,7 @@ from ecd.core.outcomes import (
 )
 from ecd.core.policy import Lru
 from ecd.core.pool import Pool
+from ecd.core.rules import Rules
 from ecd.core.types import (
     Answer,
     Content,
@@ -240,6 +244,7 @@ class Board:
 class CacheMachine(RuleBasedStateMachine):
     numbers: tuple[int, ...] = (0,)
     """The pools' numbers, the nearest first."""
+    namespace_rules: Rules = NO_RULES
 
     @initialize(granules=st.integers(1, 24), by_value=st.booleans(), data=st.data())
     def create(self, granules: int, by_value: bool, data: st.DataObject) -> None:
@@ -252,7 +257,8 @@ class CacheMachine(RuleBasedStateMachine):
         pools = [
             self.pool(number, count * GRANULE_BYTES) for number, count in self.granules.items()
         ]
-        self.cache = Cache(pools, TTL_S, LIMITS, self.board)
+        self.cache = Cache(pools, TTL_S, LIMITS, self.board, self.namespace_rules)
+        self.kept_s: dict[int, float] = {}  # by tag: until when an operator keeps the entry
         self.memory: dict[tuple[int, int], int] = {}  # by pool and granule
         self.now_s = 0.0
         self.tag = 0
@@ -335,11 +341,12 @@ class CacheMachine(RuleBasedStateMachine):
         )
 
     def known_leased_tags(self) -> set[int]:
-        """The tags that are leased, without those whose pins the cache may not have seen yet."""
+        """The tags that are kept, or leased, without pins that the cache may not have seen yet."""
         if not self.board.slow:
-            return self.leased_tags()
+            return self.leased_tags() | self.kept_s.keys()
         everyone = [*self.open.values(), *self.leaving.values()]
-        return {reader.tag for session in everyone for reader in session.readers.values()}
+        leased = {reader.tag for session in everyone for reader in session.readers.values()}
+        return leased | self.kept_s.keys()
 
     def scan(self) -> None:
         """Scan all pins, unless scans are slow."""
@@ -351,6 +358,7 @@ class CacheMachine(RuleBasedStateMachine):
         left = self.infos()
         gone = [place for place in self.stored if place not in left]
         for place in gone:
+            self.kept_s.pop(self.stored[place][0], None)
             del self.stored[place]
         stored = self.keys_stored()
         assert all(self.cache.contains(key) == (key in stored) for key in KEYS)
@@ -504,15 +512,20 @@ class CacheMachine(RuleBasedStateMachine):
         was_stored = place in self.stored
         used_s = {stored: value[3] for stored, value in self.stored.items()}
         leased = self.known_leased_tags()
+        for_quota = self.cache.counters.evictions["quota"]
         outcome = self.cache.reserve(session, key, content, self.now_s, scanned, pool)
+        for_quota = self.cache.counters.evictions["quota"] - for_quota
         evicted = set(used_s) - set(self.infos())
-        assert all(number == pool.number for _, number in evicted), "evicted in another pool"
+        own = {stored for stored in evicted if stored[0].namespace == key.namespace}
+        assert for_quota <= len(own), "another namespace's entry went for a quota"
+        assert all(number == pool.number for _, number in evicted - own), "evicted in another pool"
         assert not any(self.stored[k][0] in leased for k in evicted), "a leased entry was evicted"
         ambushed = self.take_ambushed() or self.board.pins_starts
-        if not isinstance(outcome, Reserved | MakingRoom) and not ambushed:
+        if not isinstance(outcome, Reserved | MakingRoom) and not ambushed and not for_quota:
             assert not evicted, "a refusal evicted"
-        self.counted["capacity"] += len(evicted)
+        self.counted.update(capacity=len(evicted) - for_quota, quota=for_quota)
         self.forget_evicted()
+        quota_bytes = self.namespace_rules.quota_bytes(key.namespace) or (1 << 40)
         match outcome:
             case AlreadyStored():
                 assert was_stored
@@ -524,9 +537,16 @@ class CacheMachine(RuleBasedStateMachine):
             case LimitReached():
                 held = len(model.writers) + len(self.set_aside.get(session, ()))
                 assert held == LIMITS.reservations_per_session
+            case EntryTooLarge(quota_bytes=limit) if limit:
+                assert limit == quota_bytes < len(self.span(Extent(0, 0, nbytes))) * GRANULE_BYTES
+                self.counted["quota_full"] += 1
             case EntryTooLarge():
                 assert nbytes > self.granules[pool.number] * GRANULE_BYTES
                 self.counted["entry_too_large"] += 1
+            case PoolFull(held_bytes=held_bytes, quota_bytes=limit) if limit:
+                taken = held_bytes + len(self.span(Extent(0, 0, nbytes))) * GRANULE_BYTES
+                assert limit == quota_bytes < taken
+                self.counted["quota_full"] += 1
             case PoolFull():
                 self.counted["pool_full"] += 1
                 run = self.longest_possible_run(pool.number)
@@ -538,6 +558,8 @@ class CacheMachine(RuleBasedStateMachine):
                 unaware = [w for w in self.begun_writers() if w.key == key and not w.asks]
                 assert not unaware, "a writer that does not ask would be refused"
                 assert extent.nbytes == nbytes
+                here = self.nbytes_of(key.namespace) + len(self.span(extent)) * GRANULE_BYTES
+                assert here <= quota_bytes, "it takes the namespace above its quota"
                 self.tag += 1
                 writer = Writer(self.tag, key, extent)
                 self.assert_free(extent)
@@ -546,6 +568,11 @@ class CacheMachine(RuleBasedStateMachine):
             case _:
                 raise AssertionError(outcome)
         return outcome
+
+    def nbytes_of(self, namespace: str) -> int:
+        """The bytes of the pools that the namespace's entries take."""
+        extents = [value[1] for (key, _), value in self.stored.items() if key[0] == namespace]
+        return sum(len(self.span(extent)) * GRANULE_BYTES for extent in extents)
 
     def assert_free(self, extent: Extent) -> None:
         taken = {g for _, e, _, _ in self.stored.values() for g in self.span(e)}
@@ -573,6 +600,8 @@ class CacheMachine(RuleBasedStateMachine):
         blocked |= {g for w in self.begun_writers() for g in self.span(w.extent)}
         for pin in self.board.pins:
             blocked |= set(self.span(pin.info.extent)) if pin.blocks else set()
+        for tag, extent, _, _ in self.stored.values():
+            blocked |= set(self.span(extent)) if tag in self.kept_s else set()
         for entry in self.board.garbage & set(self.known_extents):
             blocked |= set(self.span(self.known_extents[entry]))
         starts = self.board.starts_set(lambda _: True)
@@ -1015,8 +1044,11 @@ class CacheMachine(RuleBasedStateMachine):
                 for ticket, (_, until_s, _) in model.waits.items():
                     if until_s <= self.now_s:
                         due_waits.add((session, ticket))
+        ttls = {place: self.namespace_rules.ttl_s(place[0].namespace) for place in self.stored}
+        over = {place for place, ttl_s in ttls.items() if ttl_s and self.age_s(place) >= ttl_s}
         next_s = self.cache.next_deadline_s()
-        if due_leases or due_waits:
+        ends = [until_s for until_s in self.kept_s.values() if until_s <= self.now_s]
+        if due_leases or due_waits or over or ends:
             assert next_s is not None
             assert next_s <= self.now_s
         expired, overdue = self.cache.expire(self.now_s)
@@ -1024,7 +1056,50 @@ class CacheMachine(RuleBasedStateMachine):
         assert {(e.session, e.lease) for e in expired} == due_leases
         assert {(w.session, w.ticket) for w in overdue} == due_waits
         assert all(w.outcome == Missing() for w in overdue)
+        left = self.infos().keys()
+        assert over == self.stored.keys() - left, "only those whose time was over"
+        self.counted["ttl"] += self.forget_evicted()
+        for tag in [tag for tag, until_s in self.kept_s.items() if until_s <= self.now_s]:
+            self.kept_no_more(tag)
         self.take_wakeups(overdue)
+
+    def age_s(self, place: Place) -> float:
+        return self.now_s - self.committed_s[place]
+
+    def kept_no_more(self, tag: int) -> None:
+        del self.kept_s[tag]
+        if self.board.slow:
+            self.vaguely_warm.add(tag)
+        if tag not in self.leased_tags():
+            self.warm_s[tag] = self.now_s
+
+    @rule(key=keys, for_s=st.sampled_from([2.0, 20.0, inf]))
+    def keep(self, key: Key, for_s: float) -> None:
+        place = self.nearest(key)
+        outcome = self.cache.keep(key, self.now_s + for_s)
+        if place is None:
+            assert outcome == Missing()
+            return
+        tag, extent, _, _ = self.stored[place]
+        kept = [v[1] for p, v in self.stored.items() if v[0] in self.kept_s and p[1] == place[1]]
+        kept_bytes = sum(len(self.span(each)) for each in kept) * GRANULE_BYTES
+        nbytes, most = len(self.span(extent)) * GRANULE_BYTES, self.granules[place[1]] / 2
+        if tag not in self.kept_s and kept_bytes + nbytes > most * GRANULE_BYTES:
+            assert outcome == KeptTooMuch(nbytes, kept_bytes, int(most * GRANULE_BYTES))
+        else:
+            assert outcome == Kept()
+            if tag in self.kept_s:
+                self.kept_no_more(tag)
+            self.kept_s[tag] = self.now_s + for_s
+
+    @precondition(lambda self: self.kept_s)
+    @rule(key=keys)
+    def unkeep(self, key: Key) -> None:
+        place = self.nearest(key)
+        tag = None if place is None else self.stored[place][0]
+        assert self.cache.unkeep(key) == (tag in self.kept_s)
+        if tag in self.kept_s:
+            self.kept_no_more(tag)
 
     @precondition(lambda self: len(self.stored) > 2)
     @rule(
@@ -1078,13 +1153,20 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def trim(self) -> None:
         self.scan_slowly(slow=False)
-        leased = self.leased_tags()
+        leased = self.leased_tags() | self.kept_s.keys()
         needy = [pool for pool in self.cache.pools if pool.needs_trim()]
+        over = {key[0] for key, _ in self.stored if self.is_over(key[0])}
+        for_quota = self.cache.counters.evictions["quota"]
         while self.cache.trim(1, self.now_s):
             pass
+        ambushed = self.board.ambushed or self.board.pins_starts
+        for_quota = self.cache.counters.evictions["quota"] - for_quota
         infos = self.infos()
+        gone_own = {place for place in self.stored.keys() - infos if place[0].namespace in over}
+        assert for_quota <= len(gone_own), "another namespace's entry went for a quota"
         for pool in self.cache.pools:
-            here = {p: v[0] for p, v in self.stored.items() if p[1] == pool.number}
+            mine = [p for p in self.stored if p[1] == pool.number and p[0].namespace not in over]
+            here = {place: self.stored[place][0] for place in mine}
             sure = {p: tag for p, tag in here.items() if tag not in leased}
             if self.vaguely_warm & set(sure.values()):
                 sure = {}
@@ -1094,13 +1176,20 @@ class CacheMachine(RuleBasedStateMachine):
             assert pool in needy or here.keys() <= infos.keys(), "trimmed without need"
             if gone and left and not self.by_value:
                 assert max(gone) <= min(left), "a warmer entry went first"
-            ambushed = self.board.ambushed or self.board.pins_starts
             if left and not ambushed and pool in needy:
                 used_bytes = pool.used_bytes + pool.granted_bytes
                 assert used_bytes <= POOL_LIMITS.low_watermark * pool.nbytes
         self.take_ambushed()
         assert all(p in infos for p, v in self.stored.items() if v[0] in leased)
-        self.counted["watermark"] += self.forget_evicted()
+        self.counted.update(watermark=self.forget_evicted() - for_quota, quota=for_quota)
+        for namespace in over:
+            held = [p for p, v in self.stored.items() if p[0].namespace == namespace]
+            is_held = all(self.stored[place][0] in leased for place in held)
+            assert is_held or ambushed or not self.is_over(namespace)
+
+    def is_over(self, namespace: str) -> bool:
+        quota_bytes = self.namespace_rules.quota_bytes(namespace)
+        return quota_bytes is not None and self.nbytes_of(namespace) > quota_bytes
 
     # -- what always holds -----------------------------------------------------------------------
 
@@ -1154,7 +1243,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert pool.used_bytes + pool.granted_bytes + pool.free_bytes == pool.nbytes
             used_bytes = pool.used_bytes + pool.granted_bytes
             assert pool.needs_trim() == (used_bytes > POOL_LIMITS.high_watermark * pool.nbytes)
-        assert self.cache.needs_trim() == any(pool.needs_trim() for pool in self.cache.pools)
+        is_full = any(pool.needs_trim() for pool in self.cache.pools)
+        is_over = any(self.is_over(namespace) for namespace in ("n0", "n1"))
+        assert self.cache.is_over_quota == is_over
+        assert self.cache.needs_trim() == (is_full or is_over)
 
     @invariant()
     def pages_list_everything(self) -> None:
@@ -1198,6 +1290,18 @@ CacheMachine.TestCase.settings = settings(
     max_examples=examples(500), stateful_step_count=80, deadline=None
 )
 TestCache = CacheMachine.TestCase
+
+
+class RuledMachine(CacheMachine):
+    """The same clients where one namespace has a quota, and the other's entries an end."""
+
+    namespace_rules = Rules({"n0": 5 * GRANULE_BYTES}, {"n?": 12.0, "n0": 1e6})
+
+
+RuledMachine.TestCase.settings = settings(
+    max_examples=examples(150), stateful_step_count=80, deadline=None
+)
+TestRuled = RuledMachine.TestCase
 
 
 class TwoPoolsMachine(CacheMachine):

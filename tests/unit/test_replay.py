@@ -25,7 +25,7 @@ from ecd.replay.whatif import Disk, simulate
 from ecd.trace import MAX_WAITING, Recorder
 from support.daemon import eventually
 from support.examples import examples
-from unit.test_cache import GRANULE_BYTES, POOL_LIMITS, CacheMachine
+from unit.test_cache import GRANULE_BYTES, POOL_LIMITS, RuledMachine
 
 SALTED = fingerprints(b"salt")
 
@@ -35,8 +35,8 @@ def replayed(file: Path) -> Comparison:
     return Replay(header).run(operations)
 
 
-class RecordedMachine(CacheMachine):
-    """Any operations on a recorded pool: leases, pins, grants, copies, trims and evictions."""
+class RecordedMachine(RuledMachine):
+    """Any operations on a recorded pool, with rules: leases, pins, grants, trims and evictions."""
 
     def pool(self, number: int, nbytes: int) -> Pool:
         self.file = Path(tempfile.mkstemp(dir=os.environ["TRACES"])[1])

@@ -45,6 +45,23 @@ def test_what_saves_most_for_its_bytes_stays_longest_and_what_is_not_used_ages()
     assert [each.key for each in shelf.make_room(2, 9)] == [dear.key], "the clock is ahead of it"
 
 
+def test_what_is_too_old_is_taken_away_by_the_age_of_its_entry() -> None:
+    shelf = Shelf(1000)
+    old, young, ageless = (
+        shelf.add(KEYS[0], 1, 1, 1.0, 0.5, 100.0, age_s=8.0, ttl_s=10.0),
+        shelf.add(KEYS[1], 1, 1, 1.0, 0.5, 100.0, ttl_s=10.0),
+        shelf.add(KEYS[2], 1, 1, 1.0, 0.5, 100.0, age_s=50.0),
+    )
+    assert shelf.take_expired(101.0, 9) == []
+    assert shelf.take_expired(102.0, 9) == [old]
+    shelf.end_after(young, 100.0)
+    shelf.end_after(ageless, 60.0)
+    assert shelf.take_expired(115.0, 9) == [ageless]
+    shelf.remove(young)
+    assert shelf.take_expired(1e9, 9) == []
+    shelf.check()
+
+
 def test_room_is_made_in_bounded_steps_however_many_have_been_used() -> None:
     shelf = Shelf(1000)
     for number in range(1000):

@@ -57,6 +57,7 @@ def list_entries(
     namespace: Namespace = None,
     prefix: Annotated[str, typer.Option(help="Only keys that begin with this.")] = "",
     sort: Annotated[Order, typer.Option(help="Sort by this, the largest first.")] = Order.STORED,
+    kept: Annotated[bool, typer.Option("--kept", help="Only what `keep` keeps.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many.")] = 1000,
     whole: Annotated[
         bool, typer.Option("--wide", "--no-trunc", help="Show whole keys, as in a pipe.")
@@ -66,14 +67,14 @@ def list_entries(
 ) -> None:
     """List the entries, by default in the order in which they were stored."""
     if by is not None:
-        if namespace is not None or prefix or sort is not Order.STORED:
+        if namespace is not None or prefix or kept or sort is not Order.STORED:
             raise typer.BadParameter("--by sums all entries up: leave the other options out")
         return namespaces(context, as_json)
     options: Options = context.obj
     entries: Iterator[pb.EntryInfo] = (
         entry
         for entry in options.entries(pb.ListRequest(namespace=namespace))
-        if entry.key.mm_hash.startswith(prefix)
+        if entry.key.mm_hash.startswith(prefix) and (entry.kept or not kept)
     )
     with errors.status("reading entries ..."):
         if sort is not Order.STORED:
@@ -88,7 +89,10 @@ def list_entries(
 
 
 def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
-    """Show each namespace's entries: how many, how large, when the last was stored."""
+    """Show each namespace's entries: how many, how large, when the last was stored.
+
+    Quotas and TTLs are those of the 50 largest.
+    """
     options: Options = context.obj
     found: dict[str, render_entries.NamespaceSum] = {}
     with errors.status("reading every entry ...") as progress:
@@ -96,6 +100,10 @@ def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
             found.setdefault(entry.key.namespace, render_entries.NamespaceSum()).add(entry)
             if number % 10_000 == 0:
                 progress.update(f"reading every entry: {number:,} so far ...")
+    for told in options.call("Status", pb.StatusRequest()).namespaces:
+        if total := found.get(told.namespace):
+            total.quota_bytes = told.quota_bytes if told.HasField("quota_bytes") else None
+            total.ttl_s = told.ttl_s if told.HasField("ttl_s") else None
     if as_json or options.as_json:
         render.as_json(out, [{"namespace": name, **vars(each)} for name, each in found.items()])
     else:
@@ -111,7 +119,7 @@ def get(
 ) -> None:
     """Copy an entry into a safetensors file."""
     options: Options = context.obj
-    namespace = namespace or _only_namespace(options, key)
+    namespace = namespace or only_namespace(options, key)
     with (
         Client(options.address, namespace=namespace, name="ecd-cli") as client,
         errors.status(f"copying {render.short(key)} ..."),
@@ -183,11 +191,11 @@ def evict(
     if not everything and not is_limited:
         raise typer.BadParameter("say which: KEY, --namespace, --older-than, --unused-for or --all")
     request = pb.EvictRequest(
-        namespace=namespace, age_s=_seconds(older_than), idle_s=_seconds(unused_for)
+        namespace=namespace, age_s=seconds(older_than), idle_s=seconds(unused_for)
     )
     if key is not None:
         request.key.mm_hash = key
-        request.key.namespace = namespace or _only_namespace(options, key)
+        request.key.namespace = namespace or only_namespace(options, key)
     elif not (dry_run or yes):
         _confirm(options, request)
     request.dry_run = dry_run
@@ -217,7 +225,8 @@ def _confirm(options: Options, request: pb.EvictRequest) -> None:
     typer.confirm(f"Evict {described}?", abort=True, err=True)
 
 
-def _seconds(duration: str | None) -> float:
+def seconds(duration: str | None) -> float:
+    """The seconds of a duration as people type it; 0 where none is given."""
     if duration is None:
         return 0.0
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", duration)
@@ -226,7 +235,7 @@ def _seconds(duration: str | None) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
-def _only_namespace(options: Options, key: str) -> str:
+def only_namespace(options: Options, key: str) -> str:
     """The one namespace that has the key; none or several end the command."""
     found = {entry.key.namespace for entry in options.entries(pb.ListRequest(mm_hash=key))}
     if not found:

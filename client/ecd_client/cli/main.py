@@ -16,7 +16,7 @@ import typer
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its retries are not the user's business
 
 from ecd_client.calls import resolve
-from ecd_client.cli import daemon, entries, render, routing, slow_log
+from ecd_client.cli import daemon, entries, keeping, render, routing, slow_log
 from ecd_client.cli.context import (
     FAILED,
     UNREACHABLE,
@@ -68,6 +68,8 @@ app.command()(entries.namespaces)
 app.command()(entries.get)
 app.command()(entries.put)
 app.command()(entries.evict)
+app.command()(keeping.keep)
+app.command()(keeping.unkeep)
 app.command()(daemon.doctor)
 app.command()(daemon.bench)
 app.command()(daemon.top)

@@ -108,7 +108,13 @@ def _pool(name: str, pool: pb.PoolStatus) -> list[tuple[str, str]]:
         (
             "of which",
             f"{size_text(pool.leased_bytes)} leased, "
-            f"{size_text(pool.reserved_bytes)} being written",
+            f"{size_text(pool.reserved_bytes)} being written"
+            + (
+                f", {size_text(pool.kept_bytes)} kept ({count_text(pool.kept, 'entry')}; at most "
+                f"{size_text(pool.kept_most_bytes)})"
+                if pool.kept
+                else ""
+            ),
         ),
         (
             "free",
@@ -224,6 +230,8 @@ def evicted(out: Console, reply: pb.EvictReply, dry_run: bool) -> None:
 
 def describe(reply: pb.EvictReply) -> str:
     text = f"{count_text(reply.entries, 'entry')}, {size_text(reply.nbytes)}"
+    if reply.kept:
+        text += f"; {reply.kept:,} of them kept"
     if reply.leased:
         text += f"; {reply.leased:,} of them when their leases end"
     if reply.disk_entries:

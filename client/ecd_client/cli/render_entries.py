@@ -30,9 +30,12 @@ def entries(
     table = Table(
         *("namespace", "mm_hash", "pool", "dtype", "shape", "size"),
         *("leases", "hits", "age", "idle"),
+        *(["left"] if any(entry.HasField("expires_in_s") for entry in found) else []),
+        *(["kept"] if any(entry.kept for entry in found) else []),
         box=None,
         pad_edge=False,
     )
+    headers = {column.header for column in table.columns}
     for column in table.columns:
         column.no_wrap = True
     key = str if whole else render.short
@@ -48,6 +51,7 @@ def entries(
             str(entry.hits),
             render.duration(entry.age_s),
             render.duration(entry.idle_s),
+            *(text for name, text in _terms(entry) if name in headers),
         )
     if whole:
         Console(file=out.file, highlight=False, emoji=False, width=MAX_WIDTH).print(table)
@@ -74,11 +78,13 @@ def _fitting(table: Table, out: Console) -> Table:
 
 @dataclass
 class NamespaceSum:
-    """The number, the bytes and the least age of a namespace's entries."""
+    """The number, the bytes and the least age of a namespace's entries, and the rules for it."""
 
     entries: int = 0
     nbytes: int = 0
     newest_s: float = inf  # age of the entry that was stored last
+    quota_bytes: int | None = None
+    ttl_s: float | None = None
 
     def add(self, entry: pb.EntryInfo) -> None:
         self.entries += 1
@@ -90,9 +96,24 @@ def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
     if not found:
         out.print("No entries.")
         return
+    quotas = any(each.quota_bytes is not None for each in found.values())
+    ttls = any(each.ttl_s is not None for each in found.values())
     table = Table("namespace", "entries", "size", "last stored", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
+    for name in ["quota"] * quotas + ["TTL"] * ttls:
+        table.add_column(name)
     for name, each in found.items():
         newest = f"{render.duration(each.newest_s)} ago"
-        table.add_row(escape(name), f"{each.entries:,}", size_text(each.nbytes), newest)
+        rules = [
+            *(["" if each.quota_bytes is None else size_text(each.quota_bytes)] * quotas),
+            *(["" if each.ttl_s is None else render.duration(each.ttl_s)] * ttls),
+        ]
+        table.add_row(escape(name), f"{each.entries:,}", size_text(each.nbytes), newest, *rules)
     out.print(table)
+
+
+def _terms(entry: pb.EntryInfo) -> list[tuple[str, str]]:
+    """The cells of what operators have set: the time left, and whether the entry is kept."""
+    kept = f"for {render.duration(entry.kept_for_s)}" if entry.kept_for_s else "kept"
+    left = render.duration(entry.expires_in_s) if entry.HasField("expires_in_s") else ""
+    return [("left", left), ("kept", kept if entry.kept else "")]

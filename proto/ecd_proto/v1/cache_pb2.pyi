@@ -648,17 +648,21 @@ class PoolFull(google.protobuf.message.Message):
     NBYTES_FIELD_NUMBER: builtins.int
     LARGEST_FREE_BYTES_FIELD_NUMBER: builtins.int
     HELD_BYTES_FIELD_NUMBER: builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: builtins.int
     nbytes: builtins.int
     largest_free_bytes: builtins.int
     held_bytes: builtins.int
+    quota_bytes: builtins.int
+    """the namespace's quota is what is full; 0: the pool is"""
     def __init__(
         self,
         *,
         nbytes: builtins.int = ...,
         largest_free_bytes: builtins.int = ...,
         held_bytes: builtins.int = ...,
+        quota_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["held_bytes", b"held_bytes", "largest_free_bytes", b"largest_free_bytes", "nbytes", b"nbytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held_bytes", b"held_bytes", "largest_free_bytes", b"largest_free_bytes", "nbytes", b"nbytes", "quota_bytes", b"quota_bytes"]) -> None: ...
 
 global___PoolFull = PoolFull
 
@@ -668,15 +672,19 @@ class EntryTooLarge(google.protobuf.message.Message):
 
     NBYTES_FIELD_NUMBER: builtins.int
     POOL_BYTES_FIELD_NUMBER: builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: builtins.int
     nbytes: builtins.int
     pool_bytes: builtins.int
+    quota_bytes: builtins.int
+    """the namespace's quota, if that is what is too small, and pool_bytes then"""
     def __init__(
         self,
         *,
         nbytes: builtins.int = ...,
         pool_bytes: builtins.int = ...,
+        quota_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["nbytes", b"nbytes", "pool_bytes", b"pool_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nbytes", b"nbytes", "pool_bytes", b"pool_bytes", "quota_bytes", b"quota_bytes"]) -> None: ...
 
 global___EntryTooLarge = EntryTooLarge
 
@@ -1217,6 +1225,7 @@ class EvictReply(google.protobuf.message.Message):
     DISK_ENTRIES_FIELD_NUMBER: builtins.int
     DISK_BYTES_FIELD_NUMBER: builtins.int
     DISK_FAILURES_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     entries: builtins.int
     nbytes: builtins.int
@@ -1227,6 +1236,8 @@ class EvictReply(google.protobuf.message.Message):
     disk_bytes: builtins.int
     disk_failures: builtins.int
     """files of these that could not be removed: a later start may find them"""
+    kept: builtins.int
+    """of the entries, those that an operator kept"""
     def __init__(
         self,
         *,
@@ -1237,8 +1248,9 @@ class EvictReply(google.protobuf.message.Message):
         disk_entries: builtins.int = ...,
         disk_bytes: builtins.int = ...,
         disk_failures: builtins.int = ...,
+        kept: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["disk_bytes", b"disk_bytes", "disk_entries", b"disk_entries", "disk_failures", b"disk_failures", "entries", b"entries", "incarnation", b"incarnation", "leased", b"leased", "nbytes", b"nbytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["disk_bytes", b"disk_bytes", "disk_entries", b"disk_entries", "disk_failures", b"disk_failures", "entries", b"entries", "incarnation", b"incarnation", "kept", b"kept", "leased", b"leased", "nbytes", b"nbytes"]) -> None: ...
 
 global___EvictReply = EvictReply
 
@@ -1308,12 +1320,21 @@ class EntryInfo(google.protobuf.message.Message):
     AGE_S_FIELD_NUMBER: builtins.int
     IDLE_S_FIELD_NUMBER: builtins.int
     POOL_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    KEPT_FOR_S_FIELD_NUMBER: builtins.int
+    EXPIRES_IN_S_FIELD_NUMBER: builtins.int
     entry: builtins.int
     leases: builtins.int
     hits: builtins.int
     age_s: builtins.float
     idle_s: builtins.float
     pool: builtins.int
+    kept: builtins.bool
+    """by an operator: no room is made of it"""
+    kept_for_s: builtins.float
+    """0: without an end"""
+    expires_in_s: builtins.float
+    """absent: its namespace has no TTL"""
     @property
     def key(self) -> global___Key: ...
     @property
@@ -1329,11 +1350,94 @@ class EntryInfo(google.protobuf.message.Message):
         age_s: builtins.float = ...,
         idle_s: builtins.float = ...,
         pool: builtins.int = ...,
+        kept: builtins.bool = ...,
+        kept_for_s: builtins.float = ...,
+        expires_in_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["content", b"content", "key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "content", b"content", "entry", b"entry", "hits", b"hits", "idle_s", b"idle_s", "key", b"key", "leases", b"leases", "pool", b"pool"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expires_in_s", b"_expires_in_s", "content", b"content", "expires_in_s", b"expires_in_s", "key", b"key"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expires_in_s", b"_expires_in_s", "age_s", b"age_s", "content", b"content", "entry", b"entry", "expires_in_s", b"expires_in_s", "hits", b"hits", "idle_s", b"idle_s", "kept", b"kept", "kept_for_s", b"kept_for_s", "key", b"key", "leases", b"leases", "pool", b"pool"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_expires_in_s", b"_expires_in_s"]) -> typing.Literal["expires_in_s"] | None: ...
 
 global___EntryInfo = EntryInfo
+
+@typing.final
+class KeepRequest(google.protobuf.message.Message):
+    """Keep an entry of the host pool: no room is made of it. It is evicted on request, and by its TTL."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    FOR_S_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    for_s: builtins.float
+    """0: without an end"""
+    stop: builtins.bool
+    """keep it no more"""
+    @property
+    def key(self) -> global___Key: ...
+    def __init__(
+        self,
+        *,
+        key: global___Key | None = ...,
+        for_s: builtins.float = ...,
+        stop: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["for_s", b"for_s", "key", b"key", "stop", b"stop"]) -> None: ...
+
+global___KeepRequest = KeepRequest
+
+@typing.final
+class KeepReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Outcome:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _OutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[KeepReply._Outcome.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        OUTCOME_UNSPECIFIED: KeepReply._Outcome.ValueType  # 0
+        OUTCOME_KEPT: KeepReply._Outcome.ValueType  # 1
+        OUTCOME_STOPPED: KeepReply._Outcome.ValueType  # 2
+        OUTCOME_NOT_KEPT: KeepReply._Outcome.ValueType  # 3
+        """it was not: there was nothing to stop"""
+        OUTCOME_MISSING: KeepReply._Outcome.ValueType  # 4
+        OUTCOME_TOO_MUCH: KeepReply._Outcome.ValueType  # 5
+
+    class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
+    OUTCOME_UNSPECIFIED: KeepReply.Outcome.ValueType  # 0
+    OUTCOME_KEPT: KeepReply.Outcome.ValueType  # 1
+    OUTCOME_STOPPED: KeepReply.Outcome.ValueType  # 2
+    OUTCOME_NOT_KEPT: KeepReply.Outcome.ValueType  # 3
+    """it was not: there was nothing to stop"""
+    OUTCOME_MISSING: KeepReply.Outcome.ValueType  # 4
+    OUTCOME_TOO_MUCH: KeepReply.Outcome.ValueType  # 5
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    OUTCOME_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
+    KEPT_MOST_BYTES_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    outcome: global___KeepReply.Outcome.ValueType
+    nbytes: builtins.int
+    """of the entry's extent"""
+    kept_bytes: builtins.int
+    """of its pool, now"""
+    kept_most_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        outcome: global___KeepReply.Outcome.ValueType = ...,
+        nbytes: builtins.int = ...,
+        kept_bytes: builtins.int = ...,
+        kept_most_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "kept_bytes", b"kept_bytes", "kept_most_bytes", b"kept_most_bytes", "nbytes", b"nbytes", "outcome", b"outcome"]) -> None: ...
+
+global___KeepReply = KeepReply
 
 @typing.final
 class StatusRequest(google.protobuf.message.Message):
@@ -1591,17 +1695,28 @@ class NamespaceStatus(google.protobuf.message.Message):
     NAMESPACE_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: builtins.int
+    TTL_S_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     entries: builtins.int
     nbytes: builtins.int
+    quota_bytes: builtins.int
+    ttl_s: builtins.float
     def __init__(
         self,
         *,
         namespace: builtins.str = ...,
         entries: builtins.int = ...,
         nbytes: builtins.int = ...,
+        quota_bytes: builtins.int | None = ...,
+        ttl_s: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "namespace", b"namespace", "nbytes", b"nbytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_quota_bytes", b"_quota_bytes", "_ttl_s", b"_ttl_s", "quota_bytes", b"quota_bytes", "ttl_s", b"ttl_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_quota_bytes", b"_quota_bytes", "_ttl_s", b"_ttl_s", "entries", b"entries", "namespace", b"namespace", "nbytes", b"nbytes", "quota_bytes", b"quota_bytes", "ttl_s", b"ttl_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_quota_bytes", b"_quota_bytes"]) -> typing.Literal["quota_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ttl_s", b"_ttl_s"]) -> typing.Literal["ttl_s"] | None: ...
 
 global___NamespaceStatus = NamespaceStatus
 
@@ -1659,6 +1774,7 @@ class DiskStatus(google.protobuf.message.Message):
     READS_REST_FIELD_NUMBER: builtins.int
     WRITES_REST_FIELD_NUMBER: builtins.int
     WRITE_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    EXPIRED_FIELD_NUMBER: builtins.int
     path: builtins.str
     pool_bytes: builtins.int
     used_bytes: builtins.int
@@ -1683,6 +1799,8 @@ class DiskStatus(google.protobuf.message.Message):
     writes_rest: builtins.bool
     write_bytes_per_s: builtins.int
     """the write budget"""
+    expired: builtins.int
+    """files removed as their entries' time was over"""
     @property
     def failures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by kind"""
@@ -1712,8 +1830,9 @@ class DiskStatus(google.protobuf.message.Message):
         reads_rest: builtins.bool = ...,
         writes_rest: builtins.bool = ...,
         write_bytes_per_s: builtins.int = ...,
+        expired: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "evictions", b"evictions", "failures", b"failures", "kept", b"kept", "lost", b"lost", "path", b"path", "pool_bytes", b"pool_bytes", "read_bytes", b"read_bytes", "read_s", b"read_s", "reads", b"reads", "reads_rest", b"reads_rest", "skipped", b"skipped", "used_bytes", b"used_bytes", "write_bytes_per_s", b"write_bytes_per_s", "write_s", b"write_s", "writes", b"writes", "writes_rest", b"writes_rest", "written_bytes", b"written_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "evictions", b"evictions", "expired", b"expired", "failures", b"failures", "kept", b"kept", "lost", b"lost", "path", b"path", "pool_bytes", b"pool_bytes", "read_bytes", b"read_bytes", "read_s", b"read_s", "reads", b"reads", "reads_rest", b"reads_rest", "skipped", b"skipped", "used_bytes", b"used_bytes", "write_bytes_per_s", b"write_bytes_per_s", "write_s", b"write_s", "writes", b"writes", "writes_rest", b"writes_rest", "written_bytes", b"written_bytes"]) -> None: ...
 
 global___DiskStatus = DiskStatus
 
@@ -1740,6 +1859,9 @@ class PoolStatus(google.protobuf.message.Message):
     GIVEN_UP_S_FIELD_NUMBER: builtins.int
     FREQUENCY_EXPONENT_FIELD_NUMBER: builtins.int
     DENSITY_EXPONENT_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
+    KEPT_MOST_BYTES_FIELD_NUMBER: builtins.int
     pool: builtins.int
     """its number"""
     kind: builtins.str
@@ -1769,6 +1891,10 @@ class PoolStatus(google.protobuf.message.Message):
     frequency_exponent: builtins.float
     """How much an entry's uses, and its seconds per byte, weigh when room is made; 0 and 0: LRU."""
     density_exponent: builtins.float
+    kept: builtins.int
+    """entries that an operator keeps"""
+    kept_bytes: builtins.int
+    kept_most_bytes: builtins.int
     def __init__(
         self,
         *,
@@ -1791,8 +1917,11 @@ class PoolStatus(google.protobuf.message.Message):
         given_up_s: builtins.float = ...,
         frequency_exponent: builtins.float = ...,
         density_exponent: builtins.float = ...,
+        kept: builtins.int = ...,
+        kept_bytes: builtins.int = ...,
+        kept_most_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["density_exponent", b"density_exponent", "evictions", b"evictions", "fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "frequency_exponent", b"frequency_exponent", "given_up_s", b"given_up_s", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "problem", b"problem", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes", "worth_s", b"worth_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["density_exponent", b"density_exponent", "evictions", b"evictions", "fragmentation", b"fragmentation", "free_bytes", b"free_bytes", "frequency_exponent", b"frequency_exponent", "given_up_s", b"given_up_s", "granted_bytes", b"granted_bytes", "huge_bytes", b"huge_bytes", "kept", b"kept", "kept_bytes", b"kept_bytes", "kept_most_bytes", b"kept_most_bytes", "kind", b"kind", "largest_free_bytes", b"largest_free_bytes", "leased_bytes", b"leased_bytes", "path", b"path", "pool", b"pool", "pool_bytes", b"pool_bytes", "populated_bytes", b"populated_bytes", "problem", b"problem", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes", "worth_s", b"worth_s"]) -> None: ...
 
 global___PoolStatus = PoolStatus
 

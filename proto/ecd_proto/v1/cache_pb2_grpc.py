@@ -69,6 +69,11 @@ class CacheStub(object):
                 request_serializer=ecd__proto_dot_v1_dot_cache__pb2.ListRequest.SerializeToString,
                 response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.ListReply.FromString,
                 )
+        self.Keep = channel.unary_unary(
+                '/ecd.v1.Cache/Keep',
+                request_serializer=ecd__proto_dot_v1_dot_cache__pb2.KeepRequest.SerializeToString,
+                response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.KeepReply.FromString,
+                )
         self.Status = channel.unary_unary(
                 '/ecd.v1.Cache/Status',
                 request_serializer=ecd__proto_dot_v1_dot_cache__pb2.StatusRequest.SerializeToString,
@@ -171,6 +176,12 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Keep(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -260,6 +271,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.ListRequest.FromString,
                     response_serializer=ecd__proto_dot_v1_dot_cache__pb2.ListReply.SerializeToString,
+            ),
+            'Keep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.KeepRequest.FromString,
+                    response_serializer=ecd__proto_dot_v1_dot_cache__pb2.KeepReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -480,6 +496,23 @@ class Cache(object):
         return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/List',
             ecd__proto_dot_v1_dot_cache__pb2.ListRequest.SerializeToString,
             ecd__proto_dot_v1_dot_cache__pb2.ListReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Keep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Keep',
+            ecd__proto_dot_v1_dot_cache__pb2.KeepRequest.SerializeToString,
+            ecd__proto_dot_v1_dot_cache__pb2.KeepReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

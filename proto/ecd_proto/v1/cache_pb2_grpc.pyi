@@ -86,6 +86,11 @@ class CacheStub:
         ecd_proto.v1.cache_pb2.ListReply,
     ]
 
+    Keep: grpc.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.KeepRequest,
+        ecd_proto.v1.cache_pb2.KeepReply,
+    ]
+
     Status: grpc.UnaryUnaryMultiCallable[
         ecd_proto.v1.cache_pb2.StatusRequest,
         ecd_proto.v1.cache_pb2.StatusReply,
@@ -175,6 +180,11 @@ class CacheAsyncStub:
     List: grpc.aio.UnaryUnaryMultiCallable[
         ecd_proto.v1.cache_pb2.ListRequest,
         ecd_proto.v1.cache_pb2.ListReply,
+    ]
+
+    Keep: grpc.aio.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.KeepRequest,
+        ecd_proto.v1.cache_pb2.KeepReply,
     ]
 
     Status: grpc.aio.UnaryUnaryMultiCallable[
@@ -289,6 +299,13 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: ecd_proto.v1.cache_pb2.ListRequest,
         context: _ServicerContext,
     ) -> typing.Union[ecd_proto.v1.cache_pb2.ListReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.ListReply]]: ...
+
+    @abc.abstractmethod
+    def Keep(
+        self,
+        request: ecd_proto.v1.cache_pb2.KeepRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ecd_proto.v1.cache_pb2.KeepReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.KeepReply]]: ...
 
     @abc.abstractmethod
     def Status(

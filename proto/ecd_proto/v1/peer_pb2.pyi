@@ -343,6 +343,7 @@ class PeerLeased(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    AGE_S_FIELD_NUMBER: builtins.int
     lease: builtins.int
     address: builtins.int
     """in the peer's registered memory"""
@@ -350,6 +351,8 @@ class PeerLeased(google.protobuf.message.Message):
     """XXH3 (64 bits) over the little-endian XXH3s of the entry's pieces of 1 MiB, the last one shorter."""
     bytes: builtins.bytes
     """the entry's, or none: then they are to be read"""
+    age_s: builtins.float
+    """since the entry was put, on whichever node; 0: not known, or it has no TTL"""
     @property
     def content(self) -> ecd_proto.v1.cache_pb2.Content: ...
     def __init__(
@@ -360,9 +363,10 @@ class PeerLeased(google.protobuf.message.Message):
         address: builtins.int = ...,
         checksum: builtins.int = ...,
         bytes: builtins.bytes = ...,
+        age_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["content", b"content"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "bytes", b"bytes", "checksum", b"checksum", "content", b"content", "lease", b"lease"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "age_s", b"age_s", "bytes", b"bytes", "checksum", b"checksum", "content", b"content", "lease", b"lease"]) -> None: ...
 
 global___PeerLeased = PeerLeased
 

@@ -1,0 +1,64 @@
+"""The commands that keep an entry in memory, and keep it no more."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ecd_client.cli import entries, render
+from ecd_client.cli.context import FAILED, AsJson, MmHash, Namespace, Options, fail
+from ecd_proto.contract import size_text
+from ecd_proto.v1 import cache_pb2 as pb
+
+
+def keep(
+    context: typer.Context,
+    key: MmHash,
+    namespace: Namespace = None,
+    for_: Annotated[
+        str | None, typer.Option("--for", help="So long: 30s, 10m, 2h, 1d. By default for good.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep an entry in memory: it is not evicted for room. `evict` and its TTL take it still."""
+    for_s = entries.seconds(for_)
+    if for_ is not None and not for_s:
+        raise typer.BadParameter("--for 0 keeps nothing: leave it out to keep the entry for good")
+    reply = _ask(context, key, namespace, pb.KeepRequest(for_s=for_s))
+    if reply.outcome == pb.KeepReply.OUTCOME_TOO_MUCH:
+        fail(
+            FAILED,
+            f"{key!r} takes {size_text(reply.nbytes)}, and {size_text(reply.kept_bytes)} of at "
+            f"most {size_text(reply.kept_most_bytes)} are kept: `ecd-cli ls --kept` lists them, "
+            "`ecd-cli unkeep` ends one, ECD_KEPT_SHARE allows more",
+        )
+    said = f"kept for {render.duration(for_s)}" if for_s else "kept until `ecd-cli unkeep`"
+    options: Options = context.obj
+    options.show(as_json, {"mm_hash": key, "kept": True, "for_s": for_s or None}, said)
+
+
+def unkeep(
+    context: typer.Context,
+    key: MmHash,
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let room be made of a kept entry again."""
+    reply = _ask(context, key, namespace, pb.KeepRequest(stop=True))
+    if reply.outcome == pb.KeepReply.OUTCOME_NOT_KEPT:
+        fail(FAILED, f"{key!r} was not kept: `ecd-cli ls --kept` lists what is")
+    options: Options = context.obj
+    options.show(as_json, {"mm_hash": key, "kept": False}, "kept no more")
+
+
+def _ask(
+    context: typer.Context, key: str, namespace: str | None, request: pb.KeepRequest
+) -> pb.KeepReply:
+    options: Options = context.obj
+    namespace = namespace or entries.only_namespace(options, key)
+    request.key.namespace, request.key.mm_hash = namespace, key
+    reply: pb.KeepReply = options.call("Keep", request)
+    if reply.outcome == pb.KeepReply.OUTCOME_MISSING:
+        fail(FAILED, f"no entry {key!r} in the namespace {namespace!r} is in memory")
+    return reply

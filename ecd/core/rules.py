@@ -1,0 +1,50 @@
+"""Rules: what operators have set for namespaces, by their names or by patterns of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TypeVar
+
+T = TypeVar("T", int, float)
+
+KNOWN = 4096
+"""Namespaces whose rules are remembered; those of others are sought again."""
+_NONE: Mapping[str, int] = MappingProxyType({})
+
+
+class Rules:
+    """Quotas in bytes, and greatest ages in seconds, for each namespace that a pattern matches.
+
+    Patterns are those of `fnmatch`. The rule of the exact name counts, else that of the longest
+    pattern that matches.
+    """
+
+    def __init__(
+        self,
+        quotas: Mapping[str, int] = _NONE,
+        ttls: Mapping[str, float] = _NONE,
+        kept_share: float = 0.5,
+    ) -> None:
+        """`kept_share` is the most of a pool that is kept at a time, as operators ask for it."""
+        self.kept_share = kept_share
+        self.has_quotas, self.has_ttls = bool(quotas), bool(ttls)
+        self.least_quota_bytes = min(quotas.values(), default=None)
+        self.quota_bytes: Callable[[str], int | None] = _finder(quotas)
+        """Finds the bytes that a namespace may have; None: as many as it likes."""
+        self.ttl_s: Callable[[str], float | None] = _finder(ttls)
+        """Finds the age at which a namespace's entries are evicted; None: they have none."""
+
+
+def _finder(rules: Mapping[str, T]) -> Callable[[str], T | None]:
+    patterns = sorted(rules, key=lambda pattern: (-len(pattern), pattern))
+
+    @lru_cache(KNOWN)
+    def find(namespace: str) -> T | None:
+        if namespace in rules:
+            return rules[namespace]
+        return next((rules[each] for each in patterns if fnmatchcase(namespace, each)), None)
+
+    return find

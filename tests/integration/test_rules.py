@@ -1,0 +1,197 @@
+"""Quotas, TTLs and kept entries, as operators set them for a real daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ecd_client import Client
+from ecd_client.errors import EntryTooLarge, PoolFull
+from support.daemon import Daemon, eventually
+
+MIB = 1 << 20
+MakeDaemon = Callable[..., Daemon]
+
+
+def cli(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def put(client: Client, *keys: str, nbytes: int = MIB) -> None:
+    for key in keys:
+        assert client.put_bytes(key, bytes(nbytes), "uint8", (nbytes,))
+
+
+def nbytes_of(daemon: Daemon, namespace: str) -> int:
+    named = {each.namespace: each.nbytes for each in daemon.status().namespaces}
+    return named.get(namespace, 0)
+
+
+def is_there(client: Client, key: str) -> bool:
+    item = client.get(key)
+    if item is not None:
+        item.close()
+    return item is not None
+
+
+def test_a_namespace_at_its_quota_loses_its_own_entries_and_no_others(
+    make_daemon: MakeDaemon,
+) -> None:
+    daemon = make_daemon("64MiB", ECD_NAMESPACE_QUOTAS="tenant-*=8MiB,*=50%").start()
+    with (
+        Client(daemon.address, namespace="free") as free,
+        Client(daemon.address, namespace="tenant-a") as tenant,
+        Client(daemon.address, namespace="tenant-b") as other,
+    ):
+        put(free, *(f"f{number}" for number in range(20)))
+        put(other, "b0", "b1")
+        put(tenant, *(f"a{number}" for number in range(8)))
+        for number in range(8, 24):
+            assert is_there(tenant, "a0"), "what is read stays"
+            put(tenant, f"a{number}")
+            eventually(lambda: nbytes_of(daemon, "tenant-a") <= 8 * MIB)
+        assert sorted(key for key in daemon.names() if key[0] == "a") == [
+            "a0",
+            *(f"a{number}" for number in range(17, 24)),
+        ]
+        assert all(is_there(free, f"f{number}") for number in range(20))
+        assert all(is_there(other, key) for key in ("b0", "b1"))
+        evictions = daemon.status().counters.evictions
+        assert (evictions["quota"], evictions["capacity"], evictions["watermark"]) == (16, 0, 0)
+
+        with pytest.raises(EntryTooLarge, match="'tenant-a' is 8388608: raise ECD_NAMESPACE_QUO"):
+            put(tenant, "too large", nbytes=9 * MIB)
+        held = [tenant.get(key) for key in ("a0", *(f"a{number}" for number in range(17, 24)))]
+        assert all(held)
+        with pytest.raises(PoolFull, match="quota of 'tenant-a', 8388608 bytes"):
+            put(tenant, "no room", nbytes=6 * MIB)  # more than a grant has: by a call
+        assert daemon.status().counters.refused["quota_full"] == 2
+        for item in held:
+            assert item is not None
+            item.close()
+        eventually(lambda: not daemon.status().leases)
+        put(tenant, "room", nbytes=6 * MIB)
+        assert nbytes_of(daemon, "tenant-a") <= 8 * MIB
+
+    shown = cli(daemon, "ls", "--by", "namespace").stdout
+    assert "quota" in shown.splitlines()[0]
+    assert "8 MiB" in next(line for line in shown.splitlines() if line.startswith("tenant-a"))
+    rows = json.loads(cli(daemon, "ls", "--by", "namespace", "--json").stdout)
+    assert {row["namespace"]: row["quota_bytes"] for row in rows} == {
+        "free": 32 * MIB,
+        "tenant-a": 8 * MIB,
+        "tenant-b": 8 * MIB,
+    }
+    metrics = daemon.metrics()
+    assert 'ecd_namespace_quota_bytes{namespace="tenant-a"} 8.388608e+06' in metrics
+    assert 'ecd_evictions_total{reason="quota"}' in metrics
+    daemon.check_nothing_leaked()
+
+
+def test_entries_are_served_until_their_ttl_and_not_after_it(make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon(ECD_NAMESPACE_TTLS="short=4s,*=1h").start()
+    with (
+        Client(daemon.address, namespace="short") as short,
+        Client(daemon.address, namespace="long") as long,
+    ):
+        put(long, "stays")
+        put(short, "called", nbytes=20 * MIB)
+        begun_s = time.monotonic()
+        put(short, "mapped")
+        held = short.get("mapped")
+        assert held is not None
+        assert is_there(short, "mapped")
+        assert "left" in cli(daemon, "ls").stdout.splitlines()[0]
+        eventually(lambda: not is_there(short, "mapped"), 20.0, "its time is over")
+        assert time.monotonic() - begun_s >= 4.0
+        assert not any(short.contains(["mapped", "called"]))
+        assert bytes(held.view[:8]) == bytes(8), "who has it reads on"
+        held.close()
+        assert is_there(long, "stays")
+        put(short, "mapped")  # anew
+        assert is_there(short, "mapped")
+    assert daemon.status().counters.evictions["ttl"] == 2
+    assert sum(daemon.status().counters.idle_evictions) == 0, "none of it was for room"
+    rows = json.loads(cli(daemon, "ls", "--by", "namespace", "--json").stdout)
+    assert {row["namespace"]: row["ttl_s"] for row in rows} == {"long": 3600.0, "short": 4.0}
+    daemon.check_nothing_leaked()
+
+
+def test_what_an_operator_keeps_outlasts_a_crowd_until_it_is_kept_no_more(
+    make_daemon: MakeDaemon,
+) -> None:
+    daemon = make_daemon("64MiB", ECD_KEPT_SHARE="0.1").start()
+    with Client(daemon.address, namespace="n") as client:
+        put(client, "kept", "for a while", "over it", nbytes=3 * MIB)
+        assert cli(daemon, "keep", "kept").stdout == "kept until `ecd-cli unkeep`\n"
+        for_a_while = cli(daemon, "keep", "for a while", "--namespace", "n", "--for", "1h")
+        assert for_a_while.stdout == "kept for 1.0 h\n"
+        refused = cli(daemon, "keep", "over it")
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert "takes 3 MiB, and 6 MiB of at most 6.4 MiB are kept" in refused.stderr
+        wrong = cli(daemon, "keep", "kept", "--for", "soon")
+        assert wrong.returncode == 2
+        assert "'soon' is not a duration" in wrong.stderr
+        assert cli(daemon, "keep", "nothing").returncode == 1
+        assert cli(daemon, "keep", "nothing", "--namespace", "n").stderr == (
+            "no entry 'nothing' in the namespace 'n' is in memory\n"
+        )
+        assert "6 MiB kept (2 entries; at most 6.4 MiB)" in cli(daemon, "status").stdout
+        kept = json.loads(cli(daemon, "ls", "--kept", "--json").stdout)
+        assert sorted(entry["key"]["mm_hash"] for entry in kept) == ["for a while", "kept"]
+        assert "ecd_pool_kept_bytes" in daemon.metrics()
+
+        daemon.crowd()
+        assert is_there(client, "kept")
+        assert is_there(client, "for a while")
+        assert not is_there(client, "over it")
+        assert cli(daemon, "unkeep", "for a while").stdout == "kept no more\n"
+        assert "was not kept" in cli(daemon, "unkeep", "for a while").stderr
+        assert cli(daemon, "keep", "kept", "--for", "2s").returncode == 0  # shortened
+        eventually(lambda: daemon.status().pools[0].kept == 0, 10.0, "it is kept no longer")
+        daemon.crowd()
+        assert not is_there(client, "kept")
+
+        put(client, "evicted")
+        cli(daemon, "keep", "evicted")
+        evicted = cli(daemon, "evict", "evicted")
+        assert evicted.stdout == "Evicted 1 entry, 1 MiB; 1 of them kept.\n"
+        assert daemon.status().pools[0].kept == 0
+    daemon.check_nothing_leaked()
+
+
+def test_rules_are_taken_over_while_the_daemon_runs(tmp_path: Path) -> None:
+    file = tmp_path / "ecd.toml"
+    file.write_text("")
+    daemon = Daemon(tmp_path)
+    daemon.command = (*Daemon.command, "--config", str(file))
+    try:
+        daemon.start()
+        with Client(daemon.address, namespace="n=1,a") as client:
+            put(client, *(f"k{number}" for number in range(12)))
+            file.write_text('[namespace_quotas]\n"n=1,*" = "4MiB"\n')
+            os.kill(daemon.pid, signal.SIGHUP)
+            eventually(lambda: nbytes_of(daemon, "n=1,a") == 4 * MIB)
+            assert [is_there(client, f"k{number}") for number in (7, 8)] == [False, True]
+            file.write_text('[namespace_ttls]\n"*" = "1s"\n')
+            os.kill(daemon.pid, signal.SIGHUP)
+            eventually(lambda: not daemon.status().entries, 10.0, "they are older than that")
+            file.write_text('[namespace_ttls]\n"*" = "soon"\n')
+            os.kill(daemon.pid, signal.SIGHUP)
+            said = "the settings stay as they are: namespace_ttls"
+            eventually(lambda: said in daemon.text(), 5.0, "it says what is wrong")
+    finally:
+        daemon.close()

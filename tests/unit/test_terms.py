@@ -1,0 +1,207 @@
+"""Rules for namespaces, and the book of terms, by example."""
+
+from __future__ import annotations
+
+import pytest
+
+from ecd.config import Config, ConfigError
+from ecd.config_sources import load
+from ecd.core import terms
+from ecd.core.allocator import Allocator
+from ecd.core.cache import Cache
+from ecd.core.outcomes import LimitReached, MakingRoom, Missing, PoolFull, Reserved
+from ecd.core.pool import Pool
+from ecd.core.rules import Rules
+from ecd.core.types import Content, EntryId, Key, SessionId
+
+PAGE = 4096
+MIB = 1 << 20
+
+
+def make(rules: Rules, pages: int = 4096) -> tuple[Cache, SessionId]:
+    cache = Cache([Pool(Allocator(0, pages * PAGE, PAGE))], rules=rules)
+    session = cache.open_session()
+    assert not isinstance(session, LimitReached)
+    return cache, session
+
+
+def put(cache: Cache, session: SessionId, key: Key, now_s: float = 0.0, age_s: float = 0.0) -> None:
+    reserved = cache.reserve(session, key, Content("int8", (PAGE,), PAGE), now_s)
+    while isinstance(reserved, MakingRoom):
+        reserved = cache.reserve(session, key, Content("int8", (PAGE,), PAGE), now_s)
+    assert isinstance(reserved, Reserved), reserved
+    cache.commit(session, reserved.entry, now_s, age_s=age_s)
+
+
+@pytest.mark.parametrize(
+    ("namespace", "quota"),
+    [
+        ("a", 1),
+        ("ab", 2),
+        ("abc", 3),
+        ("b", 4),
+        ("model|main|bfloat16|none|digest|commit-1", 5),
+        ("other|main", 4),
+    ],
+)
+def test_the_exact_name_counts_then_the_longest_pattern(namespace: str, quota: int) -> None:
+    rules = Rules({"*": 4, "a*": 2, "a": 1, "a?c": 3, "model|*|bfloat16|*": 5})
+    assert rules.quota_bytes(namespace) == quota
+    assert Rules({"a*": 2}).quota_bytes("b") is None
+
+
+def test_settings_of_rules() -> None:
+    flags = {
+        "namespace_quotas": "tenant-*=2GiB, x=y=4Gi,*=25%",
+        "namespace_ttls": "tenant-*=12h,s=90,*=1.5d",
+    }
+    config, _ = load(flags, None)
+    assert config.namespace_quotas == {"tenant-*": 2 << 30, "x=y": 4 << 30, "*": "25%"}
+    assert config.namespace_ttls == {"tenant-*": 43200.0, "s": 90.0, "*": 129600.0}
+    rules = config.rules(8 << 30)
+    assert rules.quota_bytes("anybody") == 2 << 30
+    assert rules.ttl_s("tenant-1") == 43200.0
+    assert rules.kept_share == 0.5
+    nothing = Config().rules(MIB)
+    assert (nothing.has_quotas, nothing.has_ttls) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("namespace_quotas", "tenant", "must be PATTERN=SIZE, with commas between several"),
+        ("namespace_quotas", "a=2GB,b=lots", "b needs a size, such as 2GiB, or a share of the"),
+        ("namespace_quotas", "a=0", "a needs a size"),
+        ("namespace_quotas", "a=101%", "a needs a size"),
+        ("namespace_ttls", "a=soon", "a needs a time, such as 90s, 30m, 12h or 7d"),
+        ("namespace_ttls", "a=0s", "a needs a time"),
+        ("kept_share", "2", "must be at most 1"),
+    ],
+)
+def test_wrong_rules_are_refused_with_a_sentence(name: str, wrong: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} .from flag.: {said}"):
+        load({name: wrong}, None)
+
+
+def test_a_quotas_entries_are_found_whatever_has_been_read_or_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each call looks at few: those that cannot go are passed by, and others follow."""
+    monkeypatch.setattr(terms, "LOOKED_AT", 4)
+    cache, session = make(Rules({"n": 32 * PAGE}))
+    keys = [Key("n", str(number)) for number in range(32)]
+    for now_s, key in enumerate(keys):
+        put(cache, session, key, float(now_s))
+    held = {key: cache.acquire(session, key, 40.0) for key in keys[:20]}
+    for key in keys[20:31]:
+        lease = cache.acquire(session, key, 50.0)
+        cache.release(session, lease.lease)
+    put(cache, session, Key("n", "new"), 60.0)
+    assert not cache.contains(keys[31]), "the only one that nobody has read since"
+    for number in range(11):
+        put(cache, session, Key("n", f"new {number}"), 61.0)
+    assert not any(map(cache.contains, keys[20:31]))
+    assert all(map(cache.contains, held))
+    cache.check()
+
+
+def test_trimming_for_a_quota_looks_at_all_entries_once_and_ends() -> None:
+    cache, session = make(Rules({"n": 2000 * PAGE}))
+    keys = [Key("n", str(number)) for number in range(2000)]
+    for key in keys:
+        put(cache, session, key)
+    leases = [cache.acquire(session, key, 1.0) for key in keys]
+    cache.use_rules(Rules({"n": 1990 * PAGE}))
+    after: EntryId | None = EntryId(0)
+    while after is not None:
+        after = cache.reapply_rules(after, 500)
+    calls = 1
+    while cache.trim(32, 2.0):
+        calls += 1
+    assert 2000 / terms.LOOKED_AT < calls < 20, "all are held"
+    assert cache.entries == 2000
+    for lease in leases:
+        cache.release(session, lease.lease)
+    put(cache, session, Key("m", "another"), 3.0)
+    cache.reapply_rules(EntryId(0), 5000)
+    while cache.trim(32, 3.0):
+        pass
+    assert cache.entries == 1991
+    assert not cache.needs_trim()
+
+
+def test_a_quota_whose_entries_are_all_held_refuses_and_evicts_none() -> None:
+    cache, session = make(Rules({"n": 4 * PAGE}))
+    keys = [Key("n", str(number)) for number in range(4)]
+    for key in keys:
+        put(cache, session, key)
+    leases = [cache.acquire(session, key, 1.0) for key in keys[1:]]
+    content = Content("int8", (2 * PAGE,), 2 * PAGE)
+    refused = cache.reserve(session, Key("n", "new"), content, 1.0)
+    assert refused == PoolFull(2 * PAGE, 0, 3 * PAGE, 4 * PAGE)
+    assert cache.contains(keys[0]), "it alone makes too little room"
+    assert isinstance(cache.reserve(session, Key("m", "new"), content, 1.0), Reserved)
+    cache.release(session, leases[0].lease)
+    assert isinstance(cache.reserve(session, Key("n", "new"), content, 1.0), Reserved)
+    assert cache.counters.evictions["quota"] == 2
+    cache.check()
+
+
+def test_an_age_counts_from_the_put_on_another_node() -> None:
+    cache, session = make(Rules({}, {"n": 10.0}))
+    put(cache, session, Key("n", "here"), 100.0)
+    put(cache, session, Key("n", "from elsewhere"), 100.0, age_s=7.0)
+    assert cache.next_deadline_s() == 103.0
+    info = cache.info(Key("n", "from elsewhere"))
+    assert info is not None
+    assert cache.put_age_s(info.entry, 102.0) == 9.0
+    assert cache.acquire(session, Key("n", "from elsewhere"), 103.0) == Missing(), "a late timer"
+    cache.expire(103.0)
+    assert cache.entries == 1
+    cache.expire(110.0)
+    assert cache.entries == 0
+    assert cache.counters.evictions["ttl"] == 2
+    cache.check()
+
+
+def test_many_entries_end_in_bounded_steps() -> None:
+    cache, session = make(Rules({}, {"*": 10.0}))
+    for number in range(1000):
+        put(cache, session, Key("n", str(number)))
+    cache.expire(10.0)
+    assert 900 < cache.entries < 1000
+    steps = 1
+    while (next_s := cache.next_deadline_s()) is not None and next_s <= 10.0:
+        cache.expire(10.0)
+        steps += 1
+    assert cache.entries == 0
+    assert steps > 10
+
+
+def test_new_rules_hold_for_what_is_stored_already() -> None:
+    cache, session = make(Rules({"a": 2 * PAGE}, {"b": 10.0}))
+    for number in range(4):
+        put(cache, session, Key("b", str(number)), float(number))
+    cache.keep(Key("b", "0"), 100.0)
+    cache.use_rules(Rules({"b": 3 * PAGE}, {"*": 20.0}))
+    after: EntryId | None = EntryId(0)
+    while after is not None:
+        after = cache.reapply_rules(after, 1)
+        cache.check()
+    cache.expire(19.0)
+    assert cache.needs_trim()
+    while cache.trim(1, 5.0):
+        pass
+    assert [cache.contains(Key("b", str(number))) for number in range(4)] == [1, 0, 1, 1]
+    assert cache.pools[0].kept == 1
+    cache.check()
+
+
+def test_no_grant_has_a_piece_larger_than_the_least_quota() -> None:
+    """Or an entry above the quota would come without a call, and be evicted instead of refused."""
+    cache, _ = make(Rules({"a": 3 * PAGE}))
+    pool = cache.pools[0]
+    pieces = pool.pieces(PAGE, 2, 16, lambda _: None)
+    assert pieces
+    assert {piece.nbytes for piece in pieces} == {3 * PAGE, PAGE}
+    assert pool.pieces(4 * PAGE, 2, 16, lambda _: None) == []
