@@ -4,9 +4,11 @@
 
 The first table compares a client's get of an entry that lies on disk with a plain read of the same
 file past the page cache, in pieces of the same size, into memory that is there. Both are medians of
-many reads, one after the other; the plain read comes first every second time. Gets that are made
-together, 16 or as many as memory has room for, are compared with the same plain reads. The plain
-reads' memory has small pages, as dd's has; the pool has huge ones.
+many reads, one after the other; the plain read comes first every second time. "In the daemon" is
+the part from the reservation to the commit, on average, and "a call" what a client waits for an
+answer that needs no disk. Gets that are made together, 16 or as many as memory has room for, are
+compared with plain reads of the same files by as many threads. The plain reads' memory has small
+pages, as dd's has; the pool has huge ones.
 
 The second table runs two workloads of one engine against the daemon, whose memory has a tenth of
 their footprint. An engine that lacks an entry sleeps for as long as its encoder would take, and
@@ -23,6 +25,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Annotated, NamedTuple
@@ -73,7 +76,8 @@ def plain_read_s(path: Path, into: mmap.mmap, nbytes: int) -> float:
 
 
 def bandwidths(directory: Path) -> list[list[str]]:
-    rows = [["entry", "plain read", "get", "share", "gets together", "share"]]
+    rows = [["entry", "plain read", "get", "share", "in the daemon", "a call"]]
+    rows[0] += ["at a time", "plain reads", "gets", "share"]
     for name, nbytes in SIZES.items():
         count = min(MOST_READS, READ_BYTES // nbytes)
         settings = {"ECD_DISK_POOL_BYTES": "8GiB", "ECD_DISK_WRITE_BYTES_PER_S": "100GB"}
@@ -82,20 +86,37 @@ def bandwidths(directory: Path) -> list[list[str]]:
         daemon, address = start_daemon(directory, f"disk-{nbytes}", pool_bytes, **settings)
         try:
             with Client(address) as client:
-                plain_s, get_s, rate = _read_all(client, address, count, nbytes)
+                plain_s, get_s, keys = _read_each(client, address, count, nbytes)
+                disk, call_s = disk_of(address), median(_calls_s(client))
+                some = max(1, min(TOGETHER, count // 32))
+                place = Path(disk_of(address).path)
+                plain_rate, rate = _read_together(client, place, keys, some, nbytes)
         finally:
             end_daemon(daemon)
         plain, got = nbytes / median(plain_s) / 1e9, nbytes / median(get_s) / 1e9
-        rates = [f"{each:.2f} GB/s" for each in (plain, got, rate)]
-        shares = [f"{each / plain:.2f}" for each in (got, rate)]
-        rows.append([name, rates[0], rates[1], shares[0], rates[2], shares[1]])
+        row = [name, f"{plain:.2f} GB/s", f"{got:.2f} GB/s", f"{got / plain:.2f}"]
+        row += [f"{disk.read_s / disk.reads * 1e6:.0f} us", f"{call_s * 1e6:.0f} us", str(some)]
+        rows.append(
+            [*row, f"{plain_rate:.2f} GB/s", f"{rate:.2f} GB/s", f"{rate / plain_rate:.2f}"]
+        )
     return rows
 
 
-def _read_all(
+def _calls_s(client: Client) -> list[float]:
+    """Seconds of calls that ask for keys which nobody has."""
+    took: list[float] = []
+    for number in range(MOST_READS):
+        started = time.perf_counter()
+        [future] = client.get_async([f"nobody's {number}"], 10.0, only_if_written=True)
+        assert future.result(10.0) is None
+        took.append(time.perf_counter() - started)
+    return took
+
+
+def _read_each(
     client: Client, address: str, count: int, nbytes: int
-) -> tuple[list[float], list[float], float]:
-    """Seconds of plain reads and of gets, and the GB/s of gets that are made together."""
+) -> tuple[list[float], list[float], list[str]]:
+    """Seconds of plain reads and of gets, one after the other, and the keys that are on disk."""
     keys, data = [f"{nbytes}-{number}" for number in range(count)], os.urandom(nbytes)
     for number, key in enumerate(keys):
         client.put_bytes(key, data, "uint8", (nbytes,), cost=100.0)
@@ -119,18 +140,34 @@ def _read_all(
             assert item.view[-1] == data[-1]
         if not number % 2:
             plain_s.append(plain_read_s(path, into, nbytes))
-    some, rates = max(1, min(TOGETHER, count // 32)), []
     on_disk = [key for key in keys if (place / file_name(Key("default", key))).exists()]
-    for start in range(0, len(on_disk) - some, some):
-        batch = on_disk[start : start + some]
-        if any(client.contains(batch)):
-            continue
-        started = time.perf_counter()
-        items = [future.result(10.0) for future in client.get_async(batch, 10.0)]
-        rates.append(some * nbytes / (time.perf_counter() - started) / 1e9)
-        for item in items:
-            item.close()
-    return plain_s, get_s, median(rates)
+    return plain_s, get_s, on_disk
+
+
+def _read_together(
+    client: Client, place: Path, keys: list[str], some: int, nbytes: int
+) -> tuple[float, float]:
+    """The GB/s of plain reads by some threads, and of as many gets that are made together."""
+    plain_rates: list[float] = []
+    rates: list[float] = []
+    buffers = [mmap.mmap(-1, nbytes) for _ in range(some)]
+    for buffer in buffers:
+        buffer[:] = bytes(nbytes)
+    with ThreadPoolExecutor(some) as threads:
+        for start in range(0, len(keys) - some, some):
+            batch = keys[start : start + some]
+            if any(client.contains(batch)):
+                continue
+            paths = [place / file_name(Key("default", key)) for key in batch]
+            started = time.perf_counter()
+            list(threads.map(plain_read_s, paths, buffers, [nbytes] * some))
+            plain_rates.append(some * nbytes / (time.perf_counter() - started) / 1e9)
+            started = time.perf_counter()
+            items = [future.result(10.0) for future in client.get_async(batch, 10.0)]
+            rates.append(some * nbytes / (time.perf_counter() - started) / 1e9)
+            for item in items:
+                item.close()
+    return median(plain_rates), median(rates)
 
 
 def catalogue(chance: random.Random) -> Iterator[Access]:

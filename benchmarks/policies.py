@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import chain, count
+from math import inf
 from typing import ClassVar
 
 from ecd.core.allocator import Allocator
@@ -82,7 +83,7 @@ class Ranked:
         return self._place[entry][0] if entry in self._ranked else None
 
     def loss(self, entry: Entry) -> float:
-        return entry.block.nbytes
+        return entry.block.nbytes if entry in self._ranked else inf
 
 
 class Fifo(Ranked):
@@ -111,7 +112,8 @@ class Gds(Ranked):
         return self.floor + self.weight(entry)
 
     def loss(self, entry: Entry) -> float:
-        return (self._place[entry][0] - self.floor) * entry.block.nbytes
+        loss = (self._place[entry][0] - self.floor) * entry.block.nbytes
+        return loss if entry in self._ranked else inf
 
 
 class Gdsf(Gds):
@@ -136,7 +138,7 @@ class Queues:
         self._held.discard(entry)
 
     def loss(self, entry: Entry) -> float:
-        return entry.block.nbytes
+        return inf if entry in self._held else entry.block.nbytes
 
 
 class Sieve(Queues):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import inf
 
-from ecd.core.allocator import Allocator, Block
+from ecd.core.allocator import Allocator
 from ecd.core.entry import Entry
 from ecd.core.policy import Policy
 
@@ -34,12 +34,16 @@ def plan(nbytes: int, allocator: Allocator, policy: Policy) -> list[Entry] | Non
         granules += anchor.block.granules
         steps += 1
         if anchor not in enclosed:
-            victims, loss = _window(wanted, anchor, least, policy)
-            steps += len(victims)
-            if loss is None:
-                enclosed.update(victims)
-            elif loss < least:
-                best, least = victims, loss
+            loss = policy.loss(anchor)
+            if loss >= least:
+                steps += 1
+            else:
+                victims, lost = _window(wanted, anchor, loss, least, policy)
+                steps += len(victims)
+                if lost is None:
+                    enclosed.update(victims)
+                elif lost < least:
+                    best, least = victims, lost
         is_enough = tried >= policy.anchors or granules >= TIMES_WANTED * wanted
         if best is None:
             if steps >= STEPS_IN_VAIN:
@@ -50,17 +54,18 @@ def plan(nbytes: int, allocator: Allocator, policy: Policy) -> list[Entry] | Non
 
 
 def _window(
-    wanted: int, anchor: Entry, limit: float, policy: Policy
+    wanted: int, anchor: Entry, loss: float, limit: float, policy: Policy
 ) -> tuple[list[Entry], float | None]:
-    """The victims around `anchor` that free `wanted` granules, and their loss.
+    """The victims around `anchor`, whose loss is below `limit`, that free `wanted` granules.
 
-    The loss is infinite of victims that free too little and lose `limit` or more, and None of all
-    between two held extents, which free too little.
+    Returns them with their loss: infinite of victims that free too little and lose `limit` or more,
+    and None of all between two held extents, which free too little.
     """
-    victims, loss, room = [anchor], policy.loss(anchor), anchor.block.granules
+    victims, room = [anchor], anchor.block.granules
     before, after = anchor.block.before, anchor.block.after
-    rank_before = rank_after = None
-    is_known_before = is_known_after = False
+    # Losses of the neighbours, and by granule; None while unknown.
+    density_before: float | None = None
+    density_after: float | None = None
     while loss < limit:
         if before is not None and before.is_free:
             room += before.granules
@@ -70,34 +75,35 @@ def _window(
             after = after.after
         if room >= wanted:
             return victims, loss
-        if not is_known_before:
-            rank_before, is_known_before = _rank(before, policy), True
-        if not is_known_after:
-            rank_after, is_known_after = _rank(after, policy), True
-        if rank_before is None or (rank_after is not None and rank_after < rank_before):
-            rank, block, is_known_after = rank_after, after, False
-            after = block and block.after
+        if density_before is None:
+            density_before = loss_before = inf
+            if before is not None and isinstance(before.owner, Entry):
+                loss_before = policy.loss(before.owner)
+                density_before = loss_before / before.granules
+        if density_after is None:
+            density_after = loss_after = inf
+            if after is not None and isinstance(after.owner, Entry):
+                loss_after = policy.loss(after.owner)
+                density_after = loss_after / after.granules
+        if before is None or after is None or density_before != density_after:
+            is_after = density_after < density_before
         else:
-            rank, block, is_known_before = rank_before, before, False
-            before = block and block.before
-        if rank is None or block is None:
+            is_after = density_after < inf and _is_colder(after.owner, before.owner, policy)
+        if is_after and after is not None:
+            victims.append(after.owner)
+            loss += loss_after
+            room += after.granules
+            after, density_after = after.after, None
+        elif before is not None and density_before < inf:
+            victims.append(before.owner)
+            loss += loss_before
+            room += before.granules
+            before, density_before = before.before, None
+        else:
             return victims, None
-        victims.append(block.owner)
-        loss += rank[3]
-        room += block.granules
     return victims, inf
 
 
-def _rank(block: Block | None, policy: Policy) -> tuple[float, float, int, float] | None:
-    """The rank of the entry in a block: its loss by granule, its warmth, its id, and its loss.
-
-    None if it cannot be evicted.
-    """
-    entry = None if block is None else block.owner
-    if block is None or not isinstance(entry, Entry):
-        return None
-    warmth = policy.warmth(entry)
-    if warmth is None:
-        return None
-    loss = policy.loss(entry)
-    return loss / block.granules, warmth, entry.id, loss
+def _is_colder(one: Entry, other: Entry, policy: Policy) -> bool:
+    """Whether of two ranked entries the first goes first."""
+    return (policy.warmth(one) or 0.0, one.id) < (policy.warmth(other) or 0.0, other.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import ClassVar, NamedTuple, Protocol
 
 from ecd.core.entry import Entry
@@ -62,7 +63,10 @@ class Policy(Protocol):
         """The entry's rank, larger for later eviction; None if it is not ranked."""
 
     def loss(self, entry: Entry) -> float:
-        """What evicting a ranked entry gives up: a window of the least loss is evicted."""
+        """What evicting an entry gives up, infinite if it is not ranked.
+
+        A window of the least loss is evicted.
+        """
 
 
 class EntryList:
@@ -136,4 +140,4 @@ class Lru(EntryList):
         return entry.used_s if self.has(entry) else None
 
     def loss(self, entry: Entry) -> float:
-        return entry.block.nbytes
+        return entry.block.nbytes if self.has(entry) else inf

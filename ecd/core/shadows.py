@@ -30,31 +30,33 @@ class _Shadow:
         self._heap: list[tuple[float, int, int]] = []
         self._floor = 0.0
 
-    def access(self, key: int, nbytes: int, cost_s: float, weight: float, number: int) -> None:
-        rank = self._floor + weight
-        kept = self.kept.get(key)
-        if kept is None:
-            heappush(self._heap, (rank, number, key))
+    def access(
+        self, key: int, nbytes: int, cost_s: float, weight: float, number: int, capacity: int
+    ) -> None:
+        """Keep a key, and evict, a bounded number, until no more than `capacity` bytes are kept."""
+        heap, kept = self._heap, self.kept
+        rank, used_bytes = self._floor + weight, self.nbytes + nbytes
+        latest = kept.get(key)
+        if latest is None:
+            heappush(heap, (rank, number, key))
         else:
             self.saved_s += cost_s
-            self.nbytes -= kept[2]
-        self.kept[key] = rank, number, nbytes
-        self.nbytes += nbytes
-
-    def evict_to(self, nbytes: int) -> None:
-        """Evict, a bounded number at a time, until no more than `nbytes` are kept."""
-        heap, kept = self._heap, self.kept
-        for _ in range(_EVICTIONS):
-            if self.nbytes <= nbytes:
-                break
-            rank, number, key = heap[0]
-            latest = kept[key]
-            if latest[1] != number:
-                heapreplace(heap, (*latest[:2], key))
-            else:
+            used_bytes -= latest[2]
+        kept[key] = rank, number, nbytes
+        if used_bytes > capacity:
+            for _ in range(_EVICTIONS):
+                rank, number, key = heap[0]
+                latest = kept[key]
+                if latest[1] != number:
+                    heapreplace(heap, (latest[0], latest[1], key))
+                    continue
                 heappop(heap)
-                self.nbytes -= kept.pop(key)[2]
+                del kept[key]
                 self._floor = rank
+                used_bytes -= latest[2]
+                if used_bytes <= capacity:
+                    break
+        self.nbytes = used_bytes
 
     def keep(self, mask: int) -> None:
         """Drop the keys that are not sampled any more."""
@@ -100,13 +102,14 @@ class Shadows:
         if not key & self._sampled - 1:
             capacity = self._pool_bytes // self._sampled
             if nbytes <= capacity:
+                is_full = False
                 for shadow, weight in zip(self._shadows, weights, strict=True):
-                    shadow.access(key, nbytes, cost_s, weight, self._accesses)
-                    shadow.evict_to(capacity)
-            if self.keys > MAX_KEYS:
-                self._sampled *= 2
-                for shadow in self._shadows:
-                    shadow.keep(self._sampled - 1)
+                    shadow.access(key, nbytes, cost_s, weight, self._accesses, capacity)
+                    is_full = is_full or len(shadow.kept) > MAX_KEYS
+                if is_full:
+                    self._sampled *= 2
+                    for shadow in self._shadows:
+                        shadow.keep(self._sampled - 1)
         return self._accesses % _ACCESSES == 0 and self._choose()
 
     def _choose(self) -> bool:

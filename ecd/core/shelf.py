@@ -8,14 +8,14 @@ only rise, so `Deadlines` serves as their heap.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from ecd.core.deadlines import Deadlines
 from ecd.core.types import Key
 
 MAX_ENTRIES = 1 << 18
-"""More would stop the event loop for too long when they are listed, or their tables grow."""
+"""More would stop the event loop for too long when their tables grow."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +35,8 @@ class Shelved:
     uses: int = 1
     is_ready: bool = True  # to be read
     is_erased: bool = False  # on request: what a read of it brings is not to be stored
+    earlier: Shelved | None = field(default=None, repr=False)  # neighbours in order of arrival
+    later: Shelved | None = field(default=None, repr=False)
 
 
 class Shelf:
@@ -48,12 +50,18 @@ class Shelf:
         self._ends: Deadlines[int] = Deadlines()
         self._least = 0.0  # L
         self._last = 0
+        self._head: Shelved | None = None
+        self._tail: Shelved | None = None
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[Shelved]:
-        return iter(self._by_key.values())
+        """In order of arrival. Entries may come and go meanwhile, and none is copied before."""
+        shelved = self._head
+        while shelved is not None:
+            yield shelved
+            shelved = shelved.later
 
     def get(self, key: Key) -> Shelved | None:
         return self._by_key.get(key)
@@ -82,6 +90,12 @@ class Shelf:
             *(self._last, key, nbytes, file_bytes, cost_s, density, rank),
             *(now_s - idle_s, now_s - age_s),
         )
+        shelved.earlier = self._tail
+        if self._tail is None:
+            self._head = shelved
+        else:
+            self._tail.later = shelved
+        self._tail = shelved
         self._by_key[key] = self._by_number[shelved.number] = shelved
         self._ranks.add(shelved.number, rank)
         self.end_after(shelved, ttl_s)
@@ -145,6 +159,15 @@ class Shelf:
         return taken
 
     def _forget(self, shelved: Shelved) -> None:
+        """Unlink an entry. Its own links stay, for an iteration that has come to it."""
+        if shelved.earlier is None:
+            self._head = shelved.later
+        else:
+            shelved.earlier.later = shelved.later
+        if shelved.later is None:
+            self._tail = shelved.earlier
+        else:
+            shelved.later.earlier = shelved.earlier
         del self._by_key[shelved.key], self._by_number[shelved.number]
         if shelved.expires_s < inf:
             self._ends.remove(shelved.number)
@@ -155,6 +178,6 @@ class Shelf:
         self._ranks.check()
         self._ends.check()
         assert len(self._ends) == sum(shelved.expires_s < inf for shelved in self)
-        assert {shelved.number for shelved in self} == set(self._by_number)
+        assert [shelved.number for shelved in self] == sorted(self._by_number)
         assert len(self._ranks) == len(self._by_key)
         assert self.used_bytes == sum(shelved.file_bytes for shelved in self)

@@ -14,6 +14,7 @@ import mmap
 import os
 import re
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,12 +49,20 @@ class DiskError(Exception):
     """The directory cannot be had; the message says what to change."""
 
 
+class _Asides(threading.local):
+    """A thread's memory for headers, whole pages."""
+
+    def __init__(self) -> None:
+        self.aside = memoryview(mmap.mmap(-1, MAX_HEADER_BYTES))
+
+
 class DiskDir:
     """The directory, locked as long as it is open."""
 
     def __init__(self, parent: Path, name: str) -> None:
         """Make the directory `ecd-<name>`, or take the one that is there. Raises DiskError."""
         self.path = pool_dir(str(parent), name)
+        self._asides = _Asides()
         with contextlib.ExitStack() as opened:
             try:
                 parent.mkdir(0o755, parents=True, exist_ok=True)
@@ -172,19 +181,19 @@ class DiskDir:
             if not 0 < ahead <= MAX_HEADER_BYTES or ahead % BLOCK_BYTES:
                 raise CorruptFile("not whole")
             hashed: list[int] = []
-            with mmap.mmap(-1, ahead) as aside:
-                for start in range(0, len(target) or 1, PIECE_BYTES):
-                    piece = target[start : start + PIECE_BYTES]
-                    if start == 0:
-                        got = os.preadv(fd, [aside, piece], 0) - ahead
-                    else:
-                        got = os.preadv(fd, [piece], ahead + start)
-                    if got != len(piece):
-                        raise CorruptFile("it ends early")
-                    if not is_wanted():
-                        raise OSError(errno.ECANCELED, "not wanted any more")
-                    hashed += digests(piece[: nbytes - start])
-                header = Header.unpack(aside[:])
+            aside = self._asides.aside[:ahead]
+            for start in range(0, len(target) or 1, PIECE_BYTES):
+                piece = target[start : start + PIECE_BYTES]
+                if start == 0:
+                    got = os.preadv(fd, [aside, piece], 0) - ahead
+                else:
+                    got = os.preadv(fd, [piece], ahead + start)
+                if got != len(piece):
+                    raise CorruptFile("it ends early")
+                if not is_wanted():
+                    raise OSError(errno.ECANCELED, "not wanted any more")
+                hashed += digests(piece[: nbytes - start])
+            header = Header.unpack(bytes(aside))
         finally:
             os.close(fd)
         if header.key != key or header.content.nbytes != nbytes or fold(hashed) != header.checksum:

@@ -164,7 +164,7 @@ class DiskFiles:
             unknown = self._unknown
         pace, now_s = self._live.turns.pace(), self._live.now_s()
         named = None if selection.key is None else self.shelf.get(selection.key)
-        every = list(self.shelf) if selection.key is None else [named] if named else []
+        every = self.shelf if selection.key is None else [named] if named else []
         names: list[str] = []
         nbytes = failed = 0
         for shelved in every:
@@ -239,9 +239,10 @@ class DiskFiles:
 
 
 def _is_selected(shelved: Shelved, selection: Selection, now_s: float) -> bool:
+    """Whether the entry is selected at a time, after which it may have been used or added."""
     return (
         selection.key in (None, shelved.key)
         and selection.namespace in (None, shelved.key.namespace)
-        and now_s - shelved.used_s >= selection.idle_s
-        and now_s - shelved.created_s >= selection.age_s
+        and max(0.0, now_s - shelved.used_s) >= selection.idle_s
+        and max(0.0, now_s - shelved.created_s) >= selection.age_s
     )

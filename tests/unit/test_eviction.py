@@ -1,6 +1,7 @@
 """Plans of eviction: the victims they choose, and the ranking that they start from."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 
 import pytest
@@ -291,7 +292,7 @@ class OldestFirst:
         return float(entry.id) if entry.id in self._ranked else None
 
     def loss(self, entry: Entry) -> float:
-        return entry.block.nbytes
+        return entry.block.nbytes if entry.id in self._ranked else inf
 
 
 @pytest.mark.parametrize(("policy", "stays"), [(Lru(), "a"), (OldestFirst(), "b")])

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from ecd.core.ahead import BLOCK_BYTES
 from ecd.core.shelf import Shelf
-from ecd.core.types import Content, Key
+from ecd.core.types import Content, Key, Selection
+from ecd.memory.disk_files import _is_selected
 from ecd.memory.disk_format import CorruptFile, Header, file_name
 from support.examples import examples
 
@@ -72,6 +73,35 @@ def test_room_is_made_in_bounded_steps_however_many_have_been_used() -> None:
     assert calls > 1000 // 64, "each call looks at 64"
     assert len(taken) == 1
     assert shelf.has_room(1)
+
+
+@given(st.lists(st.tuples(st.sampled_from("arn"), st.integers(0, 15))))
+def test_a_walk_finds_what_stays_while_others_come_and_go(steps: list[tuple[str, int]]) -> None:
+    shelf = Shelf(100)
+    for number in range(8):
+        shelf.add(KEYS[number], 1, 1, 1.0, 0.5, 0.0)
+    staying, walk, found = set(shelf), iter(shelf), []
+    for step, number in steps:
+        there = shelf.get(KEYS[number])
+        if step == "a" and there is None:
+            shelf.add(KEYS[number], 1, 1, 1.0, 0.5, 0.0)
+        elif step == "r" and there is not None:
+            shelf.remove(there)
+            staying.discard(there)
+        elif step == "n" and (each := next(walk, None)) is not None:
+            found.append(each)
+            shelf.remove(each)
+        shelf.check()
+    found += walk
+    assert staying <= set(found)
+    assert [each.number for each in found] == sorted({each.number for each in found})
+
+
+def test_an_erasure_selects_what_is_read_while_it_runs() -> None:
+    shelved = Shelf(1).add(KEYS[0], 1, 1, 1.0, 0.5, 0.0)
+    shelved.used_s = 2.0
+    assert _is_selected(shelved, Selection(), 1.0)
+    assert not _is_selected(shelved, Selection(idle_s=1.0), 2.5)
 
 
 @given(st.text(min_size=1, max_size=256), st.binary(max_size=4096), st.integers(0, 2**64 - 1))

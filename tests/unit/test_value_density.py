@@ -15,12 +15,12 @@ from ecd.core.frequencies import MAX_FREQUENCY, Frequencies
 from ecd.core.outcomes import Committed, Leased, LimitReached, Reserved
 from ecd.core.policy import Lru, Policy, Weighing
 from ecd.core.pool import Pool
+from ecd.core.queues import STEPS_PER_OCTAVE
 from ecd.core.shadows import MAX_KEYS, WEIGHINGS, Shadows
 from ecd.core.types import Content, EntryId, Key, SessionId
 from ecd.core.value_density import (
     LOOK_S,
     PROTECTED_SHARE,
-    STEPS_PER_OCTAVE,
     ValueDensity,
     fingerprints,
 )
@@ -165,7 +165,7 @@ class Machine(RuleBasedStateMachine):
         """As the shadows would have it, which are too slow to change their minds here."""
         if weighing in self.weighings:
             self.value._shadows.chosen = self.weighings.index(weighing)
-            self.value._weigh()
+            self.value._queues.weigh(self.value._shadows.chosen)
 
     @invariant()
     def the_order_is_that_of_the_formula(self) -> None:
@@ -183,8 +183,9 @@ class Machine(RuleBasedStateMachine):
         for number in self.sides[0].held:
             assert self.value.warmth(self.known[number]) is None
         self.value.check()
-        heads = self.value._heads
-        assert not heads or heads[0][1] == heads[0][2].head.place, "every plan passes it in vain"
+        heads, young = self.value._queues._heads, self.value._queues._young
+        assert all(place == queue.head.place for _, place, queue in heads), "passed in vain"
+        assert all(place > untouched for place, _ in young)
 
 
 class Beside(Machine):
@@ -345,7 +346,7 @@ def test_what_is_remembered_is_bounded() -> None:
     ranked = Ranked(policy)
     for number, cost_s in enumerate((nan, inf, -inf, -1.0, 0.0, 1e-300, 1e300)):
         ranked.admit(number, 1, cost_s, 0.0)
-    assert len(policy._queues) == 2
+    assert len(policy._queues._queues) == 2
     for number in range(10, 5 * 8 * MAX_KEYS):
         key = number * 0x9E3779B97F4A7C15 % (1 << 64)
         policy._shadows.access(key, 1, 1.0, [1.0] * len(WEIGHINGS))
