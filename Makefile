@@ -174,6 +174,12 @@ unit: $(VENV)/.ready  ## the core's tests alone, with fewer random examples: the
 test: check vllm test-system $(STANDIN) $(KUBERNETES)  ## everything that can run without a GPU, real vLLM included
 	$(BIN)/pytest -n 2
 
+SEED ?= 1
+MINUTES ?= 2
+.PHONY: campaign
+campaign: $(VENV)/.ready test-system  ## faults at random for MINUTES=2, drawn from SEED=1, on daemons, clients, network, Redis and disk
+	PYTHONPATH=tests $(BIN)/python -m campaign --seed $(SEED) --minutes $(MINUTES)
+
 .PHONY: cuda-wheel
 cuda-wheel: $(VENV)/.ready .venvs/cuda/.ready build/standin/libcudart.so.12  ## Mooncake's build for CUDA, which is large, over stand-ins for NVIDIA's libraries
 	$(call debian,ibverbs-providers,ldconfig -p | grep libmlx5.so.1)

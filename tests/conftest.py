@@ -10,7 +10,10 @@ from xdist.scheduler import LoadScopeScheduling
 from ecd_client import Client
 from support.daemon import Daemon, close_all
 
-LONGEST = ("tests/cluster", "tests/e2e", "tests/fuzz", "tests/integration/test_warm_restart.py")
+LONGEST = (
+    *("tests/cluster", "tests/e2e", "tests/fuzz", "tests/integration/test_warm_restart.py"),
+    "tests/campaign",
+)
 
 
 def scope(nodeid: str) -> str:

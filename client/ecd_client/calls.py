@@ -35,6 +35,7 @@ NO_ANSWER = (
     "its log says more; or start it anew: systemctl restart ecd",
 )
 """The cause, and what to do, where a connection is made and no call is answered."""
+CLOSED = "the client is closed"
 JOIN_S = 1.0
 PROBE_S = 0.1
 
@@ -59,7 +60,7 @@ def open_channel(address: str) -> grpc.Channel:
         options=[
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 2000),  # it is how long an attempt may take
-            ("grpc.max_reconnect_backoff_ms", 2000),
+            ("grpc.max_reconnect_backoff_ms", 400),
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -102,6 +103,8 @@ def call(
         return method(request, timeout=timeout_s)
     except grpc.RpcError as error:
         raise translate(error, address) from None
+    except ValueError:  # the channel is closed
+        raise DaemonUnavailable(CLOSED) from None
 
 
 class GrpcThreads:
@@ -221,7 +224,7 @@ class Calls:
         except BaseException as error:
             with self._turns:
                 self._in_flight -= 1
-            reply.set_exception(DaemonUnavailable("the client is closed"))
+            reply.set_exception(DaemonUnavailable(CLOSED))
             if not isinstance(error, Exception):
                 raise
 
@@ -258,6 +261,9 @@ class Calls:
                 cause = late if self._overdue else unreachable
                 raise DaemonUnavailable(cause(self.address)) from None
             raise translate(error, self.address) from None
+        except ValueError:  # the channel is closed
+            self.close()
+            raise DaemonUnavailable(CLOSED) from None
         except BaseException:
             self.close()  # the reply would be taken for the next call's
             raise
@@ -277,7 +283,7 @@ class Calls:
         """The error for the caller when a future of `later` failed."""
         if isinstance(error, grpc.RpcError):
             return translate(error, self.address)
-        return DaemonUnavailable("the client is closed")
+        return DaemonUnavailable(CLOSED)
 
     def check(self) -> None:
         """End the stream if its reply is overdue: called now and then from another thread."""

@@ -19,6 +19,7 @@ import grpc
 
 from ecd_client import forks
 from ecd_client.calls import (
+    CLOSED,
     Calls,
     GrpcThreads,
     late,
@@ -100,7 +101,7 @@ class Connection:
         if session is not None:
             return session
         if self._closed.is_set():
-            raise DaemonUnavailable("the client is closed")
+            raise DaemonUnavailable(CLOSED)
         raise DaemonUnavailable(str(self._cause or unreachable(self._address)))
 
     def _wait(self, wait_s: float) -> None:

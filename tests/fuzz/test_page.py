@@ -62,8 +62,8 @@ RECORD_AT = 56
 class Vandal:
     """A client that writes its page without the library, and knows the others' entries."""
 
-    def __init__(self, daemon: Daemon) -> None:
-        self._client = Client(daemon.address, namespace="vandal")
+    def __init__(self, daemon: Daemon, client: Client | None = None) -> None:
+        self._client = client or Client(daemon.address, namespace="vandal")
         for number in range(4):
             self._client.put_bytes(f"own {number}", b"v" * 5000, "uint8", (5000,))
         session = self._client._connection.session()

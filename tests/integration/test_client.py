@@ -25,6 +25,7 @@ from ecd_client import (
     LeaseExpired,
     PoolFull,
 )
+from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon, eventually
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -543,3 +544,12 @@ def test_a_client_of_a_daemon_that_stands_still_can_be_closed_at_any_moment(
             os.kill(daemon.pid, signal.SIGCONT)
         closing.join(10.0)
     daemon.check_nothing_leaked()
+
+
+def test_a_call_on_a_client_that_closes_is_an_error_of_ecds(daemon: Daemon) -> None:
+    """A thread has its session when another closes the client: gRPC raises ValueError then."""
+    client = Client(daemon.address)
+    calls = client._connection.session().calls
+    client.close()
+    with pytest.raises(DaemonUnavailable, match="the client is closed"):
+        calls.now("acquire", pb.AcquireRequest())

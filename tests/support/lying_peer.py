@@ -17,6 +17,7 @@ import grpc
 
 from ecd.checksum import digests, fold
 from ecd.cluster.engine import Engine, EngineSettings
+from ecd.rpc.peer_token import TokenCheck
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.mapping import Mapping
 from ecd_proto.v1 import cache_pb2
@@ -144,6 +145,7 @@ class LyingPeer(pb_grpc.PeerServicer):
         return pb.LeaseOutcome(ticket=ticket, leased=said)
 
     async def Link(self, requests, context):  # noqa: N802
+        await TokenCheck(self.node, os.environ.get("ECD_PEER_TOKEN")).check(context)
         await anext(requests)
         await context.write(pb.LinkReply(welcome=self.describe()))
         async for request in requests:

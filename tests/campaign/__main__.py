@@ -1,0 +1,48 @@
+"""Throw faults at a small cluster for some minutes, and check every byte that anybody reads.
+
+    python -m campaign [--seed N] [--minutes M] [--output FILE.md] [--json FILE.json]
+    python -m campaign --add FILE.json ... --output FILE.md
+
+Draws every fault from the seed, lane by lane. Exits with 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from campaign.report import markdown
+from campaign.run import campaign
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="campaign", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--directory", type=Path, help="for logs; by default a new one")
+    parser.add_argument("--add", type=Path, nargs="*", help="results to add up, with no run")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if options.add:
+        results = [json.loads(path.read_text()) for path in options.add]
+    else:
+        directory = options.directory or Path(tempfile.mkdtemp(prefix="ecd-campaign-"))
+        directory.mkdir(exist_ok=True)
+        print(f"seed {options.seed}, logs in {directory}", flush=True)
+        results = [campaign(directory, options.seed, options.minutes)]
+    if options.json:
+        options.json.write_text(json.dumps(results[0]))
+    print(markdown(results))
+    if options.output:
+        options.output.write_text(markdown(results))
+    return 1 if any(result["violations"] for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What every process of a campaign knows without asking: keys, sizes, right bytes, deadlines."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ecd_client import Client, Item
+from ecd_proto.mapping import Mapping
+
+NAMESPACES = "red", "blue"
+"""Two: the same mm_hash has other bytes in each."""
+SIZES = ((0, 8 << 10), (0, 8 << 10), (0, 8 << 10), (8 << 10, 64 << 10), (300 << 10, 1 << 20))
+WEIGHTS = (30, 20, 10, 30, 10)
+WINDOW, KEYS_A_SECOND = 60, 20
+"""Keys that are in use at one time; so many of them are new each second."""
+CALL_TIMEOUT_S = 2.0
+SLACK_S = 2.0
+"""What a request may be late on a machine whose cores are all busy."""
+WORDS = 64
+COUNTS = "requests", "hits", "misses", "puts", "refused", "verified_bytes", "checks"
+FIRST_THREAD_WORD, WORDS_A_THREAD = 16, 2
+
+
+class WrongBytes(Exception):
+    """A reader has seen what nobody put under this key."""
+
+
+@dataclass(frozen=True)
+class Known:
+    namespace: str
+    mm_hash: str
+    nbytes: int
+
+    @property
+    def content(self) -> bytes:
+        """The one right content."""
+        return random.Random(f"{self.namespace} {self.mm_hash}").randbytes(self.nbytes)
+
+    @property
+    def metadata(self) -> bytes:
+        return self.mm_hash.encode()
+
+
+def known(number: int, namespace: str) -> Known:
+    chance = random.Random(f"{namespace} {number}")
+    [bounds] = chance.choices(SIZES, WEIGHTS)
+    return Known(namespace, f"k{number}", chance.randint(*bounds))
+
+
+def current(chance: random.Random) -> Known:
+    """A key that all clients of all nodes put and get about now."""
+    newest = int(time.monotonic() * KEYS_A_SECOND)
+    return known(newest - chance.randrange(WINDOW), chance.choice(NAMESPACES))
+
+
+def put(client: Client, key: Known, cost_s: float = 0.1) -> bool:
+    about = {"metadata": key.metadata, "cost": cost_s, "namespace": key.namespace}
+    return client.put_bytes(key.mm_hash, key.content, "uint8", (key.nbytes,), **about)
+
+
+def check(item: Item, key: Known) -> int:
+    """Compare all of the item; returns the bytes compared. Raises WrongBytes and LeaseExpired.
+
+    What a reader sees whose lease ends meanwhile means nothing, as the lease's end says.
+    """
+    try:
+        seen = bytes(item.view)
+        said = item.nbytes, item.dtype, item.shape, item.metadata
+    finally:
+        item.check()
+    if said != (key.nbytes, "uint8", (key.nbytes,), key.metadata):
+        raise WrongBytes(f"{key} is {said}")
+    right = key.content
+    if seen != right:
+        item.check()
+        first = next(at for at, (a, b) in enumerate(zip(seen, right, strict=True)) if a != b)
+        others = sum(a != b for a, b in zip(seen, right, strict=True))
+        raise WrongBytes(f"{key}: {others} bytes, the first at {first}")
+    return key.nbytes
+
+
+class Ledger:
+    """Counters of one client in a file that outlives it, and what its threads are at."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            mapping = Mapping(file.fileno(), 8 * WORDS, True)
+        self._words = mapping.view(0, 8 * WORDS).cast("Q")
+
+    def add(self, count: str, by: int = 1) -> None:
+        self._words[COUNTS.index(count)] += by
+
+    def counts(self) -> dict[str, int]:
+        return dict(zip(COUNTS, self._words.tolist(), strict=False))
+
+    def begin(self, thread: int, limit_s: float) -> None:
+        """The thread makes a request that is to end within so many seconds; 0: it has ended."""
+        at = FIRST_THREAD_WORD + WORDS_A_THREAD * thread
+        self._words[at] = time.monotonic_ns()
+        self._words[at + 1] = int(limit_s * 1e9)
+
+    def overdue_s(self, threads: int) -> float:
+        """By how much the slowest request that is under way is late; 0: none is."""
+        now_ns, latest_ns = time.monotonic_ns(), 0
+        for thread in range(threads):
+            at = FIRST_THREAD_WORD + WORDS_A_THREAD * thread
+            limit_ns = self._words[at + 1]
+            if limit_ns:
+                latest_ns = max(latest_ns, now_ns - self._words[at] - limit_ns)
+        return latest_ns / 1e9
+
+
+class Found:
+    """What a get found, if anything; looked at, counted and closed."""
+
+    def __init__(self, ledger: Ledger, key: Known) -> None:
+        self.item: Item | None = None
+        self._ledger, self._key, self._is_counted = ledger, key, False
+
+    def look(self) -> None:
+        ledger = self._ledger
+        if not self._is_counted:
+            self._is_counted = True
+            ledger.add("misses" if self.item is None else "hits")
+        if self.item is not None:
+            ledger.add("verified_bytes", check(self.item, self._key))
+            ledger.add("checks")
+
+    def close(self) -> None:
+        if self.item is not None:
+            self.item.close()
