@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 async def first_of(*awaitables: Awaitable[object]) -> set[asyncio.Future[object]]:
@@ -23,6 +24,25 @@ async def first_of(*awaitables: Awaitable[object]) -> set[asyncio.Future[object]
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return ended
+
+
+async def within(seconds: float, awaitable: Awaitable[T]) -> T:
+    """Wait for it, cancelled where it takes longer. Raises its error, or asyncio.TimeoutError.
+
+    Before Python 3.12 asyncio.wait_for loses a cancellation that meets the end of what it waits
+    for, so that a loop around it goes on for ever (python/cpython#86296).
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait((task,), timeout=seconds)
+        if task.done():
+            return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+        _ = task.cancelled() or task.exception()  # nobody asks for it where this was cancelled
+    raise asyncio.TimeoutError
 
 
 class Background:

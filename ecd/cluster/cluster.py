@@ -7,18 +7,22 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Mapping as MappingOf
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import grpc
 
 from ecd.cluster.admission import Admission
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.directory import Candidate, Directory, Found, NoDirectory, StaticDirectory
 from ecd.cluster.engine import Engine, EngineSettings
 from ecd.cluster.fetcher import Fetcher
+from ecd.cluster.handshake import probe
 from ecd.cluster.offers import Offers
 from ecd.cluster.peer import PeerUnavailable
-from ecd.cluster.peers import Peers
+from ecd.cluster.peers import Peers, open_channel
 from ecd.cluster.pool_reads import PoolReads
 from ecd.cluster.redis_directory import RedisDirectory
+from ecd.cluster.redis_rows import connect
 from ecd.cluster.tls import credentials
 from ecd.config import Config
 from ecd.core.outcomes import Leased
@@ -67,6 +71,18 @@ class PoolMemory(NamedTuple):
     checksums: EntryChecksums
 
 
+class Outside(NamedTuple):
+    """What a node reaches beyond its process. A simulation of the cluster brings its own."""
+
+    engine: Callable[[EngineSettings, bytes], Engine] = Engine
+    channel: Callable[[str, grpc.ChannelCredentials | None], Any] = open_channel
+    probe: Callable[[str], Awaitable[str]] = probe
+    redis: Callable[[str, float], Any] = connect
+
+
+REAL = Outside()
+
+
 class Cluster:
     """The engine, peers, directory and fetches of one node, on its daemon's event loop."""
 
@@ -78,6 +94,7 @@ class Cluster:
         memory: PoolMemory,
         identity: NodeIdentity,
         observe: Callable[[float, int], None],
+        outside: Outside = REAL,
     ) -> None:
         """Start the engine, for `start`. Blocking, for some milliseconds.
 
@@ -92,13 +109,13 @@ class Cluster:
         settings = EngineSettings(
             host, config.protocol, config.engine_ports, config.device, config.mooncake
         )
-        self._engine = Engine(settings, bytes.fromhex(identity.incarnation))
+        self._engine = outside.engine(settings, bytes.fromhex(identity.incarnation))
         readable = {number: pool.readable for number, pool in memory.pools.items()}
         writable = {number: pool.writable for number, pool in memory.pools.items()}
         # Over tcp a peer could write to all registered memory; the kernel lets it only read this.
         self._registered = readable if config.protocol == "tcp" else writable
-        self._peers = Peers(config, identity, channel_credentials)
-        self._directory = self._make_directory()
+        self._peers = Peers(config, identity, channel_credentials, outside.channel, outside.probe)
+        self._directory = self._make_directory(outside)
         self._admission = Admission(self.node, config, self._peers, self._directory)
         self._candidates = Candidates(self._peers, self._admission, self._directory, config.zone)
         self._offers = Offers(live.cache, self._candidates)
@@ -138,14 +155,15 @@ class Cluster:
         await self._offers.close()
         self._engine.close()
 
-    def _make_directory(self) -> Directory:
+    def _make_directory(self, outside: Outside) -> Directory:
         match self._config.directory_kind:
             case "none":
                 return NoDirectory()
             case "static":
                 return StaticDirectory(self._other_nodes(), self._ask)
             case _:
-                return RedisDirectory(self._config, self._identity, self._live.cache)
+                about = self._config, self._identity, self._live.cache
+                return RedisDirectory(*about, outside.redis)
 
     async def _ask(self, node: str, keys: Sequence[Key]) -> Sequence[Candidate | None]:
         try:

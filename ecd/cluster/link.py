@@ -35,11 +35,21 @@ MAX_UNSENT = 1024
 
 
 @dataclass(frozen=True)
+class _Open:
+    """A question that the peer has not answered yet, whether or not somebody still waits."""
+
+    kind: type[Any]  # of the answer
+    answer: asyncio.Future[Any]
+    asked_s: float
+    waits: bool  # the peer is asked to wait for an encoder first
+    late: asyncio.TimerHandle
+
+
+@dataclass(frozen=True)
 class Question:
     """A question for a lease, and its answer to come."""
 
     asked_s: float
-    wait_s: float
     bytes_up_to: int
     answer: asyncio.Future[pb.LeaseOutcome]
 
@@ -70,7 +80,7 @@ class Link:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._channel, self._call = channel, call
         self._tickets = itertools.count(1)
-        self._open: dict[int, tuple[type[Any], asyncio.Future[Any], float, bool]] = {}
+        self._open: dict[int, _Open] = {}
         self._leases: list[pb.LeaseKey] = []
         self._releases: list[int] = []
         self._others: deque[pb.LinkRequest] = deque()
@@ -97,7 +107,7 @@ class Link:
         Raises PeerUnavailable.
         """
         asked_s = time.monotonic()
-        ticket, answer = self._ask(pb.LeaseOutcome, waits=if_made)
+        ticket, answer = self._ask(pb.LeaseOutcome, wait_s, waits=if_made)
         self._leases.append(
             pb.LeaseKey(
                 ticket=ticket,
@@ -108,11 +118,11 @@ class Link:
             )
         )
         self._something.set()
-        return Question(asked_s, wait_s, bytes_up_to, answer)
+        return Question(asked_s, bytes_up_to, answer)
 
     async def lease(self, question: Question) -> PeerLease | None:
         """Wait for the lease; None if the peer does not have the key. Raises PeerUnavailable."""
-        outcome = await self._answer(question.answer, question.wait_s)
+        outcome = await question.answer
         if outcome.WhichOneof("outcome") != "leased":
             return None
         leased = outcome.leased
@@ -142,7 +152,7 @@ class Link:
             ticket, answer = self._ask(pb.FoundKeys)
             batch = map(to_key, keys[start : start + MAX_BATCH])
             self._send(pb.LinkRequest(find=pb.FindKeys(ticket=ticket, keys=batch)))
-            reply = await self._answer(answer, 0.0)
+            reply = await answer
             places = places_from(reply.extents, len(reply.found))
             metadata = [*reply.metadata[: len(places)], *[b""] * len(places)]
             found.extend(
@@ -176,39 +186,41 @@ class Link:
             for task in self._tasks:
                 if task is not asyncio.current_task():
                     task.cancel()
-            for _, answer, _, _ in self._open.values():
-                if not answer.done():
-                    answer.set_exception(PeerUnavailable(f"{self.peer.node} went away"))
-                    answer.exception()  # the asking task may have gone
+            for opened in self._open.values():
+                opened.late.cancel()
+                if not opened.answer.done():
+                    opened.answer.set_exception(PeerUnavailable(f"{self.peer.node} went away"))
+                    opened.answer.exception()  # the asking task may have gone
             self._open.clear()
             self._call.cancel()
             await self._channel.close()
 
-    def _ask(self, kind: type[Any], waits: bool = False) -> tuple[int, asyncio.Future[Any]]:
+    def _ask(
+        self, kind: type[Any], wait_s: float = 0.0, waits: bool = False
+    ) -> tuple[int, asyncio.Future[Any]]:
         """Open a question: its ticket, and its answer, which is a message of that kind.
 
-        `waits`: the peer is asked to wait for an encoder first.
+        The peer has `wait_s` and ANSWER_TIMEOUT_S for it. `waits`: it is asked to wait for an
+        encoder first. Raises PeerUnavailable.
         """
         if not self.alive:
             raise PeerUnavailable(f"{self.peer.node} went away")
         ticket = next(self._tickets)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._open[ticket] = kind, answer, time.monotonic(), waits
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        late = loop.call_later(wait_s + ANSWER_TIMEOUT_S, self._give_up, answer)
+        self._open[ticket] = _Open(kind, answer, time.monotonic(), waits, late)
         return ticket, answer
 
-    async def _answer(self, answer: asyncio.Future[Any], wait_s: float) -> Any:
-        """Wait for the answer, in time. Raises PeerUnavailable."""
-        loop = asyncio.get_running_loop()
-        late = loop.call_later(wait_s + ANSWER_TIMEOUT_S, self._give_up, answer)
-        try:
-            return await answer
-        finally:
-            late.cancel()
-
     def _give_up(self, answer: asyncio.Future[Any]) -> None:
-        """Close the link: a peer that leaves one question unanswered is asked nothing more."""
+        """Close the link: a peer that leaves one question unanswered is asked nothing more.
+
+        This holds if the asker has gone, too: nothing else would ever end the question.
+        """
         if not answer.done():
             answer.set_exception(PeerUnavailable(f"{self.peer.node} does not answer"))
+            answer.exception()  # the asking task may have gone
+        if self.alive:
             self.peer.failed("it did not answer in time")
             self._background.spawn(self.close())
 
@@ -259,13 +271,17 @@ class Link:
             await self.close()
 
     def _settle(self, ticket: int, result: object) -> bool:
-        kind, answer, asked_s, waits = self._open.pop(ticket, (None, None, 0.0, False))
-        if answer is None or answer.done():
-            return False  # nobody waits for it any more
-        if kind is not type(result):
-            answer.set_exception(PeerUnavailable(f"{self.peer.node} answered another question"))
+        opened = self._open.pop(ticket, None)
+        if opened is None:
             return False
-        if not waits:  # or it would say nothing of the way to the node
-            self.peer.answered(time.monotonic() - asked_s)
-        answer.set_result(result)
+        opened.late.cancel()
+        if opened.answer.done():
+            return False  # nobody waits for it any more
+        if opened.kind is not type(result):
+            why = f"{self.peer.node} answered another question"
+            opened.answer.set_exception(PeerUnavailable(why))
+            return False
+        if not opened.waits:  # or it would say nothing of the way to the node
+            self.peer.answered(time.monotonic() - opened.asked_s)
+        opened.answer.set_result(result)
         return True

@@ -9,12 +9,12 @@ import secrets
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
 import grpc
 
-from ecd.background import Background
+from ecd.background import Background, within
 from ecd.cluster.handshake import probe
 from ecd.cluster.link import ADDRESSES, Link
 from ecd.cluster.peer import Peer, PeerUnavailable
@@ -47,6 +47,13 @@ OPTIONS = [
 ]
 
 
+def open_channel(node: str, credentials: grpc.ChannelCredentials | None) -> Any:
+    """A channel to the node's Peer service, connected with its first call."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(node, OPTIONS)
+    return grpc.aio.secure_channel(node, credentials, OPTIONS)
+
+
 async def _check(node: str, said: pb.NodeDescription) -> None:
     """Check the description. Raises PeerUnavailable: it cannot be this node's."""
     if not (
@@ -74,11 +81,18 @@ class Peers:
     """Every node this one has heard of, by the host:port of its Peer service."""
 
     def __init__(
-        self, config: Config, identity: NodeIdentity, credentials: grpc.ChannelCredentials | None
+        self,
+        config: Config,
+        identity: NodeIdentity,
+        credentials: grpc.ChannelCredentials | None,
+        channel: Callable[[str, grpc.ChannelCredentials | None], Any] = open_channel,
+        probe: Callable[[str], Awaitable[str]] = probe,
     ) -> None:
+        """`channel` opens a node's Peer service, `probe` asks for its engine's protocol."""
         self.refused = 0
         """Hints not followed, because too many lead to nodes that were never reached."""
         self._identity, self._credentials = identity, credentials
+        self._channel, self._probe = channel, probe
         self._protocol, self._token = config.protocol, config.token
         self._configured: Collection[str] = config.peers
         self._peers: OrderedDict[str, Peer] = OrderedDict()
@@ -213,13 +227,9 @@ class Peers:
             await link.close()
 
     async def _connect(self, peer: Peer) -> Link:
-        channel = (
-            grpc.aio.insecure_channel(peer.node, OPTIONS)
-            if self._credentials is None
-            else grpc.aio.secure_channel(peer.node, self._credentials, OPTIONS)
-        )
+        channel = self._channel(peer.node, self._credentials)
         try:
-            link = await asyncio.wait_for(self._greet(peer, channel), CONNECT_TIMEOUT_S)
+            link = await within(CONNECT_TIMEOUT_S, self._greet(peer, channel))
         except BaseException as error:
             await channel.close()
             if isinstance(error, grpc.RpcError):
@@ -285,6 +295,6 @@ class Peers:
                 f"its engine uses {description.protocol}, this node's {self._protocol}: set "
                 "ECD_PROTOCOL alike"
             )
-        if await probe(description.engine) != self._protocol:
+        if await self._probe(description.engine) != self._protocol:
             raise PeerUnavailable(f"its engine on {description.engine} is another one")
         return Link(peer, channel, call, description)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
-from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 from redis import RedisError, ResponseError
 
+from ecd.background import within
 from ecd.cluster.directory import Candidate, Claimed, DirectoryState, Found
 from ecd.cluster.redis_rows import (
     CLAIM,
@@ -57,7 +58,14 @@ DOWN = (RedisError, OSError, asyncio.TimeoutError)
 class RedisDirectory:
     """Tells Redis this node's entries, and finds those of others; one per daemon."""
 
-    def __init__(self, config: Config, identity: NodeIdentity, cache: Cache) -> None:
+    def __init__(
+        self,
+        config: Config,
+        identity: NodeIdentity,
+        cache: Cache,
+        connect: Callable[[str, float], Any] = connect,
+    ) -> None:
+        """`connect` makes a client of the Redis at a URL, with a timeout in seconds."""
         assert config.directory is not None
         self.state = DirectoryState("redis", up=False)
         self._names = RowNames(config.cluster)
@@ -88,7 +96,7 @@ class RedisDirectory:
             self.state.skipped += 1
             return {}
         try:
-            return await asyncio.wait_for(self._find(keys), LOOKUP_TIMEOUT_S)
+            return await within(LOOKUP_TIMEOUT_S, self._find(keys))
         except Exception as error:
             self._failed(error)
             return {}
@@ -97,7 +105,7 @@ class RedisDirectory:
         if self._is_silent or time.monotonic() < self._claimless_until_s:
             return {}
         try:
-            return await asyncio.wait_for(self._claim(keys), LOOKUP_TIMEOUT_S)
+            return await within(LOOKUP_TIMEOUT_S, self._claim(keys))
         except Exception as error:
             self._failed(error, is_write=True)
             self._claimless_until_s = time.monotonic() + PAUSE_S[0]
@@ -127,7 +135,7 @@ class RedisDirectory:
         known = self._addresses.get(node, (False, 0.0))[0]
         try:
             asked = self._redis.exists(self._names.address(node))
-            known = bool(await asyncio.wait_for(asked, LOOKUP_TIMEOUT_S))
+            known = bool(await within(LOOKUP_TIMEOUT_S, asked))
         except Exception as error:
             self._failed(error)
         self._addresses[node] = known, time.monotonic() + NODE_CACHE_S
@@ -212,10 +220,10 @@ class RedisDirectory:
     async def run(self) -> None:
         while True:
             try:
-                await asyncio.wait_for(self._beat(), WRITE_TIMEOUT_S)
+                await within(WRITE_TIMEOUT_S, self._beat())
                 while self._unpublished or self._sweeping is not None:
-                    await asyncio.wait_for(self._write(), WRITE_TIMEOUT_S)
-                    await asyncio.wait_for(self._beat(), WRITE_TIMEOUT_S)
+                    await within(WRITE_TIMEOUT_S, self._write())
+                    await within(WRITE_TIMEOUT_S, self._beat())
                 self._changed.clear()
                 self.state.up, self._pause_s = True, 0.0
                 await _event(self._changed, self._beat_s - time.monotonic())
@@ -231,7 +239,7 @@ class RedisDirectory:
         ):
             pipeline.delete(name)
         try:
-            await asyncio.wait_for(pipeline.execute(), LOOKUP_TIMEOUT_S)
+            await within(LOOKUP_TIMEOUT_S, pipeline.execute())
         except Exception as error:
             logger.debug("leaving without telling Redis: %s", error)
         await self._redis.aclose()
@@ -246,13 +254,15 @@ class RedisDirectory:
         record = pack_record(self._node, self._zone, self._cache.leases)
         name = self._names.record(self._incarnation)
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.exists(name)
-        pipeline.set(name, record, ex=NODE_TTL_S)
+        # Only where it stands: a record written by a beat whose answer is lost would hide the loss.
+        pipeline.set(name, record, ex=NODE_TTL_S, xx=True)
         pipeline.set(self._names.address(self._node), self._incarnation, ex=NODE_TTL_S)
         existed, *_ = await execute(pipeline)
-        if not existed and self._known:
-            logger.warning("the directory has forgotten this node: telling it all entries again")
-            self._sweeping = EntryId(0)
+        if not existed:
+            if self._known:
+                logger.warning("the directory has forgotten this node: telling it all again")
+                self._sweeping = EntryId(0)
+            await self._redis.set(name, record, ex=NODE_TTL_S)
         self._known = True
         self._beat_s = now_s + NODE_TTL_S / 3
 
@@ -313,6 +323,6 @@ def _fresh(cached: dict[str, tuple[Any, float]], now_s: float) -> dict[str, tupl
 async def _event(event: asyncio.Event, timeout_s: float) -> None:
     """Wait for the event, or until the time is over."""
     try:
-        await asyncio.wait_for(event.wait(), max(timeout_s, 0.0))
+        await within(max(timeout_s, 0.0), event.wait())
     except asyncio.TimeoutError:
         return

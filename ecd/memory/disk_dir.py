@@ -43,6 +43,8 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk that takes no more."""
+_LATER = (*FULL, errno.EIO)
+"""Errors that a directory which can be used may have for now: the tier starts, and writes rest."""
 
 
 class DiskError(Exception):
@@ -83,7 +85,7 @@ class DiskDir:
                     if error.errno in _NO_DIRECT_IO:
                         self._direct = 0  # a file system in memory
                         self._try()
-                    elif error.errno not in FULL:
+                    elif error.errno not in _LATER:
                         raise
             except (NotOurs, CorruptFile) as error:
                 raise DiskError(f"{self.path}: {error}. {_ADVICE}") from None

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
+from ecd.background import within
 from ecd.core.shelf import Shelf, Shelved
 from ecd.core.types import Content, Key, Selection
 from ecd.live import LiveCache
@@ -160,7 +161,7 @@ class DiskFiles:
         if not dry_run and not self._is_known.is_set():
             self._erasures.append(selection)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._is_known.wait(), KNOWN_S)
+                await within(KNOWN_S, self._is_known.wait())
             unknown = self._unknown
         pace, now_s = self._live.turns.pace(), self._live.now_s()
         named = None if selection.key is None else self.shelf.get(selection.key)
@@ -218,6 +219,8 @@ class DiskFiles:
         """Remove files; the names of those that could not be."""
 
         def removed(done: asyncio.Future[list[str]]) -> None:
+            if done.cancelled():  # with the task that waited, as the daemon stops
+                return
             self.counters.failures["remove"] += len(set(done.result()) - self._stuck)
             self._stuck.difference_update(names)
             self._stuck.update(done.result())

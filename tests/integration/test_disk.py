@@ -574,11 +574,12 @@ def test_a_disk_that_is_full_costs_the_tier(make_disk: DiskDaemon, tmp_path: Pat
     daemon.check_nothing_leaked()
 
 
-def test_a_disk_that_is_full_at_the_start_is_read(faulty: FaultyDisk) -> None:
+@pytest.mark.parametrize("fault", ["full-write", "fail-write"])
+def test_a_disk_that_takes_nothing_at_the_start_is_read(faulty: FaultyDisk, fault: str) -> None:
     daemon = faulty.daemon
     sizes = fill(daemon, 120)
     kept = on_disk(daemon, sizes)
-    faulty.begin("full-write")
+    faulty.begin(fault)
     assert daemon.terminate() == 0
     daemon.start()
     wait_known(daemon)
