@@ -180,6 +180,11 @@ MINUTES ?= 2
 campaign: $(VENV)/.ready test-system  ## faults at random for MINUTES=2, drawn from SEED=1, on daemons, clients, network, Redis and disk
 	PYTHONPATH=tests $(BIN)/python -m campaign --seed $(SEED) --minutes $(MINUTES)
 
+RUNS ?= 1000
+.PHONY: simulate
+simulate: $(VENV)/.ready  ## clusters on a simulated clock and network; with RUNS=1 one SEED, shrunk if it fails
+	PYTHONPATH=tests $(BIN)/python -m simulation $(SEED) --runs $(RUNS)
+
 .PHONY: cuda-wheel
 cuda-wheel: $(VENV)/.ready .venvs/cuda/.ready build/standin/libcudart.so.12  ## Mooncake's build for CUDA, which is large, over stand-ins for NVIDIA's libraries
 	$(call debian,ibverbs-providers,ldconfig -p | grep libmlx5.so.1)

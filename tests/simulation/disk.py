@@ -1,0 +1,117 @@
+"""A local disk in the simulated world, under ecd's own disk tier: files in memory, slow or bad.
+
+It stands in for `DiskDir`, whose files are tested on real file systems, and for the tier's threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from ecd.checksum import digests, fold
+from ecd.core.ahead import rounded
+from ecd.core.types import Content, Key
+from ecd.memory.disk_dir import new_name
+from ecd.memory.disk_format import CorruptFile, Found, Header, file_name
+from simulation.clock import PROCESS, VirtualLoop
+
+
+class _File(NamedTuple):
+    header: Header
+    data: bytes
+
+
+class SimulatedDisk:
+    """What lies on one node's disk; it outlives the daemons."""
+
+    path = Path("/simulated")
+
+    def __init__(self, rng: Random, failures: float) -> None:
+        self._rng, self._failures = rng, failures
+        self._files: dict[str, _File] = {}
+        self.may_write: Callable[[memoryview], None] = lambda _: None
+        """Raises unless a read may write there."""
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def read_header(self, name: str) -> Found:
+        header = self._files[name].header
+        if file_name(header.key) != name:
+            raise CorruptFile("it was being written when its daemon died")
+        return Found(header, len(header.pack()) + rounded(header.content.nbytes), 1.0)
+
+    def write(self, name: str, key: Key, content: Content, memory: memoryview) -> int:
+        self._fail_sometimes()
+        checksum = fold(digests(memory))
+        self._files[new_name(name)] = _File(Header(key, content, checksum), bytes(memory))
+        return checksum
+
+    def publish(self, name: str) -> None:
+        self._files[name] = self._files.pop(new_name(name))
+
+    def remove(self, name: str) -> None:
+        self._files.pop(name, None)
+
+    def read(
+        self, name: str, key: Key, nbytes: int, target: memoryview, is_wanted: Callable[[], bool]
+    ) -> Header:
+        if name not in self._files:
+            raise FileNotFoundError(name)
+        self._fail_sometimes()
+        self.may_write(target)
+        target[:nbytes] = self._files[name].data
+        if not is_wanted():
+            raise OSError(errno.ECANCELED, "not wanted any more")
+        return self._files[name].header
+
+    def close(self) -> None: ...
+
+    def _fail_sometimes(self) -> None:
+        if self._rng.random() < self._failures:
+            raise OSError(errno.EIO, "a bad block")
+
+
+class SimulatedThreads:
+    """In place of `ecd.memory.threads.Threads`: jobs that take as long as the loop's disk does."""
+
+    def __init__(self, count: int, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self._loop, self._free = loop, count
+        self._jobs: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+
+    def do(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
+        done = self._loop.create_future()
+        self._jobs.append((job, done))
+        self._begin()
+        return done
+
+    def close(self) -> None: ...
+
+    def _begin(self) -> None:
+        if self._free and self._jobs:
+            self._free -= 1
+            self._loop.call_later(self._loop.disk_s(), self._end, *self._jobs.popleft())
+
+    def _end(self, job: Callable[[], Any], done: asyncio.Future[Any]) -> None:
+        self._free += 1
+        process = PROCESS.get()
+        if process is None or not process.alive:
+            return
+        try:
+            result, error = job(), None
+        except Exception as raised:
+            result, error = None, raised
+        if not done.done():
+            if error is None:
+                done.set_result(result)
+            else:
+                done.set_exception(error)
+                done.exception()
+        self._begin()

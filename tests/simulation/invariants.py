@@ -1,0 +1,83 @@
+"""What must hold in every daemon of a simulated world whenever time moves."""
+
+from __future__ import annotations
+
+from ecd.core.states import EntryState
+from ecd.flights import CORRUPT, ERROR
+from simulation.daemon import Daemon
+from simulation.world import Run
+
+LATE_S = 0.05
+"""How much longer than its deadline a flight may take: turns of the loop."""
+
+
+class Watch:
+    """Checks the daemons in which something has changed since the last look."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._seen: dict[str, tuple[object, ...]] = {}
+        self.figures: tuple[object, ...] = ()
+
+    def check(self) -> None:
+        self.figures = ()
+        for daemon in self._run.daemons:
+            if daemon.alive:
+                figures = _figures(daemon)
+                self.figures += figures
+                if self._seen.get(daemon.incarnation) != figures:
+                    self._seen[daemon.incarnation] = figures
+                    self._check_cache(daemon)
+                if len(daemon.flights):
+                    self._check_flights(daemon)
+
+    def _check_cache(self, daemon: Daemon) -> None:
+        try:
+            daemon.cache.check()
+        except AssertionError as error:
+            self._fail(daemon, f"the cache does not agree with itself: {error!r}")
+        fetcher, flights = daemon.fetcher, daemon.flights
+        disk = daemon.disk
+        sources = {fetcher._session, None if disk is None else disk.reads._session}
+        aside_bytes = 0
+        for entry in daemon.cache._entries:
+            if entry.state is EntryState.ORPHANED and entry.writer == fetcher._session:
+                aside_bytes += entry.content.nbytes
+            is_reserved = entry.state is EntryState.RESERVED and entry.writer in sources
+            if is_reserved and entry.key not in flights._flights:
+                self._fail(daemon, f"{entry.mm_hash} is reserved for a flight that is over")
+        if aside_bytes != fetcher.counters.set_aside_bytes:
+            self._fail(daemon, f"{aside_bytes} bytes are set aside, not as many as counted")
+        outcomes = flights.outcomes
+        if outcomes[CORRUPT] and not self._run.may_corrupt:
+            self._fail(daemon, "a flight took other bytes for the entry's, and blames a good peer")
+        if outcomes[ERROR]:
+            self._fail(daemon, "a flight ended with an error of the daemon's own")
+        if daemon.watched.wrong:
+            self._fail(daemon, daemon.watched.wrong)
+
+    def _check_flights(self, daemon: Daemon) -> None:
+        now_s = self._run.loop.now_s
+        most_s = daemon.config.fetch_timeout_s + LATE_S
+        for flight in daemon.flights._flights.values():
+            if now_s - flight.started_s - daemon.paused_s > most_s:
+                self._fail(daemon, f"the flight of {flight.key.mm_hash} is past its deadline")
+
+    def _fail(self, daemon: Daemon, what: str) -> None:
+        self._run.fail(f"{daemon.place.node}: {what}")
+
+
+def _figures(daemon: Daemon) -> tuple[object, ...]:
+    """What changes whenever the cache or the fetcher does."""
+    cache, readers = daemon.cache, daemon.cache._readers
+    return (
+        cache._entries._last_id,
+        daemon.pool.allocator.used_bytes,
+        daemon.pool.reserved_bytes,
+        readers.leases._last,
+        len(readers.leases),
+        readers.waits._last,
+        len(readers.waits),
+        daemon.fetcher.counters.set_aside_bytes,
+        sum(daemon.flights.outcomes.values()),
+    )

@@ -1,0 +1,83 @@
+"""What a simulated daemon has in place of files, and the watch on its fetcher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ecd.core.board import Uses
+from ecd.flights import Flight, Source
+from ecd.memory.leftovers import LeftoverEntry
+from ecd_proto.v1 import cache_pb2 as pb
+
+
+class Files:
+    """The files of clients' sessions: the locks that their processes hold."""
+
+    def __init__(self) -> None:
+        self.locked: set[int] = set()
+
+    def pool_files(self) -> list[pb.PoolFile]:
+        return []
+
+    def index_file(self, session: int) -> None:
+        return None
+
+    def lock_path(self) -> str:
+        return ""
+
+    def attach_path(self) -> str:
+        return ""
+
+    def is_session_locked(self, offset: int) -> bool:
+        return offset in self.locked
+
+    def copies_by_dma(self, session: int) -> bool:
+        return False
+
+
+class Leftovers:
+    """What the last daemon left: its entries, as its index had them."""
+
+    def __init__(self, entries: Sequence[LeftoverEntry]) -> None:
+        self._entries = list(entries)
+
+    def entries(self) -> tuple[list[LeftoverEntry], int]:
+        return self._entries, 0
+
+    def uses(self) -> Uses:
+        return Uses()
+
+    def remove(self) -> None: ...
+
+
+class Index:
+    """The part of the shared index that a recovery writes."""
+
+    def note_unseen(self, count: int) -> None: ...
+
+    def note_taken(self) -> None: ...
+
+    def begin_counting(self, uses: Uses) -> None: ...
+
+
+class Watched:
+    """A source of flights, which counts how often it is asked for one key at a time."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self.is_near = source, source.is_near
+        self.bringing: dict[Any, int] = {}
+        self.wrong: str = ""
+
+    def may_have(self, key: Any) -> bool:
+        return self._source.may_have(key)
+
+    async def bring(self, flight: Flight) -> str:
+        key = flight.key
+        self.bringing[key] = self.bringing.get(key, 0) + 1
+        if self.bringing[key] > 1:
+            self.wrong = f"{key.mm_hash} is fetched {self.bringing[key]} times at once"
+        try:
+            return await self._source.bring(flight)
+        finally:
+            self.bringing[key] -= 1
