@@ -245,7 +245,9 @@ class Daemon(Process):
         if self.world.network.listening.get(self.place.node, (None,))[0] is self:
             del self.world.network.listening[self.place.node]
         self.main.cancel()
-        await asyncio.gather(self.main, return_exceptions=True)
+        [ended] = await asyncio.gather(self.main, return_exceptions=True)
+        if not isinstance(ended, asyncio.CancelledError):
+            self.world.fail(f"{self.place.node}: the daemon had ended: {ended!r}")
         await asyncio.sleep(GRACE_S)
         self.world.network.stop_serving(self)
         await self.cluster.close()

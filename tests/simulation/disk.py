@@ -44,9 +44,11 @@ class SimulatedDisk:
         header = self._files[name].header
         if file_name(header.key) != name:
             raise CorruptFile("it was being written when its daemon died")
-        return Found(header, len(header.pack()) + rounded(header.content.nbytes), 1.0)
+        return Found(header, len(header.pack()) + rounded(header.content.nbytes), 1.0, 1.0)
 
-    def write(self, name: str, key: Key, content: Content, memory: memoryview) -> int:
+    def write(
+        self, name: str, key: Key, content: Content, memory: memoryview, age_s: float = 0.0
+    ) -> int:
         self._fail_sometimes()
         checksum = fold(digests(memory))
         self._files[new_name(name)] = _File(Header(key, content, checksum), bytes(memory))
