@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import signal
@@ -67,6 +68,13 @@ def end_daemon(daemon: subprocess.Popen[bytes]) -> None:
     """End the daemon with SIGINT, so that it leaves no pool for a next start."""
     daemon.send_signal(signal.SIGINT)
     daemon.wait()
+
+
+def processes() -> Any:
+    """New processes without a copy of this one's threads, and with one copy of its modules."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__"])
+    return context
 
 
 def open_store(place: str, segment_bytes: int) -> Any:

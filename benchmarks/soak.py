@@ -29,14 +29,13 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any
 
 import psutil
 import typer
-from common import MIB, end_daemon, machine, markdown, show, start_daemon
+from common import MIB, end_daemon, machine, markdown, processes, show, start_daemon, write_page
 from redis import Redis
 from redis import exceptions as redis_errors
 from rich.console import Console
@@ -94,7 +93,7 @@ def work(address: str, other: str, seed: int, until_s: float, counts: Any) -> No
 
 def visit(address: str, other: str, seed: int, until_s: float, counts: Any) -> None:
     """Clients one after the other, each in a process of its own; one in three is killed."""
-    context, chance = get_context("spawn"), random.Random(seed)
+    context, chance = processes(), random.Random(seed)
     while time.time() < until_s:
         stays_s = chance.uniform(1.0, 4.0)
         ends_s = time.time() + 60.0 if chance.random() < 1 / 3 else time.time() + stays_s
@@ -197,7 +196,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     out, progress = Console(highlight=False, width=130), Console(stderr=True)
-    context, samples = get_context("spawn"), defaultdict(list)
+    context, samples = processes(), defaultdict(list)
     counts = context.Array("q", 4, lock=False)
     with tempfile.TemporaryDirectory() as directory, redis_server(Path(directory)) as redis:
         started = [start_node(Path(directory), number) for number in range(len(HOSTS))]
@@ -324,7 +323,7 @@ def tell(
             show(out, title, table)
         text += f"\n{title}.\n\n{markdown(table)}"
     if output is not None:
-        output.write_text(text)
+        write_page(output, text)
     if grew or counts[2] or left:
         Console(stderr=True).print(f"grew: {', '.join(grew) or 'nothing'}", style="bold red")
         sys.exit(1)

@@ -142,6 +142,7 @@ def campaign(directory: Path, seed: int, minutes: float) -> dict[str, Any]:
     """Run it; returns what happened, as JSON has it."""
     world = World(directory, seed)
     try:
+        world.begin()
         return faults_of(world, minutes)
     finally:
         world.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import queue
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from campaign.clients import CLIENTS, THREADS, Client
@@ -22,6 +24,7 @@ from support.nodes import Node, NodeDaemon
 if TYPE_CHECKING:
     from campaign.world import World
 
+TESTS = Path(__file__).parents[1]
 RECOVERY_LIMIT_S = 40.0
 LIAR = "10.77.0.9"
 TOKEN = "a secret of the test"
@@ -44,6 +47,7 @@ class Side:
         """How long starts of the daemon took until it served."""
         self._numbers = itertools.count()
         self._cut_off = 0
+        self._zygote: subprocess.Popen[str] | None = None
 
     def start(self, peers: list[str]) -> None:
         command = [*self.node.prefix, "setpriv", "--pdeathsig", "KILL", sys.executable, "-m"]
@@ -55,6 +59,7 @@ class Side:
             stderr=(self.world.directory / "clients.log").open("ab"),
             text=True,
             bufsize=1,
+            env={**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"},
         )
         self._forked: queue.Queue[int] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -173,5 +178,6 @@ class Side:
                 self.world.violation("request hangs", f"{client.name}: {overdue_s:.1f} s overdue")
 
     def close(self) -> None:
-        self._zygote.kill()
-        self._zygote.wait()
+        if self._zygote is not None:
+            self._zygote.kill()
+            self._zygote.wait()

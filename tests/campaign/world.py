@@ -53,6 +53,9 @@ class World:
         self.sides = [
             self._side(name, node, library) for name, node in zip("ab", nodes, strict=True)
         ]
+
+    def begin(self) -> None:
+        """Start daemons and clients; `close` ends them, also where this fails."""
         for side in self.sides:
             side.begin()
         for side, other in zip(self.sides, self.sides[::-1], strict=True):
@@ -177,10 +180,11 @@ class World:
         if self.is_closed:
             return
         self.is_closed = True
-        for side in self.sides:
+        begun = [side for side in self.sides if side.daemon._process is not None]
+        for side in begun:
             side.daemon._process.send_signal(signal.SIGCONT)
             side.daemon._process.send_signal(signal.SIGINT)
-        for side in self.sides:
+        for side in begun:
             try:
                 side.daemon._process.wait(20)
             except subprocess.TimeoutExpired:
