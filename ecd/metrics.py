@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,7 +19,6 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
     make_wsgi_app,
-    start_http_server,
 )
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -32,6 +29,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ecd.core.counters import IDLE_BOUNDS_S, SIZE_BOUNDS_BYTES
+from ecd.http_port import HttpPort
 from ecd.slow_log import DISK_READ, FETCH
 from ecd_proto.contract import pool_names
 from ecd_proto.v1 import cache_pb2 as pb
@@ -49,21 +47,10 @@ OTHERS = "other"
 Loop = Callable[[], asyncio.AbstractEventLoop | None]
 """Gives the daemon's event loop, while it runs."""
 SCRAPE_S = 1.0
-BACKLOG = 128
-"""Connections to the port that wait to be taken."""
-SILENCE_S = 10.0
-"""How long a client of the port may say nothing within its request."""
 
 
 class MetricsError(Exception):
     """The metrics port cannot be had; the message says what to change."""
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = SILENCE_S
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
 
 
 Figures = TypeVar("Figures")
@@ -470,7 +457,12 @@ class Metrics:
             self._slow.labels(kind)
         info = Gauge("ecd_info", "Always 1.", ["version"], registry=self.registry)
         info.labels(version).set(1)
-        self._server: tuple[WSGIServer, threading.Thread] | None = None
+        self._connections_refused = Counter(
+            "ecd_http_refused",
+            "Connections to this port that were turned away, as too many were open.",
+            registry=self.registry,
+        )
+        self._port: HttpPort | None = None
 
     def listen(
         self, address: str, answers: Mapping[str, WSGIApplication] = MappingProxyType({})
@@ -487,16 +479,15 @@ class Metrics:
         self._loop = asyncio.get_running_loop()
         host, _, port = address.rpartition(":")
         try:
-            self._server = start_http_server(int(port), host.strip("[]"), self.registry)
+            server = HttpPort(host.strip("[]"), int(port), self._connections_refused.inc)
         except (OSError, OverflowError) as error:
             raise MetricsError(
                 f"cannot serve metrics on {address}: {error}. Choose another address with "
                 "ECD_METRICS_ADDRESS or --metrics-address; port 0 takes any free one"
             ) from None
-        server, _ = self._server
+        self._port = server
         server.set_app(answer)
-        server.socket.listen(BACKLOG)  # the library's five would let connections of a burst wait
-        server.RequestHandlerClass = _Handler
+        server.start()
         return f"{host}:{server.server_port}"
 
     def observe_call(self, method: str, seconds: float) -> None:
@@ -546,8 +537,5 @@ class Metrics:
             self._lag_seconds.observe(max(0.0, loop.time() - due_s))
 
     def close(self) -> None:
-        if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        if self._port is not None:
+            self._port.close()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 HIDDEN = "***"
 _HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
+_REPEATED = re.compile("(with args beginning with:).*", re.DOTALL)
 _SECRET_NAME = re.compile("PASS|SECRET|TOKEN|KEY|AUTH|CRED", re.IGNORECASE)
 
 
@@ -52,3 +53,17 @@ def without_password(url: str | None) -> str | None:
         return hidden
     shown += "?" * bool(names) + "&".join(f"{name}={HIDDEN}" for name in names)
     return shown + f"#{HIDDEN}" * bool(parts.fragment)
+
+
+def answer_without_password(text: str, url: str) -> str:
+    """What the server at the URL said, without the password that a refused login may repeat.
+
+    Redis repeats the arguments of a command that it does not know, such as HELLO before Redis 6,
+    and cuts long ones: all of them are hidden.
+    """
+    text = _REPEATED.sub(rf"\1 {HIDDEN}", text)
+    parts = urlsplit(url)
+    named = (value for name, value in parse_qsl(parts.query) if _SECRET_NAME.search(name))
+    for secret in filter(None, (unquote(parts.password or ""), *named)):
+        text = text.replace(secret, HIDDEN)
+    return text

@@ -12,6 +12,10 @@ BACKOFF_S = (0.25, 10.0)
 """First and longest time for which a peer that did not answer is not asked again."""
 
 
+MAX_ERROR_CHARS = 500
+"""Of a node's words about an error, those that are kept and shown."""
+
+
 class PeerUnavailable(Exception):
     """The node cannot be asked now; the message says why."""
 
@@ -55,7 +59,7 @@ class Peer:
 
     def blame(self, why: object) -> None:
         """Note an error of the node that is no reason to avoid it."""
-        self.last_error = str(why)
+        self.last_error = str(why)[:MAX_ERROR_CHARS]
 
     def answered(self, took_s: float) -> None:
         self.round_trip_s = took_s

@@ -243,6 +243,7 @@ class Peers:
                 logger.exception("peer %s", peer.node)
             else:
                 raise
+            why = " ".join(why.split())  # it may be the node's own words: one line of log is ours
             peer.failed(why)
             logger.info("peer %s: %s", peer.node, why)
             raise PeerUnavailable(f"{peer.node}: {why}") from None

@@ -37,6 +37,7 @@ from ecd.config import Config
 from ecd.core.cache import Cache
 from ecd.core.types import EntryId, Key
 from ecd.identity import NodeIdentity
+from ecd.redaction import answer_without_password
 from ecd_proto.contract import MAKING_S, Hint
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class RedisDirectory:
         self._names = RowNames(config.cluster)
         self._node, self._incarnation = identity.node, identity.incarnation
         self._zone, self._cache = config.zone, cache
+        self._url = config.directory
         self._redis: Any = connect(config.directory, WRITE_TIMEOUT_S)
         self._unpublished: dict[Key, bool] = {}
         self._oldest_s: float | None = None
@@ -241,7 +243,8 @@ class RedisDirectory:
         try:
             await within(LOOKUP_TIMEOUT_S, pipeline.execute())
         except Exception as error:
-            logger.debug("leaving without telling Redis: %s", error)
+            said = answer_without_password(str(error), self._url)
+            logger.debug("leaving without telling Redis: %s", said)
         await self._redis.aclose()
 
     async def _beat(self) -> None:
@@ -298,11 +301,12 @@ class RedisDirectory:
     def _failed(self, error: BaseException, *, is_write: bool = False) -> None:
         """Note an error. A Redis that refuses writes, because it is full, is still asked."""
         was_quiet = self.state.up or not self.state.last_error
-        self.state.failed(str(error) or type(error).__name__)
+        said = answer_without_password(str(error) or type(error).__name__, self._url)
+        self.state.failed(said)
         if not isinstance(error, DOWN):
             logger.error("the directory cannot be understood", exc_info=error)
         elif was_quiet:
-            logger.warning("the directory does not answer: %s", error or type(error).__name__)
+            logger.warning("the directory does not answer: %s", said)
         self.state.up = False
         first_s, longest_s = PAUSE_S
         self._pause_s = min(max(2 * self._pause_s, first_s), longest_s)

@@ -102,11 +102,20 @@ def check_host(environ: WSGIEnvironment) -> None:
 
     A site may have its own name lead to this machine (DNS rebinding).
     """
-    if ip_address(environ["REMOTE_ADDR"]).is_loopback:
-        host = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
+    client = ip_address(environ["REMOTE_ADDR"])
+    if (getattr(client, "ipv4_mapped", None) or client).is_loopback:
+        host = _host(environ.get("HTTP_HOST", ""))
         if host != "localhost" and not _is_address(host):
             text = "from this machine, ask by an IP address or as localhost"
             raise Refused(HTTPStatus.FORBIDDEN, text)
+
+
+def _host(said: str) -> str:
+    """The host of a header, without its port; "" if there is none."""
+    try:
+        return urlsplit(f"//{said}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_address(host: str) -> bool:

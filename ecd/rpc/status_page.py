@@ -12,6 +12,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from hashlib import sha256
 from http import HTTPStatus
@@ -32,6 +33,7 @@ PAGE, DOCUMENT = "/", "/status.json"
 LOOK_S = 1.0
 """The age up to which a look is shown again, and how long one may take."""
 LATE = f"the daemon's event loop did not come round within {LOOK_S:g} s"
+STOPPED = "the daemon has stopped"
 MAX_PEERS = 50
 """Peers told of, those that were ever reached before others."""
 PEER_ORDER = {"unreachable": 0, "connected": 1, "connecting": 2}
@@ -144,12 +146,14 @@ class StatusPage:
             asked = asyncio.run_coroutine_threadsafe(looking, self._loop)
         except RuntimeError:  # the loop is closed
             looking.close()
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the daemon has stopped") from None
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, STOPPED) from None
         try:
             return asked.result(LOOK_S)
         except FutureTimeoutError:
             asked.cancel()
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, LATE) from None
+        except CancelledError:  # as the loop ended
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, STOPPED) from None
 
 
 def _since(environ: WSGIEnvironment) -> int:

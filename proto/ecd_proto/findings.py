@@ -170,7 +170,7 @@ def disk(status: pb.DiskStatus) -> Finding:
     found = f"{size_text(status.pool_bytes)}, {share:.0%} in use"
     if not resting:
         return Finding("disk tier", GOOD, found)
-    advice = f"the log says why; look after the disk of {status.path}"
+    advice = f"the log says why; check the disk that has {status.path}"
     found += f"; {' and '.join(resting)} rest after failures"
     return Finding("disk tier", DOUBTFUL, found, advice)
 
@@ -182,9 +182,8 @@ def nodes(peers: pb.PeersReply) -> Iterator[Finding]:
         yield Finding("directory", GOOD, directory.kind)
     else:
         found = f"{directory.kind} does not answer: {directory.last_error}"
-        yield Finding(
-            "directory", BAD, found, f"look after the {directory.kind}, and at ECD_DIRECTORY"
-        )
+        advice = f"check that {directory.kind} runs, and that ECD_DIRECTORY leads to it"
+        yield Finding("directory", BAD, found, advice)
     away = [peer for peer in peers.peers if peer.state == "unreachable"]
     away.sort(key=lambda peer: not peer.incarnation)  # anybody can make up a node's name
     if not away:

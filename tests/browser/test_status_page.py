@@ -162,7 +162,7 @@ def test_the_page_says_that_the_daemon_is_away_and_finds_it_again(
         before = page.locator("#more").inner_text()
         daemon.kill()
         expect(page.locator("#away")).to_be_visible()
-        expect(page.locator("#away")).to_contain_text("The daemon does not answer since")
+        expect(page.locator("#away")).to_contain_text("The daemon has not answered since")
         expect(page.locator("#state")).to_have_text("no answer")
         assert page.locator("#more").inner_text() == before, "the last figures stay"
         daemon.start()
@@ -199,6 +199,35 @@ def test_everything_is_reached_by_keyboard(busy: Daemon, open_page: OpenPage) ->
         ["summary", "input", "svg", "svg", "svg", "a", "a", "body"]
     )
     assert order[2] == "svg Hit ratio over time"
+
+
+def test_a_curve_that_is_read_may_lose_its_points(busy: Daemon, open_page: OpenPage) -> None:
+    """As when the daemon starts anew: for its first seconds a curve has none."""
+    page = open_page(url(busy))
+    page.wait_for_selector("main:not([hidden])")
+    page.locator("#ratio svg").focus()
+    page.keyboard.press("Home")
+    page.evaluate("charts.ratio.show([], '')")
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#ratio output").inner_text() == "none now"
+    page.evaluate("charts.ratio.show([[2000, 0.5, 1000], [3000, 1, 2000]], '2 s')")
+    assert page.locator("#ratio output").inner_text() == "100% now"
+
+
+def test_rates_are_of_one_run_of_the_daemon_and_of_the_last_seconds(
+    busy: Daemon, open_page: OpenPage
+) -> None:
+    """A hidden tab sees a restarted daemon when that is up for longer than the last one was."""
+    page = open_page(url(busy))
+    expect(page.locator("#tiles")).to_contain_text("puts/s")
+    looks = [("a", 1000, 90), ("b", 5000, 10), ("b", 5002, 20), ("b", 9000, 20)]
+    lookups = page.evaluate(
+        """looks => looks.map(([incarnation, uptime_s, hits]) => rates(
+             {incarnation, uptime_s, counters: {hits, misses: 0, bytes_out: 0, puts: 0}}
+           )?.lookups)""",
+        looks,
+    )
+    assert lookups == [None, None, 5, None]
 
 
 FAULTS = """() => {

@@ -125,6 +125,18 @@ def test_what_is_stored_anywhere_is_found_and_what_is_evicted_is_not(
     assert look(there, "k")
 
 
+def test_no_password_is_shown_where_redis_repeats_it(
+    make_peer: MakePeer, make_redis: Callable[..., RedisServer]
+) -> None:
+    """A Redis of before version 6 repeats the login that it does not know."""
+    redis = make_redis(options=["--rename-command", "HELLO", ""])
+    daemon = make_peer(ECD_DIRECTORY=f"redis://:hunter2@{redis.host}:{redis.port}/0").start()
+    eventually(lambda: daemon.peers().directory.last_error)
+    said = daemon.peers().directory.last_error
+    assert "unknown command" in said
+    assert "hunter2" not in said + daemon.text()
+
+
 def test_clusters_that_share_a_redis_do_not_see_each_other(
     two: Two, make_peer: MakePeer, client_of: ClientOf, redis: RedisServer
 ) -> None:

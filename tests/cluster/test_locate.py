@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
+import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -151,7 +154,36 @@ def _drip(connection: socket.socket) -> None:
         time.sleep(0.5)
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "", "localhost.evil.example"])
+def test_connections_are_bounded_and_may_break_off(daemon: Daemon) -> None:
+    place = urlsplit(daemon.metrics_url())
+    address = place.hostname, place.port
+    begun = b"GET / HTTP/1.1\r\nHost: "
+    for said in (b"", b"GE", begun):
+        with socket.create_connection(address, timeout=30) as broken:
+            broken.sendall(said)
+            broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    before = threads(daemon)
+    held = [socket.create_connection(address, timeout=30) for _ in range(200)]
+    for each in held:
+        with contextlib.suppress(OSError):  # that it is turned away
+            each.sendall(begun)
+    eventually(lambda: threads(daemon) >= before + 60, 20.0)
+    assert threads(daemon) < before + 80
+    for each in held:
+        each.close()
+    eventually(lambda: threads(daemon) < before + 10, 20.0)
+    turned_away = r"^ecd_http_refused_total ([0-9.]+)$"
+    assert float(re.search(turned_away, daemon.metrics(), re.MULTILINE)[1]) > 100
+    assert "Traceback" not in daemon.text()
+
+
+def threads(daemon: Daemon) -> int:
+    return len(os.listdir(f"/proc/{daemon.pid}/task"))
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "", "localhost.evil.example", "[", "[::1", "[v1]"]
+)
 def test_a_page_of_another_site_is_told_nothing(daemon: Daemon, host: str) -> None:
     place = urlsplit(daemon.metrics_url())
     body = asked("k")

@@ -119,6 +119,13 @@ def test_names_that_look_like_markup_are_shown_as_they_are(daemon: Daemon, clien
         assert done.returncode == 0, done.stderr
         assert "[/x]" in done.stdout
         assert command == ["namespaces"] or "[red]k" in done.stdout
+    client.put_bytes("\x1b]0;k\n", b"x", "uint8", (1,), namespace="\x9b2J")
+    for command in (["ls"], ["namespaces"], ["top", "--once"], ["evict", "--all", "--dry-run"]):
+        done = cli(daemon, *command)
+        assert all(c.isprintable() or c == "\n" for c in done.stdout + done.stderr), command
+        assert command[0] == "evict" or "\\x9b2J" in done.stdout
+    [found] = (line for line in cli(daemon, "ls").stdout.splitlines() if "\\x9b2J" in line)
+    assert "\\x1b]0;k\\n" in found
 
 
 def test_what_daemons_say_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -507,6 +514,28 @@ def test_top_goes_on_until_it_is_told_to_stop(daemon: Daemon, how: str) -> None:
     else:
         running.send_signal(signal.SIGINT)
     with contextlib.suppress(OSError):  # that nobody holds the other end any more
+        while os.read(ours, 65536):
+            pass
+    assert running.wait(10.0) == 0
+    os.close(ours)
+
+
+def test_top_outlives_the_daemon(make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon().start()
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "top"]
+    running = subprocess.Popen([*command, "--interval", "0.2"], stdin=theirs, stdout=theirs)
+    os.close(theirs)
+    seen = b""
+    for wanted, then in ((b"lookups/s", daemon.kill), (b"no answer", daemon.start)):
+        while wanted not in seen:
+            seen += os.read(ours, 65536)
+        seen = b""
+        then()
+    while b"lookups/s" not in seen:
+        seen += os.read(ours, 65536)
+    os.write(ours, b"q")
+    with contextlib.suppress(OSError):
         while os.read(ours, 65536):
             pass
     assert running.wait(10.0) == 0

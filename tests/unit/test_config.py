@@ -14,7 +14,7 @@ from redis import Redis
 
 from ecd.config import ConfigError
 from ecd.config_sources import load, unknown_variables
-from ecd.redaction import without_password
+from ecd.redaction import answer_without_password, without_password
 
 SECRET = "hunter2"
 WITH_SECRET = [
@@ -53,6 +53,20 @@ def test_no_form_of_a_password_is_shown_or_taken_as_a_flag(url: str) -> None:
     with pytest.raises(ConfigError, match="ECD_DIRECTORY") as refused:
         load({"directory": url}, None)
     assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"redis://:{SECRET}%21@h/0",
+        f"redis://h/0?password={SECRET}!",
+        f"redis+cluster://u:{SECRET}%21@h",
+    ],
+)
+def test_no_answer_of_a_server_is_shown_with_the_password(url: str) -> None:
+    for said in (f"ERR no such login: {SECRET}!", f"ERR x, with args beginning with: '{SECRET}"):
+        assert SECRET not in answer_without_password(said, url)
+    assert answer_without_password("Connection refused", url) == "Connection refused"
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,16 @@ import time
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 from rich.live import Live
 
 from ecd_client.cli import render
-from ecd_client.cli.bench import SIZES, fits, measure
+from ecd_client.cli.bench import KEYS, SIZES, fits, measure
 from ecd_client.cli.context import FAILED, AsJson, Options, errors, fail, out
 from ecd_client.cli.doctor import examine
 from ecd_client.cli.keys import keys
 from ecd_client.cli.top import Top
+from ecd_client.errors import DaemonUnavailable
 from ecd_proto.contract import size_text
 from ecd_proto.findings import BAD
 from ecd_proto.v1 import cache_pb2 as pb
@@ -90,7 +92,8 @@ def bench(
     ):
         room = size_text(room_bytes)
         errors.print(
-            f"Not measured for lack of room: {left_out}. The largest free piece has {room}."
+            f"Not measured for lack of room: {left_out}. The largest free piece has {room}; "
+            f"a size takes {2 * KEYS} entries."
         )
 
 
@@ -114,6 +117,12 @@ def top(
         return
     over = threading.Event()
 
+    def frame() -> RenderableType:
+        try:
+            return shown.frame()
+        except DaemonUnavailable as error:
+            return f"[bold red]no answer[/]  {render.escape(str(error))}\nThis asks again."
+
     def stop(*_: object) -> None:
         over.set()  # an exception in a finalizer goes nowhere
         raise KeyboardInterrupt
@@ -130,5 +139,5 @@ def top(
             if pressed in ("q", "Q"):
                 return
             if not pressed:
-                live.update(shown.frame(), refresh=True)
+                live.update(frame(), refresh=True)
                 looked_s = time.monotonic()

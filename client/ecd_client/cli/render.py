@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 from rich.console import Console
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from ecd_client.cli.bench import Measured
@@ -17,6 +17,18 @@ from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
 
 duration = duration_text
+
+
+def legible(text: str) -> str:
+    """The text, with characters that a terminal would act on written as in Python's literals."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def escape(text: str) -> str:
+    """Text from anywhere for a console: it has no markup, and a terminal acts on none of it."""
+    return escape_markup(legible(text))
 
 
 def as_json(out: Console, result: Message | dict[str, Any] | list[dict[str, Any]]) -> None:

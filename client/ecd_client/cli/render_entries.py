@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import inf
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from ecd_client.cli import render
+from ecd_client.cli.render import escape
 from ecd_proto.contract import size_text
 from ecd_proto.v1 import cache_pb2 as pb
 

@@ -8,11 +8,11 @@ from base64 import b64encode
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from ecd_client.cli import render
 from ecd_client.cli.context import FAILED, USAGE, AsJson, Namespace, Options, fail, out
+from ecd_client.cli.render import escape, legible
 from ecd_client.locate import Located, located
 from ecd_proto.contract import size_text
 from ecd_proto.v1 import cache_pb2 as pb
@@ -93,7 +93,7 @@ def watch(context: typer.Context, as_json: AsJson = False) -> None:
             return json.dumps(change._asdict())
         stored = change.nbytes is not None
         what = f"stored   {size_text(change.nbytes or 0)}" if stored else "removed"
-        return f"{what:<20} {_plain(change.namespace)} {_plain(change.mm_hash)}"
+        return f"{what:<20} {legible(change.namespace)} {legible(change.mm_hash)}"
 
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -106,8 +106,3 @@ def watch(context: typer.Context, as_json: AsJson = False) -> None:
             if was_current and not subscriber.is_current:
                 typer.echo("the daemon is silent: what it holds now is not known", err=True)
             was_current = subscriber.is_current
-
-
-def _plain(text: str) -> str:
-    """The text, without characters that a terminal would act on."""
-    return text if text.isprintable() else repr(text)

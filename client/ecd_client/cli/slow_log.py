@@ -6,11 +6,11 @@ import time
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from ecd_client.cli import render
 from ecd_client.cli.context import AsJson, Options, out
+from ecd_client.cli.render import escape
 from ecd_proto.contract import size_text
 from ecd_proto.v1 import cache_pb2 as pb
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from ecd_client.cli import render
+from ecd_client.cli.render import escape
 from ecd_proto.contract import count_text, size_text
 from ecd_proto.findings import GOOD, POOL_CAUSES, examine, refusal
 from ecd_proto.plain import plain
