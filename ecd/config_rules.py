@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import TypeVar
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -13,6 +14,8 @@ from ecd.core.rules import Rules
 
 T = TypeVar("T", int, float, "int | str")
 
+MAX_QUOTA_BYTES = 1 << 62
+"""More does not fit in a message."""
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _size = TypeAdapter(ByteSize)
 
@@ -32,7 +35,9 @@ def rules(
 ) -> Rules:
     """The core's rules for a host pool of `pool_bytes`."""
     nbytes = {
-        pattern: quota if isinstance(quota, int) else int(float(quota[:-1]) / 100 * pool_bytes)
+        pattern: quota
+        if isinstance(quota, int)
+        else max(1, int(float(quota[:-1]) / 100 * pool_bytes))
         for pattern, quota in quotas.items()
     }
     return Rules(nbytes, ttls, kept_share)
@@ -56,7 +61,7 @@ def _quota(pattern: str, text: str) -> int | str:
     if re.fullmatch(r"\d+(\.\d+)? ?\w*", text):  # or what follows would be passed over
         with contextlib.suppress(ValidationError):
             nbytes = int(_size.validate_python(f"{text}B" if text.endswith("i") else text))
-    if nbytes <= 0:
+    if not 0 < nbytes <= MAX_QUOTA_BYTES:
         raise ValueError(f"{pattern} needs a size, such as 2GiB, or a share of the pool: 10%")
     return nbytes
 
@@ -64,6 +69,6 @@ def _quota(pattern: str, text: str) -> int | str:
 def _seconds(pattern: str, text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
-    if seconds <= 0.0:
+    if not 0.0 < seconds < inf:
         raise ValueError(f"{pattern} needs a time, such as 90s, 30m, 12h or 7d")
     return seconds

@@ -25,6 +25,7 @@ MAX_SLOW = 128
 """Events kept; each is some hundred bytes."""
 FETCH_FACTOR = 10.0
 """A fetch from another node is slow from so many times the threshold of a call on."""
+MAX_UINT64 = (1 << 64) - 1
 LOG_PERIOD_S = 60.0
 """One line of log for so long, however many events are slow."""
 DISK_READ, FETCH = "disk read", "fetch"
@@ -141,7 +142,7 @@ def _describe(event: pb.SlowEvent, asked: Message | None, reply: Message | None)
     match asked:
         case pb.ReserveRequest():
             keys = [item.key for item in asked.items]
-            event.nbytes = sum(item.content.nbytes for item in asked.items)
+            event.nbytes = min(MAX_UINT64, sum(item.content.nbytes for item in asked.items))
         case pb.AcquireRequest() | pb.ContainsRequest() | pb.LocateRequest() | pb.OfferRequest():
             keys = list(asked.keys)
         case pb.PromoteRequest():

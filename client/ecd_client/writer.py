@@ -278,8 +278,8 @@ class _Put:
                 if full.quota_bytes:
                     raise PoolFull(
                         f"{full.nbytes} bytes do not fit into the quota of {entry.namespace!r}, "
-                        f"{full.quota_bytes} bytes: its entries there are leased or kept. Try "
-                        "later, or raise ECD_NAMESPACE_QUOTAS"
+                        f"{full.quota_bytes} bytes: its entries are leased, kept or being "
+                        "written. Try later, or raise ECD_NAMESPACE_QUOTAS"
                     )
                 raise PoolFull(
                     f"{full.nbytes} bytes do not fit: {full.held_bytes} are leased or being "

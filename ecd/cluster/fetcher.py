@@ -258,6 +258,9 @@ class Fetcher:
                     return NO_ROOM
                 arrival = _Arrival(outcome, lease.address, question.asked_s)
             await self._take_in(arrival, link, lease)
+            if self._live.cache.is_expired(flight.key.namespace, lease.age_s):
+                return MISSING  # its time ended on the way
+            self._commit(arrival, link, lease)
             self._observe(time.perf_counter() - flight.started_s, content.nbytes)
             arrival = None
             return FETCHED
@@ -315,7 +318,7 @@ class Fetcher:
         return await self._live.reserve(self._session, key, content, self._turns.pace())
 
     async def _take_in(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
-        """Read, verify and commit what was leased. Raises _Failed."""
+        """Read and verify what was leased; to be committed before another turn. Raises _Failed."""
         peer, reserved = link.peer, arrival.reserved
         is_speculative = arrival.reading is not None
         if lease.data and not is_speculative:
@@ -325,7 +328,7 @@ class Fetcher:
             if fold(digests(memoryview(lease.data))) != lease.checksum:
                 raise self._corrupt(arrival, link)
             self._reads.fill(reserved.extent, lease.data)
-            return self._commit(arrival, link, lease)
+            return
         while True:
             if arrival.reading is None:
                 self._begin(arrival, link)
@@ -350,7 +353,6 @@ class Fetcher:
                     await asyncio.sleep(RETRY_PAUSE_S)
             arrival.reading, is_speculative = None, False
         self.counters.speculative_used += is_speculative
-        self._commit(arrival, link, lease)
 
     @staticmethod
     async def _wait_for_read(reading: Reading, link: Link) -> None:

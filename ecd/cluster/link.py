@@ -64,8 +64,13 @@ class PeerLease:
     until_s: float
     data: bytes
     """The entry's bytes; none if they did not come with the lease."""
-    age_s: float = 0.0
-    """Since the entry was put; 0 where the peer does not tell."""
+    put_s: float
+    """When the entry was put, on this node's clock; as the lease came, where the peer is silent."""
+
+    @property
+    def age_s(self) -> float:
+        """Since the entry was put."""
+        return time.monotonic() - self.put_s
 
     @property
     def ran_out(self) -> bool:
@@ -136,7 +141,8 @@ class Link:
         except InvalidRequest as error:
             raise PeerUnavailable(f"{self.peer.node} leased what cannot be: {error}") from None
         until_s = question.asked_s + self.description.lease_ttl_s
-        return PeerLease(content, leased.address, leased.checksum, until_s, data, age_s)
+        put_s = time.monotonic() - age_s
+        return PeerLease(content, leased.address, leased.checksum, until_s, data, put_s)
 
     def end(self, question: Question) -> None:
         """Give the lease back, if it was granted or will be."""

@@ -174,6 +174,7 @@ class Cache:
         owner = self._sessions.get(session)
         if owner is None:
             return SessionEnded()
+        self._end_late(key, now_s)
         refusal = self._taken(key, pool)
         if refusal is not None:
             return refusal
@@ -310,6 +311,7 @@ class Cache:
         block = None if pool is None else pool.grants.take(session, extent)
         if pool is None or block is None:
             return NotReserved()
+        self._end_late(key, now_s)
         refusal = self._taken(key, pool)
         if refusal is not None:
             self._pins.retire(self._writers.discard_granted(session, key, content, block))
@@ -363,10 +365,8 @@ class Cache:
         """
         if self._sessions.get(session) is None:
             return SessionEnded()
+        self._end_late(key, now_s)
         entry = self._entries.stored(key)
-        if entry is not None and entry.terms is not None and entry.terms.expires_s <= now_s:
-            self._evictor.evict(entry, "ttl")  # the timer is late
-            entry = None
         if entry is not None:
             if answer is Answer.PIN:
                 return Stored()
@@ -506,9 +506,11 @@ class Cache:
         return ttl_s is not None and age_s >= ttl_s
 
     def put_age_s(self, entry: EntryId, now_s: float) -> float:
-        """How long ago the entry was put, on whichever node; 0 where no rule asks for it."""
+        """How long ago the entry was put, on whichever node; 0 if it has gone."""
         found = self._entries.get(entry)
-        return 0.0 if found is None or found.terms is None else now_s - found.terms.put_s
+        if found is None:
+            return 0.0
+        return now_s - (found.created_s if found.terms is None else found.terms.put_s)
 
     def keep(self, key: Key, until_s: float) -> Keeping:
         """Evict the key's entry for no room until then; its age and a request evict it still.
@@ -636,6 +638,12 @@ class Cache:
         assert stored - gone == self.entries, "an entry was not counted, or counted twice"
 
     # -- steps ---------------------------------------------------------------------------------
+
+    def _end_late(self, key: Key, now_s: float) -> None:
+        """Evict the key's entries whose time is over: the timer is late."""
+        for entry in list(self._entries.copies(key)) if self._book.is_timed else ():
+            if entry.terms is not None and entry.terms.expires_s <= now_s:
+                self._evictor.evict(entry, "ttl")
 
     def _taken(self, key: Key, pool: Pool) -> AlreadyStored | BeingWritten | None:
         if self._entries.stored_in(pool, key) is not None:

@@ -14,36 +14,41 @@ MOVED_AT_A_TIME = 4
 class Deadlines(Generic[T]):
     """A heap with lazy deletion: a postponed item is pushed back when its old deadline is popped.
 
-    `next_s` may be early (the deadline of an item before it was postponed), never late.
+    `next_s` may be early (the deadline of an item before it was postponed), never late. A record
+    of an item that was removed, and maybe added again since, is dropped when it is come to.
     """
 
     def __init__(self) -> None:
-        self._due_s: dict[T, float] = {}
+        self._records: dict[T, tuple[float, T]] = {}  # of each item the one in a heap that counts
+        self._postponed_s: dict[T, float] = {}
         self._heap: list[tuple[float, T]] = []
         self._old: list[tuple[float, T]] = []  # mostly removed items; emptied bit by bit
 
     def __len__(self) -> int:
-        return len(self._due_s)
+        return len(self._records)
 
     def add(self, item: T, due_s: float) -> None:
-        self._due_s[item] = due_s
-        heapq.heappush(self._heap, (due_s, item))
+        """Add an item that is not there."""
+        record = self._records[item] = (due_s, item)
+        heapq.heappush(self._heap, record)
 
     def postpone(self, item: T, due_s: float) -> None:
         """Move a deadline later; an earlier time changes nothing. KeyError for an unknown item."""
-        self._due_s[item] = max(due_s, self._due_s[item])
+        if due_s > self.due_s(item):
+            self._postponed_s[item] = due_s
 
     def remove(self, item: T) -> None:
-        del self._due_s[item]
-        if not self._old and len(self._heap) > 64 and len(self._heap) > 2 * len(self._due_s):
+        del self._records[item]
+        self._postponed_s.pop(item, None)
+        if not self._old and len(self._heap) > 64 and len(self._heap) > 2 * len(self._records):
             self._old, self._heap = self._heap, []
         for _ in range(min(MOVED_AT_A_TIME, len(self._old))):
-            _, moved = self._old.pop()  # a leaf: the rest is still a heap
-            if moved in self._due_s:
-                heapq.heappush(self._heap, (self._due_s[moved], moved))
+            record = self._old.pop()  # a leaf: the rest is still a heap
+            if self._records.get(record[1]) is record:
+                self._move(record[1])
 
     def due_s(self, item: T) -> float:
-        return self._due_s[item]
+        return self._postponed_s.get(item, self._records[item][0])
 
     def take_due(self, now_s: float, most: int) -> list[T]:
         """Take the items that are due at `now_s`, in `most` steps in the heap at most.
@@ -55,15 +60,16 @@ class Deadlines(Generic[T]):
             heap = self._first
             if not heap or heap[0][0] > now_s:
                 break
-            _, item = heapq.heappop(heap)
-            due_s = self._due_s.get(item)
-            if due_s is None:
+            record = heapq.heappop(heap)
+            item = record[1]
+            if self._records.get(item) is not record:
                 continue
-            if due_s <= now_s:
-                del self._due_s[item]
+            if self._postponed_s.get(item, now_s) <= now_s:
+                del self._records[item]
+                self._postponed_s.pop(item, None)
                 due.append(item)
             else:
-                heapq.heappush(self._heap, (due_s, item))
+                self._move(item)
         return due
 
     @property
@@ -77,10 +83,15 @@ class Deadlines(Generic[T]):
             return self._old
         return self._heap
 
+    def _move(self, item: T) -> None:
+        """Give an item whose record was popped a new one, by its deadline as it is now."""
+        self.add(item, self.due_s(item))
+        self._postponed_s.pop(item, None)
+
     def check(self) -> None:
         """Raise AssertionError unless every item can still be found in the heap. O(n)."""
-        earliest: dict[T, float] = {}
-        for due_s, item in self._heap + self._old:
-            earliest[item] = min(due_s, earliest.get(item, due_s))
-        for item, due_s in self._due_s.items():
-            assert earliest[item] <= due_s, f"item {item} would be found too late"
+        listed = {id(record) for record in self._heap + self._old}
+        for item, record in self._records.items():
+            assert item == record[1]
+            assert id(record) in listed, f"item {item} would not be found"
+        assert all(due_s > self._records[item][0] for item, due_s in self._postponed_s.items())

@@ -5,10 +5,11 @@ Only this file knows that a key may have several copies, each an entry in a pool
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, KeysView, Sequence
 from heapq import nlargest
 from itertools import islice
+from operator import itemgetter
 
 from ecd.core.entry import Entry
 from ecd.core.pool import Pool
@@ -17,6 +18,8 @@ from ecd.core.types import EntryId, Key, NamespaceSum
 
 LOOKED_AT = 4096
 """Namespaces among which the largest are sought: the event loop waits for that."""
+IN_A_GROUP = 512
+"""Most ids in one group of the order of commit: one list of all would be moved at once."""
 
 
 class Entries:
@@ -39,7 +42,7 @@ class Entries:
         self._writing: dict[Key, Entry] = {}  # reservation in the nearest pool
         self._copying: dict[Key, Entry] = {}  # the same of copies, for which nobody waits
         self._copies = 0  # committed
-        self._order: list[EntryId] = []  # committed ids, ascending, some of them dead
+        self._order: list[list[EntryId]] = []  # committed ids, ascending, in groups
         self._changes: dict[Key, bool] | None = None
         self._last_id = 0
 
@@ -78,7 +81,9 @@ class Entries:
         of_namespace = self._stored.setdefault(entry.namespace, {})
         of_namespace[entry.mm_hash] = self._linked(of_namespace.get(entry.mm_hash), entry)
         self._count += 1
-        self._order.append(entry.id)
+        if not self._order or len(self._order[-1]) == IN_A_GROUP:
+            self._order.append([])
+        self._order[-1].append(entry.id)
         if entry.copy_in:
             self._copies += 1
             return
@@ -108,9 +113,11 @@ class Entries:
             self._add_up(entry, -1)
             if self._changes is not None:
                 self._changes[entry.key] = nearest is not None
-        if len(self._order) > 64 and len(self._order) > 2 * self._count:
-            found = ((each, self._by_id.get(each)) for each in self._order)
-            self._order = [each for each, e in found if e and e.state is EntryState.COMMITTED]
+        place = self._group_of(entry.id)
+        group = self._order[place]
+        del group[bisect_left(group, entry.id)]
+        if not group:
+            del self._order[place]
 
     def take_changes(self) -> dict[Key, bool]:
         """The keys stored (True) or gone since the last call; the first call starts the log."""
@@ -190,19 +197,23 @@ class Entries:
     def page(self, after: EntryId | None, limit: int) -> tuple[list[Entry], EntryId | None]:
         """Up to `limit` committed entries in order of commit, and where the next page starts.
 
-        The second value is None after the last page. O(log n + entries passed).
+        The second value is None after the last page. O(log n + limit).
         """
-        start = 0 if after is None else bisect_right(self._order, after)
+        after = EntryId(0) if after is None else after
         found: list[Entry] = []
-        for position in range(start, len(self._order)):
-            if len(found) == limit:
-                return found, found[-1].id
-            entry = self._by_id.get(self._order[position])
-            if entry is not None and entry.state is EntryState.COMMITTED:
-                found.append(entry)
+        for place in range(max(0, self._group_of(after)), len(self._order)):
+            group = self._order[place]
+            for each in group[bisect_right(group, after) :]:
+                if len(found) == limit:
+                    return found, found[-1].id
+                found.append(self._by_id[each])
         return found, None
 
     # -- steps ---------------------------------------------------------------------------------
+
+    def _group_of(self, entry: EntryId) -> int:
+        """The place of the only group that may have the id; -1: it comes before all."""
+        return bisect_right(self._order, entry, key=itemgetter(0)) - 1
 
     def _add_up(self, entry: Entry, sign: int) -> None:
         before, nbytes = self._sums.get(entry.namespace, NamespaceSum()), entry.content.nbytes
@@ -252,8 +263,8 @@ class Entries:
                 sums.setdefault(entry.namespace, []).append(entry.content.nbytes)
         assert self._sums == {name: (len(sizes), sum(sizes)) for name, sizes in sums.items()}
         assert self._nbytes == sum(map(sum, sums.values()))
-        assert self._order == sorted(self._order)
-        assert committed <= set(self._order)
+        assert [each for group in self._order for each in group] == sorted(committed)
+        assert all(0 < len(group) <= IN_A_GROUP for group in self._order)
 
 
 def _chain(nearest: Entry | None) -> Iterator[Entry]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from ecd.core.allocator import Block
 from ecd.core.board import Board
 from ecd.core.counters import Counters
@@ -14,6 +16,8 @@ from ecd.core.states import EntryEvent
 from ecd.core.terms import LOOKED_AT, Book
 from ecd.core.types import EntryId, EvictionReport, Selection
 
+NAMESPACES_AT_A_TIME = 4
+"""Namespaces above their quotas that one turn trims."""
 MAX_VICTIMS = 64
 """Most entries evicted for one extent of a grant, or in one turn for a quota or as their time is
 over; more would block the event loop."""
@@ -135,23 +139,27 @@ class Evictor:
         return report
 
     def trim(self, limit: int, now_s: float) -> bool:
-        """Evict up to `limit` entries of the pools that need it; returns whether to go on."""
+        """Evict up to `limit` entries where it is needed; returns whether to go on.
+
+        Namespaces above their quotas come first: what they lose may be all that a pool needs.
+        """
         if not self.scan(now_s):
             return True  # the victims of the last call must be free first
-        left = limit
-        for pool in self._entries.pools:
-            left -= pool.trim(left, self.evict)
-        looks_on = False
-        for namespace in list(self._book.over):
+        left, over = limit, self._book.over
+        for namespace in list(islice(over, NAMESPACES_AT_A_TIME)):
+            if not left:
+                break
             excess_bytes = self._book.excess_bytes(namespace)
             victims, is_all = self._book.coldest(namespace, excess_bytes, left, now_s)
             for victim in victims:
                 self.evict(victim, "quota")
             left -= len(victims)
-            if not victims and not is_all:
-                self._book.over[namespace] -= LOOKED_AT
-                looks_on = looks_on or self._book.over[namespace] > 0
-        return left < limit or looks_on
+            looks = over.pop(namespace, None)
+            if looks is not None:  # it comes last now
+                over[namespace] = looks if victims else 0 if is_all else looks - LOOKED_AT
+        for pool in self._entries.pools if left == limit else ():
+            left -= pool.trim(left, self.evict)
+        return left < limit or any(looks > 0 for looks in over.values())
 
     # -- by operators' rules -------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
@@ -39,12 +40,13 @@ class Rules:
 
 
 def _finder(rules: Mapping[str, T]) -> Callable[[str], T | None]:
-    patterns = sorted(rules, key=lambda pattern: (-len(pattern), pattern))
+    ordered = sorted(rules, key=lambda pattern: (-len(pattern), pattern))
+    patterns = [(re.compile(translate(pattern)).match, rules[pattern]) for pattern in ordered]
 
     @lru_cache(KNOWN)
     def find(namespace: str) -> T | None:
         if namespace in rules:
             return rules[namespace]
-        return next((rules[each] for each in patterns if fnmatchcase(namespace, each)), None)
+        return next((rule for matches, rule in patterns if matches(namespace)), None)
 
     return find

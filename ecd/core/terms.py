@@ -27,6 +27,8 @@ class _Quota:
     """The entries of one namespace that has a quota."""
 
     nbytes: int = 0  # of their extents
+    reserved_bytes: int = 0  # of extents that are being written
+    passed: int = 0  # entries looked at since one was found that nobody holds
     order: Deadlines[EntryId] = field(default_factory=Deadlines)  # by their last known reads
 
 
@@ -89,23 +91,38 @@ class Book:
             limit = self.rules.quota_bytes(name)
             if limit is None or quota.nbytes <= limit:
                 self.over.pop(name, None)
-            if not len(quota.order):
-                del self._quotas[name]
+            self._drop_if_empty(name, quota)
 
     # -- quotas --------------------------------------------------------------------------------
 
+    def reserve(self, entry: Entry) -> None:
+        """Count the extent of a new reservation, if its namespace has a quota."""
+        if self.rules.quota_bytes(entry.namespace) is not None:
+            quota = self._quotas.setdefault(entry.namespace, _Quota())
+            quota.reserved_bytes += entry.block.nbytes
+            entry.terms = Terms(entry.created_s, has_quota=True)
+
+    def end_reservation(self, entry: Entry) -> None:
+        """Count the extent of a reservation no more: it is committed, or nobody can write it."""
+        if entry.terms is not None:
+            quota, entry.terms = self._quotas[entry.namespace], None
+            quota.reserved_bytes -= entry.block.nbytes
+            self._drop_if_empty(entry.namespace, quota)
+
     def excess_bytes(self, namespace: str, more: int = 0) -> int:
-        """How much a namespace would be above its quota with so many bytes more."""
+        """How much a namespace is above its quota; or would be with so many bytes more reserved."""
         limit = self.rules.quota_bytes(namespace)
-        quota = self._quotas.get(namespace)
-        return 0 if limit is None else (quota.nbytes if quota else 0) + more - limit
+        quota = self._quotas.get(namespace) or _Quota()
+        reserved_bytes = quota.reserved_bytes + more if more else 0
+        return 0 if limit is None else quota.nbytes + reserved_bytes - limit
 
     def coldest(
         self, namespace: str, nbytes: int, most: int, now_s: float
     ) -> tuple[list[Entry], bool]:
         """Up to `most` of a quota's entries that nobody holds, until they have `nbytes`.
 
-        Those read longest ago come first. True: all that can be evicted is there.
+        Those read longest ago come first. True: all that can be evicted is there. So it is when as
+        many as there are were held, in this look and those before.
         """
         quota, passed = self._quotas.get(namespace), list[Entry]()
         victims: list[Entry] = []
@@ -122,17 +139,25 @@ class Book:
                 assert entry is not None, f"entry {each} left, but not its quota"
                 if self._entries.pool_of(entry).policy.warmth(entry) is None:
                     passed.append(entry)
+                    quota.passed += 1
                 elif entry.used_s > used_s:
                     quota.order.add(each, entry.used_s)
                 else:
                     victims.append(entry)
+                    quota.passed = 0
                     nbytes -= entry.block.nbytes
         if quota is not None:
             for entry in victims:
                 quota.order.add(entry.id, entry.used_s)
             for entry in passed:  # a held entry counts as read until it is let go
                 quota.order.add(entry.id, now_s)
+            is_all = is_all or quota.passed >= len(quota.order)
+            quota.passed = 0 if is_all else quota.passed
         return victims, is_all
+
+    def _drop_if_empty(self, namespace: str, quota: _Quota) -> None:
+        if not len(quota.order) and not quota.reserved_bytes:
+            del self._quotas[namespace]
 
     # -- ends ----------------------------------------------------------------------------------
 
@@ -182,10 +207,13 @@ class Book:
     def check(self) -> None:
         """Raise AssertionError unless the books are those of the committed entries. O(n log n)."""
         nbytes: dict[str, int] = {}
+        reserved: dict[str, int] = {}
         ends = kept = queued = 0
         for entry in self._entries:
-            terms = entry.terms if entry.state is EntryState.COMMITTED else None
-            if terms is None:
+            terms = entry.terms
+            if terms is not None and entry.state in (EntryState.RESERVED, EntryState.ORPHANED):
+                reserved[entry.namespace] = reserved.get(entry.namespace, 0) + entry.block.nbytes
+            if terms is None or entry.state is not EntryState.COMMITTED:
                 continue
             assert not entry.copy_in, "a copy has its entry's terms"
             ends += terms.expires_s < inf
@@ -194,7 +222,9 @@ class Book:
                 queued += 1
                 nbytes[entry.namespace] = nbytes.get(entry.namespace, 0) + entry.block.nbytes
         assert (ends, kept) == (len(self._ends), len(self._kept))
-        assert nbytes == {name: quota.nbytes for name, quota in self._quotas.items()}
+        for name in {*nbytes, *reserved, *self._quotas}:
+            quota, known = self._quotas[name], (nbytes.get(name, 0), reserved.get(name, 0))
+            assert known == (quota.nbytes, quota.reserved_bytes)
         assert queued == sum(len(quota.order) for quota in self._quotas.values())
         for deadlines in (self._ends, self._kept, *(q.order for q in self._quotas.values())):
             deadlines.check()

@@ -95,6 +95,8 @@ class Writers:
         if block is None:
             return self.no_room(pool, nbytes)
         entry = self._open(pool, owner, key, content, block, now_s)
+        if self._book.rules.has_quotas:
+            self._book.reserve(entry)
         return Reserved(entry.id, entry.extent)
 
     def reserve_copy(
@@ -307,6 +309,8 @@ class Writers:
         """Take a reservation off the books."""
         owner.reservations.remove(entry.id)
         self._entries.pool_of(entry).end_write(entry)
+        if entry.terms is not None:
+            self._book.end_reservation(entry)
 
     def _free(self, owner: Session, entry: Entry) -> None:
         self._take(owner, entry)

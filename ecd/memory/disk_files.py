@@ -196,9 +196,9 @@ class DiskFiles:
 
     async def reapply_rules(self) -> None:
         pace = self._live.turns.pace()
-        await pace.each(
-            lambda each: self.shelf.end_after(each, self._ttl_s(each.key)), list(self.shelf)
-        )
+        for shelved in self.shelf:
+            await pace.step()
+            self.shelf.end_after(shelved, self._ttl_s(shelved.key))
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -160,8 +160,7 @@ class DiskReads:
             if is_over or self._files.shelf.get(key) is not shelved:
                 return MISSING  # an erasure cannot know of what has left the shelf
             entry, reserved = reserved.entry, None
-            age_s = now_s - shelved.created_s if shelved.expires_s < math.inf else 0.0
-            as_read = header.checksum, header.content, math.inf, age_s
+            as_read = header.checksum, header.content, math.inf, now_s - shelved.created_s
             done = self._live.commit(self._session, entry, *as_read)
             assert isinstance(done, Committed)
             self._note(shelved, time.monotonic() - begun_s)

@@ -56,8 +56,9 @@ class DiskWrites:
         changes = self._live.follow_changes()
         while True:
             for key, is_stored in (await changes.next(PAUSE_S)).items():
-                if not is_stored:
-                    self._counters.kept += self._files.shelf.get(key) is not None
+                shelved = None if is_stored else self._files.shelf.get(key)
+                is_kept = shelved is not None and shelved.expires_s > self._live.now_s()
+                self._counters.kept += is_kept
             lost = self._live.cache.evicted_for_room - self._counters.kept
             self._counters.lost = max(self._counters.lost, lost)
             self._has_changed.set()

@@ -626,11 +626,15 @@ def test_a_ttl_counts_from_the_put_on_whichever_node(
     b.start()
     strict._settings["ECD_NAMESPACE_TTLS"] = "default=1s"
     strict.start()
+    without_rules = client_of(make_peer().start())
     here, there, elsewhere = client_of(a), client_of(b), client_of(strict)
     begun_s = time.monotonic()
     here.put("k", torch.ones(1000))
     here.put("never fetched", torch.ones(1000))
+    without_rules.put("of a node without rules", torch.ones(1000))
     time.sleep(2.0)
+    nodes = [without_rules.node]
+    assert elsewhere.get("of a node without rules", 2.0, nodes=nodes) is None, "it tells the age"
     assert elsewhere.get("k", 2.0, nodes=[here.node]) is None, "it is too old for this node"
     assert fetched(strict) == 0
     with there.get("k", 5.0, nodes=[here.node]) as item:

@@ -558,7 +558,12 @@ class CacheMachine(RuleBasedStateMachine):
                 unaware = [w for w in self.begun_writers() if w.key == key and not w.asks]
                 assert not unaware, "a writer that does not ask would be refused"
                 assert extent.nbytes == nbytes
-                here = self.nbytes_of(key.namespace) + len(self.span(extent)) * GRANULE_BYTES
+                everyone = [*self.open.values(), *self.leaving.values()]
+                writers = [*(each.writers for each in everyone), *self.set_aside.values()]
+                written = [w for each in writers for w in each.values()]
+                own = [extent, *(w.extent for w in written if w.key[0] == key.namespace)]
+                here = self.nbytes_of(key.namespace)
+                here += sum(len(self.span(each)) for each in own) * GRANULE_BYTES
                 assert here <= quota_bytes, "it takes the namespace above its quota"
                 self.tag += 1
                 writer = Writer(self.tag, key, extent)
@@ -1176,7 +1181,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert pool in needy or here.keys() <= infos.keys(), "trimmed without need"
             if gone and left and not self.by_value:
                 assert max(gone) <= min(left), "a warmer entry went first"
-            if left and not ambushed and pool in needy:
+            if left and not ambushed and pool in needy and not for_quota:
                 used_bytes = pool.used_bytes + pool.granted_bytes
                 assert used_bytes <= POOL_LIMITS.low_watermark * pool.nbytes
         self.take_ambushed()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ecd.config import Config, ConfigError
@@ -9,7 +11,7 @@ from ecd.config_sources import load
 from ecd.core import terms
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.outcomes import LimitReached, MakingRoom, Missing, PoolFull, Reserved
+from ecd.core.outcomes import Leased, LimitReached, MakingRoom, Missing, PoolFull, Reserved
 from ecd.core.pool import Pool
 from ecd.core.rules import Rules
 from ecd.core.types import Content, EntryId, Key, SessionId
@@ -73,6 +75,8 @@ def test_settings_of_rules() -> None:
         ("namespace_quotas", "a=2GB,b=lots", "b needs a size, such as 2GiB, or a share of the"),
         ("namespace_quotas", "a=0", "a needs a size"),
         ("namespace_quotas", "a=101%", "a needs a size"),
+        ("namespace_quotas", "a=9999999EiB", "a needs a size"),
+        ("namespace_ttls", f"a={'9' * 400}d", "a needs a time"),
         ("namespace_ttls", "a=soon", "a needs a time, such as 90s, 30m, 12h or 7d"),
         ("namespace_ttls", "a=0s", "a needs a time"),
         ("kept_share", "2", "must be at most 1"),
@@ -102,6 +106,103 @@ def test_a_quotas_entries_are_found_whatever_has_been_read_or_is_held(
         put(cache, session, Key("n", f"new {number}"), 61.0)
     assert not any(map(cache.contains, keys[20:31]))
     assert all(map(cache.contains, held))
+    cache.check()
+
+
+def test_reservations_count_against_the_quota_and_cost_no_other_namespace() -> None:
+    cache, session = make(Rules({"n": 4 * PAGE}), pages=8)
+    others = [Key("m", str(number)) for number in range(4)]
+    for key in others:
+        put(cache, session, key)
+    content = Content("int8", (PAGE,), PAGE)
+    keys = [Key("n", str(number)) for number in range(5)]
+    *outcomes, refused = [cache.reserve(session, key, content, 1.0) for key in keys]
+    assert refused == PoolFull(PAGE, 0, 4 * PAGE, 4 * PAGE)
+    assert all(map(cache.contains, others))
+    written, given_up, abandoned, lost = [each.entry for each in outcomes]
+    cache.check()
+    cache.commit(session, written, 1.0)
+    cache.abort(session, given_up)
+    cache.abandon(session, abandoned)
+    assert isinstance(cache.reserve(session, keys[4], content, 1.0), Reserved)
+    assert cache.contains(keys[0])
+    cache.use_rules(Rules({"m": PAGE}))
+    cache.check()
+    cache.reclaim(session, abandoned)
+    cache.leave_session(session)
+    assert cache.close_session(session)
+    cache.check()
+    assert lost
+    assert cache.pools[0].used_bytes == 5 * PAGE
+
+
+def test_a_quota_of_more_held_entries_than_a_look_takes_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(terms, "LOOKED_AT", 4)
+    cache, session = make(Rules({"n": 32 * PAGE}))
+    keys = [Key("n", str(number)) for number in range(32)]
+    for key in keys:
+        put(cache, session, key)
+    leases = [cache.acquire(session, key, 1.0) for key in keys]
+    content, outcomes = Content("int8", (PAGE,), PAGE), []
+    for turn in range(32):
+        outcomes.append(cache.reserve(session, Key("n", "new"), content, 2.0 + turn))
+        if not isinstance(outcomes[-1], MakingRoom):
+            break
+    assert outcomes[-1] == PoolFull(PAGE, 0, 32 * PAGE, 32 * PAGE)
+    cache.release(session, leases[9].lease)
+    put(cache, session, Key("n", "new"), 40.0)
+    assert not cache.contains(keys[9])
+    cache.check()
+
+
+def test_a_turn_of_trimming_is_short_however_many_namespaces_are_over() -> None:
+    cache, session = make(Rules())
+    names = [f"n{number}" for number in range(40)]
+    for name in names:
+        for number in range(9):
+            put(cache, session, Key(name, str(number)))
+    leases = [cache.acquire(session, Key(name, str(n)), 1.0) for name in names for n in range(9)]
+    cache.use_rules(Rules({"*": 2 * PAGE}))
+    cache.reapply_rules(EntryId(0), 1000)
+    asked: list[str] = []
+    coldest = cache._book.coldest
+
+    def look(namespace: str, *about: Any) -> Any:
+        asked.append(namespace)
+        return coldest(namespace, *about)
+
+    cache._book.coldest = look  # type: ignore[method-assign]
+    turns, goes_on = 0, True
+    while goes_on:
+        goes_on = cache.trim(32, 2.0)
+        turns += 1
+        assert len(asked) <= 4 * turns
+    assert set(asked) == set(names), "all have their turn"
+    assert turns < 100
+    for lease in leases:
+        cache.release(session, lease.lease)
+    for _ in range(11):  # as others put
+        while cache.trim(32, 3.0):
+            pass
+    assert cache.entries == 2 * len(names)
+    assert not cache.needs_trim()
+    cache.check()
+
+
+def test_what_a_namespace_above_its_quota_loses_spares_the_others() -> None:
+    cache, session = make(Rules(), pages=100)
+    others = [Key("m", str(number)) for number in range(80)]
+    for number, key in enumerate([*others, *(Key("n", str(n)) for n in range(17))]):
+        put(cache, session, key, float(number))
+    assert cache.pools[0].needs_trim()
+    cache.use_rules(Rules({"n": 5 * PAGE}))
+    cache.reapply_rules(EntryId(0), 1000)
+    while cache.trim(32, 100.0):
+        pass
+    assert all(map(cache.contains, others)), "the pool has room again without them"
+    assert cache.entries == 85
     cache.check()
 
 
@@ -161,6 +262,23 @@ def test_an_age_counts_from_the_put_on_another_node() -> None:
     cache.expire(110.0)
     assert cache.entries == 0
     assert cache.counters.evictions["ttl"] == 2
+    cache.check()
+
+
+def test_a_node_without_rules_keeps_an_age_and_tells_it() -> None:
+    cache, session = make(Rules())
+    put(cache, session, Key("n", "here"), 100.0)
+    put(cache, session, Key("n", "from elsewhere"), 100.0, age_s=7.0)
+    infos = [cache.info(Key("n", name)) for name in ("here", "from elsewhere")]
+    assert [cache.put_age_s(info.entry, 102.0) for info in infos if info] == [2.0, 9.0]
+
+
+def test_a_put_replaces_an_entry_whose_time_is_over_while_the_timer_is_late() -> None:
+    cache, session = make(Rules({}, {"n": 10.0}))
+    put(cache, session, Key("n", "k"), 0.0)
+    put(cache, session, Key("n", "k"), 10.0)
+    assert cache.counters.evictions["ttl"] == 1
+    assert isinstance(cache.acquire(session, Key("n", "k"), 19.0), Leased)
     cache.check()
 
 

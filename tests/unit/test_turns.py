@@ -436,6 +436,14 @@ def test_room_that_others_take_again_is_not_made_for_ever(
     assert slow_log.newest(clear=False)[0].stages["room"] > 0.0
 
 
+def test_the_slow_log_takes_a_call_that_asks_for_more_than_there_can_be() -> None:
+    slow_log = SlowLog()
+    content = pb.Content(nbytes=(1 << 64) - 1)
+    asked = pb.ReserveRequest(items=[pb.ReserveItem(content=content)] * 2)
+    slow_log.call("Reserve", 1.0, asked)
+    assert slow_log.newest(clear=False)[0].nbytes == (1 << 64) - 1
+
+
 def test_a_pin_is_seen_though_its_page_is_as_it_was(node: Node) -> None:
     [entry] = node.store("k")
     node.words(node.clients[7])[FIRST_PIN_WORD + 400] = entry
