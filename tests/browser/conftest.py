@@ -9,8 +9,9 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """A browser for one file: while it is there, an event loop runs in this thread."""
     chromium = shutil.which("chromium")
     assert chromium, "chromium is missing: run make test-system"
     with sync_playwright() as playwright:

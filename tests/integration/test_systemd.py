@@ -227,14 +227,24 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path, devices: bool
     assert exposed.returncode == 0, exposed.stdout
 
 
-def test_the_settings_that_are_shipped_are_settings() -> None:
-    shown = subprocess.run(
-        [ECD, "config", "--json", "--config", UNITS / "ecd.toml"], capture_output=True, text=True
-    )
-    assert shown.returncode == 0, shown.stderr
-    for line in (UNITS / "ecd.toml").read_text().splitlines():
-        name, equals, _ = line.removeprefix("# ").partition(" = ")
-        assert not equals or name in json.loads(shown.stdout)
+def test_the_settings_that_are_shipped_are_settings(tmp_path: Path) -> None:
+    said = (UNITS / "ecd.toml").read_text()
+    every = re.sub(r'^# (?=\[|"|\w+ = )', "", said, flags=re.MULTILINE)
+    assert "\nnamespace" not in every
+    assert every.count("\n[namespace_") == 2
+    for text in (said, every):
+        file = tmp_path / "ecd.toml"
+        file.write_text(text)
+        shown = subprocess.run(
+            [ECD, "config", "--json", "--config", file],
+            env={**os.environ, "ECD_PEER_TOKEN": "sixteen letters or more"},
+            capture_output=True,
+            text=True,
+        )
+        assert shown.returncode == 0, shown.stderr
+    settings = json.loads(shown.stdout)
+    assert settings["namespace_quotas"]["value"]
+    assert settings["peers"]["value"]
 
 
 def test_its_user_and_its_directory_are_made(tmp_path: Path) -> None:
