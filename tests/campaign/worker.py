@@ -96,7 +96,7 @@ class Worker:
             is_refused = True
             self.ledger.add("refused")
         except Exception:
-            self.complain("wrong", traceback.format_exc())
+            self.complain("an error that is not ecd's", traceback.format_exc())
         self.ledger.begin(thread, 0.0)
         self.ledger.add("requests")
         took_s = time.monotonic() - started_s
@@ -176,7 +176,7 @@ class Worker:
         except EcdError as error:
             said = f"{type(error).__name__}: {error}"
         except Exception:
-            self.complain("wrong", f"{asked}: {traceback.format_exc()}")
+            self.complain("an error that is not ecd's", f"{asked}: {traceback.format_exc()}")
             said = "failed"
         reply = json.dumps({"id": asked["id"], "said": said}).encode()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
