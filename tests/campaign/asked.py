@@ -104,14 +104,19 @@ def kept(worker: Worker, key: str, wait_s: float, nodes: list[str]) -> bool:
 
 
 def vandalize(worker: Worker, seed: str, acts: int) -> None:
-    if worker.client._connection.session().puts is None:
-        return  # the daemon's index is of another version
     about: Any = SimpleNamespace(address=worker.address, shm=Path(worker.shm))
     with Client(worker.address, namespace="vandal", call_timeout=CALL_TIMEOUT_S) as client:
-        vandal = Vandal(about, client)
-        for number in range(acts):
-            with contextlib.suppress(OSError):  # the daemon may be away
+        session = client._connection.session()
+        if session.puts is None:
+            return  # the daemon's index is of another version
+        try:
+            vandal = Vandal(about, client)
+            for number in range(acts):
                 vandal.act(random.Random(f"{seed} {number}"))
+        except Exception:
+            if client._connection.current is session:
+                raise
+            # The daemon went away, and its files with it.
 
 
 def spoil_socket(worker: Worker, seed: str, node: str) -> None:
