@@ -263,6 +263,12 @@ def test_its_user_and_its_directory_are_made(tmp_path: Path) -> None:
     assert (tmp_path / "dev/shm/ecd-default/keep").stat().st_uid == uid
 
 
+BELOW_TMP = " ".join(
+    path
+    for path in (sys.base_prefix, str(Path(__file__).parents[2]))
+    if path.startswith(("/tmp/", "/var/tmp/"))
+)
+"""What the daemon needs and PrivateTmp would hide."""
 TARGETS = ("sysinit", "basic", "shutdown", "network-online", "multi-user", "umount", "final")
 BOOT = f"""
 set -e
@@ -291,6 +297,7 @@ class Machine:
         (units / "ecd.service.d" / "test.conf").write_text(
             "[Service]\n"
             "ProtectHome=no\n"  # the tests' Python may be in one
+            f"BindReadOnlyPaths={BELOW_TMP}\n"
             f"StandardError=append:{place}/ecd.log\n"
             "WatchdogSec=2\nTimeoutStartSec=60\n"
         )
