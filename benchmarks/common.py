@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,29 @@ def end_daemon(daemon: subprocess.Popen[bytes]) -> None:
     """End the daemon with SIGINT, so that it leaves no pool for a next start."""
     daemon.send_signal(signal.SIGINT)
     daemon.wait()
+
+
+@contextmanager
+def redis_server(directory: Path, port: int) -> Iterator[Any]:
+    """A Redis on this port of loopback that keeps nothing on disk, by a client of it."""
+    from redis import Redis
+    from redis.exceptions import ConnectionError
+
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    with (directory / "redis.log").open("wb") as log:
+        process = subprocess.Popen([*command, "--dir", str(directory)], stdout=log, stderr=log)
+    redis = Redis(port=port)
+    try:
+        while True:
+            try:
+                redis.ping()
+                break
+            except ConnectionError:
+                time.sleep(0.05)
+        yield redis
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def processes() -> Any:

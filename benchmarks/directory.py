@@ -9,7 +9,6 @@ measured here.
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Annotated
 
 import psutil
 import typer
-from common import end_daemon, machine, markdown, show, start_daemon, write_page
+from common import end_daemon, machine, markdown, redis_server, show, start_daemon, write_page
 from redis import Redis
 from rich.console import Console
 
@@ -169,11 +168,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
 ) -> None:
     rows: Rows = [["what", "measured"]]
-    with tempfile.TemporaryDirectory() as directory:
-        server = subprocess.Popen(
-            ["redis-server", "--port", str(PORT), "--save", "", "--dir", directory],
-            stdout=subprocess.DEVNULL,
-        )
+    with tempfile.TemporaryDirectory() as directory, redis_server(Path(directory), PORT):
         daemon, _ = start_daemon(
             Path(directory),
             "peer",
@@ -186,8 +181,6 @@ def main(
             asyncio.run(measure_links(rows, "127.0.0.2:9465", daemon.pid))
         finally:
             end_daemon(daemon)
-            server.terminate()
-            server.wait()
     show(Console(highlight=False), "Costs of finding entries on other nodes", rows)
     if output is not None:
         write_page(output, f"{machine()}.\nMedians, or means of many.\n\n{markdown(rows)}")

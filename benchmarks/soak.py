@@ -20,24 +20,29 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any
 
 import psutil
 import typer
-from common import MIB, end_daemon, machine, markdown, processes, show, start_daemon, write_page
-from redis import Redis
-from redis import exceptions as redis_errors
+from common import (
+    MIB,
+    end_daemon,
+    machine,
+    markdown,
+    processes,
+    redis_server,
+    show,
+    start_daemon,
+    write_page,
+)
 from rich.console import Console
 from rich.progress import track
 
@@ -161,25 +166,6 @@ def lag_rows(before: dict[float, float], after: dict[float, float]) -> list[str]
 # -- the run ---------------------------------------------------------------------------------------
 
 
-@contextmanager
-def redis_server(directory: Path) -> Iterator[Redis]:
-    command = ["redis-server", "--port", str(REDIS_PORT), "--bind", "127.0.0.1", "--save", ""]
-    log = (directory / "redis.log").open("wb")
-    process = subprocess.Popen([*command, "--dir", str(directory)], stdout=log, stderr=log)
-    redis = Redis(port=REDIS_PORT)
-    try:
-        while True:
-            try:
-                redis.ping()
-                break
-            except redis_errors.ConnectionError:
-                time.sleep(0.05)
-        yield redis
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-
-
 def status(address: str) -> pb.StatusReply:
     with open_channel(address) as channel:
         return call(pb_grpc.CacheStub(channel).Status, pb.StatusRequest(), address)
@@ -198,7 +184,10 @@ def main(
     out, progress = Console(highlight=False, width=130), Console(stderr=True)
     context, samples = processes(), defaultdict(list)
     counts = context.Array("q", 4, lock=False)
-    with tempfile.TemporaryDirectory() as directory, redis_server(Path(directory)) as redis:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        redis_server(Path(directory), REDIS_PORT) as redis,
+    ):
         started = [start_node(Path(directory), number) for number in range(len(HOSTS))]
         daemons, addresses = [daemon for daemon, _ in started], [each for _, each in started]
         until_s = time.time() + minutes * 60

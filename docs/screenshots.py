@@ -9,7 +9,6 @@ and get what two models would, so the page's curves are as long as they worked.
 from __future__ import annotations
 
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,11 +22,12 @@ from typing import Annotated
 
 import typer
 from PIL import Image
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from ecd_client import Client, EntryTooLarge
+from support.browser import chromium
 from support.daemon import Daemon, close_all
 
 DOCS = Path(__file__).parent
@@ -118,16 +118,6 @@ def look_up(
 
 def put(client: Client, space: str, key: str, nbytes: int, cost_s: float) -> None:
     client.put_bytes(key, bytes(nbytes), "uint8", (nbytes,), cost=cost_s, namespace=space)
-
-
-@contextmanager
-def chromium() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
-        yield browser
-        browser.close()
 
 
 def save(picture: bytes, path: Path) -> None:

@@ -11,12 +11,12 @@ from typing import TypeVar
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ecd.core.rules import Rules
+from ecd_proto.contract import seconds_of
 
 T = TypeVar("T", int, float, "int | str")
 
 MAX_QUOTA_BYTES = 1 << 62
 """More does not fit in a message."""
-_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _size = TypeAdapter(ByteSize)
 
 
@@ -67,8 +67,7 @@ def _quota(pattern: str, text: str) -> int | str:
 
 
 def _seconds(pattern: str, text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
-    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
-    if not 0.0 < seconds < inf:
+    seconds = seconds_of(f"{text}s" if text[-1:].isdigit() else text)
+    if seconds is None or not 0.0 < seconds < inf:
         raise ValueError(f"{pattern} needs a time, such as 90s, 30m, 12h or 7d")
     return seconds

@@ -521,7 +521,7 @@ class Cache:
         if entry is None:
             return Missing()
         pool, nbytes = self._entries.pool_of(entry), entry.block.nbytes
-        most_bytes = int(self.rules.kept_share * pool.nbytes)
+        most_bytes = self.rules.most_kept_bytes(pool.nbytes)
         if not entry.is_kept and pool.kept_bytes + nbytes > most_bytes:
             self.counters.refused["kept"] += 1
             return KeptTooMuch(nbytes, pool.kept_bytes, most_bytes)

@@ -38,6 +38,10 @@ class Rules:
         self.ttl_s: Callable[[str], float | None] = _finder(ttls)
         """Finds the age at which a namespace's entries are evicted; None: they have none."""
 
+    def most_kept_bytes(self, pool_bytes: int) -> int:
+        """Most bytes of a pool that are kept at a time."""
+        return int(self.kept_share * pool_bytes)
+
 
 def _finder(rules: Mapping[str, T]) -> Callable[[str], T | None]:
     ordered = sorted(rules, key=lambda pattern: (-len(pattern), pattern))

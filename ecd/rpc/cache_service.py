@@ -271,7 +271,7 @@ class CacheService(pb_grpc.CacheServicer):
         key = key_from(request.key)
         for_s = seconds_from(request.for_s, "for_s") or None
         await self._live.begin()
-        await self._recovery.settle([key])
+        await self._settle([key])
         if not request.stop:
             reply = to_keep_reply(self._live.keep(key, for_s))
         elif self._live.cache.unkeep(key):

@@ -121,7 +121,7 @@ class Status:
         )
 
     def figures(self) -> Figures:
-        """What history keeps of this; cheap."""
+        """The figures that history keeps; cheap."""
         told, pools = self._cache.counters, self._cache.pools
         used_bytes = sum(pool.used_bytes for pool in pools if not pool.holds_copies)
         return Figures(told.hits, told.misses, told.saved_s, used_bytes, told.refused)
@@ -151,5 +151,5 @@ class Status:
             density_exponent=pool.policy.weighing.density,
             kept=pool.kept,
             kept_bytes=pool.kept_bytes,
-            kept_most_bytes=int(self._cache.rules.kept_share * pool.nbytes),
+            kept_most_bytes=self._cache.rules.most_kept_bytes(pool.nbytes),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -104,6 +105,12 @@ def duration_text(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.1f} s"
+
+
+def seconds_of(text: str) -> float | None:
+    """The seconds of a time as people type it, 30s, 10m, 2h or 1d; None if it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else None
 
 
 def as_address(text: str) -> str:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
+
+from support.browser import chromium
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A browser for one file: while it is there, an event loop runs in this thread."""
-    chromium = shutil.which("chromium")
-    assert chromium, "chromium is missing: run make test-system"
-    with sync_playwright() as playwright:
-        # Its sandbox needs what neither root nor a container has.
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    """A browser for one file, as its event loop would be in the way of others."""
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

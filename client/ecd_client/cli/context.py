@@ -56,7 +56,7 @@ class Options:
         if as_json or self.as_json:
             render.as_json(out, result)
         else:
-            out.print("\n".join(map(render.legible, text.split("\n"))), markup=False)
+            out.print(render.legible_lines(text), markup=False)
 
 
 class CommandFailed(EcdError):

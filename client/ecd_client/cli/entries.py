@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import re
 import sys
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -26,6 +25,7 @@ from ecd_client.cli.context import (
     out,
 )
 from ecd_client.client import Client
+from ecd_proto.contract import seconds_of
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -229,10 +229,10 @@ def seconds(duration: str | None) -> float:
     """The seconds of a duration as people type it; 0 where none is given."""
     if duration is None:
         return 0.0
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", duration)
-    if match is None:
+    found = seconds_of(duration)
+    if found is None:
         raise typer.BadParameter(f"{duration!r} is not a duration: 30s, 10m, 2h or 1d")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    return found
 
 
 def only_namespace(options: Options, key: str) -> str:

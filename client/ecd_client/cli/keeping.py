@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ecd_client.cli import entries, render
+from ecd_client.cli import entries
 from ecd_client.cli.context import FAILED, AsJson, MmHash, Namespace, Options, fail
-from ecd_proto.contract import size_text
+from ecd_proto.contract import duration_text, size_text
 from ecd_proto.v1 import cache_pb2 as pb
 
 
@@ -33,7 +33,7 @@ def keep(
             f"most {size_text(reply.kept_most_bytes)} are kept: `ecd-cli ls --kept` lists them, "
             "`ecd-cli unkeep` ends one, ECD_KEPT_SHARE allows more",
         )
-    said = f"kept for {render.duration(for_s)}" if for_s else "kept until `ecd-cli unkeep`"
+    said = f"kept for {duration_text(for_s)}" if for_s else "kept until `ecd-cli unkeep`"
     options: Options = context.obj
     options.show(as_json, {"mm_hash": key, "kept": True, "for_s": for_s or None}, said)
 

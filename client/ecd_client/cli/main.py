@@ -108,7 +108,7 @@ def main() -> None:
     if as_json:
         render.as_json(errors, {"error": text.removeprefix("ecd-cli: "), "exit_code": code})
     else:
-        errors.print("\n".join(map(render.legible, text.split("\n"))), markup=False)
+        errors.print(render.legible_lines(text), markup=False)
     sys.exit(code)
 
 

@@ -16,14 +16,17 @@ from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding, host_pools
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
 
-duration = duration_text
-
 
 def legible(text: str) -> str:
     """The text, with characters that a terminal would act on written as in Python's literals."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def legible_lines(text: str) -> str:
+    """The same of each line."""
+    return "\n".join(map(legible, text.split("\n")))
 
 
 def escape(text: str) -> str:
@@ -51,7 +54,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("name", reply.name),
         ("node", reply.node or "alone"),
         ("incarnation", reply.incarnation),
-        ("state", f"{state}, up {duration(reply.uptime_s)}"),
+        ("state", f"{state}, up {duration_text(reply.uptime_s)}"),
         *(row for pool in reply.pools for row in _pool(names[pool.pool], pool)),
         ("entries", f"{reply.entries:,}" + _recovered(counters)),
         *(_disk(reply.disk) if reply.HasField("disk") else ()),
@@ -61,7 +64,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
             "hits",
             f"{counters.hits:,} of {count_text(lookups, 'lookup')} "
             f"({share(counters.hits, lookups)}), {size_text(counters.bytes_out)}, "
-            f"{duration(counters.saved_s)} of encoding saved",
+            f"{duration_text(counters.saved_s)} of encoding saved",
         ),
         (
             "puts",
@@ -172,7 +175,7 @@ def peers(out: Console, reply: pb.PeersReply) -> None:
     directory = reply.directory
     known = f"{directory.kind}, {'up' if directory.up else 'DOWN: ' + directory.last_error}"
     if directory.unpublished:
-        known += f", {directory.unpublished:,} changes untold for {duration(directory.lag_s)}"
+        known += f", {directory.unpublished:,} changes untold for {duration_text(directory.lag_s)}"
     rows = [
         ("node", reply.node),
         ("engine", f"{reply.engine} over {reply.protocol}"),

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ecd_client.cli import render
 from ecd_client.cli.render import escape
-from ecd_proto.contract import size_text
+from ecd_proto.contract import duration_text, size_text
 from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_WIDTH = 10_000
@@ -49,8 +49,8 @@ def entries(
             size_text(entry.content.nbytes),
             str(entry.leases),
             str(entry.hits),
-            render.duration(entry.age_s),
-            render.duration(entry.idle_s),
+            duration_text(entry.age_s),
+            duration_text(entry.idle_s),
             *(text for name, text in _terms(entry) if name in headers),
         )
     if whole:
@@ -103,10 +103,10 @@ def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
     for name in ["quota"] * quotas + ["TTL"] * ttls:
         table.add_column(name)
     for name, each in found.items():
-        newest = f"{render.duration(each.newest_s)} ago"
+        newest = f"{duration_text(each.newest_s)} ago"
         rules = [
             *(["" if each.quota_bytes is None else size_text(each.quota_bytes)] * quotas),
-            *(["" if each.ttl_s is None else render.duration(each.ttl_s)] * ttls),
+            *(["" if each.ttl_s is None else duration_text(each.ttl_s)] * ttls),
         ]
         table.add_row(escape(name), f"{each.entries:,}", size_text(each.nbytes), newest, *rules)
     out.print(table)
@@ -114,6 +114,6 @@ def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
 
 def _terms(entry: pb.EntryInfo) -> list[tuple[str, str]]:
     """The cells of what operators have set: the time left, and whether the entry is kept."""
-    kept = f"for {render.duration(entry.kept_for_s)}" if entry.kept_for_s else "kept"
-    left = render.duration(entry.expires_in_s) if entry.HasField("expires_in_s") else ""
+    kept = f"for {duration_text(entry.kept_for_s)}" if entry.kept_for_s else "kept"
+    left = duration_text(entry.expires_in_s) if entry.HasField("expires_in_s") else ""
     return [("left", left), ("kept", kept if entry.kept else "")]

@@ -14,7 +14,7 @@ from ecd_client.cli import render
 from ecd_client.cli.context import FAILED, USAGE, AsJson, Namespace, Options, fail, out
 from ecd_client.cli.render import escape, legible
 from ecd_client.locate import Located, located
-from ecd_proto.contract import size_text
+from ecd_proto.contract import duration_text, size_text
 from ecd_proto.v1 import cache_pb2 as pb
 
 
@@ -65,7 +65,7 @@ def _show(keys: list[str], found: Located) -> None:
     for key, holders in zip(keys, found.holders, strict=True):
         for holder in holders:
             size = "" if holder.nbytes is None else size_text(holder.nbytes)
-            age = "" if holder.age_s is None else f"{render.duration(holder.age_s)} ago"
+            age = "" if holder.age_s is None else f"{duration_text(holder.age_s)} ago"
             table.add_row(*map(escape, (key, holder.node, size, age)))
         if not holders:
             table.add_row(*map(escape, (key, "nowhere")))

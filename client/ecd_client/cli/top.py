@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ecd_client.cli import render
 from ecd_client.cli.render import escape
-from ecd_proto.contract import count_text, size_text
+from ecd_proto.contract import count_text, duration_text, size_text
 from ecd_proto.findings import GOOD, POOL_CAUSES, examine, refusal
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
@@ -135,13 +135,13 @@ def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
     table.add_row(
         f"[cyan]{escape(status.name)}[/]",
         f"[bold {colour}]{state}[/], {escape(status.version)}, "
-        f"up {render.duration(status.uptime_s)}, pid {status.pid}",
+        f"up {duration_text(status.uptime_s)}, pid {status.pid}",
     )
     names = render.names_of_pools(status)
     for pool in status.pools:
         more = f", {size_text(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}"
         if pool.worth_s:
-            more += f", worth {render.duration(pool.worth_s)} of encoding"
+            more += f", worth {duration_text(pool.worth_s)} of encoding"
         used = _used(pool.used_bytes, pool.pool_bytes, more)
         table.add_row(escape(f"{names[pool.pool]} pool"), used)
     if status.HasField("disk"):
@@ -156,7 +156,7 @@ def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
     table.add_row(
         "in all",
         f"hit ratio {_ratio(counters.hits / lookups if lookups else None)}, "
-        f"{render.duration(counters.saved_s)} of encoding saved",
+        f"{duration_text(counters.saved_s)} of encoding saved",
     )
     if rates is None:
         table.add_row("per second", "at the next look")
@@ -215,7 +215,7 @@ def _entries(title: str, found: list[pb.EntryInfo]) -> Table:
             escape(render.short(entry.key.namespace)),
             size_text(entry.content.nbytes),
             f"{entry.hits:,}",
-            render.duration(entry.idle_s),
+            duration_text(entry.idle_s),
         )
     return table
 
