@@ -352,7 +352,7 @@ class Config(BaseSettings):
         return self
 
     def rules(self, pool_bytes: int) -> Rules:
-        """What operators have set for namespaces, with a host pool of `pool_bytes`."""
+        """The rules for namespaces, with a host pool of `pool_bytes`."""
         of_namespaces = self.namespace_quotas, self.namespace_ttls
         return config_rules.rules(*of_namespaces, self.kept_share, pool_bytes)
 

@@ -56,7 +56,7 @@ def without_password(url: str | None) -> str | None:
 
 
 def answer_without_password(text: str, url: str) -> str:
-    """What the server at the URL said, without the password that a refused login may repeat.
+    """An answer of the server at the URL, without the password that a refused login may repeat.
 
     Redis repeats the arguments of a command that it does not know, such as HELLO before Redis 6,
     and cuts long ones: all of them are hidden.

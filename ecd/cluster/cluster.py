@@ -72,7 +72,7 @@ class PoolMemory(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """What a node reaches beyond its process. A simulation of the cluster brings its own."""
+    """The makers of all that a node reaches beyond its process; a simulation brings its own."""
 
     engine: Callable[[EngineSettings, bytes], Engine] = Engine
     channel: Callable[[str, grpc.ChannelCredentials | None], Any] = open_channel

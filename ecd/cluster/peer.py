@@ -13,7 +13,7 @@ BACKOFF_S = (0.25, 10.0)
 
 
 MAX_ERROR_CHARS = 500
-"""Of a node's words about an error, those that are kept and shown."""
+"""Characters of a node's error message that are kept and shown."""
 
 
 class PeerUnavailable(Exception):

@@ -63,7 +63,7 @@ class Policy(Protocol):
         """The entry's rank, larger for later eviction; None if it is not ranked."""
 
     def loss(self, entry: Entry) -> float:
-        """What evicting an entry gives up, infinite if it is not ranked.
+        """The loss of evicting an entry, infinite if it is not ranked.
 
         A window of the least loss is evicted.
         """

@@ -88,7 +88,7 @@ class PoolLimits:
 
 
 class Terms(NamedTuple):
-    """What operators have set for one entry, or its namespace."""
+    """An operator's terms for one entry: by the rules for its namespace, and by `keep`."""
 
     put_s: float
     """When it was put, on whichever node."""

@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What a sample is made of, and how many requests were refused, by cause."""
+    """The figures of one sample, and the counts of refused requests by cause."""
 
     hits: int
     misses: int

@@ -119,7 +119,7 @@ class StatusPage:
         return [] if method == "HEAD" else [body]
 
     def _document(self, number: int) -> dict[str, Any]:
-        """What the page shows, with the first LOT samples from this number on. Raises Refused."""
+        """The JSON document, with the first LOT samples from this number on. Raises Refused."""
         if not self._looking.acquire(timeout=LOOK_S):
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, LATE)
         try:

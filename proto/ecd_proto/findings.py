@@ -70,7 +70,7 @@ REFUSALS = {
         "encode", "not announced to other nodes: too many were", "nothing: it may be made twice"
     ),
 }
-"""What `Counters.refused` counts, by cause."""
+"""The words for each cause in `Counters.refused`."""
 POOL_CAUSES = "entry_too_large", "pool_full"
 """The causes that the finding about the pool tells of."""
 
