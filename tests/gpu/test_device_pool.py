@@ -264,6 +264,7 @@ def test_a_device_that_fails_leaves_the_host_pool(cuda: Cuda, near: Daemon) -> N
     near.check_nothing_leaked(within_s=15.0)
 
 
+@pytest.mark.usefixtures("control")
 def test_a_lost_device_takes_nothing_from_the_host(cuda: Cuda, near: Daemon) -> None:
     found = run(cuda, "device_is_lost_near", near)
     assert found == {"errors": ["DeviceError"] * 2, "on the host": True}
@@ -273,6 +274,7 @@ def test_a_lost_device_takes_nothing_from_the_host(cuda: Cuda, near: Daemon) -> 
     near.check_nothing_leaked(within_s=15.0)
 
 
+@pytest.mark.usefixtures("control")
 @pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventRecord"])
 def test_a_load_that_fails_on_the_device_pool_comes_from_the_host(
     cuda: Cuda, near: Daemon, call: str

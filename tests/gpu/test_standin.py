@@ -254,8 +254,7 @@ assert error(cu.cuMemHostRegister, address, MIB, 0) == {INVALID_VALUE}
 assert error(cu.cuMemHostRegister, address, MIB, cu.CU_MEMHOSTREGISTER_READ_ONLY) == 0
 call(cu.cuMemcpyAsync, device, address, MIB, side)
 assert read(device, MIB) == bytes(MIB)
-call(cu.cuMemcpyAsync, address, device, MIB, side)
-assert error(cu.cuStreamSynchronize, side) == {ILLEGAL_ADDRESS}
+assert error(cu.cuMemcpyAsync, address, device, MIB, side) == {INVALID_VALUE}
 """,
         pool,
     )
@@ -436,6 +435,7 @@ ctypes.string_at(int(call(cu.cuMemAlloc, MIB)), 1)
     assert cuda.run(START + program, check=False).returncode == -signal.SIGSEGV
 
 
+@pytest.mark.usefixtures("control")  # of a real driver's calls in such a child some never return
 def test_a_forked_child_cannot_use_the_driver(cuda: Cuda) -> None:
     cuda.run(
         START
@@ -571,7 +571,7 @@ def test_only_memory_that_was_made_for_it_is_exported_and_imported(cuda: Cuda) -
         START
         + f"""
 call(cu.cuInit, 0)
-assert error(import_fd, os.pipe()[0]) == {INVALID_VALUE}
+assert error(import_fd, os.pipe()[0]) == {UNKNOWN}
 assert error(create, MIB) == {INVALID_VALUE}  # less than the granularity
 handle = create(2 * MIB)[1]
 fd = export(handle)

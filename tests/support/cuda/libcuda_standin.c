@@ -52,7 +52,7 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEV
        INVALID_DEVICE = 101, INVALID_CONTEXT = 201, ALREADY_MAPPED = 208, INVALID_HANDLE = 400,
        NOT_READY = 600, ILLEGAL_ADDRESS = 700, CONTEXT_IS_DESTROYED = 709, HOST_REGISTERED = 712,
        HOST_NOT_REGISTERED = 713, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
-       CAPTURE_INVALIDATED = 901 };
+       CAPTURE_INVALIDATED = 901, UNKNOWN = 999 };
 enum { CAPTURE_GLOBAL = 0, CAPTURE_RELAXED = 2 };
 enum { MAX_DEVICES = 8, MAX_CURRENT = 16, GRANULARITY = 2 << 20, PAGE = 4096 };
 enum { READ = 1, WRITE = 2 };  // bits of CUmemAccess_flags and of /proc's protections
@@ -444,7 +444,7 @@ API cuMemImportFromShareableHandle(Phys **handle, void *os_handle, int type) {
     if (type != 1 || fstat(fd, &stat)) return INVALID_VALUE;
     if (readlink(path, name, sizeof name - 1) < 0) return INVALID_VALUE;
     const char *format = "/memfd:cuda-standin:%*x:%d:%d";
-    if (sscanf(name, format, &device, &is_exportable) != 2) return INVALID_VALUE;
+    if (sscanf(name, format, &device, &is_exportable) != 2) return UNKNOWN;  // seen on an H200
     if (!is_device(device)) return INVALID_DEVICE;
     LOCKED;
     fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
@@ -520,7 +520,6 @@ static char *find_bytes(int device, Ptr at, size_t nbytes, int kind, unsigned ac
     if (kind == PAGEABLE) return (char *)at;
     Range *range = within(kind == PINNED ? registered : mapped, at, nbytes);
     if (!range) return NULL;
-    if (kind == PINNED && access == WRITE && range->flags & REGISTER_READ_ONLY) return NULL;
     if (kind == PINNED) return (char *)at;
     if (!(range->access[device] & access)) return NULL;
     *held = range->phys;
@@ -953,6 +952,8 @@ static int copy(Ptr to, Ptr from, size_t nbytes, Stream *handle, int is_synchron
         count(SPLIT_COPIES, 1);
         return INVALID_VALUE;  // documented: a region is registered as a whole, or not at all
     }
+    if (op.to_kind == PINNED && within(registered, to, nbytes)->flags & REGISTER_READ_ONLY)
+        return INVALID_VALUE;  // seen on an H200
     int to_host = op.to_kind != ON_DEVICE, from_host = op.from_kind != ON_DEVICE;
     int is_staged = op.from_kind == PAGEABLE, is_pageable = is_staged || op.to_kind == PAGEABLE;
     count(COPIES, 1);
@@ -1014,7 +1015,7 @@ API cuGetErrorName(int error, const char **name) {
         {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
         {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
         {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"},
-        {999, "CUDA_ERROR_UNKNOWN"},
+        {UNKNOWN, "CUDA_ERROR_UNKNOWN"},
     };
     *name = NULL;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
