@@ -45,6 +45,7 @@ from ecd.rpc.cache_service import Monitor
 from ecd.rpc.inbound_link import InboundLink
 from ecd.rpc.origins import NoOtherNodes, NothingToRecover
 from ecd.rpc.puts import Doorbell
+from ecd.rpc.serving import Serving
 from ecd.rpc.sessions import Stream
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.mapping import Mapping
@@ -375,7 +376,8 @@ async def ask_as_a_peer(node: Node, request: peer_pb.LinkRequest) -> InboundLink
     """Watch a peer's request from its arrival until all of it is answered."""
     session = node.live.open_session()
     assert not isinstance(session, LimitReached)
-    link = InboundLink(node.live, PoolOfZeros(), session, "127.0.0.1:1")  # type: ignore[arg-type]
+    serving = Serving(2, node.live.refuse)
+    link = InboundLink(node.live, PoolOfZeros(), serving, session, "127.0.0.1:1")  # type: ignore[arg-type]
     with node.watching():
         await link.take(request)
     return link

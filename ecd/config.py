@@ -231,6 +231,12 @@ class Config(BaseSettings):
         le=600.0,
         description="How long fetching one entry from another node may take in total.",
     )
+    readers_per_entry: int = Field(
+        default=2,
+        ge=1,
+        description="Most other nodes that read one entry of more than 8 MiB from this node at a "
+        "time. The others wait, or are sent to a node that has read it.",
+    )
     peer_token: SecretStr | None = Field(
         default=None,
         min_length=16,

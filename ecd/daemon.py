@@ -262,7 +262,7 @@ class Daemon:
             running.push_async_callback(cluster.close)
             metrics.watch_peers(cluster.status, cluster.hints, cluster.never_reached)
             token = TokenCheck(config.peer_address, config.token)
-            peers = PeerService(live, cluster, token)
+            peers = PeerService(live, cluster, token, config.readers_per_entry)
             peer_server = PeerServer(peers, cluster.server_credentials)
             self._cluster = cluster
         self._flights = node.flights

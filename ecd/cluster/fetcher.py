@@ -27,7 +27,7 @@ from ecd.checksum import digests, fold
 from ecd.cluster.admission import Admitted
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.directory import Candidate
-from ecd.cluster.link import Link, PeerLease
+from ecd.cluster.link import Elsewhere, Link, PeerLease
 from ecd.cluster.peer import PeerUnavailable
 from ecd.cluster.pool_reads import PoolReads
 from ecd.cluster.reads import ReadFailed, Reading
@@ -57,7 +57,7 @@ from ecd.flights import (
 from ecd.live import LiveCache
 from ecd.slow_log import Stage, waited
 from ecd.turns import Turns
-from ecd.wire import BYTES_WITH_LEASE
+from ecd.wire import BYTES_WITH_LEASE, SPECULATIVE_BYTES
 from ecd_proto.contract import Hint
 
 logger = logging.getLogger(__name__)
@@ -66,10 +66,10 @@ MAX_SOURCES = 4
 """Nodes that one flight asks for a lease before it gives up."""
 MAX_HINTED = 2
 """Hinted nodes that are asked before the directory's: hints may be wrong."""
+MAX_SENT_ON = 16
+"""How often a flight is sent from a node that is busy to one that has the key by then."""
 MAX_AWAITED = 256
 """Flights that wait for another node to make their key; beyond, this node makes it."""
-SPECULATIVE_BYTES = 8 << 20
-"""Entries up to here are read before they are leased: beyond, leasing is a tenth of the time."""
 READ_FIRST_BYTES = 1 << 20
 """Entries of this size or more are read before the peer is asked: reading takes longer."""
 TURNS_TO_ASK = 2
@@ -215,8 +215,27 @@ class Fetcher:
 
         With `made_within_s` the node makes the key, and is waited for so long.
         """
+        asked, sent_on = candidate, 0
+        while True:
+            or_elsewhere = sent_on < MAX_SENT_ON
+            found = await self._try_one(asked, flight, made_within_s, or_elsewhere)
+            if isinstance(found, Elsewhere):
+                made_within_s = None
+                with Stage("directory"):
+                    named = await self._candidates.hinted([Hint(found.node)])
+                if named:
+                    asked, sent_on = named[0], sent_on + 1
+                    continue
+            elif asked is candidate or found in (*FINAL, SLOWER):
+                return found
+            asked, sent_on = candidate, MAX_SENT_ON  # it was sent in vain: wait there instead
+
+    async def _try_one(
+        self, candidate: Admitted, flight: Flight, made_within_s: float | None, or_elsewhere: bool
+    ) -> str | Elsewhere:
+        """As `_try`, but go nowhere else; with `or_elsewhere` the node may name another one."""
         try:
-            return await self._bring_from(candidate, flight, made_within_s)
+            return await self._bring_from(candidate, flight, made_within_s, or_elsewhere)
         except PeerUnavailable as error:
             logger.debug("%s: %s", flight.key.mm_hash, error)
             return UNREACHABLE
@@ -225,22 +244,27 @@ class Fetcher:
             return str(error)
 
     async def _bring_from(
-        self, candidate: Admitted, flight: Flight, made_within_s: float | None
-    ) -> str:
-        """As `_try`. Raises PeerUnavailable and _Failed."""
+        self, candidate: Admitted, flight: Flight, made_within_s: float | None, or_elsewhere: bool
+    ) -> str | Elsewhere:
+        """As `_try_one`. Raises PeerUnavailable and _Failed."""
         flight.peer = candidate.hint.node
         with Stage("connecting"):
             link = await self._candidates.link(candidate)
         bytes_up_to = 0 if candidate.hint.nbytes else BYTES_WITH_LEASE
         if_made = made_within_s is not None
         wait_s = self._timeout_s if made_within_s is None else made_within_s
-        question = link.ask_lease(flight.key, wait_s, bytes_up_to, if_made=if_made)
+        question = link.ask_lease(
+            flight.key, wait_s, bytes_up_to, if_made=if_made, or_elsewhere=or_elsewhere
+        )
         arrival: _Arrival | None = None
+        is_stored = False
         try:
             arrival = await self._read_speculatively(link, candidate.hint, flight, question.asked_s)
             with Stage("made elsewhere" if if_made else "lease"):
                 lease = await link.lease(question)
             self._speculative.discard(flight.key)
+            if isinstance(lease, Elsewhere):
+                return lease
             if lease is None or self._live.cache.is_expired(flight.key.namespace, lease.age_s):
                 return MISSING
             content = lease.content
@@ -262,13 +286,13 @@ class Fetcher:
                 return MISSING  # its time ended on the way
             self._commit(arrival, link, lease)
             self._observe(time.perf_counter() - flight.started_s, content.nbytes)
-            arrival = None
+            arrival, is_stored = None, True
             return FETCHED
         finally:
             self._speculative.discard(flight.key)
             if arrival is not None:
                 self._give_up(arrival)
-            link.end(question)
+            link.end(question, is_stored)
 
     # -- one entry -----------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Mapping as MappingOf
@@ -18,8 +19,16 @@ from ecd.background import Background
 from ecd.cluster.directory import Candidate
 from ecd.cluster.peer import Peer, PeerUnavailable
 from ecd.core.types import Content, Extent, Key
-from ecd.wire import InvalidRequest, content_from, places_from, seconds_from, to_extents, to_key
-from ecd_proto.contract import MAX_BATCH, Hint
+from ecd.wire import (
+    SPECULATIVE_BYTES,
+    InvalidRequest,
+    content_from,
+    places_from,
+    seconds_from,
+    to_extents,
+    to_key,
+)
+from ecd_proto.contract import MAX_BATCH, NODE_PATTERN, Hint
 from ecd_proto.v1 import peer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -51,6 +60,7 @@ class Question:
 
     asked_s: float
     bytes_up_to: int
+    or_elsewhere: bool
     answer: asyncio.Future[pb.LeaseOutcome]
 
 
@@ -77,6 +87,13 @@ class PeerLease:
         return time.monotonic() >= self.until_s
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """Too many nodes read the key there; this one has just read it."""
+
+    node: str
+
+
 class Link:
     """One connection to a peer, from its description until it breaks: then `gone` is done."""
 
@@ -88,6 +105,7 @@ class Link:
         self._open: dict[int, _Open] = {}
         self._leases: list[pb.LeaseKey] = []
         self._releases: list[int] = []
+        self._stored: list[int] = []  # those of them whose entries are stored here
         self._others: deque[pb.LinkRequest] = deque()
         self._something = asyncio.Event()
         self._background = Background()
@@ -103,13 +121,19 @@ class Link:
         return bool(self._open)
 
     def ask_lease(
-        self, key: Key, wait_s: float, bytes_up_to: int, *, if_made: bool = False
+        self,
+        key: Key,
+        wait_s: float,
+        bytes_up_to: int,
+        *,
+        if_made: bool = False,
+        or_elsewhere: bool = False,
     ) -> Question:
         """Ask for a lease on the key, to be waited for with `lease` and ended with `end`.
 
         If the key is being written there, or with `if_made` if a client there makes it, the peer
         waits at most `wait_s`. An entry of at most `bytes_up_to` bytes may come with its lease.
-        Raises PeerUnavailable.
+        With `or_elsewhere` a busy peer may name another one instead. Raises PeerUnavailable.
         """
         asked_s = time.monotonic()
         ticket, answer = self._ask(pb.LeaseOutcome, wait_s, waits=if_made)
@@ -120,14 +144,21 @@ class Link:
                 wait_s=wait_s,
                 bytes_up_to=bytes_up_to,
                 if_made=if_made,
+                or_elsewhere=or_elsewhere,
             )
         )
         self._something.set()
-        return Question(asked_s, bytes_up_to, answer)
+        return Question(asked_s, bytes_up_to, or_elsewhere, answer)
 
-    async def lease(self, question: Question) -> PeerLease | None:
+    async def lease(self, question: Question) -> PeerLease | Elsewhere | None:
         """Wait for the lease; None if the peer does not have the key. Raises PeerUnavailable."""
         outcome = await question.answer
+        if outcome.WhichOneof("outcome") == "elsewhere":
+            node = outcome.elsewhere.node
+            if not (question.or_elsewhere and re.fullmatch(NODE_PATTERN, node)):
+                self.peer.blame("it sends this node where it cannot go")
+                raise PeerUnavailable(f"{self.peer.node}: {self.peer.last_error}")
+            return Elsewhere(node)
         if outcome.WhichOneof("outcome") != "leased":
             return None
         leased = outcome.leased
@@ -144,11 +175,11 @@ class Link:
         put_s = time.monotonic() - age_s
         return PeerLease(content, leased.address, leased.checksum, until_s, data, put_s)
 
-    def end(self, question: Question) -> None:
-        """Give the lease back, if it was granted or will be."""
+    def end(self, question: Question, is_stored: bool) -> None:
+        """Give the lease back, if it was granted or will be; the entry `is_stored` here now."""
         answer = question.answer
         if answer.done() and not answer.cancelled() and answer.exception() is None:
-            self._give_back(answer.result())
+            self._give_back(answer.result(), is_stored)
         answer.cancel()
 
     async def find(self, keys: Sequence[Key]) -> Sequence[Candidate | None]:
@@ -167,17 +198,25 @@ class Link:
             )
         return found
 
-    def _give_back(self, outcome: pb.LeaseOutcome) -> None:
-        """End a lease soon, together with others: one message costs as much for one as for many."""
+    def _give_back(self, outcome: pb.LeaseOutcome, is_stored: bool = False) -> None:
+        """End a lease soon, together with others: one message costs as much for one as for many.
+
+        The lease of a large entry ends at once, as other nodes may wait for their turn.
+        """
         if outcome.WhichOneof("outcome") == "leased":
-            if not self._releases:
+            is_first, leased = not self._releases, outcome.leased
+            self._releases.append(leased.lease)
+            if leased.content.nbytes > SPECULATIVE_BYTES:
+                self._stored += [leased.lease] * is_stored
+                self._send_releases()
+            elif is_first:
                 asyncio.get_running_loop().call_later(RELEASE_PAUSE_S, self._send_releases)
-            self._releases.append(outcome.leased.lease)
 
     def _send_releases(self) -> None:
         ended, self._releases = self._releases, []
+        stored, self._stored = self._stored, []
         for start in range(0, len(ended), MAX_BATCH):
-            batch = pb.ReleaseLeases(leases=ended[start : start + MAX_BATCH])
+            batch = pb.ReleaseLeases(leases=ended[start : start + MAX_BATCH], stored=stored)
             self._send(pb.LinkRequest(release=batch))
 
     def offer(self, stored: MappingOf[Key, Extent | None]) -> None:
@@ -287,7 +326,15 @@ class Link:
             why = f"{self.peer.node} answered another question"
             opened.answer.set_exception(PeerUnavailable(why))
             return False
-        if not opened.waits:  # or it would say nothing of the way to the node
+        if not (opened.waits or _may_have_waited(result)):  # or it says nothing of the way
             self.peer.answered(time.monotonic() - opened.asked_s)
         opened.answer.set_result(result)
         return True
+
+
+def _may_have_waited(answer: object) -> bool:
+    """Whether the peer may have given the answer only when other nodes had read the entry."""
+    return isinstance(answer, pb.LeaseOutcome) and (
+        answer.WhichOneof("outcome") in ("elsewhere", "limit_reached")
+        or answer.leased.content.nbytes > SPECULATIVE_BYTES
+    )

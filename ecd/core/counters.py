@@ -16,6 +16,8 @@ CAUSES = (
     "kept",
     "sessions",
     "peer_links",
+    "peer_turns",
+    "long_peer_turns",
     "reservations",
     "leases",
     "waits",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ecd.background import Background
 from ecd.core.outcomes import Leased, LimitReached, Waiting, Wakeup
 from ecd.core.types import Answer, Extent, Key, LeaseId, SessionId, Ticket, WaitFor
 from ecd.live import LiveCache
+from ecd.rpc.serving import MAX_WAITING, Serving, Turn
 from ecd.turns import Pace
 from ecd.wire import (
     BYTES_WITH_LEASE,
+    SPECULATIVE_BYTES,
     InvalidRequest,
     check_batch,
     key_from,
@@ -73,19 +75,26 @@ class Memory(Protocol):
 class _Asked(NamedTuple):
     """A question for a lease: its ticket, and the largest entry that may come with the lease.
 
-    `if_made`: the peer waits for a key that is made here, too.
+    `if_made`: the peer waits for a key that is made here, too. It waits until `until_s`, unless it
+    is sent to another node, `or_elsewhere`.
     """
 
     ticket: int
     bytes_up_to: int
     if_made: bool
+    or_elsewhere: bool
+    until_s: float
 
 
 class InboundLink:
     """One peer's link, from its hello to its end."""
 
-    def __init__(self, live: LiveCache, memory: Memory, session: SessionId, node: str) -> None:
+    def __init__(
+        self, live: LiveCache, memory: Memory, serving: Serving, session: SessionId, node: str
+    ) -> None:
         self.session, self.node = session, node
+        self._serving = serving
+        self._turns: dict[LeaseId, Turn] = {}
         self.outbox: asyncio.Queue[pb.LinkReply | None] = asyncio.Queue(MAX_UNREAD_REPLIES)
         self._live, self._memory = live, memory
         self._waits: dict[Ticket, _Asked] = {}
@@ -94,6 +103,7 @@ class InboundLink:
 
     def end(self) -> None:
         """End the peer's session: peers never write to this memory."""
+        self._end_turns(list(self._turns))
         self._live.leave_session(self.session)
         self._live.close_session(self.session)
         self._hashing.cancel()
@@ -110,11 +120,15 @@ class InboundLink:
             case "lease":
                 await self._lease(request.lease)
             case "release":
-                check_batch(request.release.leases)
+                ended = request.release
+                check_batch(ended.leases)
+                check_batch(ended.stored)
                 await self._live.turns.pace().each(
-                    lambda lease: self._live.release(self.session, LeaseId(lease)),
-                    request.release.leases,
+                    lambda lease: self._live.release(self.session, LeaseId(lease)), ended.leases
                 )
+                stored = set(ended.stored)
+                for lease in map(LeaseId, ended.leases):
+                    self._end_turns([lease], lease in stored)
             case "find":
                 await self._find(request.find)
             case "offer":
@@ -161,11 +175,18 @@ class InboundLink:
         check_batch(request.keys)
         asked = [
             (
-                _Asked(item.ticket, item.bytes_up_to, item.if_made),
+                _Asked(
+                    item.ticket,
+                    item.bytes_up_to,
+                    item.if_made,
+                    item.or_elsewhere,
+                    self._live.now_s() + wait_s,
+                ),
                 key_from(item.key),
-                seconds_from(item.wait_s, "wait_s"),
+                wait_s,
             )
             for item in request.keys
+            for wait_s in (min(seconds_from(item.wait_s, "wait_s"), MAX_WAIT_S),)
         ]
         pace = self._live.turns.pace()
         await self._live.learn([key for _, key, _ in asked], pace)
@@ -190,7 +211,6 @@ class InboundLink:
                 wait_for, wait_s = WaitFor.ANY, min(wait_s, MAKING_S)
             elif self._memory.is_near(key):
                 self._memory.want_near(key)
-            wait_s = min(wait_s, MAX_WAIT_S)
             outcome = self._live.acquire(self.session, key, wait_s, wait_for, Answer.PEER)
             if isinstance(outcome, Waiting):
                 self._waits[outcome.ticket] = asked
@@ -201,7 +221,7 @@ class InboundLink:
             elif outcome.checksum is None:
                 unhashed.append((asked, outcome))
             else:
-                known.append(self._outcome(asked, outcome, outcome.checksum))
+                known += self._in_turn(asked, outcome, outcome.checksum)
         self._say(known)
         for start in range(0, len(unhashed), HASHED_IN_TURN):
             if start > 0:
@@ -209,8 +229,13 @@ class InboundLink:
             turn = unhashed[start : start + HASHED_IN_TURN]
             self._say([said for asked, leased in turn for said in self._granted(asked, leased)])
 
-    def leases_ended(self, session: SessionId, leases: Sequence[LeaseId]) -> None:
-        pass  # the peer knows their time to live, and does not renew them
+    def leases_ended(self, session: SessionId, leases: Sequence[LeaseId]) -> None:  # noqa: ARG002
+        self._end_turns(leases)  # the peer knows their time to live, and does not renew them
+
+    def _end_turns(self, leases: Iterable[LeaseId], is_stored: bool = False) -> None:
+        for lease in leases:
+            if (turn := self._turns.pop(lease, None)) is not None:
+                self._serving.end(turn, is_stored)
 
     def wait_ended(self, wakeup: Wakeup) -> None:
         asked = self._waits.pop(wakeup.ticket)
@@ -227,17 +252,37 @@ class InboundLink:
         """The outcome to say now; none while the entry's checksum is being computed."""
         checksum = self._memory.checksum_of(leased)
         if isinstance(checksum, int):
-            return [self._outcome(asked, leased, checksum)]
+            return self._in_turn(asked, leased, checksum)
         self._hashing.spawn(self._say_later(asked, leased, checksum))
         return []
 
     async def _say_later(self, asked: _Asked, leased: Leased, checksum: Awaitable[int]) -> None:
         try:
-            self._say([self._outcome(asked, leased, await checksum)])
+            self._say(self._in_turn(asked, leased, await checksum))
         except Exception:
             logger.exception("what peer %s leased cannot be hashed", self.node)
             self._live.release(self.session, leased.lease)
             self._say([_refused(asked.ticket, None)])
+
+    def _in_turn(self, asked: _Asked, leased: Leased, checksum: int) -> list[pb.LeaseOutcome]:
+        """The outcome to say now; none if it is the turn of others."""
+        if leased.extent.nbytes <= SPECULATIVE_BYTES:
+            return [self._outcome(asked, leased, checksum)]
+
+        def begin() -> None:
+            self._say([self._outcome(asked, leased, checksum)])
+
+        def leave(node: str) -> None:
+            self._turns.pop(leased.lease, None)
+            self._live.release(self.session, leased.lease)
+            full = LimitReached("nodes that wait for their turns to read", MAX_WAITING)
+            self._say([_refused(asked.ticket, pb.Elsewhere(node=node) if node else full)])
+
+        turn = Turn(leased.entry, self.node, begin, leave, asked.or_elsewhere)
+        self._turns[leased.lease] = turn
+        if self._serving.ask(turn, max(0.0, asked.until_s - self._live.now_s())):
+            return [self._outcome(asked, leased, checksum)]
+        return []
 
     def _outcome(self, asked: _Asked, leased: Leased, checksum: int) -> pb.LeaseOutcome:
         said = pb.PeerLeased(
@@ -261,6 +306,8 @@ class InboundLink:
 
 
 def _refused(ticket: int, outcome: object) -> pb.LeaseOutcome:
+    if isinstance(outcome, pb.Elsewhere):
+        return pb.LeaseOutcome(ticket=ticket, elsewhere=outcome)
     if isinstance(outcome, LimitReached):
         reached = cache_pb2.LimitReached(what=outcome.what, limit=outcome.limit)
         return pb.LeaseOutcome(ticket=ticket, limit_reached=reached)

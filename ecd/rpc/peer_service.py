@@ -16,6 +16,7 @@ from ecd.core.types import SessionId
 from ecd.live import LiveCache
 from ecd.rpc.inbound_link import InboundLink, Memory
 from ecd.rpc.peer_token import TokenCheck
+from ecd.rpc.serving import Serving
 from ecd.rpc.sessions import HELLO_TIMEOUT_S
 from ecd.wire import InvalidRequest
 from ecd_proto.contract import CONTRACT_VERSION, NODE_PATTERN
@@ -33,8 +34,11 @@ Ctx = grpc.aio.ServicerContext[Any, Any]
 class PeerService(pb_grpc.PeerServicer):
     """Answers the daemons of other nodes; one per daemon, on its event loop."""
 
-    def __init__(self, live: LiveCache, memory: Memory, token: TokenCheck) -> None:
+    def __init__(
+        self, live: LiveCache, memory: Memory, token: TokenCheck, readers_per_entry: int
+    ) -> None:
         self._live, self._memory, self._token = live, memory, token
+        self.serving = Serving(readers_per_entry, live.refuse)
         self._links: set[InboundLink] = set()
 
     async def Describe(self, request: pb.DescribeRequest, context: Ctx) -> pb.NodeDescription:
@@ -53,7 +57,7 @@ class PeerService(pb_grpc.PeerServicer):
                 f"the daemon has its limit of {session.limit} {session.what}",
             )
             return
-        link = InboundLink(self._live, self._memory, session, hello.node)
+        link = InboundLink(self._live, self._memory, self.serving, session, hello.node)
         self._links.add(link)
         logger.info("peer %s opened a link", hello.node)
         try:

@@ -63,6 +63,16 @@ REFUSALS = {
     "peer_links": Refusal(
         "link", "of another node refused: there were too many", "look at who reaches the peer port"
     ),
+    "peer_turns": Refusal(
+        "turn",
+        "of another node to read refused: too many waited, or too long",
+        "raise readers_per_entry if the network carries more",
+    ),
+    "long_peer_turns": Refusal(
+        "turn",
+        "of another node to read took over a second while others waited",
+        "look for a node that has stopped, or a slow link",
+    ),
     "reservations": Refusal("put", "refused: its session had too many under way", _FEWER_HELD),
     "leases": Refusal("lease", "refused: its session had too many", _FEWER_HELD),
     "waits": Refusal("wait", "refused: its session had too many", _FEWER_HELD),

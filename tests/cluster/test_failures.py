@@ -333,6 +333,7 @@ def test_a_peer_that_lies(
         assert peer.last_error or sum(daemon.peers().fetches.values()) > 0
         assert REFUSED.get(lie, "") in peer.last_error
         assert peer.state != "connected" or lie not in REFUSED
+        assert ("where it cannot go" in peer.last_error) == lie.startswith("elsewhere")
     assert put(client, "mine", 1000, 3), "the daemon serves on"
     daemon.check_nothing_leaked(within_s=5.0)
     assert "Traceback" not in daemon.text()

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import grpc
+import pytest
 import torch
 from prometheus_client import generate_latest
 
@@ -29,6 +30,7 @@ from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.metrics import Metrics
+from ecd.rpc.serving import TURN_S
 from ecd.rpc.sessions import SessionStreams
 from ecd.rpc.status import Status
 from ecd_client import Client
@@ -46,11 +48,13 @@ MakePeer = Callable[..., Daemon]
 ClientOf = Callable[[Daemon], Client]
 
 
-async def open_link(stub: pb_grpc.PeerStub, node: str) -> grpc.aio.StreamStreamCall:
+async def open_link(
+    stub: pb_grpc.PeerStub, node: str, own: str = "127.0.77.1:1"
+) -> grpc.aio.StreamStreamCall:
     nonce, now = secrets.token_hex(16), str(int(time.time()))
     proven = proof(TOKEN, "ask", node, nonce, now)
     call = stub.Link(metadata=[("ecd-nonce", nonce), ("ecd-time", now), ("ecd-proof", proven)])
-    hello = pb.LinkHello(contract_version=CONTRACT_VERSION, daemon="a test", node="127.0.77.1:1")
+    hello = pb.LinkHello(contract_version=CONTRACT_VERSION, daemon="a test", node=own)
     await call.write(pb.LinkRequest(hello=hello))
     return call
 
@@ -98,9 +102,11 @@ def test_many_keys_are_leased_in_turns(make_peer: MakePeer, client_of: ClientOf)
             await call.write(pb.LinkRequest(release=pb.ReleaseLeases(leases=leases)))
             await asyncio.sleep(0.2)
             assert a.status().leases == 0
-            too_many = pb.ReleaseLeases(leases=range(100_000))
-            await call.write(pb.LinkRequest(release=too_many))
-            assert await asyncio.wait_for(call.read(), 5.0) is grpc.aio.EOF
+            for too_many in ({"leases": range(100_000)}, {"stored": range(100_000)}):
+                call = await open_link(stub, a.peer)
+                assert (await call.read()).HasField("welcome")
+                await call.write(pb.LinkRequest(release=pb.ReleaseLeases(**too_many)))
+                assert await asyncio.wait_for(call.read(), 5.0) is grpc.aio.EOF
 
     asyncio.run(ask())
     a.check_nothing_leaked()
@@ -251,3 +257,83 @@ def test_a_scrape_never_fails() -> None:
     assert not failures
     assert len(scrapes) == 200
     assert all(b"ecd_pool_largest_free_bytes" in scraped for scraped in scrapes)
+
+
+# -- turns to read one large entry -----------------------------------------------------------------
+
+LARGE_BYTES = 9 << 20
+
+
+async def ask_for_lease(call: grpc.aio.StreamStreamCall) -> None:
+    asked = pb.LeaseKey(ticket=1, key=key(0), wait_s=20.0)
+    await call.write(pb.LinkRequest(lease=pb.LeaseKeys(keys=[asked])))
+
+
+async def leased(call: grpc.aio.StreamStreamCall) -> int:
+    [outcome] = (await asyncio.wait_for(call.read(), 20)).leases.outcomes
+    return int(outcome.leased.lease)
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_node_that_waits_for_its_turn_is_sent_to_the_one_that_has_read(
+    make_peer: MakePeer, client_of: ClientOf, has_it: bool
+) -> None:
+    """If that one has evicted the entry meanwhile, the node comes back and waits again."""
+    a = make_peer("64MiB", ECD_READERS_PER_ENTRY="1").start()
+    b, c = make_peer("64MiB").start(), make_peer("64MiB", ECD_FETCH_TIMEOUT_S="20").start()
+    here, there = client_of(a), client_of(c)
+    entry = torch.randint(0, 256, (LARGE_BYTES,), dtype=torch.uint8)
+    here.put("k0", entry)
+    if has_it:
+        with client_of(b).get("k0", 20.0, nodes=[here.node]) as item:
+            assert torch.equal(item.tensor, entry)
+
+    async def act() -> None:
+        async with peer_of(a.peer) as stub:
+            first, second = [await open_link(stub, a.peer, own=b.peer) for _ in range(2)]
+            for call in (first, second):
+                assert (await call.read()).HasField("welcome")
+            await ask_for_lease(first)
+            lease = await leased(first)
+            await ask_for_lease(second)
+            await eventually_async(lambda: a.status().leases == 2)
+            [found] = there.get_async(["k0"], 20.0, nodes=[[here.node]])
+            await eventually_async(lambda: a.status().leases == 3)
+            read = pb.ReleaseLeases(leases=[lease], stored=[lease])
+            await first.write(pb.LinkRequest(release=read))
+            await leased(second)
+            with await asyncio.to_thread(found.result, 30) as item:
+                assert torch.equal(item.tensor, entry)
+
+    asyncio.run(act())
+    reads = {peer.node: peer.reads for peer in c.peers().peers}
+    assert reads == {a.peer: int(not has_it), b.peer: int(has_it)}
+
+
+def test_a_node_that_reads_for_ever_keeps_nobody_waiting_for_long(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    a = make_peer("64MiB", ECD_READERS_PER_ENTRY="1").start()
+    b = make_peer("64MiB", ECD_FETCH_TIMEOUT_S="20").start()
+    here, there = client_of(a), client_of(b)
+    here.put("k0", torch.ones(LARGE_BYTES, dtype=torch.uint8))
+
+    async def act() -> None:
+        async with peer_of(a.peer) as stub:
+            call = await open_link(stub, a.peer)
+            assert (await call.read()).HasField("welcome")
+            await ask_for_lease(call)
+            await leased(call)
+            started_s = time.monotonic()
+            with await asyncio.to_thread(there.get, "k0", 20.0, nodes=[here.node]) as item:
+                assert (item.tensor == 1).all()
+            assert time.monotonic() - started_s > TURN_S / 2, "it waited for its turn"
+            [peer] = b.peers().peers
+            assert peer.round_trip_s < TURN_S / 2, "which says nothing of the way"
+            assert 'ecd_refused_total{cause="long_peer_turns"} 1.0' in a.metrics()
+
+    asyncio.run(act())
+
+
+async def eventually_async(holds: Callable[[], bool]) -> None:
+    await asyncio.to_thread(eventually, holds, what="the nodes that wait")

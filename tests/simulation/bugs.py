@@ -16,6 +16,7 @@ from ecd.core.writers import Writers
 from ecd.flights import Flights
 from ecd.live import LiveCache
 from ecd.rpc.inbound_link import InboundLink
+from ecd.rpc.serving import Serving, Turn
 
 
 class _AnyChecksum(int):
@@ -71,6 +72,21 @@ def _gives_up_with_its_asker(self: link.Link, answer: Any) -> None:
         _give_up(self, answer)
 
 
+def _counts_to_infinity(self: Serving, turn: Turn, wait_s: float) -> bool:
+    self.readers = len(self.lines[turn.entry].reading) + 1 if turn.entry in self.lines else 1
+    return _ask(self, turn, wait_s)
+
+
+def _passes_no_turn_on(self: Serving, turn: Turn, is_stored: bool = False) -> None:
+    line = self.lines.get(turn.entry)
+    if line is None or not line.waiting or turn in line.waiting:
+        _end(self, turn, is_stored)
+    else:
+        turn.no_longer()
+        line.reading.pop(turn, None)
+
+
+_ask, _end = Serving.ask, Serving.end
 _publish = redis_directory.RedisDirectory.publish
 _give_up = link.Link._give_up
 _nothing: Callable[..., None] = lambda *_: None  # noqa: E731
@@ -115,6 +131,8 @@ BUGS = {
     ),
     "a dead peer's leases are kept": Bug(InboundLink, "end", _forgets_the_peer, seeds=200),
     "a dead client's reservations are kept": Bug(Writers, "orphan_all", lambda *_: [], seeds=200),
+    "any number of nodes may read an entry": Bug(Serving, "ask", _counts_to_infinity, seeds=200),
+    "a turn to read is not passed on": Bug(Serving, "end", _passes_no_turn_on, seeds=200),
     "a key is expected after its flight": Bug(LiveCache, "stop_expecting", _keeps_expecting),
 }
 

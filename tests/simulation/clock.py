@@ -53,7 +53,9 @@ OUTSIDE = Context()
 class _Task(asyncio.Task):
     """A task whose place in a set does not depend on its address."""
 
-    serial = 0
+    def __init__(self, work, *, serial: int, **how) -> None:
+        self.serial = serial  # asyncio puts it into a set at once
+        super().__init__(work, **how)
 
     def __hash__(self) -> int:
         return self.serial
@@ -93,8 +95,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     def _make_task(self, loop: object, work: object, **how: object) -> asyncio.Task:
-        task = _Task(work, loop=self, **how)
-        task.serial = next(self._serials)
+        task = _Task(work, loop=self, serial=next(self._serials), **how)
         if (process := PROCESS.get()) is not None:
             process.tasks.append(task)
         return task

@@ -133,7 +133,9 @@ class Daemon(Process):
         self.flights.reload(config.fetch_timeout_s)
         monitor = Monitor(pb.StatusReply, lambda *_: None)
         self.service = self.node.service(self.cluster, recovery, monitor, self.disk)
-        self.peers = PeerService(self.live, self.cluster, TokenCheck(node, None))
+        self.peers = PeerService(
+            self.live, self.cluster, TokenCheck(node, None), config.readers_per_entry
+        )
 
     def _make_engine(self, settings: object, identity: bytes) -> SimulatedEngine:
         endpoint = self.place.node.replace(":9470", ":18200")
@@ -201,6 +203,7 @@ class Daemon(Process):
             "bytes set aside": self.fetcher.counters.set_aside_bytes,
             "reads": not self.engine.reads.is_idle,
             "transfers": len(self.engine._transfers),
+            "turns of peers": len(self.peers.serving.lines),
             "questions": sum(link.is_asked for link in links),
             "waits for makings": len(self.live.makings._early),
             "expected keys": len(cache._readers._expected),

@@ -28,6 +28,7 @@ class Watch:
                 if self._seen.get(daemon.incarnation) != figures:
                     self._seen[daemon.incarnation] = figures
                     self._check_cache(daemon)
+                self._check_turns(daemon)
                 if len(daemon.flights):
                     self._check_flights(daemon)
 
@@ -55,6 +56,19 @@ class Watch:
             self._fail(daemon, "a flight ended with an error of the daemon's own")
         if daemon.watched.wrong:
             self._fail(daemon, daemon.watched.wrong)
+
+    def _check_turns(self, daemon: Daemon) -> None:
+        """No more nodes read an entry than may, and none waits while it might read."""
+        serving, waiting = daemon.peers.serving, 0
+        most = daemon.config.readers_per_entry
+        for entry, line in serving.lines.items():
+            waiting += len(line.waiting)
+            if len(line.reading) > most:
+                self._fail(daemon, f"{len(line.reading)} nodes read entry {entry} at a time")
+            if line.waiting and len(line.reading) < most:
+                self._fail(daemon, f"a node waits for entry {entry}, which nobody reads")
+        if waiting != serving.waiting:
+            self._fail(daemon, f"{waiting} nodes wait for turns, not as many as counted")
 
     def _check_flights(self, daemon: Daemon) -> None:
         now_s = self._run.loop.now_s

@@ -30,6 +30,8 @@ SCALE = {
     "ecd.cluster.fetcher.BYTES_WITH_LEASE": 2 << 10,
     "ecd.rpc.inbound_link.BYTES_WITH_LEASE": 2 << 10,
     "ecd.cluster.fetcher.SPECULATIVE_BYTES": 64 << 10,
+    "ecd.cluster.link.SPECULATIVE_BYTES": 64 << 10,
+    "ecd.rpc.inbound_link.SPECULATIVE_BYTES": 64 << 10,
     "ecd.cluster.fetcher.READ_FIRST_BYTES": 16 << 10,
     "ecd.cluster.read_queue.READ_BYTES": 32 << 10,
     "ecd.cluster.transfers.LARGE_BYTES": 16 << 10,

@@ -89,6 +89,7 @@ class Scenario:
     disk_s: tuple[float, float] | None  # how long an operation of the disk takes; None: no disk
     disk_failures: float
     actions: tuple[Action, ...]
+    readers_per_entry: int
 
 
 def draw(seed: int) -> Scenario:
@@ -136,4 +137,5 @@ def draw(seed: int) -> Scenario:
         disk_s,
         rng.choice((0.0, 0.1)),
         tuple(actions),
+        rng.choice((1, 1, 2)),
     )

@@ -79,7 +79,8 @@ class Run(World):
             self.loop.disk_range_s = self.scenario.disk_s
             disk = SimulatedDisk(self.rng, self.scenario.disk_failures)
             disk.may_write = lambda target: self._check_disk_read(number, target)
-        return Place(f"10.0.0.{number + 1}:9470", pool, identity, disk)
+        address = f"10.0.{number // 250}.{number % 250 + 1}"
+        return Place(f"{address}:9470", pool, identity, disk)
 
     def start(self, number: int, is_warm: bool) -> None:
         place, scenario = self.places[number], self.scenario
@@ -96,6 +97,7 @@ class Run(World):
                 "directory": "redis://r" if scenario.directory == "redis" else None,
                 "lease_ttl_s": scenario.lease_ttl_s,
                 "fetch_timeout_s": scenario.fetch_timeout_s,
+                "readers_per_entry": scenario.readers_per_entry,
             }
         )
         incarnation = f"{next(self._incarnations):032x}"

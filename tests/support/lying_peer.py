@@ -51,6 +51,7 @@ OTHER_LIES = (
     *("an engine elsewhere", "a pool beyond all", "an answer to another question"),
     *("other bytes with the lease", "some bytes with the lease", "bytes from nowhere"),
     *("late bytes", "more bytes than asked for"),
+    *("elsewhere is here", "elsewhere is the asker", "elsewhere is nowhere"),
 )
 LATE_TTL_S = 0.2
 LATER = "another's memory from the second lease on"
@@ -117,6 +118,8 @@ class LyingPeer(pb_grpc.PeerServicer):
         return told
 
     def leased(self, ticket: int) -> pb.LeaseOutcome:
+        if (node := self.elsewhere.get(self.lie)) is not None:
+            return pb.LeaseOutcome(ticket=ticket, elsewhere=pb.Elsewhere(node=node))
         data = self.memory.view(0, NBYTES)
         said = pb.PeerLeased(
             lease=1,
@@ -146,7 +149,12 @@ class LyingPeer(pb_grpc.PeerServicer):
 
     async def Link(self, requests, context):  # noqa: N802
         await TokenCheck(self.node, os.environ.get("ECD_PEER_TOKEN")).check(context)
-        await anext(requests)
+        hello = (await anext(requests)).hello
+        self.elsewhere = {
+            "elsewhere is here": self.node,
+            "elsewhere is the asker": hello.node,
+            "elsewhere is nowhere": "x" * 100_000,
+        }
         await context.write(pb.LinkReply(welcome=self.describe()))
         async for request in requests:
             if request.WhichOneof("request") != "lease":

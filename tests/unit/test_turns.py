@@ -38,6 +38,7 @@ from ecd.rpc.cache_service import Monitor
 from ecd.rpc.inbound_link import UNREAD_WITH_BYTES, InboundLink
 from ecd.rpc.origins import NoOtherNodes, NothingToRecover
 from ecd.rpc.puts import MAX_RINGS, PUTS_AT_A_TIME, Doorbell
+from ecd.rpc.serving import Serving
 from ecd.rpc.sessions import Stream
 from ecd.slow_log import SlowLog, time_stages
 from ecd.turns import PIECE, Turns
@@ -567,7 +568,7 @@ class NoMemory:
 def peer_link(node: Node) -> InboundLink:
     session = node.live.open_session()
     assert not isinstance(session, LimitReached)
-    return InboundLink(node.live, NoMemory(), session, "127.0.0.1:1")  # type: ignore[arg-type]
+    return InboundLink(node.live, NoMemory(), Serving(2, node.live.refuse), session, "127.0.0.1:1")  # type: ignore[arg-type]
 
 
 def test_a_peers_question_about_many_keys_looks_at_claims_once(

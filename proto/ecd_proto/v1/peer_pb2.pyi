@@ -266,6 +266,7 @@ class LeaseKey(google.protobuf.message.Message):
     WAIT_S_FIELD_NUMBER: builtins.int
     BYTES_UP_TO_FIELD_NUMBER: builtins.int
     IF_MADE_FIELD_NUMBER: builtins.int
+    OR_ELSEWHERE_FIELD_NUMBER: builtins.int
     ticket: builtins.int
     wait_s: builtins.float
     """for a key that somebody is writing"""
@@ -273,6 +274,8 @@ class LeaseKey(google.protobuf.message.Message):
     """an entry of at most so many bytes may come with its lease"""
     if_made: builtins.bool
     """wait for a key, too, that a client there has said it makes"""
+    or_elsewhere: builtins.bool
+    """the outcome may be Elsewhere"""
     @property
     def key(self) -> ecd_proto.v1.cache_pb2.Key: ...
     def __init__(
@@ -283,9 +286,10 @@ class LeaseKey(google.protobuf.message.Message):
         wait_s: builtins.float = ...,
         bytes_up_to: builtins.int = ...,
         if_made: builtins.bool = ...,
+        or_elsewhere: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes_up_to", b"bytes_up_to", "if_made", b"if_made", "key", b"key", "ticket", b"ticket", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_up_to", b"bytes_up_to", "if_made", b"if_made", "key", b"key", "or_elsewhere", b"or_elsewhere", "ticket", b"ticket", "wait_s", b"wait_s"]) -> None: ...
 
 global___LeaseKey = LeaseKey
 
@@ -313,6 +317,7 @@ class LeaseOutcome(google.protobuf.message.Message):
     LEASED_FIELD_NUMBER: builtins.int
     MISSING_FIELD_NUMBER: builtins.int
     LIMIT_REACHED_FIELD_NUMBER: builtins.int
+    ELSEWHERE_FIELD_NUMBER: builtins.int
     ticket: builtins.int
     @property
     def leased(self) -> global___PeerLeased: ...
@@ -320,6 +325,8 @@ class LeaseOutcome(google.protobuf.message.Message):
     def missing(self) -> ecd_proto.v1.cache_pb2.Missing: ...
     @property
     def limit_reached(self) -> ecd_proto.v1.cache_pb2.LimitReached: ...
+    @property
+    def elsewhere(self) -> global___Elsewhere: ...
     def __init__(
         self,
         *,
@@ -327,12 +334,31 @@ class LeaseOutcome(google.protobuf.message.Message):
         leased: global___PeerLeased | None = ...,
         missing: ecd_proto.v1.cache_pb2.Missing | None = ...,
         limit_reached: ecd_proto.v1.cache_pb2.LimitReached | None = ...,
+        elsewhere: global___Elsewhere | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["leased", b"leased", "limit_reached", b"limit_reached", "missing", b"missing", "outcome", b"outcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["leased", b"leased", "limit_reached", b"limit_reached", "missing", b"missing", "outcome", b"outcome", "ticket", b"ticket"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["outcome", b"outcome"]) -> typing.Literal["leased", "missing", "limit_reached"] | None: ...
+    def HasField(self, field_name: typing.Literal["elsewhere", b"elsewhere", "leased", b"leased", "limit_reached", b"limit_reached", "missing", b"missing", "outcome", b"outcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["elsewhere", b"elsewhere", "leased", b"leased", "limit_reached", b"limit_reached", "missing", b"missing", "outcome", b"outcome", "ticket", b"ticket"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["outcome", b"outcome"]) -> typing.Literal["leased", "missing", "limit_reached", "elsewhere"] | None: ...
 
 global___LeaseOutcome = LeaseOutcome
+
+@typing.final
+class Elsewhere(google.protobuf.message.Message):
+    """Too many nodes read the key here. Another one has just read it. Only for those that ask `or_elsewhere`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    """host:port of its Peer service"""
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node", b"node"]) -> None: ...
+
+global___Elsewhere = Elsewhere
 
 @typing.final
 class PeerLeased(google.protobuf.message.Message):
@@ -377,14 +403,20 @@ class ReleaseLeases(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASES_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
     @property
     def leases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def stored(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """those of them whose entries the asking daemon now has"""
+
     def __init__(
         self,
         *,
         leases: collections.abc.Iterable[builtins.int] | None = ...,
+        stored: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["leases", b"leases"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leases", b"leases", "stored", b"stored"]) -> None: ...
 
 global___ReleaseLeases = ReleaseLeases
 

@@ -1,0 +1,167 @@
+"""Turns of the nodes that want one large entry."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from ecd.core.types import EntryId
+from ecd.rpc import serving
+from ecd.rpc.serving import Serving, Turn
+
+
+def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        asyncio.run(test(*args, **fixtures))
+
+    return run
+
+
+class Nodes:
+    """Nodes that ask for one entry, and what they are told."""
+
+    def __init__(self, readers: int) -> None:
+        self.serving = Serving(readers, lambda cause, limit: self.refused.append((cause, limit)))
+        self.refused: list[tuple[str, int]] = []
+        self.told: dict[str, str] = {}
+        self.turns: dict[str, Turn] = {}
+
+    def ask(self, *names: str, wait_s: float = 60.0, or_elsewhere: bool = True) -> None:
+        for name in names:
+            turn = self.turns[name] = Turn(
+                EntryId(1),
+                name,
+                self._tell(name, "read"),
+                lambda to, n=name: self._note(n, to),
+                or_elsewhere,
+            )
+            if self.serving.ask(turn, wait_s):
+                self._note(name, "read")
+
+    def end(self, name: str, is_stored: bool = True) -> None:
+        self.serving.end(self.turns[name], is_stored)
+
+    def _tell(self, name: str, what: str) -> Callable[[], None]:
+        return lambda: self._note(name, what)
+
+    def _note(self, name: str, what: str) -> None:
+        assert name not in self.told
+        self.told[name] = what
+
+    def end_all(self) -> None:
+        for name in self.turns:
+            self.end(name, is_stored=False)
+        assert not self.serving.lines
+        assert self.serving.waiting == 0
+
+
+@on_loop
+async def test_so_many_read_and_the_others_wait() -> None:
+    nodes = Nodes(2)
+    nodes.ask("a", "b", "c", "d")
+    assert nodes.told == {"a": "read", "b": "read"}
+    nodes.end("a", is_stored=False)
+    assert nodes.told == {"a": "read", "b": "read", "c": "read"}, "in the order of their questions"
+    nodes.end_all()
+
+
+@on_loop
+async def test_half_of_those_that_wait_go_where_the_entry_was_read() -> None:
+    nodes = Nodes(1)
+    nodes.ask("a", *(str(number) for number in range(10)))
+    nodes.end("a")
+    assert nodes.told == {"a": "read", "0": "read", **dict.fromkeys("56789", "a")}
+    nodes.end("0")
+    assert nodes.told["1"] == "read"
+    assert [name for name, to in nodes.told.items() if to == "0"] == ["3", "4"]
+    nodes.end_all()
+
+
+@on_loop
+async def test_a_node_that_asks_for_nothing_else_is_not_sent_away() -> None:
+    nodes = Nodes(1)
+    nodes.ask("a", "b", "c", "d")
+    nodes.ask("old", "older", or_elsewhere=False)
+    nodes.end("a")
+    assert nodes.told == {"a": "read", "b": "read", "c": "a", "d": "a"}
+    nodes.end("b")
+    assert nodes.told["old"] == "read"
+    assert "older" not in nodes.told
+    nodes.end_all()
+
+
+@on_loop
+async def test_many_are_sent_away_in_turns_with_others() -> None:
+    nodes = Nodes(1)
+    nodes.ask("a", *map(str, range(200)))
+    nodes.end("a")
+    sent = [len([to for to in nodes.told.values() if to == "a"])]
+    while sent[-1] < 100:
+        await asyncio.sleep(0)
+        sent.append(len([to for to in nodes.told.values() if to == "a"]))
+        assert sent[-1] > sent[-2], "all are sent, one after the other"
+    assert sent == [32, 64, 96, 100]
+    nodes.end_all()
+
+
+@on_loop
+async def test_a_node_that_leaves_while_others_are_sent_away_is_told_once() -> None:
+    nodes = Nodes(1)
+    nodes.ask("a", *map(str, range(200)))
+    nodes.end("a")
+    assert "120" not in nodes.told, "it is to be sent away in the next turns"
+    nodes.end("120", is_stored=False)
+    for number in range(60):
+        nodes.end(str(number), is_stored=False)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert nodes.told["120"] == ""
+    assert nodes.told["100"] == "a", "the others are sent away all the same"
+    nodes.end_all()
+
+
+@on_loop
+async def test_a_node_that_is_read_next_is_not_sent_away() -> None:
+    nodes = Nodes(1)
+    nodes.ask("a", "b")
+    nodes.end("a")
+    assert nodes.told["b"] == "read"
+    nodes.end_all()
+
+
+@on_loop
+async def test_waiting_ends_in_time_and_with_its_node() -> None:
+    nodes = Nodes(1)
+    nodes.ask("a", "b")
+    nodes.ask("c", wait_s=0.01)
+    nodes.end("b")
+    await asyncio.sleep(0.1)
+    assert nodes.told == {"a": "read", "b": "", "c": ""}
+    assert nodes.refused == [("peer_turns", serving.MAX_WAITING)], "the one whose time was over"
+    nodes.end_all()
+
+
+@on_loop
+async def test_a_turn_that_takes_long_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "TURN_S", 0.01)
+    nodes = Nodes(1)
+    nodes.ask("a", "b")
+    await asyncio.sleep(0.1)
+    assert nodes.told == {"a": "read", "b": "read"}
+    assert nodes.refused == [("long_peer_turns", 1)], "for nobody waits for the second"
+    nodes.end_all()
+
+
+@on_loop
+async def test_not_without_end_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MAX_WAITING", 1)
+    nodes = Nodes(1)
+    nodes.ask("a", "b", "c")
+    assert nodes.told == {"a": "read", "c": ""}
+    assert nodes.refused == [("peer_turns", 1)]
+    nodes.end_all()
