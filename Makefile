@@ -177,8 +177,8 @@ test: check vllm test-system $(STANDIN) $(KUBERNETES)  ## everything that can ru
 SEED ?= 1
 MINUTES ?= 2
 .PHONY: campaign
-campaign: $(VENV)/.ready test-system  ## faults at random for MINUTES=2, drawn from SEED=1, on daemons, clients, network, Redis and disk
-	PYTHONPATH=tests $(BIN)/python -m campaign --seed $(SEED) --minutes $(MINUTES)
+campaign: $(VENV)/.ready test-system $(if $(ENGINES),.venvs/vllm-0.32.0/.ready)  ## faults at random for MINUTES=2, drawn from SEED=1, on daemons, clients, network, Redis and disk; with ENGINES=1 on two vLLM engines, too
+	PYTHONPATH=tests $(BIN)/python -m campaign --seed $(SEED) --minutes $(MINUTES) $(if $(ENGINES),--engines)
 
 RUNS ?= 1000
 .PHONY: simulate

@@ -12,15 +12,22 @@ from support.daemon import Daemon, close_all
 
 LONGEST = (
     *("tests/cluster", "tests/e2e", "tests/fuzz", "tests/integration/test_warm_restart.py"),
-    "tests/campaign",
+    *("tests/campaign", "tests/simulation"),
 )
+ALONE = "tests/campaign", "tests/simulation"
+"""Directories whose tests share nothing: each test is a scope."""
+
+
+def place(nodeid: str) -> str:
+    """A test's directory, if it is one of LONGEST, else its file."""
+    file = nodeid.partition("::")[0]
+    directory = file.rpartition("/")[0]
+    return directory if directory in LONGEST else file
 
 
 def scope(nodeid: str) -> str:
     """The scope of a test: all tests of one scope share addresses or engines, and a worker."""
-    file = nodeid.partition("::")[0]
-    directory = file.rpartition("/")[0]
-    return directory if directory in LONGEST else file
+    return nodeid if place(nodeid) in ALONE else place(nodeid)
 
 
 class Scheduling(LoadScopeScheduling):
@@ -29,7 +36,7 @@ class Scheduling(LoadScopeScheduling):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: (*LONGEST, scope(item.nodeid)).index(scope(item.nodeid)))
+    items.sort(key=lambda item: (*LONGEST, place(item.nodeid)).index(place(item.nodeid)))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,8 @@ from support.node_client import content
 if TYPE_CHECKING:
     from campaign.worker import Worker
 
-RECOVERY_LIMIT_S = 30.0
+RECOVERY_GOAL_S, RECOVERY_LIMIT_S = 1.0, 30.0
+"""What takes longer than the first is explained in clients.log."""
 
 
 def pause(worker: Worker) -> None:
@@ -73,20 +75,25 @@ def reopen(worker: Worker) -> bool:
 
 def works(worker: Worker, key: str) -> float:
     """When a put and a get of it have worked, on the node's monotonic clock; -1: never."""
-    until_s, number = time.monotonic() + RECOVERY_LIMIT_S, 0
-    while time.monotonic() < until_s:
+    begun_s, number = time.monotonic(), 0
+    said = ""
+    while time.monotonic() < begun_s + RECOVERY_LIMIT_S:
         number += 1
         tried = Known("probe", f"{key} {number}", 2000)
-        with (
-            contextlib.suppress(EcdError),
-            contextlib.closing(Found(worker.ledger, tried)) as found,
-        ):
-            worker.client.wait_connected(1.0)
-            put(worker.client, tried, 100.0)
-            found.item = worker.client.get(tried.mm_hash, namespace="probe")
-            found.look()
-            if found.item is not None:
-                return time.monotonic()
+        try:
+            with contextlib.closing(Found(worker.ledger, tried)) as found:
+                worker.client.wait_connected(1.0)
+                put(worker.client, tried, 100.0)
+                found.item = worker.client.get(tried.mm_hash, namespace="probe")
+                found.look()
+                if found.item is not None:
+                    if (took_s := time.monotonic() - begun_s) > RECOVERY_GOAL_S:
+                        print(f"{worker.name}, {key}: {took_s:.2f} s, {said}", file=sys.stderr)
+                    return time.monotonic()
+                said = "a miss"
+        except EcdError as error:
+            said = str(error)
+        said = f"at {time.monotonic() - begun_s:.2f} s still {said}"
         time.sleep(0.01)
     return -1.0
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from campaign.content import Ledger
 
-CLIENTS, THREADS = 3, 2
+CLIENTS, THREADS = 6, 2
+"""Of all nodes together, and threads of each."""
 READY_S = 30.0
 
 

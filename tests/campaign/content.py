@@ -61,13 +61,15 @@ def put(client: Client, key: Known, cost_s: float = 0.1) -> bool:
     return client.put_bytes(key.mm_hash, key.content, "uint8", (key.nbytes,), **about)
 
 
-def check(item: Item, key: Known) -> int:
-    """Compare all of the item; returns the bytes compared. Raises WrongBytes and LeaseExpired.
+def check(item: Item, view: memoryview, key: Known) -> int:
+    """Compare all that a view of the item shows; returns the bytes compared.
+
+    Raises WrongBytes and LeaseExpired.
 
     What a reader sees whose lease ends meanwhile means nothing, as the lease's end says.
     """
     try:
-        seen = bytes(item.view)
+        seen = bytes(view)
         said = item.nbytes, item.dtype, item.shape, item.metadata
     finally:
         item.check()
@@ -114,11 +116,13 @@ class Ledger:
 
 
 class Found:
-    """What a get found, if anything; looked at, counted and closed."""
+    """What a get found, if anything; looked at through one view, counted and closed."""
 
     def __init__(self, ledger: Ledger, key: Known) -> None:
         self.item: Item | None = None
-        self._ledger, self._key, self._is_counted = ledger, key, False
+        self.key = key
+        self._view: memoryview | None = None
+        self._ledger, self._is_counted = ledger, False
 
     def look(self) -> None:
         ledger = self._ledger
@@ -126,7 +130,9 @@ class Found:
             self._is_counted = True
             ledger.add("misses" if self.item is None else "hits")
         if self.item is not None:
-            ledger.add("verified_bytes", check(self.item, self._key))
+            if self._view is None:
+                self._view = self.item.view
+            ledger.add("verified_bytes", check(self.item, self._view, self.key))
             ledger.add("checks")
 
     def close(self) -> None:

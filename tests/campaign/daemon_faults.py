@@ -7,22 +7,18 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 from random import Random
 
 from campaign.client_faults import stop_client
 from campaign.kinds import healed, kind, little_memory, some_ms
 from campaign.side import Side
-from support.daemon import Daemon
 
-NEWER = (
-    "import ecd_proto.shm.index as m; m.INDEX_VERSION += 1; from ecd.__main__ import main; main()"
-)
+NEWER = "import ecd_proto.shm.index as m; m.INDEX_VERSION += 1; "
 KEPT = 8
 MIB = 1 << 20
 
 
-@kind("daemon: SIGKILL, warm restart", "daemon", 3, "outage")
+@kind("daemon: SIGKILL, warm restart", "daemon", 2, "outage")
 def kill_daemon(side: Side, chance: Random) -> float:
     """What was put just before is there afterwards, if nothing was evicted in between."""
     keys = [f"kept {side.daemon.pid} {number}" for number in range(KEPT)]
@@ -44,28 +40,28 @@ def kill_daemon(side: Side, chance: Random) -> float:
     return serving_s
 
 
-@kind("daemon: SIGTERM, warm restart", "daemon", 1, "outage")
+@kind("daemon: SIGTERM, warm restart", "daemon", 0.5, "outage")
 def restart_daemon(side: Side, chance: Random) -> float:
     stop(side)
     return side.serve()
 
 
-@kind("daemon: SIGKILL, cold restart", "daemon", 1, "outage")
+@kind("daemon: SIGKILL, cold restart", "daemon", 0.5, "outage")
 def restart_cold(side: Side, chance: Random) -> float:
     side.daemon.kill()
-    return side.serve((*Daemon.command, "--cold"))
+    return side.serve("--cold")
 
 
-@kind("daemon: another index version, and back", "daemon", 0.7, "outage")
+@kind("daemon: another index version, and back", "daemon", 0.4, "outage")
 def upgrade(side: Side, chance: Random) -> float:
     stop(side)
-    side.serve((sys.executable, "-c", NEWER, "serve"))
+    side.serve(start=NEWER)
     some_ms(chance, 100, 400)
     stop(side)
     return side.serve()
 
 
-@kind("daemon: SIGKILL while it starts", "daemon", 1, "outage")
+@kind("daemon: SIGKILL while it starts", "daemon", 0.5, "outage")
 def kill_starting(side: Side, chance: Random) -> float:
     side.daemon.kill()
     side.begin()
@@ -74,7 +70,7 @@ def kill_starting(side: Side, chance: Random) -> float:
     return side.serve()
 
 
-@kind("daemon: killed for memory (cgroup)", "daemon", 1, "outage")
+@kind("daemon: killed for memory (cgroup)", "daemon", 0.5, "outage")
 def daemon_out_of_memory(side: Side, chance: Random) -> float:
     process = side.daemon._process
     assert process is not None

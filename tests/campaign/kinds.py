@@ -48,6 +48,11 @@ def some_ms(chance: Random, least: float, most: float) -> None:
     time.sleep(chance.uniform(least, most) / 1e3)
 
 
+def other_end(side: Side, chance: Random) -> Side:
+    """The node on the other end of a fault between two: the first that is drawn of its chance."""
+    return chance.choice([each for each in side.world.sides if each is not side])
+
+
 @contextlib.contextmanager
 def little_memory(pid: int, name: str) -> Iterator[None]:
     """The process gets next to no more memory: the kernel kills it when it asks for some."""
@@ -71,14 +76,15 @@ def little_memory(pid: int, name: str) -> Iterator[None]:
             time.sleep(0.01)
 
 
-def available() -> tuple[list[Kind], list[str]]:
+def available(with_engines: bool) -> tuple[list[Kind], list[str]]:
     """The kinds that this machine can make, and the names of the others."""
+    kinds = [each for each in KINDS if with_engines or each.lane != "engine"]
     own = CGROUPS / f"ecd-campaign-{os.getpid()}"
     try:
         own.mkdir()
         own.rmdir()
     except OSError:
-        return [each for each in KINDS if "cgroup" not in each.name], [
-            each.name for each in KINDS if "cgroup" in each.name
+        return [each for each in kinds if "cgroup" not in each.name], [
+            each.name for each in kinds if "cgroup" in each.name
         ]
-    return KINDS, []
+    return kinds, []

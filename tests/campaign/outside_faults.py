@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from random import Random
 
-from campaign.kinds import KINDS, Kind, healed, kind, some_ms
+from campaign.kinds import KINDS, Kind, healed, kind, other_end, some_ms
 from campaign.side import LIAR, TOKEN, Side
 from support.lying_peer import LIES, OTHER_LIES
 
@@ -44,7 +44,7 @@ def spoil_peer_port(side: Side, chance: Random) -> float:
 def lie(side: Side, chance: Random) -> float:
     """It runs beside the second node, and the clients of the first ask it."""
     world = side.world
-    asking, beside = world.sides
+    asking, beside, *_ = world.sides
     lies = [*LIES, *(lie for lie in OTHER_LIES if lie != "dies with the lease")]
     node, number = f"{LIAR}:{chance.randrange(20000, 22000)}", chance.randrange(1000)
     ports = f"{22000 + 10 * number}-{22015 + 10 * number}"
@@ -79,7 +79,8 @@ def link_down(side: Side, chance: Random) -> float:
 
 @kind("network: partition in one direction", "network", 2, "across")
 def partition(side: Side, chance: Random) -> float:
-    [other] = [each for each in side.world.sides if each is not side]
+    """What this node sends to one other is lost."""
+    other = other_end(side, chance)
     side.node.drop(other.node, dropped=True)
     some_ms(chance, 20, 400)
     side.node.drop(other.node, dropped=False)

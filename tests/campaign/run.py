@@ -12,28 +12,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from campaign import client_faults, daemon_faults, outside_faults
-from campaign.kinds import Kind, available
-from campaign.side import Side
+from campaign import client_faults, daemon_faults, engines, outside_faults
+from campaign.bugs import BUGS
+from campaign.kinds import Kind, available, other_end
+from campaign.side import Side, outages
 from campaign.world import World
 
 REST_EVERY_S = 60.0
 LONGEST_FAULT_S = 120.0
 MAX_VIOLATIONS = 20
 """So many end a campaign."""
-FAULTS = daemon_faults, client_faults, outside_faults
+FAULTS = daemon_faults, client_faults, outside_faults, engines
 """The modules whose import makes the kinds known."""
-LANES = {
-    "daemon a": "a",
-    "daemon b": "b",
-    "clients a": "a",
-    "clients b": "b",
-    "garbage": "ab",
-    "network": "ab",
-    "redis": "ab",
-    "disk": "ab",
-}
-"""The nodes that a lane acts on. Faults of one lane follow each other; lanes run side by side."""
+OWN_LANES, SHARED_LANES = ("daemon", "clients"), ("garbage", "network", "redis", "disk")
+"""Lanes of each node, and lanes whose faults act on any node. Lanes run side by side."""
 
 
 @dataclass
@@ -53,11 +45,16 @@ class Lane:
     """Faults one after another, each drawn by a number of its own."""
 
     def __init__(
-        self, name: str, world: World, kinds: list[Kind], tallies: dict[str, Tally]
+        self,
+        name: str,
+        world: World,
+        sides: list[Side],
+        kinds: list[Kind],
+        tallies: dict[str, Tally],
     ) -> None:
         self.name, self._world, self._tallies = name, world, tallies
         self._kinds = [kind for kind in kinds if kind.lane == name.split()[0]]
-        self._sides = [side for side in world.sides if side.name in LANES[name]]
+        self._sides = sides
         self._chance = Random(f"{world.seed} {name}")
         self._aside = ThreadPoolExecutor(1)
         self.resting = threading.Lock()
@@ -71,30 +68,31 @@ class Lane:
                 number += 1
                 side = self._chance.choice(self._sides)
                 [kind] = self._chance.choices(self._kinds, [kind.weight for kind in self._kinds])
-                chance = Random(f"{self._world.seed} {self.name} {number}")
                 try:
-                    self._fault(number, kind, side, chance)
+                    self._fault(number, kind, side)
                 except Exception:
                     self._world.violation("the campaign", f"{kind.name}: {traceback.format_exc()}")
             time.sleep(self._chance.uniform(0.0, 0.03))
 
-    def _fault(self, number: int, kind: Kind, side: Side, chance: Random) -> None:
+    def _fault(self, number: int, kind: Kind, side: Side) -> None:
         begun_s, label = time.monotonic(), f"{self.name} {number}"
+        seed = f"{self._world.seed} {label}"
+        chance, other = Random(seed), other_end(side, Random(seed))
         log = self._world.log
         log(f"{label}: {kind.name} on {side.name}")
         if kind.lane == "daemon":
             with side.acting(kind.probe == "outage"):
                 begun_s = time.monotonic()
                 healed_s = kind.act(side, chance)
-                self._time(kind, side, label, begun_s, healed_s, lambda: True)
+                self._time(kind, side, other, label, begun_s, healed_s, lambda: True)
             return
         is_across = kind.probe in ("across", "redis")
-        sides = self._world.sides if is_across else [side]
-        before = [each.outages for each in sides]
+        sides = [side, other] if is_across else [side]
+        before = outages(*sides)
 
         def is_alone() -> bool:
             """Whether no daemon was away meanwhile."""
-            return not any(n % 2 for n in before) and before == [s.outages for s in sides]
+            return before is not None and before == outages(*sides)
 
         beside = None
         if kind.lane in ("network", "redis", "disk"):
@@ -104,7 +102,7 @@ class Lane:
             took_s = beside.result(LONGEST_FAULT_S)
             if is_alone():
                 self._tallies[kind.name].meanwhile_s.append(took_s)
-        self._time(kind, side, label, begun_s, healed_s, is_alone)
+        self._time(kind, side, other, label, begun_s, healed_s, is_alone)
 
     def _meanwhile(self, side: Side, label: str) -> float:
         time.sleep(0.02)
@@ -115,6 +113,7 @@ class Lane:
         self,
         kind: Kind,
         side: Side,
+        other: Side,
         label: str,
         begun_s: float,
         healed_s: float,
@@ -128,7 +127,6 @@ class Lane:
             if worked_s > 0:
                 worked_s = min(at for at in [*side.worked_s, worked_s] if at >= healed_s)
         else:
-            [other] = [each for each in self._world.sides if each is not side]
             worked_s = side.found_across(other, label, hinted=kind.probe == "across")
         if worked_s < 0:
             self._world.violation("no recovery", f"{label}: {kind.name} on {side.name}")
@@ -138,21 +136,35 @@ class Lane:
             self._world.log(f"{label}: works {worked_s - healed_s:.3f} s after healing")
 
 
-def campaign(directory: Path, seed: int, minutes: float) -> dict[str, Any]:
-    """Run it; returns what happened, as JSON has it."""
-    world = World(directory, seed)
+def lanes_of(world: World, kinds: list[Kind], tallies: dict[str, Tally]) -> list[Lane]:
+    on = [(f"{what} {side.name}", [side]) for what in OWN_LANES for side in world.sides]
+    on += [(what, world.sides) for what in SHARED_LANES]
+    if world.engines is not None:
+        on.append(("engine", [served.side for served in world.engines.served]))
+    return [Lane(name, world, sides, kinds, tallies) for name, sides in on]
+
+
+def campaign(
+    directory: Path, seed: int, minutes: float, with_engines: bool, bug: str | None
+) -> dict[str, Any]:
+    """Run it for so long, starts included; returns what happened, as JSON has it.
+
+    With a bug in the daemons it ends when that is found.
+    """
+    until_s = time.monotonic() + 60 * minutes
+    world = World(directory, seed, "" if bug is None else BUGS[bug])
     try:
-        world.begin()
-        return faults_of(world, minutes)
+        world.begin(with_engines)
+        return faults_of(world, until_s, MAX_VIOLATIONS if bug is None else 1)
     finally:
         world.close()
 
 
-def faults_of(world: World, minutes: float) -> dict[str, Any]:
-    """Act on the world for so long; returns what happened."""
-    kinds, left_out = available()
+def faults_of(world: World, until_s: float, violations: int) -> dict[str, Any]:
+    """Act on the world until then, or until so many violations; returns what happened."""
+    kinds, left_out = available(world.engines is not None)
     tallies = {kind.name: Tally() for kind in kinds}
-    lanes = [Lane(name, world, kinds, tallies) for name in LANES]
+    lanes = lanes_of(world, kinds, tallies)
     for lane in lanes:
         threading.Thread(target=lane.run, daemon=True).start()
     started_s = rested_s = time.monotonic()
@@ -164,8 +176,8 @@ def faults_of(world: World, minutes: float) -> dict[str, Any]:
             world.watch()
         except Exception:
             world.violation("the campaign", traceback.format_exc())
-        is_late = time.monotonic() > started_s + 60 * minutes
-        is_over = is_late or len(world.violations) >= MAX_VIOLATIONS
+        is_late = time.monotonic() > until_s
+        is_over = is_late or len(world.violations) >= violations
         if is_over or time.monotonic() > rested_s + REST_EVERY_S:
             rest(world, lanes, is_over)
             rested_s = time.monotonic()
@@ -184,12 +196,12 @@ def faults_of(world: World, minutes: float) -> dict[str, Any]:
         "kinds": {name: vars(tally) for name, tally in tallies.items()},
         "starts_s": [took_s for side in world.sides for took_s in side.starts_s],
         "rests": rests,
-        "total": {**total, **{key: world.counts[key] for key in EXTRA if world.counts[key]}},
+        "total": total,
+        "nodes": len(world.sides),
+        "engines": world.engines is not None,
+        "answers_s": [] if world.engines is None else world.engines.took_s(),
         "violations": world.violations,
     }
-
-
-EXTRA = "kept", "lies: hit", "lies: miss", "lies: refused", "grpcio at a close", "refused disks"
 
 
 def rest(world: World, lanes: list[Lane], is_over: bool) -> None:

@@ -16,18 +16,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
+
 from campaign.clients import CLIENTS, THREADS, Client
 from campaign.content import WORDS
-from support.daemon import Daemon
+from ecd_proto.v1 import cache_pb2 as pb
 from support.nodes import Node, NodeDaemon
 
 if TYPE_CHECKING:
+    from campaign.engines import Served
     from campaign.world import World
 
 TESTS = Path(__file__).parents[1]
 RECOVERY_LIMIT_S = 40.0
 LIAR = "10.77.0.9"
 TOKEN = "a secret of the test"
+
+
+def command(start: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", f"{start}from ecd.__main__ import main; main()", "serve")
+
+
+def outages(*sides: Side) -> int | None:
+    """How many of their daemons' outages are over; None while there is one."""
+    counts = [side.outages for side in sides]
+    return None if any(count % 2 for count in counts) else sum(counts)
 
 
 class Side:
@@ -45,7 +58,9 @@ class Side:
         """When puts and gets of the probe have worked."""
         self.starts_s: list[float] = []
         """How long starts of the daemon took until it served."""
+        daemon.command = command(world.start)
         self._numbers = itertools.count()
+        self.engine: Served | None = None
         self._cut_off = 0
         self._zygote: subprocess.Popen[str] | None = None
 
@@ -65,7 +80,8 @@ class Side:
         threading.Thread(target=self._listen, daemon=True).start()
         assert self._forked.get(timeout=60) == 0
         self.probe = self.fork("probe", 0)
-        self.clients = [self.fork("client", THREADS) for _ in range(CLIENTS)]
+        clients = CLIENTS // len(self.world.sides)
+        self.clients = [self.fork("client", THREADS) for _ in range(clients)]
 
     def _listen(self) -> None:
         assert self._zygote.stdout is not None
@@ -106,15 +122,40 @@ class Side:
         return said
 
     def found_across(self, other: Side, key: str, hinted: bool) -> float:
-        """Wait until the other node gets what was put here; returns when, or -1 for never."""
-        ask, until_s = self.world.replies.ask, time.monotonic() + RECOVERY_LIMIT_S
+        """Wait until the other node gets what was put here; returns when, or -1 for never.
+
+        Time in which one of both daemons is away does not count against them. Where there is a
+        third node, the entry moves on to it, once this one has lost it.
+        """
+        ask, left_s = self.world.replies.ask, RECOVERY_LIMIT_S
         nodes = [self.node.peer] if hinted else []
-        while time.monotonic() < until_s:
+        while left_s > 0:
+            before, begun_s = outages(self, other), time.monotonic()
             ask(self.probe, "keep", 5.0, key=key, cost=100.0)
             if ask(other.probe, "kept", 9.0, key=key, wait_s=0.5, nodes=nodes) is True:
-                return time.monotonic()
+                found_s = time.monotonic()
+                for third in self.world.sides:
+                    if third not in (self, other):
+                        self._move_on(other, third, key)
+                return found_s
             time.sleep(0.05)
+            if before is not None and before == outages(self, other):
+                left_s -= time.monotonic() - begun_s
         return -1.0
+
+    def _move_on(self, holder: Side, asking: Side, key: str) -> None:
+        ask, before = self.world.replies.ask, outages(holder, asking)
+        try:
+            self.daemon.evict(pb.Key(namespace="probe", mm_hash=key))
+        except grpc.RpcError:
+            return  # the daemon is away
+        nodes = [holder.node.peer]
+        if ask(asking.probe, "kept", 9.0, key=key, wait_s=0.5, nodes=nodes) is True:
+            self.world.counts["moved on"] += 1
+        elif ask(holder.probe, "kept", 9.0, key=key, wait_s=0.0, nodes=[]) is not True:
+            self.world.counts["gone before it moved on"] += 1
+        elif before is not None and before == outages(holder, asking):
+            self.world.counts["not moved on"] += 1
 
     @contextlib.contextmanager
     def acting(self, is_outage: bool) -> Iterator[None]:
@@ -126,10 +167,13 @@ class Side:
             finally:
                 self.outages += is_outage
 
-    def serve(self, command: tuple[str, ...] = Daemon.command) -> float:
-        """Start the daemon; returns when it serves."""
+    def serve(self, *options: str, start: str | None = None) -> float:
+        """Start the daemon; returns when it serves.
+
+        `start` is the Python that starts it, if not as always.
+        """
         daemon = self.daemon
-        daemon.command = command
+        daemon.command = (*command(self.world.start if start is None else start), *options)
         self.begin()
         started_s = time.monotonic()
         while b"serving on" not in self._new_log():

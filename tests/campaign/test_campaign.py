@@ -1,4 +1,4 @@
-"""A slice of the campaign; `make campaign` runs longer ones (docs/reliability.md)."""
+"""Slices of the campaign; `make campaign` runs longer ones (docs/reliability.md)."""
 
 from __future__ import annotations
 
@@ -6,26 +6,47 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-SEED = 23
-MINUTES = 1.2
+from campaign.bugs import BUGS
+
+pytestmark = pytest.mark.timeout(200)
+SEEDS = 23, 301, 402
+"""Of them the first has three nodes."""
+SECONDS, BUG_SECONDS = 45, 120
+"""Of a slice, starts included, and of one with a bug, which ends when that is found."""
 
 
-@pytest.mark.timeout(400)
-def test_a_slice_of_the_campaign(tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
-    about = ("--seed", str(SEED), "--minutes", str(MINUTES), "--json", str(result))
+def campaign(
+    directory: Path, seed: int, seconds: float, *about: str
+) -> tuple[int, str, dict[str, Any]]:
+    """Run it; returns its exit code, what it printed, and its result."""
+    result = directory / "result.json"
+    about += ("--seed", str(seed), "--minutes", str(seconds / 60), "--json", str(result))
     done = subprocess.run(
-        [sys.executable, "-m", "campaign", *about, "--directory", str(tmp_path / "world")],
+        [sys.executable, "-m", "campaign", *about, "--directory", str(directory / "world")],
         cwd=Path(__file__).parents[1],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=380,
+        timeout=190,
     )
-    assert done.returncode == 0, f"`make campaign SEED={SEED} MINUTES={MINUTES}`:\n{done.stdout}"
-    said = json.loads(result.read_text())
+    print(done.stdout)
+    return done.returncode, done.stdout, json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_is_found(bug: str, tmp_path: Path) -> None:
+    code, printed, said = campaign(tmp_path, SEEDS[1], BUG_SECONDS, "--bug", bug)
+    assert code == 1, f"not found: {printed}"
+    assert "wrong" in {each["kind"] for each in said["violations"]}, printed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_slice_of_the_campaign(seed: int, tmp_path: Path) -> None:
+    code, printed, said = campaign(tmp_path, seed, SECONDS)
+    assert code == 0, f"`make campaign SEED={seed} MINUTES=2`:\n{printed}"
     assert said["violations"] == []
     assert said["total"]["checks"] > 0
     assert sum(kind["faults"] > 0 for kind in said["kinds"].values()) >= 20

@@ -25,11 +25,23 @@ from pathlib import Path
 from typing import Any
 
 from campaign.asked import ASKED
-from campaign.content import CALL_TIMEOUT_S, NAMESPACES, SLACK_S, Found, Ledger, current, put
+from campaign.content import (
+    CALL_TIMEOUT_S,
+    NAMESPACES,
+    SLACK_S,
+    Found,
+    Known,
+    Ledger,
+    WrongBytes,
+    current,
+    put,
+)
 from ecd_client import Client, EcdError, LeaseExpired
 
 WAIT_S = 0.3
 REFUSED_PAUSE_S = 0.1
+HELD, PRESSES, PRESSED = 6, 4, (256 << 10, 1 << 20)
+"""Entries held at one time, entries put meanwhile, and their sizes in bytes."""
 
 
 class Worker:
@@ -95,6 +107,8 @@ class Worker:
         except EcdError:
             is_refused = True
             self.ledger.add("refused")
+        except WrongBytes as wrong:
+            self.complain("wrong", f"{act[0].__name__}: {wrong}")
         except Exception:
             self.complain("an error that is not ecd's", traceback.format_exc())
         self.ledger.begin(thread, 0.0)
@@ -111,7 +125,7 @@ class Worker:
 
     def get(self, chance: random.Random, wait_s: float) -> None:
         key = current(chance)
-        nodes = chance.choice(([], self.peers))
+        nodes = chance.choice(([], self.peers, [chance.choice(self.peers)]))
         with contextlib.closing(Found(self.ledger, key)) as found:
             found.item = self.client.get(
                 key.mm_hash, wait_s, namespace=key.namespace, nodes=nodes if wait_s else ()
@@ -127,6 +141,22 @@ class Worker:
                 found.look()
                 time.sleep(chance.uniform(0.0, 0.04))
             found.look()
+
+    def press(self, chance: random.Random, wait_s: float) -> None:
+        """What is held stays what it is while other entries want its memory."""
+        with contextlib.ExitStack() as held:
+            found = [Found(self.ledger, current(chance)) for _ in range(HELD)]
+            for each in found:
+                held.enter_context(contextlib.closing(each))
+                each.item = self.client.get(each.key.mm_hash, namespace=each.key.namespace)
+                each.look()
+            try:
+                for _ in range(PRESSES):
+                    one_of_many = Known("press", f"{chance.random()}", chance.randrange(*PRESSED))
+                    put(self.client, one_of_many, chance.choice((1.0, 10.0)))
+            finally:
+                for each in found:
+                    each.look()
 
     def get_many(self, chance: random.Random, wait_s: float) -> None:
         namespace = chance.choice(NAMESPACES)
@@ -186,7 +216,7 @@ class Worker:
 
 Act = Callable[[Worker, random.Random, float], None]
 ACTS: list[tuple[Act, int]] = [
-    *((Worker.put, 33), (Worker.get, 37), (Worker.hold, 15)),
+    *((Worker.put, 33), (Worker.get, 35), (Worker.hold, 12), (Worker.press, 5)),
     *((Worker.get_many, 6), (Worker.ask, 6), (Worker.tell, 3)),
 ]
 

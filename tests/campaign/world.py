@@ -1,4 +1,4 @@
-"""The world of a campaign: two nodes, a Redis, and who watches all of them."""
+"""The world of a campaign: nodes, a Redis, and who watches all of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from random import Random
 
 from campaign.clients import Client, Replies
 from campaign.content import CALL_TIMEOUT_S, COUNTS, SLACK_S
+from campaign.engines import SESSIONS, Engines
 from campaign.side import LIAR, Side
 from support.daemon import eventually
 from support.nodes import Node, NodeDaemon
@@ -19,6 +21,14 @@ from support.redis import RedisServer
 
 TESTS = Path(__file__).parents[1]
 POOL = "12MiB"
+OTHER_COUNTS = (
+    *("kept", "lies: hit", "lies: miss", "lies: refused", "grpcio at a close", "refused disks"),
+    *("moved on", "not moved on", "gone before it moved on"),
+    *("engine answers", "engine requests failed", "engines lost", "pictures", "pictures encoded"),
+)
+"""Counted by the campaign itself, not by clients."""
+SWITCH = 250
+"""The number of the namespace that is a switch between the nodes."""
 PRELOADED = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
 BAD = "Traceback", "Fatal Python", "*** SIG"
 GRPCIO_AT_A_CLOSE = "Cannot monitor channel state: Channel closed!"
@@ -26,10 +36,12 @@ GRPCIO_AT_A_CLOSE = "Cannot monitor channel state: Channel closed!"
 
 
 class World:
-    """Two nodes and a cable, a Redis on the first, and what was found to be wrong."""
+    """Two or three nodes, as the seed says, a Redis on the first, and what was found wrong."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
+    def __init__(self, directory: Path, seed: int, start: str = "") -> None:
+        """`start` is Python that each daemon runs first."""
         self.directory, self.seed, self.is_closed = directory, seed, False
+        self.start = start
         self.forking, self._counting = threading.Lock(), threading.Lock()
         self.counts: Counter[str] = Counter()
         self.violations: list[dict[str, str]] = []
@@ -41,26 +53,30 @@ class World:
         """Begun in each log, and not yet known to be one that is known."""
         self._log, self._log_lock = (directory / "faults.log").open("w"), threading.Lock()
         self.replies = Replies(directory)
+        self.engines: Engines | None = None
         library = directory / "faults.so"
         source = TESTS / "support" / "disk_faults.c"
         subprocess.run(["gcc", *PRELOADED, "-o", library, source, "-ldl"], check=True)
-        nodes = Node(1), Node(2)
-        nodes[0].plug(nodes[1])
+        nodes = [Node(number + 1) for number in range(Random(f"{seed} nodes").choice((2, 3)))]
+        self._switch = Node(SWITCH)
+        self._switch.switch(nodes)
         nodes[1].run("ip", "addr", "add", f"{LIAR}/24", "dev", "eth0")
         options = "--protected-mode", "no"
         self.redis = RedisServer(directory, nodes[0].address, 6379, options, nodes[0].prefix)
         self.redis.start()
         self.sides = [
-            self._side(name, node, library) for name, node in zip("ab", nodes, strict=True)
+            self._side(name, node, library) for name, node in zip("abc", nodes, strict=False)
         ]
 
-    def begin(self) -> None:
+    def begin(self, with_engines: bool) -> None:
         """Start daemons and clients; `close` ends them, also where this fails."""
         for side in self.sides:
             side.begin()
-        for side, other in zip(self.sides, self.sides[::-1], strict=True):
+        if with_engines:
+            self.engines = Engines(self)
+        for side in self.sides:
             side.daemon.wait_serving()
-            side.start([other.node.peer])
+            side.start([other.node.peer for other in self.sides if other is not side])
 
     def _side(self, name: str, node: Node, library: Path) -> Side:
         faults, disk = self.directory / f"faults-{name}", self.directory / f"disk-{name}"
@@ -108,7 +124,9 @@ class World:
         for side in self.sides:
             for client in (*side.clients, side.probe):
                 living.update(client.ledger.counts())
-        return {count: living[count] for count in COUNTS}
+        if self.engines is not None:
+            living.update(self.engines.counts())
+        return {count: living[count] for count in (*COUNTS, *OTHER_COUNTS)}
 
     def watch(self) -> None:
         """Look at everything once."""
@@ -118,7 +136,9 @@ class World:
             said = json.loads(line)
             if said["kind"] != "late" or not self._was_stopped(said["client"], said["text"]):
                 self.violation(said["kind"], f"{said['client']}: {said['text']}")
-        for log in (*(side.daemon.log for side in self.sides), self.directory / "clients.log"):
+        daemons = [side.daemon.log for side in self.sides]
+        engines = [] if self.engines is None else [each.engine.log for each in self.engines.served]
+        for log in (*daemons, *engines, self.directory / "clients.log"):
             lines, seen = self._new_lines(log), self._tracebacks[log]
             known = sum(GRPCIO_AT_A_CLOSE in line for line in lines)
             self.counts["grpcio at a close"] += known
@@ -154,13 +174,15 @@ class World:
 
     def rest(self) -> None:
         """Once all faults are healed: pause all clients, and see that nothing has leaked."""
+        if self.engines is not None:
+            self.engines.rest()
         for side in self.sides:
             for client in side.clients:
                 self.replies.ask(client, "pause", CALL_TIMEOUT_S + 3 * SLACK_S + 5)
         for side in self.sides:
             try:
                 side.daemon.check_nothing_leaked(within_s=40.0)
-                most = len(side.clients) + 1
+                most = len(side.clients) + 1 + (SESSIONS if side.engine is not None else 0)
                 eventually(
                     lambda side=side, most=most: side.daemon.status().sessions <= most,
                     10.0,
@@ -171,6 +193,8 @@ class World:
         self.watch()
 
     def go_on(self) -> None:
+        if self.engines is not None:
+            self.engines.go_on()
         for side in self.sides:
             for client in side.clients:
                 self.replies.ask(client, "go_on", 5.0)
@@ -180,6 +204,8 @@ class World:
         if self.is_closed:
             return
         self.is_closed = True
+        if self.engines is not None:
+            self.engines.close()
         begun = [side for side in self.sides if side.daemon._process is not None]
         for side in begun:
             side.daemon._process.send_signal(signal.SIGCONT)
@@ -200,3 +226,4 @@ class World:
         self.redis.kill()
         for side in self.sides:
             side.node.close()
+        self._switch.close()

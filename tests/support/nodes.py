@@ -87,6 +87,18 @@ class Node:
             node.run("ip", "addr", "add", f"{node.address}/24", "dev", "eth0")
             node.run("ip", "link", "set", "eth0", "up")
 
+    def switch(self, nodes: Sequence[Node]) -> None:
+        """Be the switch that all of them have a cable to."""
+        self.run("ip", "link", "add", "switch", "up", "type", "bridge")
+        for number, node in enumerate(nodes):
+            port, pid = f"port{number}", str(node._holder.pid)
+            self.run(
+                *("ip", "link", "add", port, "master", "switch", "up", "type", "veth"),
+                *("peer", "name", "eth0", "netns", pid),
+            )
+            node.run("ip", "addr", "add", f"{node.address}/24", "dev", "eth0")
+            node.run("ip", "link", "set", "eth0", "up")
+
     def cable(self, up: bool) -> None:
         self.run("ip", "link", "set", "eth0", "up" if up else "down")
 
