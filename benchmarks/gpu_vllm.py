@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpu_common import NEAR, POOL_BYTES, Row, daemon_of
+from gpu_common import GIB, NEAR, POOL_BYTES, Row, daemon_of
 
 from ecd_client.calls import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
@@ -95,7 +95,11 @@ def vllm() -> list[Row]:
         for number, (name, way) in enumerate(WAYS.items()):
             setup: dict[str, Any] = {
                 "model": model,
-                "engine": {"gpu_memory_utilization": 0.12, "enable_prefix_caching": False},
+                "engine": {
+                    "gpu_memory_utilization": 0.12,
+                    "kv_cache_memory_bytes": GIB,
+                    "enable_prefix_caching": False,
+                },
             }
             if way.pool is not None:
                 extra = {"ecd_address": addresses[way.pool], **way.extra}

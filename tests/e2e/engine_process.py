@@ -134,6 +134,7 @@ def forget(engine: LLM) -> None:
     core = engine.llm_engine.engine_core.engine_core
     core.scheduler.encoder_cache_manager.reset()
     cache = runner(engine).encoder_cache
+    cache = getattr(cache, "encoder_outputs", cache)  # of vLLM's second model runner
     for name in [name for name in cache if isinstance(name, str)]:
         del cache[name]
     engine.reset_prefix_cache()

@@ -244,7 +244,8 @@ def test_a_client_pins_again_after_a_restart(cuda: Cuda, control: Control, daemo
         daemon.kill()
         process.stdin.write("\n")
         process.stdin.flush()
-        eventually(lambda: control.counters().registrations == 1, what="the old pool is unpinned")
+        unpinned = "the old pool is unpinned"
+        eventually(lambda: control.counters().registrations == 1, 15.0, unpinned)
         daemon.start()
     assert process.wait(20) == 0
 

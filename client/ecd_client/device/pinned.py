@@ -119,21 +119,25 @@ class PinnedPool:
             self._closing = True
             pieces = range(0, self.pinned_bytes, PIECE_BYTES)
             self.pinned_bytes = 0
-            with driver.on(self._device):
-                for offset in pieces:
-                    _slowly(partial(driver.unregister, self._mapping.address + offset))
+        with driver.on(self._device):
+            for offset in pieces:
+                _slowly(partial(driver.unregister, self._mapping.address + offset))
 
     def cut_off(self) -> None:
         """In a forked child: nothing written here reaches the pool any more."""
         self._mapping.cut_off()
 
 
+_driver = threading.Lock()
+
+
 def _slowly(call: Callable[[], T]) -> T:
-    """Make a call of the driver, then leave it to others for as long."""
-    started_s = time.monotonic()
-    result = call()
-    time.sleep(time.monotonic() - started_s)
-    return result
+    """Make a call of the driver, then leave it to the engine's launches for as long."""
+    with _driver:  # while one pool is unpinned, the next is pinned: pauses of both, not of each
+        started_s = time.monotonic()
+        result = call()
+        time.sleep(time.monotonic() - started_s)
+        return result
 
 
 _lock = threading.RLock()  # which a garbage-collected item may take within
@@ -187,8 +191,8 @@ def _unregister(pool: PinnedPool) -> None:
 
 
 def _in_child() -> None:
-    global _lock
-    _lock = threading.RLock()
+    global _lock, _driver
+    _lock, _driver = threading.RLock(), threading.Lock()
     for pool in _leaving:
         pool.cut_off()
     _pools.clear()

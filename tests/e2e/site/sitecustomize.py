@@ -15,6 +15,8 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
             import torch
 
+            if torch.version.cuda is not None:
+                return None
             library = torch.library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):
                 library.define(
