@@ -299,7 +299,9 @@ class PutWriter:
         pause_s, longest_s = PAUSES_S
         while not (answer := look()):
             now_s = time.monotonic()
-            if self.session_is_over or now_s - started_s > timeout_s:
+            if self.session_is_over:
+                raise DaemonUnavailable("the session ended before the daemon took the put")
+            if now_s - started_s > timeout_s:
                 raise DaemonUnavailable("the daemon did not take a put in time")
             if now_s - rung_s > RING_AGAIN_S:
                 self._ring()
