@@ -5,7 +5,7 @@
 Each client is a process of its own. A get takes an entry that some client has put, reads its first
 and last byte and lets it go; a put stores a new one, so that the pool, once full, evicts all the
 time. Percentiles are over all operations of all clients. First the clients do what they can, then
-the same with `--rate` operations a second together, then `--many` clients at that rate.
+the same with `--rate` operations a second together, then `--many` clients with `--many-rate`.
 
 Fairness: a light client does 50 operations a second, alone and beside one, four and 16 clients
 that do what they can. The machine's cores are shared, so beside it stands how late the light
@@ -45,6 +45,8 @@ from rich.console import Console
 from ecd_client import Client, EcdError
 
 POOL_BYTES = 512 * MIB
+ENTRIES = 800
+"""Put before the start by all clients together; twice as many are asked for then."""
 PERCENTILES = (50, 99, 99.9)
 PAUSE_S = 0.002
 """How far a client that is held back gets ahead before it sleeps."""
@@ -69,9 +71,9 @@ def work(
     chance, data = random.Random(number), bytes([number]) * nbytes
     took: dict[str, list[float]] = {"get": [], "put": [], "miss": []}
     with Client(address, namespace="load") as client:
-        for index in range(200):
+        first = latest = max(1, ENTRIES // clients)
+        for index in range(first):
             client.put_bytes(f"{number}-{index}", data, "uint8", (nbytes,))
-        latest = 200
         time.sleep(1.0)
         start.wait(START_S)
         deadline_s = time.perf_counter() + seconds
@@ -83,7 +85,7 @@ def work(
                 started_s = time.perf_counter()
             if chance.random() < gets:
                 # Everybody stores at about the same pace, so others have what we had by now.
-                index = chance.randrange(max(0, latest - 400), latest)
+                index = chance.randrange(max(0, latest - 2 * first), latest)
                 item = client.get(f"{chance.randrange(clients)}-{index}")
                 if item is None:
                     took["miss"].append((time.perf_counter() - started_s) * 1e6)
@@ -111,12 +113,13 @@ def main(
     seconds: Annotated[float, typer.Option(help="How long.")] = 10.0,
     rate: Annotated[float, typer.Option(help="Operations a second of the second run.")] = 22_000.0,
     many: Annotated[int, typer.Option(help="Processes of the third run.")] = 64,
+    many_rate: Annotated[float, typer.Option(help="Operations a second of that run.")] = 4_000.0,
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     out, progress = Console(highlight=False, width=120), Console(stderr=True)
     found, text = [], f"{machine()}.\n"
-    for count, limit in ((clients, 0.0), (clients, rate), (many, rate)):
+    for count, limit in ((clients, 0.0), (clients, rate), (many, many_rate)):
         progress.print(f"{count} clients, {seconds:g} s ...")
         took, cpu = run(count, gets, kib << 10, seconds, limit)
         total = sum(map(len, took.values())) / seconds

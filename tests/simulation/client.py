@@ -203,6 +203,8 @@ class Client:
             reply = await session.call(acquire, 0.0)
             [outcome] = reply.outcomes
             if outcome.HasField("waiting"):
+                if not session.is_open:  # it died as it was answered
+                    raise DaemonGone
                 ended = session.wait(outcome.waiting.ticket)
                 try:
                     outcome = await session.in_time(ended, begun, wait_s, "a wait")
