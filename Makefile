@@ -195,7 +195,7 @@ demo: $(VENV)/.ready  ## a daemon, a producer and a consumer process, and what h
 	@$(BIN)/python docs/examples/demo.py
 
 .PHONY: bench
-bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one node, steps, load, first tokens, two nodes, the disk, the directory, a hot picture, events, growth, the event loop, eviction policies
+bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one node, steps, load, first tokens, two nodes, the disk, the directory, a hot picture, ten thousand nodes, events, growth, the event loop, eviction policies
 	$(BIN)/python benchmarks/run.py --output docs/benchmarks/one-node.md --plot docs/benchmarks/one-node.png
 	$(BIN)/python benchmarks/steps.py --output docs/benchmarks/steps.md
 	$(BIN)/python benchmarks/copies.py --output docs/benchmarks/copies.md
@@ -210,6 +210,7 @@ bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one no
 	$(BIN)/python benchmarks/disk.py --output docs/benchmarks/disk.md
 	$(BIN)/python benchmarks/directory.py --output docs/benchmarks/directory.md
 	$(BIN)/python benchmarks/hot.py --output docs/benchmarks/hot.md --plot docs/benchmarks/hot.svg
+	$(BIN)/python benchmarks/scale.py --output docs/benchmarks/scale.md
 	$(BIN)/python benchmarks/events.py --output docs/benchmarks/events.md
 	$(BIN)/python benchmarks/eviction.py --output docs/benchmarks/eviction.md --plot docs/benchmarks/eviction.svg
 

@@ -2,17 +2,15 @@
 
     python benchmarks/hot.py [--nodes N] [--output FILE.md] [--plot FILE.svg]
 
-ecd's own daemons run on the simulated clock and network of tests/simulation. The reads from one
-node share its link, as flows of TCP do, and Redis answers one command at a time. The picture and
-all bandwidths are SCALE times smaller than said, so that a thousand pools fit into memory: times
-are as said.
+ecd's own daemons run on the simulated clock and network of tests/simulation, with the links and the
+Redis of hot_model.py. The picture and all bandwidths are SCALE times smaller than said, so that a
+thousand pools fit into memory: times are as said.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import heapq
 import itertools
 import logging
 import os
@@ -20,27 +18,21 @@ import sys
 from math import ceil, log2
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 from unittest import mock
 
 import typer
 from common import markdown, show, write_page
+from hot_model import REDIS_WINDOW_S, BusyPipe, BusyRedis, Links, Reader
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from ecd.config import Config
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from simulation.client import Client
-from simulation.clock import OUTSIDE, VirtualLoop, virtual_time
-from simulation.engine import Engines, Transfer
-from simulation.network import Network, Weather
-from simulation.redis import Client as RedisClient
-from simulation.redis import SimulatedRedis
+from simulation.clock import VirtualLoop, virtual_time
+from simulation.network import Weather
 from simulation.run import _abandon, small
 from simulation.scenario import SIZES, Action, Scenario
-from simulation.stream import Pipe
 from simulation.world import Run
 
 PICTURE_BYTES = 32 << 20
@@ -55,129 +47,6 @@ DELAY_S = (50e-6, 100e-6)
 """How long a message takes, one way."""
 MESSAGE_S = 0.2e-3
 """What a message costs the daemon that receives it (docs/benchmarks/directory.md)."""
-REDIS_S = {"eval": 37e-6, "hset": 3.3e-6, "set": 35e-6, "exists": 20e-6}
-"""What a command costs Redis (docs/benchmarks/directory.md); `exists` as half a lookup."""
-
-
-class Uplink:
-    """A node's link to the others: the reads under way get equal parts of it."""
-
-    def __init__(self, loop: VirtualLoop, bytes_per_s: float) -> None:
-        self._loop, self._bytes_per_s = loop, bytes_per_s
-        self._each = 0.0  # bytes that a read would have got if it had been there from the start
-        self._since_s = 0.0
-        self._reads: list[tuple[float, int, Any]] = []
-        self._numbers = itertools.count()
-        self._timer: Any = None
-
-    def add(self, nbytes: int, done: Any) -> None:
-        self._go_on()
-        heapq.heappush(self._reads, (self._each + nbytes, next(self._numbers), done))
-        self._wait()
-
-    def _go_on(self) -> None:
-        now_s = self._loop.now_s
-        if self._reads:
-            self._each += (now_s - self._since_s) * self._bytes_per_s / len(self._reads)
-        self._since_s = now_s
-
-    def _wait(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._reads:
-            left_s = (self._reads[0][0] - self._each) * len(self._reads) / self._bytes_per_s
-            self._timer = self._loop.call_later(max(left_s, 0.0), self._over, context=OUTSIDE)
-
-    def _over(self) -> None:
-        self._go_on()
-        while self._reads and self._reads[0][0] <= self._each + 0.5:
-            heapq.heappop(self._reads)[2]()
-        self._wait()
-
-
-class Links(Engines):
-    """Engines whose transfers share the link of the node that is read."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__(network)
-        self.uplinks: dict[str, Uplink] = {}
-        self.read_bytes: dict[str, int] = {}
-        self.readers: dict[str, dict[str, int]] = {}
-        self.most_readers: dict[str, int] = {}
-
-    def begin(self, transfer: Transfer) -> None:
-        network, name = self.network, transfer.engine
-        transfer.may_write = lambda: None
-        if name not in self.uplinks:
-            self.uplinks[name] = Uplink(network.loop, network.weather.bytes_per_s)
-        readers = self.readers.setdefault(name, {})
-        reader = transfer.reader.endpoint
-        is_large = transfer.nbytes > 16
-        if is_large:
-            readers[reader] = readers.get(reader, 0) + 1
-            self.most_readers[name] = max(self.most_readers.get(name, 0), len(readers))
-
-        def served() -> None:
-            if is_large:
-                readers[reader] -= 1
-                if not readers[reader]:
-                    del readers[reader]
-            self.read_bytes[name] = self.read_bytes.get(name, 0) + transfer.nbytes
-            self._serve(transfer, 0, transfer.nbytes, True)
-
-        def arrive() -> None:
-            self.uplinks[name].add(transfer.nbytes, served)
-
-        network.loop.call_later(2 * network.delay_s(), arrive, context=OUTSIDE)
-
-
-class BusyRedis(SimulatedRedis):
-    """A Redis that takes its time for each command, one after the other."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__(network)
-        self.busy_s = self.free_s = 0.0
-
-    def client(self, url: str, timeout_s: float) -> RedisClient:
-        return BusyClient(self, timeout_s)
-
-
-class BusyClient(RedisClient):
-    async def send(self, commands: list[Any]) -> list[Any]:
-        redis: Any = self._redis
-        took_s = sum(REDIS_S.get(name, 3.3e-6) for name, *_ in commands)
-        redis.busy_s += took_s
-        redis.free_s = max(redis.free_s, redis.network.loop.now_s) + took_s
-        await asyncio.sleep(redis.free_s - redis.network.loop.now_s)
-        return await super().send(commands)
-
-
-class BusyPipe(Pipe):
-    """A stream's direction whose receiver takes in one message after the other."""
-
-    message_s = 0.0
-    free_s: ClassVar[dict[str, float]] = {}
-
-    def put(self, message: object) -> None:
-        _, receiver = self._way
-        loop = self._network.loop
-        at_s = max(loop.now_s, self.free_s.get(receiver, 0.0)) + self.message_s
-        self.free_s[receiver] = at_s
-        loop.call_at(at_s, super().put, message, context=OUTSIDE)
-
-
-class Reader(Client):
-    """An engine that notes when it has stored the picture, and when it has it from another node."""
-
-    stored_s = has_s = None
-
-    async def put(self, number: int, seconds: float, choice: float) -> None:
-        await super().put(number, seconds, choice)
-        self.stored_s = self._loop.now_s
-
-    async def _read(self, session: Any, action: Action, leased: Any) -> None:
-        self.has_s = self._loop.now_s
-        await super()._read(session, action._replace(seconds=0.0), leased)
 
 
 class Outcome(NamedTuple):
@@ -188,6 +57,11 @@ class Outcome(NamedTuple):
     copies: float  # that the producer sent
     links: int  # at the producer
     redis_s: float
+    redis_commands: int
+    redis_peak: float  # commands a second
+    redis_longest_s: float  # that a command waited and took
+    late_lookups: int
+    refused: int  # links, by all nodes
 
 
 WAYS = {
@@ -197,8 +71,15 @@ WAYS = {
 }
 
 
-def hot(nodes: int, bytes_per_s: float, readers: int, way: str, message_s: float = 0.0) -> Outcome:
-    """Have every node want the picture that one has, or makes."""
+def hot(
+    nodes: int,
+    bytes_per_s: float,
+    readers: int,
+    way: str,
+    message_s: float = 0.0,
+    over_s: float = 0.0,
+) -> Outcome:
+    """Have every node want the picture that one has, or makes, one after the other in `over_s`."""
     rng = Random(nodes)
     loop = VirtualLoop(rng)
     asyncio.set_event_loop(loop)
@@ -216,7 +97,7 @@ def hot(nodes: int, bytes_per_s: float, readers: int, way: str, message_s: float
             mock.patch("simulation.stream.Pipe", BusyPipe),
             mock.patch("simulation.world._config", return_value=config),
         ):
-            return _run(loop, Scenario(nodes, nodes, *about), way)
+            return _run(loop, Scenario(nodes, nodes, *about), way, over_s)
     finally:
         BusyPipe.free_s = {}
         _abandon(loop)
@@ -224,15 +105,15 @@ def hot(nodes: int, bytes_per_s: float, readers: int, way: str, message_s: float
         gc.enable()
 
 
-def _run(loop: VirtualLoop, scenario: Scenario, way: str) -> Outcome:
+def _run(loop: VirtualLoop, scenario: Scenario, way: str, over_s: float) -> Outcome:
     run = Run(loop, scenario)
     run.engines, run.redis = Links(run.network), BusyRedis(run.network)
-    outcome = loop.run_until_complete(_hot(run, way))
+    outcome = loop.run_until_complete(_hot(run, way, over_s))
     assert not [*run.violations, *loop.errors], (run.violations, loop.errors)
     return outcome
 
 
-async def _hot(run: Run, way: str) -> Outcome:
+async def _hot(run: Run, way: str, over_s: float) -> Outcome:
     loop, is_made = run.loop, way == "made"
     for number in range(run.scenario.nodes):
         run.start(number, is_warm=False)
@@ -242,22 +123,33 @@ async def _hot(run: Run, way: str) -> Outcome:
     if not is_made:
         await clients[0].put(KEY, 0.001, 0.0)
         await asyncio.sleep(0.5)
-    start_s, run.redis.busy_s = loop.now_s, 0.0
+    start_s = loop.now_s
+    run.redis.begin()
     choice = 0.51 if way == "hints" else 0.5
     action = Action(0.0, "", 0, 0, KEY, TIMEOUT_S, choice)
     wanting = clients if is_made else clients[1:]
-    await asyncio.gather(*(each.get(action, is_made) for each in wanting))
+
+    async def get(number: int, client: Reader) -> None:
+        await asyncio.sleep(over_s * number / len(wanting))
+        await client.get(action, is_made)
+
+    await asyncio.gather(*(get(number, client) for number, client in enumerate(wanting)))
     stored_s, producer = min(
         (each.stored_s, number) for number, each in enumerate(clients) if each.stored_s is not None
     )
     start_s = max(start_s, stored_s)
-    engines, daemon = run.engines, run.daemons[producer]
+    engines, redis, daemon = run.engines, run.redis, run.daemons[producer]
     return Outcome(
         sorted(each.has_s - start_s for each in wanting if each.has_s is not None),
-        max(engines.most_readers.values()),
+        max(engines.most_readers.values(), default=0),
         engines.read_bytes.get(daemon.engine.endpoint, 0) * SCALE / PICTURE_BYTES,
         len(daemon.peers._links),
-        run.redis.busy_s,
+        redis.busy_s,
+        redis.commands.total(),
+        max(redis.commands.values(), default=0) / REDIS_WINDOW_S,
+        redis.longest_s,
+        sum(each.cluster._directory.state.errors for each in run.daemons),
+        sum(each.cache.counters.refused["peer_links"] for each in run.daemons),
     )
 
 

@@ -29,10 +29,10 @@ MAX_FLIGHTS = 1024
 FETCHED, MISSING, LOCAL, READ = "fetched", "missing", "written here", "read from disk"
 UNREACHABLE, FAILED, CORRUPT, STALE = "unreachable", "read failed", "corrupt", "stale"
 NO_ROOM, LATE, REFUSED, ERROR, MADE = "no room", "late", "too many", "error", "made here"
-SLOWER = "slower than encoding"
+SLOWER, FULL = "slower than encoding", "full"
 OUTCOMES = (
     *(FETCHED, MISSING, LOCAL, READ, UNREACHABLE, FAILED, CORRUPT, STALE),
-    *(NO_ROOM, LATE, REFUSED, ERROR, MADE, SLOWER),
+    *(NO_ROOM, LATE, REFUSED, ERROR, MADE, SLOWER, FULL),
 )
 FINAL = {FETCHED, LOCAL, READ, NO_ROOM}
 """Outcomes after which nobody else is asked."""

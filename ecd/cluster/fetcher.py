@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from ecd.cluster.admission import Admitted
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.directory import Candidate
 from ecd.cluster.link import Elsewhere, Link, PeerLease
-from ecd.cluster.peer import PeerUnavailable
+from ecd.cluster.peer import PeerFull, PeerUnavailable
 from ecd.cluster.pool_reads import PoolReads
 from ecd.cluster.reads import ReadFailed, Reading
 from ecd.core.outcomes import (
@@ -45,6 +46,7 @@ from ecd.flights import (
     FAILED,
     FETCHED,
     FINAL,
+    FULL,
     LOCAL,
     MADE,
     MISSING,
@@ -74,6 +76,8 @@ READ_FIRST_BYTES = 1 << 20
 """Entries of this size or more are read before the peer is asked: reading takes longer."""
 TURNS_TO_ASK = 2
 """Turns of the event loop until a question to the peer is on its way."""
+FULL_PAUSES_S = (0.25, 0.5, 1.0)
+"""Pauses, each up to twice as long, after which nodes are asked again if one took no more links."""
 RETRY_PAUSE_S = 0.1
 """Pause before a read is tried again, after more failures than connections that can have died."""
 
@@ -186,12 +190,29 @@ class Fetcher:
             flight.is_awaited = False
 
     async def _bring_stored(self, flight: Flight) -> str:
-        """Ask some hinted nodes, those of the directory, the other hinted ones; the outcome."""
+        """Bring what a node has; the outcome.
+
+        A node that takes no more links has been asked by many, so others have the key soon.
+        """
+        outcome = await self._ask_nodes(flight, MAX_HINTED)
+        for pause_s in FULL_PAUSES_S:
+            if outcome != FULL:
+                break
+            with Stage("pause after a refusal"):
+                await asyncio.sleep(random.uniform(pause_s, 2 * pause_s))
+            outcome = await self._ask_nodes(flight, 0)
+        return outcome
+
+    async def _ask_nodes(self, flight: Flight, first: int) -> str:
+        """Ask so many hinted nodes, those of the directory, the other hinted ones; the outcome.
+
+        FULL if one of them took no more links, and none had the key.
+        """
         asked: set[str] = set()
         outcome = MISSING
         with Stage("directory"):
             hinted = await self._candidates.hinted(flight.hints)
-        for some in (hinted[:MAX_HINTED], None, hinted[MAX_HINTED:]):
+        for some in (hinted[:first], None, hinted[first:]):
             if some is None:
                 with Stage("directory"):
                     some = await self._candidates.known(flight.key)
@@ -204,7 +225,7 @@ class Fetcher:
                 found = await self._try(each, flight)
                 if found in FINAL:
                     return found
-                if found != MISSING and outcome != SLOWER:
+                if found != MISSING and outcome not in (SLOWER, FULL):
                     outcome = found
         return outcome
 
@@ -238,7 +259,7 @@ class Fetcher:
             return await self._bring_from(candidate, flight, made_within_s, or_elsewhere)
         except PeerUnavailable as error:
             logger.debug("%s: %s", flight.key.mm_hash, error)
-            return UNREACHABLE
+            return FULL if isinstance(error, PeerFull) else UNREACHABLE
         except _Failed as error:
             logger.warning("%s from %s: %s", flight.key.mm_hash, candidate.hint.node, error)
             return str(error)

@@ -20,6 +20,10 @@ class PeerUnavailable(Exception):
     """The node cannot be asked now; the message says why."""
 
 
+class PeerFull(PeerUnavailable):
+    """The node answers, and takes no more links."""
+
+
 @dataclass(eq=False)
 class Peer:
     """A node, its last description of itself, and counts of what was read from it."""
@@ -28,6 +32,7 @@ class Peer:
     hinted: bool = False  # only requests name it
     last: pb.NodeDescription = field(default_factory=pb.NodeDescription)
     last_error: str = ""
+    is_full: bool = False  # it took no more links when it was asked last
     backoff_s: float = 0.0
     retry_at_s: float = 0.0
     round_trip_s: float = 0.0
@@ -48,14 +53,19 @@ class Peer:
 
     def connected(self, description: pb.NodeDescription) -> None:
         self.last, self.last_error = description, ""
-        self.backoff_s = 0.0
+        self.is_full, self.backoff_s = False, 0.0
 
-    def failed(self, why: object) -> None:
+    def failed(self, why: object, is_full: bool = False) -> None:
         """Ask the node no more for a while, each time for longer."""
         self.blame(why)
+        self.is_full = is_full
         first_s, longest_s = BACKOFF_S
         self.backoff_s = min(max(2 * self.backoff_s, first_s), longest_s)
         self.retry_at_s = time.monotonic() + self.backoff_s
+
+    def unavailable(self, why: str) -> PeerUnavailable:
+        """The error for callers who want a link."""
+        return (PeerFull if self.is_full else PeerUnavailable)(f"{self.node}{why}")
 
     def blame(self, why: object) -> None:
         """Note an error of the node that is no reason to avoid it."""

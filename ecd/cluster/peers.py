@@ -165,7 +165,7 @@ class Peers:
         if peer.node in self._connecting:
             return self._connecting[peer.node]
         if time.monotonic() < peer.retry_at_s:
-            raise PeerUnavailable(f"{peer.node} did not answer lately: {peer.last_error}")
+            raise peer.unavailable(f" did not answer lately: {peer.last_error}")
         is_stranger = peer.is_stranger
         if is_stranger:
             self._check_strangers_tried()
@@ -232,7 +232,9 @@ class Peers:
             link = await within(CONNECT_TIMEOUT_S, self._greet(peer, channel))
         except BaseException as error:
             await channel.close()
+            is_full = False
             if isinstance(error, grpc.RpcError):
+                is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 why = error.details() or error.code().name
             elif isinstance(error, asyncio.TimeoutError):
                 why = f"no answer within {CONNECT_TIMEOUT_S} s"
@@ -244,9 +246,9 @@ class Peers:
             else:
                 raise
             why = " ".join(why.split())  # it may be the node's own words: one line of log is ours
-            peer.failed(why)
+            peer.failed(why, is_full)
             logger.info("peer %s: %s", peer.node, why)
-            raise PeerUnavailable(f"{peer.node}: {why}") from None
+            raise peer.unavailable(f": {why}") from None
         finally:
             del self._connecting[peer.node]
         self._links[peer.node] = link

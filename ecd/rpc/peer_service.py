@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from ecd.background import first_of
 from ecd.core.outcomes import LimitReached
 from ecd.core.types import SessionId
 from ecd.live import LiveCache
-from ecd.rpc.inbound_link import InboundLink, Memory
+from ecd.rpc.inbound_link import MAX_WAIT_S, InboundLink, Memory
 from ecd.rpc.peer_token import TokenCheck
 from ecd.rpc.serving import Serving
 from ecd.rpc.sessions import HELLO_TIMEOUT_S
@@ -39,7 +40,8 @@ class PeerService(pb_grpc.PeerServicer):
     ) -> None:
         self._live, self._memory, self._token = live, memory, token
         self.serving = Serving(readers_per_entry, live.refuse)
-        self._links: set[InboundLink] = set()
+        self._links: OrderedDict[InboundLink, float] = OrderedDict()
+        """When each was used last, in that order."""
 
     async def Describe(self, request: pb.DescribeRequest, context: Ctx) -> pb.NodeDescription:
         await self._token.check(context)
@@ -58,20 +60,45 @@ class PeerService(pb_grpc.PeerServicer):
             )
             return
         link = InboundLink(self._live, self._memory, self.serving, session, hello.node)
-        self._links.add(link)
+        self._use(link)
         logger.info("peer %s opened a link", hello.node)
         try:
             await context.write(pb.LinkReply(welcome=self._memory.describe()))
-            await first_of(_read(link, request_iterator), _write(link, context))
+            await first_of(self._read(link, request_iterator), _write(link, context))
         finally:
-            self._links.discard(link)
+            self._links.pop(link, None)
             link.end()
 
     def _open_session(self) -> SessionId | LimitReached:
-        if len(self._links) < MAX_LINKS:
+        if len(self._links) < MAX_LINKS or self._end_idle():
             return self._live.open_session()
         self._live.refuse("peer_links", MAX_LINKS)
         return LimitReached("links of peers", MAX_LINKS)
+
+    def _use(self, link: InboundLink) -> None:
+        self._links[link] = self._live.now_s()
+        self._links.move_to_end(link)
+
+    def _end_idle(self) -> bool:
+        """End the link that was not used for longest, if nothing asked on it can still go on."""
+        link, used_s = next(iter(self._links.items()))
+        if self._live.now_s() - used_s < MAX_WAIT_S + self._live.cache.lease_ttl_s:
+            return False
+        del self._links[link]
+        link.hang_up()
+        return True
+
+    async def _read(self, link: InboundLink, requests: AsyncIterator[pb.LinkRequest]) -> None:
+        async for request in requests:
+            self._use(link)
+            try:
+                await link.take(request)
+            except InvalidRequest as error:
+                logger.warning("peer %s broke the protocol: %s", link.node, error)
+                return
+            except Exception:
+                logger.exception("peer %s asked for what fails: its link ends", link.node)
+                return
 
     def end_all(self) -> None:
         """Make every link end, as the daemon stops."""
@@ -95,18 +122,6 @@ class PeerService(pb_grpc.PeerServicer):
                 f"{CONTRACT_VERSION}: upgrade the older one",
             )
         return first.hello
-
-
-async def _read(link: InboundLink, requests: AsyncIterator[pb.LinkRequest]) -> None:
-    async for request in requests:
-        try:
-            await link.take(request)
-        except InvalidRequest as error:
-            logger.warning("peer %s broke the protocol: %s", link.node, error)
-            return
-        except Exception:
-            logger.exception("peer %s asked for what fails: its link ends", link.node)
-            return
 
 
 async def _write(link: InboundLink, context: Ctx) -> None:

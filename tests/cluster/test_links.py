@@ -113,7 +113,8 @@ def test_many_keys_are_leased_in_turns(make_peer: MakePeer, client_of: ClientOf)
 
 
 def test_peers_cannot_take_all_sessions(make_peer: MakePeer, client_of: ClientOf) -> None:
-    a = make_peer().start()
+    """A node that is refused asks again: a link may be free by then."""
+    a, b = make_peer().start(), make_peer().start()
 
     async def take_all() -> None:
         async with peer_of(a.peer) as stub:
@@ -131,7 +132,12 @@ def test_peers_cannot_take_all_sessions(make_peer: MakePeer, client_of: ClientOf
             assert said == {"the daemon has its limit of 2048 links of peers"}
             assert len(refused) == len(links) - 2048
             client_of(a).put("k", torch.ones(1))
-            assert f'ecd_refused_total{{cause="peer_links"}} {float(len(refused))}' in a.metrics()
+            count = 'ecd_refused_total{cause="peer_links"}'
+            assert f"{count} {float(len(refused))}" in a.metrics()
+            [found] = client_of(b).get_async(["k"], 20.0, nodes=[[a.peer]])
+            await eventually_async(lambda: f"{count} {float(len(refused) + 1)}" in a.metrics())
+            next(call for call in links if not call.done()).cancel()
+            assert await asyncio.to_thread(found.result, 30) is not None
 
     asyncio.run(take_all())
     eventually(lambda: client_of(a).contains(["k"]) == [True])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -188,5 +189,6 @@ def virtual_time(loop: VirtualLoop, rng: Random) -> Iterator[None]:
         mock.patch.object(time, "time", wall_s),
         mock.patch.object(time, "sleep"),
         mock.patch.object(secrets, "token_hex", token_hex),
+        mock.patch.object(random, "uniform", rng.uniform),
     ):
         yield

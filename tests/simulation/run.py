@@ -62,9 +62,13 @@ class _Errors(logging.Handler):
 
 
 @contextmanager
-def small() -> Iterator[None]:
-    """Have the daemon's sizes be those of SCALE, and its disk tier run on no threads."""
+def small(links: int = Scenario.links) -> Iterator[None]:
+    """Have the daemon's sizes be those of SCALE, and its disk tier run on no threads.
+
+    It takes so many links of peers.
+    """
     patches = [mock.patch(name, value) for name, value in SCALE.items()]
+    patches.append(mock.patch("ecd.rpc.peer_service.MAX_LINKS", links))
     for part in ("disk_files", "disk_reads", "disk_writes"):
         patches.append(mock.patch(f"ecd.memory.{part}.Threads", SimulatedThreads))
     patches.append(mock.patch("ecd.memory.disk_files.gc"))  # freezing would keep every world
@@ -84,7 +88,7 @@ def simulate(scenario: Scenario) -> Result:
     asyncio.set_event_loop(loop)
     gc.disable()  # it would end tasks of dead daemons at any moment
     try:
-        with virtual_time(loop, rng), small():
+        with virtual_time(loop, rng), small(scenario.links):
             return _simulate(loop, scenario)
     finally:
         loop.settled = None

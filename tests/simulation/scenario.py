@@ -90,6 +90,8 @@ class Scenario:
     disk_failures: float
     actions: tuple[Action, ...]
     readers_per_entry: int
+    links: int = 2048
+    """Links of peers that a daemon takes."""
 
 
 def draw(seed: int) -> Scenario:
@@ -138,4 +140,5 @@ def draw(seed: int) -> Scenario:
         rng.choice((0.0, 0.1)),
         tuple(actions),
         rng.choice((1, 1, 2)),
+        rng.choice((1, *[2048] * 7)),
     )

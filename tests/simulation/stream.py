@@ -23,15 +23,15 @@ END, BROKEN = object(), object()
 
 
 class RpcFailed(grpc.RpcError):
-    def __init__(self, details: str) -> None:
+    def __init__(self, details: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
         super().__init__(details)
-        self._details = details
+        self._details, self._code = details, code
 
     def details(self) -> str:
         return self._details
 
     def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
+        return self._code
 
 
 class Channel:
@@ -127,7 +127,7 @@ class Stream:
         self.processes: list[Process | None] = [process, None]
         self.up = Pipe(network, client, server, self)
         self.down = Pipe(network, server, client, self)
-        self.status = ""
+        self.status: RpcFailed | None = None
         self._handler: asyncio.Task[object] | None = None
         self._is_cancelled = False
         network.streams.append(self)
@@ -216,11 +216,13 @@ class Call:
         if message is BROKEN:
             raise RpcFailed("the connection broke")
         if message is END:
+            if self._stream.status is not None:
+                raise self._stream.status
             return grpc.aio.EOF
         return pb.LinkReply.FromString(message)
 
     async def details(self) -> str:
-        return self._stream.status
+        return ""
 
     async def initial_metadata(self) -> tuple[()]:
         return ()
@@ -260,8 +262,8 @@ class ServerContext:
         self._stream.down.send(reply.SerializeToString())
         await asyncio.sleep(0)
 
-    async def abort(self, code: object, details: str) -> None:
-        self._stream.status = details
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self._stream.status = RpcFailed(details, code)
         raise Aborted(details)
 
 

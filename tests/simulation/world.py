@@ -89,11 +89,13 @@ class Run(World):
             left = self.daemons[number].leftovers()
         else:
             place.pool.view(0, place.pool.nbytes)[:] = bytes(place.pool.nbytes)
-        others = tuple(p.node for p in self.places if p is not place)
+        others: tuple[str, ...] = ()
+        if scenario.directory == "static":
+            others = tuple(p.node for p in self.places if p is not place)
         config = _config().model_copy(
             update={
                 "peer_address": place.node,
-                "peers": others if scenario.directory == "static" else (),
+                "peers": others,
                 "directory": "redis://r" if scenario.directory == "redis" else None,
                 "lease_ttl_s": scenario.lease_ttl_s,
                 "fetch_timeout_s": scenario.fetch_timeout_s,
