@@ -14,8 +14,8 @@ LONGEST = (
     *("tests/cluster", "tests/e2e", "tests/fuzz", "tests/integration/test_warm_restart.py"),
     *("tests/campaign", "tests/simulation"),
 )
-ALONE = "tests/campaign", "tests/simulation"
-"""Directories whose tests share nothing: each test is a scope."""
+ALONE = ("tests/simulation",)
+"""Directories of which each test is a scope. Campaigns are not: their limits are for one alone."""
 
 
 def place(nodeid: str) -> str:

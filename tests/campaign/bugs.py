@@ -7,3 +7,5 @@ BUGS = {
     "SharedIndex.pinned = lambda *_: iter((Portion(set(), is_last=True),)); "
 }
 """What a daemon runs before it starts. pins: a scan finds no entry pinned."""
+FOUND = "wrong"
+"""The kind of violation by which each is found."""

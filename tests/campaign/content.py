@@ -19,6 +19,7 @@ WINDOW, KEYS_A_SECOND = 60, 20
 CALL_TIMEOUT_S = 2.0
 SLACK_S = 2.0
 """What a request may be late on a machine whose cores are all busy."""
+RECOVERY_LIMIT_S = 30.0
 WORDS = 64
 COUNTS = "requests", "hits", "misses", "puts", "refused", "verified_bytes", "checks"
 FIRST_THREAD_WORD, WORDS_A_THREAD = 16, 2

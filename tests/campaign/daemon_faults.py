@@ -29,10 +29,8 @@ def kill_daemon(side: Side, chance: Random) -> float:
     serving_s = side.serve()
     side.works(f"{serving_s}")
 
-    def is_lost(key: str) -> bool:
-        return ask(side.probe, "kept", 9.0, key=key, wait_s=0.1, nodes=[]) is False
-
-    lost = [key for key in put if is_lost(key)]
+    said = {key: ask(side.probe, "kept", 9.0, key=key, wait_s=0.1, nodes=[]) for key in put}
+    lost = {key: answer for key, answer in said.items() if answer is not True}
     if not is_full and evictions(side) == 0:
         side.world.counts["kept"] += len(put) - len(lost)
         if lost:

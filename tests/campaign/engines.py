@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,12 +69,11 @@ class Served:
         return Engine(VERSION, log, setup, self.side.node.prefix, **EAGER, **ENVIRON)
 
     def signal(self, what: int) -> None:
+        pid = self.engine._process.pid  # read once: another engine may take its place meanwhile
+        if what == signal.SIGKILL:
+            self._killed.add(pid)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.engine._process.pid, what)
-
-    def kill(self) -> None:
-        self._killed.add(self.engine._process.pid)
-        self.signal(signal.SIGKILL)
+            os.kill(pid, what)
 
     def close(self) -> None:
         try:
@@ -84,13 +84,19 @@ class Served:
 
     def run(self) -> None:
         """Ask until it is over; an engine that has ended is started again."""
+        try:
+            self._run()
+        except Exception:
+            self.world.violation("the campaign", traceback.format_exc())
+
+    def _run(self) -> None:
         while not self.is_over:
             try:
                 self.engine.wait_ready()
                 with self.resting:
                     if not self.is_over:
                         self._ask()
-            except (AssertionError, OSError, ValueError) as error:
+            except Exception as error:
                 self._ended(error)
             time.sleep(self._chance.uniform(0.0, 0.1))
 
@@ -105,12 +111,14 @@ class Served:
         reply = self.engine.receive(LIMIT_S)
         self.took_s.append(reply["seconds"])
         counts = self.counts
-        pictures = sum(len(request["images"]) for request in requests)
+        pictures = [tuple(image) for request in requests for image in request["images"]]
         counts["pictures encoded"] += reply["encoded"]
-        counts["pictures"] += pictures
+        counts["pictures"] += len(pictures)
+        counts["pictures taken"] += max(0, len(set(pictures)) - reply["encoded"])
         for number, output in zip(numbers, reply["outputs"], strict=True):
             if output["finish_reason"] != "length":
                 counts["engine requests failed"] += 1
+                self._unanswered(f"{number} ended with {output['finish_reason']}")
             elif output["tokens"] == self._right[number]:
                 counts["engine answers"] += 1
             else:
@@ -126,11 +134,14 @@ class Served:
                 process.wait(ENDS_S)
                 self._lost(error)
             except subprocess.TimeoutExpired:
-                self.world.violation("late", f"engine of {self.side.name}: {error}")
-                self.kill()
+                self._unanswered(repr(error))
+                self.signal(signal.SIGKILL)
         process.wait()
         self.engine._replies.close()
         self.engine = self._start()
+
+    def _unanswered(self, said: str) -> None:
+        self.world.violation("unanswered", f"engine of {self.side.name}: {said}")
 
     def _lost(self, error: Exception) -> None:
         self.counts["engines lost"] += 1
@@ -169,6 +180,13 @@ class Engines:
     def counts(self) -> Counter[str]:
         return sum((served.counts for served in self.served), Counter())
 
+    def check(self) -> None:
+        """There were answers, and ecd has saved engines the encoding of some pictures."""
+        counts = self.counts()
+        for count in ("engine answers", "pictures taken"):
+            if not counts[count]:
+                self.served[0].world.violation("nothing compared", f"no {count}")
+
     def rest(self) -> None:
         """Returns once no request is under way; none begins before `go_on`."""
         for served in self.served:
@@ -198,5 +216,5 @@ def stop_engine(side: Side, chance: Random) -> float:
 def kill_engine(side: Side, chance: Random) -> float:
     """Amid its requests; another one is started."""
     assert side.engine is not None
-    side.engine.kill()
+    side.engine.signal(signal.SIGKILL)
     return healed()

@@ -85,8 +85,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         lines[-1:-1] = [
             f"| engines' answers, each as without ecd | {total['engine answers']:,} |",
             f"| engines' requests that failed alone | {total['engine requests failed']:,} |",
-            f"| pictures of these requests: encoded / taken from ecd | "
-            f"{total['pictures encoded']:,} / {total['pictures'] - total['pictures encoded']:,} |",
+            f"| pictures of these requests / of which engines encoded | "
+            f"{total['pictures']:,} / {total['pictures encoded']:,} |",
             f"| three requests at an engine until all are answered, ms "
             f"| {middle_and_worst(said['answers_s'])} |",
             f"| engines lost | {total['engines lost']} |",

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from campaign import client_faults, daemon_faults, engines, outside_faults
-from campaign.bugs import BUGS
+from campaign.bugs import BUGS, FOUND
 from campaign.kinds import Kind, available, other_end
 from campaign.side import Side, outages
 from campaign.world import World
@@ -78,8 +78,8 @@ class Lane:
         begun_s, label = time.monotonic(), f"{self.name} {number}"
         seed = f"{self._world.seed} {label}"
         chance, other = Random(seed), other_end(side, Random(seed))
-        log = self._world.log
-        log(f"{label}: {kind.name} on {side.name}")
+        world = self._world
+        world.log(f"{label}: {kind.name} on {side.name}")
         if kind.lane == "daemon":
             with side.acting(kind.probe == "outage"):
                 begun_s = time.monotonic()
@@ -100,14 +100,18 @@ class Lane:
         healed_s = kind.act(side, chance)
         if beside is not None:
             took_s = beside.result(LONGEST_FAULT_S)
-            if is_alone():
+            if took_s is None:
+                world.violation("no recovery", f"beside {label}: {kind.name} on {side.name}")
+            elif is_alone():
                 self._tallies[kind.name].meanwhile_s.append(took_s)
         self._time(kind, side, other, label, begun_s, healed_s, is_alone)
 
-    def _meanwhile(self, side: Side, label: str) -> float:
+    def _meanwhile(self, side: Side, label: str) -> float | None:
+        """How long a put and a get on the node take; None: they never work."""
         time.sleep(0.02)
         started_s = time.monotonic()
-        return side.works(f"{label} beside") - started_s
+        worked_s = side.works(f"{label} beside")
+        return None if worked_s < 0 else worked_s - started_s
 
     def _time(
         self,
@@ -155,13 +159,13 @@ def campaign(
     world = World(directory, seed, "" if bug is None else BUGS[bug])
     try:
         world.begin(with_engines)
-        return faults_of(world, until_s, MAX_VIOLATIONS if bug is None else 1)
+        return faults_of(world, until_s, bug is not None)
     finally:
         world.close()
 
 
-def faults_of(world: World, until_s: float, violations: int) -> dict[str, Any]:
-    """Act on the world until then, or until so many violations; returns what happened."""
+def faults_of(world: World, until_s: float, has_bug: bool) -> dict[str, Any]:
+    """Act on the world until then, or until enough is found; returns what happened."""
     kinds, left_out = available(world.engines is not None)
     tallies = {kind.name: Tally() for kind in kinds}
     lanes = lanes_of(world, kinds, tallies)
@@ -177,7 +181,8 @@ def faults_of(world: World, until_s: float, violations: int) -> dict[str, Any]:
         except Exception:
             world.violation("the campaign", traceback.format_exc())
         is_late = time.monotonic() > until_s
-        is_over = is_late or len(world.violations) >= violations
+        wrong = [violation["kind"] for violation in world.violations]
+        is_over = is_late or (FOUND in wrong if has_bug else len(wrong) >= MAX_VIOLATIONS)
         if is_over or time.monotonic() > rested_s + REST_EVERY_S:
             rest(world, lanes, is_over)
             rested_s = time.monotonic()
@@ -186,8 +191,9 @@ def faults_of(world: World, until_s: float, violations: int) -> dict[str, Any]:
                 world.go_on()
                 for lane in lanes:
                     lane.resting.release()
-    total = world.total()
     seconds = time.monotonic() - started_s
+    if world.engines is not None and seconds > engines.LIMIT_S:
+        world.engines.check()
     world.close()
     return {
         "seed": world.seed,
@@ -196,7 +202,7 @@ def faults_of(world: World, until_s: float, violations: int) -> dict[str, Any]:
         "kinds": {name: vars(tally) for name, tally in tallies.items()},
         "starts_s": [took_s for side in world.sides for took_s in side.starts_s],
         "rests": rests,
-        "total": total,
+        "total": world.total(),
         "nodes": len(world.sides),
         "engines": world.engines is not None,
         "answers_s": [] if world.engines is None else world.engines.took_s(),

@@ -25,6 +25,7 @@ OTHER_COUNTS = (
     *("kept", "lies: hit", "lies: miss", "lies: refused", "grpcio at a close", "refused disks"),
     *("moved on", "not moved on", "gone before it moved on"),
     *("engine answers", "engine requests failed", "engines lost", "pictures", "pictures encoded"),
+    "pictures taken",
 )
 """Counted by the campaign itself, not by clients."""
 SWITCH = 250

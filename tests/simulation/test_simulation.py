@@ -6,6 +6,7 @@ The simulation runs in a process of its own, with a fixed hash seed: one seed is
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,8 @@ from simulation.run import shrink
 from simulation.scenario import draw
 
 FIRST_SEED = int(os.environ.get("SEED", "0"))
-PARTS, RUNS, SECONDS = 3, 100_000, 40
-"""Slices, the seeds of each, and how long each is run at most."""
+PARTS, RUNS, SECONDS, FEWEST = 3, 100_000, 40, 50
+"""Slices, the seeds of each, how long each is run at most, and how many runs that has to be."""
 
 
 def simulate(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -34,6 +35,8 @@ def test_no_seed_breaks_an_invariant(part: int) -> None:
     ended = simulate(FIRST_SEED + part * RUNS, "--runs", RUNS, "--seconds", SECONDS)
     print(ended.stdout)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    [runs] = re.findall(r"^(\d+) runs from seed", ended.stdout, re.MULTILINE)
+    assert int(runs) >= FEWEST
 
 
 @pytest.mark.parametrize("bug", BUGS)
