@@ -24,11 +24,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
+from ecd.background import within
 from ecd.checksum import digests, fold
 from ecd.cluster.admission import Admitted
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.directory import Candidate
-from ecd.cluster.link import Elsewhere, Link, PeerLease
+from ecd.cluster.link import Elsewhere, Link, PeerLease, Question
 from ecd.cluster.peer import PeerFull, PeerUnavailable
 from ecd.cluster.pool_reads import PoolReads
 from ecd.cluster.reads import ReadFailed, Reading
@@ -70,6 +71,8 @@ MAX_HINTED = 2
 """Hinted nodes that are asked before the directory's: hints may be wrong."""
 MAX_SENT_ON = 16
 """How often a flight is sent from a node that is busy to one that has the key by then."""
+PATIENCE = 0.5
+"""The part of a flight's time left for which it waits at a node that it was sent to."""
 MAX_AWAITED = 256
 """Flights that wait for another node to make their key; beyond, this node makes it."""
 READ_FIRST_BYTES = 1 << 20
@@ -239,7 +242,11 @@ class Fetcher:
         asked, sent_on = candidate, 0
         while True:
             or_elsewhere = sent_on < MAX_SENT_ON
-            found = await self._try_one(asked, flight, made_within_s, or_elsewhere)
+            patience_s = None
+            if asked is not candidate:  # or one that has stopped takes all the time that is left
+                left_s = self._timeout_s - (time.perf_counter() - flight.started_s)
+                patience_s = max(0.0, left_s * PATIENCE)
+            found = await self._try_one(asked, flight, made_within_s, or_elsewhere, patience_s)
             if isinstance(found, Elsewhere):
                 made_within_s = None
                 with Stage("directory"):
@@ -252,11 +259,21 @@ class Fetcher:
             asked, sent_on = candidate, MAX_SENT_ON  # it was sent in vain: wait there instead
 
     async def _try_one(
-        self, candidate: Admitted, flight: Flight, made_within_s: float | None, or_elsewhere: bool
+        self,
+        candidate: Admitted,
+        flight: Flight,
+        made_within_s: float | None,
+        or_elsewhere: bool,
+        patience_s: float | None,
     ) -> str | Elsewhere:
-        """As `_try`, but go nowhere else; with `or_elsewhere` the node may name another one."""
+        """As `_try`, but go nowhere else; with `or_elsewhere` the node may name another one.
+
+        With `patience_s` the node's lease is waited for no longer.
+        """
         try:
-            return await self._bring_from(candidate, flight, made_within_s, or_elsewhere)
+            return await self._bring_from(
+                candidate, flight, made_within_s, or_elsewhere, patience_s
+            )
         except PeerUnavailable as error:
             logger.debug("%s: %s", flight.key.mm_hash, error)
             return FULL if isinstance(error, PeerFull) else UNREACHABLE
@@ -265,7 +282,12 @@ class Fetcher:
             return str(error)
 
     async def _bring_from(
-        self, candidate: Admitted, flight: Flight, made_within_s: float | None, or_elsewhere: bool
+        self,
+        candidate: Admitted,
+        flight: Flight,
+        made_within_s: float | None,
+        or_elsewhere: bool,
+        patience_s: float | None,
     ) -> str | Elsewhere:
         """As `_try_one`. Raises PeerUnavailable and _Failed."""
         flight.peer = candidate.hint.node
@@ -274,6 +296,7 @@ class Fetcher:
         bytes_up_to = 0 if candidate.hint.nbytes else BYTES_WITH_LEASE
         if_made = made_within_s is not None
         wait_s = self._timeout_s if made_within_s is None else made_within_s
+        wait_s = wait_s if patience_s is None else patience_s
         question = link.ask_lease(
             flight.key, wait_s, bytes_up_to, if_made=if_made, or_elsewhere=or_elsewhere
         )
@@ -282,7 +305,7 @@ class Fetcher:
         try:
             arrival = await self._read_speculatively(link, candidate.hint, flight, question.asked_s)
             with Stage("made elsewhere" if if_made else "lease"):
-                lease = await link.lease(question)
+                lease = await self._lease(link, question, patience_s)
             self._speculative.discard(flight.key)
             if isinstance(lease, Elsewhere):
                 return lease
@@ -314,6 +337,18 @@ class Fetcher:
             if arrival is not None:
                 self._give_up(arrival)
             link.end(question, is_stored)
+
+    @staticmethod
+    async def _lease(
+        link: Link, question: Question, patience_s: float | None
+    ) -> PeerLease | Elsewhere | None:
+        """As `Link.lease`, for at most `patience_s`. Raises PeerUnavailable then, too."""
+        if patience_s is None:
+            return await link.lease(question)
+        try:
+            return await within(patience_s, link.lease(question))
+        except asyncio.TimeoutError:
+            raise PeerUnavailable(f"{link.peer.node} has not answered yet") from None
 
     # -- one entry -----------------------------------------------------------------------------
 

@@ -99,10 +99,12 @@ class InboundLink:
         self._live, self._memory = live, memory
         self._waits: dict[Ticket, _Asked] = {}
         self._hashing = Background()
+        self._is_over = False
         live.subscribe(session, self)
 
     def end(self) -> None:
         """End the peer's session: peers never write to this memory."""
+        self._is_over = True
         self._end_turns(list(self._turns))
         self._live.leave_session(self.session)
         self._live.close_session(self.session)
@@ -123,12 +125,10 @@ class InboundLink:
                 ended = request.release
                 check_batch(ended.leases)
                 check_batch(ended.stored)
-                await self._live.turns.pace().each(
-                    lambda lease: self._live.release(self.session, LeaseId(lease)), ended.leases
-                )
                 stored = set(ended.stored)
-                for lease in map(LeaseId, ended.leases):
-                    self._end_turns([lease], lease in stored)
+                await self._live.turns.pace().each(
+                    lambda lease: self._release(LeaseId(lease), lease in stored), ended.leases
+                )
             case "find":
                 await self._find(request.find)
             case "offer":
@@ -232,10 +232,14 @@ class InboundLink:
     def leases_ended(self, session: SessionId, leases: Sequence[LeaseId]) -> None:  # noqa: ARG002
         self._end_turns(leases)  # the peer knows their time to live, and does not renew them
 
-    def _end_turns(self, leases: Iterable[LeaseId], is_stored: bool = False) -> None:
-        for lease in leases:
-            if (turn := self._turns.pop(lease, None)) is not None:
-                self._serving.end(turn, is_stored)
+    def _end_turns(self, leases: Iterable[LeaseId]) -> None:
+        turns = (self._turns.pop(lease, None) for lease in leases)
+        self._serving.end_all([turn for turn in turns if turn is not None])
+
+    def _release(self, lease: LeaseId, is_stored: bool) -> None:
+        self._live.release(self.session, lease)
+        if (turn := self._turns.pop(lease, None)) is not None:
+            self._serving.end(turn, is_stored)
 
     def wait_ended(self, wakeup: Wakeup) -> None:
         asked = self._waits.pop(wakeup.ticket)
@@ -265,7 +269,10 @@ class InboundLink:
             self._say([_refused(asked.ticket, None)])
 
     def _in_turn(self, asked: _Asked, leased: Leased, checksum: int) -> list[pb.LeaseOutcome]:
-        """The outcome to say now; none if it is the turn of others."""
+        """The outcome to say now; none if it is the turn of others.
+
+        A turn that was waited for begins with half of its lease's time to live at least.
+        """
         if leased.extent.nbytes <= SPECULATIVE_BYTES:
             return [self._outcome(asked, leased, checksum)]
 
@@ -280,7 +287,8 @@ class InboundLink:
 
         turn = Turn(leased.entry, self.node, begin, leave, asked.or_elsewhere)
         self._turns[leased.lease] = turn
-        if self._serving.ask(turn, max(0.0, asked.until_s - self._live.now_s())):
+        until_s = min(asked.until_s, leased.expires_s - self._live.cache.lease_ttl_s / 2)
+        if self._serving.ask(turn, max(0.0, until_s - self._live.now_s())):
             return [self._outcome(asked, leased, checksum)]
         return []
 
@@ -298,6 +306,8 @@ class InboundLink:
         return pb.LeaseOutcome(ticket=asked.ticket, leased=said)
 
     def _post(self, reply: pb.LinkReply) -> None:
+        if self._is_over:
+            return
         if self.outbox.full():
             logger.warning("peer %s leaves its replies unread: its link ends", self.node)
             self.hang_up()

@@ -2,18 +2,24 @@
 
 Whenever a node has read it, some of those that wait are sent there, so that the readers double in
 number every few reads, as in a binomial broadcast (Thakur et al., IJHPCA 19(1), 2005).
+
+A node has one turn at an entry and one place among those that wait for it, however often it asks.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ecd.core.types import EntryId
+from ecd.turns import PIECE
 
 MAX_WAITING = 4096
-"""Nodes that wait for their turns; more are told that the limit is reached."""
+"""Turns that are waited for; more are told that the limit is reached."""
+MAX_WAITING_OF_NODE = 64
+"""Those of them that one node may wait for, each at another entry."""
 TURN_S = 1.0
 """How long a turn may keep others waiting: a node that has stopped must not keep them for good."""
 SENT_AT_ONCE = 32
@@ -33,6 +39,8 @@ class Turn:
     or_elsewhere: bool = True
     """Whether the node may be sent to another one."""
     begun_s: float = 0.0
+    until_s: float = 0.0
+    """When the node has waited for long enough, on the loop's clock."""
     timer: asyncio.TimerHandle | None = None
 
     def no_longer(self) -> None:
@@ -42,10 +50,18 @@ class Turn:
 
 @dataclass
 class _Line:
-    """The turns at one entry, in order."""
+    """The turns at one entry, in order, by their nodes."""
 
-    reading: dict[Turn, None] = field(default_factory=dict)
-    waiting: dict[Turn, None] = field(default_factory=dict)
+    reading: dict[str, Turn] = field(default_factory=dict)
+    waiting: dict[str, Turn] = field(default_factory=dict)
+
+    def waits(self, turn: Turn) -> bool:
+        return self.waiting.get(turn.node) is turn
+
+    def following(self) -> Turn | None:
+        """The first that waits, and whose node does not read under another turn."""
+        turns = (turn for node, turn in self.waiting.items() if node not in self.reading)
+        return next(turns, None)
 
 
 class Serving:
@@ -56,19 +72,29 @@ class Serving:
         self.readers, self._refuse = readers, refuse
         self.lines: dict[EntryId, _Line] = {}
         self.waiting = 0
+        self._waiting_of: Counter[str] = Counter()  # by node
 
     def ask(self, turn: Turn, wait_s: float) -> bool:
-        """Whether the turn begins now; else it waits at most so long."""
+        """Whether the turn begins now; else it waits at most so long.
+
+        An older question of the node, if it waits for the entry, is refused in favour of this one.
+        """
         line = self.lines.setdefault(turn.entry, _Line())
-        if len(line.reading) < self.readers:
+        if len(line.reading) < self.readers and turn.node not in line.reading:
             self._begin(line, turn)
             return True
-        if self.waiting >= MAX_WAITING:
-            self._refuse("peer_turns", MAX_WAITING)
+        if (older := line.waiting.get(turn.node)) is not None:
+            self._refuse("peer_turns", 1)
+            self._send(line, older, "")
+        waiting = (self.waiting, MAX_WAITING), (self._waiting_of[turn.node], MAX_WAITING_OF_NODE)
+        for limit in (limit for count, limit in waiting if count >= limit):
+            self._refuse("peer_turns", limit)
             turn.leave("")
             return False
-        line.waiting[turn] = None
+        line.waiting[turn.node] = turn
         self.waiting += 1
+        self._waiting_of[turn.node] += 1
+        turn.until_s = asyncio.get_running_loop().time() + wait_s
         self._end_in(wait_s, turn)
         return False
 
@@ -76,19 +102,41 @@ class Serving:
         """End a turn, or stop waiting for it; `is_stored`: its node has the entry now."""
         turn.no_longer()
         line = self.lines.get(turn.entry, _Line())
-        if turn in line.waiting:
+        if line.waits(turn):
             self._send(line, turn, "")
             return
-        line.reading.pop(turn, None)
+        if line.reading.get(turn.node) is turn:
+            del line.reading[turn.node]
         if is_stored:
             self._send_all(line, self._last(line, turn), turn.node)
-        while line.waiting and len(line.reading) < self.readers:
-            following = next(iter(line.waiting))
+        now_s = asyncio.get_running_loop().time()
+        while len(line.reading) < self.readers and (following := line.following()) is not None:
+            if now_s >= following.until_s:
+                self._end_late(following)
+                continue
             self._take(line, following)
             self._begin(line, following)
             following.begin()
         if not line.reading:
             self.lines.pop(turn.entry, None)
+
+    def end_all(self, turns: Sequence[Turn]) -> None:
+        """End turns of one node in pieces; first those that wait, so that none of them begins."""
+        reading = []
+        for turn in turns:
+            line = self.lines.get(turn.entry)
+            if line is not None and line.waits(turn):
+                self.end(turn)
+            else:
+                reading.append(turn)
+        self._end_some(reading)
+
+    def _end_some(self, turns: list[Turn]) -> None:
+        for turn in turns[-PIECE:]:
+            self.end(turn)
+        del turns[-PIECE:]
+        if turns:
+            asyncio.get_running_loop().call_soon(self._end_some, turns)
 
     def _last(self, line: _Line, ended: Turn) -> list[Turn]:
         """Those that wait and may go where the entry has just been read.
@@ -97,21 +145,21 @@ class Serving:
         """
         now_s = asyncio.get_running_loop().time()
         took_s = max(now_s - ended.begun_s, 1e-6)
-        parts = 2 + sum(min(1.0, (now_s - each.begun_s) / took_s) for each in line.reading)
-        waiting = list(line.waiting)
+        parts = 2 + sum(min(1.0, (now_s - each.begun_s) / took_s) for each in line.reading.values())
+        waiting = list(line.waiting.values())
         stay = self.readers - len(line.reading)
         leave = min(round(len(waiting) / parts), max(0, len(waiting) - stay))
         may_leave = [each for each in waiting[stay:] if each.or_elsewhere]
         return may_leave[len(may_leave) - leave :] if leave < len(may_leave) else may_leave
 
     def _begin(self, line: _Line, turn: Turn) -> None:
-        line.reading[turn] = None
+        line.reading[turn.node] = turn
         turn.begun_s = asyncio.get_running_loop().time()
         self._end_in(TURN_S, turn)
 
     def _send_all(self, line: _Line, turns: list[Turn], node: str) -> None:
         for turn in turns[-SENT_AT_ONCE:]:
-            if turn in line.waiting:  # still
+            if line.waits(turn):  # still
                 self._send(line, turn, node)
         del turns[-SENT_AT_ONCE:]
         if turns:
@@ -123,15 +171,18 @@ class Serving:
 
     def _take(self, line: _Line, turn: Turn) -> None:
         turn.no_longer()
-        del line.waiting[turn]
+        del line.waiting[turn.node]
         self.waiting -= 1
+        self._waiting_of[turn.node] -= 1
+        if not self._waiting_of[turn.node]:
+            del self._waiting_of[turn.node]
 
     def _end_in(self, seconds: float, turn: Turn) -> None:
         turn.timer = asyncio.get_running_loop().call_later(seconds, self._end_late, turn)
 
     def _end_late(self, turn: Turn) -> None:
         line = self.lines[turn.entry]
-        if turn in line.waiting:
+        if line.waits(turn):
             self._refuse("peer_turns", MAX_WAITING)
         elif line.waiting:
             self._refuse("long_peer_turns", self.readers)

@@ -30,7 +30,9 @@ from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.metrics import Metrics
-from ecd.rpc.serving import TURN_S
+from ecd.rpc import inbound_link
+from ecd.rpc.inbound_link import InboundLink
+from ecd.rpc.serving import TURN_S, Serving
 from ecd.rpc.sessions import SessionStreams
 from ecd.rpc.status import Status
 from ecd_client import Client
@@ -339,6 +341,115 @@ def test_a_node_that_reads_for_ever_keeps_nobody_waiting_for_long(
             assert 'ecd_refused_total{cause="long_peer_turns"} 1.0' in a.metrics()
 
     asyncio.run(act())
+
+
+def test_a_node_that_asks_often_denies_the_entry_to_nobody(
+    make_peer: MakePeer, client_of: ClientOf
+) -> None:
+    a = make_peer("64MiB").start()
+    b = make_peer("64MiB", ECD_FETCH_TIMEOUT_S="20").start()
+    here, there = client_of(a), client_of(b)
+    here.put("k0", torch.ones(LARGE_BYTES, dtype=torch.uint8))
+
+    async def act() -> None:
+        async with peer_of(a.peer) as stub:
+            call = await open_link(stub, a.peer)
+            assert (await call.read()).HasField("welcome")
+            asked = [pb.LeaseKey(ticket=1 + n, key=key(0), wait_s=60.0) for n in range(40)]
+            await call.write(pb.LinkRequest(lease=pb.LeaseKeys(keys=asked)))
+            outcomes: list[pb.LeaseOutcome] = []
+            while len(outcomes) < 39:
+                reply = await asyncio.wait_for(call.read(), 20.0)
+                outcomes += reply.leases.outcomes
+            said = {each.ticket: each.WhichOneof("outcome") for each in outcomes}
+            assert said == {1: "leased", **dict.fromkeys(range(2, 40), "limit_reached")}
+            with await asyncio.to_thread(there.get, "k0", 20.0, nodes=[here.node]) as item:
+                assert (item.tensor == 1).all()
+
+    asyncio.run(act())
+
+
+@asynccontextmanager
+async def links_that_take_turns(
+    monkeypatch: pytest.MonkeyPatch, lease_ttl_s: float = 30.0
+) -> AsyncIterator[tuple[LiveCache, list[InboundLink]]]:
+    """Two links to a node whose 64 entries, k0 to k63, one node reads at a time."""
+    monkeypatch.setattr(inbound_link, "SPECULATIVE_BYTES", 0)
+    live = LiveCache(Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))], lease_ttl_s))
+    memory = Mapping.of_memory(1 << 20)
+    pools = {0: SimpleNamespace(readable=memory, writable=memory)}
+    checksums = Checksums(live, pools)
+    config = Config(peer_address="127.0.88.3:9465", peer_token=TOKEN)
+    identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
+    about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None
+    cluster = Cluster(config, live, *about)
+    session, serving = live.open_session(), Serving(1, live.refuse)
+    for number in range(64):
+        content = Content("uint8", (64,), 64)
+        reserved = live.cache.reserve(session, Key("default", f"k{number}"), content, 0.0)
+        live.commit(session, reserved.entry)
+    yield (
+        live,
+        [InboundLink(live, cluster, serving, live.open_session(), f"10.0.0.{n}:1") for n in (1, 2)],
+    )
+    await cluster.close()
+    checksums.close()
+
+
+def outcomes_in(link: InboundLink) -> list[pb.LeaseOutcome]:
+    replies = [link.outbox.get_nowait() for _ in range(link.outbox.qsize())]
+    return [outcome for reply in replies for outcome in reply.leases.outcomes]
+
+
+ALL_KEYS = pb.LinkRequest(
+    lease=pb.LeaseKeys(keys=[pb.LeaseKey(ticket=1 + n, key=key(n), wait_s=60.0) for n in range(64)])
+)
+
+
+@pytest.mark.parametrize("way", ["released", "link ends"])
+def test_many_turns_end_in_turns_with_others(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    async def run() -> None:
+        async with links_that_take_turns(monkeypatch) as (_, [first, second]):
+            for link in (first, second):
+                await link.take(ALL_KEYS)
+            leases = [each.leased.lease for each in outcomes_in(first)]
+            assert len(leases) == 64
+            await first.take(ALL_KEYS)  # for other engines of its node
+            assert not [*outcomes_in(first), *outcomes_in(second)]
+            ended = pb.LinkRequest(release=pb.ReleaseLeases(leases=leases))
+            acting = asyncio.ensure_future(first.take(ended) if way == "released" else _end(first))
+            begun = [0]
+            while begun[-1] < 64:
+                await asyncio.sleep(0)
+                begun.append(begun[-1] + len(outcomes_in(second)))
+                assert begun[-1] - begun[-2] <= 32, "others have the loop between"
+            await acting
+            assert not outcomes_in(first), "nothing is said to a node that has gone"
+            for link in (first, second):
+                link.end()
+
+    asyncio.run(run())
+
+
+async def _end(link: InboundLink) -> None:
+    link.end()
+
+
+def test_a_turn_does_not_begin_when_its_lease_is_nearly_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with links_that_take_turns(monkeypatch, lease_ttl_s=0.4) as (live, links):
+            for link in links:
+                await link.take(ALL_KEYS)
+            reply = await asyncio.wait_for(links[1].outbox.get(), 10.0)
+            [outcome] = reply.leases.outcomes
+            assert outcome.HasField("limit_reached")
+            assert live.cache.counters.refused["peer_turns"] >= 1
+            for link in links:
+                link.end()
+
+    asyncio.run(run())
 
 
 async def eventually_async(holds: Callable[[], bool]) -> None:

@@ -58,14 +58,14 @@ class Watch:
             self._fail(daemon, daemon.watched.wrong)
 
     def _check_turns(self, daemon: Daemon) -> None:
-        """No more nodes read an entry than may, and none waits while it might read."""
+        """No more nodes read an entry than may, and none waits but for others, or its own read."""
         serving, waiting = daemon.peers.serving, 0
         most = daemon.config.readers_per_entry
         for entry, line in serving.lines.items():
             waiting += len(line.waiting)
             if len(line.reading) > most:
                 self._fail(daemon, f"{len(line.reading)} nodes read entry {entry} at a time")
-            if line.waiting and len(line.reading) < most:
+            if line.waiting.keys() - line.reading.keys() and len(line.reading) < most:
                 self._fail(daemon, f"a node waits for entry {entry}, which nobody reads")
         if waiting != serving.waiting:
             self._fail(daemon, f"{waiting} nodes wait for turns, not as many as counted")

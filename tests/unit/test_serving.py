@@ -31,11 +31,18 @@ class Nodes:
         self.told: dict[str, str] = {}
         self.turns: dict[str, Turn] = {}
 
-    def ask(self, *names: str, wait_s: float = 60.0, or_elsewhere: bool = True) -> None:
+    def ask(
+        self,
+        *names: str,
+        wait_s: float = 60.0,
+        or_elsewhere: bool = True,
+        node: str = "",
+        entry: int = 1,
+    ) -> None:
         for name in names:
             turn = self.turns[name] = Turn(
-                EntryId(1),
-                name,
+                EntryId(entry),
+                node or name,
                 self._tell(name, "read"),
                 lambda to, n=name: self._note(n, to),
                 or_elsewhere,
@@ -164,4 +171,67 @@ async def test_not_without_end_many_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     nodes.ask("a", "b", "c")
     assert nodes.told == {"a": "read", "c": ""}
     assert nodes.refused == [("peer_turns", 1)]
+    nodes.end_all()
+
+
+@on_loop
+async def test_a_node_that_asks_often_has_one_turn_and_one_place() -> None:
+    nodes = Nodes(2)
+    nodes.ask("a", "a again", "a once more", node="a")
+    assert nodes.told == {"a": "read", "a again": ""}, "its last question waits"
+    nodes.ask("b", "c")
+    assert nodes.told["b"] == "read", "though a asked before it"
+    nodes.end("b", is_stored=False)
+    assert nodes.told["c"] == "read"
+    assert "a once more" not in nodes.told, "a reads already"
+    nodes.end("a", is_stored=False)
+    assert nodes.told["a once more"] == "read"
+    assert nodes.refused == [("peer_turns", 1)]
+    nodes.end_all()
+
+
+@on_loop
+async def test_one_node_does_not_take_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MAX_WAITING_OF_NODE", 2)
+    nodes = Nodes(1)
+    for entry in range(3):
+        nodes.ask(f"first {entry}", entry=entry)
+        nodes.ask(f"a {entry}", entry=entry, node="a")
+    nodes.ask("b", entry=2)
+    assert nodes.told == {**{f"first {entry}": "read" for entry in range(3)}, "a 2": ""}
+    assert nodes.refused == [("peer_turns", 2)]
+    nodes.end("first 0")
+    nodes.ask("a 3", entry=2, node="a")
+    assert "a 3" not in nodes.told, "it waits for one entry less"
+    nodes.end_all()
+    assert not nodes.serving._waiting_of
+
+
+@on_loop
+async def test_a_node_that_has_waited_too_long_is_told_no_lease() -> None:
+    """Others may end before the timers run, where the daemon has been stopped for a while."""
+    nodes = Nodes(1)
+    nodes.ask("a")
+    nodes.ask("b", wait_s=0.0)
+    nodes.ask("c")
+    nodes.end("a", is_stored=False)
+    assert nodes.told == {"a": "read", "b": "", "c": "read"}
+    nodes.end_all()
+
+
+@on_loop
+async def test_all_turns_of_a_node_end_in_pieces_and_none_begins() -> None:
+    nodes = Nodes(1)
+    for entry in range(100):
+        nodes.ask(f"a {entry}", entry=entry, node="a")
+        nodes.ask(f"b {entry}", entry=entry)
+    nodes.ask("a again", node="a")
+    nodes.serving.end_all([turn for turn in nodes.turns.values() if turn.node == "a"])
+    assert nodes.told["a again"] == ""
+    begun = [sum(nodes.told.get(f"b {entry}") == "read" for entry in range(100))]
+    while begun[-1] < 100:
+        await asyncio.sleep(0)
+        begun.append(sum(nodes.told.get(f"b {entry}") == "read" for entry in range(100)))
+        assert begun[-1] > begun[-2], "all begin, one after the other"
+    assert begun == [32, 64, 96, 100]
     nodes.end_all()
