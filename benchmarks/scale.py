@@ -66,7 +66,7 @@ def main(
         )
         typer.echo(f"{spread[-1]}, {load[-1]}")
         if output is not None:
-            write_page(output, f"{markdown(spread)}\n{markdown(load)}")
+            write_page(output, f"\n{markdown(spread)}\n{markdown(load)}")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ class LyingPeer(pb_grpc.PeerServicer):
         self.node, self.lie, self.seconds = node, lie, float(seconds)
         self.incarnation = secrets.token_hex(16)
         self.leases = 0
+        self.elsewhere: dict[str, str] = {}  # where lies send the asker
         host = node.partition(":")[0]
         self.memory = Mapping.of_memory(4 << 20)
         self.memory.view(0, NBYTES)[:] = content(NBYTES, 1)
