@@ -81,7 +81,7 @@ def work(
         while (started_s := time.perf_counter()) < deadline_s:
             due_s += 1 / rate if rate else 0.0
             if rate and due_s - started_s > PAUSE_S:
-                time.sleep(PAUSE_S)
+                time.sleep(due_s - started_s)
                 started_s = time.perf_counter()
             if chance.random() < gets:
                 # Everybody stores at about the same pace, so others have what we had by now.
