@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from ecd.background import within
 from ecd.checksum import digests, fold
@@ -112,6 +113,17 @@ class FetchCounters:
     speculative_used: int = 0
     set_aside: int = 0
     set_aside_bytes: int = 0  # now
+
+
+class _Terms(NamedTuple):
+    """How one node is asked for a lease."""
+
+    made_within_s: float | None
+    """The node makes the key, and is waited for so long."""
+    or_elsewhere: bool
+    """It may name another node."""
+    patience_s: float | None
+    """The lease is waited for no longer."""
 
 
 class Fetcher:
@@ -241,12 +253,12 @@ class Fetcher:
         """
         asked, sent_on = candidate, 0
         while True:
-            or_elsewhere = sent_on < MAX_SENT_ON
             patience_s = None
             if asked is not candidate:  # or one that has stopped takes all the time that is left
                 left_s = self._timeout_s - (time.perf_counter() - flight.started_s)
                 patience_s = max(0.0, left_s * PATIENCE)
-            found = await self._try_one(asked, flight, made_within_s, or_elsewhere, patience_s)
+            terms = _Terms(made_within_s, sent_on < MAX_SENT_ON, patience_s)
+            found = await self._try_one(asked, flight, terms)
             if isinstance(found, Elsewhere):
                 made_within_s = None
                 with Stage("directory"):
@@ -258,22 +270,10 @@ class Fetcher:
                 return found
             asked, sent_on = candidate, MAX_SENT_ON  # it was sent in vain: wait there instead
 
-    async def _try_one(
-        self,
-        candidate: Admitted,
-        flight: Flight,
-        made_within_s: float | None,
-        or_elsewhere: bool,
-        patience_s: float | None,
-    ) -> str | Elsewhere:
-        """As `_try`, but go nowhere else; with `or_elsewhere` the node may name another one.
-
-        With `patience_s` the node's lease is waited for no longer.
-        """
+    async def _try_one(self, candidate: Admitted, flight: Flight, terms: _Terms) -> str | Elsewhere:
+        """As `_try`, but go nowhere else."""
         try:
-            return await self._bring_from(
-                candidate, flight, made_within_s, or_elsewhere, patience_s
-            )
+            return await self._bring_from(candidate, flight, terms)
         except PeerUnavailable as error:
             logger.debug("%s: %s", flight.key.mm_hash, error)
             return FULL if isinstance(error, PeerFull) else UNREACHABLE
@@ -282,30 +282,25 @@ class Fetcher:
             return str(error)
 
     async def _bring_from(
-        self,
-        candidate: Admitted,
-        flight: Flight,
-        made_within_s: float | None,
-        or_elsewhere: bool,
-        patience_s: float | None,
+        self, candidate: Admitted, flight: Flight, terms: _Terms
     ) -> str | Elsewhere:
         """As `_try_one`. Raises PeerUnavailable and _Failed."""
         flight.peer = candidate.hint.node
         with Stage("connecting"):
             link = await self._candidates.link(candidate)
         bytes_up_to = 0 if candidate.hint.nbytes else BYTES_WITH_LEASE
-        if_made = made_within_s is not None
-        wait_s = self._timeout_s if made_within_s is None else made_within_s
-        wait_s = wait_s if patience_s is None else patience_s
+        if_made = terms.made_within_s is not None
+        bounds_s = (terms.patience_s, terms.made_within_s, self._timeout_s)
+        wait_s = next(each for each in bounds_s if each is not None)
         question = link.ask_lease(
-            flight.key, wait_s, bytes_up_to, if_made=if_made, or_elsewhere=or_elsewhere
+            flight.key, wait_s, bytes_up_to, if_made=if_made, or_elsewhere=terms.or_elsewhere
         )
         arrival: _Arrival | None = None
         is_stored = False
         try:
             arrival = await self._read_speculatively(link, candidate.hint, flight, question.asked_s)
             with Stage("made elsewhere" if if_made else "lease"):
-                lease = await self._lease(link, question, patience_s)
+                lease = await self._lease(link, question, terms.patience_s)
             self._speculative.discard(flight.key)
             if isinstance(lease, Elsewhere):
                 return lease

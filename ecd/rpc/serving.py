@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ecd.core.types import EntryId
 from ecd.turns import PIECE
@@ -22,8 +23,6 @@ MAX_WAITING_OF_NODE = 64
 """Those of them that one node may wait for, each at another entry."""
 TURN_S = 1.0
 """How long a turn may keep others waiting: a node that has stopped must not keep them for good."""
-SENT_AT_ONCE = 32
-"""Nodes that are sent away in one turn of the event loop, each with a message of its own."""
 
 
 @dataclass(eq=False)
@@ -108,7 +107,7 @@ class Serving:
         if line.reading.get(turn.node) is turn:
             del line.reading[turn.node]
         if is_stored:
-            self._send_all(line, self._last(line, turn), turn.node)
+            _in_pieces(partial(self._send_on, line, turn.node), self._last(line, turn))
         now_s = asyncio.get_running_loop().time()
         while len(line.reading) < self.readers and (following := line.following()) is not None:
             if now_s >= following.until_s:
@@ -129,14 +128,7 @@ class Serving:
                 self.end(turn)
             else:
                 reading.append(turn)
-        self._end_some(reading)
-
-    def _end_some(self, turns: list[Turn]) -> None:
-        for turn in turns[-PIECE:]:
-            self.end(turn)
-        del turns[-PIECE:]
-        if turns:
-            asyncio.get_running_loop().call_soon(self._end_some, turns)
+        _in_pieces(self.end, reading)
 
     def _last(self, line: _Line, ended: Turn) -> list[Turn]:
         """Those that wait and may go where the entry has just been read.
@@ -157,13 +149,9 @@ class Serving:
         turn.begun_s = asyncio.get_running_loop().time()
         self._end_in(TURN_S, turn)
 
-    def _send_all(self, line: _Line, turns: list[Turn], node: str) -> None:
-        for turn in turns[-SENT_AT_ONCE:]:
-            if line.waits(turn):  # still
-                self._send(line, turn, node)
-        del turns[-SENT_AT_ONCE:]
-        if turns:
-            asyncio.get_running_loop().call_soon(self._send_all, line, turns, node)
+    def _send_on(self, line: _Line, node: str, turn: Turn) -> None:
+        if line.waits(turn):  # still
+            self._send(line, turn, node)
 
     def _send(self, line: _Line, turn: Turn, node: str) -> None:
         self._take(line, turn)
@@ -187,3 +175,12 @@ class Serving:
         elif line.waiting:
             self._refuse("long_peer_turns", self.readers)
         self.end(turn)
+
+
+def _in_pieces(do: Callable[[Turn], None], turns: list[Turn]) -> None:
+    """Do it to all of them, from the last on, some in each turn of the event loop."""
+    for turn in turns[-PIECE:]:
+        do(turn)
+    del turns[-PIECE:]
+    if turns:
+        asyncio.get_running_loop().call_soon(_in_pieces, do, turns)
