@@ -144,7 +144,7 @@ class Daemon:
         return [e.key.mm_hash for e in sorted(self.entries(), key=lambda entry: entry.entry)]
 
     def crowd(self, mib: int = 100) -> None:
-        """Put more than the pool holds, so that all goes which is not held."""
+        """Put more than the pool holds, so that all goes which is neither held nor often used."""
         with Client(self.address, namespace=f"crowd {time.time_ns()}") as client:
             for number in range(mib):
                 client.put_bytes(f"{number}", bytes(1 << 20), "uint8", (1 << 20,))
