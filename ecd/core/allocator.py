@@ -91,6 +91,10 @@ class Block:
         """The bytes that the block takes from the pool, a whole number of granules."""
         return self.granules * self.allocator.granule_bytes
 
+    def unlink(self) -> None:
+        """Forget the neighbours: blocks that are gone must not keep each other in memory."""
+        self.before = self.after = None
+
     def extent(self, nbytes: int | None = None) -> Extent:
         """The block's first `nbytes`, or the whole block."""
         allocator = self.allocator
@@ -160,7 +164,6 @@ class Allocator:
         self._used_granules -= block.granules
         merged = Block(self, block.start, block.granules, is_free=True)
         merged.before, merged.after = block.before, block.after
-        block.is_free = True
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.is_free:
                 self._remove_free(neighbour)
@@ -170,6 +173,9 @@ class Allocator:
                     merged.before = neighbour.before
                 else:
                     merged.after = neighbour.after
+                neighbour.unlink()
+        block.is_free = True
+        block.unlink()
         self._link(merged)
         self._add_free(merged)
 
@@ -254,6 +260,8 @@ class Allocator:
             free.granules -= wanted
             taken.after = free
             self._add_free(free)
+        else:
+            free.unlink()
         self._link(taken)
         self._used_granules += wanted
         return taken

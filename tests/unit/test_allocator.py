@@ -1,5 +1,8 @@
 """The allocator against a bitmap that cannot be wrong."""
 
+import gc
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,3 +137,23 @@ def test_extents_are_taken_where_they_lie_or_not_at_all(gaps: list[tuple[int, in
     for block in taken:
         allocator.free(block)
     assert allocator.is_one_free_extent
+
+
+def test_blocks_that_are_gone_leave_nothing_for_the_garbage_collector() -> None:
+    """A daemon's rarely looks: they would add up."""
+    allocator, chance = Allocator(POOL, 1000 * GRANULE_BYTES, GRANULE_BYTES), random.Random(1)
+    held: list[Block] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2000):
+            block = allocator.allocate(chance.randint(1, 50) * GRANULE_BYTES)
+            if block is not None:
+                held.append(block)
+            else:
+                allocator.free(held.pop(chance.randrange(len(held))))
+        del block
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    allocator.check()
