@@ -82,6 +82,8 @@ TURNS_TO_ASK = 2
 """Turns of the event loop until a question to the peer is on its way."""
 FULL_PAUSES_S = (0.25, 0.5, 1.0)
 """Pauses, each up to twice as long, after which nodes are asked again if one took no more links."""
+MAX_PAUSING = 256
+"""Flights, of 1,024, that pause so: others are not to be refused for them. Beyond, none pauses."""
 RETRY_PAUSE_S = 0.1
 """Pause before a read is tried again, after more failures than connections that can have died."""
 
@@ -148,7 +150,7 @@ class Fetcher:
         self._session = session
         self._speculative: set[Key] = set()
         self._claiming: set[Key] = set()
-        self._awaited = 0  # flights
+        self._awaited = self._pausing = 0  # flights
         self._turns = Turns()
 
     def reload(self, timeout_s: float) -> None:
@@ -207,21 +209,33 @@ class Fetcher:
     async def _bring_stored(self, flight: Flight) -> str:
         """Bring what a node has; the outcome.
 
-        A node that takes no more links has been asked by many, so others have the key soon.
+        A node that takes no more links has been asked by many, so others have the key soon. Only
+        clients that cannot make the key wait for that.
         """
         outcome = await self._ask_nodes(flight, MAX_HINTED)
-        for pause_s in FULL_PAUSES_S:
-            if outcome != FULL:
+        for shortest_s in FULL_PAUSES_S:
+            if outcome != FULL or not flight.is_needed or self._pausing >= MAX_PAUSING:
                 break
-            with Stage("pause after a refusal"):
-                await asyncio.sleep(random.uniform(pause_s, 2 * pause_s))
+            pause_s = random.uniform(shortest_s, 2 * shortest_s)
+            if pause_s >= self._left_s(flight):
+                break
+            self._pausing += 1
+            try:
+                with Stage("pause after a refusal"):
+                    await asyncio.sleep(pause_s)
+            finally:
+                self._pausing -= 1
             outcome = await self._ask_nodes(flight, 0)
         return outcome
+
+    def _left_s(self, flight: Flight) -> float:
+        return self._timeout_s - (time.perf_counter() - flight.started_s)
 
     async def _ask_nodes(self, flight: Flight, first: int) -> str:
         """Ask so many hinted nodes, those of the directory, the other hinted ones; the outcome.
 
-        FULL if one of them took no more links, and none had the key.
+        FULL if one of them took no more links, and none had the key. SLOWER if one had it and
+        would deliver it more slowly than clients here encode it.
         """
         asked: set[str] = set()
         outcome = MISSING
@@ -240,7 +254,7 @@ class Fetcher:
                 found = await self._try(each, flight)
                 if found in FINAL:
                     return found
-                if found != MISSING and outcome not in (SLOWER, FULL):
+                if found == SLOWER or (found != MISSING and outcome not in (SLOWER, FULL)):
                     outcome = found
         return outcome
 
@@ -255,8 +269,7 @@ class Fetcher:
         while True:
             patience_s = None
             if asked is not candidate:  # or one that has stopped takes all the time that is left
-                left_s = self._timeout_s - (time.perf_counter() - flight.started_s)
-                patience_s = max(0.0, left_s * PATIENCE)
+                patience_s = max(0.0, self._left_s(flight) * PATIENCE)
             terms = _Terms(made_within_s, sent_on < MAX_SENT_ON, patience_s)
             found = await self._try_one(asked, flight, terms)
             if isinstance(found, Elsewhere):

@@ -292,7 +292,7 @@ class Link:
         return self._others.popleft() if self._others else None
 
     async def _read(self) -> None:
-        cause = "it ended the link"
+        cause, was_idle = "it ended the link", False
         try:
             while (reply := await self._call.read()) is not grpc.aio.EOF:
                 if reply is None:  # what gRPC could not decode
@@ -305,13 +305,16 @@ class Link:
                                 self._give_back(outcome)
                     case "found":
                         self._settle(reply.found.ticket, reply.found)
+            was_idle = reply is grpc.aio.EOF and not self._open
         except grpc.RpcError as error:
             cause = error.details() or error.code().name
         except Exception as error:
             cause = f"it cannot be understood: {error}"
             logger.exception("peer %s", self.peer.node)
         finally:
-            if self.alive:
+            if self.alive and was_idle:  # others needed the place: it may be asked again at once
+                self.peer.blame(cause)
+            elif self.alive:
                 self.peer.failed(cause)
             await self.close()
 

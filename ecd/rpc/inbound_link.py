@@ -95,7 +95,8 @@ class InboundLink:
         self.session, self.node = session, node
         self._serving = serving
         self._turns: dict[LeaseId, Turn] = {}
-        self.outbox: asyncio.Queue[pb.LinkReply | None] = asyncio.Queue(MAX_UNREAD_REPLIES)
+        self.outbox: asyncio.Queue[pb.LinkReply] = asyncio.Queue(MAX_UNREAD_REPLIES)
+        self.hung_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._live, self._memory = live, memory
         self._waits: dict[Ticket, _Asked] = {}
         self._hashing = Background()
@@ -111,10 +112,9 @@ class InboundLink:
         self._hashing.cancel()
 
     def hang_up(self) -> None:
-        """Make the link end, whatever replies are unread."""
-        if self.outbox.full():
-            self.outbox.get_nowait()
-        self.outbox.put_nowait(None)
+        """Make the link end, whatever replies are unread, and though none can be written."""
+        if not self.hung_up.done():
+            self.hung_up.set_result(None)
 
     async def take(self, request: pb.LinkRequest) -> None:
         """Act on one request, in turns with others. Raises InvalidRequest."""
@@ -306,7 +306,7 @@ class InboundLink:
         return pb.LeaseOutcome(ticket=asked.ticket, leased=said)
 
     def _post(self, reply: pb.LinkReply) -> None:
-        if self._is_over:
+        if self._is_over or self.hung_up.done():
             return
         if self.outbox.full():
             logger.warning("peer %s leaves its replies unread: its link ends", self.node)

@@ -11,6 +11,11 @@ from ecd.rpc.peer_service import PeerService
 from ecd_proto.contract import MAX_MESSAGE_BYTES
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
 
+MAX_PENDING_CALLS = 1 << 14
+"""Calls that wait to be taken up: ten thousand nodes may open their links in one moment. By default
+some are cancelled from 1,000 on, and a node whose call is cancelled takes this one for unreachable.
+"""
+
 
 class PeerServerError(Exception):
     """The address for peers cannot be had; the message says what to change."""
@@ -37,6 +42,8 @@ class PeerServer:
         server = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),
+                ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+                ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 3_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

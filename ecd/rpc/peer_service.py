@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from ecd.background import first_of
+from ecd.background import first_of, within
 from ecd.core.outcomes import LimitReached
 from ecd.core.types import SessionId
 from ecd.live import LiveCache
@@ -63,8 +63,12 @@ class PeerService(pb_grpc.PeerServicer):
         self._use(link)
         logger.info("peer %s opened a link", hello.node)
         try:
-            await context.write(pb.LinkReply(welcome=self._memory.describe()))
-            await first_of(self._read(link, request_iterator), _write(link, context))
+            welcome = context.write(pb.LinkReply(welcome=self._memory.describe()))
+            await within(HELLO_TIMEOUT_S, welcome)  # written before the end: gRPC fails otherwise
+            reading, writing = self._read(link, request_iterator), _write(link, context)
+            await first_of(reading, writing, link.hung_up)
+        except asyncio.TimeoutError:
+            logger.warning("peer %s does not read the answer to its hello", link.node)
         finally:
             self._links.pop(link, None)
             link.end()
@@ -125,5 +129,5 @@ class PeerService(pb_grpc.PeerServicer):
 
 
 async def _write(link: InboundLink, context: Ctx) -> None:
-    while (reply := await link.outbox.get()) is not None:
-        await context.write(reply)
+    while True:
+        await context.write(await link.outbox.get())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -30,8 +32,11 @@ from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.metrics import Metrics
-from ecd.rpc import inbound_link
+from ecd.rpc import inbound_link, peer_service
 from ecd.rpc.inbound_link import InboundLink
+from ecd.rpc.peer_server import PeerServer
+from ecd.rpc.peer_service import PeerService
+from ecd.rpc.peer_token import TokenCheck
 from ecd.rpc.serving import TURN_S, Serving
 from ecd.rpc.sessions import SessionStreams
 from ecd.rpc.status import Status
@@ -62,8 +67,10 @@ async def open_link(
 
 
 @asynccontextmanager
-async def peer_of(node: str) -> AsyncIterator[pb_grpc.PeerStub]:
-    async with grpc.aio.insecure_channel(node) as channel:
+async def peer_of(
+    node: str, options: tuple[tuple[str, int], ...] = ()
+) -> AsyncIterator[pb_grpc.PeerStub]:
+    async with grpc.aio.insecure_channel(node, options) as channel:
         yield pb_grpc.PeerStub(channel)
 
 
@@ -143,6 +150,24 @@ def test_peers_cannot_take_all_sessions(make_peer: MakePeer, client_of: ClientOf
 
     asyncio.run(take_all())
     eventually(lambda: client_of(a).contains(["k"]) == [True])
+
+
+def test_nodes_that_ask_in_one_moment_all_get_a_link(make_peer: MakePeer) -> None:
+    """From 1,000 calls on that wait to be taken up, gRPC cancels some by default."""
+    a = make_peer().start()
+
+    async def ask() -> None:
+        async with peer_of(a.peer) as stub:
+            assert (await (await open_link(stub, a.peer)).read()).HasField("welcome")
+            os.kill(a.pid, signal.SIGSTOP)
+            try:
+                links = [await open_link(stub, a.peer) for _ in range(1600)]
+            finally:
+                os.kill(a.pid, signal.SIGCONT)
+            for call in links:
+                assert (await asyncio.wait_for(call.read(), 30.0)).HasField("welcome")
+
+    asyncio.run(ask())
 
 
 def test_what_is_offered_or_published_gives_up_the_loop() -> None:
@@ -448,6 +473,46 @@ def test_a_turn_does_not_begin_when_its_lease_is_nearly_over(
             assert live.cache.counters.refused["peer_turns"] >= 1
             for link in links:
                 link.end()
+
+    asyncio.run(run())
+
+
+def test_a_peer_that_reads_nothing_keeps_no_session_once_its_link_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it could take, link by link, all sessions of the engines."""
+
+    async def run() -> None:
+        monkeypatch.setattr(peer_service, "MAX_LINKS", 1)
+        monkeypatch.setattr(peer_service, "MAX_WAIT_S", 0.0)
+        node = "127.0.88.4:9465"
+        async with links_that_take_turns(monkeypatch, lease_ttl_s=0.2) as (live, links):
+            service = PeerService(live, links[0]._memory, TokenCheck(node, TOKEN), 1)
+            server = PeerServer(service, None)
+            server.bind(node)
+            await server.start()
+            others = len(live.cache._sessions)
+            async with peer_of(node, (("grpc.http2.bdp_probe", 0),)) as stub:
+                keys = [key(n) for n in range(1024)]
+                asked = pb.LinkRequest(find=pb.FindKeys(ticket=1, keys=keys))
+                calls = [await open_link(stub, node)]
+                assert (await calls[0].read()).HasField("welcome")
+                for _ in range(60):
+                    await calls[0].write(asked)
+                [link] = service._links
+                await eventually_async(lambda: 20 < link.outbox.qsize() < 60)
+                await asyncio.sleep(0.5)
+                assert link.outbox.qsize() > 20, "a reply is being written"
+                calls.append(await open_link(stub, node, own="127.0.77.2:1"))
+                assert (await calls[1].read()).HasField("welcome")
+                await eventually_async(lambda: len(live.cache._sessions) == others + 1)
+                while await asyncio.wait_for(calls[0].read(), 10.0) is not grpc.aio.EOF:
+                    pass  # it is told at last
+                for call in calls:
+                    call.cancel()
+            for link in links:
+                link.end()
+            await server.stop(0)
 
     asyncio.run(run())
 

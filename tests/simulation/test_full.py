@@ -6,6 +6,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from random import Random
 
+from ecd.cluster.fetcher import MAX_PAUSING
+from ecd.core.types import Key
+from ecd.flights import MAX_FLIGHTS, Maker
+from ecd_proto.contract import Hint
 from simulation.client import Client
 from simulation.clock import VirtualLoop, virtual_time
 from simulation.network import Weather
@@ -14,6 +18,7 @@ from simulation.scenario import SIZES, Action, Scenario, key_of
 from simulation.world import Run
 
 LARGE, OTHER = len(SIZES) - 1, 0
+FETCH_TIMEOUT_S = 5.0
 
 
 Act = Callable[[Run], Coroutine[object, object, None]]
@@ -33,7 +38,7 @@ def play(nodes: int, links: int, act: Act) -> None:
 
 
 async def _start_and_act(loop: VirtualLoop, nodes: int, act: Act) -> None:
-    about = "redis", 256 << 10, 30.0, 5.0, False, Weather(), 0.0, None, 0.0, (), 2
+    about = "redis", 256 << 10, 30.0, FETCH_TIMEOUT_S, False, Weather(), 0.0, None, 0.0, (), 2
     run = Run(loop, Scenario(1, nodes, *about))
     for number in range(nodes):
         run.start(number, is_warm=False)
@@ -77,3 +82,95 @@ def test_a_link_that_is_not_used_makes_room_for_another() -> None:
         assert has(run, OTHER) == [0, 2]
 
     play(3, 1, act)
+
+
+def test_an_engine_encodes_at_once_what_a_node_that_is_not_full_delivers_more_slowly() -> None:
+    async def act(run: Run) -> None:
+        run.network.weather.bytes_per_s = 1e5
+        for node, key in ((0, LARGE), (1, LARGE), (0, OTHER), (1, LARGE - 1)):
+            await Client(run, node).put(key, 0.001, 0.0)
+        await asyncio.sleep(0.5)
+        await get(run, 3, OTHER)  # takes the link of the first
+        await get(run, 2, LARGE - 1)  # finds how slow the second is
+        asker, session = run.daemons[2], run.daemons[2].live.open_session()
+        hints = [Hint(run.places[node].node) for node in (0, 1)]
+        flights, maker = asker.flights, Maker(session, 0.0)
+        asker.context.run(flights.want, key_of(LARGE), hints, maker)
+        await asyncio.sleep(0.2)
+        outcomes = +flights.outcomes
+        assert outcomes == {"fetched": 1, "slower than encoding": 1}
+        asker.live.close_session(session)
+
+    play(4, 1, act)
+
+
+def test_an_engine_encodes_at_once_what_only_a_full_node_has() -> None:
+    async def act(run: Run) -> None:
+        for key in (LARGE, OTHER):
+            await Client(run, 0).put(key, 0.001, 0.0)
+        await asyncio.sleep(0.5)
+        await get(run, 1, OTHER)  # takes the link
+        asker, session = run.daemons[2], run.daemons[2].live.open_session()
+        hints = [Hint(run.places[0].node)]
+        asker.context.run(asker.flights.want, key_of(LARGE), hints, Maker(session, 0.0))
+        await asyncio.sleep(0.2)
+        assert +asker.flights.outcomes == {"made here": 1}
+        asker.live.close_session(session)
+
+    play(3, 1, act)
+
+
+def test_a_node_without_the_time_to_ask_again_asks_no_more() -> None:
+    async def act(run: Run) -> None:
+        for key in (LARGE, OTHER):
+            await Client(run, 0).put(key, 0.001, 0.0)
+        await asyncio.sleep(0.5)
+        await get(run, 1, OTHER)
+        asker = run.daemons[2]
+        asker.flights.reload(1.0)
+        asker.fetcher.reload(1.0)
+        asker.context.run(asker.flights.want, key_of(LARGE), [Hint(run.places[0].node)])
+        await asyncio.sleep(1.1)
+        assert +asker.flights.outcomes == {"full": 1}, "it is not late"
+
+    play(3, 1, act)
+
+
+def test_flights_to_a_full_node_take_no_place_of_others() -> None:
+    async def act(run: Run) -> None:
+        for node, key in ((0, LARGE), (1, OTHER)):
+            await Client(run, node).put(key, 0.001, 0.0)
+        await asyncio.sleep(0.5)
+        await get(run, 2, LARGE)  # it has reached the node
+        await asyncio.sleep(60.0 + 30.0)
+        await get(run, 3, LARGE)  # its link is ended
+        asker, full = run.daemons[2], Hint(run.places[0].node)
+        for number in range(MAX_FLIGHTS):
+            asker.context.run(asker.flights.want, Key("n", f"elsewhere {number}"), [full])
+        await asyncio.sleep(0.2)
+        asker.context.run(asker.flights.want, key_of(OTHER))
+        await asyncio.sleep(0.2)
+        assert has(run, OTHER) == [1, 2]
+        assert asker.flights.outcomes["full"] == MAX_FLIGHTS - MAX_PAUSING
+        await asyncio.sleep(FETCH_TIMEOUT_S)
+        assert asker.flights.outcomes["full"] == MAX_FLIGHTS
+
+    play(4, 1, act)
+
+
+def test_a_node_whose_idle_link_was_ended_may_ask_again_at_once() -> None:
+    async def act(run: Run) -> None:
+        for key in (LARGE, OTHER):
+            await Client(run, 0).put(key, 0.001, 0.0)
+        await asyncio.sleep(0.5)
+        for node in (1, 2):
+            await get(run, node, OTHER)
+        await asyncio.sleep(60.0 + 30.0)
+        reading, first = asyncio.ensure_future(get(run, 3, OTHER)), run.daemons[1]
+        while first.cluster._peers.is_connected(run.places[0].node):
+            await asyncio.sleep(0.001)
+        await get(run, 1, LARGE)
+        assert has(run, LARGE) == [0, 1], "the link of another makes room"
+        await reading
+
+    play(4, 2, act)
