@@ -53,7 +53,8 @@ from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 REDIS_PORT, METRICS_PORT, PEER_PORT = 16398, 19470, 9475
-POOL_BYTES, DISK_BYTES = 512 * MIB, 1 << 30
+POOL_BYTES, DISK_BYTES = 512 * MIB, 512 * MIB
+"""Both are full after a few minutes, so that what they remember does not grow after these."""
 KEYS = 4_000
 SIZES = [64 << 10] * 10 + [MIB] * 7 + [8 * MIB] * 3
 ENGINES = 4
