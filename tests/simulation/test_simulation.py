@@ -20,6 +20,7 @@ from simulation.scenario import draw
 FIRST_SEED = int(os.environ.get("SEED", "0"))
 PARTS, RUNS, SECONDS, FEWEST = 3, 100_000, 40, 50
 """Slices, the seeds of each, how long each is run at most, and how many runs that has to be."""
+FAILED_ONCE = (80002374, 10005139, 30024315)
 
 
 def simulate(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -37,6 +38,12 @@ def test_no_seed_breaks_an_invariant(part: int) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     [runs] = re.findall(r"^(\d+) runs from seed", ended.stdout, re.MULTILINE)
     assert int(runs) >= FEWEST
+
+
+@pytest.mark.parametrize("seed", FAILED_ONCE)
+def test_a_seed_that_failed_once_passes(seed: int) -> None:
+    ended = simulate(seed)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -25,8 +25,8 @@ DOWN_S = (0.05, 0.5)  # a restart takes never less than VOUCHED_S
 CLIENTS = 2
 BEAT_S = 6.0
 """More than passes between two signs of life that a daemon gives the directory."""
-IDLE_S = 30.0
-"""By when everything that was under way is to be over."""
+IDLE_S = 60.0
+"""By when everything that was under way is to be over: a dozen tries to tell a slow directory."""
 
 
 @cache
