@@ -1,5 +1,6 @@
 """Client of ecd, the encoder cache daemon."""
 
+from ecd_client import forks as forks  # before anything imports gRPC
 from ecd_client.client import Client
 from ecd_client.errors import (
     DaemonUnavailable,

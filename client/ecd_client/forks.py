@@ -18,6 +18,9 @@ from typing import Protocol, TypeVar
 
 from ecd_client.errors import DaemonUnavailable
 
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+"""Read as gRPC is imported. Otherwise it starts threads in a child, which now and then abort it."""
+
 MADE_BEFORE = "this client was made before a fork: it is the parent's"
 
 

@@ -173,6 +173,19 @@ time.sleep(60)
             os.kill(child, signal.SIGKILL)
 
 
+def test_grpc_starts_no_threads_in_a_child(daemon: Daemon) -> None:
+    """Now and then a child would die of them."""
+    program = """
+client.put_bytes("k", b"x" * 4096, "uint8", (4096,))
+def child():
+    time.sleep(0.2)
+    assert len(os.listdir("/proc/self/task")) == 1, os.listdir("/proc/self/task")
+say(forked(child))
+"""
+    with parent(daemon, program) as process:
+        assert said(process) == "0"
+
+
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
 def test_a_child_of_a_busy_parent_ends_in_time(daemon: Daemon, end: str) -> None:
     """The parent's threads may hold any lock; gRPC would abort the child or never connect."""
