@@ -6,7 +6,9 @@ Two daemons over loopback with a Redis as directory and a disk tier each. Four e
 a process that stays, get and put entries of 64 KiB to 8 MiB, of which the pools hold a tenth; what
 they get is compared whole. Clients that come and go, one in three by SIGKILL, do the same. Every
 five seconds a sample is taken of each process that stays: memory of its own (what it maps of shared
-files is not in it), descriptors and threads, and of what lies in /dev/shm.
+files is not in it), descriptors and threads, and of what lies in /dev/shm. A thread within each
+daemon tells how much of its memory is allocated: the rest is free, but not given back to the
+system.
 
 The slope is that of a line through the medians of each minute, by least squares, without the first
 third; its 95 % interval is by Student's t. Where the interval is wholly above zero and the growth
@@ -55,6 +57,7 @@ HOSTS = ("127.0.0.2", "127.0.0.3")
 REDIS_PORT, METRICS_PORT, PEER_PORT = 16398, 19470, 9475
 POOL_BYTES, DISK_BYTES = 512 * MIB, 512 * MIB
 """Both are full after a few minutes, so that what they remember does not grow after these."""
+INSIDE = Path(__file__).parent / "inside"
 KEYS = 4_000
 SIZES = [64 << 10] * 10 + [MIB] * 7 + [8 * MIB] * 3
 ENGINES = 4
@@ -127,6 +130,14 @@ def look(samples: Samples, minute: float, name: str, pids: list[int]) -> None:
     sample(samples, minute, f"{name}: memory, MiB", fmean(int(f[1]) / 1024 for f in own))
     sample(samples, minute, f"{name}: descriptors", fmean(p.num_fds() for p in processes))
     sample(samples, minute, f"{name}: threads", fmean(p.num_threads() for p in processes))
+
+
+def look_inside(samples: Samples, minute: float, files: list[Path]) -> None:
+    """The means of what daemons have allocated."""
+    told = [file.read_text().split() for file in files]
+    bytes_, blocks = (fmean(float(each[column]) for each in told) for column in (0, 1))
+    sample(samples, minute, "daemon: allocated by malloc, MiB", bytes_ / MIB)
+    sample(samples, minute, "daemon: allocated by Python, thousand blocks", blocks / 1000)
 
 
 def slope(values: list[tuple[float, float]]) -> tuple[float, float, float]:
@@ -210,7 +221,9 @@ def main(
             for step in track(steps, f"{minutes:g} minutes", console=progress):
                 time.sleep(max(0.0, start_s + step * SAMPLE_S - time.monotonic()))
                 minute = step * SAMPLE_S / MINUTE_S
-                look(samples, minute, "daemon", [daemon.pid for daemon in daemons])
+                pids = [daemon.pid for daemon in daemons]
+                look(samples, minute, "daemon", pids)
+                look_inside(samples, minute, [Path(directory, f"allocated.{pid}") for pid in pids])
                 look(samples, minute, "engine", [engine.pid for engine in engines])
                 said = [status(address) for address in addresses]
                 shm = [Path("/dev/shm") / f"ecd-{each.name}" for each in said]
@@ -250,6 +263,8 @@ def start_node(directory: Path, number: int) -> tuple[subprocess.Popen[bytes], s
         ECD_METRICS_ADDRESS=f"127.0.0.1:{METRICS_PORT + number}",
         ECD_DISK_POOL_BYTES=str(DISK_BYTES),
         ECD_DISK_DIR=str(disk),
+        PYTHONPATH=os.pathsep.join([str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        ECD_BENCHMARK_ALLOCATED=str(directory / "allocated"),
     )
 
 
