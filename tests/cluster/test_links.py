@@ -477,7 +477,7 @@ def test_a_turn_does_not_begin_when_its_lease_is_nearly_over(
     asyncio.run(run())
 
 
-def test_a_peer_that_reads_nothing_keeps_no_session_once_its_link_is_ended(
+def test_a_peer_that_reads_nothing_keeps_no_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else it could take, link by link, all sessions of the engines."""

@@ -207,7 +207,6 @@ class Daemon(Process):
             "questions": sum(link.is_asked for link in links),
             "waits for makings": len(self.live.makings._early),
             "expected keys": len(cache._readers._expected),
-            "not yet in the directory": self.cluster._directory.state.unpublished,
             "reserved bytes": self.pool.reserved_bytes,
             "reads from disk": 0 if self.disk is None else READERS - self.disk.reads._free,
             "clients": self.node.streams.clients,

@@ -104,7 +104,7 @@ def test_an_engine_encodes_at_once_what_a_node_that_is_not_full_delivers_more_sl
     play(4, 1, act)
 
 
-def test_an_engine_encodes_at_once_what_only_a_full_node_has() -> None:
+def test_an_engine_encodes_what_only_a_full_node_has() -> None:
     async def act(run: Run) -> None:
         for key in (LARGE, OTHER):
             await Client(run, 0).put(key, 0.001, 0.0)
@@ -120,7 +120,7 @@ def test_an_engine_encodes_at_once_what_only_a_full_node_has() -> None:
     play(3, 1, act)
 
 
-def test_a_node_without_the_time_to_ask_again_asks_no_more() -> None:
+def test_a_node_without_time_asks_no_more() -> None:
     async def act(run: Run) -> None:
         for key in (LARGE, OTHER):
             await Client(run, 0).put(key, 0.001, 0.0)
@@ -158,7 +158,7 @@ def test_flights_to_a_full_node_take_no_place_of_others() -> None:
     play(4, 1, act)
 
 
-def test_a_node_whose_idle_link_was_ended_may_ask_again_at_once() -> None:
+def test_a_node_whose_idle_link_ended_asks_at_once() -> None:
     async def act(run: Run) -> None:
         for key in (LARGE, OTHER):
             await Client(run, 0).put(key, 0.001, 0.0)

@@ -25,8 +25,10 @@ DOWN_S = (0.05, 0.5)  # a restart takes never less than VOUCHED_S
 CLIENTS = 2
 BEAT_S = 6.0
 """More than passes between two signs of life that a daemon gives the directory."""
-IDLE_S = 60.0
-"""By when everything that was under way is to be over: a dozen tries to tell a slow directory."""
+IDLE_S = 30.0
+"""By when everything that was under way is to be over. Leases of peers end by themselves later."""
+TOLD_S = 60.0
+"""By when the directory is to be told: a dozen tries, where it is slow."""
 
 
 @cache
@@ -280,7 +282,7 @@ class Run(World):
 
     async def _until_told(self, living: list[Daemon]) -> None:
         """The directory comes to know what each node holds, and nothing else of it."""
-        until_s = self.loop.now_s + IDLE_S
+        until_s = self.loop.now_s + TOLD_S
         while self.scenario.directory == "redis":
             told = self.redis.held()
             wrong = [

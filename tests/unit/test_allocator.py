@@ -139,7 +139,7 @@ def test_extents_are_taken_where_they_lie_or_not_at_all(gaps: list[tuple[int, in
     assert allocator.is_one_free_extent
 
 
-def test_blocks_that_are_gone_leave_nothing_for_the_garbage_collector() -> None:
+def test_blocks_that_are_gone_leave_no_garbage() -> None:
     """A daemon's rarely looks: they would add up."""
     allocator, chance = Allocator(POOL, 1000 * GRANULE_BYTES, GRANULE_BYTES), random.Random(1)
     held: list[Block] = []
