@@ -94,7 +94,7 @@ class Rules:
     names_for_decode: bool = False
     """Give the engine that decodes the names that the encoders had for the pictures."""
     rewrites: bool = False
-    """Put metadata and name in place of each picture whose metadata an encoder told."""
+    """Put metadata and names in place of the pictures if the encoders told all metadata."""
     tells_decode: bool = False
     """Hand `ec_transfer_params` to the engine that decodes, too."""
 
@@ -157,7 +157,7 @@ class Replay:
             replies = list(side.map(lambda each: _encode(*each), asked))
         merged = rules.merge(replies)
         names = _names(urls, groups, replies)
-        if rules.rewrites:
+        if rules.rewrites and all(merged[name]["metadata"] for name in names):
             shown = [_metadata(name, merged[name]["metadata"]) for name in names]
         sent = [*shown, *(part for part in content if part["type"] != "image_url")]
         handles = {"ec_transfer_params": merged} if merged else {}
