@@ -123,7 +123,7 @@ class _Terms(NamedTuple):
     made_within_s: float | None
     """The node makes the key, and is waited for so long."""
     or_elsewhere: bool
-    """It may name another node."""
+    """The node may name another, to be asked in its place."""
     patience_s: float | None
     """The lease is waited for no longer."""
 
