@@ -29,10 +29,10 @@ MAX_FLIGHTS = 1024
 FETCHED, MISSING, LOCAL, READ = "fetched", "missing", "written here", "read from disk"
 UNREACHABLE, FAILED, CORRUPT, STALE = "unreachable", "read failed", "corrupt", "stale"
 NO_ROOM, LATE, REFUSED, ERROR, MADE = "no room", "late", "too many", "error", "made here"
-SLOWER, FULL = "slower than encoding", "full"
+SLOWER, FULL, SILENT = "slower than encoding", "full", "directory silent"
 OUTCOMES = (
     *(FETCHED, MISSING, LOCAL, READ, UNREACHABLE, FAILED, CORRUPT, STALE),
-    *(NO_ROOM, LATE, REFUSED, ERROR, MADE, SLOWER, FULL),
+    *(NO_ROOM, LATE, REFUSED, ERROR, MADE, SLOWER, FULL, SILENT),
 )
 FINAL = {FETCHED, LOCAL, READ, NO_ROOM}
 """Outcomes after which nobody else is asked."""
@@ -55,7 +55,8 @@ class Flight:
     is_near: bool  # only this node's own sources are asked
     started_s: float
     task: asyncio.Task[None] | None = None
-    is_needed: bool = False  # by a client that cannot make the key
+    is_needed: bool = False  # by a client that has not said that it makes the key
+    is_patient: bool = False  # nobody loses anything if it takes its time
     is_far: bool = False  # other nodes are asked
     is_awaited: bool = False  # another node makes the key
     peer: str = ""  # the node that was asked last
@@ -121,15 +122,18 @@ class Flights:
         hints: Sequence[Hint] = (),
         maker: Maker | None = None,
         is_near: bool = False,
+        is_patient: bool = False,
     ) -> None:
         """Try to bring the key here, unless it is here or on its way.
 
         The maker, if there is one, makes the key if no node has it. With `is_near` other nodes are
-        not asked.
+        not asked. With `is_patient` they are asked again, if need be: who wants the key waits
+        until somebody has it.
         """
         flight = self._flights.get(key)
         if flight is not None:
             flight.is_needed |= maker is None
+            flight.is_patient |= is_patient
             flight.maker = flight.maker or maker
             flight.hints = flight.hints or hints
             flight.is_near = flight.is_near and is_near
@@ -142,7 +146,7 @@ class Flights:
             return
         self._live.expect(key)
         flight = self._flights[key] = Flight(key, hints, maker, is_near, time.perf_counter())
-        flight.is_needed = maker is None
+        flight.is_needed, flight.is_patient = maker is None, is_patient
         flight.task = self._background.spawn(self._fly(flight))
 
     def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:

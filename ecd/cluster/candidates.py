@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from ecd.background import Background
 from ecd.cluster.admission import Admission, Admitted
-from ecd.cluster.directory import Candidate, Claimed, Directory
+from ecd.cluster.directory import Candidate, Claimed, Directory, Found
 from ecd.cluster.link import Link
 from ecd.cluster.peers import Peers
 from ecd.core.types import Key
@@ -22,9 +22,9 @@ class Candidates:
 
     def __init__(self, peers: Peers, admission: Admission, directory: Directory, zone: str) -> None:
         self._peers, self._admission = peers, admission
-        self._zone = zone
+        self._zone, self._directory = zone, directory
         self._background = Background()
-        self._finding = _Together(lambda keys: directory.find(list(keys)), self._background)
+        self._finding = _Together(self._find, self._background)
         self._claiming = _Together(directory.claim, self._background)
 
     async def hinted(self, hints: Sequence[Hint]) -> Sequence[Admitted]:
@@ -38,9 +38,14 @@ class Candidates:
     async def close(self) -> None:
         await self._background.close()
 
-    async def known(self, key: Key) -> Sequence[Admitted]:
-        """Nodes that the directory knows, this zone's first, the least busy first."""
-        candidates = await self._finding.ask(key) or ()
+    async def known(self, key: Key) -> Sequence[Admitted] | None:
+        """Nodes that the directory knows, this zone's first, the least busy first.
+
+        None: it does not answer, and may do so soon.
+        """
+        candidates = await self._finding.ask(key)
+        if candidates is None:
+            return None
 
         def rank(candidate: Candidate) -> tuple[bool, int, int]:
             elsewhere = bool(self._zone) and candidate.zone != self._zone
@@ -54,6 +59,10 @@ class Candidates:
         That one is returned.
         """
         return await self._claiming.ask(key, void)
+
+    async def _find(self, keys: Mapping[Key, str]) -> Found:
+        found = await self._directory.find(list(keys))
+        return {} if found is None else {key: found.get(key, ()) for key in keys}
 
 
 class _Together(Generic[Answer]):

@@ -189,7 +189,7 @@ class Cluster:
             if left_s <= 0:
                 return found, False
             some = await self._directory.find(keys[start : start + LOCATED], left_s)
-            found.update(some)
+            found.update(some or {})
         was_heard = state.up and before == (state.errors, state.skipped)
         return found, was_heard and state.kind != "none"
 
@@ -242,7 +242,7 @@ class Cluster:
     async def offered(self, found: MappingOf[Key, Hint]) -> None:
         """Take an offer: a node has these keys and expects this one to want them."""
         for number, (key, hint) in enumerate(found.items()):
-            self._flights.want(key, [hint])
+            self._flights.want(key, [hint], is_patient=True)
             if number % TURN == 0:
                 await asyncio.sleep(0)
 

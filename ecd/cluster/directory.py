@@ -57,8 +57,8 @@ class Directory(Protocol):
 
     state: DirectoryState
 
-    async def find(self, keys: Sequence[Key], all_within_s: float | None = None) -> Found:
-        """The nodes that may hold these keys, within a bounded time.
+    async def find(self, keys: Sequence[Key], all_within_s: float | None = None) -> Found | None:
+        """The nodes that may hold these keys, within a bounded time; None: it may answer soon.
 
         With `all_within_s` every node that is heard so soon, else at least one for each key.
         """

@@ -53,6 +53,7 @@ from ecd.flights import (
     MADE,
     MISSING,
     NO_ROOM,
+    SILENT,
     SLOWER,
     STALE,
     UNREACHABLE,
@@ -80,8 +81,9 @@ READ_FIRST_BYTES = 1 << 20
 """Entries of this size or more are read before the peer is asked: reading takes longer."""
 TURNS_TO_ASK = 2
 """Turns of the event loop until a question to the peer is on its way."""
-FULL_PAUSES_S = (0.25, 0.5, 1.0)
-"""Pauses, each up to twice as long, after which nodes are asked again if one took no more links."""
+PAUSES_S = (0.25, 0.5, 1.0)
+"""Pauses, each up to twice as long, after which a patient flight asks again who was too busy."""
+BUSY = (FULL, SILENT)
 MAX_PAUSING = 256
 """Flights, of 1,024, that pause so: others are not to be refused for them. Beyond, none pauses."""
 RETRY_PAUSE_S = 0.1
@@ -209,19 +211,22 @@ class Fetcher:
     async def _bring_stored(self, flight: Flight) -> str:
         """Bring what a node has; the outcome.
 
-        A node that takes no more links has been asked by many, so others have the key soon. Only
-        clients that cannot make the key wait for that.
+        A node that takes no more links has been asked by many, so others have the key soon. A
+        directory that has failed of late may answer again. Only clients that wait in any case wait
+        for that.
         """
         outcome = await self._ask_nodes(flight, MAX_HINTED)
-        for shortest_s in FULL_PAUSES_S:
-            if outcome != FULL or not flight.is_needed or self._pausing >= MAX_PAUSING:
+        for shortest_s in PAUSES_S:
+            if outcome not in BUSY or not flight.is_patient or flight.maker is not None:
+                break
+            if self._pausing >= MAX_PAUSING:
                 break
             pause_s = random.uniform(shortest_s, 2 * shortest_s)
             if pause_s >= self._left_s(flight):
                 break
             self._pausing += 1
             try:
-                with Stage("pause after a refusal"):
+                with Stage("pause before asking again"):
                     await asyncio.sleep(pause_s)
             finally:
                 self._pausing -= 1
@@ -234,8 +239,9 @@ class Fetcher:
     async def _ask_nodes(self, flight: Flight, first: int) -> str:
         """Ask so many hinted nodes, those of the directory, the other hinted ones; the outcome.
 
-        FULL if one of them took no more links, and none had the key. SLOWER if one had it and
-        would deliver it more slowly than clients here encode it.
+        If none had the key: FULL if one of them took no more links, SILENT if the directory may
+        answer soon. SLOWER if one had it and would deliver it more slowly than clients here encode
+        it.
         """
         asked: set[str] = set()
         outcome = MISSING
@@ -245,7 +251,9 @@ class Fetcher:
             if some is None:
                 with Stage("directory"):
                     some = await self._candidates.known(flight.key)
-            for each in some:
+                if some is None and outcome not in (SLOWER, *BUSY):
+                    outcome = SILENT
+            for each in some or ():
                 if each.hint.node in asked:
                     continue
                 if len(asked) == MAX_SOURCES:
@@ -254,7 +262,7 @@ class Fetcher:
                 found = await self._try(each, flight)
                 if found in FINAL:
                     return found
-                if found == SLOWER or (found != MISSING and outcome not in (SLOWER, FULL)):
+                if found == SLOWER or (found != MISSING and outcome not in (SLOWER, *BUSY)):
                     outcome = found
         return outcome
 

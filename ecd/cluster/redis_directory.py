@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 LOOKUP_TIMEOUT_S = 0.25
 """A lookup that takes longer is a miss; after it Redis is not asked for PAUSE_S."""
+HICCUP_S = 5.0
+"""A Redis that has failed for no longer is taken to answer again soon."""
 WRITE_TIMEOUT_S = 2.0
 PAUSE_S = (1.0, 5.0)
 NODE_CACHE_S = 2.0
@@ -82,6 +84,7 @@ class RedisDirectory:
         self._beat_s = 0.0
         self._known = False  # Redis was seen to have our node
         self._silent_until_s = self._claimless_until_s = 0.0
+        self._failing_since_s: float | None = None
         self._pause_s = 0.0
         self._nodes: dict[str, tuple[Candidate | None, float]] = {}
         self._addresses: dict[str, tuple[bool, float]] = {}
@@ -92,16 +95,18 @@ class RedisDirectory:
 
     # -- reading -------------------------------------------------------------------------------
 
-    async def find(self, keys: Sequence[Key], all_within_s: float | None = None) -> Found:
+    async def find(self, keys: Sequence[Key], all_within_s: float | None = None) -> Found | None:
         self.state.lookups += len(keys)
         if self._is_silent:
             self.state.skipped += 1
-            return {}
+            return self._nothing()
         try:
-            return await within(LOOKUP_TIMEOUT_S, self._find(keys))
+            found = await within(LOOKUP_TIMEOUT_S, self._find(keys))
         except Exception as error:
             self._failed(error)
-            return {}
+            return self._nothing()
+        self._failing_since_s = None
+        return found
 
     async def claim(self, keys: MappingOf[Key, str]) -> MappingOf[Key, Claimed]:
         if self._is_silent or time.monotonic() < self._claimless_until_s:
@@ -131,6 +136,12 @@ class RedisDirectory:
     def _is_silent(self) -> bool:
         """Whether Redis has failed a moment ago: nobody waits for it now."""
         return time.monotonic() < self._silent_until_s
+
+    def _nothing(self) -> Found | None:
+        """The answer to a lookup that Redis has not answered."""
+        since_s = self._failing_since_s
+        is_hiccup = since_s is not None and time.monotonic() - since_s < HICCUP_S
+        return None if is_hiccup else {}
 
     async def _look_at(self, node: str) -> bool:
         """Whether a node is reached there; the last answer, if Redis does not answer."""
@@ -228,6 +239,7 @@ class RedisDirectory:
                     await within(WRITE_TIMEOUT_S, self._beat())
                 self._changed.clear()
                 self.state.up, self._pause_s = True, 0.0
+                self._failing_since_s = None
                 await _event(self._changed, self._beat_s - time.monotonic())
             except Exception as error:
                 self._failed(error, is_write=True)
@@ -308,6 +320,8 @@ class RedisDirectory:
         elif was_quiet:
             logger.warning("the directory does not answer: %s", said)
         self.state.up = False
+        if self._failing_since_s is None:
+            self._failing_since_s = time.monotonic()
         first_s, longest_s = PAUSE_S
         self._pause_s = min(max(2 * self._pause_s, first_s), longest_s)
         if not (is_write and isinstance(error, ResponseError)):

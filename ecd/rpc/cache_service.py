@@ -167,7 +167,8 @@ class CacheService(pb_grpc.CacheServicer):
                 await pace.step()
                 make_s = makes.get(index)
                 maker = None if make_s is None else Maker(session, make_s)
-                self._flights.want(key, hints.get(index, ()), maker)
+                is_patient = not request.only_if_written
+                self._flights.want(key, hints.get(index, ()), maker, is_patient=is_patient)
             for _ in range(TURNS_TO_ASK):
                 await asyncio.sleep(0)
             if request.only_if_written:

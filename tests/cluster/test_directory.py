@@ -220,6 +220,28 @@ def test_redis_stands_still(two: Two, redis: RedisServer) -> None:
     eventually(lambda: known(redis, "x") == [there.incarnation], 20)
 
 
+def test_who_cannot_make_an_entry_outlasts_a_halt_of_redis(two: Two, redis: RedisServer) -> None:
+    _, here, b, there = two
+    for key in ("k", "kk"):
+        store(here, key)
+        eventually(lambda key=key: known(redis, key) != [])
+    redis.stop()
+    try:
+        started = time.monotonic()
+        [made] = there.get_async(["kk"], 5.0, only_if_written=True, makes=[0.0])
+        assert made.result(BOUND_S) is None
+        assert time.monotonic() - started < 1.0, "an engine that encodes does not wait"
+        [waiting] = there.get_async(["k"], 8.0)
+        time.sleep(1.0)
+    finally:
+        redis.go_on()
+    item = waiting.result(BOUND_S)
+    assert item is not None
+    with item:
+        assert (item.tensor == 1.0).all(), "wrong bytes"
+    assert b.peers().fetches["fetched"] == 1
+
+
 def test_redis_is_slow(two: Two, redis: RedisServer) -> None:
     """Scripts that hold Redis up for 30 ms at a time: slow, but within the time a lookup has."""
     _, here, _, there = two
