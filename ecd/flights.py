@@ -56,7 +56,8 @@ class Flight:
     started_s: float
     task: asyncio.Task[None] | None = None
     is_needed: bool = False  # by a client that has not said that it makes the key
-    is_patient: bool = False  # nobody loses anything if it takes its time
+    is_patient: bool = False  # a client waits until anybody has the key
+    is_pausing: bool = False  # before nodes are asked again: the key is not expected
     is_far: bool = False  # other nodes are asked
     is_awaited: bool = False  # another node makes the key
     peer: str = ""  # the node that was asked last
@@ -127,16 +128,18 @@ class Flights:
         """Try to bring the key here, unless it is here or on its way.
 
         The maker, if there is one, makes the key if no node has it. With `is_near` other nodes are
-        not asked. With `is_patient` they are asked again, if need be: who wants the key waits
-        until somebody has it.
+        not asked. With `is_patient` they are asked again, if need be: the client waits until
+        anybody has the key.
         """
         flight = self._flights.get(key)
         if flight is not None:
             flight.is_needed |= maker is None
             flight.is_patient |= is_patient
-            flight.maker = flight.maker or maker
             flight.hints = flight.hints or hints
             flight.is_near = flight.is_near and is_near
+            if flight.is_pausing:
+                return
+            flight.maker = flight.maker or maker
         if not self._live.cache.wants(key):
             return
         if not any(s.may_have(key) for s in self.sources if s.is_near or not is_near):

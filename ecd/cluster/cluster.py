@@ -242,7 +242,7 @@ class Cluster:
     async def offered(self, found: MappingOf[Key, Hint]) -> None:
         """Take an offer: a node has these keys and expects this one to want them."""
         for number, (key, hint) in enumerate(found.items()):
-            self._flights.want(key, [hint], is_patient=True)
+            self._flights.want(key, [hint])
             if number % TURN == 0:
                 await asyncio.sleep(0)
 

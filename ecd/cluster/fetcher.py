@@ -83,7 +83,6 @@ TURNS_TO_ASK = 2
 """Turns of the event loop until a question to the peer is on its way."""
 PAUSES_S = (0.25, 0.5, 1.0)
 """Pauses, each up to twice as long, after which a patient flight asks again who was too busy."""
-BUSY = (FULL, SILENT)
 MAX_PAUSING = 256
 """Flights, of 1,024, that pause so: others are not to be refused for them. Beyond, none pauses."""
 RETRY_PAUSE_S = 0.1
@@ -215,9 +214,9 @@ class Fetcher:
         directory that has failed of late may answer again. Only clients that wait in any case wait
         for that.
         """
-        outcome = await self._ask_nodes(flight, MAX_HINTED)
+        outcome, may_come = await self._ask_nodes(flight, MAX_HINTED)
         for shortest_s in PAUSES_S:
-            if outcome not in BUSY or not flight.is_patient or flight.maker is not None:
+            if not (may_come and flight.is_patient) or flight.maker is not None:
                 break
             if self._pausing >= MAX_PAUSING:
                 break
@@ -225,46 +224,52 @@ class Fetcher:
             if pause_s >= self._left_s(flight):
                 break
             self._pausing += 1
+            flight.is_pausing = True
+            self._live.stop_expecting(flight.key)  # all others go on without
             try:
                 with Stage("pause before asking again"):
                     await asyncio.sleep(pause_s)
             finally:
                 self._pausing -= 1
-            outcome = await self._ask_nodes(flight, 0)
+                flight.is_pausing = False
+            if self._live.cache.contains(flight.key):
+                return LOCAL
+            self._live.expect(flight.key)
+            outcome, may_come = await self._ask_nodes(flight, 0)
         return outcome
 
     def _left_s(self, flight: Flight) -> float:
         return self._timeout_s - (time.perf_counter() - flight.started_s)
 
-    async def _ask_nodes(self, flight: Flight, first: int) -> str:
-        """Ask so many hinted nodes, those of the directory, the other hinted ones; the outcome.
+    async def _ask_nodes(self, flight: Flight, first: int) -> tuple[str, bool]:
+        """Ask so many hinted nodes, those of the directory, the other hinted ones.
 
-        If none had the key: FULL if one of them took no more links, SILENT if the directory may
-        answer soon. SLOWER if one had it and would deliver it more slowly than clients here encode
-        it.
+        The outcome, and whether the key may be had soon, which nobody said: FULL, of a node that
+        took no more links, or SILENT, of a directory that may answer soon. SLOWER if a node would
+        deliver it more slowly than clients here encode it.
         """
         asked: set[str] = set()
-        outcome = MISSING
+        outcome, is_silent = MISSING, False
         with Stage("directory"):
             hinted = await self._candidates.hinted(flight.hints)
         for some in (hinted[:first], None, hinted[first:]):
             if some is None:
                 with Stage("directory"):
                     some = await self._candidates.known(flight.key)
-                if some is None and outcome not in (SLOWER, *BUSY):
-                    outcome = SILENT
+                is_silent = some is None
             for each in some or ():
                 if each.hint.node in asked:
                     continue
                 if len(asked) == MAX_SOURCES:
-                    return outcome
+                    return outcome, is_silent or outcome == FULL
                 asked.add(each.hint.node)
                 found = await self._try(each, flight)
                 if found in FINAL:
-                    return found
-                if found == SLOWER or (found != MISSING and outcome not in (SLOWER, *BUSY)):
+                    return found, False
+                if found == SLOWER or (found != MISSING and outcome not in (SLOWER, FULL)):
                     outcome = found
-        return outcome
+        may_come = outcome != SLOWER and (is_silent or outcome == FULL)
+        return (SILENT if is_silent and outcome == MISSING else outcome), may_come
 
     async def _try(
         self, candidate: Admitted, flight: Flight, made_within_s: float | None = None

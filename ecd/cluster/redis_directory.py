@@ -48,6 +48,7 @@ HICCUP_S = 5.0
 """A Redis that has failed for no longer is taken to answer again soon."""
 WRITE_TIMEOUT_S = 2.0
 PAUSE_S = (1.0, 5.0)
+"""Pauses between attempts to write: the first for HICCUP_S, then each twice the one before."""
 NODE_CACHE_S = 2.0
 BATCH = 512
 MAX_UNPUBLISHED = 1 << 18
@@ -84,7 +85,8 @@ class RedisDirectory:
         self._beat_s = 0.0
         self._known = False  # Redis was seen to have our node
         self._silent_until_s = self._claimless_until_s = 0.0
-        self._failing_since_s: float | None = None
+        self._unanswered_since_s: float | None = None  # lookups
+        self._down_since_s: float | None = None
         self._pause_s = 0.0
         self._nodes: dict[str, tuple[Candidate | None, float]] = {}
         self._addresses: dict[str, tuple[bool, float]] = {}
@@ -105,7 +107,8 @@ class RedisDirectory:
         except Exception as error:
             self._failed(error)
             return self._nothing()
-        self._failing_since_s = None
+        if not self._is_silent:
+            self._unanswered_since_s = None
         return found
 
     async def claim(self, keys: MappingOf[Key, str]) -> MappingOf[Key, Claimed]:
@@ -139,9 +142,10 @@ class RedisDirectory:
 
     def _nothing(self) -> Found | None:
         """The answer to a lookup that Redis has not answered."""
-        since_s = self._failing_since_s
-        is_hiccup = since_s is not None and time.monotonic() - since_s < HICCUP_S
-        return None if is_hiccup else {}
+        now_s = time.monotonic()
+        if self._unanswered_since_s is None:
+            self._unanswered_since_s = now_s
+        return None if now_s - self._unanswered_since_s < HICCUP_S else {}
 
     async def _look_at(self, node: str) -> bool:
         """Whether a node is reached there; the last answer, if Redis does not answer."""
@@ -238,8 +242,7 @@ class RedisDirectory:
                     await within(WRITE_TIMEOUT_S, self._write())
                     await within(WRITE_TIMEOUT_S, self._beat())
                 self._changed.clear()
-                self.state.up, self._pause_s = True, 0.0
-                self._failing_since_s = None
+                self.state.up, self._pause_s, self._down_since_s = True, 0.0, None
                 await _event(self._changed, self._beat_s - time.monotonic())
             except Exception as error:
                 self._failed(error, is_write=True)
@@ -320,12 +323,13 @@ class RedisDirectory:
         elif was_quiet:
             logger.warning("the directory does not answer: %s", said)
         self.state.up = False
-        if self._failing_since_s is None:
-            self._failing_since_s = time.monotonic()
-        first_s, longest_s = PAUSE_S
-        self._pause_s = min(max(2 * self._pause_s, first_s), longest_s)
+        now_s, (first_s, longest_s) = time.monotonic(), PAUSE_S
+        if self._down_since_s is None:
+            self._down_since_s = now_s
+        is_hiccup = now_s - self._down_since_s < HICCUP_S
+        self._pause_s = first_s if is_hiccup else min(2 * self._pause_s, longest_s)
         if not (is_write and isinstance(error, ResponseError)):
-            self._silent_until_s = time.monotonic() + first_s
+            self._silent_until_s = now_s + first_s
         self._beat_s = 0.0
         self._note_lag()
 

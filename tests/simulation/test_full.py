@@ -1,4 +1,4 @@
-"""Nodes that take no more links, and a Redis that fails, on the simulated clock and network."""
+"""Nodes that take no more links, on the simulated clock and network."""
 
 from __future__ import annotations
 
@@ -176,42 +176,3 @@ def test_a_node_whose_idle_link_ended_asks_at_once() -> None:
         await reading
 
     play(4, 2, act)
-
-
-def test_who_waits_for_an_entry_outlasts_a_short_failure_of_redis() -> None:
-    async def act(run: Run) -> None:
-        for key in (LARGE, OTHER):
-            await Client(run, 0).put(key, 0.001, 0.0)
-        await asyncio.sleep(0.5)
-        run.redis.is_down = True
-        waiting = asyncio.ensure_future(get(run, 1, LARGE))
-        asker, session = run.daemons[2], run.daemons[2].live.open_session()
-        asker.context.run(asker.flights.want, key_of(LARGE), (), Maker(session, 0.0))
-        asker.context.run(asker.flights.want, key_of(OTHER))
-        await asyncio.sleep(0.5)
-        assert +asker.flights.outcomes == {"made here": 1, "directory silent": 1}, "at once"
-        await asyncio.sleep(0.5)
-        run.redis.is_down = False
-        await waiting
-        assert has(run, LARGE) == [0, 1]
-        asker.live.close_session(session)
-
-    play(3, 2, act)
-
-
-def test_nobody_waits_for_a_redis_that_is_away_for_long() -> None:
-    async def act(run: Run) -> None:
-        run.redis.is_down = True
-        asker = run.daemons[1]
-        first = asyncio.ensure_future(get(run, 1, LARGE))
-        await asyncio.sleep(1.0)
-        assert len(asker.flights) == 1
-        await first
-        assert +asker.flights.outcomes == {"directory silent": 1}
-        await asyncio.sleep(1.0)
-        second = asyncio.ensure_future(get(run, 1, LARGE))
-        await asyncio.sleep(0.3)
-        assert +asker.flights.outcomes == {"directory silent": 1, "missing": 1}
-        await second
-
-    play(2, 2, act)
