@@ -25,7 +25,7 @@ def _watch(file: Path) -> None:
     mallinfo2.restype = _Mallinfo2
     while True:
         told = mallinfo2().fields
-        new = file.with_suffix(".new")
+        new = file.with_name(f"{file.name}.new")
         new.write_text(f"{told[HBLKHD] + told[UORDBLKS]} {sys.getallocatedblocks()}")
         new.replace(file)
         time.sleep(1.0)
