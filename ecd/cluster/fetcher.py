@@ -244,9 +244,9 @@ class Fetcher:
     async def _ask_nodes(self, flight: Flight, first: int) -> tuple[str, bool]:
         """Ask so many hinted nodes, those of the directory, the other hinted ones.
 
-        The outcome, and whether the key may be had soon, which nobody said: FULL, of a node that
-        took no more links, or SILENT, of a directory that may answer soon. SLOWER if a node would
-        deliver it more slowly than clients here encode it.
+        The outcome, and whether to ask again is of use: FULL if a node took no more links, SILENT
+        if the directory may answer soon. SLOWER if a node would deliver it more slowly than clients
+        here encode it.
         """
         asked: set[str] = set()
         outcome, is_silent = MISSING, False
@@ -261,7 +261,7 @@ class Fetcher:
                 if each.hint.node in asked:
                     continue
                 if len(asked) == MAX_SOURCES:
-                    return outcome, is_silent or outcome == FULL
+                    break
                 asked.add(each.hint.node)
                 found = await self._try(each, flight)
                 if found in FINAL:
