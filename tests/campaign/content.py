@@ -62,6 +62,19 @@ def put(client: Client, key: Known, cost_s: float = 0.1) -> bool:
     return client.put_bytes(key.mm_hash, key.content, "uint8", (key.nbytes,), **about)
 
 
+def _whose(some: bytes, key: Known) -> str:
+    """What these bytes, found under the key, are."""
+    if not any(some):
+        return "zeros"
+    newest = int(key.mm_hash.lstrip("k"))
+    for number in range(newest - 4 * WINDOW, newest + 4 * WINDOW):
+        for namespace in NAMESPACES:
+            other = known(number, namespace)
+            if (at := other.content.find(some[:16])) >= 0:
+                return f"those of {other} from {at} on"
+    return "of none of the keys around it"
+
+
 def check(item: Item, view: memoryview, key: Known) -> int:
     """Compare all that a view of the item shows; returns the bytes compared.
 
@@ -79,9 +92,12 @@ def check(item: Item, view: memoryview, key: Known) -> int:
     right = key.content
     if seen != right:
         item.check()
-        first = next(at for at, (a, b) in enumerate(zip(seen, right, strict=True)) if a != b)
-        others = sum(a != b for a, b in zip(seen, right, strict=True))
-        raise WrongBytes(f"{key}: {others} bytes, the first at {first}")
+        wrong = [at for at, (a, b) in enumerate(zip(seen, right, strict=True)) if a != b]
+        others = seen[wrong[0] : wrong[-1] + 1]
+        raise WrongBytes(
+            f"{key}: {len(wrong)} bytes from {wrong[0]} to {wrong[-1]}, {_whose(others, key)}: "
+            f"{others[:16].hex()}; right when read again: {bytes(view) == right}"
+        )
     return key.nbytes
 
 
