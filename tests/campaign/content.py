@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +67,10 @@ def _whose(some: bytes, key: Known) -> str:
     """What these bytes, found under the key, are."""
     if not any(some):
         return "zeros"
-    newest = int(key.mm_hash.lstrip("k"))
-    for number in range(newest - 4 * WINDOW, newest + 4 * WINDOW):
+    if not (shared := re.fullmatch(r"k(\d+)", key.mm_hash)):
+        return "under a probe's key"
+    around = int(shared[1])
+    for number in range(around - 4 * WINDOW, around + 4 * WINDOW):
         for namespace in NAMESPACES:
             other = known(number, namespace)
             if (at := other.content.find(some[:16])) >= 0:
