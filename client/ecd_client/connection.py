@@ -76,7 +76,7 @@ class Connection:
         self._gpu: int | None = None
         self.is_cut_off = False
         self._thread = threading.Thread(target=self._run, name="ecd-connection", daemon=True)
-        forks.add(self)
+        forks.add(self, last=True)
         self._thread.start()
 
     @property

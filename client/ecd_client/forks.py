@@ -43,17 +43,21 @@ class Pending(Future[Result]):
 
 
 pid = os.getpid()
-"""The process that owns the clients: a child differs until it has been through `_in_child`."""
+"""The process that owns the clients: a child differs until all in it is cut off."""
 is_child = False
 """Whether this process was forked from one that had clients."""
 steady = threading.RLock()
 """Held while files are opened or closed: a fork waits, so that the child knows all of them."""
 _made: weakref.WeakSet[Forked] = weakref.WeakSet()
+_made_last: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
-def add(made: Forked) -> None:
-    """Cut `made` off in every child that is forked from now on."""
-    _made.add(made)
+def add(made: Forked, last: bool = False) -> None:
+    """Cut `made` off in every child that is forked from now on.
+
+    `last`: after all others, which give descriptors back.
+    """
+    (_made_last if last else _made).add(made)
 
 
 def before_fork() -> DaemonUnavailable:
@@ -64,10 +68,11 @@ def close_connections(path: str) -> None:
     """Drop every connection to the socket `path`, so that the daemon sees the parent's end.
 
     The file descriptors stay taken, as gRPC would close them once more. The kernel reports the
-    name that the socket was bound under: the daemon binds `path~` and renames it.
+    name that the socket was bound under: the daemon binds `path~` and renames it. Without a
+    descriptor to do it with, the daemon sees the parent's end as this process ends.
     """
     path = os.path.realpath(path)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nothing:
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nothing:
         for fd in map(int, os.listdir("/proc/self/fd")):
             with suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(fd).st_mode) and _peer_of(fd) == path:
@@ -84,11 +89,15 @@ def _peer_of(fd: int) -> str | None:
 
 def _in_child() -> None:
     global pid, is_child, steady
-    pid, steady = os.getpid(), threading.RLock()
-    is_child = is_child or bool(_made)
-    for made in list(_made):
+    steady = threading.RLock()
+    is_child = is_child or bool(_made) or bool(_made_last)
+    for made in (*_made, *_made_last):
         made.cut_off()
     _made.clear()
+    _made_last.clear()
+    # Last: a future that is cut off lets go of its item, whose session may come later, and an item
+    # that ends where `pid` is this process's would end its parent's pin.
+    pid = os.getpid()
 
 
 os.register_at_fork(

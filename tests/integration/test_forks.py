@@ -14,7 +14,7 @@ from ecd_client import Client
 from support.daemon import Daemon, eventually
 
 PARENT = """
-import gc, multiprocessing, os, signal, sys, threading, time
+import gc, multiprocessing, os, resource, signal, sys, threading, time
 from ecd_client import Client, DaemonUnavailable, EcdError, LeaseExpired
 
 address = sys.argv[1]
@@ -79,6 +79,15 @@ def leave_with():
 def fail():
     with item:
         raise SystemExit
+def without_descriptors(child):
+    here = os.open("/proc/self/fd", os.O_RDONLY)
+    most, hard = max(map(int, os.listdir(here))), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, hard))
+    while True:
+        try:
+            os.dup(here)
+        except OSError:
+            return forked(child)
 def mine(method, child):
     process = multiprocessing.get_context(method).Process(target=child)
     process.start()
@@ -97,6 +106,7 @@ def mine(method, child):
         "mine('fork', drop)",
         "mine('fork', fail)",
         "forked(lambda: client.close(), sys.exit)",
+        "without_descriptors(lambda: item.close())",
     ],
 )
 def test_a_child_ends_none_of_its_parents_pins(daemon: Daemon, child: str) -> None:
@@ -112,6 +122,32 @@ def test_a_child_ends_none_of_its_parents_pins(daemon: Daemon, child: str) -> No
             assert said(process) == "True"
             assert said(process) == "end"
             process.wait(20)
+    daemon.check_nothing_leaked()
+
+
+def test_a_child_ends_no_pin_of_what_was_waited_for_and_not_looked_at(daemon: Daemon) -> None:
+    """The future has the item then, and is cut off before the session or after it, by chance."""
+    keys = [f"k{number}" for number in range(32)]
+    program = f"""
+futures = client.get_async({keys}, 20.0)
+say("asked")
+while not all(future.done() for future in futures):
+    time.sleep(0.01)
+say(forked(lambda: None))
+input()
+say([future.result().view.tobytes() for future in futures] == [b"1" * 4096] * 32)
+"""
+    with Client(daemon.address) as other, parent(daemon, program) as process:
+        assert said(process) == "asked"
+        for key in keys:
+            other.put_bytes(key, b"1" * 4096, "uint8", (4096,))
+        assert said(process) == "0"
+        assert daemon.evict_all().leased == len(keys)
+        for number in range(63):
+            other.put(f"{number}", torch.full((1 << 20,), 2, dtype=torch.uint8))
+        tell(process)
+        assert said(process) == "True"
+        process.wait(20)
     daemon.check_nothing_leaked()
 
 
