@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import queue
@@ -155,11 +154,13 @@ class Calls:
     def open(self, token: str) -> None:
         """Open the stream, so that the first blocking call need not wait for that.
 
-        The call names the session, for which the daemon grants memory for a first put.
+        The call names the session, for which the daemon grants memory for a first put. Raises
+        EcdError: the session is over, and may have been before its lock was taken.
         """
-        with contextlib.suppress(EcdError):
-            if not self.is_over:
-                self.now("release", pb.ReleaseRequest(session=token))
+        if not self.is_over:
+            self.now("release", pb.ReleaseRequest(session=token))
+        if self.is_over:
+            raise DaemonUnavailable(CLOSED)
 
     def later(self, name: str, request: Any) -> Future[Any]:
         """Make a call, named as in ExchangeRequest, and return the future of its reply.

@@ -22,7 +22,6 @@ from ecd_client.calls import (
     CLOSED,
     Calls,
     GrpcThreads,
-    late,
     open_channel,
     socket_owner,
     translate,
@@ -172,6 +171,8 @@ class Connection:
                     self._cause = DaemonUnavailable(f"connecting anew to {self._address}")
                 else:
                     self._cause = translate(error, self._address)
+            except EcdError as error:
+                self._cause = error
             except RuntimeError as error:  # no thread can be started
                 self._cause = DaemonUnavailable(f"this process has no thread left: {error}")
             except (OSError, ValueError) as error:
@@ -213,10 +214,9 @@ class Connection:
                     if session.index is not None:
                         session.index.counts = self._counts_reads
                     outbox.put(session)
+                    # The daemon may have ended it before its lock was taken, and have given its
+                    # page to another client: nothing is written there before this is answered.
                     calls.open(session.token)
-                    if calls.is_over:
-                        self._cause = DaemonUnavailable(late(self._address))
-                        return
                     self._announce(session)
                 else:
                     session.take(event)

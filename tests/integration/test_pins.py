@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from ecd_client import Client, EcdError
+from ecd_client.connection import Connection
+from ecd_client.session import Session
 from ecd_client.shared.index import AskDaemon
 from ecd_client.shared.puts import Claim, NewEntry
 from ecd_proto.shm.rows import ROW_BYTES, row_is_whole, unpack_row
-from ecd_proto.shm.session_page import CLAIM_ROW, MAX_PINS, claim_at
+from ecd_proto.shm.session_page import CLAIM_ROW, DMA_WORD, MAX_PINS, claim_at
 from support.daemon import Daemon, eventually
 from support.pin_stress import STEPS
 
@@ -182,6 +184,42 @@ def test_an_entry_in_a_pool_that_is_not_mapped_is_an_error_with_its_cause(daemon
         with client.get("k") as item:
             assert (item.tensor == 1).all()
     daemon.check_nothing_leaked()
+
+
+def test_a_session_that_ended_before_its_lock_is_not_used(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon has given its page to another client by then."""
+    locks, goes_on = threading.Event(), threading.Event()
+    announced: list[Session] = []
+    begin, announce = Session.__init__, Connection._announce
+
+    def begin_late(session: Session, *about: object) -> None:
+        if not locks.is_set():
+            locks.set()
+            assert goes_on.wait(20)
+        begin(session, *about)
+
+    def note(connection: Connection, session: Session | None) -> None:
+        if session is not None:
+            announced.append(session)
+        announce(connection, session)
+
+    monkeypatch.setattr(Connection, "_announce", note)
+    monkeypatch.setattr(Session, "__init__", begin_late)
+    with Client(daemon.address, connect_timeout=0) as late:
+        assert locks.wait(20)
+        late._connection._stream.cancel()  # as where the connection breaks
+        eventually(lambda: daemon.status().sessions == 0)
+        with Client(daemon.address) as other:
+            own = other._connection.session()
+            says_dma = own.index._page.view(8 * DMA_WORD, 8)
+            says_dma[0] = 1
+            goes_on.set()
+            late.wait_connected(20)
+            assert [session.puts.page_number for session in announced] == [0, 1]
+            assert announced[0] is own
+            assert says_dma[0] == 1, "the late session has written into this one's page"
 
 
 def test_threads_share_one_page(daemon: Daemon) -> None:

@@ -49,6 +49,8 @@ class SessionDma:
         self._lock = threading.RLock()  # which a garbage-collected item may take within
         self._has_begun = False
         self._ended = threading.Event()
+        self._has_written = False
+        """Whether the page says anything of copies. Else it may be another session's by now."""
         self._pools: tuple[MappedPool, ...] = ()
         self.may_write = False
         """Whether the daemon knows of this process, so that copies into pinned memory may begin."""
@@ -95,6 +97,7 @@ class SessionDma:
         pinned_bytes = sum(pool.wait_pinned() for pool in self._pools)
         with self._lock:  # after the end the page is another session's
             if not self._ended.is_set():
+                self._has_written = True
                 self._words[PINNED_WORD] = pinned_bytes
 
     def _map_late(self, device: int) -> None:
@@ -142,6 +145,7 @@ class SessionDma:
 
     def note_write(self) -> None:
         """Say that copies by DMA into the pool may be under way, until `end`."""
+        self._has_written = True
         self._words[DMA_WORD] = 1
 
     def end(self) -> None:
@@ -150,7 +154,8 @@ class SessionDma:
             self._ended.set()
             self._pools = ()  # which refer to this object, and would keep each other mapped
             near, self.near = self.near, None
-            self._words[PINNED_WORD] = self._words[DMA_WORD] = 0
+            if self._has_written:
+                self._words[PINNED_WORD] = self._words[DMA_WORD] = 0
         if near is not None:
             near.close()
 
