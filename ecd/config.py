@@ -220,7 +220,8 @@ class Config(BaseSettings):
         default="18200-18231",
         pattern=r"^\d{1,5}-\d{1,5}$",
         description="Ports that Mooncake may listen on, as first-last. With fewer than 32, the "
-        "previous daemon may still hold all of them after a quick restart.",
+        "previous daemon may still hold all of them after a quick restart: each start takes two, "
+        "which rest for a minute after its end.",
     )
     mooncake: Annotated[dict[str, str], NoDecode] = Field(
         default={}, description="Mooncake's own MC_* variables: MC_A=1,MC_B=2, or a TOML table."

@@ -21,6 +21,8 @@ from support.redis import RedisServer
 
 TESTS = Path(__file__).parents[1]
 POOL = "12MiB"
+ENGINE_PORTS = "18200-18455"
+"""Each start of a daemon takes two, which rest for a minute after its end."""
 OTHER_COUNTS = (
     *("kept", "lies: hit", "lies: miss", "lies: refused", "grpcio at a close", "refused disks"),
     *("moved on", "not moved on", "gone before it moved on"),
@@ -95,6 +97,7 @@ class World:
             ECD_DISK_WRITE_BYTES_PER_S="1GB",
             ECD_DIRECTORY=f"redis://{self.redis.host}:{self.redis.port}",
             ECD_FETCH_TIMEOUT_S="2",
+            ECD_ENGINE_PORTS=ENGINE_PORTS,
             ECD_LOG_LEVEL="info",
             ECD_WARM_RESTART="true",
         )
