@@ -321,11 +321,12 @@ def test_what_is_erased_is_erased_on_disk(make_disk: DiskDaemon) -> None:
             client.get_now(f"s{number}")[0].close()
     sizes = fill(daemon)
     secrets = [f"s{number}" for number in range(20)]
-    assert len(on_disk(daemon, secrets, "secret")) > 10
+    written = len(on_disk(daemon, secrets, "secret"))
+    assert written >= 5, "how many are written before memory loses them is a matter of time"
     reply = evict(daemon, namespace="secret", dry_run=True)
-    assert reply.disk_entries == len(on_disk(daemon, secrets, "secret")) == reply.disk_bytes / LARGE
+    assert (reply.disk_entries, reply.disk_bytes) == (written, written * LARGE)
     reply = evict(daemon, namespace="secret")
-    assert (reply.disk_entries > 10, reply.disk_failures) == (True, 0)
+    assert (reply.disk_entries, reply.disk_failures) == (written, 0)
     assert not on_disk(daemon, secrets, "secret")
     with Client(daemon.address, namespace="secret") as client:
         assert not found(client, dict.fromkeys(secrets, LARGE))
