@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecd_client import Client, Item
+from ecd_client.leases import Pin
 from ecd_proto.mapping import Mapping
 
 NAMESPACES = "red", "blue"
@@ -78,6 +79,16 @@ def _whose(some: bytes, key: Known) -> str:
     return "of none of the keys around it"
 
 
+def _held(item: Item) -> str:
+    """What holds the item, and whether its session has ended."""
+    hold, extent = item._hold, item._hold.extent
+    how = f"leased until {hold.expires_s}"
+    if isinstance(hold, Pin):
+        word, page = hold._pin, hold.session.puts and hold.session.puts.page_number
+        how = f"entry {hold.entry} pinned by word {word} of page {page}: {hold._index._words[word]}"
+    return f"{how}, at {extent.offset}, session {'over' if hold.session._over else 'open'}"
+
+
 def check(item: Item, view: memoryview, key: Known) -> int:
     """Compare all that a view of the item shows; returns the bytes compared.
 
@@ -99,7 +110,7 @@ def check(item: Item, view: memoryview, key: Known) -> int:
         others = seen[wrong[0] : wrong[-1] + 1]
         raise WrongBytes(
             f"{key}: {len(wrong)} bytes from {wrong[0]} to {wrong[-1]}, {_whose(others, key)}: "
-            f"{others[:16].hex()}; right when read again: {bytes(view) == right}"
+            f"{others[:16].hex()}; right when read again: {bytes(view) == right}; {_held(item)}"
         )
     return key.nbytes
 
