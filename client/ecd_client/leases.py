@@ -68,6 +68,7 @@ class Lease:
     content: pb.Content
     extent: pb.Extent
     expires_s: float
+    _is_open: bool = True
 
     @property
     def holds(self) -> bool:
@@ -81,7 +82,10 @@ class Lease:
         return self.expires_s - time.monotonic() >= share * self.session.lease_ttl_s
 
     def end(self) -> None:
-        self.session.release(self)
+        """End the lease, once: an interrupted `pinned` may end it again."""
+        is_open, self._is_open = self._is_open, False
+        if is_open:
+            self.session.release(self)
 
 
 class Pin:
@@ -106,5 +110,8 @@ class Pin:
         return True
 
     def end(self) -> None:
-        self._index.unpin(self._pin)
-        self.session.unref()
+        """End the pin, once: two items would share its word afterwards."""
+        pin, self._pin = self._pin, 0
+        if pin:
+            self._index.unpin(pin)
+            self.session.unref()

@@ -94,14 +94,15 @@ class Writer:
         except EcdError:
             session.unref()
             raise
-        put = _Put(session, entry, tensor.copy_to, tensor)
-        if put.outcome is _MUST_CALL:
-            put.send_reserve()
-        elif put.outcome is not None or is_copied_here:
-            ended = put.try_now()
-            if ended is not None:
-                self._let_go(put)
-                return ended
+        with session.whole_or_abandoned():  # interrupted, it would leave a claim behind
+            put = _Put(session, entry, tensor.copy_to, tensor)
+            if put.outcome is _MUST_CALL:
+                put.send_reserve()
+            elif put.outcome is not None or is_copied_here:
+                ended = put.try_now()
+                if ended is not None:
+                    self._let_go(put)
+                    return ended
         future: forks.Pending[bool] = forks.Pending()
         forks.add(future)
         future.set_running_or_notify_cancel()  # others wait for a claim: it is not cancelled

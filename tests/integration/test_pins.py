@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import signal
 import struct
@@ -292,6 +293,23 @@ def test_whatever_shows_an_entry_keeps_it(
         finally:
             gc.enable()
     daemon.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("kind", ["pin", "lease"])
+def test_a_hold_that_is_ended_twice_ends_once(daemon: Daemon, kind: str) -> None:
+    """As by an item whose maker is interrupted: two items would share the pin's word."""
+    with Client(daemon.address) as client:
+        client.put_bytes("k", b"1" * 4096, "uint8", (4096,))
+        session = client._connection.session()
+        if kind == "lease":
+            session.index._free.clear()
+        free, refs = list(session.index._free), session._refs
+        item = client.get("k")
+        assert (item._hold.expires_s == math.inf) == (kind == "pin")
+        hold = item._hold
+        item.close()
+        hold.end()
+        assert (session.index._free, session._refs) == (free, refs)
 
 
 def interrupt(*_: object, **__: object) -> None:

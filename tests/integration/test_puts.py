@@ -210,6 +210,33 @@ def test_a_copy_that_fails_stores_nothing_and_keeps_nothing(daemon: Daemon) -> N
         daemon.check_nothing_leaked()
 
 
+def test_an_interrupted_put_frees_no_place_twice(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two claims in one place would leave the first one's memory unseen, to be given away."""
+    with Client(daemon.address) as client:
+        client.put_bytes("first", b"x", "uint8", (1,))
+        writer = client._connection.session().puts
+        for number in range(4):
+            client.put_bytes(f"k{number}", b"x", "uint8", (1,))
+        eventually(lambda: daemon.status().entries == 5)
+        leave = PutWriter._leave
+        left: list[Claim] = []
+
+        def interrupt(self: PutWriter, claim: Claim) -> None:
+            leave(self, claim)
+            left.append(claim)
+            if len(left) == 2:
+                raise InterruptedError  # as a handler's exception after the last step
+
+        monkeypatch.setattr(PutWriter, "_leave", interrupt)
+        with pytest.raises(InterruptedError):
+            client.put_bytes("interrupted", b"x", "uint8", (1,))
+        client.put_bytes("after", b"x", "uint8", (1,))
+        assert len(left) == len(set(left)) >= 4
+        assert len(set(writer._places)) == len(writer._places)
+
+
 def test_whoever_looks_after_a_put_sees_it(daemon: Daemon) -> None:
     """Readers in memory and by calls see it, though the daemon lists it a moment later."""
     with Client(daemon.address) as client, Client(daemon.address) as other:

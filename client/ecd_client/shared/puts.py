@@ -102,7 +102,7 @@ class PutWriter:
     ) -> None:
         """`pool` is where grants lie. Raises OSError where the doorbell is missing."""
         self.page_number = board.page_number
-        self.session_is_over = False
+        self.session_is_over = self._is_cut_off = False
         """Set when the stream has ended: nobody answers any more."""
         self._index, self._pool = index, pool
         self._memory = board.page.view(0, board.page.nbytes)
@@ -236,7 +236,7 @@ class PutWriter:
     def cut_off(self) -> None:
         """In a forked child: the session is the parent's."""
         self._lock = threading.Lock()
-        self.session_is_over = True
+        self.session_is_over = self._is_cut_off = True
 
     # -- parts of steps ------------------------------------------------------------------------
 
@@ -272,15 +272,14 @@ class PutWriter:
         return self._mailbox[FIRST_GRANT_WORD + number] == grant
 
     def _leave_answered(self) -> None:
-        still = []
-        for claim in self._unanswered:
+        for claim in list(self._unanswered):
             if answer_to(claim.number, self._mailbox[FIRST_ANSWER_WORD + claim.place]):
+                self._unanswered.remove(claim)  # first: a claim left twice frees another's place
                 self._leave(claim)
-            else:
-                still.append(claim)
-        self._unanswered = still
 
     def _leave(self, claim: Claim) -> None:
+        if self._is_cut_off:
+            return  # its page is the parent's
         self._words[claim_at(claim.place) + CLAIM_NUMBER] = 0
         self._words[CLAIMS_WORD] -= 1
         self._places.append(claim.place)
