@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from ecd_client import forks
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
 from ecd_proto.contract import MAX_MESSAGE_BYTES, as_address, default_address
 from ecd_proto.v1 import cache_pb2 as pb
@@ -149,7 +150,7 @@ class Calls:
         self._in_flight = 0
         self._is_sending = self._has_ended = False
         self._due_s: float | None = None
-        self.is_over = self._overdue = False
+        self.is_over = self._overdue = self._is_cut_off = False
 
     def open(self, token: str) -> None:
         """Open the stream, so that the first blocking call need not wait for that.
@@ -242,6 +243,8 @@ class Calls:
 
     def now(self, name: str, request: Any) -> Any:
         """Make a call, named as in ExchangeRequest, and wait for the reply. Raises EcdError."""
+        if self._is_cut_off:
+            raise forks.before_fork()
         _check_size(request)
         if self.is_over or not self._lock.acquire(blocking=False):
             method = getattr(self._stub, name.title())
@@ -293,8 +296,15 @@ class Calls:
             self._overdue = True
             self.close()
 
+    def cut_off(self) -> None:
+        """In a forked child: gRPC's objects here are not touched again."""
+        self._lock, self._turns = threading.Lock(), threading.RLock()
+        self.is_over = self._has_ended = self._is_cut_off = True
+
     def close(self) -> None:
         self.is_over = True
+        if self._is_cut_off:
+            return
         self._requests.put(None)
         if self._replies is not None:
             self._replies.cancel()

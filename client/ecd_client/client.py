@@ -18,6 +18,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ecd_client import forks
 from ecd_client.acquire import Key, Nodes, to_key
 from ecd_client.calls import CALL_TIMEOUT_S, resolve
 from ecd_client.connection import Connection
@@ -344,7 +345,7 @@ class Client:
 
     def close(self) -> None:
         """Finish the puts in flight, then end the session and with it the items of this client."""
-        if self._connection.is_cut_off:
+        if self._connection.is_cut_off or forks.is_uncut():
             return
         self._writer.close()
         self._connection.close()

@@ -59,6 +59,7 @@ class Connection:
         self, address: str, name: str, call_timeout_s: float, counts_reads: bool = True
     ) -> None:
         """`counts_reads`: reads without a call are told to the daemon."""
+        forks.in_child()
         if forks.is_child:
             raise DaemonUnavailable(NOT_IN_A_CHILD)
         self._address, self._name = address, name
@@ -146,7 +147,7 @@ class Connection:
         forks.close_connections(self._address.removeprefix("unix:").removeprefix("//"))
 
     def close(self) -> None:
-        if self.is_cut_off:
+        if self.is_cut_off or forks.is_uncut():
             return
         self._closed.set()
         with self._changed:

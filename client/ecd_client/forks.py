@@ -8,6 +8,7 @@ Python code can use it, and without a lock that a thread of the parent might hav
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
 import threading
@@ -60,6 +61,11 @@ def add(made: Forked, last: bool = False) -> None:
     (_made_last if last else _made).add(made)
 
 
+def is_uncut() -> bool:
+    """Whether this process is a child in which not all is cut off yet: it must end nothing."""
+    return os.getpid() != pid
+
+
 def before_fork() -> DaemonUnavailable:
     return DaemonUnavailable(MADE_BEFORE)
 
@@ -87,21 +93,45 @@ def _peer_of(fd: int) -> str | None:
     return os.path.realpath(name.removesuffix("~")) if is_file else None
 
 
-def _in_child() -> None:
+def _blocked_signals() -> set[signal.Signals] | set[int]:
+    """Block all signals, and return those that were blocked before."""
+    blocked = None
+    while True:
+        with suppress(BaseException):  # a handler's, of a signal that came just before
+            if blocked is None:
+                blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            return blocked
+
+
+def in_child() -> None:
+    """Cut all off, if this is a child in which that was not done: C code may fork without hooks."""
     global pid, is_child, steady
+    if not is_uncut():
+        return
+    # Python goes on after a hook that a signal's handler has ended halfway with an exception.
+    blocked = _blocked_signals()
     steady = threading.RLock()
     is_child = is_child or bool(_made) or bool(_made_last)
+    failed: list[Exception] = []
     for made in (*_made, *_made_last):
-        made.cut_off()
+        try:
+            made.cut_off()
+        except Exception as error:
+            failed.append(error)
     _made.clear()
     _made_last.clear()
     # Last: a future that is cut off lets go of its item, whose session may come later, and an item
     # that ends where `pid` is this process's would end its parent's pin.
     pid = os.getpid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    if failed:
+        raise failed[0]  # Python says so, and goes on
 
 
 os.register_at_fork(
     before=lambda: steady.acquire(),
     after_in_parent=lambda: steady.release(),
-    after_in_child=_in_child,
+    after_in_child=in_child,
 )
+os.register_at_fork(after_in_child=in_child)  # again, should a signal have ended it as it began

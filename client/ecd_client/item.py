@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import threading
 from contextlib import AbstractContextManager
@@ -200,6 +199,12 @@ class Item:
             near.promote_soon(hold.session, key, hold.entry)
         return copied
 
+    def note_duplicate(self) -> None:
+        """Count a put of this item's key: it is stored. The item must be open."""
+        index = self._hold.session.index
+        if index is not None:
+            index.note_duplicate()
+
     def handle(self) -> Handle:
         """The item, for another process of this node to read."""
         hold = self._hold
@@ -239,6 +244,8 @@ class Item:
 
     def close(self) -> None:
         """End the lease now. Views of the item may show another entry's bytes from now on."""
+        if forks.is_uncut():
+            return
         hold = self._open.pop("hold", None)  # None: closed, perhaps by another thread
         if hold is None or hold.session.is_cut_off:
             return
@@ -253,9 +260,7 @@ class Item:
         after(loads, hold.end)
 
     def __del__(self) -> None:
-        # The daemon sees the end of the process; in a child that was forked just now the hold is
-        # the parent's.
-        if self._open and not sys.is_finalizing() and os.getpid() == forks.pid:
+        if self._open and not sys.is_finalizing():  # the daemon sees the end of the process
             self.close()
 
     def __repr__(self) -> str:

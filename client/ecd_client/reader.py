@@ -123,9 +123,8 @@ class Reader:
         item = _result(session, future, timeout)
         if item is None:
             return False
-        item.close()
-        if session.index is not None:
-            session.index.note_duplicate()
+        with item:
+            item.note_duplicate()
         return True
 
     def hint(self, key: Key) -> Hint | None:

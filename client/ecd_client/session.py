@@ -156,6 +156,8 @@ class Session:
 
     def abandon(self) -> None:
         """End the stream: the daemon takes back all that the session owns."""
+        if self.is_cut_off or forks.is_uncut():
+            return
         self.abandoned = True
         self._stream.cancel()
         self.calls.end()
@@ -181,6 +183,7 @@ class Session:
         """
         self._lock = threading.RLock()
         self._over = self.abandoned = self.is_cut_off = True
+        self.calls.cut_off()
         self.pools.cut_off()
         self.key_locks.cut_off()
         if self._dma is not None:

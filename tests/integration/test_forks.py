@@ -125,7 +125,7 @@ def test_a_child_ends_none_of_its_parents_pins(daemon: Daemon, child: str) -> No
     daemon.check_nothing_leaked()
 
 
-def test_a_child_ends_no_pin_of_what_was_waited_for_and_not_looked_at(daemon: Daemon) -> None:
+def test_a_child_ends_no_pin_of_what_nobody_has_looked_at(daemon: Daemon) -> None:
     """The future has the item then, and is cut off before the session or after it, by chance."""
     keys = [f"k{number}" for number in range(32)]
     program = f"""
@@ -149,6 +149,134 @@ say([future.result().view.tobytes() for future in futures] == [b"1" * 4096] * 32
         assert said(process) == "True"
         process.wait(20)
     daemon.check_nothing_leaked()
+
+
+HOLD_IN_GENERATORS = """
+def holding():
+    with client.get(f"k{len(views)}") as held:
+        views.append(held.view)
+        yield held
+views = []
+futures = client.get_async([f"never {number}" for number in range(16)], 60.0)
+for future in futures:
+    generator = holding()
+    next(generator)
+    future.add_done_callback(lambda _, generator=generator: next(generator))
+local, held, is_over = threading.local(), threading.Event(), threading.Event()
+def hold_in_a_thread():
+    local.generator = holding()
+    next(local.generator)
+    held.set()
+    is_over.wait()
+del generator
+threading.Thread(target=hold_in_a_thread, daemon=True).start()
+assert held.wait(20)
+"""
+
+
+def test_a_generator_that_a_child_ends_ends_no_pin(daemon: Daemon) -> None:
+    """Callbacks of futures have them, and a thread that the child does not have."""
+    with Client(daemon.address) as other:
+        for number in range(17):  # one pin each
+            other.put_bytes(f"k{number}", b"1" * 4096, "uint8", (4096,))
+        program = f"""{HOLD_IN_GENERATORS}
+say(forked(lambda: None))
+input()
+say([view.tobytes() for view in views] == [b"1" * 4096] * 17)
+os._exit(0)
+"""
+        with parent(daemon, program) as process:
+            assert said(process) == "0"
+            daemon.evict_all()
+            for number in range(63):
+                other.put(f"{number}", torch.full((1 << 20,), 2, dtype=torch.uint8))
+            tell(process)
+            assert said(process) == "True"
+            process.wait(20)
+    daemon.check_nothing_leaked()
+
+
+def test_a_child_interrupted_as_it_begins_ends_no_pin(
+    daemon: Daemon,
+) -> None:
+    """A handler that raises ends a hook halfway, and Python goes on."""
+    with Client(daemon.address) as other:
+        other.put("k", torch.full((1 << 20,), 1, dtype=torch.uint8))
+        program = f"""{HOLD}
+import random
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+context = multiprocessing.get_context("fork")
+for _ in range(300):
+    process = context.Process(target=leave_with)
+    process.start()
+    until_s = time.perf_counter() + random.uniform(0.0, 1e-3)
+    while time.perf_counter() < until_s:
+        pass
+    process.terminate()
+    process.join()
+say("forked")
+input()
+say(set(item.view) == {{1}})
+"""
+        with parent(daemon, program) as process:
+            assert said(process) == "forked"
+            daemon.evict_all()
+            for number in range(63):
+                other.put(f"{number}", torch.full((1 << 20,), 2, dtype=torch.uint8))
+            tell(process)
+            assert said(process) == "True"
+            process.wait(20)
+    daemon.check_nothing_leaked()
+
+
+def test_a_call_in_a_child_of_a_handler_fails_at_once(daemon: Daemon) -> None:
+    """A signal's handler may fork amid a call, and the child end it as it unwinds."""
+    program = """
+from ecd_proto.v1 import cache_pb2 as pb
+session = client._connection.session()
+def call():
+    for name in ("now", "later"):
+        try:
+            reply = getattr(session.calls, name)("contains", pb.ContainsRequest())
+            if name == "later":
+                reply.result(1)
+        except EcdError as error:
+            assert isinstance(error, DaemonUnavailable)
+        else:
+            raise AssertionError(name)
+    session.abandon()
+    session.calls.close()
+say(forked(call))
+client.contains(["k"])
+say("alive")
+"""
+    with parent(daemon, program) as process:
+        assert said(process) == "0"
+        assert said(process) == "alive"
+
+
+def test_a_child_of_c_code_ends_nothing_and_makes_no_client(daemon: Daemon) -> None:
+    """No hook of Python's runs there."""
+    with Client(daemon.address) as other:
+        other.put("k", torch.full((1 << 20,), 1, dtype=torch.uint8))
+        program = f"""{HOLD}
+import ctypes
+pid = ctypes.PyDLL(None).fork()
+if not pid:
+    item.close()
+    client.close()
+    try:
+        Client(address)
+    except DaemonUnavailable:
+        os._exit(0)
+    os._exit(1)
+say(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+client.contains(["k"])
+say(set(item.view) == {{1}} and item._hold._index._words[item._hold._pin] > 0)
+"""
+        with parent(daemon, program) as process:
+            assert said(process) == "0"
+            assert said(process) == "True"
 
 
 def test_whatever_was_made_before_a_fork_is_dead_in_the_child(daemon: Daemon) -> None:
