@@ -1158,6 +1158,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def trim(self) -> None:
         self.scan_slowly(slow=False)
+        self.scan()  # the one that was under way may have found a pin that is over by now
         leased = self.leased_tags() | self.kept_s.keys()
         needy = [pool for pool in self.cache.pools if pool.needs_trim()]
         over = {key[0] for key, _ in self.stored if self.is_over(key[0])}
