@@ -345,6 +345,12 @@ class Misleading(pb_grpc.CacheServicer):
         for _ in requests:
             pass
 
+    def Exchange(  # noqa: N802
+        self, requests: Iterator[pb.ExchangeRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ExchangeReply]:
+        for _ in requests:
+            yield pb.ExchangeReply(release=pb.ReleaseReply())
+
 
 @pytest.mark.parametrize("way", ["own", "named", "linked", "lock", "gone", "led", "a file's"])
 def test_a_client_opens_nothing_but_the_socket_owners_files(place: Path, way: str) -> None:

@@ -175,7 +175,7 @@ def run_worker(address: str, without: str, seed: int) -> None:
 
     ecd_client.session.IndexReader = SlowIndex
     if without == "fork":
-        ecd_client.forks.add = lambda made: None
+        ecd_client.forks.add = lambda made, last=False: None
     if without == "still":
         ClaimReader.is_still = lambda self, claim: True
     if without == "recheck":
