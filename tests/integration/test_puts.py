@@ -217,8 +217,13 @@ def test_an_interrupted_put_frees_no_place_twice(
     with Client(daemon.address) as client:
         client.put_bytes("first", b"x", "uint8", (1,))
         writer = client._connection.session().puts
-        for number in range(4):
-            client.put_bytes(f"k{number}", b"x", "uint8", (1,))
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            for number in range(4):
+                client.put_bytes(f"k{number}", b"x", "uint8", (1,))
+            assert len(writer._unanswered) >= 4
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
         eventually(lambda: daemon.status().entries == 5)
         leave = PutWriter._leave
         left: list[Claim] = []
