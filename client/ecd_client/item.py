@@ -199,12 +199,6 @@ class Item:
             near.promote_soon(hold.session, key, hold.entry)
         return copied
 
-    def note_duplicate(self) -> None:
-        """Count a put of this item's key: it is stored. The item must be open."""
-        index = self._hold.session.index
-        if index is not None:
-            index.note_duplicate()
-
     def handle(self) -> Handle:
         """The item, for another process of this node to read."""
         hold = self._hold

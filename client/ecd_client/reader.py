@@ -123,8 +123,10 @@ class Reader:
         item = _result(session, future, timeout)
         if item is None:
             return False
-        with item:
-            item.note_duplicate()
+        item.close()
+        if session.index is not None and session.ref():
+            session.index.note_duplicate()
+            session.unref()
         return True
 
     def hint(self, key: Key) -> Hint | None:

@@ -15,7 +15,6 @@ R4  Memory is unregistered and unmapped after all copies from and to it are over
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -91,7 +90,7 @@ class Copies:
         """
 
         def unused() -> None:
-            if os.getpid() != forks.pid:
+            if forks.is_uncut():
                 return  # the hold is the parent's
             try:
                 stream = self._gpu.current_stream(self.device).cuda_stream

@@ -102,8 +102,9 @@ class PutWriter:
     ) -> None:
         """`pool` is where grants lie. Raises OSError where the doorbell is missing."""
         self.page_number = board.page_number
-        self.session_is_over = self._is_cut_off = False
+        self.session_is_over = False
         """Set when the stream has ended: nobody answers any more."""
+        self._is_cut_off = False
         self._index, self._pool = index, pool
         self._memory = board.page.view(0, board.page.nbytes)
         self._words = self._memory.cast("Q")
