@@ -65,6 +65,12 @@ def tell(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+def crowd(other: Client) -> None:
+    """Fill the pool: what nobody holds is gone, and its memory is another entry's."""
+    for number in range(63):
+        other.put(f"{number}", torch.full((1 << 20,), 2, dtype=torch.uint8))
+
+
 HOLD = """
 item = client.get("k")
 held = {"item": item}
@@ -116,8 +122,7 @@ def test_a_child_ends_none_of_its_parents_pins(daemon: Daemon, child: str) -> No
         with parent(daemon, program) as process:
             assert said(process) == "0"
             daemon.evict_all()
-            for number in range(63):
-                other.put(f"{number}", torch.full((1 << 20,), 2, dtype=torch.uint8))
+            crowd(other)
             tell(process)
             assert said(process) == "True"
             assert said(process) == "end"
@@ -143,8 +148,7 @@ say([future.result().view.tobytes() for future in futures] == [b"1" * 4096] * 32
             other.put_bytes(key, b"1" * 4096, "uint8", (4096,))
         assert said(process) == "0"
         assert daemon.evict_all().leased == len(keys)
-        for number in range(63):
-            other.put(f"{number}", torch.full((1 << 20,), 2, dtype=torch.uint8))
+        crowd(other)
         tell(process)
         assert said(process) == "True"
         process.wait(20)
@@ -188,17 +192,14 @@ os._exit(0)
         with parent(daemon, program) as process:
             assert said(process) == "0"
             daemon.evict_all()
-            for number in range(63):
-                other.put(f"{number}", torch.full((1 << 20,), 2, dtype=torch.uint8))
+            crowd(other)
             tell(process)
             assert said(process) == "True"
             process.wait(20)
     daemon.check_nothing_leaked()
 
 
-def test_a_child_interrupted_as_it_begins_ends_no_pin(
-    daemon: Daemon,
-) -> None:
+def test_a_child_interrupted_as_it_begins_ends_no_pin(daemon: Daemon) -> None:
     """A handler that raises ends a hook halfway, and Python goes on."""
     with Client(daemon.address) as other:
         other.put("k", torch.full((1 << 20,), 1, dtype=torch.uint8))
@@ -221,8 +222,7 @@ say(set(item.view) == {{1}})
         with parent(daemon, program) as process:
             assert said(process) == "forked"
             daemon.evict_all()
-            for number in range(63):
-                other.put(f"{number}", torch.full((1 << 20,), 2, dtype=torch.uint8))
+            crowd(other)
             tell(process)
             assert said(process) == "True"
             process.wait(20)

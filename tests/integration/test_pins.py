@@ -191,13 +191,13 @@ def test_a_session_that_ended_before_its_lock_is_not_used(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The daemon has given its page to another client by then."""
-    locks, goes_on = threading.Event(), threading.Event()
+    begins, goes_on = threading.Event(), threading.Event()
     announced: list[Session] = []
     begin, announce = Session.__init__, Connection._announce
 
     def begin_late(session: Session, *about: object) -> None:
-        if not locks.is_set():
-            locks.set()
+        if not begins.is_set():
+            begins.set()
             assert goes_on.wait(20)
         begin(session, *about)
 
@@ -209,7 +209,7 @@ def test_a_session_that_ended_before_its_lock_is_not_used(
     monkeypatch.setattr(Connection, "_announce", note)
     monkeypatch.setattr(Session, "__init__", begin_late)
     with Client(daemon.address, connect_timeout=0) as late:
-        assert locks.wait(20)
+        assert begins.wait(20)
         late._connection._stream.cancel()  # as where the connection breaks
         eventually(lambda: daemon.status().sessions == 0)
         with Client(daemon.address) as other:
