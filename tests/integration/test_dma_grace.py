@@ -116,6 +116,21 @@ def descriptors(daemon: Daemon) -> int:
     return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
 
+def descriptors_at_rest(daemon: Daemon, clients: int) -> int:
+    """The daemon's open descriptors, once it has closed the connection that its start was seen by.
+
+    gRPC binds its socket under the name that ends in `~`.
+    """
+    path = daemon.address.removeprefix("unix://") + "~"
+
+    def connections() -> int:
+        rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+        return sum(row[5] == "03" and row[-1] == path for row in rows)  # connected
+
+    eventually(lambda: connections() == clients)
+    return descriptors(daemon)
+
+
 # -- when memory is free ---------------------------------------------------------------------------
 
 
@@ -156,7 +171,7 @@ def test_a_killed_clients_memory_waits_for_its_device(
 
 def test_a_process_that_lives_keeps_its_memory(daemon: Daemon) -> None:
     """Its lock is dropped and its stream has ended: only its pidfd tells that it may copy."""
-    before = descriptors(daemon)
+    before = descriptors_at_rest(daemon, clients=0)
     with writer(daemon, "attach", "word", "lives on") as (process, _):
         eventually(lambda: daemon.status().waiting_for_dma == 1, AT_ONCE_S)
         time.sleep(2 * DMA_GRACE_S + 0.5)
@@ -177,7 +192,7 @@ def test_a_word_that_is_cleared_late_is_believed(daemon: Daemon) -> None:
 
 
 def test_a_client_that_closes_is_not_waited_for(daemon: Daemon) -> None:
-    before = descriptors(daemon)
+    before = descriptors_at_rest(daemon, clients=0)
     with writer(daemon, "attach", "word", "clear", "close") as (process, _):
         took_s = eventually(lambda: daemon.status().sessions == 0, AT_ONCE_S, "the session's end")
         assert process.poll() is None, "it lives on"
@@ -362,7 +377,7 @@ def test_errors_say_what_is_wrong(daemon: Daemon, client: Client) -> None:
 def test_garbage_leaves_no_descriptor(daemon: Daemon, client: Client) -> None:
     path, chance = attach_path(daemon), random.Random(1)
     session = client._connection.session()
-    before = descriptors(daemon)
+    before = descriptors_at_rest(daemon, clients=1)
     opened = []
     for number in range(1000):
         connection = connect(path)
@@ -401,7 +416,7 @@ def test_garbage_leaves_no_descriptor(daemon: Daemon, client: Client) -> None:
 
 
 def test_many_clients_attach_at_once(daemon: Daemon) -> None:
-    before = descriptors(daemon)
+    before = descriptors_at_rest(daemon, clients=0)
     with contextlib.ExitStack() as opened:
         clients = [opened.enter_context(Client(daemon.address)) for _ in range(20)]
         tokens = [client._connection.session().token for client in clients]
