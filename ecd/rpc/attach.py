@@ -124,10 +124,10 @@ class AttachSocket:
                 SILENT_S, self._drop, connection, "it is silent"
             )
             if len(self._silent) > min(sessions.clients, MAX_SILENT):
-                self._drop(next(iter(self._silent)), "too many connections are silent")
+                self._hear(next(iter(self._silent)), sessions)  # it may have spoken by now
 
     def _hear(self, connection: socket.socket, sessions: Sessions) -> None:
-        """Answer what a connection has sent, and close it."""
+        """Answer what a connection has sent, if anything, and close it."""
         try:
             token = connection.recv(MAX_TOKEN_BYTES).decode("ascii")
             pidfd = _peer_pidfd(connection)
@@ -138,6 +138,8 @@ class AttachSocket:
                 why = "it names no open session"
                 if pidfd is not None:
                     os.close(pidfd)
+        except BlockingIOError:
+            why = "it is silent, and too many are"
         except (OSError, UnicodeDecodeError) as error:
             why = str(error)
         self._drop(connection, why)
