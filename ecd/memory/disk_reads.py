@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping as MappingOf
-from typing import Protocol
+from typing import Any, Protocol
 
 from ecd.core.ahead import rounded
 from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, LimitReached, Reserved
@@ -30,8 +30,11 @@ logger = logging.getLogger(__name__)
 
 READERS = 4
 PATIENCE_S = 1.0
-"""How long a read may take and wait for a thread, besides the time for its bytes."""
+"""How long a read may wait for a thread, and how long it may take, besides the time for its bytes.
+"""
 SLOWEST_BYTES_PER_S = 100e6
+STEPS = 10
+"""A wait is made in so many steps, and a halt of this process uses up one: it is not the disk's."""
 
 
 class WritablePool(Protocol):
@@ -85,19 +88,19 @@ class DiskReads:
         if not flight.is_needed and read_s >= shelved.cost_s:
             self._counters.skipped["slower"] += 1
             return SLOWER
-        until_s = time.monotonic() + PATIENCE_S + shelved.nbytes / SLOWEST_BYTES_PER_S
+        patience_s = PATIENCE_S + shelved.nbytes / SLOWEST_BYTES_PER_S
         self._asked_bytes += shelved.nbytes
         try:
-            if not await self._take_reader(until_s):
+            if not await self._take_reader(patience_s):
                 self._counters.skipped["waiting"] += 1
                 return LATE
-            return await self._read(shelved, until_s)
+            return await self._read(shelved, patience_s)
         finally:
             self._asked_bytes -= shelved.nbytes
 
     # -- readers -------------------------------------------------------------------------------
 
-    async def _take_reader(self, until_s: float) -> bool:
+    async def _take_reader(self, patience_s: float) -> bool:
         """Wait for a thread, to be given back. False: it is too late."""
         asked_s = time.monotonic()
         if self._free:
@@ -107,7 +110,7 @@ class DiskReads:
         self._queue.append(turn)
         try:
             with Stage("disk queue"):
-                await asyncio.wait((turn,), timeout=until_s - time.monotonic())
+                await _wait_for(turn, patience_s)
         except asyncio.CancelledError:
             if turn.done():
                 self._give_reader_back()
@@ -128,7 +131,7 @@ class DiskReads:
 
     # -- one read ------------------------------------------------------------------------------
 
-    async def _read(self, shelved: Shelved, until_s: float) -> str:
+    async def _read(self, shelved: Shelved, patience_s: float) -> str:
         """Read into a reservation, verify and commit, on a thread that was taken; the outcome."""
         key, nbytes, turns = shelved.key, shelved.nbytes, self._live.turns
         reserved: Reserved | None = None
@@ -150,7 +153,7 @@ class DiskReads:
             about = file_name(key), key, nbytes, target
             ended = self._readers.do(lambda: self._files.directory.read(*about, lambda: is_wanted))
             with Stage("disk"):
-                await asyncio.wait((ended,), timeout=max(0.0, until_s - time.monotonic()))
+                await _wait_for(ended, patience_s)
             if not ended.done():
                 self.breaker.failed("slow", f"{nbytes} bytes take too long")
                 return LATE
@@ -203,3 +206,10 @@ class DiskReads:
             entry = reserved.entry
             self._live.abandon(self._session, entry)
             ended.add_done_callback(lambda _: self._live.reclaim(self._session, entry))
+
+
+async def _wait_for(future: asyncio.Future[Any], patience_s: float) -> None:
+    for _ in range(STEPS):
+        await asyncio.wait((future,), timeout=patience_s / STEPS)
+        if future.done():
+            return
