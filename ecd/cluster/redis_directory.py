@@ -109,6 +109,8 @@ class RedisDirectory:
             return self._nothing()
         if not self._is_silent:
             self._unanswered_since_s = None
+            if not self.state.up:
+                self._changed.set()  # `run` waits for its next beat, seconds after a late lookup
         return found
 
     async def claim(self, keys: MappingOf[Key, str]) -> MappingOf[Key, Claimed]:

@@ -6,7 +6,10 @@ import asyncio
 import hashlib
 import itertools
 import json
+import os
 import random
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +37,7 @@ from ecd.live import LiveCache
 from ecd_client import Client
 from ecd_proto.shm.files import GRANULE_BYTES
 from support.daemon import Daemon, eventually
-from support.redis import RedisServer
+from support.redis import PATIENT, RedisServer
 
 MakePeer = Callable[..., Daemon]
 ClientOf = Callable[[Daemon], Client]
@@ -93,15 +96,29 @@ def store(client: Client, key: str) -> None:
 
 
 @pytest.fixture
-def two(
-    make_peer: MakePeer, client_of: ClientOf, redis: RedisServer
-) -> tuple[Daemon, Client, Daemon, Client]:
-    a = make_peer(ECD_DIRECTORY=url(redis)).start()
-    b = make_peer(ECD_DIRECTORY=url(redis)).start()
-    return a, client_of(a), b, client_of(b)
+def make_patient(make_peer: MakePeer) -> MakePeer:
+    def make(**settings: str) -> Daemon:
+        daemon = make_peer(**settings)
+        daemon.command = PATIENT
+        return daemon
+
+    return make
 
 
 Two = tuple[Daemon, Client, Daemon, Client]
+
+
+@pytest.fixture
+def two(make_patient: MakePeer, client_of: ClientOf, redis: RedisServer) -> Two:
+    """Nodes that wait for Redis for longer than by default."""
+    a, b = (make_patient(ECD_DIRECTORY=url(redis)).start() for _ in range(2))
+    return a, client_of(a), b, client_of(b)
+
+
+@pytest.fixture
+def two_as_shipped(make_peer: MakePeer, client_of: ClientOf, redis: RedisServer) -> Two:
+    a, b = (make_peer(ECD_DIRECTORY=url(redis)).start() for _ in range(2))
+    return a, client_of(a), b, client_of(b)
 
 
 def test_what_is_stored_anywhere_is_found_and_what_is_evicted_is_not(
@@ -138,10 +155,10 @@ def test_no_password_is_shown_where_redis_repeats_it(
 
 
 def test_clusters_that_share_a_redis_do_not_see_each_other(
-    two: Two, make_peer: MakePeer, client_of: ClientOf, redis: RedisServer
+    two: Two, make_patient: MakePeer, client_of: ClientOf, redis: RedisServer
 ) -> None:
     _, here, _, there = two
-    other = make_peer(ECD_DIRECTORY=url(redis), ECD_CLUSTER="other").start()
+    other = make_patient(ECD_DIRECTORY=url(redis), ECD_CLUSTER="other").start()
     store(here, "k")
     eventually(lambda: known(redis, "k") != [])
     assert not look(client_of(other), "k")
@@ -149,14 +166,14 @@ def test_clusters_that_share_a_redis_do_not_see_each_other(
 
 
 def test_this_zone_comes_first_then_the_least_busy(
-    make_peer: MakePeer, client_of: ClientOf, redis: RedisServer
+    make_patient: MakePeer, client_of: ClientOf, redis: RedisServer
 ) -> None:
     zones = ["west", "east", "north"]
-    holders = [make_peer(ECD_DIRECTORY=url(redis), ECD_ZONE=zone).start() for zone in zones]
+    holders = [make_patient(ECD_DIRECTORY=url(redis), ECD_ZONE=zone).start() for zone in zones]
     for daemon in holders:
         store(client_of(daemon), "k")
     eventually(lambda: len(known(redis, "k")) == 3)
-    asking = make_peer(ECD_DIRECTORY=url(redis), ECD_ZONE="east").start()
+    asking = make_patient(ECD_DIRECTORY=url(redis), ECD_ZONE="east").start()
     assert look(client_of(asking), "k")
     assert [peer.zone for peer in asking.peers().peers if peer.reads] == ["east"]
 
@@ -164,8 +181,8 @@ def test_this_zone_comes_first_then_the_least_busy(
 # -- Redis fails -----------------------------------------------------------------------------------
 
 
-def test_redis_is_killed_and_restarts_empty(two: Two, redis: RedisServer) -> None:
-    a, here, b, there = two
+def test_redis_is_killed_and_restarts_empty(two_as_shipped: Two, redis: RedisServer) -> None:
+    a, here, b, there = two_as_shipped
     store(here, "k")
     eventually(lambda: known(redis, "k") != [])
     redis.kill()
@@ -187,19 +204,22 @@ def test_redis_is_killed_and_restarts_empty(two: Two, redis: RedisServer) -> Non
 
 
 def test_redis_is_flushed(two: Two, redis: RedisServer) -> None:
-    _, here, _, there = two
+    a, here, _, there = two
     for number in range(700):  # more than one batch
         store(here, "k" * (number % 7 + 1) + str(number))
     store(here, "k")
     eventually(lambda: known(redis, "k") != [])
+    os.kill(a.pid, signal.SIGSTOP)
     redis.ask("flushall")
+    assert known(redis, "k") == []
     assert not look(there, "k")
+    os.kill(a.pid, signal.SIGCONT)
     eventually(lambda: known(redis, "k") == [here.incarnation], 15, "it is told again")
     eventually(lambda: int(redis.ask("dbsize")) == 701 + 4, 15)
 
 
-def test_redis_stands_still(two: Two, redis: RedisServer) -> None:
-    _a, here, b, there = two
+def test_redis_stands_still(two_as_shipped: Two, redis: RedisServer) -> None:
+    _a, here, b, there = two_as_shipped
     store(here, "k")
     eventually(lambda: known(redis, "k") != [])
     redis.stop()
@@ -220,8 +240,10 @@ def test_redis_stands_still(two: Two, redis: RedisServer) -> None:
     eventually(lambda: known(redis, "x") == [there.incarnation], 20)
 
 
-def test_who_cannot_make_an_entry_outlasts_a_halt_of_redis(two: Two, redis: RedisServer) -> None:
-    _, here, b, there = two
+def test_who_cannot_make_an_entry_outlasts_a_halt_of_redis(
+    two_as_shipped: Two, redis: RedisServer
+) -> None:
+    _, here, b, there = two_as_shipped
     for key in ("k", "kk"):
         store(here, key)
         eventually(lambda key=key: known(redis, key) != [])
@@ -230,7 +252,7 @@ def test_who_cannot_make_an_entry_outlasts_a_halt_of_redis(two: Two, redis: Redi
         started = time.monotonic()
         [made] = there.get_async(["kk"], 5.0, only_if_written=True, makes=[0.0])
         assert made.result(BOUND_S) is None
-        assert time.monotonic() - started < 1.0, "an engine that encodes does not wait"
+        assert time.monotonic() - started < 1.7, "an engine that encodes does not wait"
         [waiting] = there.get_async(["k"], 8.0)
         time.sleep(1.0)
     finally:
@@ -242,9 +264,21 @@ def test_who_cannot_make_an_entry_outlasts_a_halt_of_redis(two: Two, redis: Redi
     assert b.peers().fetches["fetched"] == 1
 
 
-def test_redis_is_slow(two: Two, redis: RedisServer) -> None:
+def test_redis_is_up_again_once_it_has_answered(two_as_shipped: Two, redis: RedisServer) -> None:
+    """A lookup is late between two beats, which are five seconds apart."""
+    _, _, b, there = two_as_shipped
+    eventually(lambda: b.peers().directory.up)
+    redis.stop()
+    assert not look(there, "nothing")
+    redis.go_on()
+    assert b.peers().directory.errors > 0
+    time.sleep(1.1)  # for a second it is not asked
+    eventually(lambda: look(there, "nothing") or b.peers().directory.up, 2.5)
+
+
+def test_redis_is_slow(two_as_shipped: Two, redis: RedisServer) -> None:
     """Scripts that hold Redis up for 30 ms at a time: slow, but within the time a lookup has."""
-    _, here, _, there = two
+    _, here, _, there = two_as_shipped
     for number in range(10):
         store(here, "k" * (number + 1))
     eventually(lambda: known(redis, "k" * 10) != [])
@@ -253,12 +287,16 @@ def test_redis_is_slow(two: Two, redis: RedisServer) -> None:
         "repeat t=redis.call('time') until t[1]*1000000+t[2]>e"
     )
     hold = subprocess.Popen(
-        ["redis-cli", "-h", redis.host, "-p", str(redis.port), "-r", "70", "eval", busy, "0"],
+        ["redis-cli", "-h", redis.host, "-p", str(redis.port), "-r", "300", "eval", busy, "0"],
         stdout=subprocess.DEVNULL,
     )
-    found = [look(there, "k" * (number + 1)) for number in range(10)]
+    found = False
+    while hold.poll() is None and not found:
+        found = look(there, "k")
+        time.sleep(0.2)
+    hold.kill()
     hold.wait()
-    assert any(found)
+    assert found
     eventually(lambda: all(look(there, "k" * (n + 1)) for n in range(10)), 20)
 
 
@@ -496,12 +534,12 @@ def test_a_row_of_another_type_keeps_no_other_from_being_told(two: Two, redis: R
 
 
 def test_hints_lead_to_nodes_that_the_directory_knows(
-    make_peer: MakePeer, client_of: ClientOf, redis: RedisServer
+    make_patient: MakePeer, client_of: ClientOf, redis: RedisServer
 ) -> None:
     known_to_redis = {"ECD_DIRECTORY": url(redis), "ECD_HINT_NETWORKS": ""}
-    a, b = make_peer(**known_to_redis).start(), make_peer(**known_to_redis).start()
-    unknown = make_peer().start()
-    other = make_peer(ECD_CLUSTER="other", **known_to_redis).start()
+    a, b = make_patient(**known_to_redis).start(), make_patient(**known_to_redis).start()
+    unknown = make_patient().start()
+    other = make_patient(ECD_CLUSTER="other", **known_to_redis).start()
     here, there = client_of(a), client_of(b)
     for daemon in (a, unknown, other):
         store(client_of(daemon), "k")
@@ -509,7 +547,8 @@ def test_hints_lead_to_nodes_that_the_directory_knows(
     redis.ask("del", row("k"))
     for daemon in (unknown, other):
         assert there.get("k", 0.5, nodes=[daemon.peer]) is None
-    assert "ecd_hints_ignored_total 2.0" in b.metrics()
+    [ignored] = re.findall(r"^ecd_hints_ignored_total (\S+)", b.metrics(), re.MULTILINE)
+    assert float(ignored) >= 2.0
     with there.get("k", 5.0, nodes=[unknown.peer, other.peer, here.node]) as item:
         assert (item.tensor == 1).all()
     assert [peer.node for peer in b.peers().peers] == [a.peer], "no other was asked"
@@ -575,12 +614,12 @@ def test_what_a_node_takes_over_is_found_again(
 
 
 def test_a_password(
-    make_redis: Callable[..., RedisServer], make_peer: MakePeer, client_of: ClientOf
+    make_redis: Callable[..., RedisServer], make_patient: MakePeer, client_of: ClientOf
 ) -> None:
     redis = make_redis(options=["--requirepass", "pass"], cli=["-a", "pass"])
     at = f"{redis.host}:{redis.port}"
-    a, b = (make_peer(ECD_DIRECTORY=f"redis://:pass@{at}/0").start() for _ in range(2))
-    wrong = make_peer(ECD_DIRECTORY=f"redis://:wrong-word@{at}/0").start()
+    a, b = (make_patient(ECD_DIRECTORY=f"redis://:pass@{at}/0").start() for _ in range(2))
+    wrong = make_patient(ECD_DIRECTORY=f"redis://:wrong-word@{at}/0").start()
     store(client_of(a), "k")
     eventually(lambda: known(redis, "k") != [])
     assert look(client_of(b), "k")
@@ -591,7 +630,7 @@ def test_a_password(
 
 def test_tls(
     make_redis: Callable[..., RedisServer],
-    make_peer: MakePeer,
+    make_patient: MakePeer,
     client_of: ClientOf,
     tmp_path: Path,
 ) -> None:
@@ -610,14 +649,17 @@ def test_tls(
         ]
     )
     at = f"rediss://127.0.0.1:{tls_port}/0?ssl_ca_certs={cert}"
-    a, b = (make_peer(ECD_DIRECTORY=at).start() for _ in range(2))
+    a, b = (make_patient(ECD_DIRECTORY=at).start() for _ in range(2))
     store(client_of(a), "k")
     eventually(lambda: known(redis, "k") != [])
     assert look(client_of(b), "k")
 
 
 def test_redis_cluster(
-    make_redis: Callable[..., RedisServer], make_peer: MakePeer, client_of: ClientOf, tmp_path: Path
+    make_redis: Callable[..., RedisServer],
+    make_patient: MakePeer,
+    client_of: ClientOf,
+    tmp_path: Path,
 ) -> None:
     servers = [
         make_redis(options=["--cluster-enabled", "yes", "--cluster-config-file", f"n{i}.conf"])
@@ -627,7 +669,7 @@ def test_redis_cluster(
     servers[0].ask("--cluster", "create", *nodes, "--cluster-yes")
     eventually(lambda: "cluster_state:ok" in servers[0].ask("cluster", "info"), 20)
     at = f"redis+cluster://{nodes[0]}"
-    a, b = (make_peer(ECD_DIRECTORY=at).start() for _ in range(2))
+    a, b = (make_patient(ECD_DIRECTORY=at).start() for _ in range(2))
     here, there = client_of(a), client_of(b)
     for number in range(30):
         store(here, "k" * (number + 1))

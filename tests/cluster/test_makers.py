@@ -15,7 +15,7 @@ import torch
 from ecd_client import Client, EntryTooLarge
 from ecd_proto.contract import MAKING_S
 from support.daemon import Daemon, eventually
-from support.redis import RedisServer
+from support.redis import PATIENT, RedisServer
 
 MakePeer = Callable[..., Daemon]
 ClientOf = Callable[[Daemon], Client]
@@ -32,8 +32,13 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def peers(make_peer: MakePeer, redis: RedisServer) -> list[Daemon]:
-    at = f"redis://{redis.host}:{redis.port}/0"
-    return [make_peer(ECD_DIRECTORY=at).start() for _ in range(2)]
+    return [make_patient(make_peer, redis) for _ in range(2)]
+
+
+def make_patient(make_peer: MakePeer, redis: RedisServer) -> Daemon:
+    daemon = make_peer(ECD_DIRECTORY=f"redis://{redis.host}:{redis.port}/0")
+    daemon.command = PATIENT
+    return daemon.start()
 
 
 @pytest.fixture
@@ -95,17 +100,18 @@ def test_who_makes_nothing_is_told_at_once(
 
 def test_of_two_that_ask_at_one_time_one_makes_each_key(clients: tuple[Client, Client]) -> None:
     keys = [f"key {'x' * number}" for number in range(200)]
-    answers = [ask(client, *keys) for client in clients]
     made = 0
-    for number, key in enumerate(keys):
-        both = [answers[0][number], answers[1][number]]
-        eventually(lambda both=both: any(each.done() for each in both), 3, "one of the two")
-        maker = 0 if both[0].done() else 1
-        assert is_missing(both[maker])
-        assert not both[1 - maker].done(), f"{key} is made twice"
-        store(clients[maker], key)
-        assert is_right(both[1 - maker], key)
-        made += 1
+    for start in range(0, len(keys), 20):
+        some = keys[start : start + 20]
+        answers = [ask(client, *some) for client in clients]
+        for key, *both in zip(some, *answers, strict=True):
+            eventually(lambda both=both: any(each.done() for each in both), 3, "one of the two")
+            maker = 0 if both[0].done() else 1
+            assert is_missing(both[maker])
+            assert not both[1 - maker].done(), f"{key} is made twice"
+            store(clients[maker], key)
+            assert is_right(both[1 - maker], key)
+            made += 1
     assert made == len(keys)
 
 
@@ -169,15 +175,14 @@ def test_who_makes_a_key_in_any_case_waits_for_nobody(
     asked = ask(a, *keys, waits_s=0.0), ask(b, *reversed(keys), waits_s=0.0)
     near = ask(neighbour, *keys, waits_s=0.0)
     assert all(map(is_missing, (*asked[0], *asked[1], *near)))
-    assert time.monotonic() - began_s < MAKING_S / 2
+    assert time.monotonic() - began_s < MAKING_S
 
 
 def test_a_wait_is_no_longer_than_it_was_asked_for_however_many_make_the_key(
     make_peer: MakePeer, peers: list[Daemon], redis: RedisServer, client_of: ClientOf
 ) -> None:
     """Each of the nodes stores nothing, and each that has waited makes the key in its turn."""
-    at = f"redis://{redis.host}:{redis.port}/0"
-    everyone = [*peers, *(make_peer(ECD_DIRECTORY=at).start() for _ in range(2))]
+    everyone = [*peers, *(make_patient(make_peer, redis) for _ in range(2))]
     clients = [client_of(daemon) for daemon in everyone]
     for daemon in everyone:
         eventually(lambda daemon=daemon: daemon.peers().directory.up, 10, "the directory")
@@ -187,7 +192,7 @@ def test_a_wait_is_no_longer_than_it_was_asked_for_however_many_make_the_key(
     while not all(answer.done() for answer in answers):
         ask(clients[0], "k")  # its making begins anew
         time.sleep(0.2)
-    assert time.monotonic() - began_s < MAKING_S + 0.7
+    assert time.monotonic() - began_s < 2 * MAKING_S - 0.1
     assert all(map(is_missing, answers))
 
 
@@ -236,7 +241,7 @@ def test_lookups_go_on_where_redis_takes_no_claims(
     a, b = clients
     for number in range(10):
         store(a, f"stored {number}")
-    eventually(lambda: peers[0].peers().directory.unpublished == 0, 10, "all is told")
+    eventually(lambda: redis.ask("dbsize") == "14", 10, "ten rows, and two nodes by two names")
     redis.ask("config", "set", "maxmemory", "1")
     for number in range(10):
         assert is_missing(ask(b, f"new {number}")[0])
@@ -274,8 +279,13 @@ def test_without_its_directory_each_node_makes_the_key(
 
 
 def test_a_silent_directory_costs_the_time_of_a_lookup(
-    clients: tuple[Client, Client], redis: RedisServer
+    make_peer: MakePeer, client_of: ClientOf, redis: RedisServer
 ) -> None:
+    at = f"redis://{redis.host}:{redis.port}/0"
+    peers = [make_peer(ECD_DIRECTORY=at).start() for _ in range(2)]
+    clients = [client_of(daemon) for daemon in peers]
+    for daemon in peers:
+        eventually(lambda daemon=daemon: daemon.peers().directory.up, 10, "the directory")
     redis.stop()
     try:
         for client in clients:
