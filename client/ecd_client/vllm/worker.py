@@ -47,7 +47,7 @@ class Origin(NamedTuple):
 
 
 class WorkerRole:
-    """One per worker process; called from its model runner's thread only."""
+    """One per worker process; called from its model runner's thread only, but for saves' ends."""
 
     def __init__(self, settings: Settings, *, is_producer: bool, is_consumer: bool) -> None:
         self._settings = settings
@@ -66,7 +66,7 @@ class WorkerRole:
         self._saving_bytes = 0
         self._origins: OrderedDict[str, Origin] = OrderedDict()
         self._placeholders: dict[str, bytes] = {}  # of this step's outputs
-        self._is_answered = True  # whether the last wait for a save ended in time
+        self._is_answered = True  # whether the last save was seen, or done, in time
         self._encode_time = EncodeTime(lambda: self._loader.device)
         self._encoded_rows = 0  # by the encoder of this step
         self._rank: int | None = None
@@ -217,6 +217,11 @@ class WorkerRole:
                 wait([future], LOOK_AGAIN_S)
             self._is_answered = is_seen
 
+    def _note_done(self, begun_s: float) -> None:
+        """Wait for saves again once one was done in time, though nobody waited for it."""
+        if monotonic() - begun_s < SEEN_WITHIN_S:
+            self._is_answered = True
+
     def _is_shown(self, identifier: str) -> bool:
         with contextlib.suppress(DaemonUnavailable):
             return self._client.is_shown(identifier)
@@ -237,11 +242,14 @@ class WorkerRole:
         if len(self._saves) >= MAX_SAVES or self._saving_bytes + nbytes > MAX_SAVING_BYTES:
             self._drop(identifier, "too many are on the way")
             return
+        begun_s = monotonic()
         try:
             future = self._client.put_async(identifier, output, cost=cost_s, metadata=metadata)
         except EcdError as error:
             self._drop(identifier, error)
             return
+        if not future.done():
+            future.add_done_callback(lambda _: self._note_done(begun_s))
         self._saves.append((identifier, future, nbytes))
         self._saving_bytes += nbytes
 
