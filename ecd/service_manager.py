@@ -25,6 +25,7 @@ class ServiceManager:
         to_manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         to_manager.setblocking(False)  # a manager that does not read holds nothing up
         self._watchdog = WatchDog(to_manager)
+        self._is_ready_told = False
 
     def say(self, status: str) -> None:
         """Set the line that `systemctl status` shows."""
@@ -32,15 +33,22 @@ class ServiceManager:
             self._watchdog.status(status)
 
     def ready(self) -> None:
+        """Say that the daemon serves, unless the manager's queue is full."""
         with contextlib.suppress(OSError):
             self._watchdog.ready()
+            self._is_ready_told = True
 
     async def keep_alive(self, status: Callable[[], str]) -> None:
-        """Say that the event loop runs, as often as the watchdog wants, until cancelled."""
+        """Say that the event loop runs, as often as the watchdog wants, until cancelled.
+
+        Says first that the daemon serves, if `ready` could not.
+        """
         if not self._watchdog.is_enabled:
             await asyncio.Event().wait()
         period_s = min(STATUS_PERIOD_S, self._watchdog.timeout_td.total_seconds() / 3)
         while True:
+            if not self._is_ready_told:
+                self.ready()
             self.say(status())
             with contextlib.suppress(OSError):
                 self._watchdog.notify()
