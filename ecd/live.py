@@ -243,13 +243,15 @@ class LiveCache:
         pace: Pace,
         until_s: float,
     ) -> Reservation:
-        while (now_s := self.now_s()) < until_s:
+        while True:
+            now_s = self.now_s()
             outcome = self.cache.reserve(session, key, content, now_s, scanned=True, pool=pool)
             if not isinstance(outcome, MakingRoom):
                 return outcome
+            if now_s >= until_s:
+                return self.cache.no_room(content.nbytes, pool)
             with Stage("room"):
                 await pace.turn()
-        return self.cache.no_room(content.nbytes, pool)
 
     def reserve_copy(
         self, session: SessionId, key: Key, original: EntryId, pool: Pool
