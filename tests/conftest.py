@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -16,6 +17,9 @@ LONGEST = (
 )
 ALONE = ("tests/simulation",)
 """Directories of which each test is a scope. Campaigns are not: their limits are for one alone."""
+
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")  # a machine that stands still for a moment is no failure
 
 
 def place(nodeid: str) -> str:

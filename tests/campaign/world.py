@@ -146,7 +146,14 @@ class World:
             lines, seen = self._new_lines(log), self._tracebacks[log]
             known = sum(GRPCIO_AT_A_CLOSE in line for line in lines)
             self.counts["grpcio at a close"] += known
-            if known < seen:  # its last line may have come with this look
+            if known < seen:  # its last line may have come with this look, or is still to come
+                time.sleep(1.0)
+                more = self._new_lines(log)
+                lines += more
+                late = sum(GRPCIO_AT_A_CLOSE in line for line in more)
+                self.counts["grpcio at a close"] += late
+                known += late
+            if known < seen:
                 text = log.read_text(errors="replace").splitlines()[-60:]
                 self.violation("traceback", f"{log.name}: " + "\n".join(text))
                 seen = known

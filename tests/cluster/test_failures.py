@@ -1,7 +1,7 @@
 """Failures of peers and of the network: right bytes or a miss, in time, and no leak.
 
-The deadline of a fetch is 5 s (ECD_FETCH_TIMEOUT_S); every wait here is bound to BOUND_S. A daemon
-that is lied to has 2 s, and a bound a second later as well.
+The deadline of a fetch is 5 s (ECD_FETCH_TIMEOUT_S), and a client waits for 8 s; every wait here is
+bound to BOUND_S. A daemon that is lied to has 2 s, and a bound a little later as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.lying_peer import LATER, LIES, NBYTES, OTHER_LIES
 from support.node_client import content, put
 from support.nodes import Node, NodeClient, NodeDaemon
 
-BOUND_S = 6.0
+BOUND_S = 7.5
 BELIEVER_S = 2.0
 BIG = 128 << 20
 POOL = "192MiB"
@@ -33,7 +33,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "lying_peer.py"
 
 
 class TwoNodes:
-    """A node that has, one that wants, and a cable that takes a second for the big entry."""
+    """A node that has, one that wants, and a cable that takes 2.7 s for the big entry."""
 
     def __init__(self, pair: tuple[Node, Node], on_node: OnNode) -> None:
         self.near, self.far = pair
@@ -81,8 +81,9 @@ def two(pair: tuple[Node, Node], on_node: OnNode) -> TwoNodes:
     nodes = TwoNodes(pair, on_node)
     nodes.owner.put("big", BIG)
     nodes.owner.put("small")
-    assert nodes.asker.get("small", nodes=[nodes.near.peer])["right"], "they know each other"
-    nodes.near.throttle("1gbit")
+    got = lambda: nodes.asker.get("small", nodes=[nodes.near.peer]).get("right")  # noqa: E731
+    eventually(got, 20.0, "they know each other")
+    nodes.near.throttle("400mbit")
     return nodes
 
 
@@ -98,8 +99,10 @@ def test_the_peer_is_killed_before_a_lease(two: TwoNodes) -> None:
 
 def test_the_peer_is_killed_during_a_read_and_comes_back(two: TwoNodes) -> None:
     two.begin()
+    killed_s = time.monotonic()
     two.has.kill()
-    assert two.end(found=False)["seconds"] < 2.0, "nobody waits for who is known to be gone"
+    two.end(found=False)
+    assert time.monotonic() - killed_s < 2.0, "nobody waits for who is known to be gone"
     eventually(lambda: two.wants.peers().peers[0].failed_reads > 0, what="reads were under way")
     two.nothing_leaked()
     before = two.wants.peers().peers[0].incarnation
@@ -112,6 +115,7 @@ def test_the_peer_is_killed_during_a_read_and_comes_back(two: TwoNodes) -> None:
 
 def test_the_peer_is_killed_after_it_has_delivered(two: TwoNodes) -> None:
     two.begin()
+    two.near.throttle("1gbit")
     two.end(found=True)
     two.has.kill()
     got = two.asker.get("big", timeout=0.0)
@@ -185,11 +189,9 @@ def test_the_link_goes_down_and_up(two: TwoNodes) -> None:
 def test_every_packet_is_lost_for_good(two: TwoNodes) -> None:
     two.begin()
     two.near.drop(two.far, dropped=True)
+    eventually(lambda: two.wants.peers().set_aside_bytes, 8.0, "a read may still write there")
     two.end(found=False)
-    assert two.wants.peers().set_aside_bytes > 0, "a read may still write there"
-    metrics = two.wants.metrics()
-    assert "ecd_set_aside_total 1.0" in metrics
-    assert "ecd_set_aside_bytes 0.0" not in metrics
+    assert "ecd_set_aside_total 1.0" in two.wants.metrics()
     two.near.drop(two.far, dropped=False)
     two.works("k")
     two.nothing_leaked(within_s=40.0)
@@ -319,7 +321,7 @@ def test_a_peer_that_lies(
     started = time.monotonic()
     [found] = client.get_async([f"from {liar}"], 5.5, only_if_written=True, nodes=[[liar]])
     item = found.result(BOUND_S)
-    assert time.monotonic() - started < BELIEVER_S + 1.0
+    assert time.monotonic() - started < BELIEVER_S + 2.5
     lie, ahead = request.node.callspec.params["liar"]
     if item is not None:
         late = "dies with the lease", *["wrong bytes"] * ahead

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from support.daemon import eventually
 from support.nodes import Node, NodeClient, NodeDaemon
 
 OnNode = Callable[..., tuple[NodeDaemon, NodeClient]]
@@ -17,14 +18,14 @@ EXPLORED = 32
 
 @dataclass
 class SlowPeer:
-    """A node with entries that took 20 ms to encode, and one that reads them at 25 MB/s."""
+    """A node with entries that took 80 ms to encode, and one that reads them at 25 MB/s."""
 
     near: Node
     owner: NodeClient
     daemon: NodeDaemon
     asker: NodeClient
 
-    def put(self, key: str, nbytes: int = NBYTES, cost_s: float = 0.02) -> None:
+    def put(self, key: str, nbytes: int = NBYTES, cost_s: float = 0.08) -> None:
         stored = self.owner.ask("put", key=key, nbytes=nbytes, seed=1, cost=cost_s)
         assert stored == {"stored": True}
 
@@ -53,7 +54,8 @@ def slow(pair: tuple[Node, Node], on_node: OnNode) -> SlowPeer:
     near.throttle("200mbit")
     slow = SlowPeer(near, owner, daemon, asker)
     slow.put("first")
-    assert slow.found("first", makes=0.0), "nothing is known of the peer yet"
+    found = lambda: slow.found("first", makes=0.0)  # noqa: E731
+    eventually(found, 20.0, "nothing is known of the peer yet")
     return slow
 
 

@@ -55,7 +55,7 @@ def test_the_log_names_some_of_many_made_up_nodes(make_peer: MakePeer, client_of
     b = make_peer(ECD_HINT_NETWORKS="").start()
     nodes = [[f"10.1.{n // 250}.{n % 250}:9465"] for n in range(1000)]
     founds = client_of(b).get_async([str(n) for n in range(1000)], 5.0, nodes=nodes)
-    assert all(found.result(6) is None for found in founds)
+    assert all(found.result(10) is None for found in founds)
     assert value_of(b.metrics(), "ecd_hints_ignored_total") == 1000.0
     assert b.text().count("which is not asked") == 64
 
@@ -83,7 +83,7 @@ def test_made_up_nodes_do_not_hold_up_real_ones(
         item = there.get("k", 1.0)
         return item is not None and bool((item.tensor == 1).all())
 
-    eventually(arrives, 2.0, "four silent nodes have four seconds")
+    assert eventually(arrives, 3.5) < 3.5, "four silent nodes have four seconds"
     for found in founds:
         assert found.result(7) is None
     status, metrics = b.peers(), b.metrics()

@@ -95,7 +95,7 @@ def until_ready(asked: SimpleNamespace) -> None:
 
 
 def step(runner, asked: SimpleNamespace, byte: int | None, is_aborted: bool = False) -> dict:
-    """One step; it encodes the item if `byte` is given. Copies take 50 ms each meanwhile."""
+    """One step; it encodes the item if `byte` is given. Copies take 2 s each meanwhile."""
     identifier = asked.mm_features[0].identifier
     until_ready(asked)
     promised = scheduler.has_cache_item(identifier)
@@ -104,7 +104,7 @@ def step(runner, asked: SimpleNamespace, byte: int | None, is_aborted: bool = Fa
         ec_connector_metadata=scheduler.build_connector_meta(STEP), finished_req_ids=set()
     )
     before = control.counters()
-    control.delay_us = 50_000
+    control.delay_us = 2_000_000
     started = time.monotonic()
     with runner(output) as result:
         loaded = identifier in cache
@@ -123,7 +123,7 @@ def step(runner, asked: SimpleNamespace, byte: int | None, is_aborted: bool = Fa
         "loaded": loaded,
         "waits": after.main_waits - before.main_waits,
         "pageable": after.pageable_copies - before.pageable_copies,
-        "waited": took_s > 0.05,
+        "waited": took_s > 1.0,
         "loads under way": len(scheduler._scheduler._loads),
         "from the host": from_host,
         "within the device": from_device,

@@ -22,7 +22,7 @@ from support.daemon import Daemon, close_all, eventually
 
 pytestmark = pytest.mark.timeout(600)
 CALLER = {"Authorization": f"Bearer {KEY}"}
-SLOW_S = 2.0
+SLOW_S = 4.0
 numbers = itertools.count(5000)
 
 
@@ -114,7 +114,7 @@ def row(
     daemons = []
     for number in range(2):
         settings = {
-            "ECD_PEER_ADDRESS": f"127.0.78.{number + 1}:9465",
+            "ECD_PEER_ADDRESS": f"127.0.87.{number + 1}:9465",
             "ECD_PEER_TOKEN": "a secret of the test",
             "ECD_HINT_NETWORKS": "127.0.0.0/8",
             "ECD_ENGINE_PORTS": f"{18900 + 16 * number}-{18915 + 16 * number}",
@@ -161,7 +161,7 @@ def test_the_encoder_with_the_fewest_active_tokens_is_asked(row: Row) -> None:
 
 def test_a_picture_that_several_ask_for_at_one_time_is_encoded_once(row: Row) -> None:
     before, was, [url] = row.seen(), sum(map(preprocessed, row.encoders)), new(1)
-    row.slow(0.5, 0.5)
+    row.slow(2.0, 2.0)
     row.right(*(shown(url, f"what is this? {number}") for number in range(4)))
     assert sum(map(preprocessed, row.encoders)) == was + 1
     assert row.seen() == before

@@ -43,7 +43,7 @@ class Row:
         self.daemon.pool = pool
         self.daemon.close()
         self.daemon.start()
-        eventually(lambda: self.daemon.status().sessions == 4, 20, "each engine's two sessions")
+        self.daemon.wait_for_clients(4)  # two of each engine
 
     def check(self, content: list[dict], status: int = 200) -> None:
         """The answer through the proxy is the plain engine's, or this request alone has failed."""

@@ -112,7 +112,7 @@ def serving(
             daemon._settings |= settings
             daemon.start()
         for daemon in daemons:
-            eventually(lambda daemon=daemon: daemon.status().sessions == 2, 20, "the engine")
+            daemon.wait_for_clients(2)
         return daemons
 
     return start

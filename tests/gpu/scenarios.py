@@ -91,27 +91,27 @@ def is_right(tensor: torch.Tensor, byte: int) -> bool:
 
 
 def nothing_waits(address: str) -> dict:
-    """A put_async and a load that is not waited for, with copies that take a second."""
+    """A put_async and a load that is not waited for, with copies that take two seconds."""
     with Client(address) as client:
         pin(client)
-        control.delay_us = 1_000_000
-        before, started = control.counters(), time.monotonic()
+        control.delay_us = 2_000_000
+        before = control.counters()
         output = gpu.encode(SHAPE, torch.uint8, 5)
         stored = client.put_async("k", output)
+        saved = control.counters().finished - before.finished
         del output
-        saved_s, started = time.monotonic() - started, time.monotonic()
         is_early = bool(client.contains(["k"])[0])
         stored.result(20)
-        started = time.monotonic()
+        finished = control.counters().finished
         copy = load(client, "k", non_blocking=True)
-        loaded_s = time.monotonic() - started
+        loaded = control.counters().finished - finished
         waits = control.counters().main_waits - before.main_waits
         right = is_right(copy, 5)
         after = control.counters()
     return {
-        "put returned at once": saved_s < 0.5,
+        "put returned before its copy": saved == 0,
         "stored before its copy": is_early,
-        "load returned at once": loaded_s < 0.5,
+        "load returned before its copy": loaded == 0,
         "waits": waits,
         "right": right,
         "pageable": after.pageable_copies - before.pageable_copies,
@@ -216,8 +216,11 @@ def closed_amid_copies(address: str) -> dict:
         put(client, "k", 11)
         control.hold = Hold.MIDDLE
         copy = load(client, "k", non_blocking=True)
-        threading.Timer(0.5, lambda: setattr(control, "hold", Hold.NOTHING)).start()
+        timer = threading.Timer(10.0, let_go, [[]])
+        timer.start()
     closed_early = control.hold is not Hold.NOTHING
+    timer.cancel()
+    control.hold = Hold.NOTHING
     right = is_right(copy, 11)
     eventually(lambda: control.counters().registrations == 1)
     return {"closed early": closed_early, "right": right, "faults": control.counters().faults}
@@ -426,17 +429,23 @@ def let_go(ends: list[bool]) -> None:
 
 def load_breaks_off(address: str) -> dict:
     """The driver refuses a call after a load's copy is queued: the hold lasts as long as that."""
+    outlast = copies.Copies._outlast
+
+    def outlast_refusals(self: copies.Copies, stream: int) -> BaseException | None:
+        threading.Timer(0.3, control.fail, [{}]).start()
+        threading.Timer(0.5, let_go, [ends]).start()
+        return outlast(self, stream)
+
     with Client(address) as client:
         pin(client)
         put(client, "k", 3)
+        copies.Copies._outlast = outlast_refusals
         errors = []
         for call in ("cuEventCreate", "cuStreamWaitEvent"):
             gpu.content(gpu.encode((16,), torch.uint8, 1))
             control.hold = Hold.START
             control.fail({call: 900})
-            ends = []
-            threading.Timer(0.3, control.fail, [{}]).start()
-            threading.Timer(0.5, let_go, [ends]).start()
+            ends: list[bool] = []
             try:
                 load(client, "k", non_blocking=True)
             except EcdError as error:
@@ -507,6 +516,12 @@ def make_near(client: Client, key: str, within_s: float = 10.0) -> None:
     """Have a copy made until there is one."""
     near_of(client)
     eventually(lambda: is_near(client, key) or promote(client, key), within_s)
+
+
+def is_listed(client: Client, key: str) -> bool:
+    """Whether the daemon has taken the put up: until then no copy of it is looked for."""
+    with client.get(key) as item:
+        return item._hold.entry > 0
 
 
 def is_near(client: Client, key: str) -> bool:
@@ -586,6 +601,7 @@ def more_than_it_holds(address: str) -> dict:
 
 def another_entry_of_the_key(address: str) -> dict:
     """An item that outlives its entry never gets the bytes of the key's next one."""
+    device_pool.LISTED_WITHIN_S = 10.0  # nobody asks for these copies again
     with Client(address) as client:
         near_of(client)
         copies = copies_in_pools(address) + 1
@@ -648,6 +664,7 @@ def put_again_before_the_copy(address: str) -> dict:
 
 def views(address: str) -> dict:
     """A view keeps its memory until what uses it is over, whatever is evicted meanwhile."""
+    device_pool.LISTED_WITHIN_S = 10.0  # nobody asks for these copies again
     with Client(address) as client:
         put_by_cpu(address, "l", b"abcd" * 4)
         near_of(client)
@@ -679,7 +696,7 @@ def views(address: str) -> dict:
         eventually(lambda: not held())
         with client.get("l") as item:
             item.to("cuda")
-            eventually(lambda: is_near(client, "l"))
+            eventually(lambda: is_near(client, "l") or promote(client, "l"))
             view = item.device_view("cuda")
         content = [str(view.dtype), list(view.shape), gpu.content(view) == b"abcd" * 4]
         del view
@@ -844,6 +861,7 @@ def next_entry_of_the_key(address: str) -> dict:
         make_near(client, "k")
         evict(address, "k")
         put_by_cpu(address, "k", bytes([6]) * NEAR_BYTES)
+        eventually(lambda: is_listed(client, "k"))
         return {"right": is_right(load(client, "k"), 6)}
 
 
@@ -865,6 +883,7 @@ def committed_after_its_original(address: str) -> dict:
         put_by_cpu(address, "k", bytes([6]) * NEAR_BYTES)
         may_commit.set()
         near._side.submit(int).result(20)  # behind the commit
+        eventually(lambda: is_listed(client, "k"))
         return {"right": is_right(load(client, "k"), 6)}
 
 
@@ -965,10 +984,10 @@ def no_memory_to_make_it_dense(address: str) -> dict:
 
 def unpinning_takes_long(address: str) -> dict:
     """Whoever lets go of the last item does not wait for the pool to be unregistered."""
-    unregister = driver.unregister
+    unregister, may_end = driver.unregister, threading.Event()
 
     def unregister_late(at: int) -> None:
-        time.sleep(1.0)
+        assert may_end.wait(20.0)
         unregister(at)
 
     driver.unregister = unregister_late
@@ -979,15 +998,15 @@ def unpinning_takes_long(address: str) -> dict:
     client.close()
     before, started = control.counters(), time.monotonic()
     item.close()
-    took_s = time.monotonic() - started
     child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    forked_s = time.monotonic() - started
+    took_s = time.monotonic() - started
+    may_end.set()
     waits = control.counters().main_waits - before.main_waits
     eventually(lambda: control.counters().registrations == 1)
-    return {"closed at once": took_s < 0.5, "forked at once": forked_s < 0.8, "waits": waits}
+    return {"closed and forked meanwhile": took_s < 15.0, "waits": waits}
 
 
 def collected_amid_a_load(address: str) -> dict:

@@ -74,9 +74,9 @@ def scenario(cuda: Cuda, control: Control, daemon: Daemon) -> Scenario:
 
 def test_neither_a_load_nor_a_save_holds_up_its_caller(scenario: Scenario) -> None:
     assert scenario("nothing_waits") == {
-        "put returned at once": True,
+        "put returned before its copy": True,
         "stored before its copy": False,
-        "load returned at once": True,
+        "load returned before its copy": True,
         "waits": 0,
         "right": True,
         "pageable": 0,
@@ -169,7 +169,7 @@ def test_memory_may_lack_to_make_a_tensor_dense(scenario: Scenario) -> None:
 
 def test_nobody_waits_for_a_pool_to_be_unpinned(scenario: Scenario) -> None:
     found = scenario("unpinning_takes_long")
-    assert found == {"closed at once": True, "forked at once": True, "waits": 0}
+    assert found == {"closed and forked meanwhile": True, "waits": 0}
 
 
 def test_an_item_may_be_collected_amid_its_load(scenario: Scenario) -> None:

@@ -382,11 +382,11 @@ def test_a_restart_between_two_calls_never_mixes_lives(daemon: Daemon, client: C
 def test_leases_are_renewed_for_as_long_as_the_client_lives(
     make_daemon: Callable[..., Daemon], by_calls: None
 ) -> None:
-    daemon = make_daemon(ECD_LEASE_TTL_S="1").start()
+    daemon = make_daemon(ECD_LEASE_TTL_S="2").start()
     with Client(daemon.address) as client:
         client.put("k", torch.ones(1000))
         item = client.get("k")
-        time.sleep(3.5)
+        time.sleep(6.5)
         assert (item.tensor == 1).all()
         assert daemon.status().leases == 1
         assert daemon.status().counters.leases_expired == 0

@@ -249,13 +249,21 @@ def test_many_sessions_are_counted_before_status_answers(daemon: Daemon) -> None
 
 def test_how_long_evicted_entries_were_idle_is_told(daemon: Daemon) -> None:
     daemon.crowd()
-    status, metrics = daemon.status().counters, daemon.metrics()
-    for_room = status.evictions["capacity"] + status.evictions["watermark"]
-    assert for_room > 20
-    assert f"ecd_eviction_idle_seconds_count {float(for_room)}" in metrics
-    assert f'ecd_eviction_idle_seconds_bucket{{le="3600.0"}} {float(for_room)}' in metrics
+
+    def for_room() -> float:
+        evictions = daemon.status().counters.evictions
+        return float(evictions["capacity"] + evictions["watermark"])
+
+    def are_told() -> bool:
+        said, count = daemon.metrics(), for_room()
+        counted = f"ecd_eviction_idle_seconds_count {count}" in said
+        return counted and f'ecd_eviction_idle_seconds_bucket{{le="3600.0"}} {count}' in said
+
+    eventually(are_told, what="the last puts' room is made a moment after them")
+    before = for_room()
+    assert before > 20
     daemon.evict_all()
-    assert f"ecd_eviction_idle_seconds_count {float(for_room)}" in daemon.metrics()
+    assert f"ecd_eviction_idle_seconds_count {before}" in daemon.metrics()
 
 
 def test_namespaces_are_told_apart_up_to_a_bound(daemon: Daemon) -> None:

@@ -35,14 +35,17 @@ MakeDaemon = Callable[..., Daemon]
 
 @pytest.fixture
 def publishing(make_daemon: MakeDaemon) -> Daemon:
-    """A daemon that publishes on the same two ports in each of its lives."""
+    """A daemon that publishes on the same two ports in each of its lives.
+
+    No connection begins from their address, so none has them as its own port meanwhile.
+    """
     while True:
         with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
-            first.bind(("127.0.0.1", 0))
+            first.bind(("127.0.96.1", 0))
             port = first.getsockname()[1]
-            second.bind(("127.0.0.1", port + 1))
+            second.bind(("127.0.96.1", port + 1))
             break
-    return make_daemon("8MiB", ECD_EVENTS_ADDRESS=f"127.0.0.1:{port}").start()
+    return make_daemon("8MiB", ECD_EVENTS_ADDRESS=f"127.0.96.1:{port}").start()
 
 
 def places(daemon: Daemon) -> tuple[str, str]:
@@ -101,6 +104,7 @@ class Relay:
         self._to = to
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
+        self.pause = threading.Lock()  # while it is held, new connections wait
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -109,11 +113,15 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 ours, _ = self._listener.accept()
-                with contextlib.suppress(ConnectionRefusedError):
-                    theirs = socket.create_connection((host, int(port)))
+                with self.pause:
+                    try:
+                        theirs = socket.create_connection((host, int(port)))
+                    except ConnectionRefusedError:
+                        self._end(ours)
+                        continue
                     self._open += ours, theirs
-                    for pair in ((ours, theirs), (theirs, ours)):
-                        threading.Thread(target=self._carry, args=pair, daemon=True).start()
+                for pair in ((ours, theirs), (theirs, ours)):
+                    threading.Thread(target=self._carry, args=pair, daemon=True).start()
 
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -182,8 +190,10 @@ def test_what_was_lost_is_replayed_without_a_snapshot(publishing: Daemon) -> Non
     with Subscriber([(relay.address, replay)]) as subscriber, Client(publishing.address) as client:
         put(client, "first")
         catches_up(subscriber, publishing)
-        relay.cut()
-        put(client, "lost", nbytes=77)
+        with relay.pause:
+            relay.cut()
+            put(client, "lost", nbytes=77)
+            eventually(lambda: counted(publishing, "event_batches") == 3, what="it is published")
         catches_up(subscriber, publishing)
         [feed] = subscriber.feeds
         assert (feed.replays, feed.snapshots) == (1, 1)

@@ -107,7 +107,7 @@ def test_the_daemon_runs_on_what_the_image_installs(
     )
     assert "No broken requirements found" in run(daemon_of / "pip", "check")
     assert run(daemon_of / "ecd", "--version").strip() == PROJECT["version"]
-    daemon = Daemon(tmp_path, ECD_PEER_ADDRESS="127.0.84.1:9465", ECD_ENGINE_PORTS="29200-29215")
+    daemon = Daemon(tmp_path, ECD_PEER_ADDRESS="127.0.95.1:9465", ECD_ENGINE_PORTS="29200-29215")
     daemon.command = ("env", "-u", "PYTHONPATH", str(daemon_of / "ecd"), "serve")
     try:
         daemon.start()

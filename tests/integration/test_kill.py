@@ -266,8 +266,8 @@ def test_kills_one_after_the_other_lose_nothing(make_daemon: MakeDaemon) -> None
         assert all(put(client, key) for key in keys)
         daemon.kill()
         for _ in range(4 + ROUNDS):
-            daemon.start(wait=False)
             started = daemon.text().count("populating /dev")
+            daemon.start(wait=False)
             if random.random() < 0.5:  # right after the takeover began, most often
                 eventually(lambda n=started: daemon.text().count("populating /dev") > n, 20.0)
             time.sleep(random.random() * 0.8)
@@ -277,6 +277,12 @@ def test_kills_one_after_the_other_lose_nothing(make_daemon: MakeDaemon) -> None
         assert sum(check(client, key) for key in keys) >= 0.999 * len(keys)
     assert "Traceback" not in daemon.text()
     daemon.check_nothing_leaked()
+
+
+def is_trimmed(daemon: Daemon) -> bool:
+    """Whether nothing need be evicted for what was put last."""
+    pool = daemon.status().pools[0]
+    return pool.used_bytes + pool.granted_bytes <= 0.95 * pool.pool_bytes
 
 
 def forget_proofs(daemon: Daemon) -> None:
@@ -329,6 +335,7 @@ def test_what_has_no_proof_is_believed_until_the_next_daemon_gives_memory_away(
         with Client(daemon.address, namespace="n") as client:
             if given_away:
                 assert all(put(client, key) for key in news)  # in the places of the others
+            eventually(lambda: is_trimmed(daemon), what="the last puts are taken up")
             before = client.contains(keys + news)
             daemon.kill()
         put_back()
@@ -472,6 +479,7 @@ def test_who_comes_late_does_not_read_what_a_dead_daemon_left(make_daemon: MakeD
         daemon.start(wait=False)
         eventually(lambda: not pins.exists(), 10.0)
         assert pins.with_suffix(".puts").exists()
+        eventually(lambda: "waiting for clients" in daemon.text(), 10.0)
         time.sleep(0.2)
         assert "serving on" not in daemon.text().rpartition("waiting for clients")[2]
         item.close()

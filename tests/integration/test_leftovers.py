@@ -74,7 +74,8 @@ def test_clear_all_frees_what_ended_and_leaves_what_runs(
     done = ecd(place, "clear", "--all")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    for daemon, line in zip((first, second), lines, strict=False):
+    ended = sorted((first, second), key=lambda daemon: str(daemon.shm))
+    for daemon, line in zip(ended, lines, strict=False):
         said = (
             re.escape(f"removed {daemon.shm}, ") + r"1[67][.\d]* MiB, of root \(uid 0\), since 20"
         )

@@ -70,7 +70,7 @@ def work(nodes: list[Daemon]) -> None:
                 f"{time.monotonic()}-{number}", b"x" * 5000, "uint8", (5000,), cost=0.5
             )
         writer.put_bytes("k", b"x" * 5000, "uint8", (5000,), cost=0.5)
-        item = reader.get("k", 5.0)
+        item = reader.get("k", 20.0)
         assert item is not None
         item.close()
         nodes[1].evict_all()

@@ -383,7 +383,7 @@ def test_a_client_opens_nothing_but_the_socket_owners_files(place: Path, way: st
     try:
         with (
             contextlib.nullcontext() if way == "own" else refused,
-            Client(f"unix://{address}", connect_timeout=2.0),
+            Client(f"unix://{address}", connect_timeout=5.0),
         ):
             pass
     finally:

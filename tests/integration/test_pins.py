@@ -46,9 +46,11 @@ def test_no_reader_sees_a_wrong_byte_however_fast_memory_is_reused() -> None:
     assert found["forks"] > 0
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("step", STEPS)
 def test_without_this_step_a_reader_sees_wrong_bytes(step: str) -> None:
-    assert stress(60, without=step)["wrong"] > 0
+    """The run ends with the first wrong byte, on a quiet machine within some 10 s."""
+    assert stress(200, without=step)["wrong"] > 0
 
 
 def test_a_hit_makes_no_call_and_a_stopped_daemon_does_not_matter(daemon: Daemon) -> None:
@@ -64,7 +66,7 @@ def test_a_hit_makes_no_call_and_a_stopped_daemon_does_not_matter(daemon: Daemon
             assert client.get("other") is None
             assert client.contains(["k", "other"]) == [True, False]
             assert [f.result(0).nbytes for f in client.get_async(["k", "k"])] == [8000, 8000]
-            assert time.monotonic() - started < 1.0
+            assert time.monotonic() - started < 4.0, "a call has five seconds"
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
 

@@ -269,8 +269,8 @@ def test_whoever_looks_after_a_put_sees_it(daemon: Daemon) -> None:
 
 def test_what_is_put_while_the_daemon_is_stopped_is_bounded_and_kept(daemon: Daemon) -> None:
     with (
-        Client(daemon.address, call_timeout=0.5) as client,
-        Client(daemon.address, call_timeout=0.5) as other,
+        Client(daemon.address, call_timeout=2.0) as client,
+        Client(daemon.address, call_timeout=2.0) as other,
     ):
         client.put("first", filled(5000, 1))
         other.get("first").close()
@@ -286,12 +286,12 @@ def test_what_is_put_while_the_daemon_is_stopped_is_bounded_and_kept(daemon: Dae
             started = time.monotonic()
             with pytest.raises(DaemonUnavailable, match="in time"):
                 put_many()
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < 10
             assert stored == list(range(MAX_UNANSWERED))
             assert other.contains(["k0", "k7", f"k{MAX_CLAIMS}"]) == [True, True, False]
             started = time.monotonic()
             unlisted, may_come = other.get_now("k0")
-            assert time.monotonic() - started < 0.5
+            assert time.monotonic() - started < 2.0
             assert (unlisted is not None, may_come) == (STORES_IN_ORDER, not STORES_IN_ORDER)
             assert unlisted is None or (unlisted.tensor == 0).all()
         finally:
@@ -529,7 +529,7 @@ def test_what_is_on_its_way_can_be_seen(daemon: Daemon) -> None:
             eventually(lambda k=key: reader.get_now(k)[0] is not None)
             copying.clear()
             go_on.clear()
-    assert daemon.calls("Put") == 1
+    eventually(lambda: daemon.calls("Put") == 1)
 
 
 def test_nonsense_in_a_page_and_at_the_bell_harms_nobody_else(daemon: Daemon) -> None:

@@ -69,7 +69,7 @@ def test_a_client_is_refused_in_words_and_finds_its_entries_afterwards(
         eventually(refused, 20.0, "the client says why")
         eventually(lambda: told in daemon.text(), 5.0, "so does the daemon's log")
         with pytest.raises(DaemonUnavailable, match=told):
-            Client(daemon.address, connect_timeout=2.0)
+            Client(daemon.address, connect_timeout=5.0)
         found = doctor(daemon)
         assert f" fix  versions: daemon {ECD}, client {ECD}: contracts" in found
         assert "  reading: " not in found, "one cause, one finding"
@@ -107,7 +107,7 @@ def test_a_client_calls_a_daemon_whose_index_it_cannot_read(make_daemon: Make) -
 @pytest.mark.parametrize("by", [1, -1], ids=["newer", "older"])
 def test_nodes_that_differ_miss_in_each_other_until_they_do_not(make_daemon: Make, by: int) -> None:
     """A rolling upgrade of a cluster."""
-    hosts = "127.0.83.1", "127.0.83.2"
+    hosts = "127.0.93.1", "127.0.93.2"
     here, there = (
         make_daemon(
             ECD_PEER_ADDRESS=f"{host}:9465",

@@ -159,7 +159,7 @@ def test_a_reader_of_the_old_life_is_waited_for(make_daemon: MakeDaemon) -> None
         daemon.wait_serving()
         client.wait_connected(10.0)
         assert check(client, "k", MIB)
-    assert "took over 1 entry" in daemon.text()
+    eventually(lambda: "took over 1 entry" in daemon.text())
 
 
 def test_one_that_does_not_let_go_costs_the_cache_and_nothing_else(make_daemon: MakeDaemon) -> None:

@@ -66,6 +66,8 @@ def main() -> None:
     ghosts = [f"ghost {key}" for key in range(GHOSTS)]
     with Client(address, namespace=f"citizen {number}") as client:
         threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+        for key in keys[::2]:  # there is something to compare from the start
+            client.put_bytes(key, content(key), "uint8", (len(content(key)),))
         print("ready", flush=True)
         while not over.is_set() and len(counts["errors"]) < 5:
             key = random.choice(ghosts if random.random() < 0.2 else keys)

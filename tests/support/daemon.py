@@ -90,6 +90,17 @@ class Daemon:
                 assert time.monotonic() < deadline, f"not serving:\n{self.text()}"
                 time.sleep(0.05)
 
+    def wait_for_clients(self, sessions: int) -> None:
+        """Block until so many sessions are open, and each client has confirmed its own by a call.
+
+        It needs a daemon that has just been started.
+        """
+
+        def are_used() -> bool:
+            return self.status().sessions == sessions and self.calls("Release") >= sessions
+
+        eventually(are_used, 20.0, f"{sessions} sessions of the engines")
+
     @property
     def pid(self) -> int:
         assert self._process is not None
@@ -127,7 +138,8 @@ class Daemon:
 
     def status(self) -> pb.StatusReply:
         with open_channel(self.address) as channel:
-            return pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), timeout=10.0)
+            about = {"timeout": 10.0, "wait_for_ready": True}
+            return pb_grpc.CacheStub(channel).Status(pb.StatusRequest(), **about)
 
     def peers(self) -> pb.PeersReply:
         with open_channel(self.address) as channel:
@@ -155,7 +167,8 @@ class Daemon:
 
     def evict_all(self) -> pb.EvictReply:
         with open_channel(self.address) as channel:
-            return pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(), timeout=10.0)
+            about = {"timeout": 10.0, "wait_for_ready": True}
+            return pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(), **about)
 
     def check_nothing_leaked(self, within_s: float = 10.0) -> None:
         """Once all entries are evicted, each pool is one free extent again."""
@@ -188,9 +201,10 @@ def close_all(daemons: Iterable[Daemon]) -> None:
 
 
 def eventually(condition, timeout: float = 5.0, what: str = "") -> float:
-    """Wait until `condition()` holds; how long that took."""
-    started = time.monotonic()
+    """Wait until `condition()` holds, and look once after `timeout`; how long that took."""
+    started = looked = time.monotonic()
     while not condition():
-        assert time.monotonic() - started < timeout, f"not within {timeout} s: {what}"
+        assert looked - started < timeout, f"not within {timeout} s: {what}"
         time.sleep(0.01)
+        looked = time.monotonic()
     return time.monotonic() - started

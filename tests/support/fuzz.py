@@ -243,14 +243,26 @@ class Watch:
             self.check()
 
     def check(self) -> None:
-        started_s = time.monotonic()
-        self._daemon.status()
-        self.slowest_s = max(self.slowest_s, time.monotonic() - started_s)
+        worked_s = self._worked_s()
+        took_s = self._status_s()
+        if took_s >= STATUS_S and self._worked_s() - worked_s < STATUS_S / 2:
+            took_s = self._status_s()  # this machine stood still, and the daemon with it
+        self.slowest_s = max(self.slowest_s, took_s)
         assert self.slowest_s < STATUS_S, f"status took {self.slowest_s:.1f} s"
         for citizen in self._citizens:
             citizen.check()
         complaint = _first_complaint(self._daemon.log.read_bytes())
         assert complaint is None, complaint
+
+    def _worked_s(self) -> float:
+        """The time that the daemon has had a CPU for."""
+        about = Path(f"/proc/{self._daemon.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(about[11]) + int(about[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _status_s(self) -> float:
+        started_s = time.monotonic()
+        self._daemon.status()
+        return time.monotonic() - started_s
 
 
 @contextlib.contextmanager

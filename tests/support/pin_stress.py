@@ -134,7 +134,7 @@ def be_child(client, item) -> None:
     sys.exit(0)
 
 
-def fork(by_multiprocessing: bool, client, item) -> None:
+def fork(by_multiprocessing: bool, client, item, longest_s: float) -> None:
     if by_multiprocessing:
         multiprocessing.get_context("fork").Process(target=be_child, args=(client, item)).start()
     elif os.fork() == 0:
@@ -142,7 +142,7 @@ def fork(by_multiprocessing: bool, client, item) -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    time.sleep(random.random() * 0.1)
+    time.sleep(random.random() * longest_s)
 
 
 def run_worker(address: str, without: str, seed: int) -> None:
@@ -205,7 +205,9 @@ def run_worker(address: str, without: str, seed: int) -> None:
     PutWriter.write = slow_write
     PutWriter._take_piece = slow_take_piece
     PutWriter._is_granted = slow_is_granted
-    told = time.monotonic()
+    told, longest_s = time.monotonic(), 0.1
+    if without == "fork":
+        longest_s = 2.0  # what was read a moment ago is the last to be evicted
     with Client(address, namespace="stress", connect_timeout=20.0) as client:
         while True:
             number = random.randrange(KEYS)
@@ -224,14 +226,14 @@ def run_worker(address: str, without: str, seed: int) -> None:
                             time.sleep(0.05)
                         if random.random() < 0.05:
                             counts["forks"] += 1
-                            fork(seed % 2 == 0, client, item)
+                            fork(seed % 2 == 0, client, item, longest_s)
                         for _ in range(2):
                             counts["wrong"] += item.view.tobytes() != content
                             pause()
                     counts["gets"] += 1
             except EcdError:
                 time.sleep(0.01)  # full of what others hold, or between two sessions
-            if time.monotonic() - told > 0.2:
+            if time.monotonic() - told > 0.2 or counts["wrong"]:
                 told = time.monotonic()
                 print(json.dumps(counts), flush=True)
 
@@ -277,6 +279,10 @@ def run(seconds: float, without: str) -> dict:
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 time.sleep(0.5)
+                for ended in workers if without else ():
+                    if ended.process.poll() is not None:  # as a child has spoilt its page
+                        ended.end()
+                        ended.start()
                 worker = random.choice(workers)
                 if random.random() < 0.15:
                     worker.end()

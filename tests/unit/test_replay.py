@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -28,6 +29,14 @@ from support.examples import examples
 from unit.test_cache import GRANULE_BYTES, POOL_LIMITS, RuledMachine
 
 SALTED = fingerprints(b"salt")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """A recorder whose thread is kept waiting writes all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ecd.trace.CLOSE_S", 5.0)
+        yield
 
 
 def replayed(file: Path) -> Comparison:
