@@ -514,7 +514,7 @@ def test_a_slow_read_is_in_the_slow_log_with_what_it_waited_for(faulty: FaultyDi
     assert "slow: disk read of" in daemon.text()
 
 
-def test_a_halt_of_the_daemon_is_not_taken_for_one_of_the_disk(faulty: FaultyDisk) -> None:
+def test_a_halt_of_the_daemon_is_not_one_of_its_disk(faulty: FaultyDisk) -> None:
     """The halt is longer than a read may take; the reads amid it are quick otherwise."""
     daemon = faulty.daemon
     sizes = fill(daemon)
