@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from e2e.engines import Engine
-from support.daemon import Daemon, eventually
+from support.daemon import Daemon, changed, eventually
 from support.squeeze import being_written
 
 pytestmark = pytest.mark.timeout(600)
@@ -257,19 +256,14 @@ def test_what_is_announced_is_stored(daemon: Daemon, producer: Engine, version: 
     eventually(lambda: announced(producer.generate([again, one], max_tokens=1)) == [tells] * 3, 10)
 
 
-SLOWLY = (
-    sys.executable,
-    "-c",
-    "import asyncio\n"
-    "from ecd.live import LiveCache\n"
-    "reserve, pauses = LiveCache._reserve, [0.5, 0.0]\n"
-    "async def reserve_late(*about):\n"
-    "    await asyncio.sleep(pauses.pop() if pauses else 0.06)\n"
-    "    return await reserve(*about)\n"
-    "LiveCache._reserve = reserve_late\n"
-    "from ecd.__main__ import main\n"
-    "main()",
-    "serve",
+SLOWLY = changed(
+    "import asyncio",
+    "from ecd.live import LiveCache",
+    "reserve, pauses = LiveCache._reserve, [0.5, 0.0]",
+    "async def reserve_late(*about):",
+    "    await asyncio.sleep(pauses.pop() if pauses else 0.06)",
+    "    return await reserve(*about)",
+    "LiveCache._reserve = reserve_late",
 )
 """A daemon that answers the second of those that ask for memory too late for their step, and the
 others, but for the first, later than the rest of a step takes, and in time."""

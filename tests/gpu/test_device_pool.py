@@ -20,26 +20,16 @@ from ecd_client import Client
 from ecd_proto.shm.session_page import DMA_GRACE_S
 from support.cuda.processes import Cuda
 from support.cuda.standin import Control, Hold, environment, physical_bytes
-from support.daemon import Daemon, eventually
+from support.daemon import Daemon, changed, eventually
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 STRESS = Path(__file__).parents[1] / "support/cuda/dma_stress.py"
 MIB = 1 << 20
 Scenario = Callable[..., dict]
 MakeNear = Callable[..., Daemon]
-IMPATIENT = (
-    sys.executable,
-    "-c",
-    "from ecd.memory import device;device.MEMORY_WAIT_S = 1.0;from ecd.__main__ import main;main()",
-    "serve",
-)
+IMPATIENT = changed("from ecd.memory import device", "device.MEMORY_WAIT_S = 1.0")
 """A daemon that waits 1 s for memory of a GPU."""
-PATIENT = (
-    sys.executable,
-    "-c",
-    "from ecd.rpc import attach;attach.DMA_GRACE_S = 5.0;from ecd.__main__ import main;main()",
-    "serve",
-)
+PATIENT = changed("from ecd.rpc import attach", "attach.DMA_GRACE_S = 5.0")
 """A daemon that keeps a dead engine's memory for 5 s."""
 
 

@@ -25,22 +25,14 @@ from ecd_client import Client
 from ecd_client.calls import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
-from support.daemon import Daemon, eventually
+from support.daemon import Daemon, changed, eventually
 
 MIB = 1 << 20
 MakeDaemon = Callable[..., Daemon]
 DiskDaemon = Callable[..., Daemon]
 FAULTS = Path(__file__).parents[1] / "support" / "disk_faults.c"
 LARGE = 100_000
-PATIENT = (
-    sys.executable,
-    "-c",
-    "from ecd.memory import disk_reads;"
-    "disk_reads.PATIENCE_S = 15.0;"
-    "from ecd.__main__ import main;"
-    "main()",
-    "serve",
-)
+PATIENT = changed("from ecd.memory import disk_reads", "disk_reads.PATIENCE_S = 15.0")
 """A daemon that takes this machine's disk for no disk that hangs."""
 
 

@@ -33,33 +33,20 @@ from ecd_proto.mapping import Mapping
 from ecd_proto.shm.session_page import ATTACHED, DMA_BLIND_GRACE_S, DMA_GRACE_S, DMA_LIMIT_S
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
-from support.daemon import Daemon, eventually
+from support.daemon import Daemon, changed, eventually
 
 MIB = 1 << 20
 AT_ONCE_S = 1.0
 """Within which a session without DMA is closed: invariant 4 of the design."""
 RESERVED_BYTES = 8 * MIB
 LONG_GRACE_S = 3.0
-WITH_LONG_GRACE = (
-    sys.executable,
-    "-c",
-    "from ecd.rpc import attach;"
-    f"attach.DMA_GRACE_S = {LONG_GRACE_S};"
-    "from ecd.__main__ import main;"
-    "main()",
-    "serve",
-)
+WITH_LONG_GRACE = changed("from ecd.rpc import attach", f"attach.DMA_GRACE_S = {LONG_GRACE_S}")
 """A daemon that can be looked at while it waits for a process whose end it knows of."""
-WITHOUT_RULE = (
-    sys.executable,
-    "-c",
-    "from ecd.memory import leftovers;"
-    "from ecd.rpc.attach import DmaProcesses;"
-    "leftovers._died_copying = lambda index: False;"
-    "DmaProcesses.may_copy = lambda *_: False;"
-    "from ecd.__main__ import main;"
-    "main()",
-    "serve",
+WITHOUT_RULE = changed(
+    "from ecd.memory import leftovers",
+    "from ecd.rpc.attach import DmaProcesses",
+    "leftovers._died_copying = lambda index: False",
+    "DmaProcesses.may_copy = lambda *_: False",
 )
 """A daemon that reuses memory once the locks have dropped, as if nothing had copied by DMA."""
 

@@ -31,6 +31,12 @@ WITHOUT_HUGE_PAGES = (
 """A prefix: the daemon's pool has small pages, as on kernels that cannot do better."""
 
 
+def changed(*lines: str) -> tuple[str, ...]:
+    """The command of a daemon that runs these lines of Python before it begins."""
+    script = "\n".join((*lines, "from ecd.__main__ import main", "main()"))
+    return sys.executable, "-c", script, "serve"
+
+
 class Daemon:
     """`ecd serve` in a directory of its own, with a name that no other test uses."""
 

@@ -5,22 +5,15 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-PATIENT = (
-    sys.executable,
-    "-c",
-    "from ecd.cluster import redis_directory;"
-    "redis_directory.LOOKUP_TIMEOUT_S = 2.0;"
-    "from ecd.__main__ import main;"
-    "main()",
-    "serve",
-)
+from support.daemon import changed
+
+PATIENT = changed("from ecd.cluster import redis_directory as at", "at.LOOKUP_TIMEOUT_S = 2.0")
 """A daemon that takes a halt of this machine for no silence of Redis, which costs misses."""
 
 
