@@ -223,6 +223,10 @@ class Connection:
                     session.take(event)
             self._cause = DaemonUnavailable(f"the daemon on {self._address} is stopping")
         finally:
+            # gRPC may never draw what is left there, and an error of the stream keeps this frame.
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    outbox.get_nowait()
             outbox.put(None)
             stream.cancel()
             calls.close()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from ecd_client import (
     LeaseExpired,
     PoolFull,
 )
+from ecd_client.connection import Connection
+from ecd_client.session import Outbox
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon, eventually
 
@@ -466,6 +468,29 @@ def test_what_an_ended_session_had_mapped_goes_without_the_collector(daemon: Dae
             client.wait_connected(20)
             eventually(lambda: 0 < mapped() - before <= one_session)
         eventually(lambda: mapped() == before)
+    finally:
+        gc.enable()
+
+
+def test_a_session_goes_though_grpc_never_took_it_up(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread for requests may not have run between the daemon's answer and the end."""
+    asked, closed = Connection._requests, threading.Event()
+
+    def hello_alone(self: Connection, outbox: Outbox) -> Iterator[pb.SessionRequest]:
+        yield next(asked(self, outbox))
+        closed.wait(10)
+
+    monkeypatch.setattr(Connection, "_requests", hello_alone)
+    gc.collect()
+    gc.disable()
+    try:
+        with Client(daemon.address) as client:
+            assert str(daemon.shm) in Path("/proc/self/maps").read_text()
+            closed.set()
+        eventually(lambda: str(daemon.shm) not in Path("/proc/self/maps").read_text())
+        assert not client.connected
     finally:
         gc.enable()
 
