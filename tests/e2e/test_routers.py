@@ -165,14 +165,21 @@ def test_vllm_router_loses_no_request_of_an_engine_that_is_killed(
         engines.is_right(content, started[0].chat(content)[1])
     asked = [fresh(1) for _ in range(6)]
     dying = engines.workers[0]
+
+    def begun() -> float:
+        name = "vllm:time_to_first_token_seconds_count"
+        return sum(worker.sample(name) for worker in engines.workers)
+
+    # vLLM's example connector takes a directory of KV for a whole prompt: one that an engine left
+    # half written ends the engine that gets the request next.
+    all_begun = begun() + len(asked)
     with ThreadPoolExecutor(len(asked)) as side:
-        answers = [side.submit(started[0].chat, content, max_tokens=250) for content in asked]
-        running = "vllm:num_requests_running"
-        eventually(lambda: dying.sample(running) >= 2, 30, "some are with the one that dies")
+        answers = [side.submit(started[0].chat, content, max_tokens=1000) for content in asked]
+        eventually(lambda: begun() == all_begun, 30, "all are past their prompts")
         with dying.engine_stopped():
-            is_tried = not all(answer.done() for answer in answers)
+            is_tried = dying.sample("vllm:num_requests_running") > 0
             dying.kill()
-    assert is_tried, "all had been answered"
+    assert is_tried, "it had answered all of its own"
     for content, future in zip(asked, answers, strict=True):
         status, body = future.result()
         assert status == 200, f"{body}\n{started[0].text()[-3000:]}"
