@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ecd_client.errors import DaemonUnavailable, EcdError, limit_reached
+from ecd_client.errors import DaemonUnavailable, EcdError, bare, limit_reached
 from ecd_client.item import Item
 from ecd_client.session import Session
 from ecd_client.shared.index import AskDaemon, OnMiss
@@ -90,7 +90,7 @@ class Acquire:
             except EcdError as error:
                 for future in self.futures:
                     if future.set_running_or_notify_cancel():
-                        future.set_exception(error)
+                        future.set_exception(bare(error))
                 return
             self.settle(outcomes)
 
@@ -108,11 +108,11 @@ class Acquire:
             self._ask_for_leases(unpinned)
 
     def _wait(self, index: int, ticket: int) -> None:
-        session = self.session
+        session, one = self.session, self._again([index])  # and not the items of other keys
 
         def ended(outcome: pb.AcquireOutcome | None) -> None:
-            if not self._end(index, outcome):
-                self._ask_for_leases([index])
+            if not one._end(0, outcome):
+                one._ask_for_leases([0])
 
         session.on_wait_ended(ticket, ended)
         self.futures[index].add_done_callback(
@@ -135,7 +135,7 @@ class Acquire:
             item = item or _leased(self.session, key, outcome)
         except EcdError as error:
             if wanted:
-                future.set_exception(error)
+                future.set_exception(bare(error))
             return True
         if wanted:
             future.set_result(item)
@@ -145,12 +145,13 @@ class Acquire:
 
     def _ask_for_leases(self, indices: Sequence[int]) -> None:
         """Ask once more for keys that are stored, or were until just now."""
-        keys, futures = [self.keys[i] for i in indices], [self.futures[i] for i in indices]
         left_s = max(0.0, self.begun_s + self.timeout - time.monotonic())
-        again = replace(
-            self, keys=keys, futures=futures, timeout=left_s, hints=(), makes=(), needs_lease=True
-        )
-        again.send()
+        replace(self._again(indices), timeout=left_s, needs_lease=True).send()
+
+    def _again(self, indices: Sequence[int]) -> Acquire:
+        """The same for some of its keys, with nothing that was for the first call alone."""
+        keys, futures = [self.keys[i] for i in indices], [self.futures[i] for i in indices]
+        return replace(self, keys=keys, futures=futures, hints=(), makes=())
 
 
 def _leased(session: Session, key: Key, outcome: pb.AcquireOutcome | None) -> Item | None:

@@ -13,13 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from copy import copy
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
 from ecd_client import forks
-from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
+from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, bare
 from ecd_proto.contract import MAX_MESSAGE_BYTES, as_address, default_address
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -40,6 +41,8 @@ JOIN_S = 1.0
 PROBE_S = 0.1
 
 Reply = TypeVar("Reply")
+_answering = threading.local()
+"""`is_here`: whether this thread of gRPC's is telling an answer."""
 _Queued = tuple[Future[Any], str, Any]
 """The future of the reply, the name of the call, the request."""
 
@@ -115,12 +118,14 @@ class GrpcThreads:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
 
     def note(self, *_: object) -> None:
         """Add the calling thread."""
-        self._threads = {thread for thread in self._threads if thread.is_alive()}
-        self._threads.add(threading.current_thread())
+        with self._lock:
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            self._threads.add(threading.current_thread())
 
     def join(self) -> None:
         """Wait for the threads' end, JOIN_S at most."""
@@ -166,8 +171,8 @@ class Calls:
     def later(self, name: str, request: Any) -> Future[Any]:
         """Make a call, named as in ExchangeRequest, and return the future of its reply.
 
-        It fails with EcdError or with grpc's errors, for which see `meaning`. Beyond MAX_IN_FLIGHT
-        calls, one is sent when another is answered; its time to be answered starts then.
+        It fails with EcdError. Beyond MAX_IN_FLIGHT calls, one is sent when another is answered;
+        its time to be answered starts then. Callbacks run on gRPC's thread for the channel.
         """
         reply: Future[Any] = Future()
         try:
@@ -233,12 +238,13 @@ class Calls:
     def _answered(self, reply: Future[Any], sent: Any) -> None:
         with self._turns:
             self._in_flight -= 1
+        _answering.is_here = True
         try:
             reply.set_result(sent.result())
         except Exception as error:
-            # This frame has the reply, which would keep the error, and with it the session.
-            reply.set_exception(error.with_traceback(None))
+            reply.set_exception(self._meaning(bare(error)))
         finally:
+            _answering.is_here = False
             self._send_queued()
 
     def now(self, name: str, request: Any) -> Any:
@@ -246,9 +252,9 @@ class Calls:
         if self._is_cut_off:
             raise forks.before_fork()
         _check_size(request)
-        if self.is_over or not self._lock.acquire(blocking=False):
-            method = getattr(self._stub, name.title())
-            return call(method, request, self.address, self.timeout_s)
+        is_answering = getattr(_answering, "is_here", False)  # it is who would read the stream
+        if self.is_over or is_answering or not self._lock.acquire(blocking=False):
+            return self.alone(name, request)
         try:
             if self._replies is None:
                 self._replies = self._stub.Exchange(self._asked())
@@ -261,6 +267,7 @@ class Calls:
         except StopIteration:
             raise DaemonUnavailable(unreachable(self.address)) from None
         except grpc.RpcError as error:
+            bare(error)  # it is the stream itself, which stays
             if error.code() is grpc.StatusCode.CANCELLED:
                 cause = late if self._overdue else unreachable
                 raise DaemonUnavailable(cause(self.address)) from None
@@ -278,13 +285,20 @@ class Calls:
             raise _named(_STATUS[reply.failure.code], reply.failure.details, self.address)
         return getattr(reply, name)
 
+    def alone(self, name: str, request: Any) -> Any:
+        """`now`, and no other call waits for this one, which may take long. Raises EcdError."""
+        if self._is_cut_off:
+            raise forks.before_fork()
+        _check_size(request)
+        return call(getattr(self._stub, name.title()), request, self.address, self.timeout_s)
+
     def _asked(self) -> Iterator[pb.ExchangeRequest]:
         self._threads.note()
         while (request := self._requests.get()) is not None:
             yield request
 
-    def meaning(self, error: Exception) -> EcdError:
-        """The error for the caller when a future of `later` failed."""
+    def _meaning(self, error: Exception) -> EcdError:
+        """The error for the caller when a call of `later` failed."""
         if isinstance(error, grpc.RpcError):
             return translate(error, self.address)
         return DaemonUnavailable(CLOSED)
@@ -308,6 +322,17 @@ class Calls:
         self._requests.put(None)
         if self._replies is not None:
             self._replies.cancel()
+
+
+def result_of(future: Future[Reply], timeout_s: float | None = None) -> Reply:
+    """The future's result, or its error: a copy, as the error itself would keep this frame.
+
+    Raises concurrent.futures.TimeoutError, and what the future failed with.
+    """
+    error = future.exception(timeout_s)
+    if error is not None:
+        raise copy(error)
+    return future.result()
 
 
 def _check_size(request: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 
 class EcdError(Exception):
     """Base of all errors of ecd. An engine treats one as a miss."""
@@ -51,6 +53,19 @@ class DeviceBusy(DeviceError):
 
     What was queued before goes on.
     """
+
+
+Failure = TypeVar("Failure", bound=BaseException)
+
+
+def bare(error: Failure) -> Failure:
+    """The error without its traceback and causes, for a future to keep.
+
+    Their frames have the future, the session and the tensor in turn: all that would stay until
+    Python collects.
+    """
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
 
 
 def limit_reached(what: str, limit: int) -> EcdError:

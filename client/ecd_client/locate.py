@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ecd_client.acquire import Key, to_key
-from ecd_client.errors import EcdError
 from ecd_client.session import Session
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -37,13 +36,7 @@ class Located(NamedTuple):
 
 def locate(session: Session, keys: Sequence[Key]) -> Located:
     """Raises EcdError."""
-    asked = session.calls.later("locate", pb.LocateRequest(keys=map(to_key, keys)))
-    try:
-        return located(asked.result())
-    except EcdError:
-        raise
-    except Exception as error:
-        raise session.calls.meaning(error) from None
+    return located(session.calls.alone("locate", pb.LocateRequest(keys=map(to_key, keys))))
 
 
 def located(reply: Any) -> Located:

@@ -10,7 +10,7 @@ from math import isfinite
 
 from ecd_client import forks
 from ecd_client.acquire import Acquire, ItemFuture, Key, Nodes, pinned
-from ecd_client.calls import late
+from ecd_client.calls import late, result_of
 from ecd_client.connection import Connection
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.item import Handle, Item
@@ -187,7 +187,7 @@ def _result(session: Session, future: ItemFuture, wait_s: float) -> Item | None:
     """Wait for the future. Raises EcdError."""
     calls = session.calls
     try:
-        return future.result(wait_s + calls.timeout_s)
+        return result_of(future, wait_s + calls.timeout_s)
     except BaseException as error:
         if not future.cancel():
             future.add_done_callback(close_unseen)

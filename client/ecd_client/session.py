@@ -14,12 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import grpc
-
 from ecd_client import forks
 from ecd_client.calls import Calls, open_file
 from ecd_client.device.dma import SessionDma
-from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
+from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.leases import Lease, Pin
 from ecd_client.pools import Extent, MappedPools
 from ecd_client.shared.board import MappedBoard
@@ -86,7 +84,7 @@ class Session:
             opened.callback(os.close, lock_fd)
             lock_byte(lock_fd, welcome.lock_offset)
             self.key_locks = KeyLocks(lock_fd)
-            opened.callback(self.key_locks.close)
+            opened.callback(self.key_locks.end)
             board = MappedBoard.open(welcome.index, uid) if welcome.HasField("index") else None
             self._dma: SessionDma | None = None
             if board is not None:
@@ -111,17 +109,9 @@ class Session:
 
     @contextlib.contextmanager
     def whole_or_abandoned(self) -> Iterator[None]:
-        """Abandon the session where the body breaks off: its state is unknown then.
-
-        gRPC's errors leave it as EcdError.
-        """
+        """Abandon the session where the body breaks off: its state is unknown then."""
         try:
             yield
-        except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            meaning = self.calls.meaning(error)
-            if not isinstance(meaning, InvalidArgument):
-                self.abandon()
-            raise meaning from None
         except Exception as error:
             if isinstance(error, DaemonUnavailable):
                 self.abandon()
@@ -170,6 +160,7 @@ class Session:
             self._answered.clear()
         if self.puts is not None:
             self.puts.session_is_over = True
+        self.key_locks.end()
         self.calls.end()
         for ended in waits.values():
             ended(None)

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from ecd_client import forks
 from ecd_client.acquire import Key, to_key
-from ecd_client.calls import CALL_TIMEOUT_S
+from ecd_client.calls import CALL_TIMEOUT_S, result_of
 from ecd_client.connection import Connection
 from ecd_client.errors import (
     DaemonUnavailable,
@@ -19,6 +20,7 @@ from ecd_client.errors import (
     EntryTooLarge,
     InvalidArgument,
     PoolFull,
+    bare,
     limit_reached,
 )
 from ecd_client.reader import Reader
@@ -46,6 +48,10 @@ def describe_entry(
     """Raises InvalidArgument."""
     if dtype not in DTYPES:
         raise InvalidArgument(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    if not isinstance(metadata, bytes):
+        raise InvalidArgument(f"metadata is bytes, not a {type(metadata).__name__}")
+    if not isinstance(cost_s, Real):
+        raise InvalidArgument(f"the cost is a number of seconds, not {cost_s!r}")
     return NewEntry(*key, dtype, shape, nbytes_of(dtype, shape), metadata, cost_s)
 
 
@@ -94,22 +100,23 @@ class Writer:
         except EcdError:
             session.unref()
             raise
-        with session.whole_or_abandoned():  # interrupted, it would leave a claim behind
-            put = _Put(session, entry, tensor.copy_to, tensor)
-            if put.outcome is _MUST_CALL:
-                put.send_reserve()
-            elif put.outcome is not None or is_copied_here:
-                ended = put.try_now()
-                if ended is not None:
-                    self._let_go(put)
-                    return ended
-        future: forks.Pending[bool] = forks.Pending()
-        forks.add(future)
-        future.set_running_or_notify_cancel()  # others wait for a claim: it is not cancelled
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-        self._side.submit(self._finish, put, future)
-        return future
+        put: _Put | None = None
+        try:
+            with session.whole_or_abandoned():  # interrupted, it would leave a claim behind
+                put = _Put(session, entry, tensor.copy_to, tensor)
+                ended = None
+                if put.outcome is _MUST_CALL:
+                    put.send_reserve()
+                elif put.outcome is not None or is_copied_here:
+                    ended = put.try_now()
+                if ended is None:
+                    return self._finish_aside(put)
+        except BaseException:
+            if put is None or put.is_taken_up():
+                self._let_go(session)
+            raise
+        self._let_go(session)
+        return ended
 
     def _start_side(self) -> None:
         """Start the thread for copies, before anything is claimed. Raises EcdError."""
@@ -120,20 +127,38 @@ class Writer:
                 raise EcdError(f"nothing can be copied on the side: {error}") from None
             self._has_side = True
 
+    def _finish_aside(self, put: _Put) -> Future[bool]:
+        """Have the rest done on the side. Raises DaemonUnavailable: the client is being closed."""
+        future: forks.Pending[bool] = forks.Pending()
+        forks.add(future)
+        future.set_running_or_notify_cancel()  # others wait for a claim: it is not cancelled
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        try:
+            self._side.submit(self._finish, put, future)
+        except BaseException as error:
+            self._pending.discard(future)
+            if isinstance(error, RuntimeError):
+                raise DaemonUnavailable(f"nothing can be copied on the side: {error}") from None
+            raise
+        return future
+
     def _finish(self, put: _Put, future: Future[bool]) -> None:
+        if not put.is_taken_up():
+            return  # `put_async` was interrupted
         try:
             try:
                 with put.session.whole_or_abandoned():
                     outcome = put.finish()
             finally:
-                self._let_go(put)
+                self._let_go(put.session)
             put.copy_near(lambda: future.set_result(outcome is _STORED))
         except BaseException as error:
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(bare(error))
 
-    def _let_go(self, put: _Put) -> None:
-        put.session.unref()
+    def _let_go(self, session: Session) -> None:
+        session.unref()
         self._slots.release()
 
     def close(self) -> None:
@@ -164,6 +189,14 @@ class _Put:
         """How far the put has come; None: it is claimed, and to be written."""
         self._reply: Any = None  # to a Reserve that was sent already
         self._held: Pin | None = None  # the extent's, from before the put is done
+        self._untaken = [True]
+
+    def is_taken_up(self) -> bool:
+        """Whether this caller, and no other before, is to end the put and let go of its session."""
+        try:
+            return self._untaken.pop()
+        except IndexError:
+            return False
 
     def send_reserve(self) -> None:
         """Begin the put by calls, and do not wait for the answer."""
@@ -175,7 +208,7 @@ class _Put:
             outcome = self._write()
         except Exception as error:  # told by the future, as from the side
             failed: Future[bool] = Future()
-            failed.set_exception(error)
+            failed.set_exception(bare(error))
             return failed
         return _DONE.get(outcome)
 
@@ -264,7 +297,7 @@ class _Put:
         if self._reply is None:
             reply = self.session.calls.now("reserve", self._reserve_request())
         else:
-            reply = self._reply.result()
+            reply = result_of(self._reply)
         entry, outcome = self._entry, reply.outcomes[0]
         match outcome.WhichOneof("outcome"):
             case "reserved":

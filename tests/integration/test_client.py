@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -495,8 +497,151 @@ def test_a_session_goes_though_grpc_never_took_it_up(
         gc.enable()
 
 
+@pytest.fixture
+def is_mapped(daemon: Daemon) -> Iterator[Callable[[], bool]]:
+    """Whether anything of the daemon's memory is mapped; Python's collector does not run."""
+    gc.collect()
+    gc.disable()
+    yield lambda: str(daemon.shm) in Path("/proc/self/maps").read_text()
+    gc.enable()
+
+
+@pytest.mark.parametrize("by", ["a wait", "waits", "a call", "locate"])
+def test_a_read_that_fails_with_its_daemon_keeps_nothing(
+    daemon: Daemon, is_mapped: Callable[[], bool], by: str
+) -> None:
+    with Client(daemon.address) as client, ThreadPoolExecutor(1) as side:
+        futures = client.get_async(["a", "b"], 30) if by == "waits" else []
+        if by == "a wait":
+            side.submit(time.sleep, 0.3).add_done_callback(lambda _: daemon.kill())
+        elif by == "waits":
+            daemon.kill()
+        else:
+            os.kill(daemon.pid, signal.SIGSTOP)
+            side.submit(time.sleep, 0.3).add_done_callback(lambda _: daemon.kill())
+        try:
+            if by == "locate":
+                client.locate(["a"])
+            elif not futures:
+                client.get("a", 30)
+        except DaemonUnavailable:
+            pass
+        while futures:
+            assert isinstance(futures.pop().exception(10), DaemonUnavailable)
+        eventually(lambda: not is_mapped())
+
+
+def test_a_call_that_is_late_keeps_nothing_of_its_session(
+    daemon: Daemon, is_mapped: Callable[[], bool]
+) -> None:
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count(str(daemon.shm))
+
+    with Client(daemon.address, call_timeout=0.5) as client:
+        one_session = maps()
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            client.get("a", 0.2)
+        except DaemonUnavailable:
+            pass
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        eventually(lambda: not client.connected)
+        client.wait_connected(20)
+        eventually(lambda: maps() <= one_session)
+
+
+def test_a_put_that_fails_keeps_neither_its_tensor_nor_its_session(
+    daemon: Daemon, is_mapped: Callable[[], bool]
+) -> None:
+    tensor = torch.ones(32 << 20)
+    is_there = weakref.ref(tensor)
+    with Client(daemon.address) as client:
+        future = client.put_async("large", tensor)
+        assert isinstance(future.exception(30), EntryTooLarge)
+        del future, tensor
+        eventually(lambda: is_there() is None)
+    eventually(lambda: not is_mapped())
+
+
+def test_a_put_that_cannot_begin_keeps_nothing(
+    daemon: Daemon, is_mapped: Callable[[], bool], client: Client
+) -> None:
+    with Client(daemon.address) as closing:
+        for _ in range(300):  # more than may be in flight
+            with suppress(UnicodeEncodeError):
+                closing.put_async("\ud800", torch.ones(3))
+        assert closing.put_async("first", torch.ones(1 << 20)).result(10)
+        closing._writer._side.shutdown()  # as `close` in another thread does
+        said = ""
+        try:
+            closing.put_async("second", torch.ones(1 << 20))
+        except DaemonUnavailable as error:  # pytest.raises would keep its frames
+            said = str(error)
+        assert "on the side" in said
+        assert client.put("second", torch.ones(1 << 20), timeout=10) is True
+        client.close()
+    eventually(lambda: not is_mapped())
+    daemon.check_nothing_leaked()
+
+
+def test_a_callback_may_make_calls(daemon: Daemon) -> None:
+    """It runs on gRPC's thread, which reads what the daemon answers."""
+    said: list[object] = []
+
+    def ask(_: object) -> None:
+        said.append(client.locate(["absent"]).holders)
+        said.append(client.get("k", 0.1))  # by a call, where it is leased
+        try:
+            said.append(client.get("absent", 0.1))
+        except DaemonUnavailable as error:
+            said.append(error)
+        said.append(client.put("of the callback", torch.ones(300)))
+
+    with Client(daemon.address, call_timeout=3.0) as client:
+        client.put("k", torch.ones(3))
+        client._connection.session().calls.later(
+            "contains", pb.ContainsRequest()
+        ).add_done_callback(ask)
+        eventually(lambda: len(said) == 4, 20)
+        assert said[0] == [[]]
+        said[1].close()
+        assert said[3] is True
+    daemon.check_nothing_leaked()
+
+
+def test_an_item_does_not_wait_for_the_other_keys(daemon: Daemon) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with Client(daemon.address) as client, Client(daemon.address) as other:
+            first, second = client.get_async(["first", "second"], 30)
+            other.put("first", torch.ones(3))
+            assert first.result(10) is not None
+            eventually(lambda: daemon.status().pools[0].leased_bytes > 0)
+            del first
+            eventually(lambda: daemon.status().pools[0].leased_bytes == 0)
+            assert not second.done()
+            second.cancel()
+    finally:
+        gc.enable()
+
+
+def test_locks_end_with_their_session(daemon: Daemon) -> None:
+    """An item keeps the session's memory, and the file in which its locks were taken."""
+    with Client(daemon.address) as client, Client(daemon.address) as other:
+        client.put("k", torch.ones(3))
+        with client.get("k"):
+            assert client.lock("a", 60.0)
+            assert not other.lock("a", 60.0)
+            client._connection.session().abandon()
+            eventually(lambda: other.lock("a", 60.0))
+
+
 def test_mistakes_are_named(client: Client) -> None:
     for mistake, says in (
+        (lambda: client.put("k", torch.ones(3), metadata="text"), "metadata is bytes, not a str"),
+        (lambda: client.put_async("k", torch.ones(3), cost="1"), "the cost is a number of seconds"),
         (lambda: client.put("k", [1, 2]), "a list is no tensor"),
         (lambda: client.put_async("k", None), "a NoneType is no tensor"),
         (lambda: client.get(None), "a key is a string, not None"),

@@ -70,9 +70,10 @@ class KeyLocks:
                 if until_s <= now_s:
                     self._release(offset)
 
-    def close(self) -> None:
-        """Touch the file no more: its owner closes it, and so ends all locks."""
+    def end(self) -> None:
+        """End all locks, and touch the file no more: items may keep it open long after this."""
         with self._lock:
+            self.release_all()
             self._fd = -1
 
     def cut_off(self) -> None:
