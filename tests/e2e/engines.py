@@ -25,7 +25,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 VERSIONS = ("0.32.0", "0.28.0")
-START_S = 240.0
+START_S = 480.0
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Else an engine's first request compiles what counts logprobs: 15 s."""
 

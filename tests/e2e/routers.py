@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from e2e.engines import ROOT
-from e2e.servers import Server
+from e2e.servers import Server, free_port
 
 VERSION = "0.1.17"
 Params = dict[str, dict]
@@ -45,19 +44,13 @@ def router_program() -> Path:
     return program
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 class VllmRouter(Server):
     """It asks its workers often whether they are well."""
 
     def __init__(self, log: Path, *flags: str) -> None:
-        port = free_port()
+        port = str(free_port())
         self.url, self.log = f"http://127.0.0.1:{port}", log
-        command = [str(router_program()), "--port", port, "--prometheus-port", free_port()]
+        command = [str(router_program()), "--port", port, "--prometheus-port", str(free_port())]
         command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"]
         with log.open("wb") as out:
             self._process = subprocess.Popen(

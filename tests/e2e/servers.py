@@ -19,6 +19,7 @@ import urllib.request
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,13 +62,29 @@ def proxy_script() -> Path:
     return script
 
 
+_ports = count(20000 + 2000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
+def free_port() -> int:
+    """A port that nobody is given by the kernel before it is bound, as one of `bind(0)` may be."""
+    for port in _ports:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
+
+
+def describes(body: dict) -> bool:
+    """Whether an encoder's answer describes every item: their puts were seen before it."""
+    params = body.get("ec_transfer_params") or {}
+    return bool(params) and all(each["metadata"] for each in params.values())
+
+
 class Server:
     """One process that serves HTTP. Starts at once, `wait_ready` waits."""
 
     def __init__(self, version: str, log: Path, command: list[str], **environ: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         self.log = log
         command = [*command, "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
         with log.open("wb") as out:

@@ -14,7 +14,7 @@ from e2e.servers import Server, api_server, picture_url, proxy
 from support.daemon import Daemon, eventually
 from support.squeeze import being_written
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 seeds = itertools.count(1)
 ENTRY_BYTES = 96 * 256
 WAIT_S = 3.0

@@ -16,7 +16,7 @@ from e2e.engines import Engine
 from support.daemon import Daemon, changed, eventually
 from support.squeeze import being_written
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 SIZE, GRID = [336, 224], [1, 16, 24]
 WAIT_S = 6.0
@@ -136,10 +136,16 @@ def test_metadata_waits_for_a_daemon_as_long_as_it_may(
 ) -> None:
     known = named(1)
     producer.generate([known], max_tokens=1)
+    eventually(lambda: daemon.status().entries == 1)
     daemon.kill()
-    reply = asked.generate([bare(known), WORDS])
-    if reasons(reply) == ["length", "length"]:  # it had not seen that its daemon ended
-        reply = asked.generate([bare(known), WORDS])
+    replies: list[dict] = []
+
+    def is_missed() -> bool:  # it may not have seen yet that its daemon ended
+        replies.append(asked.generate([bare(known), WORDS]))
+        return reasons(replies[-1]) != ["length", "length"]
+
+    eventually(is_missed)
+    reply = replies[-1]
     assert reasons(reply) == ["error", "length"]
     assert WAIT_S <= reply["seconds"] < WAIT_S + 5
     assert "nothing answers on" in asked.text()
@@ -237,6 +243,8 @@ def test_what_is_announced_is_stored(daemon: Daemon, producer: Engine, version: 
     """A consumer that is sent metadata has nothing else to make an embedding of."""
     tells = version != "0.28.0"  # which reads none from JSON
     one, more, again = named(1), named(3), named(2)
+    producer.generate([named(1)], max_tokens=1)  # a daemon's first put goes by calls, maybe late
+    eventually(lambda: daemon.status().entries == 1)
     assert announced(producer.generate([one], max_tokens=1)) == [tells]
     assert announced(producer.generate([more, one], max_tokens=1)) == [tells] * 4
     daemon.evict_all()
@@ -294,9 +302,16 @@ def test_the_counters_say_what_was_stored_and_what_was_missed(
     before = producer.metrics()
     asked = named(3)
     producer.generate([asked], max_tokens=1)
+    eventually(lambda: daemon.status().entries == 3)
+
+    def is_dropped() -> bool:
+        producer.generate([WORDS], max_tokens=1)
+        dropped = "dropped_saves"
+        return producer.metrics().get(dropped, 0) > before.get(dropped, 0)
+
     with squeezed(daemon, ENTRY_BYTES - 4096):
         producer.generate([named(1)], max_tokens=1)
-        producer.generate([WORDS], max_tokens=1)
+        eventually(is_dropped)
     counted = {name: value - before.get(name, 0) for name, value in producer.metrics().items()}
     assert counted["saves"] == 3
     assert counted["saved_bytes"] == 3 * ENTRY_BYTES
@@ -347,8 +362,9 @@ def test_the_answers_of_two_producers_are_merged(
     version: str,
 ) -> None:
     first, second, twice = named(1), named(1), named(1)
-    both.generate([second], max_tokens=1)
-    eventually(lambda: daemon.status().entries == 1)  # it waits for no answer of the daemon
+    producer.generate([named(1)], max_tokens=1)  # its first put goes by calls, and may be late
+    both.generate([second], max_tokens=1)  # which waits for no answer of the daemon
+    eventually(lambda: daemon.status().entries == 2)
     asked = [(producer, first), (both, second), (producer, twice), (both, twice)]
     replies = [
         engine.generate([request], max_tokens=1)["outputs"][0]["ec_transfer_params"]

@@ -20,7 +20,7 @@ from ecd_client import Client
 from support.daemon import Daemon, eventually
 from support.web import site
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 MIDDLEWARE = ["--middleware", "ecd_client.vllm.ReuseMiddleware"]
 OTHER = ["--middleware", "passing_middleware.passes"]
 """An operator's own, which vLLM calls after ecd's."""

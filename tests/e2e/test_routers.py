@@ -10,12 +10,12 @@ import pytest
 
 from e2e.engines import installed
 from e2e.routers import ROUTERS, Replay, VllmRouter
-from e2e.servers import Server, api_server, proxy
+from e2e.servers import Server, api_server, describes, proxy
 from e2e.test_proxy import answer, fresh
 from e2e.test_reuse import MIDDLEWARE, READY
 from support.daemon import Daemon, eventually
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 WORDS = [{"type": "text", "text": "what is what?"}]
 
 
@@ -74,6 +74,8 @@ def engines(
             server.wait_ready()
         for server in (engines.encoders[0], engines.workers[0]):
             eventually(lambda server=server: READY in server.text(), 30)
+        for encoder in engines.encoders:  # a daemon's first put goes by calls, and may be seen late
+            eventually(lambda encoder=encoder: describes(encoder.chat(fresh(1))[1]), 30)
         yield engines
     finally:
         with ThreadPoolExecutor() as side:

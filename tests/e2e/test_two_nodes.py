@@ -13,7 +13,7 @@ from e2e.test_one_encode import holds_three_times
 from e2e.test_one_node import PICTURES, REQUESTS, ask, tokens
 from support.daemon import eventually
 from support.nodes import Node, NodeDaemon
-from support.redis import RedisServer
+from support.redis import PATIENT, RedisServer
 
 pytestmark = pytest.mark.timeout(600)
 ENGINE = {"block_size": 32}  # what vLLM's KV example connector needs on a CPU
@@ -59,6 +59,8 @@ def daemons(
     """A daemon on each node, not started: tests choose how they find each other."""
     directory = tmp_path_factory.mktemp("daemons")
     made = NodeDaemon(nodes[0], directory), NodeDaemon(nodes[1], directory)
+    for daemon in made:
+        daemon.command = PATIENT
     yield made
     for daemon in made:
         daemon.close()

@@ -57,6 +57,13 @@ class SharedNamespace:
             self._fd = -1
 
 
+def _links(process: str) -> list[str]:
+    """The paths of a process's descriptors; none of one that is another user's, or gone."""
+    with contextlib.suppress(OSError):
+        return [link.path for link in os.scandir(f"/proc/{process}/fd")]
+    return []
+
+
 class SeenNamespace:
     """An engine's namespace as another process of its user reads it."""
 
@@ -64,10 +71,10 @@ class SeenNamespace:
         """Raises FileNotFoundError where no engine of this id can be found."""
         target = f"/memfd:{_NAME}{instance_id} (deleted)"
         for process in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # another user's, or gone
-                for link in os.scandir(f"/proc/{process}/fd"):
-                    if os.readlink(link.path) == target:
-                        fd = os.open(link.path, os.O_RDONLY | os.O_CLOEXEC)
+            for link in _links(process):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    if os.readlink(link) == target:
+                        fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
                         try:
                             self._page = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
                         finally:
