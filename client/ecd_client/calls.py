@@ -238,13 +238,13 @@ class Calls:
     def _answered(self, reply: Future[Any], sent: Any) -> None:
         with self._turns:
             self._in_flight -= 1
-        _answering.is_here = True
+        was_here, _answering.is_here = getattr(_answering, "is_here", False), True
         try:
             reply.set_result(sent.result())
         except Exception as error:
             reply.set_exception(self._meaning(bare(error)))
         finally:
-            _answering.is_here = False
+            _answering.is_here = was_here
             self._send_queued()
 
     def now(self, name: str, request: Any) -> Any:
