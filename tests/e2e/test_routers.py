@@ -33,6 +33,7 @@ class Engines:
 
     def __init__(self, start: Callable[..., Server], kv: Path, daemon: Daemon) -> None:
         extra = {"ecd_address": daemon.address}
+        self.kv = kv
         self.encoders = [start("ec_producer", flags, **extra) for flags in (MIDDLEWARE, [])]
         roles = (("ec_both", MIDDLEWARE), ("ec_consumer", []))
         self.workers = [start(role, flags, kv=kv, **extra) for role, flags in roles]
@@ -166,22 +167,25 @@ def test_vllm_router_loses_no_request_of_an_engine_that_is_killed(
     for content in requests():
         engines.is_right(content, started[0].chat(content)[1])
     asked = [fresh(1) for _ in range(6)]
-    dying = engines.workers[0]
+    dying, running = engines.workers[0], "vllm:num_requests_running"
 
-    def begun() -> float:
-        name = "vllm:time_to_first_token_seconds_count"
-        return sum(worker.sample(name) for worker in engines.workers)
+    def is_killed() -> bool:
+        """vLLM's example connector takes a directory of KV for a whole prompt's.
 
-    # vLLM's example connector takes a directory of KV for a whole prompt: one that an engine left
-    # half written ends the engine that gets the request next.
-    all_begun = begun() + len(asked)
-    with ThreadPoolExecutor(len(asked)) as side:
-        answers = [side.submit(started[0].chat, content, max_tokens=1000) for content in asked]
-        eventually(lambda: begun() == all_begun, 30, "all are past their prompts")
+        One that an engine left half written ends the engine that gets the request next.
+        """
         with dying.engine_stopped():
-            is_tried = dying.sample("vllm:num_requests_running") > 0
+            sizes = [[file.stat().st_size for file in kv.iterdir()] for kv in engines.kv.iterdir()]
+            if not all(len(layers) == 2 and layers[0] == layers[1] for layers in sizes):
+                return False
+            assert dying.sample(running) > 0, "it had answered all of its own"
             dying.kill()
-    assert is_tried, "it had answered all of its own"
+            return True
+
+    with ThreadPoolExecutor(len(asked)) as side:
+        answers = [side.submit(started[0].chat, content, max_tokens=800) for content in asked]
+        eventually(lambda: dying.sample(running) >= 2, 30, "some are with the one that dies")
+        eventually(is_killed, 10, "no prompt is half done")
     for content, future in zip(asked, answers, strict=True):
         status, body = future.result()
         assert status == 200, f"{body}\n{started[0].text()[-3000:]}"
