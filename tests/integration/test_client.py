@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -443,39 +443,40 @@ def test_a_closed_client_says_so(daemon: Daemon) -> None:
         client.get("k")
 
 
-def test_what_an_ended_session_had_mapped_goes_without_the_collector(daemon: Daemon) -> None:
-    """Else the memory of a pool that a restart has replaced would stay until Python collects."""
-
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count(str(daemon.shm))
-
-    before = mapped()
+@pytest.fixture
+def mapped(daemon: Daemon) -> Iterator[Callable[[], int]]:
+    """How many mappings of the daemon's memory there are; Python's collector does not run."""
     gc.collect()
     gc.disable()
-    try:
-        with Client(daemon.address) as client:
-            client.put("k", torch.ones(1000))
-            with client.get("k") as item:
-                item.to("cpu")
-            del item
-            one_session = mapped() - before
-            item = client.get("k")
-            os.kill(daemon.pid, signal.SIGSTOP)  # by calls, the release is on its way at the end
-            item.close()
-            del item
-            daemon.kill()
-            eventually(lambda: not client.connected)
-            eventually(lambda: mapped() == before)
-            daemon.start()
-            client.wait_connected(20)
-            eventually(lambda: 0 < mapped() - before <= one_session)
-        eventually(lambda: mapped() == before)
-    finally:
-        gc.enable()
+    yield lambda: Path("/proc/self/maps").read_text().count(str(daemon.shm))
+    gc.enable()
+
+
+def test_what_an_ended_session_had_mapped_goes_without_the_collector(
+    daemon: Daemon, mapped: Callable[[], int]
+) -> None:
+    """Else the memory of a pool that a restart has replaced would stay until Python collects."""
+    with Client(daemon.address) as client:
+        client.put("k", torch.ones(1000))
+        with client.get("k") as item:
+            item.to("cpu")
+        del item
+        one_session = mapped()
+        item = client.get("k")
+        os.kill(daemon.pid, signal.SIGSTOP)  # by calls, the release is on its way at the end
+        item.close()
+        del item
+        daemon.kill()
+        eventually(lambda: not client.connected)
+        eventually(lambda: not mapped())
+        daemon.start()
+        client.wait_connected(20)
+        eventually(lambda: 0 < mapped() <= one_session)
+    eventually(lambda: not mapped())
 
 
 def test_a_session_goes_though_grpc_never_took_it_up(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, mapped: Callable[[], int]
 ) -> None:
     """Its thread for requests may not have run between the daemon's answer and the end."""
     asked, closed = Connection._requests, threading.Event()
@@ -485,40 +486,22 @@ def test_a_session_goes_though_grpc_never_took_it_up(
         closed.wait(10)
 
     monkeypatch.setattr(Connection, "_requests", hello_alone)
-    gc.collect()
-    gc.disable()
-    try:
-        with Client(daemon.address) as client:
-            assert str(daemon.shm) in Path("/proc/self/maps").read_text()
-            closed.set()
-        eventually(lambda: str(daemon.shm) not in Path("/proc/self/maps").read_text())
-        assert not client.connected
-    finally:
-        gc.enable()
-
-
-@pytest.fixture
-def is_mapped(daemon: Daemon) -> Iterator[Callable[[], bool]]:
-    """Whether anything of the daemon's memory is mapped; Python's collector does not run."""
-    gc.collect()
-    gc.disable()
-    yield lambda: str(daemon.shm) in Path("/proc/self/maps").read_text()
-    gc.enable()
+    with Client(daemon.address) as client:
+        assert mapped()
+        closed.set()
+    eventually(lambda: not mapped())
+    assert not client.connected
 
 
 @pytest.mark.parametrize("by", ["a wait", "waits", "a call", "locate"])
 def test_a_read_that_fails_with_its_daemon_keeps_nothing(
-    daemon: Daemon, is_mapped: Callable[[], bool], by: str
+    daemon: Daemon, mapped: Callable[[], int], by: str
 ) -> None:
-    with Client(daemon.address) as client, ThreadPoolExecutor(1) as side:
+    with Client(daemon.address) as client:
         futures = client.get_async(["a", "b"], 30) if by == "waits" else []
-        if by == "a wait":
-            side.submit(time.sleep, 0.3).add_done_callback(lambda _: daemon.kill())
-        elif by == "waits":
-            daemon.kill()
-        else:
+        if by in ("a call", "locate"):
             os.kill(daemon.pid, signal.SIGSTOP)
-            side.submit(time.sleep, 0.3).add_done_callback(lambda _: daemon.kill())
+        threading.Timer(0.3, daemon.kill).start()
         try:
             if by == "locate":
                 client.locate(["a"])
@@ -528,17 +511,14 @@ def test_a_read_that_fails_with_its_daemon_keeps_nothing(
             pass
         while futures:
             assert isinstance(futures.pop().exception(10), DaemonUnavailable)
-        eventually(lambda: not is_mapped())
+        eventually(lambda: not mapped())
 
 
 def test_a_call_that_is_late_keeps_nothing_of_its_session(
-    daemon: Daemon, is_mapped: Callable[[], bool]
+    daemon: Daemon, mapped: Callable[[], int]
 ) -> None:
-    def maps() -> int:
-        return Path("/proc/self/maps").read_text().count(str(daemon.shm))
-
     with Client(daemon.address, call_timeout=0.5) as client:
-        one_session = maps()
+        one_session = mapped()
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
             client.get("a", 0.2)
@@ -548,11 +528,11 @@ def test_a_call_that_is_late_keeps_nothing_of_its_session(
             os.kill(daemon.pid, signal.SIGCONT)
         eventually(lambda: not client.connected)
         client.wait_connected(20)
-        eventually(lambda: maps() <= one_session)
+        eventually(lambda: mapped() <= one_session)
 
 
 def test_a_put_that_fails_keeps_neither_its_tensor_nor_its_session(
-    daemon: Daemon, is_mapped: Callable[[], bool]
+    daemon: Daemon, mapped: Callable[[], int]
 ) -> None:
     tensor = torch.ones(32 << 20)
     is_there = weakref.ref(tensor)
@@ -561,11 +541,11 @@ def test_a_put_that_fails_keeps_neither_its_tensor_nor_its_session(
         assert isinstance(future.exception(30), EntryTooLarge)
         del future, tensor
         eventually(lambda: is_there() is None)
-    eventually(lambda: not is_mapped())
+    eventually(lambda: not mapped())
 
 
 def test_a_put_that_cannot_begin_keeps_nothing(
-    daemon: Daemon, is_mapped: Callable[[], bool], client: Client
+    daemon: Daemon, mapped: Callable[[], int], client: Client
 ) -> None:
     with Client(daemon.address) as closing:
         for _ in range(300):  # more than may be in flight
@@ -581,7 +561,7 @@ def test_a_put_that_cannot_begin_keeps_nothing(
         assert "on the side" in said
         assert client.put("second", torch.ones(1 << 20), timeout=10) is True
         client.close()
-    eventually(lambda: not is_mapped())
+    eventually(lambda: not mapped())
     daemon.check_nothing_leaked()
 
 
@@ -610,21 +590,17 @@ def test_a_callback_may_make_calls(daemon: Daemon) -> None:
     daemon.check_nothing_leaked()
 
 
+@pytest.mark.usefixtures("mapped")
 def test_an_item_does_not_wait_for_the_other_keys(daemon: Daemon) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        with Client(daemon.address) as client, Client(daemon.address) as other:
-            first, second = client.get_async(["first", "second"], 30)
-            other.put("first", torch.ones(3))
-            assert first.result(10) is not None
-            eventually(lambda: daemon.status().pools[0].leased_bytes > 0)
-            del first
-            eventually(lambda: daemon.status().pools[0].leased_bytes == 0)
-            assert not second.done()
-            second.cancel()
-    finally:
-        gc.enable()
+    with Client(daemon.address) as client, Client(daemon.address) as other:
+        first, second = client.get_async(["first", "second"], 30)
+        other.put("first", torch.ones(3))
+        assert first.result(10) is not None
+        eventually(lambda: daemon.status().pools[0].leased_bytes > 0)
+        del first
+        eventually(lambda: daemon.status().pools[0].leased_bytes == 0)
+        assert not second.done()
+        second.cancel()
 
 
 def test_locks_end_with_their_session(daemon: Daemon) -> None:
