@@ -184,6 +184,19 @@ class Daemon:
             logger.warning("no socket at %s: %s. %s", path, error, without)
             return None
 
+    def _idle(
+        self, live: LiveCache, node: Node, checksums: Checksums, recovery: Recovering
+    ) -> pb.Idle:
+        """What the daemon does behind its calls, and whether it is done."""
+        cluster, disk = self._cluster, self._disk
+        is_hashed = recovery.is_done and checksums.is_idle
+        return pb.Idle(
+            drained=live.is_drained,
+            hashed=is_hashed and (cluster is None or cluster.is_hashed),
+            settled=not len(node.flights) and (cluster is None or cluster.is_settled),
+            written=disk is None or disk.is_idle,
+        )
+
     # -- its life ------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -268,6 +281,7 @@ class Daemon:
         self._flights = node.flights
         self._flights.reload(config.fetch_timeout_s)
         running.push_async_callback(node.flights.close)
+        status.idle = lambda: self._idle(live, node, checksums, recovery)
         monitor = Monitor(status.read, observe, slow_log)
         others = self._cluster or NoOtherNodes()
         service = node.service(others, recovery, monitor, disk)

@@ -39,6 +39,12 @@ class Changes:
         self._share = share
         self._waiting = asyncio.Event()
         self._pending: dict[Key, bool] = {}
+        self._is_asking = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the follower has dealt with every change and waits for another."""
+        return self._is_asking and not self._waiting.is_set()
 
     def note(self) -> None:
         """Wake the follower: something has changed."""
@@ -51,7 +57,9 @@ class Changes:
 
     async def next(self, collect_s: float = 0.0) -> dict[Key, bool]:
         """Wait for a change, and collect more for so long: keys stored (True) or evicted."""
+        self._is_asking = True
         await self._waiting.wait()
+        self._is_asking = False
         await asyncio.sleep(collect_s)
         self._share()
         self._waiting.clear()
@@ -71,6 +79,11 @@ class FollowUps:
         self._timer_s = 0.0
         self._is_due = self._is_trimming = False
         self._background = Background()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every ended wait is told and no pool is being trimmed."""
+        return not self._woken and not self._is_trimming
 
     def subscribe(self, session: SessionId, subscriber: Subscriber) -> None:
         self._subscribers[session] = subscriber

@@ -133,6 +133,11 @@ class LiveCache:
             self._is_draining = True
             asyncio.get_running_loop().call_soon(self._drain_some)
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether all puts that clients have rung for are stored, and nothing follows from them."""
+        return not self._intake.is_pending and self._followups.is_idle
+
     def _took(self, taken: Taken) -> None:
         if taken.puts:
             self._followups.after_filling(taken.woken)

@@ -265,6 +265,17 @@ class Cluster:
 
     # -- for operators -------------------------------------------------------------------------
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether others are told of every change, and no read may write here any more."""
+        is_told = self.is_hashed and self._directory.is_told and self._offers.is_idle
+        return is_told and not self._fetcher.counters.set_aside_bytes
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether each entry that was stored has its checksum."""
+        return self._changes.is_idle
+
     def hints(self) -> tuple[int, int]:
         """Hints that were ignored, and hints that were refused because there are too many."""
         return self._admission.ignored, self._peers.refused

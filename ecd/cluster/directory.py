@@ -57,6 +57,10 @@ class Directory(Protocol):
 
     state: DirectoryState
 
+    @property
+    def is_told(self) -> bool:
+        """Whether others can know of every change that was published."""
+
     async def find(self, keys: Sequence[Key], all_within_s: float | None = None) -> Found | None:
         """The nodes that may hold these keys, within a bounded time; None: it may answer soon.
 
@@ -87,6 +91,8 @@ class Directory(Protocol):
 
 class NoDirectory:
     """The directory of a cluster in which only hints lead to other nodes."""
+
+    is_told = True
 
     def __init__(self) -> None:
         self.state = DirectoryState("none")

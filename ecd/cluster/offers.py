@@ -31,6 +31,11 @@ class Offers:
         self._waiting: OrderedDict[Key, tuple[Sequence[Admitted], float]] = OrderedDict()
         self._background = Background()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no offer is being sent."""
+        return self._background.is_idle
+
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         """Tell these nodes of these keys: now, or when they are stored."""
         self._background.spawn(self._offer(keys, [Hint(node) for node in nodes[:MAX_HINTS]]))

@@ -224,6 +224,10 @@ class RedisDirectory:
 
     # -- writing -------------------------------------------------------------------------------
 
+    @property
+    def is_told(self) -> bool:
+        return self._known and not self._unpublished and self._sweeping is None
+
     def publish(self, changes: MappingOf[Key, bool]) -> None:
         if not changes:
             return

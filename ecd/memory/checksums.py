@@ -11,6 +11,7 @@ from typing import Protocol
 from ecd.checksum import digests, fold
 from ecd.core.outcomes import Leased
 from ecd.core.types import EntryId, Extent, Key
+from ecd.followups import Changes
 from ecd.live import LiveCache
 from ecd_proto.mapping import Mapping
 
@@ -37,6 +38,7 @@ class Checksums:
         """`pools` are all of the cache's, by their numbers."""
         self._live, self._pools = live, pools
         self._hashing: dict[EntryId, asyncio.Future[int]] = {}
+        self._followed: Changes | None = None
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="ecd-checksum")
 
     def of(self, leased: Leased) -> int | Awaitable[int]:
@@ -47,10 +49,15 @@ class Checksums:
 
     async def follow(self) -> None:
         """Hash entries some time after they are put, in batches, until cancelled."""
-        followed = self._live.follow_changes()
+        self._followed = self._live.follow_changes()
         while True:
-            changes = await followed.next(PAUSE_S)
+            changes = await self._followed.next(PAUSE_S)
             await self.note_all([key for key, is_stored in changes.items() if is_stored])
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being hashed, and what was put before is, if puts are followed."""
+        return not self._hashing and (self._followed is None or self._followed.is_idle)
 
     async def complete(self) -> None:
         """Hash all entries that have no checksum yet."""

@@ -43,6 +43,11 @@ class DiskTier:
         for part in (self.reads, self._writes, self._files):
             part.close()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to find, to write or to remove."""
+        return self._files.is_idle and self._writes.is_idle
+
     async def erase(self, selection: Selection, dry_run: bool) -> tuple[int, int, int]:
         """Erase the selected: entries, their bytes, and files that could not be removed."""
         return await self._files.erase(selection, dry_run)

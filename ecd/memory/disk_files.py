@@ -57,6 +57,11 @@ class DiskFiles:
     def close(self) -> None:
         self._clerk.close()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every file is known, and each that was to be removed is."""
+        return self._is_known.is_set() and self._clerk.is_idle
+
     # -- the start -----------------------------------------------------------------------------
 
     async def find(self) -> None:

@@ -43,9 +43,17 @@ class DiskWrites:
         self.budget = Budget(bytes_per_s, time.monotonic())
         self._writers = Threads(WRITERS, "ecd-disk-write")
         self._has_changed = asyncio.Event()
+        self._changes = live.follow_changes()
+        self._is_writing = False
 
     def close(self) -> None:
         self._writers.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all changes are looked at, and all is written that was chosen after them."""
+        is_behind = self._is_writing or self._has_changed.is_set()
+        return self._changes.is_idle and not is_behind
 
     async def run(self) -> None:
         """Write ahead, until cancelled."""
@@ -53,9 +61,8 @@ class DiskWrites:
 
     async def _follow(self) -> None:
         """Count what memory evicts, and wake the writing."""
-        changes = self._live.follow_changes()
         while True:
-            for key, is_stored in (await changes.next(PAUSE_S)).items():
+            for key, is_stored in (await self._changes.next(PAUSE_S)).items():
                 shelved = None if is_stored else self._files.shelf.get(key)
                 is_kept = shelved is not None and shelved.expires_s > self._live.now_s()
                 self._counters.kept += is_kept
@@ -65,7 +72,9 @@ class DiskWrites:
 
     async def _write_ahead(self) -> None:
         while True:
+            self._is_writing = False
             await self._has_changed.wait()
+            self._is_writing = True
             self._has_changed.clear()
             while await self._write_some():
                 pass

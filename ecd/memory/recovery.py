@@ -56,6 +56,7 @@ class Recovery:
                 self._unhashed.append(each.key)
         self._verifying: dict[Key, asyncio.Task[None]] = {}
         self._is_over = False
+        self.is_done = False
         index.note_unseen(len(self._unseen))
         index.note_taken()
         index.begin_counting(leftovers.uses())
@@ -70,6 +71,7 @@ class Recovery:
         self._live.close_session(self._session)
         self._is_over = True
         await self._checksums.note_all(self._unhashed)
+        self.is_done = True
         logger.info(
             "took over %s of the last daemon, dropped %d in doubt, in %.1f s",
             *(count_text(self._kept, "entry"), self._dropped, time.monotonic() - started_s),

@@ -23,9 +23,15 @@ class Threads:
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._count = count
+        self._unsettled = 0
         for number in range(count):
             name_of = f"{name}-{number}"
             threading.Thread(target=self._run, name=name_of, daemon=True).start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every job is done and the loop knows of it."""
+        return self._unsettled == 0
 
     def do(self, job: Callable[[], T]) -> asyncio.Future[T]:
         """Run the job; the future has its result or error.
@@ -34,6 +40,7 @@ class Threads:
         """
         done: asyncio.Future[T] = self._loop.create_future()
         self._jobs.put((job, done))
+        self._unsettled += 1
         return done
 
     def close(self) -> None:
@@ -49,15 +56,15 @@ class Threads:
             except Exception as raised:
                 result, error = None, raised
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(_settle, done, result, error)
+                self._loop.call_soon_threadsafe(self._settle, done, result, error)
             del job, done, taken, result, error
 
-
-def _settle(done: asyncio.Future[Any], result: object, error: Exception | None) -> None:
-    if done.done():
-        return  # it was cancelled
-    if error is None:
-        done.set_result(result)
-    else:
-        done.set_exception(error)
-        done.exception()  # perhaps nobody waits for it any more
+    def _settle(self, done: asyncio.Future[Any], result: object, error: Exception | None) -> None:
+        self._unsettled -= 1
+        if done.done():
+            return  # it was cancelled
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+            done.exception()  # perhaps nobody waits for it any more

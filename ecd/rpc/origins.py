@@ -65,6 +65,9 @@ class NoDisk:
 class Recovering(Protocol):
     """The entries of the last daemon, each unknown until its bytes are verified."""
 
+    is_done: bool
+    """Whether all are verified, and have their checksums."""
+
     async def run(self) -> None:
         """Verify whatever no client asks for."""
 
@@ -74,6 +77,8 @@ class Recovering(Protocol):
 
 class NothingToRecover:
     """A daemon that began with an empty pool."""
+
+    is_done = True
 
     async def run(self) -> None:
         pass

@@ -63,6 +63,8 @@ class Status:
         """Where changes are published and replayed, host:port."""
         self.disk: Callable[[], pb.DiskStatus] | None = None
         """The figures of the disk tier, where there is one."""
+        self.idle: Callable[[], pb.Idle] | None = None
+        """What is left to do behind the calls."""
         self._state = State.STATE_POPULATING
         self._started_s = time.monotonic()
 
@@ -118,6 +120,7 @@ class Status:
             ],
             other_namespaces=pb.NamespaceStatus(**others._asdict()),
             disk=None if self.disk is None else self.disk(),
+            idle=None if self.idle is None else self.idle(),
         )
 
     def figures(self) -> Figures:

@@ -54,7 +54,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("name", reply.name),
         ("node", reply.node or "alone"),
         ("incarnation", reply.incarnation),
-        ("state", f"{state}, up {duration_text(reply.uptime_s)}"),
+        ("state", f"{state}, up {duration_text(reply.uptime_s)}{_at_work(reply)}"),
         *(row for pool in reply.pools for row in _pool(names[pool.pool], pool)),
         ("entries", f"{reply.entries:,}" + _recovered(counters)),
         *(_disk(reply.disk) if reply.HasField("disk") else ()),
@@ -76,6 +76,21 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         *_apart(reply),
     ]
     _facts(out, rows)
+
+
+WORK = {
+    "drained": "storing puts",
+    "hashed": "hashing",
+    "settled": "fetching from other nodes or telling them",
+    "written": "writing to disk",
+}
+"""What the daemon is at while a part of it is not idle."""
+
+
+def _at_work(reply: pb.StatusReply) -> str:
+    """What is done behind the calls now; a daemon of an older version does not say."""
+    work = [said for part, said in WORK.items() if not getattr(reply.idle, part)]
+    return f"; {', '.join(work)}" if work and reply.HasField("idle") else ""
 
 
 def _recovered(counters: pb.Counters) -> str:

@@ -1495,6 +1495,7 @@ class StatusReply(google.protobuf.message.Message):
     NAMESPACES_FIELD_NUMBER: builtins.int
     OTHER_NAMESPACES_FIELD_NUMBER: builtins.int
     DISK_FIELD_NUMBER: builtins.int
+    IDLE_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     name: builtins.str
     version: builtins.str
@@ -1538,6 +1539,8 @@ class StatusReply(google.protobuf.message.Message):
     def disk(self) -> global___DiskStatus:
         """absent: there is no disk tier"""
 
+    @property
+    def idle(self) -> global___Idle: ...
     def __init__(
         self,
         *,
@@ -1564,11 +1567,44 @@ class StatusReply(google.protobuf.message.Message):
         namespaces: collections.abc.Iterable[global___NamespaceStatus] | None = ...,
         other_namespaces: global___NamespaceStatus | None = ...,
         disk: global___DiskStatus | None = ...,
+        idle: global___Idle | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bench", b"bench", "counters", b"counters", "disk", b"disk", "other_namespaces", b"other_namespaces"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bench", b"bench", "contract_version", b"contract_version", "counters", b"counters", "disk", b"disk", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "namespaces", b"namespaces", "node", b"node", "other_namespaces", b"other_namespaces", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["bench", b"bench", "counters", b"counters", "disk", b"disk", "idle", b"idle", "other_namespaces", b"other_namespaces"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bench", b"bench", "contract_version", b"contract_version", "counters", b"counters", "disk", b"disk", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "idle", b"idle", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "namespaces", b"namespaces", "node", b"node", "other_namespaces", b"other_namespaces", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
 
 global___StatusReply = StatusReply
+
+@typing.final
+class Idle(google.protobuf.message.Message):
+    """Whether each part of the daemon that works behind the calls has nothing left to do. What is on its
+    way when the daemon ends is done again by the next one, or is a miss there.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DRAINED_FIELD_NUMBER: builtins.int
+    HASHED_FIELD_NUMBER: builtins.int
+    SETTLED_FIELD_NUMBER: builtins.int
+    WRITTEN_FIELD_NUMBER: builtins.int
+    drained: builtins.bool
+    """every put is stored, and each pool has the room that it keeps free"""
+    hashed: builtins.bool
+    """each entry has its checksum, as far as another node or daemon will need it"""
+    settled: builtins.bool
+    """no fetch is under way, nothing is set aside, and the directory is told of all"""
+    written: builtins.bool
+    """the disk tier has written what it would write, and has removed the rest"""
+    def __init__(
+        self,
+        *,
+        drained: builtins.bool = ...,
+        hashed: builtins.bool = ...,
+        settled: builtins.bool = ...,
+        written: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drained", b"drained", "hashed", b"hashed", "settled", b"settled", "written", b"written"]) -> None: ...
+
+global___Idle = Idle
 
 @typing.final
 class SlowRequest(google.protobuf.message.Message):
