@@ -10,6 +10,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from ecd_client import Client
 from support.daemon import Daemon, close_all
+from support.limits import RUN_LIMIT_S, RunLimit, TestLimits
+from support.processes import mark
 
 LONGEST = (
     *("tests/cluster", "tests/e2e", "tests/fuzz", "tests/integration/test_warm_restart.py"),
@@ -17,6 +19,20 @@ LONGEST = (
 )
 ALONE = ("tests/simulation",)
 """Directories of which each test is a scope. Campaigns are not: their limits are for one alone."""
+
+mark()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-limit", type=float, default=RUN_LIMIT_S, help="seconds for all tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    is_worker = hasattr(config, "workerinput")
+    config.pluginmanager.register(TestLimits())
+    if not is_worker:
+        config.pluginmanager.register(RunLimit(config.getoption("--run-limit")))
+
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")  # a machine that stands still for a moment is no failure
@@ -62,12 +78,33 @@ def make_daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
     assert not any(daemon.shm.exists() for daemon in daemons)
 
 
+@pytest.fixture(scope="module")
+def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One daemon for all tests of a file that neither end, stop nor configure it."""
+    daemon = Daemon(tmp_path_factory.mktemp("shared"), "64MiB").start()
+    yield daemon
+    daemon.close()
+    assert not daemon.shm.exists()
+
+
+@pytest.fixture
+def unused_daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
+    """The daemon of the file, for one test.
+
+    Before and after it nobody uses the daemon, and nothing has leaked.
+    """
+    shared_daemon.check_unused()
+    yield shared_daemon
+    shared_daemon.check_unused()
+
+
 @pytest.fixture
 def daemon(make_daemon: Callable[..., Daemon]) -> Daemon:
     return make_daemon().start()
 
 
 @pytest.fixture
-def client(daemon: Daemon) -> Iterator[Client]:
-    with Client(daemon.address) as client:
+def client(daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[Client]:
+    """A client whose namespace is named after the test."""
+    with Client(daemon.address, namespace=request.node.name) as client:
         yield client

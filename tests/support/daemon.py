@@ -7,10 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
+import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import grpc
@@ -19,8 +20,9 @@ from ecd_client import Client
 from ecd_client.calls import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+from support.processes import end
+from support.waiting import HANG_S, eventually, stopped
 
-READY_S = 60.0
 WITHOUT_HUGE_PAGES = (
     sys.executable,
     "-c",
@@ -81,20 +83,22 @@ class Daemon:
 
     def wait_serving(self) -> None:
         """Block until the daemon serves; its own channel does the waiting."""
-        deadline = time.monotonic() + READY_S
         with open_channel(self.address) as channel:
             stub = pb_grpc.CacheStub(channel)
-            while True:
+
+            def is_serving() -> bool:
                 assert self._process is not None
                 assert self._process.poll() is None, f"the daemon ended:\n{self.text()}"
                 try:
                     status = stub.Status(pb.StatusRequest(), timeout=1.0, wait_for_ready=True)
-                    if status.state == pb.StatusReply.STATE_SERVING:
-                        return
+                    return status.state == pb.StatusReply.STATE_SERVING
                 except grpc.RpcError:
-                    pass
-                assert time.monotonic() < deadline, f"not serving:\n{self.text()}"
-                time.sleep(0.05)
+                    return False
+
+            try:
+                eventually(is_serving)
+            except AssertionError:
+                raise AssertionError(f"not serving:\n{self.text()}") from None
 
     def wait_for_clients(self, sessions: int) -> None:
         """Block until so many sessions are open, and each client has confirmed its own by a call.
@@ -105,7 +109,24 @@ class Daemon:
         def are_used() -> bool:
             return self.status().sessions == sessions and self.calls("Release") >= sessions
 
-        eventually(are_used, 20.0, f"{sessions} sessions of the engines")
+        eventually(are_used, f"{sessions} sessions of the engines")
+
+    def wait_idle(self, *parts: str) -> None:
+        """Block until these parts of the daemon (see the message Idle) have nothing left to do.
+
+        All of them, if none is named.
+        """
+        names = parts or tuple(field.name for field in pb.Idle.DESCRIPTOR.fields)
+
+        def is_idle() -> bool:
+            idle = self.status().idle
+            return all(getattr(idle, name) for name in names)
+
+        eventually(is_idle, f"the daemon is idle: {', '.join(names)}")
+
+    def stopped(self) -> AbstractContextManager[None]:
+        """The daemon's process stands still (SIGSTOP) within the block."""
+        return stopped(self.pid)
 
     @property
     def pid(self) -> int:
@@ -118,20 +139,16 @@ class Daemon:
         self._process.kill()
         self._process.wait()
 
-    def terminate(self, timeout: float = 20.0) -> int:
+    def terminate(self) -> int:
         """SIGTERM, and the exit code."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(timeout)
+        return self._process.wait(HANG_S)
 
     def close(self) -> None:
         """Leave nothing behind, whatever state the test left it in."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGCONT)
-            try:
-                self.terminate()
-            except subprocess.TimeoutExpired:
-                self.kill()
+        if self._process is not None:
+            end(self._process, grace=True)
         for path in self.shm.glob("*"):
             path.unlink()
         if self.shm.exists():
@@ -163,7 +180,7 @@ class Daemon:
 
     def crowd(self, mib: int = 100) -> None:
         """Put more than the pool holds, so that all goes which is neither held nor often used."""
-        with Client(self.address, namespace=f"crowd {time.time_ns()}") as client:
+        with Client(self.address, namespace=f"crowd {uuid.uuid4()}") as client:
             for number in range(mib):
                 client.put_bytes(f"{number}", bytes(1 << 20), "uint8", (1 << 20,))
 
@@ -176,7 +193,7 @@ class Daemon:
             about = {"timeout": 10.0, "wait_for_ready": True}
             return pb_grpc.CacheStub(channel).Evict(pb.EvictRequest(), **about)
 
-    def check_nothing_leaked(self, within_s: float = 10.0) -> None:
+    def check_nothing_leaked(self) -> None:
         """Once all entries are evicted, each pool is one free extent again."""
 
         def is_empty() -> bool:
@@ -184,7 +201,20 @@ class Daemon:
             pools = self.status().pools
             return all(pool.largest_free_bytes == pool.pool_bytes for pool in pools)
 
-        eventually(is_empty, within_s, "each pool is one free extent again")
+        eventually(is_empty, "each pool is one free extent again")
+
+    def check_unused(self) -> None:
+        """Nobody uses the daemon, all that was put has been evicted, and each pool is free."""
+
+        def is_unused() -> bool:
+            status = self.status()
+            return not (status.sessions or status.leases or status.waits)
+
+        eventually(is_unused, "no session, lease or wait is left")
+        self.check_nothing_leaked()
+        counters = self.status().counters
+        came, went = counters.puts + counters.recovered, sum(counters.evictions.values())
+        assert came == went, f"{came} entries were stored, {went} evicted, none is left"
 
     def calls(self, method: str) -> int:
         """How many calls of this method it has answered."""
@@ -204,13 +234,3 @@ def close_all(daemons: Iterable[Daemon]) -> None:
     """Close them at one time: Mooncake takes a second and a half to end."""
     with ThreadPoolExecutor() as side:
         list(side.map(Daemon.close, daemons))
-
-
-def eventually(condition, timeout: float = 5.0, what: str = "") -> float:
-    """Wait until `condition()` holds, and look once after `timeout`; how long that took."""
-    started = looked = time.monotonic()
-    while not condition():
-        assert looked - started < timeout, f"not within {timeout} s: {what}"
-        time.sleep(0.01)
-        looked = time.monotonic()
-    return time.monotonic() - started

@@ -1,0 +1,222 @@
+"""Whatever a test does, a run of tests ends, names what was wrong, and leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.limits import LAST_WORDS_S
+from support.processes import run
+from support.waiting import HANG_S, eventually
+
+TESTS = Path(__file__).parents[1]
+CONFTEST = """
+import os, threading
+from pathlib import Path
+from support import limits, processes
+
+class Timer:
+    def __init__(self, seconds, function, *arguments):
+        self._cancelled = threading.Event()
+        about = seconds, function, arguments
+        threading.Thread(target=self._wait, args=about, daemon=True).start()
+
+    def _wait(self, seconds, function, arguments):
+        clock = Path(__file__).with_name("clock")
+        while not self._cancelled.wait(0.01):
+            if clock.exists() and float(clock.read_text() or 0) >= seconds:
+                return function(*arguments)
+
+    def cancel(self):
+        self._cancelled.set()
+
+limits.Timer = Timer
+processes.mark()
+
+def pytest_addoption(parser):
+    parser.addoption("--run-limit", type=float, default=limits.RUN_LIMIT_S)
+
+def pytest_configure(config):
+    config.pluginmanager.register(limits.TestLimits())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(limits.RunLimit(config.getoption("--run-limit")))
+"""
+"""The limits as tests/conftest.py sets them, on a clock that the test moves."""
+TEST = """
+import os, signal, subprocess, sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def it_is(seconds):
+    (HERE / "clock").write_text(str(seconds))
+
+def ignoring(**about):
+    script = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65)); "
+    script += "print(flush=True); signal.pause()"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, **about)
+    process.stdout.readline()
+    with (HERE / "pids").open("a") as pids:
+        print(process.pid, file=pids)
+    return process
+"""
+"""Begins each test; only SIGKILL ends an `ignoring` process."""
+LIMIT_S = 100.0
+HUNG_S = LIMIT_S + HANG_S
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def pytest_of(tmp_path: Path) -> Run:
+    """Runs pytest on a file with these lines, and its conftest with those."""
+
+    def run_it(
+        test: str, *options: str, conftest: str = "", prefix: tuple[str, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "conftest.py").write_text(CONFTEST + conftest)
+        (tmp_path / "test_it.py").write_text(TEST + test)
+        plugins = "-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "xdist.plugin"
+        plain = *plugins, "-o", f"timeout={LIMIT_S}", "--rootdir", str(tmp_path)
+        environment = {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        return run(
+            [*prefix, sys.executable, "-m", "pytest", *plain, *options, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            env=os.environ | environment,
+        )
+
+    return run_it
+
+
+def lives(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@pytest.fixture
+def are_dead(tmp_path: Path) -> Callable[[], bool]:
+    """Whether the `ignoring` processes have all ended."""
+
+    def look() -> bool:
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        return bool(pids) and not any(map(lives, pids))
+
+    return look
+
+
+def test_a_test_that_hangs_in_its_cleaning_up_is_ended_and_named(
+    pytest_of: Run, are_dead: Callable[[], bool]
+) -> None:
+    done = pytest_of(f"""
+def test_hangs():
+    with ignoring():
+        it_is({HUNG_S})
+        raise AssertionError("Popen waits for its process, without end")
+
+def test_goes_on():
+    pass
+""")
+    assert (done.returncode, "1 failed, 1 passed" in done.stdout) == (1, True), done.stdout
+    assert "test_it.py::test_hangs HANGS" in done.stderr
+    assert "in test_hangs\n" in done.stderr.split("are killed:")[0], "what it does"
+    assert "signal.pause()" in done.stderr.split("are killed:")[1]
+    eventually(are_dead)
+
+
+def test_a_test_that_hangs_by_itself_is_killed_and_named(
+    pytest_of: Run, are_dead: Callable[[], bool]
+) -> None:
+    done = pytest_of(f"""
+def test_hangs():
+    process = ignoring(start_new_session=True)
+    it_is({HUNG_S})
+    process.wait()
+    it_is({HUNG_S + LAST_WORDS_S})
+    signal.pause()
+""")
+    assert done.returncode == -signal.SIGKILL
+    assert "test_it.py::test_hangs hangs still: its process is killed" in done.stderr
+    eventually(are_dead)
+
+
+def test_processes_that_tests_leave_behind_fail_the_run(
+    pytest_of: Run, are_dead: Callable[[], bool]
+) -> None:
+    """A worker does not say how it ended, so the process that started it looks."""
+    test = """
+def test_leaves_one_behind():
+    ignoring(start_new_session=True)
+
+def test_leaves_an_orphan_behind():
+    if not os.fork():
+        ignoring(start_new_session=True)
+        os._exit(0)
+    os.wait()
+"""
+    done = pytest_of(test, "-n", "1", conftest="limits.GRACE_S = 0.0")
+    assert (done.returncode, "2 passed" in done.stdout) == (1, True), done.stdout
+    assert done.stderr.split("left processes behind:")[1].count("signal.pause()") == 2
+    eventually(are_dead)
+
+
+def test_what_ends_with_its_test_or_with_the_run_fails_nothing(pytest_of: Run) -> None:
+    done = pytest_of("""
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from support.processes import child
+
+def test_ends():
+    with ProcessPoolExecutor(1, get_context("spawn")) as side:  # it starts a tracker besides
+        assert side.submit(abs, -1).result() == 1
+    with child(["sh", "-c", "sleep infinity & echo; wait"], stdout=subprocess.PIPE) as shell:
+        shell.stdout.readline()
+""")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_run_that_takes_too_long_names_what_ran(
+    pytest_of: Run, are_dead: Callable[[], bool]
+) -> None:
+    test = """
+def test_is_short():
+    pass
+
+def test_takes_long():
+    ignoring(start_new_session=True)
+    while "takes_long" not in (HERE / "last").read_text():
+        pass
+    it_is(50.0)
+    signal.pause()
+"""
+    told = """
+def pytest_runtest_logstart(nodeid):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        Path(__file__).with_name("last").write_text(nodeid)
+"""
+    done = pytest_of(test, "-n", "1", "--run-limit", "50", conftest=told)
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert "ended after 50 s, amid: test_it.py::test_takes_long\n" in done.stderr
+    eventually(are_dead)
+
+
+def test_children_are_interrupted_though_the_run_began_in_the_background(pytest_of: Run) -> None:
+    """A shell has its background jobs ignore SIGINT, and what they start inherits that."""
+    test = """
+from support.processes import child
+
+def test_interrupts():
+    with child(["sleep", "infinity"]) as sleeper:
+        sleeper.send_signal(signal.SIGINT)
+        assert sleeper.wait() == -signal.SIGINT
+"""
+    done = pytest_of(test, prefix=("sh", "-c", "trap '' INT; exec \"$@\"", "sh"))
+    assert done.returncode == 0, done.stdout
