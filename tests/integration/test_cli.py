@@ -1,16 +1,15 @@
-"""`ecd-cli` as its users run it: a process, its output, its exit code."""
+"""`ecd-cli` as its users run it: its output, its exit code; on terminals as a process."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from ecd.__main__ import OF_ECD_CLI
 from ecd_client import Client
+from ecd_client.calls import open_channel
 from ecd_client.cli import render
 from ecd_client.cli.context import out
 from ecd_client.cli.main import app
@@ -28,36 +28,70 @@ from ecd_client.cli.top import Top
 from ecd_client.errors import EntryTooLarge
 from ecd_proto.shm.files import IN_MEMORY, filesystem
 from ecd_proto.v1 import cache_pb2 as pb
+from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+from support.cli import PROGRAM, cli
 from support.daemon import Daemon
+from support.processes import child, run
+from support.waiting import HANG_S
 
 HEAD = ["namespace", "mm_hash", "pool", "dtype", "shape", "size", "leases"]
 
 
-def cli(daemon: Daemon, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, *arguments],
-        capture_output=True,
-        text=True,
-        input=stdin,
-        timeout=60,
-    )
+@pytest.fixture
+def daemon(unused_daemon: Daemon) -> Daemon:
+    return unused_daemon
 
 
-def on_a_terminal(daemon: Daemon, *arguments: str, columns: int = 120) -> str:
+@pytest.fixture
+def own_daemon(make_daemon: Callable[..., Daemon]) -> Daemon:
+    return make_daemon().start()
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, running: subprocess.Popen[bytes], ours: int) -> None:
+        self.running, self._ours = running, ours
+
+    def write(self, keys: bytes) -> None:
+        os.write(self._ours, keys)
+
+    def until(self, text: bytes, times: int = 1) -> bytes:
+        """What it has shown, once that is among it so many times."""
+        seen = b""
+        while seen.count(text) < times:
+            seen += os.read(self._ours, 65536)
+        return seen
+
+    def rest(self) -> bytes:
+        """What it shows until it ends well."""
+        seen = b""
+        with suppress(OSError):  # that nobody holds the other end any more
+            while some := os.read(self._ours, 65536):
+                seen += some
+        assert self.running.wait(HANG_S) == 0
+        return seen
+
+
+@contextmanager
+def on_a_terminal(
+    daemon: Daemon, *arguments: str, columns: int = 120, **about: object
+) -> Iterator[Terminal]:
     ours, theirs = pty.openpty()
-    running = subprocess.Popen(
-        [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, *arguments],
-        stdout=theirs,
-        env=os.environ | {"COLUMNS": str(columns)},
-    )
-    os.close(theirs)
-    shown = b""
-    with contextlib.suppress(OSError):  # that nobody holds the other end any more
-        while some := os.read(ours, 65536):
-            shown += some
-    os.close(ours)
-    assert running.wait(10.0) == 0
-    return shown.decode()
+    ends = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    command = [*PROGRAM, "--address", daemon.address, *arguments]
+    about["env"] = os.environ | {"COLUMNS": str(columns)}
+    try:
+        with child(command, **ends, **about) as running:
+            os.close(theirs)
+            yield Terminal(running, ours)
+    finally:
+        os.close(ours)
+
+
+def shown(daemon: Daemon, *arguments: str, columns: int = 120) -> str:
+    with on_a_terminal(daemon, *arguments, columns=columns) as terminal:
+        return terminal.rest().decode()
 
 
 def as_json(daemon: Daemon, *arguments: str) -> object:
@@ -136,16 +170,17 @@ def test_what_daemons_say_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) 
     status = pb.StatusReply(name="[i]ecd", node="[/n]")
     render.peers(out, peers)
     render.status(out, status, "unix:///[/a]")
-    shown = capsys.readouterr().out
+    said = capsys.readouterr().out
     names = node, zone, error, "[/x] refused", "[u]here", "[i]ecd", "[/n]", "[/a]"
-    assert all(name in shown for name in names), shown
+    assert all(name in said for name in names), said
     replies = {"Peers": peers, "Status": status}
     out.print(Top(lambda method, _: replies[method], lambda: iter(()), rows=1).frame())
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in (node, zone, error, "[i]ecd")), shown
+    said = capsys.readouterr().out
+    assert all(name in said for name in (node, zone, error, "[i]ecd")), said
 
 
 def test_ls_and_status_say_the_same_to_people_and_programs(daemon: Daemon) -> None:
+    before = daemon.status().counters.puts
     with Client(daemon.address, namespace="n") as client:
         for index in range(5):
             client.put(f"key-{index}", torch.zeros(3, 4))
@@ -162,7 +197,7 @@ def test_ls_and_status_say_the_same_to_people_and_programs(daemon: Daemon) -> No
     assert "--limit" in more
     status = as_json(daemon, "status")
     assert (status["state"], status["entries"]) == ("serving", 5)
-    assert status["counters"]["puts"] == 5
+    assert status["counters"]["puts"] == before + 5
     text = cli(daemon, "status").stdout
     assert "serving" in text
     assert daemon.address in text
@@ -185,11 +220,11 @@ def test_ls_finds_and_sorts_and_keeps_keys_whole_in_a_pipe(daemon: Daemon) -> No
         assert [entry["key"]["mm_hash"] for entry in found] == keys
     [found] = as_json(daemon, "ls", "--prefix", "bb", "--sort", "idle")
     assert found["key"]["mm_hash"] == other
-    shown = on_a_terminal(daemon, "ls")
-    assert f"{other[:9]}..{other[-9:]}" in shown
-    assert other not in shown
-    assert other in on_a_terminal(daemon, "ls", "--wide")
-    narrow = on_a_terminal(daemon, "ls", columns=80)
+    listed = shown(daemon, "ls")
+    assert f"{other[:9]}..{other[-9:]}" in listed
+    assert other not in listed
+    assert other in shown(daemon, "ls", "--wide")
+    narrow = shown(daemon, "ls", columns=80)
     assert f"{other[:9]}..{other[-9:]}" in narrow
     assert "4 MiB" in narrow
     assert "\u2026" not in narrow, "what has no room is left out, not cut"
@@ -234,6 +269,7 @@ def test_evict_says_what_goes_and_asks_before_more_than_one(daemon: Daemon) -> N
         (["get", "k", "-o", "/dev/null"], 1, "no entry 'k'"),
         (["put", "k", "/nowhere"], 2, "does not exist"),
         (["--address", "tcp://1", "status"], 2, "unix:///path/to/socket"),
+        (["watch"], 1, "start it with ECD_EVENTS_ADDRESS"),
         (["nonsense"], 2, "No such command"),
     ],
 )
@@ -259,11 +295,18 @@ def test_files_that_are_not_what_they_should_be(daemon: Daemon, tmp_path: Path) 
 
 
 def test_the_address_may_stand_anywhere_and_be_a_path(daemon: Daemon) -> None:
+    """Of a process, whose exit code and output are those of a call in this one."""
     path = daemon.address.removeprefix("unix://")
-    program = [sys.executable, "-m", "ecd_client.cli.main"]
-    for arguments in (["status", "--address", path], ["ls", f"--address={path}", "--limit", "1"]):
-        done = subprocess.run([*program, *arguments], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    program = Path(sys.executable).with_name("ecd-cli")
+    for arguments in (
+        ["ls", "--address", path],
+        ["ls", f"--address={path}", "--limit", "1"],
+        ["evict", "--address", path],
+    ):
+        done = run([program, *arguments], capture_output=True, text=True)
+        within = cli(daemon, arguments[0])
+        ends = [(each.returncode, each.stdout, each.stderr) for each in (done, within)]
+        assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize(
@@ -302,10 +345,11 @@ def test_no_daemon_is_exit_code_3(make_daemon: Callable[..., Daemon]) -> None:
 
 def findings(daemon: Daemon, prefix: tuple[str, ...] = ()) -> tuple[int, dict[str, dict]]:
     """The exit code of `doctor`, and what it found, by check."""
-    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address]
-    done = subprocess.run(
-        [*prefix, *command, "doctor", "--json"], capture_output=True, text=True, timeout=60
-    )
+    if prefix:
+        command = [*prefix, *PROGRAM, "--address", daemon.address, "doctor", "--json"]
+        done = run(command, capture_output=True, text=True)
+    else:
+        done = cli(daemon, "doctor", "--json")
     assert "Traceback" not in done.stderr
     found = json.loads(done.stdout)
     assert all(bool(finding["advice"]) == (finding["state"] != "ok") for finding in found)
@@ -321,8 +365,8 @@ def test_doctor_finds_nothing_wrong_with_a_daemon_that_is_well(daemon: Daemon) -
     assert cli(daemon, "doctor").stdout.count("\n") >= len(found)
 
 
-def test_doctor_says_that_there_is_no_daemon(tmp_path: Path) -> None:
-    daemon = Daemon(tmp_path)
+def test_doctor_says_that_there_is_no_daemon(make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon()
     code, found = findings(daemon)
     assert code == 1
     assert "there is no" in found["socket"]["found"]
@@ -332,31 +376,27 @@ def test_doctor_says_that_there_is_no_daemon(tmp_path: Path) -> None:
     assert code == 1
     assert "a dead daemon left" in found["socket"]["found"]
     assert "daemon" not in found, "it would say the same once more"
-    daemon.close()
 
 
-def test_status_and_doctor_say_the_same_of_a_daemon_that_stands_still(daemon: Daemon) -> None:
-    os.kill(daemon.pid, signal.SIGSTOP)
-    try:
-        _, found = findings(daemon)
-        done = cli(daemon, "status")
-    finally:
-        os.kill(daemon.pid, signal.SIGCONT)
+def test_status_and_doctor_say_the_same_of_a_daemon_that_stands_still(own_daemon: Daemon) -> None:
+    with own_daemon.stopped():
+        _, found = findings(own_daemon)
+        done = cli(own_daemon, "status")
     assert (found["daemon"]["state"], found["socket"]["state"]) == ("fix", "ok")
     assert found["daemon"]["found"] in done.stderr
     assert "doctor" not in found["daemon"]["found"]
 
 
-def test_doctor_says_that_a_user_may_not_connect(daemon: Daemon) -> None:
-    os.chown(daemon.address.removeprefix("unix://"), 12345, 12345)
+def test_doctor_says_that_a_user_may_not_connect(own_daemon: Daemon) -> None:
+    os.chown(own_daemon.address.removeprefix("unix://"), 12345, 12345)
     weak = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
-    code, found = findings(daemon, weak)
+    code, found = findings(own_daemon, weak)
     assert code == 1
     assert "does not let this user in" in found["socket"]["found"]
     assert "group" in found["socket"]["advice"]
     assert "daemon" not in found, "one cause, one finding"
-    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "status"]
-    done = subprocess.run([*weak, *command], capture_output=True, text=True)
+    command = [*weak, *PROGRAM, "--address", own_daemon.address, "status"]
+    done = run(command, capture_output=True, text=True)
     assert done.returncode == 3
     assert f"{found['socket']['found']}; {found['socket']['advice']}" in done.stderr
 
@@ -364,23 +404,23 @@ def test_doctor_says_that_a_user_may_not_connect(daemon: Daemon) -> None:
 @pytest.mark.parametrize("program", ["ecd", "ecd-cli"])
 def test_each_program_tells_its_version_and_its_options(program: str) -> None:
     path = Path(sys.executable).with_name(program)
-    told = subprocess.run([path, "--version"], capture_output=True, text=True)
+    told = run([path, "--version"], capture_output=True, text=True)
     assert told.stdout.strip() == version("encoder-cache-daemon")
-    assert "Usage" in subprocess.run([path, "-h"], capture_output=True, text=True).stdout
+    assert "Usage" in run([path, "-h"], capture_output=True, text=True).stdout
 
 
 def test_ecd_says_which_program_is_meant() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert set(OF_ECD_CLI) == names
     command = [sys.executable, "-m", "ecd", "ls", "--sort", "size"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith(": ecd-cli ls --sort size\n")
 
 
 def test_an_environment_without_the_daemon_says_so() -> None:
     script = "import sys; sys.modules['uvloop'] = None; from ecd.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", script, "serve"], capture_output=True, text=True)
+    done = run([sys.executable, "-c", script, "serve"], capture_output=True, text=True)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert "not installed here (uvloop is missing)" in line
@@ -396,52 +436,46 @@ def test_doctor_says_that_a_daemon_is_of_another_version(daemon: Daemon, tmp_pat
     assert "client ecd 0.0.9" in found["versions"]["found"]
 
 
-def test_doctor_says_that_the_pool_is_too_small(daemon: Daemon) -> None:
-    with Client(daemon.address) as client, pytest.raises(EntryTooLarge):
+def test_doctor_says_that_the_pool_is_too_small(own_daemon: Daemon) -> None:
+    with Client(own_daemon.address) as client, pytest.raises(EntryTooLarge):
         client.put_bytes("k", bytes(100 << 20), "uint8", (100 << 20,))
-    code, found = findings(daemon)
+    code, found = findings(own_daemon)
     assert code == 0, "it may be long ago"
     assert "1 put larger than the pool, in " in found["pool"]["found"]
     assert found["pool"]["advice"] == "raise ECD_HOST_POOL_BYTES if that goes on"
 
 
-def test_doctor_and_serve_say_that_a_disk_is_no_memory(tmp_path: Path) -> None:
+def test_doctor_and_serve_say_that_a_disk_is_no_memory(
+    make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
     kind = filesystem(tmp_path)
     if kind in ("", *IN_MEMORY):
         pytest.skip("no disk here")
     _, found = findings(Daemon(tmp_path), ("env", f"ECD_SHM_DIR={tmp_path}"))
     said = found["shared memory"]
     assert (said["state"], said["found"]) == ("look", f"{tmp_path} is no memory but {kind}")
-    daemon = Daemon(tmp_path, "16MiB", ECD_SHM_DIR=str(tmp_path))
-    try:
-        daemon.start()
-        assert f"shm_dir {tmp_path} is no memory but {kind}" in daemon.text()
-    finally:
-        daemon.close()
+    daemon = make_daemon("16MiB", ECD_SHM_DIR=str(tmp_path)).start()
+    assert f"shm_dir {tmp_path} is no memory but {kind}" in daemon.text()
 
 
-def test_doctor_says_which_nodes_and_directory_are_away(tmp_path: Path) -> None:
-    daemon = Daemon(
-        tmp_path,
+def test_doctor_says_which_nodes_and_directory_are_away(make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon(
         ECD_PEER_ADDRESS="127.0.83.1:9465",
         ECD_ENGINE_PORTS="30000-30031",
         ECD_DIRECTORY="redis://127.0.83.3:1/0",
         ECD_HINT_NETWORKS="127.0.83.0/24",
-    )
-    try:
-        daemon.start()
-        with Client(daemon.address) as client:
-            assert client.get("k", 1.0, nodes=["127.0.83.2:9465"]) is None
-        code, found = findings(daemon)
-        assert code == 1
-        assert found["peer port"]["state"] == found["engine port"]["state"] == "ok"
-        assert found["directory"]["state"] == "fix"
-        assert found["peers"]["found"].startswith("127.0.83.2:9465: ")
-    finally:
-        daemon.close()
+    ).start()
+    with Client(daemon.address) as client:
+        assert client.get("k", 1.0, nodes=["127.0.83.2:9465"]) is None
+    code, found = findings(daemon)
+    assert code == 1
+    assert found["peer port"]["state"] == found["engine port"]["state"] == "ok"
+    assert found["directory"]["state"] == "fix"
+    assert found["peers"]["found"].startswith("127.0.83.2:9465: ")
 
 
 def test_bench_measures_and_leaves_everything_as_it_was(daemon: Daemon) -> None:
+    before = daemon.status().bench.puts
     with Client(daemon.address) as client:
         client.put("k", torch.ones(3))
         rows = as_json(daemon, "bench", "--rounds", "2")
@@ -452,7 +486,7 @@ def test_bench_measures_and_leaves_everything_as_it_was(daemon: Daemon) -> None:
     done = cli(daemon, "bench", "--rounds", "1")
     assert "as it was put in" in done.stdout
     assert "Not measured for lack of room: 8 MiB, 32 MiB. The largest free piece" in done.stderr
-    assert "40 puts by ecd-cli bench" in cli(daemon, "status").stdout.replace("\n", " ")
+    assert f"{before + 40} puts by ecd-cli bench" in cli(daemon, "status").stdout.replace("\n", " ")
 
 
 def test_bench_says_that_there_is_no_room(daemon: Daemon) -> None:
@@ -464,87 +498,82 @@ def test_bench_says_that_there_is_no_room(daemon: Daemon) -> None:
         assert client.contains(["k"]) == [True]
 
 
-def test_top_shows_what_happens_now(daemon: Daemon) -> None:
+class Clock:
+    """Stands still until a test moves it."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_top_shows_what_happens_in_a_second(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("ecd_client.cli.top.time", clock)
+    with open_channel(daemon.address) as channel, Client(daemon.address) as client:
+        stub = pb_grpc.CacheStub(channel)
+        top = Top(
+            lambda method, request: getattr(stub, method)(request, timeout=HANG_S),
+            lambda: iter(daemon.entries()),
+            rows=1,
+        )
+        assert top.as_json()["per_second"] is None
+        client.put("k", torch.ones(3))
+        for _ in range(6):
+            client.get("k").close()
+        assert [client.get("none") for _ in range(2)] == [None] * 2
+        clock.now_s += 2.0
+        rates = top.as_json()["per_second"]
+    assert [rates[name] for name in ("hits", "misses", "hit_ratio")] == [3.0, 1.0, 0.75]
+    assert [rates[name] for name in ("puts", "bytes_in", "bytes_out")] == [0.5, 6.0, 36.0]
+
+
+def test_top_shows_what_is_hot_and_what_is_large(daemon: Daemon) -> None:
     with Client(daemon.address) as client:
         client.put("small", torch.ones(3))
         client.put("large", torch.ones(3000))
-
-        def work() -> None:
-            while not done.is_set():
-                item = client.get("small")
-                assert item is not None
-                item.close()
-                assert client.get("none") is None
-
-        done = threading.Event()
-        worker = threading.Thread(target=work)
-        worker.start()
-        try:
-            shown = as_json(daemon, "top")
-            text = cli(daemon, "top", "--once").stdout
-        finally:
-            done.set()
-            worker.join()
-    assert shown["per_second"]["hits"] > 10
-    assert 0.4 < shown["per_second"]["hit_ratio"] < 0.6
-    assert [entry["key"]["mm_hash"] for entry in shown["biggest"]] == ["large", "small"]
-    assert [entry["key"]["mm_hash"] for entry in shown["hottest"]] == ["small"]
-    assert "hit ratio" in text
+        daemon.status()  # all are listed: a read before that counts for no entry
+        client.get("small").close()
+    told = as_json(daemon, "top", "--interval", "0.2")
+    assert told["per_second"]["hits"] == 0
+    assert [entry["key"]["mm_hash"] for entry in told["biggest"]] == ["large", "small"]
+    assert [entry["key"]["mm_hash"] for entry in told["hottest"]] == ["small"]
+    assert "hit ratio" in cli(daemon, "top", "--once", "--interval", "0.2").stdout
 
 
 @pytest.mark.parametrize("how", ["q", "SIGINT"])
 def test_top_goes_on_until_it_is_told_to_stop(daemon: Daemon, how: str) -> None:
     """On a terminal of its own, in colour."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "top"]
-    running = subprocess.Popen(
-        [*command, "--interval", "0.2"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as below nohup
-    )
-    os.close(theirs)
-    seen = b""
-    while seen.count(b"lookups/s") < 3:
-        seen += os.read(ours, 65536)
-    assert b"\x1b[1;32mserving" in seen
-    if how == "q":
-        os.write(ours, b"xq")
-    else:
-        running.send_signal(signal.SIGINT)
-    with contextlib.suppress(OSError):  # that nobody holds the other end any more
-        while os.read(ours, 65536):
-            pass
-    assert running.wait(10.0) == 0
-    os.close(ours)
+
+    def below_nohup() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    about = {"preexec_fn": below_nohup}
+    with on_a_terminal(daemon, "top", "--interval", "0.2", **about) as terminal:
+        assert b"\x1b[1;32mserving" in terminal.until(b"lookups/s", times=3)
+        if how == "q":
+            terminal.write(b"xq")
+        else:
+            terminal.running.send_signal(signal.SIGINT)
+        terminal.rest()
 
 
-def test_top_outlives_the_daemon(make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon().start()
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "top"]
-    running = subprocess.Popen([*command, "--interval", "0.2"], stdin=theirs, stdout=theirs)
-    os.close(theirs)
-    seen = b""
-    for wanted, then in ((b"lookups/s", daemon.kill), (b"no answer", daemon.start)):
-        while wanted not in seen:
-            seen += os.read(ours, 65536)
-        seen = b""
-        then()
-    while b"lookups/s" not in seen:
-        seen += os.read(ours, 65536)
-    os.write(ours, b"q")
-    with contextlib.suppress(OSError):
-        while os.read(ours, 65536):
-            pass
-    assert running.wait(10.0) == 0
-    os.close(ours)
+def test_top_outlives_the_daemon(own_daemon: Daemon) -> None:
+    with on_a_terminal(own_daemon, "top", "--interval", "0.2") as terminal:
+        terminal.until(b"lookups/s")
+        own_daemon.kill()
+        terminal.until(b"no answer")
+        own_daemon.start()
+        terminal.until(b"lookups/s")
+        terminal.write(b"q")
+        terminal.rest()
 
 
 def test_a_shell_can_be_told_to_complete() -> None:
     command = Path(sys.executable).with_name("ecd-cli")
-    done = subprocess.run(
+    done = run(
         [command],
         env={
             "PATH": os.environ["PATH"],

@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -28,11 +28,24 @@ from ecd_client import (
     PoolFull,
 )
 from ecd_client.connection import Connection
-from ecd_client.session import Outbox
+from ecd_client.session import Outbox, Session
 from ecd_proto.v1 import cache_pb2 as pb
-from support.daemon import Daemon, eventually
+from support.daemon import Daemon, changed
+from support.processes import run
+from support.waiting import HANG_S, eventually, stop
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.fixture
+def daemon(unused_daemon: Daemon) -> Daemon:
+    return unused_daemon
+
+
+@pytest.fixture
+def own_daemon(make_daemon: Callable[..., Daemon]) -> Daemon:
+    """A daemon that the test may stop and kill."""
+    return make_daemon().start()
 
 
 @pytest.fixture
@@ -46,6 +59,9 @@ def way(request: pytest.FixtureRequest) -> None:
     """Everything here holds for both ways to read and write."""
     if request.param == "by calls":
         request.getfixturevalue("by_calls")
+
+
+BY_CALLS = pytest.mark.parametrize("way", ["by calls"], indirect=True)
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -131,17 +147,13 @@ def test_misses_namespaces_and_contains(client: Client) -> None:
 
 
 def test_a_wait_ends_with_the_commit(daemon: Daemon, client: Client) -> None:
-    with Client(daemon.address) as reader:
-        started = time.monotonic()
-        [waiting] = reader.get_async(["late"], 20.0)
+    with Client(daemon.address, namespace=client.namespace) as reader:
+        [waiting] = reader.get_async(["late"], HANG_S)
         eventually(lambda: daemon.status().waits == 1)
         client.put("late", torch.full((3,), 7.0))
-        with waiting.result(5) as item:
+        with waiting.result(HANG_S) as item:
             assert torch.equal(item.tensor, torch.full((3,), 7.0))
-        assert time.monotonic() - started < 5
-        started = time.monotonic()
         assert reader.get("never", timeout=0.3) is None
-        assert 0.25 < time.monotonic() - started < 3
 
 
 def test_a_wait_that_nobody_wants_any_more_ends(daemon: Daemon, client: Client) -> None:
@@ -149,17 +161,17 @@ def test_a_wait_that_nobody_wants_any_more_ends(daemon: Daemon, client: Client) 
     eventually(lambda: daemon.status().waits == 1)
     assert waiting.cancel()
     eventually(lambda: daemon.status().waits == 0)
-    assert client.get_async(["never"], 60.0, only_if_written=True)[0].result(5) is None
+    assert client.get_async(["never"], 60.0, only_if_written=True)[0].result(HANG_S) is None
 
 
 def test_puts_on_the_side(client: Client, daemon: Daemon) -> None:
     tensors = {f"k{i}": torch.full((1000,), float(i)) for i in range(50)}
     futures = [client.put_async(key, tensor) for key, tensor in tensors.items()]
-    assert all(future.result(20) for future in futures)
+    assert all(future.result(HANG_S) for future in futures)
     for key, tensor in tensors.items():
         with client.get(key) as item:
             assert torch.equal(item.tensor, tensor)
-    assert client.put_async("k1", tensors["k1"]).result(5) is False
+    assert client.put_async("k1", tensors["k1"]).result(HANG_S) is False
     assert daemon.status().pools[0].reserved_bytes == 0
 
 
@@ -179,7 +191,7 @@ def test_a_put_on_the_side_is_not_cancelled(client: Client) -> None:
     for turn in range(6):  # more than may be in flight at one time
         futures = [client.put_async(f"k{turn}-{number}", tensor) for number in range(50)]
         assert not any(future.cancel() for future in futures)
-        assert all(future.result(20) for future in futures)
+        assert all(future.result(HANG_S) for future in futures)
 
 
 def test_two_writers_of_one_key(daemon: Daemon) -> None:
@@ -237,7 +249,7 @@ def test_64_sessions_at_once(daemon: Daemon) -> None:
     futures: list[Future[bool]] = [
         client.put_async(f"k{i}", torch.full((100,), float(i))) for i, client in enumerate(clients)
     ]
-    wait(futures, 30)
+    wait(futures, HANG_S)
     assert all(future.result() for future in futures)
     for i, client in enumerate(clients):
         with client.get(f"k{(i + 7) % 64}") as item:
@@ -253,15 +265,15 @@ def test_thousands_of_calls_and_of_items_at_once(client: Client, daemon: Daemon)
     for number, key in enumerate(keys):
         client.put_bytes(key, number.to_bytes(4, "little"), "uint8", (4,))
     never = [client.get_async([f"never{number}"], 0.5)[0] for number in range(3000)]
-    one_by_one = [client.get_async([key], 5.0)[0] for key in keys]
-    items = [future.result(20) for future in one_by_one + client.get_async(keys, 5.0)]
+    one_by_one = [client.get_async([key], HANG_S)[0] for key in keys]
+    items = [future.result(HANG_S) for future in one_by_one + client.get_async(keys, HANG_S)]
     for number, item in enumerate(items):
         assert item is not None
         assert bytes(item.view) == (number % 3000).to_bytes(4, "little")
         item.check()  # its session has not ended
     for item in items:
         item.close()
-    assert {future.result(20) for future in never} == {None}
+    assert {future.result(HANG_S) for future in never} == {None}
     eventually(lambda: daemon.status().leases == 0)
 
 
@@ -337,102 +349,114 @@ def test_no_daemon(make_daemon: Callable[..., Daemon]) -> None:
         with pytest.raises(DaemonUnavailable, match="nothing answers on"):
             client.get("k")
         daemon.start()
-        client.wait_connected(10)
+        client.wait_connected(HANG_S)
         assert client.put("k", torch.ones(1)) is True
 
 
-def test_a_restart_is_noticed_and_survived(daemon: Daemon, client: Client) -> None:
-    before = client.incarnation
-    client.put("k", torch.full((1000,), 3.0))
-    item = client.get("k")
-    daemon.kill()
-    assert (item.tensor == 3.0).all(), "what was mapped stays readable"
-    eventually(lambda: not client.connected)
-    with pytest.raises(DaemonUnavailable):
-        client.put("k", torch.ones(1))
-    daemon.start()
-    client.wait_connected(10)
-    assert client.incarnation != before
-    assert client.get("k") is None
-    client.put("k", torch.full((1000,), 4.0))
-    with client.get("k") as new:
-        assert (new.tensor == 4.0).all()
-        assert (item.tensor == 3.0).all(), "the old file was not reused under the old view"
-    item.close()
+HASTY = changed("import ecd.memory.leftovers as taken_over", "taken_over.WAIT_S = 0.0")
+"""A daemon whose start does not wait for clients to let go of the last one's pool: it is lost."""
 
 
-def test_a_restart_between_two_calls_never_mixes_lives(daemon: Daemon, client: Client) -> None:
-    """Reserved by one life, committed to the next: an error, never a commit of something else."""
-    client.put("k", torch.ones(1))
-
-    original = torch.Tensor.copy_
-
-    def slow_copy(target: torch.Tensor, source: torch.Tensor, *rest: object) -> torch.Tensor:
-        daemon.kill()
-        daemon.start()
-        return original(target, source, *rest)
-
-    torch.Tensor.copy_ = slow_copy
-    try:
+def test_a_restart_is_noticed_and_survived(own_daemon: Daemon) -> None:
+    with Client(own_daemon.address) as client:
+        before = client.incarnation
+        client.put("k", torch.full((1000,), 3.0))
+        item = client.get("k")
+        own_daemon.kill()
+        assert (item.tensor == 3.0).all(), "what was mapped stays readable"
+        eventually(lambda: not client.connected)
         with pytest.raises(DaemonUnavailable):
-            client.put("torn", torch.ones(1024, 2)[:, 0])  # strided: torch copies it
-    finally:
-        torch.Tensor.copy_ = original
-    client.wait_connected(10)
-    status = daemon.status()
-    assert (status.entries, status.pools[0].used_bytes) == (0, 0)
-
-
-def test_leases_are_renewed_for_as_long_as_the_client_lives(
-    make_daemon: Callable[..., Daemon], by_calls: None
-) -> None:
-    daemon = make_daemon(ECD_LEASE_TTL_S="2").start()
-    with Client(daemon.address) as client:
-        client.put("k", torch.ones(1000))
-        item = client.get("k")
-        time.sleep(6.5)
-        assert (item.tensor == 1).all()
-        assert daemon.status().leases == 1
-        assert daemon.status().counters.leases_expired == 0
-
-
-def test_a_client_that_stood_still_is_told_that_its_lease_ran_out(
-    make_daemon: Callable[..., Daemon], by_calls: None
-) -> None:
-    """Nobody reads bytes that the daemon no longer keeps: the client's own clock says so."""
-    daemon = make_daemon(ECD_LEASE_TTL_S="1").start()
-    with Client(daemon.address) as client:
-        client.put("k", torch.ones(1000))
-        item = client.get("k")
-        os.kill(daemon.pid, signal.SIGSTOP)
-        try:
-            time.sleep(1.3)
-            with pytest.raises(LeaseExpired, match="Get it again"):
-                _ = item.tensor
-        finally:
-            os.kill(daemon.pid, signal.SIGCONT)
+            client.put("k", torch.ones(1))
+        own_daemon.command = HASTY
+        own_daemon.start()
+        client.wait_connected(HANG_S)
+        assert client.incarnation != before
+        assert client.get("k") is None
+        client.put("k", torch.full((1000,), 4.0))
+        with client.get("k") as new:
+            assert (new.tensor == 4.0).all()
+            assert (item.tensor == 3.0).all(), "the old file was not reused under the old view"
         item.close()
 
 
-def test_every_wait_is_bounded_when_the_daemon_stands_still(daemon: Daemon) -> None:
-    with Client(daemon.address, call_timeout=0.5) as client:
+def test_a_restart_between_two_calls_never_mixes_lives(
+    own_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reserved by one life, committed to the next: an error, never a commit of something else."""
+    original = torch.Tensor.copy_
+
+    def slow_copy(target: torch.Tensor, source: torch.Tensor, *rest: object) -> torch.Tensor:
+        own_daemon.kill()
+        own_daemon.command = HASTY
+        own_daemon.start()
+        return original(target, source, *rest)
+
+    with Client(own_daemon.address) as client:
+        client.put("k", torch.ones(1))
+        torn = torch.ones(1024, 2)[:, 0]  # strided: torch copies it
+        monkeypatch.setattr(torch.Tensor, "copy_", slow_copy)
+        with pytest.raises(DaemonUnavailable):
+            client.put("torn", torn)
+        client.wait_connected(HANG_S)
+        status = own_daemon.status()
+        assert (status.entries, status.pools[0].used_bytes) == (0, 0)
+
+
+@BY_CALLS
+def test_leases_are_renewed_for_as_long_as_the_client_lives(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each third of what the client takes for their TTL; the daemon's is long."""
+    ttl_s = property(lambda _: 0.3, lambda *_: None)
+    monkeypatch.setattr(Session, "lease_ttl_s", ttl_s, raising=False)
+    expired = daemon.status().counters.leases_expired
+    with Client(daemon.address) as client:
+        client.put("k", torch.ones(1000))
+        with client.get("k") as item:
+            for _ in range(3):
+                before_s = item._hold.expires_s
+                eventually(lambda: item._hold.expires_s > before_s)  # noqa: B023
+            assert (item.tensor == 1).all()
+            assert daemon.status().leases == 1
+    assert daemon.status().counters.leases_expired == expired
+
+
+@BY_CALLS
+def test_a_client_that_stood_still_is_told_that_its_lease_ran_out(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads bytes that the daemon no longer keeps: the client's own clock says so."""
+
+    class Clock:
+        now_s = 0.0
+
+        def monotonic(self) -> float:
+            return self.now_s
+
+    with Client(daemon.address) as client:
+        client.put("k", torch.ones(1000))
+        with client.get("k") as item:
+            clock = Clock()
+            monkeypatch.setattr("ecd_client.leases.time", clock)
+            clock.now_s = item._hold.expires_s - 0.1
+            assert (item.tensor == 1).all()
+            clock.now_s = item._hold.expires_s
+            with pytest.raises(LeaseExpired, match="Get it again"):
+                _ = item.tensor
+
+
+def test_every_wait_is_bounded_when_the_daemon_stands_still(own_daemon: Daemon) -> None:
+    with Client(own_daemon.address, call_timeout=0.5) as client:
         client.put("k", torch.ones(10))
-        os.kill(daemon.pid, signal.SIGSTOP)
-        try:
-            for attempt in (
-                lambda: client.get("new", 0.2),
-                lambda: client.put("new", torch.ones(10)),
-            ):
-                started = time.monotonic()
-                with pytest.raises(DaemonUnavailable):
-                    attempt()
-                assert time.monotonic() - started < 4
-        finally:
-            os.kill(daemon.pid, signal.SIGCONT)
-        client.wait_connected(10)
+        with own_daemon.stopped():
+            with pytest.raises(DaemonUnavailable):
+                client.get("new", 0.2)
+            with pytest.raises(DaemonUnavailable):
+                client.put("new", torch.ones(10))
+        client.wait_connected(HANG_S)
         with client.get("k") as item:
             assert (item.tensor == 1).all()
-        eventually(lambda: daemon.status().pools[0].reserved_bytes == 0)
+        eventually(lambda: own_daemon.status().pools[0].reserved_bytes == 0)
 
 
 def test_a_closed_client_says_so(daemon: Daemon) -> None:
@@ -443,115 +467,131 @@ def test_a_closed_client_says_so(daemon: Daemon) -> None:
         client.get("k")
 
 
+Mapped = Callable[[Daemon], int]
+
+
 @pytest.fixture
-def mapped(daemon: Daemon) -> Iterator[Callable[[], int]]:
-    """How many mappings of the daemon's memory there are; Python's collector does not run."""
+def mapped() -> Iterator[Mapped]:
+    """How many mappings of a daemon's memory there are; Python's collector does not run."""
     gc.collect()
     gc.disable()
-    yield lambda: Path("/proc/self/maps").read_text().count(str(daemon.shm))
+    yield lambda daemon: Path("/proc/self/maps").read_text().count(f"{daemon.shm}/")
     gc.enable()
 
 
 def test_what_an_ended_session_had_mapped_goes_without_the_collector(
-    daemon: Daemon, mapped: Callable[[], int]
+    own_daemon: Daemon, mapped: Mapped
 ) -> None:
     """Else the memory of a pool that a restart has replaced would stay until Python collects."""
-    with Client(daemon.address) as client:
+    with Client(own_daemon.address) as client:
         client.put("k", torch.ones(1000))
         with client.get("k") as item:
             item.to("cpu")
         del item
-        one_session = mapped()
+        one_session = mapped(own_daemon)
         item = client.get("k")
-        os.kill(daemon.pid, signal.SIGSTOP)  # by calls, the release is on its way at the end
+        stop(own_daemon.pid)  # by calls, the release is on its way at the end
         item.close()
         del item
-        daemon.kill()
+        own_daemon.kill()
         eventually(lambda: not client.connected)
-        eventually(lambda: not mapped())
-        daemon.start()
-        client.wait_connected(20)
-        eventually(lambda: 0 < mapped() <= one_session)
-    eventually(lambda: not mapped())
+        eventually(lambda: not mapped(own_daemon))
+        own_daemon.start()
+        client.wait_connected(HANG_S)
+        eventually(lambda: 0 < mapped(own_daemon) <= one_session)
+    eventually(lambda: not mapped(own_daemon))
 
 
 def test_a_session_goes_though_grpc_never_took_it_up(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, mapped: Callable[[], int]
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, mapped: Mapped
 ) -> None:
     """Its thread for requests may not have run between the daemon's answer and the end."""
     asked, closed = Connection._requests, threading.Event()
 
     def hello_alone(self: Connection, outbox: Outbox) -> Iterator[pb.SessionRequest]:
         yield next(asked(self, outbox))
-        closed.wait(10)
+        closed.wait(HANG_S)
 
     monkeypatch.setattr(Connection, "_requests", hello_alone)
     with Client(daemon.address) as client:
-        assert mapped()
+        assert mapped(daemon)
         closed.set()
-    eventually(lambda: not mapped())
+    eventually(lambda: not mapped(daemon))
     assert not client.connected
+
+
+def is_in_grpc(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None and "/grpc/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
 
 
 @pytest.mark.parametrize("by", ["a wait", "waits", "a call", "locate"])
 def test_a_read_that_fails_with_its_daemon_keeps_nothing(
-    daemon: Daemon, mapped: Callable[[], int], by: str
+    own_daemon: Daemon, mapped: Mapped, by: str
 ) -> None:
-    with Client(daemon.address) as client:
-        futures = client.get_async(["a", "b"], 30) if by == "waits" else []
+    reading = threading.current_thread()
+
+    def kill_under_it() -> None:
         if by in ("a call", "locate"):
-            os.kill(daemon.pid, signal.SIGSTOP)
-        threading.Timer(0.3, daemon.kill).start()
+            eventually(lambda: is_in_grpc(reading))
+        else:
+            eventually(lambda: own_daemon.status().waits)
+        own_daemon.kill()
+
+    with Client(own_daemon.address) as client:
+        futures = client.get_async(["a", "b"], HANG_S) if by == "waits" else []
+        if by in ("a call", "locate"):
+            stop(own_daemon.pid)
+        killing = threading.Thread(target=kill_under_it)
+        killing.start()
         try:
             if by == "locate":
                 client.locate(["a"])
             elif not futures:
-                client.get("a", 30)
+                client.get("a", HANG_S)
         except DaemonUnavailable:
             pass
         while futures:
-            assert isinstance(futures.pop().exception(10), DaemonUnavailable)
-        eventually(lambda: not mapped())
+            assert isinstance(futures.pop().exception(HANG_S), DaemonUnavailable)
+        killing.join(HANG_S)
+        eventually(lambda: not mapped(own_daemon))
 
 
 def test_a_call_that_is_late_keeps_nothing_of_its_session(
-    daemon: Daemon, mapped: Callable[[], int]
+    own_daemon: Daemon, mapped: Mapped
 ) -> None:
-    with Client(daemon.address, call_timeout=0.5) as client:
-        one_session = mapped()
-        os.kill(daemon.pid, signal.SIGSTOP)
-        try:
+    with Client(own_daemon.address, call_timeout=0.5) as client:
+        one_session = mapped(own_daemon)
+        with own_daemon.stopped(), suppress(DaemonUnavailable):
             client.get("a", 0.2)
-        except DaemonUnavailable:
-            pass
-        finally:
-            os.kill(daemon.pid, signal.SIGCONT)
         eventually(lambda: not client.connected)
-        client.wait_connected(20)
-        eventually(lambda: mapped() <= one_session)
+        client.wait_connected(HANG_S)
+        eventually(lambda: mapped(own_daemon) <= one_session)
 
 
 def test_a_put_that_fails_keeps_neither_its_tensor_nor_its_session(
-    daemon: Daemon, mapped: Callable[[], int]
+    daemon: Daemon, mapped: Mapped
 ) -> None:
     tensor = torch.ones(32 << 20)
     is_there = weakref.ref(tensor)
     with Client(daemon.address) as client:
         future = client.put_async("large", tensor)
-        assert isinstance(future.exception(30), EntryTooLarge)
+        assert isinstance(future.exception(HANG_S), EntryTooLarge)
         del future, tensor
         eventually(lambda: is_there() is None)
-    eventually(lambda: not mapped())
+    eventually(lambda: not mapped(daemon))
 
 
 def test_a_put_that_cannot_begin_keeps_nothing(
-    daemon: Daemon, mapped: Callable[[], int], client: Client
+    daemon: Daemon, mapped: Mapped, client: Client
 ) -> None:
     with Client(daemon.address) as closing:
         for _ in range(300):  # more than may be in flight
             with suppress(UnicodeEncodeError):
                 closing.put_async("\ud800", torch.ones(3))
-        assert closing.put_async("first", torch.ones(1 << 20)).result(10)
+        assert closing.put_async("first", torch.ones(1 << 20)).result(HANG_S)
         closing._writer._side.shutdown()  # as `close` in another thread does
         said = ""
         try:
@@ -559,9 +599,9 @@ def test_a_put_that_cannot_begin_keeps_nothing(
         except DaemonUnavailable as error:  # pytest.raises would keep its frames
             said = str(error)
         assert "on the side" in said
-        assert client.put("second", torch.ones(1 << 20), timeout=10) is True
+        assert client.put("second", torch.ones(1 << 20), timeout=HANG_S) is True
         client.close()
-    eventually(lambda: not mapped())
+    eventually(lambda: not mapped(daemon))
     daemon.check_nothing_leaked()
 
 
@@ -583,7 +623,7 @@ def test_a_callback_may_make_calls(daemon: Daemon) -> None:
         client._connection.session().calls.later(
             "contains", pb.ContainsRequest()
         ).add_done_callback(ask)
-        eventually(lambda: len(said) == 4, 20)
+        eventually(lambda: len(said) == 4)
         assert said[0] == [[]]
         said[1].close()
         assert said[3] is True
@@ -593,9 +633,9 @@ def test_a_callback_may_make_calls(daemon: Daemon) -> None:
 @pytest.mark.usefixtures("mapped")
 def test_an_item_does_not_wait_for_the_other_keys(daemon: Daemon) -> None:
     with Client(daemon.address) as client, Client(daemon.address) as other:
-        first, second = client.get_async(["first", "second"], 30)
+        first, second = client.get_async(["first", "second"], HANG_S)
         other.put("first", torch.ones(3))
-        assert first.result(10) is not None
+        assert first.result(HANG_S) is not None
         eventually(lambda: daemon.status().pools[0].leased_bytes > 0)
         del first
         eventually(lambda: daemon.status().pools[0].leased_bytes == 0)
@@ -636,7 +676,8 @@ def test_clients_and_items_say_what_they_are(client: Client) -> None:
     assert repr(item) == "<Item 'k', float32 3x4, 48 bytes, open>"
     item.close()
     assert repr(item) == "<Item 'k', float32 3x4, 48 bytes, closed>"
-    assert repr(client) == f"<Client of {client.address}, namespace 'default', connected>"
+    about = f"namespace {client.namespace!r}"
+    assert repr(client) == f"<Client of {client.address}, {about}, connected>"
     client.close()
     assert repr(client).endswith("not connected>")
 
@@ -660,7 +701,7 @@ else:
     while not session._over:
         pass
     del session
-    client.wait_connected(10.0)
+    client.wait_connected(60.0)
 gc.collect()
 """
 
@@ -669,27 +710,49 @@ gc.collect()
 def test_an_item_may_outlive_its_session_in_a_cycle(daemon: Daemon, end: str) -> None:
     """Python's collector ends the item's pin in the session's page, which must be mapped still."""
     command = [sys.executable, "-c", LEFT_TO_THE_COLLECTOR, daemon.address, end]
-    assert subprocess.run(command, timeout=30).returncode == 0
+    assert run(command).returncode == 0
     eventually(lambda: daemon.status().sessions == 0)
     daemon.check_nothing_leaked()
 
 
+class Interruption:
+    """Acts when the client's threads begin their `at`th call of one of the client's functions."""
+
+    def __init__(self, at: int, act: Callable[[], None]) -> None:
+        self.calls, self.has_acted = 0, threading.Event()
+        self._numbers, self._at, self._act = count(1), at, act
+
+    def __enter__(self) -> Interruption:
+        threading.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        threading.setprofile(None)
+
+    def _profile(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "/ecd_client/" in frame.f_code.co_filename:
+            self.calls = number = next(self._numbers)
+            if number == self._at:
+                self._act()
+                self.has_acted.set()
+
+
 def test_a_client_of_a_daemon_that_stands_still_can_be_closed_at_any_moment(
-    daemon: Daemon,
+    own_daemon: Daemon,
 ) -> None:
-    for step in range(30):
-        client = Client(daemon.address, connect_timeout=0.0)
-        time.sleep(step * 0.002)  # on the way to a session
-        os.kill(daemon.pid, signal.SIGSTOP)
-        closing = threading.Thread(target=client.close, daemon=True)
-        try:
+    """On its way to a session: when it makes the first, a twentieth, ... of the calls to there."""
+    with Interruption(0, lambda: None) as counting, Client(own_daemon.address):
+        calls = counting.calls
+    for at in range(1, calls, 1 + calls // 20):
+        with Interruption(at, lambda: stop(own_daemon.pid)) as stopping:
+            client = Client(own_daemon.address, connect_timeout=0.0)
+            assert stopping.has_acted.wait(HANG_S)
+            closing = threading.Thread(target=client.close, daemon=True)
             closing.start()
-            closing.join(4.0)
+            closing.join(HANG_S)
             assert not closing.is_alive()
-        finally:
-            os.kill(daemon.pid, signal.SIGCONT)
-        closing.join(10.0)
-    daemon.check_nothing_leaked()
+        os.kill(own_daemon.pid, signal.SIGCONT)
+    own_daemon.check_nothing_leaked()
 
 
 def test_a_call_on_a_client_that_closes_is_an_error_of_ecds(daemon: Daemon) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -19,7 +18,10 @@ from rich.console import Console
 
 from ecd_client import Client, DaemonUnavailable
 from ecd_client.cli import render
-from support.daemon import Daemon, eventually
+from support.cli import cli
+from support.daemon import Daemon
+from support.processes import run
+from support.waiting import HANG_S, eventually, stop
 
 MakeDaemon = Callable[..., Daemon]
 NBYTES = 5000
@@ -98,7 +100,7 @@ def test_sessions_that_end_in_any_way_are_counted_whole(lasting: Daemon, way: st
 
     def work(seed: int, end: str) -> Counter[str]:
         command = [sys.executable, "-c", CLIENT, lasting.address, f"s{seed}", way, end]
-        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60)
+        done = run(command, stdout=subprocess.PIPE)
         assert done.returncode == (-9 if end == "killed" else 0)
         return Counter(json.loads(done.stdout))
 
@@ -123,14 +125,14 @@ def test_a_killed_daemons_successor_counts_what_that_had_not_seen(lasting: Daemo
             client.get("k0").close()
         assert told(lasting) == sums(Counter(puts=8, hits=3))
         for life in range(2):
-            os.kill(lasting.pid, signal.SIGSTOP)  # it sees nothing of what follows
+            stop(lasting.pid)  # it sees nothing of what follows
             for number in range(5 + life):
                 client.get(f"k{number}").close()
             assert client.get("none") is None
             assert put(client, "k0", "k1", f"new {life}") == 1
             lasting.kill()
             lasting.start()
-            client.wait_connected(20.0)
+            client.wait_connected(HANG_S)
             did = Counter(hits=5 + life, misses=1, duplicates=2, puts=1, recovered=8 + life)
             eventually(lambda: lasting.status().entries == 9 + life)  # noqa: B023
             assert told(lasting) == sums(did)
@@ -148,14 +150,14 @@ runpy.run_module("ecd", run_name="__main__")
 def test_a_daemon_that_is_killed_while_it_takes_over_loses_no_count(lasting: Daemon) -> None:
     with Client(lasting.address) as client:
         eventually(lambda: told(lasting)["puts"] == 8)
-        os.kill(lasting.pid, signal.SIGSTOP)
+        stop(lasting.pid)
         for number in range(7):
             client.get(f"k{number}").close()
         assert client.get("none") is None
         lasting.kill()
     lasting.prefix = (sys.executable, "-c", KILLED_WHILE_TAKING_OVER)
     lasting.start(wait=False)
-    assert lasting._process.wait(30.0) == -signal.SIGKILL
+    assert lasting._process.wait(HANG_S) == -signal.SIGKILL
     lasting.prefix = ()
     lasting.start()
     eventually(lambda: lasting.status().entries == 8)
@@ -182,7 +184,7 @@ def test_readers_through_a_restart_are_counted_once(lasting: Daemon) -> None:
         reader.start()
         eventually(lambda: lasting.status().counters.hits > 1000)
         assert lasting.terminate() == 0
-        reader.join(20.0)
+        reader.join(HANG_S)
         assert not reader.is_alive()
         lasting.start()
     [counted] = re.findall(r"counted (\d+) hits", lasting.text())
@@ -199,9 +201,8 @@ def test_bench_and_doctor_are_no_users(lasting: Daemon) -> None:
         assert client.get("k0") is not None
         assert client.get("none") is None
     before = told(lasting)
-    cli = [sys.executable, "-m", "ecd_client.cli.main", "--address", lasting.address]
-    for command in (["doctor"], ["bench", "--rounds", "2"], ["ls"], ["namespaces"], ["top"]):
-        subprocess.run([*cli, *command], capture_output=True, timeout=60)
+    for command in ("doctor", "bench --rounds 2", "ls", "namespaces", "top --interval 0.2"):
+        assert cli(lasting, *command.split()).returncode == 0
     after = told(lasting)
     bench = Counter(bench_puts=after["bench_puts"])
     assert bench["bench_puts"] >= 3 * 4  # a cold round and two more, of four entries each
@@ -219,16 +220,16 @@ def test_a_put_that_waited_for_another_is_a_duplicate(daemon: Daemon) -> None:
 
         def slowly(*_: object) -> None:
             begun.set()
-            assert go_on.wait(20.0)
+            assert go_on.wait(HANG_S)
 
         assert session is not None
         with ThreadPoolExecutor() as side:
-            writing = side.submit(first._writer.put, entry, slowly, 20.0)
-            assert begun.wait(20.0)
+            writing = side.submit(first._writer.put, entry, slowly, HANG_S)
+            assert begun.wait(HANG_S)
             waiting = side.submit(put, second, "k")
             eventually(lambda: daemon.status().waits == 1)
             go_on.set()
-            assert (writing.result(20.0), waiting.result(20.0)) == (True, 0)
+            assert (writing.result(HANG_S), waiting.result(HANG_S)) == (True, 0)
         assert told(daemon) == sums(Counter(puts=1, duplicates=1))
 
 

@@ -18,11 +18,31 @@ from ecd_client.vllm.encode_hop import IS_HOP, EncodeHop, NotEncoded
 from ecd_client.vllm.encoders import Encoders, Missing
 from ecd_proto.contract import Hint
 from support.daemon import Daemon
+from support.waiting import HANG_S, eventually_async
 
 
 @pytest.fixture(autouse=True)
 def _no_rest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoders, "RESTS_S", (600.0, 600.0))
+    monkeypatch.setattr(encode_hop, "CALM_S", 600.0)
+
+
+class Clock:
+    """The event loop's and the hop's, which a test puts ahead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        of_loop, self.ahead_s = asyncio.BaseEventLoop.time, 0.0
+        ahead = lambda loop: of_loop(loop) + self.ahead_s  # noqa: E731
+        monkeypatch.setattr(asyncio.BaseEventLoop, "time", ahead)
+        monkeypatch.setattr(encode_hop, "time", self)
+
+    def monotonic(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
 @pytest.fixture
@@ -73,6 +93,18 @@ async def waits(engine: SmallServer, body: dict) -> web.Response:
     return await encodes(engine, body)
 
 
+def never(clock: Clock, at: int = 1) -> Behaviour:
+    """Does not answer: the time of the calls is over as soon as there are `at`."""
+
+    async def wait(engine: SmallServer, _: dict) -> web.Response:
+        if engine.active == at:
+            clock.ahead_s += HANG_S + 1.0  # aiohttp rounds up
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    return wait
+
+
 def answers(status: int, said: Any = None) -> Behaviour:
     async def answer(_: SmallServer, body: dict) -> web.Response:
         return web.json_response(said, status=status)
@@ -113,7 +145,7 @@ async def hop_to(
         client,
         "tiny",
         set(GRID),
-        **{"key": None, "in_need": False, "within_s": 20.0, **options},
+        **{"key": None, "in_need": False, "within_s": HANG_S, **options},
     )
     encode_hop.metrics().calls.clear()  # a port may have been another test's
     try:
@@ -138,14 +170,6 @@ def picture(name: str, tokens: int = 10) -> Missing:
     url = f"data:image/png;base64,{name}"
     part = {"type": "image_url", "image_url": {"url": url}}
     return Missing(part, url, name, "namespace", tokens)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async def poll() -> None:
-        while not holds():
-            await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(poll(), 20)
 
 
 def test_a_call_has_one_picture_under_its_name_and_nothing_of_the_caller(client: Client) -> None:
@@ -188,15 +212,17 @@ def test_an_encoder_is_told_which_node_wants_the_picture(
 
 def test_a_slow_encoder_gets_fewer_pictures(client: Client) -> None:
     async def slow(engine: SmallServer, body: dict) -> web.Response:
-        await asyncio.sleep(0.5)
+        [quick], asked = quicks, len(quicks[0].asked)
+        await eventually_async(
+            lambda: len(quick.asked) >= asked + 10 or len(quick.asked) + len(engine.asked) == 60
+        )
         return await encodes(engine, body)
 
-    async def fast(engine: SmallServer, body: dict) -> web.Response:
-        await asyncio.sleep(0.01)
-        return await encodes(engine, body)
+    quicks: list[SmallServer] = []
 
     async def run() -> None:
-        async with hop_to(client, slow, fast) as (hop, [slowed, quick], _):
+        async with hop_to(client, slow, encodes) as (hop, [slowed, quick], _):
+            quicks.append(quick)
             pictures = iter([picture(f"{number}") for number in range(60)])
 
             async def ask() -> None:
@@ -236,9 +262,9 @@ def test_another_encoder_is_tried_and_the_failed_one_left_out(
     asyncio.run(run())
 
 
-def test_nobody_who_listens_and_nobody_who_answers(client: Client) -> None:
+def test_nobody_who_listens_and_nobody_who_answers(client: Client, clock: Clock) -> None:
     async def run() -> None:
-        async with hop_to(client, waits, dead=2, within_s=2.0) as (hop, [stuck], urls):
+        async with hop_to(client, never(clock), dead=2) as (hop, [stuck], urls):
             given_up = count("hop_pictures_total", outcome="given_up")
             with pytest.raises(NotEncoded):
                 await hop.promise(picture("a"))
@@ -252,11 +278,13 @@ def test_nobody_who_listens_and_nobody_who_answers(client: Client) -> None:
     asyncio.run(run())
 
 
-def test_an_encoder_that_has_just_served_is_late_and_not_left_out(client: Client) -> None:
+def test_an_encoder_that_has_just_served_is_late_and_not_left_out(
+    client: Client, clock: Clock
+) -> None:
     async def run() -> None:
-        async with hop_to(client, encodes, within_s=2.0) as (hop, [engine], _):
+        async with hop_to(client, encodes) as (hop, [engine], _):
             await hop.promise(picture("a"))
-            engine.behaviour = waits
+            engine.behaviour = never(clock)
             for name in "bc":
                 with pytest.raises(NotEncoded):
                     await hop.promise(picture(name))
@@ -321,7 +349,7 @@ def test_an_encoder_that_ends_in_the_middle_of_a_call(client: Client) -> None:
     async def cut(engine: SmallServer, body: dict) -> web.Response:
         assert engine.transport is not None
         engine.transport.abort()
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
         raise AssertionError
 
     async def run() -> None:
@@ -337,9 +365,9 @@ def test_one_call_for_all_who_want_a_picture_at_one_time(client: Client) -> None
         async with hop_to(client, waits) as (hop, [engine], _):
             joined = count("hop_pictures_total", outcome="joined")
             asking = [asyncio.ensure_future(hop.promise(picture("a"))) for _ in range(5)]
-            await until(lambda: engine.active == 1)
+            await eventually_async(lambda: engine.active == 1)
             asking[0].cancel()  # the others' call goes on
-            await asyncio.sleep(0.05)
+            await asyncio.wait(asking[:1])
             engine.goes_on.set()
             assert [(await each).fields for each in asking[1:]] == [GRID] * 4
             assert len(engine.asked) == 1
@@ -352,13 +380,13 @@ def test_a_call_ends_with_the_last_who_waits_for_it(client: Client) -> None:
     async def run() -> None:
         async with hop_to(client, waits) as (hop, [engine], [url]):
             asking = [asyncio.ensure_future(hop.promise(picture("a"))) for _ in range(2)]
-            await until(lambda: engine.active == 1)
+            await eventually_async(lambda: engine.active == 1)
             assert count("encoder_active_tokens", encoder=url) == 10
             for each in asking:
                 each.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
             newcomer = asyncio.ensure_future(hop.promise(picture("a")))
-            await until(lambda: len(engine.asked) == 2 and engine.active == 1)
+            await eventually_async(lambda: len(engine.asked) == 2 and engine.active == 1)
             assert count("encoder_calls_total", encoder=url, outcome="cancelled") == 1
             engine.goes_on.set()
             assert (await newcomer).fields == GRID
@@ -366,12 +394,14 @@ def test_a_call_ends_with_the_last_who_waits_for_it(client: Client) -> None:
     asyncio.run(run())
 
 
-def test_pictures_on_their_way_are_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_on_their_way_are_bounded(
+    client: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(encode_hop, "MAX_CALLS", 2)
 
     async def run() -> None:
         full, late = (count("hop_pictures_total", outcome=each) for each in ("full", "late"))
-        async with hop_to(client, waits, within_s=2.0) as (hop, [engine], _):
+        async with hop_to(client, never(clock, at=2)) as (hop, [engine], _):
             asked = [hop.promise(picture(f"{number}")) for number in range(7)]
             ended = await asyncio.gather(*asked, return_exceptions=True)
             assert all(isinstance(each, NotEncoded) for each in ended)

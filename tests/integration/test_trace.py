@@ -20,17 +20,18 @@ from ecd_client import Client, PoolFull
 from ecd_client.calls import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
-from support.daemon import Daemon, eventually
+from support.daemon import Daemon
+from support.processes import run
+from support.waiting import HANG_S, eventually
 
 OPERATIONS = 300
 
 
 def ecd(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run(
         [sys.executable, "-m", "ecd", "replay", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
         env=os.environ | {"COLUMNS": "160"},
     )
 
@@ -66,13 +67,14 @@ def test_a_replay_of_a_run_evicts_what_the_run_did(
             client.put_bytes(key, bytes(4096), "uint8", (4096,))
     with open_channel(daemon.address) as channel:
         key = pb.Key(namespace="brief", mm_hash="kept")
-        pb_grpc.CacheStub(channel).Keep(pb.KeepRequest(key=key), timeout=10.0)
+        pb_grpc.CacheStub(channel).Keep(pb.KeepRequest(key=key), timeout=HANG_S)
     with ProcessPoolExecutor(3, get_context("spawn")) as clients:
         assert sum(clients.map(use, [daemon.address] * 3, range(3))) > 0
     with Client(daemon.address) as client:
         for number in range(4096):  # one page each: all that is free can be used
             client.put_bytes(f"{number}", bytes(4096), "uint8", (4096,))
-    eventually(lambda: daemon.status().counters.evictions["watermark"] > 0, 10.0)
+    for cause in ("watermark", "ttl"):
+        eventually(lambda: daemon.status().counters.evictions[cause] > 0)  # noqa: B023
     daemon.evict_all()
     evictions = dict(daemon.status().counters.evictions)
     assert all(evictions.values()), evictions
@@ -107,7 +109,7 @@ def test_a_trace_on_a_full_disk_costs_no_entry(make_daemon: Callable[..., Daemon
     daemon = make_daemon("16MiB", ECD_TRACE="/dev/full").start()
     with Client(daemon.address) as client:
         client.put_bytes("k", b"x" * 100_000, "uint8", (100_000,))
-        eventually(lambda: "No space left on device" in daemon.text(), 10.0)
+        eventually(lambda: "No space left on device" in daemon.text())
         client.put_bytes("k2", b"y" * 100_000, "uint8", (100_000,))
         assert client.contains(["k", "k2"]) == [True, True]
     assert daemon.text().count("No space left on device") == 1
@@ -117,14 +119,15 @@ def test_a_trace_on_a_full_disk_costs_no_entry(make_daemon: Callable[..., Daemon
     assert "Traceback" not in daemon.text()
 
 
-def test_a_trace_that_cannot_begin_is_said_at_the_start(tmp_path: Path) -> None:
-    daemon = Daemon(tmp_path, ECD_TRACE=str(tmp_path / "none" / "trace")).start(wait=False)
+def test_a_trace_that_cannot_begin_is_said_at_the_start(
+    make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = make_daemon(ECD_TRACE=str(tmp_path / "none" / "trace")).start(wait=False)
     assert daemon._process is not None
-    assert daemon._process.wait(30.0) == 1
+    assert daemon._process.wait(HANG_S) == 1
     assert "ECD_TRACE=" in daemon.text()
     assert "No such file or directory" in daemon.text()
     assert "Traceback" not in daemon.text()
-    daemon.close()
 
 
 @pytest.mark.parametrize(
