@@ -7,7 +7,6 @@ import os
 import shutil
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
@@ -34,7 +33,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from fuzz.test_page import alter_row, any_word, make_whole, mapped
 from support.daemon import Daemon
-from support.fuzz import SLOW_S, drive
+from support.fuzz import drive
 
 BATCH = 4
 KEYS = {f"key {number}": 1 + 97 * number for number in range(200)}
@@ -60,7 +59,6 @@ class Pretender(pb_grpc.CacheServicer):
                 session="s",
                 contract_version=CONTRACT_VERSION,
                 lease_ttl_s=30.0,
-                now_s=time.monotonic(),
                 node="127.0.81.1:9465",
                 pools=[
                     pb.PoolFile(
@@ -213,7 +211,6 @@ def test_an_index_that_is_not_true(files: dict[str, Path], address: str) -> None
     def look(client: Client, chance: Random) -> None:
         key, namespace = chance.choice([*KEYS, "nothing"]), chance.choice(NAMESPACES)
         how = chance.randrange(6)
-        started_s = time.monotonic()
         with contextlib.suppress(EcdError):
             item = None
             match how:
@@ -234,7 +231,6 @@ def test_an_index_that_is_not_true(files: dict[str, Path], address: str) -> None
                     right = bytes(item.view) == content(namespace, key, KEYS[key])
                 found[right] += 1
                 assert right or spoiler.is_whole, f"wrong bytes for {key}"
-        assert time.monotonic() - started_s < SLOW_S
 
     with Client(address) as client:
 

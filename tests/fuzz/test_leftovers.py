@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -18,6 +17,7 @@ from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD
 from fuzz.test_page import ROW_FIELDS, any_word, make_whole
 from support.daemon import Daemon
 from support.fuzz import Watch, drive, spoilt
+from support.waiting import HANG_S
 
 BATCH = 100
 """Of the places that are spoilt before one start."""
@@ -157,7 +157,7 @@ def test_leftovers_that_are_not_true(make_daemon: Callable[..., Daemon], tmp_pat
         def send(drawn: Random) -> None:
             chance = Random(drawn.getrandbits(64))  # Hypothesis ends what draws much half way
             is_killed, is_kept = chance.random() < 0.5, chance.random() < 0.3
-            time.sleep(0.3)  # what was put last is hashed behind the puts
+            daemon.wait_idle("drained", "hashed")
             if is_killed:
                 daemon.kill()
             else:
@@ -166,16 +166,16 @@ def test_leftovers_that_are_not_true(make_daemon: Callable[..., Daemon], tmp_pat
                 leftovers.keep()
             leftovers.spoil(chance)
             daemon.start()
-            client.wait_connected(10.0)
+            client.wait_connected(HANG_S)
             kept.append(compare(client))
             watch.check()
             fill(client)
             assert compare(client) == len(KEYS) * len(NAMESPACES)
 
-        time.sleep(0.3)
+        daemon.wait_idle("drained", "hashed")
         daemon.kill()
         daemon.start()
-        client.wait_connected(10.0)
+        client.wait_connected(HANG_S)
         assert compare(client) > 100, "nothing was taken over"
         fill(client)
         drive("leftovers", 0.05, send, BATCH)

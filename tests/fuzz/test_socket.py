@@ -8,9 +8,8 @@ import queue
 import socket
 import struct
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,11 +26,10 @@ from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from ecd_proto.v1 import peer_pb2, peer_pb2_grpc
 from fuzz.conftest import NODE
-from support.daemon import Daemon, eventually
+from support.daemon import Daemon
 from support.fuzz import drive, mutated, pick, spoilt, watched
+from support.waiting import HANG_S, eventually, value_of
 
-ANSWERED_S = 5.0
-"""As long as a client would wait."""
 BATCH = 8
 METHODS: dict[str, tuple[type[Message], type[Message]]] = {
     method.name: tuple(getattr(pb, side.name) for side in (method.input_type, method.output_type))
@@ -151,7 +149,7 @@ class Intruder:
                 continue
             call = self.channel.unary_unary(f"/ecd.v1.Cache/{method}")
             data = mutated(request, chance, self.known())
-            answers.append((method, call.future(data, timeout=ANSWERED_S)))
+            answers.append((method, call.future(data, timeout=HANG_S)))
         for method, answer in answers:
             with answered():
                 self.read(METHODS[method][1].FromString(answer.result()))
@@ -229,7 +227,7 @@ class _Session:
                 iter(self._asked.get, None)
             )
         self._asked.put(data)
-        late = threading.Timer(ANSWERED_S, self._replies.cancel)
+        late = threading.Timer(HANG_S, self._replies.cancel)
         late.start()
         try:
             with answered():
@@ -269,18 +267,18 @@ def test_messages_to_the_socket(make_node: Callable[..., Daemon]) -> None:
 
 def connected(address: str) -> socket.socket:
     """A connection to a server that may be about to listen again, as a caller has ended it."""
-    deadline_s = time.monotonic() + ANSWERED_S
-    while True:
+
+    def connect() -> socket.socket | None:
         intruder = socket.socket(socket.AF_UNIX)
-        intruder.settimeout(ANSWERED_S)
+        intruder.settimeout(HANG_S)
         try:
             intruder.connect(address.removeprefix("unix://"))
             return intruder
         except ConnectionRefusedError:
             intruder.close()
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.01)
+            return None
+
+    return value_of(connect, "the socket is heard")
 
 
 def test_bytes_to_the_socket(daemon: Daemon, tmp_path: Path) -> None:
@@ -341,51 +339,54 @@ def _pump(source: socket.socket, target: socket.socket, copied: bytearray) -> No
         target.shutdown(socket.SHUT_WR)
 
 
-def test_a_message_of_millions_of_numbers_holds_nobody_up(daemon: Daemon) -> None:
-    """It is refused before it is walked."""
+def send_millions(intruder: Intruder) -> Iterator[None]:
+    """Send messages of millions of numbers; the daemon refuses each. Comes back meanwhile."""
+    asked = pb.AcquireRequest(
+        session=intruder.sessions[0].welcome.session,
+        keys=[pb.Key(namespace="n", mm_hash="k")],
+        wait_s=0.01,
+        hints=[pb.Hint(index=1)] * 2_000_000,
+    )
+    call = intruder.channel.unary_unary("/ecd.v1.Cache/Acquire")
+    answer = call.future(asked.SerializeToString(), timeout=HANG_S)
+    while not answer.done():
+        yield
+    assert answer.code() is grpc.StatusCode.INVALID_ARGUMENT
+    many = [1] * 5_000_000
+    renew = pb.SessionRequest(renew=pb.Renew(leases=many))
+    cancel = pb.SessionRequest(cancel_waits=pb.CancelWaits(tickets=many))
+    for session, request in zip(intruder.sessions, (renew, cancel), strict=False):
+        session.send(request.SerializeToString())
+        while not session.is_over:
+            yield
+
+
+def test_a_message_of_millions_of_numbers_is_refused(daemon: Daemon) -> None:
     with watched(daemon) as watch, contextlib.closing(Intruder(daemon.address)) as intruder:
-        token = intruder.sessions[0].welcome.session
-        asked = pb.AcquireRequest(
-            session=token,
-            keys=[pb.Key(namespace="n", mm_hash="k")],
-            wait_s=0.01,
-            hints=[pb.Hint(index=1)] * 2_000_000,
-        )
-        call = intruder.channel.unary_unary("/ecd.v1.Cache/Acquire")
-        answer = call.future(asked.SerializeToString(), timeout=ANSWERED_S)
-        while not answer.done():
+        for _ in send_millions(intruder):
             watch.check()
-        assert answer.code() is grpc.StatusCode.INVALID_ARGUMENT
-        many = [1] * 5_000_000
-        for session, request in zip(
-            intruder.sessions,
-            (
-                pb.SessionRequest(renew=pb.Renew(leases=many)),
-                pb.SessionRequest(cancel_waits=pb.CancelWaits(tickets=many)),
-            ),
-            strict=False,
-        ):
-            session.send(request.SerializeToString())
-            eventually(lambda session=session: watch.check() or session.is_over, 5.0, "it ends")
 
 
-def call_of_no_text() -> bytes:
-    """HTTP/2 that begins a call whose path is not UTF-8."""
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """A frame of HTTP/2."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
-    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
-        )
 
+def head(path: bytes) -> bytes:
+    """HTTP/2 that begins a call."""
     fields = (
-        *((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/\xe5")),
+        *((b":method", b"POST"), (b":scheme", b"http"), (b":path", path)),
         *((b":authority", b"a"), (b"te", b"trailers"), (b"content-type", b"application/grpc")),
     )
     headers = b"".join(
         b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in fields
     )
-    call = frame(4, 0, 0, b"") + frame(1, 4, 1, headers) + frame(0, 1, 1, bytes(5))
-    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + call
+    return frame(4, 0, 0, b"") + frame(1, 4, 1, headers)
+
+
+def call_of_no_text() -> bytes:
+    """A call whose path is not UTF-8."""
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + head(b"/\xe5") + frame(0, 1, 1, bytes(5))
 
 
 def test_a_call_that_ends_the_server_ends_nothing_else(make_node: Callable[..., Daemon]) -> None:
@@ -399,10 +400,10 @@ def test_a_call_that_ends_the_server_ends_nothing_else(make_node: Callable[..., 
         incarnation, session = client.incarnation, client._connection.session()
         for _ in range(3):
             for address in (str(path), NODE, health):
-                send_to(address, call_of_no_text())
-            eventually(lambda: said_of_itself(daemon.address), 5.0, "the socket is heard again")
-            eventually(lambda: said_of_itself(NODE), 5.0, "the peer port is heard again")
-            eventually(lambda: is_healthy(health), 5.0, "the health port is heard again")
+                end_server(daemon, address)
+            eventually(lambda: said_of_itself(daemon.address), "the socket is heard again")
+            eventually(lambda: said_of_itself(NODE), "the peer port is heard again")
+            eventually(lambda: is_healthy(health), "the health port is heard again")
             assert client._connection.session() is session, "sessions go on"
             with client.get("k") as item:
                 assert bytes(item.view) == b"right"
@@ -415,24 +416,24 @@ def test_a_server_that_cannot_listen_again_says_so_and_does_once_it_can(daemon: 
     path = daemon.address.removeprefix("unix://")
     in_the_way = Path(f"{path}~")
     in_the_way.mkdir()
-    send_to(path, call_of_no_text())
+    end_server(daemon, path)
     complaint = f"cannot listen again: {in_the_way} is not a socket of this user: it is a directory"
-    eventually(lambda: complaint in daemon.text(), 10.0, "the log says why")
+    eventually(lambda: complaint in daemon.text(), "the log says why")
     in_the_way.rmdir()
-    eventually(lambda: said_of_itself(daemon.address), 5.0, "the socket is heard again")
+    eventually(lambda: said_of_itself(daemon.address), "the socket is heard again")
     assert daemon.text().count(complaint) == 1
 
 
-def send_to(address: str, data: bytes) -> None:
+def end_server(daemon: Daemon, address: str) -> None:
     host, _, port = address.partition(":")
     kind = socket.AF_INET if port else socket.AF_UNIX
+    ended = daemon.text().count("a caller ended the server")
     with socket.socket(kind) as intruder:
         intruder.connect((host, int(port)) if port else address)
-        intruder.sendall(data)
-        intruder.settimeout(0.2)
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            while intruder.recv(1 << 16):
-                pass
+        intruder.sendall(call_of_no_text())
+        eventually(
+            lambda: daemon.text().count("a caller ended the server") > ended, "the server's end"
+        )
 
 
 def said_of_itself(address: str) -> bool:

@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from support.daemon import Daemon
 from support.manifests import CHART, K8S, ROOT, build, containers, pods
+from support.processes import child
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,9 +45,11 @@ def pins(variant: str) -> dict[str, Requirement]:
 def run(*command: str | Path, status: int = 0, **variables: str) -> str:
     """Run in an environment without this one's packages; what it wrote."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ECD_", "PYTHON"))}
-    done = subprocess.run(command, env=kept | variables, capture_output=True, text=True)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    pipe = subprocess.PIPE
+    with child(command, env=kept | variables, stdout=pipe, stderr=pipe, text=True) as process:
+        out, err = process.communicate()  # pip fetches: the test's own limit bounds it
+    assert process.returncode == status, out + err
+    return out + err
 
 
 def installed(directory: Path, *commands: tuple[str | Path, ...]) -> Path:

@@ -4,10 +4,9 @@ import ctypes
 import mmap
 import os
 import resource
-import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,9 @@ from ecd_client import Client
 from ecd_client.pools import Extent, MappedPool, address_of
 from ecd_client.writer import describe_entry
 from ecd_proto.findings import COLLAPSES_SINCE, SHMEM_HUGE_PAGES
-from support.daemon import WITHOUT_HUGE_PAGES, Daemon, eventually
+from support.daemon import WITHOUT_HUGE_PAGES, Daemon
+from support.processes import run
+from support.waiting import HANG_S, eventually
 
 MIB = 1 << 20
 NBYTES = 8 * MIB
@@ -31,17 +32,26 @@ def can_collapse() -> bool:
     return version >= COLLAPSES_SINCE and "[deny]" not in Path(SHMEM_HUGE_PAGES).read_text()
 
 
-@pytest.fixture(params=["huge pages", "small pages"])
-def daemon(request: pytest.FixtureRequest, make_daemon: Callable[..., Daemon]) -> Daemon:
-    daemon = make_daemon("256MiB")
+@pytest.fixture(scope="module", params=["huge pages", "small pages"])
+def shared_daemon(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Daemon]:
+    daemon = Daemon(tmp_path_factory.mktemp("shared"), "256MiB")
     if request.param == "small pages":
         daemon.prefix = WITHOUT_HUGE_PAGES
     elif not can_collapse():
         pytest.skip("this kernel moves no shared memory to huge pages")
     daemon.start()
-    expected = daemon.status().pools[0].pool_bytes if request.param == "huge pages" else 0
-    assert daemon.status().pools[0].huge_bytes == expected
-    return daemon
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture
+def daemon(request: pytest.FixtureRequest, unused_daemon: Daemon) -> Daemon:
+    pool = unused_daemon.status().pools[0]
+    is_huge = "huge pages" in request.node.name
+    assert pool.huge_bytes == (pool.pool_bytes if is_huge else 0)
+    return unused_daemon
 
 
 def faults(action: Callable[[], object]) -> int:
@@ -67,7 +77,7 @@ def test_a_put_and_a_get_take_few_page_faults(daemon: Daemon) -> None:
     with Client(daemon.address) as client, Client(daemon.address) as other:
         for number in range(4):
             entry = describe_entry(("default", f"k{number}"), "uint8", (NBYTES,), 0.0, b"")
-            assert client._writer.put(entry, fill, 5.0)
+            assert client._writer.put(entry, fill, HANG_S)
         for number in range(4):
             with other.get(f"k{number}") as item:
                 address = item.tensor.data_ptr()
@@ -75,7 +85,6 @@ def test_a_put_and_a_get_take_few_page_faults(daemon: Daemon) -> None:
             assert target.raw == data.raw
     assert len(took) == 8
     assert max(took) < FEW_FAULTS
-    daemon.check_nothing_leaked()
 
 
 def test_what_is_granted_is_populated_before_it_is_written(
@@ -95,7 +104,7 @@ def test_what_is_granted_is_populated_before_it_is_written(
             assert pieces
             return all(pool._writable.is_populated(start, end - start) for start, end in pieces)
 
-        eventually(is_populated, 10)
+        eventually(is_populated)
 
 
 def test_a_pool_that_is_taken_over_gets_huge_pages(make_daemon: Callable[..., Daemon]) -> None:
@@ -118,7 +127,7 @@ def test_a_pool_that_is_taken_over_gets_huge_pages(make_daemon: Callable[..., Da
 
 def test_doctor_advises_where_pages_are_small(daemon: Daemon) -> None:
     command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "doctor"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run(command, capture_output=True, text=True)
     line = next(line for line in done.stdout.splitlines() if "huge pages" in line)
     is_huge = daemon.status().pools[0].huge_bytes > 0
     assert ("100%" in line) == is_huge

@@ -38,6 +38,7 @@ from ecd_client.calls import open_channel
 from ecd_client.cli.render import names_of_pools
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+from support.waiting import HANG_S
 
 NEAR, FAR = 0, 1
 BYTES = {NEAR: 1 << 20, FAR: 8 << 20}
@@ -65,16 +66,16 @@ class TwoPools:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._is_serving.wait(10.0)
+        assert self._is_serving.wait(HANG_S)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10.0)
+        self._thread.join(HANG_S)
         assert not self._thread.is_alive()
         self._loop.close()
 
     def on_loop(self, act: Coroutine[Any, Any, object]) -> None:
-        asyncio.run_coroutine_threadsafe(act, self._loop).result(10.0)
+        asyncio.run_coroutine_threadsafe(act, self._loop).result(HANG_S)
 
     async def _run(self) -> None:
         with ExitStack() as opened:

@@ -1,6 +1,6 @@
 """Readers that verify every byte while the daemon evicts and reuses as fast as it can.
 
-    python tests/support/pin_stress.py [--seconds 60] [--without STEP]
+    python tests/support/pin_stress.py [--gets 20000] [--without STEP]
 
 Four processes get and put; some are stopped for a while and some killed at random, and all fork
 children that use and end what their parents have. Every step of
@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -242,20 +241,28 @@ def run_worker(address: str, without: str, seed: int) -> None:
 
 
 class Worker:
-    def __init__(self, address: str, without: str) -> None:
+    def __init__(self, stack: contextlib.ExitStack, address: str, without: str) -> None:
+        """`stack` ends its processes and all children of theirs, which may outlive them."""
+        self._stack = stack
         self.command = [sys.executable, __file__, "--worker", address, "--without", without]
         self.counts: dict[str, int] = {}
         self.start()
 
     def start(self) -> None:
+        from support.processes import child
+
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         seed = str(random.randrange(1 << 30))
-        self.process = subprocess.Popen([*self.command, "--seed", seed], stdout=self.output)
+        command = [*self.command, "--seed", seed]
+        self.process = self._stack.enter_context(child(command, stdout=self.output))
 
     def collect(self) -> dict[str, int]:
         self.output.seek(0)
         lines = [line for line in self.output.read().splitlines() if line.endswith("}")]
         return json.loads(lines[-1]) if lines else {}
+
+    def count(self, name: str) -> int:
+        return self.counts.get(name, 0) + self.collect().get(name, 0)
 
     def end(self) -> None:
         self.process.kill()
@@ -265,8 +272,10 @@ class Worker:
         self.output.close()
 
 
-def run(seconds: float, without: str) -> dict:
+def run(gets: int, without: str) -> dict:
+    """Until the workers have got so many, or without a step the first wrong byte."""
     from support.daemon import Daemon
+    from support.waiting import stopped
 
     found: dict[str, object] = {"without": without, "stopped": 0, "killed": 0}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
@@ -274,31 +283,26 @@ def run(seconds: float, without: str) -> dict:
         daemon.command = (sys.executable, __file__, "--daemon", "--without", without)
         stack.callback(daemon.close)
         daemon.start()
-        workers = [Worker(daemon.address, without) for _ in range(WORKERS)]
-        try:
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline:
-                time.sleep(0.5)
-                for ended in workers if without else ():
-                    if ended.process.poll() is not None:  # as a child has spoilt its page
-                        ended.end()
-                        ended.start()
-                worker = random.choice(workers)
-                if random.random() < 0.15:
-                    worker.end()
-                    worker.start()
-                    found["killed"] += 1
-                elif random.random() < 0.2:
-                    os.kill(worker.process.pid, signal.SIGSTOP)
-                    time.sleep(min(2.0, seconds / 10))
-                    os.kill(worker.process.pid, signal.SIGCONT)
-                    found["stopped"] += 1
-                if without and any(worker.collect().get("wrong") for worker in workers):
-                    break
-        finally:
-            for worker in workers:
+        workers = [Worker(stack, daemon.address, without) for _ in range(WORKERS)]
+        while sum(worker.count("gets") for worker in workers) < gets:
+            time.sleep(0.5)
+            for ended in workers if without else ():
+                if ended.process.poll() is not None:  # as a child has spoilt its page
+                    ended.end()
+                    ended.start()
+            worker = random.choice(workers)
+            if random.random() < 0.15:
                 worker.end()
+                worker.start()
+                found["killed"] += 1
+            elif random.random() < 0.2:
+                with stopped(worker.process.pid):
+                    time.sleep(1.0)
+                found["stopped"] += 1
+            if without and any(worker.count("wrong") for worker in workers):
+                break
         for worker in workers:
+            worker.end()
             for name, count in worker.counts.items():
                 found[name] = found.get(name, 0) + count
         status = daemon.status()
@@ -311,7 +315,7 @@ def run(seconds: float, without: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--gets", type=int, default=20_000)
     parser.add_argument("--without", default="", choices=("", *STEPS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worker")
@@ -322,7 +326,8 @@ def main() -> None:
     elif given.worker:
         run_worker(given.worker, given.without, given.seed)
     else:
-        found = run(given.seconds, given.without)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        found = run(given.gets, given.without)
         print(json.dumps(found))
         sys.exit(1 if found.get("wrong") else 0)
 
