@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
+
+from support.processes import run
 
 ROOT = Path(__file__).parents[2]
 LITERAL = re.compile(r"\*\*|`|\]\(|\| ?--- ?\||^#+ |<!--", re.M)
@@ -62,7 +63,7 @@ LOOK = """() => {
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(built)]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    done = run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return built
 

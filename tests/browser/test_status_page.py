@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,13 +16,14 @@ from playwright.sync_api import Browser, Page, expect
 
 from ecd_client import Client, EntryTooLarge
 from support.daemon import Daemon
+from support.processes import run
+from support.waiting import HANG_S
 
 OpenPage = Callable[..., Page]
 MIB = 1 << 20
-ANSWER_MS = 20_000
 TOKEN = "a secret of the test"
 EVIL = "<img src=x onerror=\"document.title='evil'\">"
-expect.set_options(timeout=ANSWER_MS)
+expect.set_options(timeout=HANG_S * 1e3)
 
 
 def url(daemon: Daemon) -> str:
@@ -36,7 +36,7 @@ def put(client: Client, key: str, nbytes: int = 1, namespace: str = "default") -
 
 def status_of(daemon: Daemon) -> dict:
     command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address]
-    return json.loads(subprocess.run([*command, "status", "--json"], stdout=-1, timeout=60).stdout)
+    return json.loads(run([*command, "status", "--json"], capture_output=True).stdout)
 
 
 def document(daemon: Daemon, query: str = "") -> dict:
@@ -102,6 +102,7 @@ def test_the_page_says_what_status_says_and_follows_it(
         assert client.get("absent") is None
         expect(page.locator("#tiles")).to_contain_text("3 of 4 lookups")
         expect(page.locator("#tiles")).to_contain_text("1,200 puts")
+        daemon.wait_idle()
         told, said = status_of(daemon), document(daemon)["status"]
         assert tile(page, "Hit ratio") == "75.0% | 3 of 4 lookups"
         assert tile(page, "Encoding saved") == "6.0 s | 3 bytes served"
@@ -120,14 +121,24 @@ def test_the_page_says_what_status_says_and_follows_it(
     page.evaluate(
         "Object.defineProperty(document, 'hidden', {get: () => true, configurable: true})"
     )
-    page.wait_for_timeout(3000)  # a look that was due
-    asked.clear()
-    page.wait_for_timeout(5000)
-    assert not asked, "nobody looks at a page that is hidden"
-    page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
-    expect(page.locator("#tiles")).to_contain_text("3 of 4 lookups")
-    page.wait_for_timeout(3000)
-    assert asked
+    assert page.evaluate(LOOK) == [0, 0], "nobody looks at a page that is hidden"
+    with page.expect_request("**/status.json*", timeout=HANG_S * 1e3):
+        page.evaluate(
+            "delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))"
+        )
+    assert page.evaluate(LOOK) == [1, 1], "and again once it is seen"
+
+
+LOOK = """async () => {  // as when its timer ends: what it asks for, and the timers that it sets
+  while (asking) await new Promise(requestAnimationFrame);
+  const [ask, time] = [fetch, setTimeout];
+  let asked = 0, timed = 0;
+  window.fetch = (...about) => { asked += 1; return ask(...about); };
+  window.setTimeout = (...about) => { timed += 1; return time(...about); };
+  await look();
+  [window.fetch, window.setTimeout] = [ask, time];
+  return [asked, timed];
+}"""
 
 
 def test_names_are_text_and_lists_are_bounded(daemon: Daemon, open_page: OpenPage) -> None:
@@ -292,7 +303,7 @@ def asked(
     daemon: Daemon, path: str, method: str = "GET", **headers: str
 ) -> tuple[http.client.HTTPResponse, bytes]:
     place = urlsplit(url(daemon))
-    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=30)
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=HANG_S)
     with contextlib.closing(connection):
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 
 from ecd_client import Client
 from support.daemon import Daemon
+from support.processes import run
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -37,7 +37,7 @@ def commands(program: str) -> list[str]:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    built = subprocess.run(
+    built = run(
         [BIN / "mkdocs", "build", "--strict", "--site-dir", tmp_path],
         cwd=ROOT,
         capture_output=True,
@@ -51,12 +51,17 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert "--8<" not in built_page, "an example is not included"
 
 
+@pytest.fixture
+def daemon(unused_daemon: Daemon) -> Daemon:
+    return unused_daemon
+
+
 @pytest.mark.parametrize("command", commands("ecd-cli"))
 def test_what_the_pages_ask_of_the_cli_works(daemon: Daemon, command: str) -> None:
     with Client(daemon.address) as client:
         client.put("k", torch.ones(3))
         _, *arguments = shlex.split(command)
-        done = subprocess.run(
+        done = run(
             [BIN / "ecd-cli", *arguments],
             env={**os.environ, "ECD_ADDRESS": daemon.address},
             capture_output=True,
@@ -68,9 +73,7 @@ def test_what_the_pages_ask_of_the_cli_works(daemon: Daemon, command: str) -> No
 
 def test_every_make_target_that_is_shown_is_one() -> None:
     for command in commands("make"):
-        asked = subprocess.run(
-            ["make", "-n", command.split()[1]], cwd=ROOT, capture_output=True, text=True
-        )
+        asked = run(["make", "-n", command.split()[1]], cwd=ROOT, capture_output=True, text=True)
         assert asked.returncode == 0, asked.stderr
 
 
@@ -96,7 +99,7 @@ stat -c '%%n %%U %%G %%a' ecd ecd/ecd.env ecd/ecd.toml systemd/system/ecd.servic
 
 def test_the_unit_is_installed_as_the_page_says(tmp_path: Path) -> None:
     [block] = [b for b in blocks(ROOT / "docs" / "operations.md") if "systemd-sysusers" in b]
-    done = subprocess.run(
+    done = run(
         ["unshare", "--mount", "sh", "-c", INSTALL % block],
         cwd=ROOT,
         env={"PATH": os.environ["PATH"], "PLACE": str(tmp_path)},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
@@ -15,6 +14,7 @@ from ecd_client.cli import doctor_gpu
 from ecd_proto.findings import Finding
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon
+from support.processes import run
 
 DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"
 Examine = Callable[..., dict[str, Finding]]
@@ -40,7 +40,7 @@ def examine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Examine:
 @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has a GPU")
 def test_one_line_says_that_there_is_no_gpu(daemon: Daemon) -> None:
     command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address]
-    done = subprocess.run([*command, "doctor", "--json"], capture_output=True, text=True)
+    done = run([*command, "doctor", "--json"], capture_output=True, text=True)
     found = {finding["check"]: finding for finding in json.loads(done.stdout)}
     assert found["GPU"]["found"] == "no NVIDIA GPU on this machine: nothing to pin"
     assert not {"cuda-bindings", "ECD_PIN", "killed engines"} & set(found)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ecd_client import Client
-from support.daemon import Daemon, eventually
-from support.users import MALLORY, UsersDaemon, needs_root
+from support.daemon import Daemon, changed
+from support.processes import child, run
+from support.users import MALLORY, UsersDaemon, like_dev_shm, needs_root
+from support.waiting import HANG_S, eventually, stop
 
 MakeDaemon = Callable[..., Daemon]
 
@@ -26,10 +25,8 @@ MakeDaemon = Callable[..., Daemon]
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A /dev/shm of the test's own, so that it sees and clears nobody else's."""
-    directory = Path(tempfile.mkdtemp(prefix="test-left-", dir="/dev/shm"))
-    directory.chmod(0o1777)
-    yield directory
-    shutil.rmtree(directory)
+    with like_dev_shm() as directory:
+        yield directory
 
 
 @pytest.fixture
@@ -43,13 +40,9 @@ def make_daemon(make_daemon: MakeDaemon, place: Path) -> MakeDaemon:
 
 
 def ecd(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ecd", *arguments],
-        env={**os.environ, "ECD_SHM_DIR": str(place)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, "-m", "ecd", *arguments]
+    environ = {**os.environ, "ECD_SHM_DIR": str(place)}
+    return run(command, env=environ, capture_output=True, text=True)
 
 
 def leave(daemon: Daemon) -> Daemon:
@@ -59,7 +52,9 @@ def leave(daemon: Daemon) -> Daemon:
 
 
 def grow_old(daemon: Daemon, age_s: float) -> None:
-    os.utime(daemon.shm, (time.time() - age_s,) * 2)
+    """Make its directory older than a file that is made now."""
+    with tempfile.NamedTemporaryFile(dir=daemon.shm.parent) as made:
+        os.utime(daemon.shm, (os.stat(made.name).st_mtime - age_s,) * 2)
 
 
 # -- clearing it -----------------------------------------------------------------------------------
@@ -103,24 +98,20 @@ def test_clear_takes_a_name_and_answers_programs(make_daemon: MakeDaemon, place:
     assert ecd(place, "clear", "--name", "../up").returncode == 2
 
 
-@pytest.mark.parametrize(("setting", "stays"), [("3600", False), ("0", True), ("7200", True)])
-def test_a_start_removes_what_has_been_left_for_long(
-    make_daemon: MakeDaemon, setting: str, stays: bool
-) -> None:
+def test_a_start_removes_what_has_been_left_for_long(make_daemon: MakeDaemon) -> None:
     old, young, runs = leave(make_daemon()), leave(make_daemon()), make_daemon().start()
-    grow_old(old, 4000.0)
-    grow_old(young, 3000.0)
-    grow_old(runs, 4000.0)
-    daemon = make_daemon(ECD_LEFTOVER_MAX_AGE_S=setting).start()
-    assert old.shm.exists() is stays
-    assert young.shm.exists()
-    assert runs.shm.exists()
-    assert re.search(
-        f"a daemon that has ended left {young.shm}, 1[67][.0-9]* MiB, of ", daemon.text()
-    )
-    assert f"ecd clear --name {young.name}" in daemon.text()
-    assert bool(re.search(f"removed {old.shm}, 1[67][.0-9]* MiB", daemon.text())) is not stays
-    assert str(runs.shm) not in daemon.text()
+    for setting, stays in (("0", True), ("7200", True), ("3600", False)):
+        grow_old(old, 4000.0)
+        grow_old(young, 3000.0)
+        grow_old(runs, 4000.0)
+        said = make_daemon(ECD_LEFTOVER_MAX_AGE_S=setting).start().text()
+        assert old.shm.exists() is stays
+        assert young.shm.exists()
+        assert runs.shm.exists()
+        assert re.search(f"a daemon that has ended left {young.shm}, 1[67][.0-9]* MiB, of ", said)
+        assert f"ecd clear --name {young.name}" in said
+        assert bool(re.search(f"removed {old.shm}, 1[67][.0-9]* MiB", said)) is not stays
+        assert str(runs.shm) not in said
 
 
 def test_a_start_takes_over_its_own_name_however_old(make_daemon: MakeDaemon) -> None:
@@ -136,18 +127,10 @@ def test_a_start_takes_over_its_own_name_however_old(make_daemon: MakeDaemon) ->
 
 def test_a_running_daemon_keeps_its_directory_young(make_daemon: MakeDaemon) -> None:
     daemon = make_daemon()
-    daemon.command = (sys.executable, "-c", OFTEN, "serve")
-    daemon.start()
+    daemon.command = changed("import ecd_proto.leftovers", "ecd_proto.leftovers.TOUCH_S = 0.1")
+    young = daemon.start().shm.stat().st_mtime
     grow_old(daemon, 1e6)
-    eventually(lambda: time.time() - daemon.shm.stat().st_mtime < 60.0, 5.0, "it is touched")
-
-
-OFTEN = """
-import ecd_proto.leftovers
-ecd_proto.leftovers.TOUCH_S = 0.1
-from ecd.__main__ import main
-main()
-"""
+    eventually(lambda: daemon.shm.stat().st_mtime >= young, "it is touched")
 
 
 @needs_root
@@ -166,23 +149,22 @@ def test_another_users_is_left_to_it(make_daemon: MakeDaemon, place: Path, tmp_p
 
 def doctor(daemon: Daemon) -> dict[str, str]:
     command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address]
-    done = subprocess.run([*command, "doctor", "--json"], capture_output=True, text=True)
+    done = run([*command, "doctor", "--json"], capture_output=True, text=True)
     [found] = [each for each in json.loads(done.stdout) if each["check"] == "left in memory"]
     return found
 
 
-@pytest.mark.parametrize("name", ["x\n2026 ERROR forged", "x; rm -r forged", "\x1b[2J", "x" * 65])
-def test_a_name_that_no_daemon_can_have_is_not_told(
-    make_daemon: MakeDaemon, place: Path, name: str
-) -> None:
-    directory = place / f"ecd-{name}"
-    directory.mkdir()
-    (directory / "ab.pool").write_bytes(b"x")
+def test_a_name_that_no_daemon_can_have_is_not_told(make_daemon: MakeDaemon, place: Path) -> None:
+    names = ["x\n2026 ERROR forged", "x; rm -r forged", "\x1b[2J", "x" * 65]
+    directories = [place / f"ecd-{name}" for name in names]
+    for directory in directories:
+        directory.mkdir()
+        (directory / "ab.pool").write_bytes(b"x")
     text = make_daemon().start().text()
     assert "that has ended left" not in text
-    assert name not in text
+    assert not [name for name in names if name in text]
     assert ecd(place, "clear", "--all").stdout == "there was nothing to remove\n"
-    assert directory.exists()
+    assert all(directory.exists() for directory in directories)
 
 
 def test_doctor_says_what_is_left_and_what_to_type(make_daemon: MakeDaemon, place: Path) -> None:
@@ -199,14 +181,16 @@ def test_doctor_says_what_is_left_and_what_to_type(make_daemon: MakeDaemon, plac
     assert daemon.name not in found["found"]
 
 
+WITHOUT_PATIENCE = changed("from ecd.memory import host", "host.SPACE_WAIT_S = 0.1")
+"""A daemon that waits for no room."""
 HOLDER = """
-import sys, time
+import signal, sys
 from ecd_client import Client
 with Client(sys.argv[1]) as client:
     client.put_bytes("k", b"x", "uint8", (1,))
     item = client.get("k")
     print("holds", flush=True)
-    time.sleep(1000)
+    signal.pause()
 """
 
 
@@ -217,32 +201,26 @@ def test_a_start_without_room_names_who_holds_the_old_pool(
     """A stopped client with an item keeps the old pool's memory, and there is none for two."""
     shm = tmp_path / "shm"
     shm.mkdir(0o755)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=755", "none", shm], check=True)
+    run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=755", "none", shm], check=True)
     daemon = make_daemon(ECD_SHM_DIR=str(shm))
     daemon.shm = shm / daemon.shm.name
-    client = None
     try:
         daemon.start()
-        client = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, daemon.address], stdout=subprocess.PIPE, text=True
-        )
-        assert client.stdout is not None
-        assert client.stdout.readline() == "holds\n"
-        os.kill(client.pid, signal.SIGSTOP)
-        daemon.kill()
-        daemon.command = (*Daemon.command, "--cold")  # which it would be after 10 s
-        daemon.start(wait=False)
-        assert daemon._process is not None
-        assert daemon._process.wait(30.0) == 1
-        said = daemon.text()
-        assert f"(pid {client.pid}, stopped, of root (uid 0)). End them, or let a stopped" in said
+        command = [sys.executable, "-c", HOLDER, daemon.address]
+        with child(command, stdout=subprocess.PIPE, text=True) as client:
+            assert client.stdout is not None
+            assert client.stdout.readline() == "holds\n"
+            stop(client.pid)
+            daemon.kill()
+            daemon.command = (*WITHOUT_PATIENCE, "--cold")
+            daemon.start(wait=False)
+            assert daemon._process is not None
+            assert daemon._process.wait(HANG_S) == 1
+            said = daemon.text()
+        holds = f"(pid {client.pid}, stopped, of root (uid 0)). End them, or let a stopped"
+        assert holds in said
         assert "Make the pool smaller" in said
-        client.kill()
-        client.wait()
         daemon.start()
     finally:
-        if client is not None:
-            client.kill()
-            client.wait()
         daemon.close()
-        subprocess.run(["umount", "--lazy", shm], check=True)
+        run(["umount", "--lazy", shm], check=True)

@@ -6,10 +6,11 @@ import json
 import re
 import socket
 import subprocess
-import time
 import urllib.parse
 import urllib.request
+import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from ecd_client import Client
-from support.daemon import Daemon, eventually
+from support.daemon import Daemon, close_all
+from support.processes import child, run
+from support.waiting import HANG_S, eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "ecd.rules.yml"
@@ -59,18 +62,14 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Daemon]]:
             ).start()
         )
     yield made
-    for daemon in made:
-        daemon.close()
+    close_all(made)
 
 
 def work(nodes: list[Daemon]) -> None:
     with Client(nodes[0].address) as writer, Client(nodes[1].address) as reader:
-        for number in range(10):
-            writer.put_bytes(
-                f"{time.monotonic()}-{number}", b"x" * 5000, "uint8", (5000,), cost=0.5
-            )
-        writer.put_bytes("k", b"x" * 5000, "uint8", (5000,), cost=0.5)
-        item = reader.get("k", 20.0)
+        for key in (*(uuid.uuid4().hex for _ in range(10)), "k"):
+            writer.put_bytes(key, b"x" * 5000, "uint8", (5000,), cost=0.5)
+        item = reader.get("k", HANG_S)
         assert item is not None
         item.close()
         nodes[1].evict_all()
@@ -84,9 +83,7 @@ def exported(nodes: list[Daemon]) -> set[str]:
 
 def test_promtool_finds_nothing_wrong_with_the_rules() -> None:
     for command in (["check", "rules", RULES], ["test", "rules", "ecd.rules.test.yml"]):
-        checked = subprocess.run(
-            ["promtool", *command], cwd=RULES.parent, capture_output=True, text=True
-        )
+        checked = run(["promtool", *command], cwd=RULES.parent, capture_output=True, text=True)
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
@@ -153,43 +150,40 @@ scrape_configs:
     )
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    server = subprocess.Popen(
-        [
-            *("prometheus", f"--config.file={config}", f"--storage.tsdb.path={tmp_path}/data"),
-            f"--web.listen-address={address}",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=(tmp_path / "log").open("w"),
-    )
+    command = [
+        *("prometheus", f"--config.file={config}", f"--storage.tsdb.path={tmp_path}/data"),
+        f"--web.listen-address={address}",
+    ]
 
     def ask(expression: str) -> list[dict]:
-        query = urllib.parse.urlencode({"query": expression.replace("$__rate_interval", "30s")})
+        query = urllib.parse.urlencode({"query": expression.replace("$__rate_interval", "5m")})
         with urllib.request.urlopen(f"http://{address}/api/v1/query?{query}") as answer:
             reply = json.load(answer)
         assert reply["status"] == "success"
         return reply["data"]["result"]
 
-    def scraped() -> bool:
+    def scraped(expression: str) -> int:
         try:
-            return len(ask("ecd_info")) == 2
+            return len(ask(expression))
         except OSError:
-            return False
+            return 0
 
-    try:
-        eventually(scraped, 30.0, "both daemons are scraped")
-        for _ in range(4):
-            work(nodes)
-            time.sleep(0.6)
+    def is_shown(title: str, expression: str) -> bool:
+        data = ask(expression)
+        if title in ("Hit ratio", "Encoders saved", "Served", "Fetches, by outcome"):
+            return any(float(series["value"][1]) > 0 for series in data)
+        return bool(data) or title in EMPTY_WHEN_WELL
+
+    log = (tmp_path / "log").open("w")
+    with log, child(command, grace=True, stdout=subprocess.DEVNULL, stderr=log):
+        work(nodes)
+        eventually(lambda: scraped("ecd_info") == 2, "both daemons are scraped")
+        eventually(lambda: scraped("ecd_fetches_total{outcome='fetched'} > 0"), "so is the work")
+        work(nodes)
         for title, expression in queries():
-            data = ask(expression)
-            assert data or title in EMPTY_WHEN_WELL, (title, expression)
-            if title in ("Hit ratio", "Encoders saved", "Served", "Fetches, by outcome"):
-                assert any(float(series["value"][1]) > 0 for series in data), (title, data)
+            eventually(partial(is_shown, title, expression), f"{title}: {expression}")
         with urllib.request.urlopen(f"http://{address}/api/v1/rules") as answer:
             [group] = json.load(answer)["data"]["groups"]
         assert [rule["name"] for rule in group["rules"]] == alerts()
         assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
         assert not ask('ALERTS{alertstate="firing"}')
-    finally:
-        server.terminate()
-        server.wait()

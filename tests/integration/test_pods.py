@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2
 
-from support.daemon import eventually
 from support.manifests import K8S, build, containers, environment, only, pods
 from support.nodes import LET_OTHERS_IN, SEEN
+from support.processes import child, run
+from support.waiting import HANG_S, eventually
 
 CONTAINER = f"""
 set -e
@@ -53,7 +54,7 @@ def sidecar(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         for name, value in environment(ecd).items()
     }
     log = tmp_path / "log"
-    process = subprocess.Popen(
+    with child(
         ["unshare", "--mount", "--net", "--fork", "--kill-child", "sh", "-c", CONTAINER],
         env={
             **settings,
@@ -68,12 +69,8 @@ def sidecar(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         },
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,
-    )
-    yield process, log
-    for child in daemons(process):  # it changed its user, so it does not die with its parent
-        os.kill(child, signal.SIGKILL)
-    process.kill()
-    process.wait()
+    ) as process:
+        yield process, log
 
 
 def daemons(process: subprocess.Popen[bytes]) -> list[int]:
@@ -94,14 +91,14 @@ def test_the_sidecar_runs_as_its_manifest_says(
     sidecar: tuple[subprocess.Popen[bytes], Path],
 ) -> None:
     process, log = sidecar
-    eventually(lambda: '"serving on ' in log.read_text(), 30.0, log.read_text())
+    eventually(lambda: '"serving on ' in log.read_text(), log.read_text())
     [daemon] = daemons(process)
     inside = ["nsenter", "--target", str(daemon), "--mount", "--net"]
-    probe = subprocess.run([*inside, sys.executable, "-c", PROBE], capture_output=True, text=True)
+    probe = run([*inside, sys.executable, "-c", PROBE], capture_output=True, text=True)
     assert probe.stdout.strip() == str(health_pb2.HealthCheckResponse.SERVING), probe.stderr
     cli = Path(sys.executable).with_name("ecd-cli")
     command = [cli, "--address", "unix:///run/ecd/ecd.sock", "--json"]
-    status = subprocess.run([*inside, *command, "status"], capture_output=True, text=True)
+    status = run([*inside, *command, "status"], capture_output=True, text=True)
     told = json.loads(status.stdout)
     assert told["pools"][0]["pool_bytes"] == 96 << 20
     assert told["pools"][0]["path"].startswith("/run/ecd/")
@@ -109,12 +106,12 @@ def test_the_sidecar_runs_as_its_manifest_says(
     owner = Path(f"/proc/{daemon}/status").read_text()
     assert re.search(r"^Uid:\t10001\t", owner, re.MULTILINE)
     assert re.search(r"^CapEff:\t0+$", owner, re.MULTILINE)
-    bench = subprocess.run([*inside, *command, "bench", "--rounds", "1"], capture_output=True)
+    bench = run([*inside, *command, "bench", "--rounds", "1"], capture_output=True)
     assert bench.returncode == 0, bench.stderr
     volume = os.open(f"/proc/{daemon}/root/run/ecd/ecd-default", os.O_RDONLY)
     assert os.fstat(volume).st_gid == 10001
     os.kill(daemon, signal.SIGTERM)
-    assert process.wait(20.0) == 0, log.read_text()
+    assert process.wait(HANG_S) == 0, log.read_text()
     left = {Path(name).suffix for name in os.listdir(volume)}
     os.close(volume)
     assert {".pool", ".index"} <= left, "a container that is started again takes it over"

@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import select
-import signal
-import subprocess
-import time
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +14,16 @@ import pytest
 import torch
 
 from ecd_client import Client
-from support.daemon import Daemon, close_all, eventually
+from support.daemon import Daemon
+from support.processes import child
+from support.waiting import HANG_S, eventually
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venvs/sglang/bin/python"
 NAME = "tiny@1"
 ROWS = 64
-WAIT_S = 200.0
-pytestmark = pytest.mark.timeout(300)  # importing SGLang takes 5 s of a free core
+CONNECT = f"{{}}._client.wait_connected({HANG_S})"
+"""A store connects in the background, and what it is asked before then is a miss."""
 CONFIG = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "model_type": "qwen2_5_vl",
@@ -46,32 +45,26 @@ def sha(tensor: torch.Tensor) -> str:
 class Encoder:
     """A process that has SGLang's interface and evaluates expressions; see support."""
 
-    def __init__(self, model: Path, log: Path, **environ: str) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("ECD_", "PYTHON"))}
-        path = [ROOT, ROOT / "client", ROOT / "proto", ROOT / "tests/e2e/site"]
+    def __init__(self, log: Path, **environ: str) -> None:
         self.log = log
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [PYTHON, ROOT / "tests/support/sglang_process.py", model, str(ROWS)],
-                env=kept | {"PYTHONPATH": os.pathsep.join(map(str, path)), **environ},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
+        ours, self.theirs = socket.socketpair()
+        ours.settimeout(HANG_S)
+        self.arguments = [str(self.theirs.fileno()), str(log), json.dumps(environ)]
+        with ours:
+            self._lines = ours.makefile("rw")
 
     def __call__(self, expression: str) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(expression), file=self._process.stdin, flush=True)
-        ready, _, _ = select.select([self._process.stdout], [], [], WAIT_S)
-        answer = self._process.stdout.readline() if ready else ""
-        assert answer, f"no answer to {expression}:\n{self.log.read_text()[-4000:]}"
+        print(json.dumps(expression), file=self._lines, flush=True)
+        try:
+            answer = self._lines.readline()
+        except TimeoutError:
+            answer = ""
+        said = self.log.read_text()[-4000:] if self.log.exists() else ""
+        assert answer, f"no answer to {expression}:\n{said}"
         return json.loads(answer)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._lines.close()
 
 
 @pytest.fixture(scope="module")
@@ -87,21 +80,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    daemon = Daemon(tmp_path_factory.mktemp("daemon"), "16MiB").start()
-    yield daemon
-    close_all([daemon])
-
-
-@pytest.fixture(scope="module")
 def encoders(
     model: Path, shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Encoder]]:
     """Two encoders that ask for ecd, and one that does not."""
     asked = {"ECD_SGLANG_NAMESPACE": NAME, "ECD_ADDRESS": shared_daemon.address}
     logs = tmp_path_factory.mktemp("encoders")
-    made = [Encoder(model, logs / f"{n}.log", **(asked if n < 2 else {})) for n in range(3)]
-    yield made
+    made = [Encoder(logs / f"{n}.log", **(asked if n < 2 else {})) for n in range(3)]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ECD_", "PYTHON"))}
+    path = [ROOT, ROOT / "client", ROOT / "proto", ROOT / "tests/e2e/site"]
+    arguments = [argument for encoder in made for argument in encoder.arguments]
+    with child(
+        [PYTHON, ROOT / "tests/support/sglang_process.py", model, str(ROWS), *arguments],
+        env=kept | {"PYTHONPATH": os.pathsep.join(map(str, path))},
+        pass_fds=[encoder.theirs.fileno() for encoder in made],
+    ):
+        for encoder in made:
+            encoder.theirs.close()
+        yield made
     for encoder in made:
         encoder.close()
 
@@ -110,7 +106,7 @@ def encoders(
 def one(encoders: list[Encoder], shared_daemon: Daemon) -> Encoder:
     """The first encoder, connected to a daemon that has no entry."""
     shared_daemon.evict_all()
-    encoders[0]("store._client.wait_connected(30)")
+    encoders[0](CONNECT.format("store"))
     return encoders[0]
 
 
@@ -135,7 +131,7 @@ def test_every_method_takes_what_sglang_passes(encoders: list[Encoder]) -> None:
 
 def test_another_encoder_gets_the_same_bytes(one: Encoder, encoders: list[Encoder]) -> None:
     two = encoders[1]
-    two("store._client.wait_connected(30)")
+    two(CONNECT.format("store"))
     assert two("store.batch_is_exist(['7', '8'])") == [False, False]
     assert one("put('7', (0, 5), (20, 1), (9, 2))") == [True]
     assert one("put('7', (0, 5), (20, 1), (9, 2))") == [True]  # as it is stored already
@@ -227,13 +223,11 @@ def test_an_entry_of_another_node_is_fetched(
     one(to_daemon.format(near.address))
     one("globals().update(near=start())")
     one(to_daemon.format(shared_daemon.address))
-    one("near._client.wait_connected(30)")
+    one(CONNECT.format("near"))
     entry = torch.randn(8, 128).to(torch.bfloat16)
     with Client(far.address, namespace=one("near._namespace")) as client:
         client.put("5", entry)
-        eventually(
-            lambda: one("near.batch_is_exist(['6', '5'])") == [False, True], 30.0, "it is found"
-        )
+        eventually(lambda: one("near.batch_is_exist(['6', '5'])") == [False, True], "it is found")
     places = "[[near._buffers[0].data_ptr()], [8 * 256]]"
     assert one(f"near.batch_get(['5'], *{places})") == [True]
     assert one("sha(near._buffers[0][:8])") == sha(entry)
@@ -241,20 +235,20 @@ def test_an_entry_of_another_node_is_fetched(
 
 def test_no_daemon_and_a_stalled_one_are_misses(one: Encoder, shared_daemon: Daemon) -> None:
     calls = ("put('9', (0, 9))", "get('9', (0, 9))", "store.batch_is_exist(['9', '10'])")
-    os.kill(shared_daemon.pid, signal.SIGSTOP)
-    try:
-        started_s = time.monotonic()
-        assert one("store.batch_is_exist(['10'])") == [False]
-        assert one("get('10', (0, 9))") == [False]
-        assert time.monotonic() - started_s < 60.0  # when SGLang itself gives a batch up
-    finally:
-        os.kill(shared_daemon.pid, signal.SIGCONT)
+    one("[setattr(ours, bound, 0.5) for bound in ('BATCH_S', 'CALL_S')]")
+    one("globals().update(hasty=start())")
+    one(CONNECT.format("hasty"))
+    with shared_daemon.stopped():
+        assert one("hasty.batch_is_exist(['10'])") == [False]
+        rows = "[[hasty._buffers[0].data_ptr()], [256]]"
+        assert one(f"hasty.batch_get(['10'], *{rows})") == [False]
+    one("[setattr(ours, bound, PATIENCE_S) for bound in ('BATCH_S', 'CALL_S')]")
     shared_daemon.kill()
-    eventually(lambda: not one("store._client.connected"), 10.0, "the end of the session is seen")
+    eventually(lambda: not one("store._client.connected"), "the end of the session is seen")
     for call in calls:
         assert not any(one(call)), call
     shared_daemon.start()
-    one("store._client.wait_connected(30)")
+    one(CONNECT.format("store"))
     assert all(one("put('9', (0, 9))") + one("get('9', (0, 9))"))
 
 
@@ -300,20 +294,21 @@ def test_sglangs_own_cache_fetches_and_inserts(one: Encoder, shared_daemon: Daem
     def ended() -> bool:
         return one("cache.check_prefetch_progress('r')")
 
+    one(CONNECT.format("cache.embedding_store"))
     with Client(shared_daemon.address, namespace=one("cache.embedding_store._namespace")) as client:
         client.put("77", entry)
         assert one("asyncio.run(cache.batch_is_exist(['76', '77']))") == [False, True]
         one("setattr(cache.vision_pool.allocator, 'free_ranges', [(0, 1), (2, 1), (4, 1)])")
         one(prefetch.format("77", 2400))
-        eventually(ended, 10.0, "SGLang is told of the miss")
+        eventually(ended, "SGLang is told of the miss")
         assert not one("cache.has_local_embedding('77')")
         assert one("cache.vision_pool.allocator.free_pages") == 3
         one(prefetch.format("77", 2500))
-        eventually(ended, 10.0, "SGLang has the entry")
+        eventually(ended, "SGLang has the entry")
         assert one("cached('77')") == [sha(entry), 3]
         shared_daemon.evict_all()
         one("cache.insert_batch(['77'], Modality.IMAGE)")
-        item = client.get("77", timeout=10.0)
+        item = client.get("77", timeout=HANG_S)
         assert item is not None
         with item:
             assert torch.equal(item.tensor, entry)

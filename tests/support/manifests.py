@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from support.processes import run
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "deploy" / "k8s"
@@ -24,7 +25,7 @@ Manifest = dict[str, Any]
 def tool(*command: str | Path) -> str:
     program = shutil.which(command[0], path=TOOLS)
     assert program is not None, f"{command[0]} is missing: run make build/kubernetes/helm"
-    done = subprocess.run([program, *command[1:]], capture_output=True, text=True)
+    done = run([program, *command[1:]], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr, done.stderr
     return done.stdout

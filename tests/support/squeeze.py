@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ecd_client import Client
 from ecd_client.shared.puts import NewEntry
+from support.waiting import HANG_S
 
 
 @contextlib.contextmanager
@@ -17,15 +18,15 @@ def being_written(address: str, nbytes: int) -> Iterator[None]:
 
     def copy_to(*_: object) -> None:
         copying.set()
-        go_on.wait(120)
+        go_on.wait()
 
     entry = NewEntry("somebody's", "x", "uint8", (nbytes,), nbytes, b"", 0.0)
     with Client(address) as client:
         thread = threading.Thread(target=client._writer.put, args=(entry, copy_to, 5.0))
         thread.start()
         try:
-            assert copying.wait(10), "there was no room for it"
+            assert copying.wait(HANG_S), "there was no room for it"
             yield
         finally:
             go_on.set()
-            thread.join()
+            thread.join(HANG_S)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.daemon import Daemon
 from support.nodes import LET_OTHERS_IN, SEEN
+from support.processes import run
+from support.waiting import HANG_S
 
 SERVICE, MALLORY = 12345, 54321
 """User ids that nobody has: the one that daemons run as, and one that means harm."""
@@ -26,6 +30,30 @@ needs_root = pytest.mark.skipif(
 )
 
 
+@contextlib.contextmanager
+def like_dev_shm() -> Iterator[Path]:
+    """A directory on tmpfs that is open to all, where nobody can remove another's files."""
+    with tempfile.TemporaryDirectory(prefix="test-users-", dir="/dev/shm") as made:
+        directory = Path(made)
+        directory.chmod(0o1777)
+        yield directory
+
+
+@contextlib.contextmanager
+def acting_as(uid: int) -> Iterator[None]:
+    """This process makes and opens files as this user within the block."""
+    groups = os.getgroups()
+    os.setgroups([])
+    os.setegid(uid)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.setgroups(groups)
+
+
 def prefix(directory: Path, uid: int, groups: str = "") -> list[str]:
     """The words that run a command as this user, who can then read Python and this tree."""
     if uid == 0:
@@ -38,7 +66,7 @@ def prefix(directory: Path, uid: int, groups: str = "") -> list[str]:
 
 def shell(uid: int, script: str, *arguments: Path) -> None:
     """Run a few commands as this user."""
-    subprocess.run(
+    run(
         ["sh", "-ec", script, "sh", *map(str, arguments)],
         user=uid,
         group=uid,
@@ -64,6 +92,6 @@ class UsersDaemon(Daemon):
         """Start it, and see it end; what it said."""
         self.start(wait=False)
         assert self._process is not None
-        assert self._process.wait(30.0) == 1, self.text()
+        assert self._process.wait(HANG_S) == 1, self.text()
         assert "Traceback" not in self.text(), self.text()
         return self.text()
