@@ -10,8 +10,11 @@ import pytest
 from ecd_client import Client
 from support.daemon import Daemon, close_all
 from support.nodes import Node, NodeClient, NodeDaemon
+from support.pairs import start_all
+from support.redis import UNHURRIED, RedisServer
 
 TOKEN = "a secret of the test"
+MakePeer = Callable[..., Daemon]
 _hosts = itertools.count(2)
 _ports = itertools.count()
 
@@ -50,29 +53,66 @@ def make_lasting_peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
     close_all(daemons)
 
 
+@pytest.fixture(scope="module")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One Redis for all tests of a file that neither end, stop nor empty it."""
+    redis = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield redis.start()
+    redis.kill()
+
+
+@pytest.fixture(scope="module")
+def shared_pair(make_lasting_peer: MakePeer, shared_redis: RedisServer) -> list[Daemon]:
+    """Two nodes with a directory, whose waits end by no time of theirs."""
+    about = {"ECD_DIRECTORY": shared_redis.url, "ECD_FETCH_TIMEOUT_S": "600", "ECD_ZONE": "west"}
+    pair = [make_lasting_peer("64MiB", **about) for _ in range(2)]
+    for daemon in pair:
+        daemon.command = UNHURRIED
+    start_all(*pair)
+    return pair
+
+
 @pytest.fixture
-def client_of() -> Iterator[Callable[[Daemon], Client]]:
+def unused_pair(shared_pair: list[Daemon]) -> Iterator[list[Daemon]]:
+    """The nodes of the file, for one test: before and after it nobody uses them."""
+    for daemon in shared_pair:
+        daemon.check_unused()
+        daemon.wait_idle("settled")
+    yield shared_pair
+    for daemon in shared_pair:
+        daemon.check_unused()
+
+
+@pytest.fixture
+def make_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+    """Servers that end with the test."""
+    servers: list[RedisServer] = []
+
+    def make(**about: object) -> RedisServer:
+        servers.append(RedisServer(tmp_path, **about))
+        return servers[-1].start()
+
+    yield make
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def redis(make_redis: Callable[..., RedisServer]) -> RedisServer:
+    return make_redis()
+
+
+@pytest.fixture
+def client_of() -> Iterator[Callable[..., Client]]:
     clients: list[Client] = []
 
-    def client(daemon: Daemon) -> Client:
-        clients.append(Client(daemon.address, connect_timeout=30))
+    def client(daemon: Daemon, **about: object) -> Client:
+        clients.append(Client(daemon.address, connect_timeout=30, **about))
         return clients[-1]
 
     yield client
     for each in clients:
         each.close()
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[Node, Node]]:
-    """Two machines and a cable."""
-    a, b = Node(1), Node(2)
-    try:
-        a.plug(b)
-        yield a, b
-    finally:
-        a.close()
-        b.close()
 
 
 @pytest.fixture

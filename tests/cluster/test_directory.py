@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-import itertools
 import json
-import os
 import random
 import re
-import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
 
+from ecd.cluster import redis_directory
 from ecd.cluster.admission import Admission
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.directory import Found, NoDirectory
@@ -36,53 +34,37 @@ from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd_client import Client
 from ecd_proto.shm.files import GRANULE_BYTES
-from support.daemon import Daemon, eventually
-from support.redis import PATIENT, RedisServer
+from support.daemon import Daemon
+from support.pairs import PATIENT, start_all
+from support.processes import child, run
+from support.redis import UNHURRIED, RedisServer, free_port
+from support.waiting import HANG_S, eventually, eventually_async, within_hang
 
 MakePeer = Callable[..., Daemon]
 ClientOf = Callable[[Daemon], Client]
-BOUND_S = 6.0
-ports = itertools.count(16400)
+MakeRedis = Callable[..., RedisServer]
+LONG_S = 600.0
 
 
 @pytest.fixture
-def make_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
-    servers: list[RedisServer] = []
-
-    def make(**options: object) -> RedisServer:
-        servers.append(RedisServer(tmp_path, port=next(ports), **options))
-        return servers[-1].start()
-
-    yield make
-    for server in servers:
-        server.kill()
+def client_of(client_of: Callable[..., Client], request: pytest.FixtureRequest) -> ClientOf:
+    return partial(client_of, namespace=request.node.name)
 
 
-@pytest.fixture
-def redis(make_redis: Callable[..., RedisServer]) -> RedisServer:
-    return make_redis()
-
-
-def url(redis: RedisServer) -> str:
-    return f"redis://{redis.host}:{redis.port}/0"
-
-
-def row(key: str, namespace: str = "default", cluster: str = "default") -> str:
+def row(key: str, namespace: str = "default") -> str:
     digest = hashlib.sha256(f"{namespace}\0{key}".encode()).hexdigest()[:32]
-    return f"ecd:{cluster}:e:{digest}"
+    return f"ecd:default:e:{digest}"
 
 
-def known(redis: RedisServer, key: str) -> list[str]:
-    """The incarnations that Redis has for a key."""
-    return redis.ask("hkeys", row(key)).split()
+def known(redis: RedisServer, client: Client, key: str) -> list[str]:
+    """The incarnations that Redis has for a key of the client's namespace."""
+    return redis.ask("hkeys", row(key, client.namespace)).split()
 
 
-def look(client: Client, key: str) -> bool:
-    """Whether the key can be had from anywhere, within the bound."""
-    started = time.monotonic()
-    [found] = client.get_async([key], 5.5, only_if_written=True)
-    item = found.result(BOUND_S)
-    assert time.monotonic() - started < BOUND_S
+def look(client: Client, key: str, *nodes: str) -> bool:
+    """Whether the key can be had from anywhere."""
+    [found] = client.get_async([key], LONG_S, only_if_written=True, nodes=[nodes])
+    item = found.result(HANG_S)
     if item is None:
         return False
     with item:
@@ -95,101 +77,95 @@ def store(client: Client, key: str) -> None:
     client.put(key, torch.full((1000,), float(len(key))))
 
 
-@pytest.fixture
-def make_patient(make_peer: MakePeer) -> MakePeer:
-    def make(**settings: str) -> Daemon:
-        daemon = make_peer(**settings)
-        daemon.command = PATIENT
-        return daemon
-
-    return make
-
-
 Two = tuple[Daemon, Client, Daemon, Client]
 
 
 @pytest.fixture
-def two(make_patient: MakePeer, client_of: ClientOf, redis: RedisServer) -> Two:
+def two(unused_pair: list[Daemon], client_of: ClientOf) -> Two:
     """Nodes that wait for Redis for longer than by default."""
-    a, b = (make_patient(ECD_DIRECTORY=url(redis)).start() for _ in range(2))
+    a, b = unused_pair
     return a, client_of(a), b, client_of(b)
 
 
+@contextlib.contextmanager
+def closing_redis(directory: Path) -> Iterator[RedisServer]:
+    redis = RedisServer(directory)
+    yield redis.start()
+    redis.kill()
+
+
+@pytest.fixture(scope="module")
+def halting_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with closing_redis(tmp_path_factory.mktemp("halting")) as redis:
+        yield redis
+
+
+@pytest.fixture(scope="module")
+def shipped_pair(make_lasting_peer: MakePeer, halting_redis: RedisServer) -> list[Daemon]:
+    pair = [make_lasting_peer("64MiB", ECD_DIRECTORY=halting_redis.url) for _ in range(2)]
+    for daemon in pair:
+        daemon.command = PATIENT
+    start_all(*pair)
+    return pair
+
+
 @pytest.fixture
-def two_as_shipped(make_peer: MakePeer, client_of: ClientOf, redis: RedisServer) -> Two:
-    a, b = (make_peer(ECD_DIRECTORY=url(redis)).start() for _ in range(2))
+def two_as_shipped(shipped_pair: list[Daemon], client_of: ClientOf) -> Two:
+    """Nodes that wait for Redis as any daemon does; it fails, and is up again after each test."""
+    for daemon in shipped_pair:
+        daemon.check_unused()
+        daemon.wait_idle("settled")
+        eventually(lambda daemon=daemon: daemon.peers().directory.up)
+    a, b = shipped_pair
     return a, client_of(a), b, client_of(b)
 
 
 def test_what_is_stored_anywhere_is_found_and_what_is_evicted_is_not(
-    two: Two, redis: RedisServer
+    two: Two, shared_redis: RedisServer
 ) -> None:
-    a, here, _b, there = two
+    redis, (a, here, b, there) = shared_redis, two
     for number in range(50):
         store(here, "k" * (number + 1))
-    eventually(lambda: a.peers().directory.unpublished == 0)
-    eventually(lambda: known(redis, "k" * 50) == [here.incarnation])
+    a.wait_idle("settled")
+    assert a.peers().directory.unpublished == 0
+    assert known(redis, here, "k" * 50) == [here.incarnation]
     assert all(look(there, "k" * (number + 1)) for number in range(50))
-    eventually(lambda: len(known(redis, "k")) == 2, what="the second copy is known too")
+    b.wait_idle("settled")
+    assert len(known(redis, here, "k")) == 2, "the second copy is known too"
     assert not look(there, "nothing")
     a.evict_all()
-    eventually(lambda: known(redis, "k") == [there.incarnation])
-    assert int(redis.ask("ttl", row("k"))) > 600, "rows expire by themselves"
+    a.wait_idle("settled")
+    assert known(redis, here, "k") == [there.incarnation]
+    assert int(redis.ask("ttl", row("k", here.namespace))) > 600, "rows expire by themselves"
     record = f"ecd:default:n:{here.incarnation}"
     assert 0 < int(redis.ask("ttl", record)) <= 15, "and with the node that owns them"
-    a.terminate()
-    assert redis.ask("exists", record) == "0", "a node that leaves says so"
-    assert look(there, "k")
+    assert json.loads(redis.ask("get", record))["zone"] == "west"
 
 
 def test_no_password_is_shown_where_redis_repeats_it(
-    make_peer: MakePeer, make_redis: Callable[..., RedisServer]
+    make_peer: MakePeer, make_redis: MakeRedis
 ) -> None:
     """A Redis of before version 6 repeats the login that it does not know."""
     redis = make_redis(options=["--rename-command", "HELLO", ""])
     daemon = make_peer(ECD_DIRECTORY=f"redis://:hunter2@{redis.host}:{redis.port}/0").start()
-    eventually(lambda: daemon.peers().directory.last_error)
-    said = daemon.peers().directory.last_error
-    assert "unknown command" in said
-    assert "hunter2" not in said + daemon.text()
-
-
-def test_clusters_that_share_a_redis_do_not_see_each_other(
-    two: Two, make_patient: MakePeer, client_of: ClientOf, redis: RedisServer
-) -> None:
-    _, here, _, there = two
-    other = make_patient(ECD_DIRECTORY=url(redis), ECD_CLUSTER="other").start()
-    store(here, "k")
-    eventually(lambda: known(redis, "k") != [])
-    assert not look(client_of(other), "k")
-    assert look(there, "k")
-
-
-def test_this_zone_comes_first_then_the_least_busy(
-    make_patient: MakePeer, client_of: ClientOf, redis: RedisServer
-) -> None:
-    zones = ["west", "east", "north"]
-    holders = [make_patient(ECD_DIRECTORY=url(redis), ECD_ZONE=zone).start() for zone in zones]
-    for daemon in holders:
-        store(client_of(daemon), "k")
-    eventually(lambda: len(known(redis, "k")) == 3)
-    asking = make_patient(ECD_DIRECTORY=url(redis), ECD_ZONE="east").start()
-    assert look(client_of(asking), "k")
-    assert [peer.zone for peer in asking.peers().peers if peer.reads] == ["east"]
+    eventually(lambda: "unknown command" in daemon.peers().directory.last_error)
+    assert "hunter2" not in daemon.peers().directory.last_error + daemon.text()
 
 
 # -- Redis fails -----------------------------------------------------------------------------------
 
 
-def test_redis_is_killed_and_restarts_empty(two_as_shipped: Two, redis: RedisServer) -> None:
-    a, here, b, there = two_as_shipped
+def test_redis_is_killed_and_restarts_empty(
+    two_as_shipped: Two, halting_redis: RedisServer
+) -> None:
+    redis, (a, here, b, there) = halting_redis, two_as_shipped
     store(here, "k")
-    eventually(lambda: known(redis, "k") != [])
+    a.wait_idle("settled")
+    assert known(redis, here, "k")
     redis.kill()
     for _ in range(3):
         assert not look(there, "kk"), "a miss"
-    with there.get("k", 5.0, nodes=[here.node]) as item:
-        assert (item.tensor == 1).all(), "hints go on"
+    assert look(there, "k", here.node), "hints go on"
     eventually(lambda: not b.peers().directory.up)
     assert b.peers().directory.errors > 0
     assert "ecd_directory_up 0.0" in b.metrics()
@@ -197,114 +173,93 @@ def test_redis_is_killed_and_restarts_empty(two_as_shipped: Two, redis: RedisSer
     store(here, "kkk")  # while nobody can be told
     eventually(lambda: a.peers().directory.lag_s > 0 or a.peers().directory.unpublished > 0)
     redis.start()
-    eventually(lambda: known(redis, "k") == [here.incarnation], 20, "entries are told again")
-    eventually(lambda: known(redis, "kkk") == [here.incarnation], 20)
-    eventually(lambda: look(there, "k") and look(there, "kkk"), 20)
-    eventually(lambda: b.peers().directory.up, 20)
-
-
-def test_redis_is_flushed(two: Two, redis: RedisServer) -> None:
-    a, here, _, there = two
-    for number in range(700):  # more than one batch
-        store(here, "k" * (number % 7 + 1) + str(number))
-    store(here, "k")
-    eventually(lambda: known(redis, "k") != [])
-    os.kill(a.pid, signal.SIGSTOP)
-    redis.ask("flushall")
-    assert known(redis, "k") == []
-    assert not look(there, "k")
-    os.kill(a.pid, signal.SIGCONT)
-    eventually(lambda: known(redis, "k") == [here.incarnation], 15, "it is told again")
-    eventually(lambda: int(redis.ask("dbsize")) == 701 + 4, 15)
-
-
-def test_redis_stands_still(two_as_shipped: Two, redis: RedisServer) -> None:
-    _a, here, b, there = two_as_shipped
-    store(here, "k")
-    eventually(lambda: known(redis, "k") != [])
-    redis.stop()
-    try:
-        took_s = []
-        for number in range(20):
-            started = time.monotonic()
-            assert not look(there, f"nothing-{number}")
-            took_s.append(time.monotonic() - started)
-            store(there, "x" * (number + 1))
-        assert median(took_s) < 1.0, "a lookup has a quarter of a second"
-        assert max(took_s) < 3.0, "a fetch has five"
-        status = b.status()
-        assert status.entries == 20, "the daemon serves on"
-    finally:
-        redis.go_on()
-    eventually(lambda: look(there, "k"), 20)
-    eventually(lambda: known(redis, "x") == [there.incarnation], 20)
-
-
-def test_who_cannot_make_an_entry_outlasts_a_halt_of_redis(
-    two_as_shipped: Two, redis: RedisServer
-) -> None:
-    _, here, b, there = two_as_shipped
-    for key in ("k", "kk"):
-        store(here, key)
-        eventually(lambda key=key: known(redis, key) != [])
-    redis.stop()
-    try:
-        started = time.monotonic()
-        [made] = there.get_async(["kk"], 5.0, only_if_written=True, makes=[0.0])
-        assert made.result(BOUND_S) is None
-        assert time.monotonic() - started < 1.7, "an engine that encodes does not wait"
-        [waiting] = there.get_async(["k"], 8.0)
-        time.sleep(1.0)
-    finally:
-        redis.go_on()
-    item = waiting.result(BOUND_S)
-    assert item is not None
-    with item:
-        assert (item.tensor == 1.0).all(), "wrong bytes"
-    assert b.peers().fetches["fetched"] == 1
-
-
-def test_redis_is_up_again_once_it_has_answered(two_as_shipped: Two, redis: RedisServer) -> None:
-    """A lookup is late between two beats, which are five seconds apart."""
-    _, _, b, there = two_as_shipped
+    for key in ("k", "kkk"):
+        eventually(lambda key=key: known(redis, here, key) == [here.incarnation], "told again")
+    eventually(lambda: look(there, "k") and look(there, "kkk"))
     eventually(lambda: b.peers().directory.up)
-    redis.stop()
-    assert not look(there, "nothing")
-    redis.go_on()
-    assert b.peers().directory.errors > 0
-    time.sleep(1.1)  # for a second it is not asked
-    eventually(lambda: look(there, "nothing") or b.peers().directory.up, 2.5)
 
 
-def test_redis_is_slow(two_as_shipped: Two, redis: RedisServer) -> None:
+def test_redis_is_flushed(two: Two, shared_redis: RedisServer) -> None:
+    redis, (a, here, _, there) = shared_redis, two
+    nodes = [f"ecd:default:n:{client.incarnation}" for client in (here, there)]
+    keys = ["k", *("k" * (number % 7 + 1) + str(number) for number in range(700))]
+    for key in keys:  # more than one batch
+        store(here, key)
+    a.wait_idle("settled")
+    with a.stopped():
+        redis.ask("flushall")
+        assert not look(there, "k")
+    rows = [*nodes, *(row(key, here.namespace) for key in keys)]
+    eventually(lambda: redis.ask("exists", *rows) == str(len(rows)), "all is told again")
+    assert known(redis, here, "k") == [here.incarnation]
+
+
+def test_redis_stands_still(two_as_shipped: Two, halting_redis: RedisServer) -> None:
+    redis, (a, here, b, there) = halting_redis, two_as_shipped
+    store(here, "k")
+    a.wait_idle("settled")
+    hints = [f"10.9.9.9:{number}" for number in range(1, 9)]
+    with redis.stopped():
+        for number in range(20):
+            assert not look(there, f"nothing-{number}")
+            store(there, "x" * (number + 1))
+        assert b.status().entries == 20, "the daemon serves on"
+        keys = [f"hinted-{number}" for number in range(64)]
+        founds = there.get_async(keys, LONG_S, only_if_written=True, nodes=[hints] * 64)
+        assert [found.result(HANG_S) for found in founds] == [None] * 64
+        assert b.peers().directory.errors > 0
+    eventually(lambda: look(there, "k"))
+    b.wait_idle("settled")
+    assert known(redis, there, "x") == [there.incarnation]
+    eventually(lambda: b.peers().directory.up)
+
+
+def test_redis_is_slow(two_as_shipped: Two, halting_redis: RedisServer) -> None:
     """Scripts that hold Redis up for 30 ms at a time: slow, but within the time a lookup has."""
-    _, here, _, there = two_as_shipped
-    for number in range(10):
-        store(here, "k" * (number + 1))
-    eventually(lambda: known(redis, "k" * 10) != [])
+    redis, (a, here, _, there) = halting_redis, two_as_shipped
+    keys = ["k" * (number + 1) for number in range(10)]
+    for key in keys:
+        store(here, key)
+    a.wait_idle("settled")
     busy = (
         "local t=redis.call('time') local e=t[1]*1000000+t[2]+30000 "
         "repeat t=redis.call('time') until t[1]*1000000+t[2]>e"
     )
-    hold = subprocess.Popen(
-        ["redis-cli", "-h", redis.host, "-p", str(redis.port), "-r", "300", "eval", busy, "0"],
-        stdout=subprocess.DEVNULL,
-    )
-    found = False
-    while hold.poll() is None and not found:
-        found = look(there, "k")
-        time.sleep(0.2)
-    hold.kill()
-    hold.wait()
-    assert found
-    eventually(lambda: all(look(there, "k" * (n + 1)) for n in range(10)), 20)
+    command = "redis-cli", "-h", redis.host, "-p", str(redis.port), "-r", "-1", "eval", busy, "0"
+    with child(command, stdout=subprocess.DEVNULL):
+        eventually(lambda: all(look(there, key) for key in keys))
+
+
+def test_no_question_waits_for_a_redis_that_stands_still(
+    empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_directory, "WRITE_TIMEOUT_S", LONG_S)  # the connection's, too
+    monkeypatch.setattr(redis_directory, "LOOKUP_TIMEOUT_S", 0.1)
+    key = Key("default", "k")
+
+    async def ask() -> None:
+        directories = [directory_at(empty_redis.url) for _ in range(3)]
+        finds, claims, knows = directories
+        with empty_redis.stopped():
+            assert await within_hang(finds.find([key])) is None
+            assert await within_hang(claims.claim({key: ""})) == {}
+            assert not await within_hang(knows.knows("127.0.77.1:2"))
+        for directory in directories:
+            assert (directory.state.errors, directory.state.up) == (1, False)
+            await directory.close()
+
+    asyncio.run(ask())
 
 
 # -- rows that are wrong ---------------------------------------------------------------------------
 
 
-def test_rows_that_lead_nowhere_cost_a_miss(two: Two, redis: RedisServer) -> None:
-    a, here, b, there = two
+def test_rows_that_lead_nowhere_cost_a_miss(
+    two: Two, shared_redis: RedisServer, request: pytest.FixtureRequest
+) -> None:
+    redis, (a, here, b, there) = shared_redis, two
+    row_of = partial(row, namespace=request.node.name)
+    errors = b.peers().directory.errors
     record = json.dumps({"node": here.node, "zone": "", "load": 0})
     dead = json.dumps({"node": "127.0.77.1:1", "zone": "", "load": 0})
     redis.ask("set", "ecd:default:n:" + "1" * 32, record)
@@ -312,26 +267,26 @@ def test_rows_that_lead_nowhere_cost_a_miss(two: Two, redis: RedisServer) -> Non
     redis.ask("set", "ecd:default:n:" + "3" * 32, "not json")
     nowhere = json.dumps({"node": "unix:///run/other.sock", "zone": "", "load": 0})
     redis.ask("set", "ecd:default:n:" + "5" * 32, nowhere)
-    redis.ask("hset", row("no node"), "5" * 32, "")
-    redis.ask("hset", row("evicted long ago"), here.incarnation, "0:4096+400")
-    redis.ask("hset", row("another life"), "1" * 32, "0:0+1000")
-    redis.ask("hset", row("a dead node"), "2" * 32, "0:0+1000")
-    redis.ask("hset", row("nonsense"), "3" * 32, "", "no incarnation at all", "x")
+    redis.ask("hset", row_of("no node"), "5" * 32, "")
+    redis.ask("hset", row_of("evicted long ago"), here.incarnation, "0:4096+400")
+    redis.ask("hset", row_of("another life"), "1" * 32, "0:0+1000")
+    redis.ask("hset", row_of("a dead node"), "2" * 32, "0:0+1000")
+    redis.ask("hset", row_of("nonsense"), "3" * 32, "", "no incarnation at all", "x")
     places = ["5+5", "0:-1+5", ":+", "0:1e3+7", "99999:0+5", "0:" + "9" * 400 + "+1", "0:0+0"]
     for number, place in enumerate(places):
-        redis.ask("hset", row(f"nowhere {number}"), here.incarnation, place)
-    redis.ask("hset", row("a node that is gone"), "4" * 32, "")
-    redis.ask("set", row("of another type"), "x")
+        redis.ask("hset", row_of(f"nowhere {number}"), here.incarnation, place)
+    redis.ask("hset", row_of("a node that is gone"), "4" * 32, "")
+    redis.ask("set", row_of("of another type"), "x")
     for key in (
         *("evicted long ago", "another life", "a dead node", "nonsense", "a node that is gone"),
         *("no node", "of another type", "a dead node"),
         *(f"nowhere {number}" for number in range(len(places))),
     ):
         assert not look(there, key), key
-    assert b.peers().directory.errors == 0
+    assert b.peers().directory.errors == errors
     store(here, "k")
-    redis.ask("hset", row("k"), "2" * 32, "", "4" * 32, "")
-    eventually(lambda: here.incarnation in known(redis, "k"))
+    redis.ask("hset", row_of("k"), "2" * 32, "", "4" * 32, "")
+    eventually(lambda: here.incarnation in known(redis, here, "k"))
     before = b.peers().speculative_reads_used
     assert look(there, "k"), "one right row among wrong ones is enough"
     assert b.peers().speculative_reads_used == before + 1, "the row says where it lies"
@@ -339,11 +294,36 @@ def test_rows_that_lead_nowhere_cost_a_miss(two: Two, redis: RedisServer) -> Non
         daemon.check_nothing_leaked()
 
 
-def directory_of(redis: RedisServer) -> RedisDirectory:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories in this process take a halt of this machine for no silence of Redis."""
+    for limit in ("LOOKUP_TIMEOUT_S", "WRITE_TIMEOUT_S"):
+        monkeypatch.setattr(redis_directory, limit, HANG_S)
+
+
+@pytest.fixture(scope="module")
+def bare_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with closing_redis(tmp_path_factory.mktemp("bare")) as redis:
+        yield redis
+
+
+@pytest.fixture
+def empty_redis(bare_redis: RedisServer, patient: None) -> RedisServer:
+    """For directories in this process: no daemon uses it."""
+    bare_redis.ask("flushall")
+    return bare_redis
+
+
+def config_at(url: str, cluster: str = "default") -> Config:
+    about = {"peer_address": "127.0.77.1:1", "peer_insecure": True, "cluster": cluster}
+    return Config(**about, directory=url)
+
+
+def directory_at(url: str, name: str = "f", cluster: str = "default") -> RedisDirectory:
     """The directory of a node that stores nothing, in this process."""
-    config = Config(peer_address="127.0.77.1:1", peer_insecure=True, directory=url(redis))
-    identity = NodeIdentity("default", "f" * 32, "a test", "127.0.77.1:1")
-    return RedisDirectory(config, identity, Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))]))
+    identity = NodeIdentity("default", name * 32, "a test", f"127.0.77.1:{int(name, 16)}")
+    cache = Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))])
+    return RedisDirectory(config_at(url, cluster), identity, cache)
 
 
 def a_node(redis: RedisServer, incarnation: str, record: str | None = None) -> None:
@@ -366,7 +346,8 @@ POISONED_RECORDS = {
 
 
 @pytest.mark.parametrize("poison", POISONED_RECORDS)
-def test_a_poisoned_record_costs_its_own_candidate(redis: RedisServer, poison: str) -> None:
+def test_a_poisoned_record_costs_its_own_candidate(empty_redis: RedisServer, poison: str) -> None:
+    redis = empty_redis
     a_node(redis, "1" * 32)
     a_node(redis, "2" * 32, POISONED_RECORDS[poison])
     redis.ask("hset", row("k"), "1" * 32, "0:0+5", "2" * 32, "0:0+5")
@@ -374,7 +355,8 @@ def test_a_poisoned_record_costs_its_own_candidate(redis: RedisServer, poison: s
     check_that_all_is_found(redis)
 
 
-def test_a_poisoned_row_costs_its_own_candidates(redis: RedisServer) -> None:
+def test_a_poisoned_row_costs_its_own_candidates(empty_redis: RedisServer) -> None:
+    redis = empty_redis
     a_node(redis, "1" * 32)
     redis.ask("hset", row("another"), "1" * 32, "", "not an incarnation", "")
     redis.ask("eval", "redis.call('hset', KEYS[1], '\\255\\254', '')", "1", row("another"))
@@ -395,7 +377,8 @@ LONG_FIELDS = (
 LONG_STRING = "redis.call('set', KEYS[1], string.rep('5', 4000000))"
 
 
-def test_what_is_too_large_is_not_read(redis: RedisServer) -> None:
+def test_what_is_too_large_is_not_read(empty_redis: RedisServer) -> None:
+    redis = empty_redis
     a_node(redis, "1" * 32)
     a_node(redis, "2" * 32)
     for key in ("k", "another"):
@@ -407,14 +390,9 @@ def test_what_is_too_large_is_not_read(redis: RedisServer) -> None:
     names = ("k", "of many nodes", "of long fields", "another")
 
     async def find() -> None:
-        directory = directory_of(redis)
+        directory = directory_at(redis.url)
         before = sent_bytes(redis)
         found = await directory.find([Key("default", name) for name in names])
-        while directory.state.last_error == "TimeoutError":  # this machine is busy
-            directory.state.last_error = ""
-            await asyncio.sleep(1.1)
-            before = sent_bytes(redis)
-            found = await directory.find([Key("default", name) for name in names])
         assert sent_bytes(redis) - before < 50_000
         assert [len(found[Key("default", name)]) for name in names] == [1, 0, 1, 1]
         await directory.close()
@@ -432,13 +410,9 @@ def check_that_all_is_found(redis: RedisServer) -> None:
     """The node 1 for both keys, and nothing for what is of another type, in one batch."""
 
     async def find() -> None:
-        directory = directory_of(redis)
+        directory = directory_at(redis.url)
         keys = [Key("default", key) for key in ("k", "of another type", "another")]
         found = await directory.find(keys)
-        while directory.state.last_error == "TimeoutError":  # this machine is busy
-            directory.state.last_error, directory.state.errors = "", 0
-            await asyncio.sleep(1.1)
-            found = await directory.find(keys)
         assert {key.mm_hash: [c.hint.node for c in found[key]] for key in found} == {
             "k": ["127.0.77.1:2"],
             "another": ["127.0.77.1:2"],
@@ -451,37 +425,47 @@ def check_that_all_is_found(redis: RedisServer) -> None:
 
 
 def test_lookups_at_one_time_do_not_hurt_each_other(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+    empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lookup that times out drops its connections; another may be about to use them."""
-    monkeypatch.setattr("ecd.cluster.redis_directory.NODE_CACHE_S", 0.01)
+    monkeypatch.setattr(redis_directory, "NODE_CACHE_S", 0.0)
+    monkeypatch.setattr(redis_directory, "PAUSE_S", (0.0, 0.0))  # Redis is always asked
     names = [f"{number:032x}" for number in range(16)]
     for name in names:
-        a_node(redis, name)
-        redis.ask("hset", row("all"), name, "")
-        redis.ask("hset", row(name), name, "")
+        a_node(empty_redis, name)
+        empty_redis.ask("hset", row("all"), name, "")
+        empty_redis.ask("hset", row(name), name, "")
+    directory = directory_at(empty_redis.url)
 
-    async def find() -> None:
-        directory = directory_of(redis)
-        finds = []
-        until_s = time.monotonic() + 2.0
-        while time.monotonic() < until_s:
-            for key in (random.choice(names), "all"):
-                finds.append(asyncio.ensure_future(directory.find([Key("default", key)])))
-                await asyncio.sleep(1e-3)
-        for found in await asyncio.gather(*finds):
-            whole = [1], [len(names)]
-            assert [len(candidates) for candidates in (found or {}).values()] in ([], *whole)
+    async def find(key: str, within_s: float) -> None:
+        redis_directory.LOOKUP_TIMEOUT_S = within_s  # read before the lookup first waits
+        found = await directory.find([Key("default", key)])
+        nodes = [len(candidates) for candidates in (found or {}).values()]
+        expected = len(names) if key == "all" else 1
+        assert nodes == [expected] or (within_s < HANG_S and nodes == [])
+
+    async def find_many() -> None:
+        running: set[asyncio.Task[None]] = set()
+        for number in range(1000):
+            key = random.choice(names) if number % 2 else "all"
+            within_s = random.choice((0.001, 0.005, HANG_S))
+            running.add(asyncio.ensure_future(find(key, within_s)))
+            while len(running) > 8:
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for each in [each for each in running if each.done()]:
+                    running.remove(each)
+                    each.result()
+        await within_hang(asyncio.gather(*running))
         assert directory.state.last_error in ("", "TimeoutError"), "at most it took too long"
         await directory.close()
 
-    asyncio.run(find())
+    asyncio.run(find_many())
 
 
 def test_a_lookup_that_raises_is_answered_at_once() -> None:
     class BrokenDirectory(NoDirectory):
         async def find(self, keys: object) -> Found:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
             raise KeyError("as no directory should")
 
     class Asking:
@@ -500,16 +484,13 @@ def test_a_lookup_that_raises_is_answered_at_once() -> None:
         asking, told = live.open_session(), Asking()
         live.subscribe(asking, told)
         candidates = Candidates(peers, admission, directory, "")
-        flights = Flights(live, 5.0)
-        flights.sources.append(Fetcher(live, None, candidates, lambda *_: None, 5.0))
+        flights = Flights(live, LONG_S)
+        flights.sources.append(Fetcher(live, None, candidates, lambda *_: None, LONG_S))
         keys = [Key("default", str(number)) for number in range(3)]
         for key in keys:
             flights.want(key)
-            assert isinstance(live.acquire(asking, key, 5.0, WaitFor.WRITER), Waiting)
-        started = time.monotonic()
-        while len(told.woken) < len(keys):
-            await asyncio.sleep(0.01)
-            assert time.monotonic() - started < 3.0, "a fetch has five"
+            assert isinstance(live.acquire(asking, key, LONG_S, WaitFor.WRITER), Waiting)
+        await eventually_async(lambda: len(told.woken) == len(keys), "each is answered")
         assert all(isinstance(wakeup.outcome, Missing) for wakeup in told.woken)
         assert len(flights) == 0
         await flights.close()
@@ -518,162 +499,172 @@ def test_a_lookup_that_raises_is_answered_at_once() -> None:
     asyncio.run(want())
 
 
-def test_a_row_of_another_type_keeps_no_other_from_being_told(two: Two, redis: RedisServer) -> None:
-    a, here, _b, there = two
-    redis.ask("set", row("k"), "x")
+def test_a_row_of_another_type_keeps_no_other_from_being_told(
+    two: Two, shared_redis: RedisServer
+) -> None:
+    a, here, _, there = two
+    errors = a.peers().directory.errors
+    shared_redis.ask("set", row("k", here.namespace), "x")
     for key in ("kk", "k", "kkk"):
         store(here, key)
-    eventually(lambda: known(redis, "kk") and known(redis, "kkk"), what="the others are told")
-    eventually(lambda: a.peers().directory.unpublished == 0)
-    assert a.peers().directory.errors == 0
+    a.wait_idle("settled")
+    assert known(shared_redis, here, "kk")
+    assert known(shared_redis, here, "kkk")
+    assert a.peers().directory.errors == errors
     assert look(there, "kk")
     assert not look(there, "k")
 
 
-# -- nodes by their address ------------------------------------------------------------------------
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+def test_this_zone_comes_first_then_the_least_busy(empty_redis: RedisServer) -> None:
+    about = {"1": ("west", 1), "2": ("west", 0), "3": ("east", 5), "4": ("east", 4)}
+    for name, (zone, load) in about.items():
+        record = {"node": f"127.0.77.1:{name}", "zone": zone, "load": load}
+        a_node(empty_redis, name * 32, json.dumps(record))
+        empty_redis.ask("hset", row("k"), name * 32, "")
+
+    async def find() -> list[str]:
+        directory, config = directory_at(empty_redis.url), config_at(empty_redis.url)
+        identity = NodeIdentity("default", "f" * 32, "a test", "127.0.77.1:15")
+        peers = Peers(config, identity, None)
+        admission = Admission("127.0.77.1:15", config, peers, directory)
+        candidates = Candidates(peers, admission, directory, "east")
+        found = await within_hang(candidates.known(Key("default", "k")))
+        await candidates.close()
+        await directory.close()
+        return [admitted.hint.node[-1] for admitted in found]
+
+    assert asyncio.run(find()) == ["4", "3", "2", "1"]
 
 
 def test_hints_lead_to_nodes_that_the_directory_knows(
-    make_patient: MakePeer, client_of: ClientOf, redis: RedisServer
+    two: Two, make_peer: MakePeer, client_of: ClientOf, shared_redis: RedisServer
 ) -> None:
-    known_to_redis = {"ECD_DIRECTORY": url(redis), "ECD_HINT_NETWORKS": ""}
-    a, b = make_patient(**known_to_redis).start(), make_patient(**known_to_redis).start()
-    unknown = make_patient().start()
-    other = make_patient(ECD_CLUSTER="other", **known_to_redis).start()
-    here, there = client_of(a), client_of(b)
-    for daemon in (a, unknown, other):
-        store(client_of(daemon), "k")
-    eventually(lambda: known(redis, "k") != [])
-    redis.ask("del", row("k"))
-    for daemon in (unknown, other):
-        assert there.get("k", 0.5, nodes=[daemon.peer]) is None
-    [ignored] = re.findall(r"^ecd_hints_ignored_total (\S+)", b.metrics(), re.MULTILINE)
-    assert float(ignored) >= 2.0
-    with there.get("k", 5.0, nodes=[unknown.peer, other.peer, here.node]) as item:
-        assert (item.tensor == 1).all()
-    assert [peer.node for peer in b.peers().peers] == [a.peer], "no other was asked"
+    a, here, _, _ = two
+    asking = make_peer(ECD_DIRECTORY=shared_redis.url, ECD_HINT_NETWORKS="")
+    asking.command = UNHURRIED
+    there = client_of(asking.start())
+    store(here, "k")
+    a.wait_idle("settled")
+    shared_redis.ask("del", row("k", here.namespace))
+    unknown, of_another_cluster = "127.0.77.1:1", "127.0.77.1:2"
+    shared_redis.ask("set", f"ecd:other:a:{of_another_cluster}", "1" * 32)
+    for node in (unknown, of_another_cluster):
+        assert not look(there, "k", node)
+    [ignored] = re.findall(r"^ecd_hints_ignored_total (\S+)", asking.metrics(), re.MULTILINE)
+    assert float(ignored) == 2.0
+    assert look(there, "k", unknown, of_another_cluster, here.node)
+    assert [peer.node for peer in asking.peers().peers] == [a.peer], "no other was asked"
     address = f"ecd:default:a:{a.peer}"
-    assert redis.ask("get", address) == here.incarnation
-    assert 0 < int(redis.ask("ttl", address)) <= 15
-    a.terminate()
-    assert redis.ask("exists", address) == "0"
-
-
-def test_hints_wait_no_longer_for_a_directory_than_lookups_do(
-    make_peer: MakePeer, client_of: ClientOf, redis: RedisServer
-) -> None:
-    b = make_peer(ECD_DIRECTORY=url(redis), ECD_HINT_NETWORKS="").start()
-    there = client_of(b)
-    eventually(lambda: b.peers().directory.up)
-    redis.stop()
-    try:
-        started = time.monotonic()
-        hints = [f"127.0.77.1:{number}" for number in range(1, 9)]
-        founds = there.get_async(
-            [f"k{n}" for n in range(64)], 5.0, only_if_written=True, nodes=[hints] * 64
-        )
-        assert [found.result(BOUND_S) for found in founds] == [None] * 64
-        assert time.monotonic() - started < 1.8, "not a lookup for each of the eight"
-    finally:
-        redis.go_on()
+    assert shared_redis.ask("get", address) == here.incarnation
+    assert 0 < int(shared_redis.ask("ttl", address)) <= 15
 
 
 def test_a_node_that_restarts_is_another_incarnation(
-    two: Two, redis: RedisServer, client_of: ClientOf
+    make_peer: MakePeer, two: Two, shared_redis: RedisServer, client_of: ClientOf
 ) -> None:
-    a, here, _b, there = two
-    before = here.incarnation
+    """It tells what it takes over, and the rows of what it has lost lead nowhere."""
+    redis, there = shared_redis, two[3]
+    a = make_peer(ECD_DIRECTORY=redis.url, ECD_WARM_RESTART="true")
+    a.command = UNHURRIED
+    here = client_of(a.start())
     store(here, "k")
-    eventually(lambda: known(redis, "k") == [before])
+    a.wait_idle("hashed", "settled")
     a.kill()
+    a.start()
+    here = client_of(a)
+    a.wait_idle("settled")
+    assert here.incarnation in known(redis, here, "k")
+    assert look(there, "k")
+    two[2].evict_all()
+    two[2].wait_idle("settled")
+    before = here.incarnation
+    a.kill()
+    a._settings["ECD_WARM_RESTART"] = "false"
     a.start()
     here = client_of(a)
     assert not look(there, "k"), "what the old life had is gone, though the old row is there"
     store(here, "k")
-    eventually(lambda: set(known(redis, "k")) == {before, here.incarnation})
-    eventually(lambda: look(there, "k"), 15)
-
-
-def test_what_a_node_takes_over_is_found_again(
-    make_peer: MakePeer, client_of: ClientOf, redis: RedisServer
-) -> None:
-    a = make_peer(ECD_DIRECTORY=url(redis), ECD_WARM_RESTART="true").start()
-    b = make_peer(ECD_DIRECTORY=url(redis)).start()
-    here, there = client_of(a), client_of(b)
-    store(here, "k")
-    eventually(lambda: len(known(redis, "k")) == 1)
-    time.sleep(0.3)  # it is hashed
-    a.kill()
-    a.start()
-    here = client_of(a)
-    eventually(lambda: here.incarnation in known(redis, "k"))
-    eventually(lambda: look(there, "k"), 15)
+    a.wait_idle("settled")
+    assert {before, here.incarnation} <= set(known(redis, here, "k"))
+    eventually(lambda: look(there, "k"))
+    record, address = f"ecd:default:n:{here.incarnation}", f"ecd:default:a:{a.peer}"
+    assert redis.ask("exists", record, address) == "2"
+    a.terminate()
+    assert redis.ask("exists", record, address) == "0", "a node that leaves says so"
 
 
 # -- kinds of Redis --------------------------------------------------------------------------------
 
 
-def test_a_password(
-    make_redis: Callable[..., RedisServer], make_patient: MakePeer, client_of: ClientOf
-) -> None:
+async def tell_and_find(keys: int, writer: RedisDirectory, *readers: RedisDirectory) -> list[bool]:
+    """Have one node tell that it has so many keys; whether each reader finds all of them."""
+    names = [Key("default", f"k{number}") for number in range(keys)]
+    running = asyncio.ensure_future(writer.run())
+    writer.publish(dict.fromkeys(names, True))
+    await eventually_async(lambda: writer.is_told, "Redis is told")
+    assert writer.state.up
+    expected = {name: ["127.0.77.1:1"] for name in names}
+    finds = []
+    for reader in readers:
+        found = await reader.find(names) or {}
+        nodes = {key: [c.hint.node for c in candidates] for key, candidates in found.items()}
+        assert nodes in ({}, expected)
+        finds.append(nodes == expected)
+    running.cancel()
+    for directory in (writer, *readers):
+        await directory.close()
+    return finds
+
+
+def test_clusters_that_share_a_redis_do_not_see_each_other(empty_redis: RedisServer) -> None:
+    url = empty_redis.url
+    both = directory_at(url, "2"), directory_at(url, "3", cluster="other")
+    assert asyncio.run(tell_and_find(1, directory_at(url, "1"), *both)) == [True, False]
+
+
+def test_a_password(patient: None, make_redis: MakeRedis, caplog: pytest.LogCaptureFixture) -> None:
     redis = make_redis(options=["--requirepass", "pass"], cli=["-a", "pass"])
     at = f"{redis.host}:{redis.port}"
-    a, b = (make_patient(ECD_DIRECTORY=f"redis://:pass@{at}/0").start() for _ in range(2))
-    wrong = make_patient(ECD_DIRECTORY=f"redis://:wrong-word@{at}/0").start()
-    store(client_of(a), "k")
-    eventually(lambda: known(redis, "k") != [])
-    assert look(client_of(b), "k")
-    assert not look(client_of(wrong), "k")
-    assert not wrong.peers().directory.up
-    assert "wrong-word" not in wrong.text()
+    wrong = directory_at(f"redis://:wrong-word@{at}/0", "3")
+    right = (directory_at(f"redis://:pass@{at}/0", name) for name in "12")
+    assert asyncio.run(tell_and_find(1, *right, wrong)) == [True, False]
+    assert not wrong.state.up
+    assert wrong.state.last_error
+    assert "wrong-word" not in wrong.state.last_error + caplog.text
 
 
-def test_tls(
-    make_redis: Callable[..., RedisServer],
-    make_patient: MakePeer,
-    client_of: ClientOf,
-    tmp_path: Path,
-) -> None:
+def test_tls(patient: None, make_redis: MakeRedis, tmp_path: Path) -> None:
     made = [
         *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key.pem"),
         *("-out", "cert.pem", "-subj", "/CN=127.0.0.1", "-days", "2"),
         *("-addext", "subjectAltName=IP:127.0.0.1"),
     ]
-    subprocess.run(made, check=True, capture_output=True, cwd=tmp_path)
+    run(made, check=True, capture_output=True, cwd=tmp_path)
     cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    tls_port = next(ports)
-    redis = make_redis(
+    tls_port = free_port()
+    make_redis(
         options=[
             *("--tls-port", str(tls_port), "--tls-cert-file", cert, "--tls-key-file", key),
             *("--tls-ca-cert-file", cert, "--tls-auth-clients", "no"),
         ]
     )
     at = f"rediss://127.0.0.1:{tls_port}/0?ssl_ca_certs={cert}"
-    a, b = (make_patient(ECD_DIRECTORY=at).start() for _ in range(2))
-    store(client_of(a), "k")
-    eventually(lambda: known(redis, "k") != [])
-    assert look(client_of(b), "k")
+    both = (directory_at(at, name) for name in "12")
+    assert asyncio.run(tell_and_find(1, *both)) == [True]
 
 
-def test_redis_cluster(
-    make_redis: Callable[..., RedisServer],
-    make_patient: MakePeer,
-    client_of: ClientOf,
-    tmp_path: Path,
-) -> None:
+def test_redis_cluster(patient: None, make_redis: MakeRedis) -> None:
     servers = [
         make_redis(options=["--cluster-enabled", "yes", "--cluster-config-file", f"n{i}.conf"])
         for i in range(3)
     ]
     nodes = [f"127.0.0.1:{server.port}" for server in servers]
     servers[0].ask("--cluster", "create", *nodes, "--cluster-yes")
-    eventually(lambda: "cluster_state:ok" in servers[0].ask("cluster", "info"), 20)
-    at = f"redis+cluster://{nodes[0]}"
-    a, b = (make_patient(ECD_DIRECTORY=at).start() for _ in range(2))
-    here, there = client_of(a), client_of(b)
-    for number in range(30):
-        store(here, "k" * (number + 1))
-    eventually(lambda: a.peers().directory.unpublished == 0 and a.peers().directory.up, 10)
-    assert all(look(there, "k" * (number + 1)) for number in range(30))
+    eventually(lambda: "cluster_state:ok" in servers[0].ask("cluster", "info"))
+    both = (directory_at(f"redis+cluster://{nodes[0]}", name) for name in "12")
+    assert asyncio.run(tell_and_find(30, *both)) == [True]
     sizes = [int(server.ask("dbsize")) for server in servers]
     assert all(size > 0 for size in sizes), "rows lie on every server of the cluster"

@@ -12,32 +12,34 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 import pytest
 
 from ecd_client import Client, Holder, InvalidArgument, Located
 from ecd_proto.contract import MAX_BATCH
-from support.daemon import WITHOUT_HUGE_PAGES, Daemon, eventually
+from support.daemon import WITHOUT_HUGE_PAGES, Daemon, changed
+from support.pairs import start_all
+from support.processes import run
 from support.redis import RedisServer
+from support.waiting import HANG_S, eventually, value_of
 
-BOUND_S = 4.0
-"""Longest that an answer may take here, whatever is down."""
+IMPATIENT = changed(
+    *("from ecd.rpc import http", "http.BODY_S = 2.0"),
+    *("from ecd import http_port", "http_port.Handler.timeout = 2.0"),
+)
+"""A daemon that waits for two seconds for a body."""
 MakePeer = Callable[..., Daemon]
 ClientOf = Callable[[Daemon], Client]
 
 
 @pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path, port=16390).start()
-    yield server
-    server.kill()
+def daemon(unused_daemon: Daemon) -> Daemon:
+    return unused_daemon
 
 
 def put(client: Client, key: str, nbytes: int = 100) -> None:
@@ -60,25 +62,25 @@ def asked(*keys: str, namespace: str = "default") -> bytes:
 
 def locate(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "locate"]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
+    return run([*command, *arguments], capture_output=True, text=True)
 
 
 def test_a_daemon_alone_says_what_it_holds(daemon: Daemon, client: Client) -> None:
+    hits = daemon.status().counters.hits
     put(client, "k", 100)
-    time.sleep(1.1)
     node = f"{socket.gethostname()}/{daemon.name}"
     found = client.locate(["absent", "k"])
     [[], [holder]] = found.holders
     assert (holder.node, holder.nbytes, found.is_partial) == (node, 100, True)
-    assert 1.0 < holder.age_s < 60.0
-    status, answer = over_http(daemon, asked("k", "absent"))
+    assert 0.0 <= holder.age_s < HANG_S
+    status, answer = over_http(daemon, asked("k", "absent", namespace=client.namespace))
     assert (status, answer["incarnation"], answer["is_partial"]) == (200, client.incarnation, True)
     [told] = answer["located"]["k"]
     assert answer["located"]["absent"] == []
     assert (told["node"], told["nbytes"]) == (node, 100)
     assert told["age_s"] > holder.age_s
     assert client.locate([]).holders == []
-    assert daemon.status().counters.hits == 0, "it is no use of the entry"
+    assert daemon.status().counters.hits == hits, "it is no use of the entry"
 
 
 def test_the_command_shows_it_and_finds_the_namespace(daemon: Daemon, client: Client) -> None:
@@ -121,7 +123,7 @@ def test_a_request_that_breaks_the_contract_is_told_so(daemon: Daemon, client: C
     assert over_http(daemon, b"x" * ((256 << 10) + 1))[0] == 413
     assert over_http(daemon, b"", "PUT")[0] == 405
     place = urlsplit(daemon.metrics_url())
-    unsized = http.client.HTTPConnection(place.hostname, place.port, timeout=10)
+    unsized = http.client.HTTPConnection(place.hostname, place.port, timeout=HANG_S)
     unsized.putrequest("POST", "/v1/locate")
     unsized.endheaders()
     assert unsized.getresponse().status == 411
@@ -130,28 +132,38 @@ def test_a_request_that_breaks_the_contract_is_told_so(daemon: Daemon, client: C
     assert "ecd_entries" in daemon.metrics(), "the port still serves metrics"
 
 
-def test_bodies_that_do_not_come_hold_up_nobody_and_are_given_up(daemon: Daemon) -> None:
-    place = urlsplit(daemon.metrics_url())
-    head = b"POST /v1/locate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{"
+def test_bodies_that_do_not_come_hold_up_nobody_and_are_given_up(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    """A byte of the body now and then is no reason to wait longer."""
+    daemon = make_daemon()
+    daemon.command = IMPATIENT
+    place = urlsplit(daemon.start().metrics_url())
+    head = b"POST /v1/locate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 200000\r\n\r\n{"
     stalled = []
     for _ in range(32):
-        stalled.append(socket.create_connection((place.hostname, place.port), timeout=30))
+        stalled.append(socket.create_connection((place.hostname, place.port), timeout=HANG_S))
         stalled[-1].sendall(head)
     assert over_http(daemon, asked("k"))[0] == 200
     assert "ecd_entries" in daemon.metrics()
-    drip = threading.Thread(target=lambda: [_drip(stalled[0]) for _ in range(60)])
+    is_over = threading.Event()
+    drip = threading.Thread(target=_drip, args=(daemon, stalled[0], is_over))
     drip.start()
-    for each in stalled:
-        assert b" 408 " in each.recv(100)
-        each.close()
-    drip.join()
+    try:
+        for each in stalled:
+            assert b" 408 " in each.recv(100)
+            each.close()
+    finally:
+        is_over.set()
+        drip.join(HANG_S)
 
 
-def _drip(connection: socket.socket) -> None:
-    """Send a byte of the body, now and then."""
+def _drip(daemon: Daemon, connection: socket.socket, is_over: threading.Event) -> None:
+    """Send a byte of the body after every question to the daemon."""
     with contextlib.suppress(OSError):
-        connection.sendall(b" ")
-        time.sleep(0.5)
+        while not is_over.is_set():
+            daemon.status()
+            connection.sendall(b" ")
 
 
 def test_connections_are_bounded_and_may_break_off(daemon: Daemon) -> None:
@@ -159,19 +171,19 @@ def test_connections_are_bounded_and_may_break_off(daemon: Daemon) -> None:
     address = place.hostname, place.port
     begun = b"GET / HTTP/1.1\r\nHost: "
     for said in (b"", b"GE", begun):
-        with socket.create_connection(address, timeout=30) as broken:
+        with socket.create_connection(address, timeout=HANG_S) as broken:
             broken.sendall(said)
             broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     before = threads(daemon)
-    held = [socket.create_connection(address, timeout=30) for _ in range(200)]
+    held = [socket.create_connection(address, timeout=HANG_S) for _ in range(200)]
     for each in held:
         with contextlib.suppress(OSError):  # that it is turned away
             each.sendall(begun)
-    eventually(lambda: threads(daemon) >= before + 60, 20.0)
+    eventually(lambda: threads(daemon) >= before + 60)
     assert threads(daemon) < before + 80
     for each in held:
         each.close()
-    eventually(lambda: threads(daemon) < before + 10, 20.0)
+    eventually(lambda: threads(daemon) < before + 10)
     turned_away = r"^ecd_http_refused_total ([0-9.]+)$"
     assert float(re.search(turned_away, daemon.metrics(), re.MULTILINE)[1]) > 100
     assert "Traceback" not in daemon.text()
@@ -187,7 +199,7 @@ def threads(daemon: Daemon) -> int:
 def test_a_page_of_another_site_is_told_nothing(daemon: Daemon, host: str) -> None:
     place = urlsplit(daemon.metrics_url())
     body = asked("k")
-    with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+    with socket.create_connection((place.hostname, place.port), timeout=HANG_S) as connection:
         head = f"POST /v1/locate HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         assert b" 403 " in connection.recv(100)
@@ -197,7 +209,7 @@ def test_a_daemon_that_does_not_serve_yet_says_so(make_daemon: Callable[..., Dae
     daemon = make_daemon("1GiB")
     daemon.prefix = WITHOUT_HUGE_PAGES  # which take longer
     daemon.start(wait=False)
-    eventually(lambda: "metrics on" in daemon.text(), 20.0)
+    eventually(lambda: "metrics on" in daemon.text())
     answers = [over_http(daemon, asked("k"))]
     while answers[-1][0] != 200:
         answers.append(over_http(daemon, asked("k")))
@@ -206,79 +218,81 @@ def test_a_daemon_that_does_not_serve_yet_says_so(make_daemon: Callable[..., Dae
     assert "ask again" in answers[0][1]["error"]
 
 
+def whole(client: Client, keys: Sequence[str]) -> list[list[Holder]]:
+    """What is found once all others have answered in time."""
+
+    def look() -> Located | None:
+        found = client.locate(keys)
+        return None if found.is_partial else found
+
+    return value_of(look, "others answer in time").holders
+
+
 def test_redis_knows_the_other_holders(
-    redis: RedisServer, make_peer: MakePeer, client_of: ClientOf
+    shared_redis: RedisServer, unused_pair: list[Daemon], make_peer: MakePeer, client_of: ClientOf
 ) -> None:
-    settings = {"ECD_DIRECTORY": f"redis://{redis.host}:{redis.port}/0"}
-    here, there, third = (make_peer(**settings).start() for _ in range(3))
+    there, third = unused_pair
+    here = make_peer(ECD_DIRECTORY=shared_redis.url).start()
     client = client_of(here)
     put(client, "both")
     for other in (there, third):
         put(client_of(other), "both")
     client_of(there).put_bytes("far", bytes(77), "uint8", (77,), metadata=b"\x01 with a space\xff")
     client_of(there).put_bytes("long", bytes(77), "uint8", (77,), metadata=bytes(129))
+    for daemon in (here, there, third):
+        daemon.wait_idle("settled")
 
-    def whole(client: Client, keys: list[str]) -> Located:
-        """What is found once Redis has answered in time."""
-        found = client.locate(keys)
-        until_s = time.monotonic() + 20.0
-        while found.is_partial and time.monotonic() < until_s:
-            time.sleep(0.1)
-            found = client.locate(keys)
-        assert not found.is_partial
-        return found
-
-    def nodes(key: str) -> set[str]:
-        return {holder.node for holder in whole(client, [key]).holders[0]}
-
-    eventually(lambda: nodes("both") == {here.peer, there.peer, third.peer}, 10.0)
-    eventually(lambda: nodes("far") == {there.peer}, 10.0)
-    eventually(lambda: nodes("long") == {there.peer}, 10.0)
+    assert {holder.node for holder in whole(client, ["both"])[0]} == {
+        here.peer,
+        there.peer,
+        third.peer,
+    }
     far, long = Holder(there.peer, 77, None, b"\x01 with a space\xff"), Holder(there.peer, 77, None)
-    assert whole(client, ["far", "long"]).holders == [[far], [long]]
+    assert whole(client, ["far", "long"]) == [[far], [long]]
     assert client_of(there).locate(["long"]).holders[0][0].metadata == bytes(129)
-    assert whole(client, ["both"]).holders[0][0].node == here.peer, "this node comes first"
+    assert whole(client, ["both"])[0][0].node == here.peer, "this node comes first"
     many = whole(client, [*(f"absent-{n}" for n in range(MAX_BATCH - 1)), "far"])
-    assert [len(holders) for holders in many.holders] == [0] * (MAX_BATCH - 1) + [1]
-    _, answer = over_http(here, asked("far"))
+    assert [len(holders) for holders in many] == [0] * (MAX_BATCH - 1) + [1]
     metadata = b64encode(far.metadata).decode()
     said = {"node": there.peer, "nbytes": 77, "age_s": None, "metadata": metadata}
-    assert answer["located"]["far"] == [said]
-    done = locate(here, "far", "--namespace", "default")
-    assert (done.returncode, there.peer in done.stdout) == (0, True)
-    redis.stop()
-    started = time.monotonic()
-    found = client.locate(["both", "far"])
-    assert time.monotonic() - started < BOUND_S
-    assert [len(holders) for holders in found.holders] == [1, 0]
-    assert found.is_partial, "nobody knows what Redis would have said"
-    assert "may hold more" in locate(here, "both").stdout
-    redis.go_on()
-    eventually(lambda: not client.locate(["far"]).is_partial, 15.0, "Redis answers again")
+    eventually(lambda: over_http(here, asked("far"))[1]["located"]["far"] == [said])
+
+    def is_shown() -> bool:
+        done = locate(here, "far", "--namespace", "default")
+        return (done.returncode, there.peer in done.stdout) == (0, True)
+
+    eventually(is_shown, "the command shows it")
+    with shared_redis.stopped():
+        found = client.locate(["both", "far"])
+        assert [len(holders) for holders in found.holders] == [1, 0]
+        assert found.is_partial, "nobody knows what Redis would have said"
+        assert "may hold more" in locate(here, "both").stdout
+    assert whole(client, ["far"]) == [[far]]
 
 
 def test_every_static_peer_is_heard_and_a_dead_one_is_said(
-    make_peer: MakePeer, client_of: ClientOf
+    unused_pair: list[Daemon], make_peer: MakePeer, client_of: ClientOf
 ) -> None:
-    first, second, dead = "127.0.78.1:9465", "127.0.78.2:9465", "127.0.78.3:9465"
-    there = [make_peer(ECD_PEER_ADDRESS=node).start() for node in (first, second)]
+    first, second = [daemon.peer for daemon in unused_pair]
     here = make_peer(ECD_PEERS=f"{first},{second}")
-    client = client_of(here.start())
-    for each in there:
+    other = make_peer(ECD_PEERS=f"{first},127.0.78.3:9465")  # nobody is there
+    start_all(here, other)
+    client = client_of(here)
+    for each in unused_pair:
         put(client_of(each), "k", 55)
-    client_of(there[1]).put_bytes("told", b"1", "uint8", (1,), metadata=b"\x01{}")
-    assert client.locate(["told"]).holders == [[Holder(second, 1, None, b"\x01{}")]]
-    found = client.locate(["k", "absent"])
-    assert {(at.node, at.nbytes) for at in found.holders[0]} == {(first, 55), (second, 55)}
-    assert (found.holders[1], found.is_partial) == ([], False)
-    assert len(client.locate(["k"]).holders[0]) == 2, "the first answer is not the last"
-    other = make_peer(ECD_PEERS=f"{first},{dead}")
-    client = client_of(other.start())
-    started = time.monotonic()
-    found = client.locate(["k"])
-    assert time.monotonic() - started < BOUND_S
-    assert [at.node for at in found.holders[0]] == [first]
-    assert found.is_partial
+    client_of(unused_pair[1]).put_bytes("told", b"1", "uint8", (1,), metadata=b"\x01{}")
+    assert whole(client, ["told"]) == [[Holder(second, 1, None, b"\x01{}")]]
+    holders, none = whole(client, ["k", "absent"])
+    assert {(at.node, at.nbytes) for at in holders} == {(first, 55), (second, 55)}
+    assert none == []
+    assert len(whole(client, ["k"])[0]) == 2, "the first answer is not the last"
+
+    def one_is_heard() -> bool:
+        found = client_of(other).locate(["k"])
+        assert found.is_partial
+        return [at.node for at in found.holders[0]] == [first]
+
+    eventually(one_is_heard, "the living one answers in time")
 
 
 def test_without_a_directory_an_answer_is_for_this_node_alone(

@@ -53,7 +53,8 @@ OTHER_LIES = (
     *("late bytes", "more bytes than asked for"),
     *("elsewhere is here", "elsewhere is the asker", "elsewhere is nowhere"),
 )
-LATE_TTL_S = 0.2
+LATE_TTL_S = 1e-9
+"""Every answer comes later."""
 LATER = "another's memory from the second lease on"
 
 
@@ -173,17 +174,17 @@ class LyingPeer(pb_grpc.PeerServicer):
                 continue
             if self.lie == "an answer to nobody":
                 tickets = [ticket + 1000 for ticket in tickets for _ in range(100)]
+            loop = asyncio.get_running_loop()
             if self.lie == LATER and self.leases > 0:
                 self.memory.view(NBYTES, 16)[:] = bytes(16)
-                await asyncio.sleep(self.seconds)
+                in_time = asyncio.Event()
+                loop.call_later(self.seconds, in_time.set)
+                await in_time.wait()
             self.leases += 1
-            if self.lie == "late bytes":
-                await asyncio.sleep(2 * LATE_TTL_S)
             outcomes = pb.LeaseOutcomes(outcomes=map(self.leased, tickets))
             await context.write(pb.LinkReply(leases=outcomes))
             if self.lie == "dies with the lease":
-                await asyncio.sleep(self.seconds)
-                os._exit(9)
+                loop.call_later(self.seconds, os._exit, 9)
 
 
 async def main() -> None:

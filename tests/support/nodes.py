@@ -5,19 +5,21 @@ Everything ends with the processes that hold the namespaces, and those with the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from support.daemon import Daemon
+from support.processes import child, run
+from support.waiting import HANG_S, eventually
 
 NETWORK = "10.77.0"
 CLIENT = Path(__file__).with_name("node_client.py")
@@ -47,15 +49,17 @@ class Node:
         self.address = f"{NETWORK}.{number}"
         self.peer = f"{self.address}:9465"
         # The holder dies with us, however we die.
-        self._holder = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--mount", "sleep", "infinity"]
-        )
-        deadline = time.monotonic() + 5
+        command = "setpriv --pdeathsig KILL unshare --net --mount sleep infinity"
+        self._life = contextlib.ExitStack()
+        self._holder = self._life.enter_context(child(shlex.split(command)))
         own = os.readlink("/proc/self/ns/net")
-        while self._namespace() in ("", own):
-            if self._holder.poll() is not None or time.monotonic() > deadline:
+
+        def is_apart() -> bool:
+            if self._holder.poll() is not None:
                 pytest.fail("this machine makes no network namespaces: run as root, or in a VM")
-            time.sleep(0.01)
+            return self._namespace() not in ("", own)
+
+        eventually(is_apart, "a network namespace")
         self.run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
         self.run("ip", "link", "set", "lo", "up")
         # Or the kernel tries to connect for two minutes where nobody answers.
@@ -73,7 +77,7 @@ class Node:
         return ["nsenter", "-t", str(self._holder.pid), "-n", "-m", "--"]
 
     def run(self, *command: str) -> str:
-        done = subprocess.run([*self.prefix, *command], capture_output=True, text=True, timeout=30)
+        done = run([*self.prefix, *command], capture_output=True, text=True)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
@@ -121,8 +125,7 @@ class Node:
         )
 
     def close(self) -> None:
-        self._holder.kill()
-        self._holder.wait()
+        self._life.close()
 
 
 class NodeDaemon(Daemon):
@@ -149,21 +152,18 @@ class NodeClient:
     """A client process on a node, told what to do."""
 
     def __init__(self, daemon: NodeDaemon) -> None:
-        self._process = subprocess.Popen(
-            [*daemon.node.prefix, sys.executable, str(CLIENT), daemon.address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        assert self._read(60.0) == "ready"
+        command = [*daemon.node.prefix, sys.executable, str(CLIENT), daemon.address]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._life = contextlib.ExitStack()
+        self._process = self._life.enter_context(child(command, **pipes, text=True, bufsize=1))
+        assert self._read() == "ready"
 
     def send(self, do: str, **what: object) -> None:
         assert self._process.stdin is not None
         print(json.dumps({"do": do, **what}), file=self._process.stdin)
 
-    def receive(self, timeout: float = 60.0) -> dict:
-        return json.loads(self._read(timeout))
+    def receive(self) -> dict:
+        return json.loads(self._read())
 
     def ask(self, do: str, **what: object) -> dict:
         self.send(do, **what)
@@ -172,15 +172,19 @@ class NodeClient:
     def put(self, key: str, nbytes: int = 1 << 20, seed: int = 1) -> None:
         assert self.ask("put", key=key, nbytes=nbytes, seed=seed) == {"stored": True}
 
-    def get(self, key: str, timeout: float = 8.0, nodes: Sequence[str] = (), seed: int = 1) -> dict:
+    def get(
+        self, key: str, timeout: float = HANG_S, nodes: Sequence[str] = (), seed: int = 1
+    ) -> dict:
         """`found`, `right` (the bytes are those of `seed`) and `seconds`."""
         return self.ask("get", key=key, timeout=timeout, nodes=list(nodes), seed=seed)
 
-    def _read(self, timeout: float) -> str:
+    def _read(self) -> str:
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], timeout)
-        assert ready, f"the client said nothing within {timeout} s"
+        ready, _, _ = select.select([self._process.stdout], [], [], HANG_S)
+        assert ready, f"the client said nothing within {HANG_S} s"
         return self._process.stdout.readline().strip()
 
     def close(self) -> None:
-        self._process.communicate(timeout=30)
+        """Have the client close, as it does when nothing more is asked."""
+        with self._life:
+            self._process.communicate(timeout=HANG_S)

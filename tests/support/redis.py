@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
-import signal
-import subprocess
-import time
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from support.daemon import changed
+from support.processes import child, run
+from support.waiting import HANG_S, eventually, stopped
 
-PATIENT = changed("from ecd.cluster import redis_directory as at", "at.LOOKUP_TIMEOUT_S = 2.0")
+PATIENCE = (
+    "from ecd.cluster import redis_directory as at",
+    f"at.LOOKUP_TIMEOUT_S = at.WRITE_TIMEOUT_S = {HANG_S}",
+)
+PATIENT = changed(*PATIENCE)
 """A daemon that takes a halt of this machine for no silence of Redis, which costs misses."""
+UNHURRIED = changed(
+    *("from ecd_proto import contract", "contract.MAKING_S = 600.0", *PATIENCE),
+    "from ecd.cluster import link, peers",
+    f"link.ANSWER_TIMEOUT_S = peers.CONNECT_TIMEOUT_S = {HANG_S}",
+)
+"""As PATIENT, and no wait for a peer, or for a client that makes a key, ends by time."""
+_ports = itertools.count(16400)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that no process uses, and no later test is given."""
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 class RedisServer:
@@ -24,46 +47,46 @@ class RedisServer:
         self,
         directory: Path,
         host: str = "127.0.0.1",
-        port: int = 16379,
+        port: int | None = None,
         options: Sequence[str] = (),
         prefix: Sequence[str] = (),
         cli: Sequence[str] = (),
     ) -> None:
         if shutil.which("redis-server") is None:
             pytest.fail("redis-server is not installed: `make system` installs it")
-        self.host, self.port = host, port
+        self.host, self.port = host, port or free_port()
         self._directory, self._prefix, self._cli = directory, list(prefix), list(cli)
-        self._command = ["redis-server", "--bind", host, "--port", str(port), "--save", ""]
+        self._command = ["redis-server", "--bind", host, "--port", str(self.port), "--save", ""]
         self._command += ["--appendonly", "no", "--dir", str(directory), *options]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._life, self._halt = contextlib.ExitStack(), contextlib.ExitStack()
 
     def start(self) -> RedisServer:
         with (self._directory / f"redis-{self.port}.log").open("ab") as log:
-            command = [*self._prefix, *self._command]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline = time.monotonic() + 10
-        while self.ask("ping") != "PONG":
-            assert time.monotonic() < deadline, "redis-server does not start"
-            time.sleep(0.05)
+            running = child([*self._prefix, *self._command], stdout=log, stderr=log)
+            self._process = self._life.enter_context(running)
+        eventually(lambda: self.ask("ping") == "PONG", "redis-server starts")
         return self
+
+    @property
+    def url(self) -> str:
+        return f"redis://{self.host}:{self.port}/0"
 
     def ask(self, *command: str) -> str:
         """Run one command by redis-cli; returns its output."""
         at = ["redis-cli", "-h", self.host, "-p", str(self.port), *self._cli]
-        done = subprocess.run([*self._prefix, *at, *command], capture_output=True, text=True)
+        done = run([*self._prefix, *at, *command], capture_output=True, text=True)
         return done.stdout.strip()
 
+    def stopped(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block it accepts connections and says nothing (SIGSTOP)."""
+        return stopped(self._process.pid)
+
     def stop(self) -> None:
-        """SIGSTOP: it accepts connections and says nothing."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        self._halt.enter_context(self.stopped())
 
     def go_on(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
+        self._halt.close()
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        self.go_on()
+        self._life.close()

@@ -12,6 +12,7 @@ import pytest
 from ecd.core.types import EntryId
 from ecd.rpc import serving
 from ecd.rpc.serving import Serving, Turn
+from support.waiting import eventually_async
 
 
 def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -147,7 +148,7 @@ async def test_waiting_ends_in_time_and_with_its_node() -> None:
     nodes.ask("a", "b")
     nodes.ask("c", wait_s=0.01)
     nodes.end("b")
-    await asyncio.sleep(0.1)
+    await eventually_async(lambda: "c" in nodes.told)
     assert nodes.told == {"a": "read", "b": "", "c": ""}
     assert nodes.refused == [("peer_turns", serving.MAX_WAITING)], "the one whose time was over"
     nodes.end_all()
@@ -158,7 +159,7 @@ async def test_a_turn_that_takes_long_keeps_nobody(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(serving, "TURN_S", 0.01)
     nodes = Nodes(1)
     nodes.ask("a", "b")
-    await asyncio.sleep(0.1)
+    await eventually_async(lambda: not nodes.serving.lines)
     assert nodes.told == {"a": "read", "b": "read"}
     assert nodes.refused == [("long_peer_turns", 1)], "for nobody waits for the second"
     nodes.end_all()

@@ -1,0 +1,48 @@
+"""A link to another node: what its answers say of the way there."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+from ecd.cluster.link import Link
+from ecd.cluster.peer import Peer
+from ecd.core.types import Key
+from ecd.wire import SPECULATIVE_BYTES
+from ecd_proto.v1 import cache_pb2
+from ecd_proto.v1 import peer_pb2 as pb
+
+
+def leased(nbytes: int) -> pb.LeaseOutcome:
+    content = cache_pb2.Content(dtype="uint8", shape=[nbytes], nbytes=nbytes)
+    return pb.LeaseOutcome(ticket=1, leased=pb.PeerLeased(lease=1, content=content))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_measured"),
+    [
+        (pb.LeaseOutcome(ticket=1, missing=cache_pb2.Missing()), True),
+        (leased(SPECULATIVE_BYTES), True),
+        (leased(SPECULATIVE_BYTES + 1), False),
+        (pb.LeaseOutcome(ticket=1, elsewhere=pb.Elsewhere(node="127.0.77.1:1")), False),
+        (pb.LeaseOutcome(ticket=1, limit_reached=cache_pb2.LimitReached()), False),
+    ],
+    ids=["missing", "small", "large", "elsewhere", "refused"],
+)
+def test_an_answer_that_may_have_waited_for_others_says_nothing_of_the_way(
+    outcome: pb.LeaseOutcome, is_measured: bool
+) -> None:
+    async def ask() -> None:
+        answers: asyncio.Queue[pb.LinkReply] = asyncio.Queue()
+        call = Mock(read=answers.get, write=AsyncMock())
+        peer = Peer("127.0.77.2:9465")
+        link = Link(peer, AsyncMock(), call, pb.NodeDescription(lease_ttl_s=30.0))
+        question = link.ask_lease(Key("default", "k"), 20.0, 0, or_elsewhere=True)
+        answers.put_nowait(pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=[outcome])))
+        await link.lease(question)
+        assert (peer.round_trip_s > 0.0) == is_measured
+        await link.close()
+
+    asyncio.run(ask())
