@@ -1,7 +1,12 @@
-"""A put that has returned True survives the daemon's kill -9, and no byte is ever wrong."""
+"""Kills at random moments, and restarts under load: what was put survives, no byte is ever wrong.
+
+A kill comes after a number of puts, reads or lines of code that is drawn by lot. `make test` draws
+the same in each run, `make night` others; a test prints its seed, and KILL_SEED gives it again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -10,9 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,20 +24,29 @@ from ecd_client import Client
 from ecd_client.pools import Extent, MappedPool
 from ecd_client.writer import describe_entry
 from ecd_proto.shm.index import INDEX_HEADER_BYTES, RECOVERING_WORD, unpack_index_header
-from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD, Row, pack_row
-from ecd_proto.shm.session_page import (
-    CLAIM_DONE,
-    CLAIM_NUMBER,
-    CLAIM_ROW,
-    FIRST_CLAIM_WORD,
-    claim_at,
-)
-from support.daemon import Daemon, eventually
+from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD
+from support.daemon import Daemon, changed
+from support.processes import child, run
+from support.waiting import HANG_S, eventually, stop
 
 KIB, MIB = 1 << 10, 1 << 20
-ROUNDS = int(os.environ.get("KILL_ROUNDS", "2"))
-PUTS = 2000
 MakeDaemon = Callable[..., Daemon]
+
+
+def rounds(few: int, many: int) -> pytest.MarkDecorator:
+    """How often a test kills: `few` times in `make test`, `many` times at night."""
+    night = pytest.param(many, marks=[pytest.mark.night, pytest.mark.timeout(3600)])
+    return pytest.mark.parametrize("rounds", [few, night])
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """What draws a test's kills."""
+    is_night = request.node.get_closest_marker("night") is not None
+    seed = os.environ.get("KILL_SEED") or (str(random.randrange(1 << 32)) if is_night else "1")
+    print(f"KILL_SEED={seed}")
+    return random.Random(f"{seed} {request.node.originalname}")
+
 
 WRITER = """
 import os, random, sys
@@ -42,7 +54,7 @@ from types import SimpleNamespace
 from ecd_client import Client
 from ecd_client.errors import EcdError
 from ecd_client.writer import describe_entry
-address, name, again = sys.argv[1:]
+address, name, most, again = sys.argv[1:]
 chance = random.Random(name)
 SIZES = [(0, 8 << 10)] * 70 + [(8 << 10, 64 << 10)] * 26 + [(300 << 10, 1 << 20)] * 4
 
@@ -62,23 +74,23 @@ def put(client, number):
         future = client._writer.put_async(what, source)
         future.add_done_callback(lambda f: f.exception() or (f.result() and returned(key)))
     elif kind > 0.97:
-        with Client(address) as other:  # whose first put is one by calls
-            if other._writer.put(what, copy_to, 5.0):
+        with Client(address, connect_timeout=1.0) as other:  # whose first put is one by calls
+            if other._writer.put(what, copy_to, 60.0):
                 returned(key)
-    elif client._writer.put(what, copy_to, 5.0):
+    elif client._writer.put(what, copy_to, 60.0):
         returned(key)
 
 with Client(address) as client:
-    for number in range(1_000_000):
+    for number in range(int(most)):
         try:
             put(client, number)
         except EcdError:
             if again != "again":
                 break
-            client.wait_connected(30.0)
+            client.wait_connected(60.0)
 """
 READER = """
-import os, random, sys, time
+import os, random, sys
 from ecd_client import Client
 from ecd_client.errors import EcdError
 address, *logs = sys.argv[1:]
@@ -94,7 +106,7 @@ with Client(address, namespace="n") as client:
                 try:
                     item = client.get(key)
                 except EcdError:
-                    time.sleep(0.01)
+                    client.wait_connected(60.0)
                     continue
                 if item is not None:
                     with item:
@@ -103,6 +115,46 @@ with Client(address, namespace="n") as client:
                     right += 1
         print(right, flush=True)
 """
+
+
+STEPS = "leftovers.py find", "leftovers.py entries", "recovery.py run", "leftovers.py remove"
+"""Functions of a takeover, in this order."""
+
+
+def dies(step: str, lines: int) -> tuple[str, ...]:
+    """The command of a daemon that kills itself so many lines of code after a step has begun.
+
+    Lines of `ecd.memory` count, which takes over what the last daemon left.
+    """
+    return changed(
+        "import os, signal, sys",
+        "import ecd.daemon",
+        f"left, step = {lines}, {step!r}",
+        "def look(frame, event, _):",
+        "    global left, step",
+        "    place = f'{frame.f_code.co_filename} {frame.f_code.co_name}'",
+        "    if '/ecd/memory/' not in place or not place.endswith(step):",
+        "        return None",
+        "    step = ''",
+        "    left -= event == 'line'",
+        "    if not left:",
+        "        os.kill(os.getpid(), signal.SIGKILL)",
+        "    return look",
+        "sys.settrace(look)",
+    )
+
+
+def start_and_kill(daemon: Daemon, chance: random.Random) -> None:
+    """Start the daemon, and kill it amid its takeover, or right after it."""
+    seen = len(daemon.text())
+    daemon.command = dies(chance.choice(STEPS), int(2 ** chance.uniform(0, 14)))
+    daemon.start(wait=False)
+    process = daemon._process
+    assert process is not None
+    eventually(lambda: process.poll() is not None or "took over" in daemon.text()[seen:])
+    daemon.kill()
+    assert process.returncode == -signal.SIGKILL, daemon.text()[seen:]
+    daemon.command = Daemon.command
 
 
 def content(key: str) -> bytes:
@@ -126,97 +178,159 @@ def check(client: Client, key: str) -> bool:
     return True
 
 
-@contextmanager
+@contextlib.contextmanager
 def processes(*commands: tuple[str, ...], logs: list[Path]) -> Iterator[list[subprocess.Popen]]:
-    started = []
-    try:
+    """Each command's process, with its output in a log and its errors beside that."""
+    with contextlib.ExitStack() as stack:
+        started = []
         for command, log in zip(commands, logs, strict=True):
-            with log.open("ab") as output:
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, "-c", *command],
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=log.with_suffix(".errors").open("ab"),
-                    )
-                )
+            output, errors = (
+                stack.enter_context(path.open("ab")) for path in (log, log.with_suffix(".errors"))
+            )
+            about = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
+            started.append(stack.enter_context(child([sys.executable, "-c", *command], **about)))
         yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+
+
+def check_alive(running: list[subprocess.Popen], logs: list[Path]) -> None:
+    errors = [log.with_suffix(".errors").read_text()[-2000:] for log in logs]
+    assert all(process.poll() is None for process in running), errors
+
+
+def lines(log: Path) -> list[str]:
+    """The whole lines of a log, the last one excluded that may be written still."""
+    return log.read_text().rpartition("\n")[0].splitlines()
 
 
 def returned(logs: list[Path]) -> list[str]:
     """Keys whose put has returned True."""
-    return [
-        key
-        for log in logs
-        for key in log.read_text().rpartition("\n")[0].splitlines()
-        if key.count("-") == 2
-    ]
+    return [key for log in logs for key in lines(log)]
 
 
-@pytest.mark.timeout(120 + 60 * ROUNDS)
-@pytest.mark.parametrize("together", [False, True], ids=["writers live", "writers die too"])
-def test_what_was_put_is_there_after_a_kill(
-    make_daemon: MakeDaemon, tmp_path: Path, together: bool
+def reads(log: Path) -> int:
+    """How many entries a reader has read, all of them right."""
+    return int((lines(log) or ["0"])[-1])
+
+
+# -- kills ----------------------------------------------------------------------------------------
+
+
+@rounds(2, 20)
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL", "SIGKILL, and to the writers"])
+def test_what_was_put_until_the_end_is_there_again(
+    make_daemon: MakeDaemon, tmp_path: Path, chance: random.Random, how: str, rounds: int
 ) -> None:
-    daemon = make_daemon("320MiB").start()
+    """Every put that has returned True, up to the moment when its writer sees the end."""
+    daemon = make_daemon("192MiB", ECD_WARM_RESTART="true").start()
     total = kept = 0
-    for number in range(ROUNDS):
+    for number in range(rounds):
         logs = [tmp_path / f"{number}.{writer}" for writer in range(3)]
-        commands = [(WRITER, daemon.address, log.name, "once") for log in logs]
+        commands = [(WRITER, daemon.address, log.name, "800", "once") for log in logs]
+        puts = chance.randrange(100, 1600)
         with processes(*commands, logs=logs) as writers:
-            while sum(log.read_bytes().count(b"\n") for log in logs) < PUTS:
-                assert all(writer.poll() is None for writer in writers), logs
-                time.sleep(0.001)
-            daemon.kill()
-            if not together:
-                for writer in writers:
-                    writer.wait(30)
+            eventually(lambda logs=logs, puts=puts: len(returned(logs)) >= puts)
+            if how == "SIGTERM":
+                assert daemon.terminate() == 0
+            else:
+                daemon.kill()
+            if how != "SIGKILL, and to the writers":
+                assert [writer.wait(HANG_S) for writer in writers] == [0, 0, 0]
         daemon.start()
         keys = returned(logs)
         with Client(daemon.address, namespace="n") as client:
             there = [check(client, key) for key in keys]
         total, kept = total + len(keys), kept + sum(there)
+        assert len(keys) >= puts
         daemon.evict_all()
     print(f"{kept} of {total} puts were kept")
-    assert total >= ROUNDS * PUTS
-    assert kept >= 0.999 * total, f"{kept} of {total}"
+    assert kept == total if how == "SIGTERM" else kept >= 0.999 * total
     assert "Traceback" not in daemon.text()
-    daemon.check_nothing_leaked(20.0)
+    daemon.check_nothing_leaked()
 
 
-@pytest.mark.timeout(120 + 20 * ROUNDS)
-def test_a_kill_while_the_pool_is_turned_over(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+@rounds(2, 20)
+def test_a_kill_while_the_pool_is_turned_over(
+    make_daemon: MakeDaemon, tmp_path: Path, chance: random.Random, rounds: int
+) -> None:
     """Readers compare every byte of what was put last, before and after each kill."""
     daemon = make_daemon("16MiB").start()
     logs = [tmp_path / f"{writer}" for writer in range(2)]
     for log in logs:
         log.touch()
-    names = [str(log) for log in logs]
-    commands = [(WRITER, daemon.address, log.name, "again") for log in logs]
-    commands.append((READER, daemon.address, *names))
+    commands = [(WRITER, daemon.address, log.name, "1000000", "again") for log in logs]
+    commands.append((READER, daemon.address, *map(str, logs)))
     outputs = [*logs, tmp_path / "reader"]
     with processes(*commands, logs=outputs) as running:
-        eventually(lambda: len(returned(logs)) > 100, 30.0)
-        for number in range(2 * ROUNDS):
-            time.sleep(random.random())
+        for number in range(2 * rounds):
+            puts, read = len(returned(logs)), reads(outputs[-1])
+            more = chance.randrange(50, 800)
+            eventually(
+                lambda puts=puts, read=read, more=more: (
+                    len(returned(logs)) >= puts + more and reads(outputs[-1]) > read
+                )
+            )
             daemon.kill()
             if number % 2:  # and once more while it starts
-                daemon.start(wait=False)
-                time.sleep(random.random() * 1.5)
-                daemon.kill()
+                start_and_kill(daemon, chance)
             daemon.start()
-            errors = [output.with_suffix(".errors").read_text()[-2000:] for output in outputs]
-            assert all(process.poll() is None for process in running), errors
-        eventually(lambda: outputs[-1].read_text().split()[-1:] > ["0"], 20.0)
+            check_alive(running, outputs)
+        eventually(lambda: reads(outputs[-1]) > 100, "the reader reads")
+        check_alive(running, outputs)
     with Client(daemon.address, namespace="n") as client:
         assert sum(check(client, key) for key in returned(logs)[::3]) > 0
-    assert int(outputs[-1].read_text().split()[-1]) > 100, "the reader read"
     assert "Traceback" not in daemon.text()
-    daemon.check_nothing_leaked(20.0)
+    daemon.check_nothing_leaked()
+
+
+@rounds(4, 100)
+def test_restarts_under_load(
+    make_daemon: MakeDaemon, tmp_path: Path, chance: random.Random, rounds: int
+) -> None:
+    """Readers compare every byte; entries with checksums all stay, however the daemon ends."""
+    daemon = make_daemon("32MiB", ECD_WARM_RESTART="true").start()
+    keys = [f"k-{number}-{1 + number * 7919 % 9000}" for number in range(3000)]
+    listed, outputs = tmp_path / "keys", [tmp_path / f"reader-{number}" for number in range(2)]
+    listed.write_text("\n".join(keys))
+    with Client(daemon.address, namespace="n") as client:
+        assert all(put(client, key) for key in keys)
+        daemon.wait_idle("hashed")
+        commands = [(READER, daemon.address, str(listed))] * 2
+        with processes(*commands, logs=outputs) as running:
+            for number in range(rounds):
+                least = [reads(log) + chance.randrange(1, 1500) for log in outputs]
+                eventually(lambda least=least: all(map(int.__ge__, map(reads, outputs), least)))
+                if number % 2:
+                    daemon.kill()
+                else:
+                    assert daemon.terminate() == 0
+                daemon.start()
+                client.wait_connected(HANG_S)
+                assert not [key for key in keys if not check(client, key)]
+                check_alive(running, outputs)
+    assert "Traceback" not in daemon.text()
+    daemon.check_nothing_leaked()
+
+
+@rounds(6, 60)
+def test_kills_one_after_the_other_lose_nothing(
+    make_daemon: MakeDaemon, chance: random.Random, rounds: int
+) -> None:
+    """Each start may be killed before, while and after it takes over what the last one left."""
+    daemon = make_daemon().start()
+    keys = [f"k-{number}-{1 + 997 * number % 20_000}" for number in range(3000)]
+    with Client(daemon.address, namespace="n") as client:
+        assert all(put(client, key) for key in keys)
+        daemon.kill()
+        for _ in range(rounds):
+            start_and_kill(daemon, chance)
+        daemon.start()
+        client.wait_connected(HANG_S)
+        assert sum(check(client, key) for key in keys) >= 0.999 * len(keys)
+    assert "Traceback" not in daemon.text()
+    daemon.check_nothing_leaked()
+
+
+# -- what a killed daemon leaves -------------------------------------------------------------------
 
 
 def test_a_put_that_nobody_has_heard_of_is_kept(make_daemon: MakeDaemon) -> None:
@@ -227,7 +341,7 @@ def test_a_put_that_nobody_has_heard_of_is_kept(make_daemon: MakeDaemon) -> None
 
     def copy_to(pool: MappedPool, extent: Extent) -> None:
         copying.set()
-        assert go_on.wait(20)
+        assert go_on.wait(HANG_S)
         pool.write_view(extent)[:] = content(old)
 
     with Client(daemon.address, namespace="n") as client:
@@ -236,53 +350,26 @@ def test_a_put_that_nobody_has_heard_of_is_kept(make_daemon: MakeDaemon) -> None
         what = describe_entry(("n", old), "uint8", (4096,), 0.5, old.encode())
         outcomes: list[bool] = []
         writer = threading.Thread(
-            target=lambda: outcomes.append(client._writer.put(what, copy_to, 20.0))
+            target=lambda: outcomes.append(client._writer.put(what, copy_to, HANG_S))
         )
         writer.start()
-        assert copying.wait(5)
+        assert copying.wait(HANG_S)
         daemon.evict_all()  # takes all grants back
         for number in range(3, 6):
             assert put(client, f"first-{number}-4096")
         eventually(lambda: daemon.status().pools[0].granted_bytes > 8192)
-        os.kill(daemon.pid, signal.SIGSTOP)
+        stop(daemon.pid)
         go_on.set()
-        writer.join()
+        writer.join(HANG_S)
         assert outcomes == [True]
         assert all(put(client, key) for key in new)
         daemon.kill()
         daemon.start()
-        client.wait_connected(10.0)
+        client.wait_connected(HANG_S)
         assert client.contains([old, *new]) == [True] * 6
         assert all(check(client, key) for key in (old, *new))
         assert not any(client.contains([f"first-{number}-4096" for number in range(3)]))
     daemon.check_nothing_leaked()
-
-
-def test_kills_one_after_the_other_lose_nothing(make_daemon: MakeDaemon) -> None:
-    """Each start may be killed before, while and after it takes over what the last one left."""
-    daemon = make_daemon("128MiB").start()
-    keys = [f"k-{number}-{1 + 997 * number % 20_000}" for number in range(3000)]
-    with Client(daemon.address, namespace="n") as client:
-        assert all(put(client, key) for key in keys)
-        daemon.kill()
-        for _ in range(4 + ROUNDS):
-            started = daemon.text().count("populating /dev")
-            daemon.start(wait=False)
-            if random.random() < 0.5:  # right after the takeover began, most often
-                eventually(lambda n=started: daemon.text().count("populating /dev") > n, 20.0)
-            time.sleep(random.random() * 0.8)
-            daemon.kill()
-        daemon.start()
-        client.wait_connected(10.0)
-        assert sum(check(client, key) for key in keys) >= 0.999 * len(keys)
-    assert "Traceback" not in daemon.text()
-    daemon.check_nothing_leaked()
-
-
-def is_trimmed(daemon: Daemon) -> bool:
-    """Whether nothing need be evicted for what was put last."""
-    pool = daemon.status().pools[0]
-    return pool.used_bytes + pool.granted_bytes <= 0.95 * pool.pool_bytes
 
 
 def forget_proofs(daemon: Daemon) -> None:
@@ -296,20 +383,20 @@ def forget_proofs(daemon: Daemon) -> None:
             file.write(bytes(8))
 
 
-@contextmanager
+@contextlib.contextmanager
 def kept_aside(daemon: Daemon) -> Iterator[Callable[[], None]]:
     """Keep a dead daemon's files; the result puts them back, as if they had never been removed."""
     with tempfile.TemporaryDirectory() as made:
         aside = Path(made)
         for path in daemon.shm.iterdir():
             if path.suffix not in (".bell", ".attach", ".pool", ""):
-                subprocess.run(["cp", "--sparse=always", path, aside], check=True)
+                run(["cp", "--sparse=always", path, aside], check=True)
         [stem] = {path.stem for path in aside.iterdir()}
 
         def put_back() -> None:
             for path in aside.iterdir():
                 if not (daemon.shm / path.name).exists():
-                    subprocess.run(["cp", "--sparse=always", path, daemon.shm], check=True)
+                    run(["cp", "--sparse=always", path, daemon.shm], check=True)
             pool, *_ = daemon.shm.glob("*.pool")
             if not (there := daemon.shm / f"{stem}.pool").exists():
                 os.link(pool, there)
@@ -335,7 +422,7 @@ def test_what_has_no_proof_is_believed_until_the_next_daemon_gives_memory_away(
         with Client(daemon.address, namespace="n") as client:
             if given_away:
                 assert all(put(client, key) for key in news)  # in the places of the others
-            eventually(lambda: is_trimmed(daemon), what="the last puts are taken up")
+            daemon.wait_idle("drained")
             before = client.contains(keys + news)
             daemon.kill()
         put_back()
@@ -352,138 +439,3 @@ def test_what_has_no_proof_is_believed_until_the_next_daemon_gives_memory_away(
     assert all(there[: len(keys)]) != given_away
     assert any(there[len(keys) :]) == given_away
     daemon.check_nothing_leaked()
-
-
-def test_a_daemon_killed_before_it_began_costs_nothing(make_daemon: MakeDaemon) -> None:
-    daemon = make_daemon().start()
-    with Client(daemon.address, namespace="n") as client:
-        assert put(client, "k-0-1000")
-        daemon.kill()
-        [pool] = daemon.shm.glob("*.pool")
-        os.link(pool, daemon.shm / "00ab.pool")
-        (daemon.shm / "00ab.sessions").touch()
-        index = daemon.shm / "00ab.index"
-        index.touch()
-        os.truncate(index, MIB)
-        daemon.start()
-        client.wait_connected(10.0)
-        assert check(client, "k-0-1000")
-    assert not list(daemon.shm.glob("00ab.*"))
-
-
-class Page:
-    """A client's page and claims, written at will."""
-
-    def __init__(self, client: Client) -> None:
-        session = client._connection.session()
-        assert session.index is not None
-        assert session.puts is not None
-        self.index, self.puts = session.index, session.puts
-
-    def plant(self, place: int, key: str, offset: int, nbytes: int, done: bool = True) -> None:
-        """A put that is announced or done, says the page."""
-        record = self.index.record("n", key)
-        row = pack_row(
-            record, Row(1000 + place, 0, offset, nbytes, "uint8", (nbytes,), b"", 0, False), 0
-        )
-        at = claim_at(place)
-        self.puts._memory[(at + CLAIM_ROW) * 8 : (at + CLAIM_ROW) * 8 + ROW_BYTES] = row
-        self.puts._words[at + CLAIM_NUMBER] = 1000 + place
-        self.puts._words[at + CLAIM_DONE] = (1000 + place) * done
-
-    def grant(self) -> tuple[int, int]:
-        return next(piece for piece in self.puts._pieces if piece[0] < piece[1])
-
-
-def test_a_page_plants_nothing_outside_its_own_grant(make_daemon: MakeDaemon) -> None:
-    daemon = make_daemon().start()
-    keys = [f"k-{number}-{1 + 9999 * number % 50_000}" for number in range(100)]
-    with (
-        Client(daemon.address, namespace="n") as client,
-        Client(daemon.address, namespace="n") as rogue,
-    ):
-        for key in keys:
-            assert put(client, key)
-        for number in range(3):
-            assert put(rogue, f"rogue-{number}-4096")
-        page = Page(rogue)
-        page.plant(0, "as grants are taken back", 50 * MIB, 4096, done=False)
-        daemon.evict_all()
-        for key in keys:
-            assert put(client, key)
-        for number in range(3):
-            assert put(rogue, f"rogue-{number}-4096")
-        others = Page(client).grant()
-        own, end = page.grant()
-        [(_, offset, _)] = [page.index.extent("n", "rogue-1-4096")]
-        os.kill(daemon.pid, signal.SIGSTOP)
-        waiting = f"waiting-0-{20 * KIB}"
-        assert put(client, waiting)
-        planted = {
-            "over another's entry": client._connection.session().index.extent("n", keys[3])[1],
-            "over its own entry": offset,
-            "in another's grant": others[1] - 4096,
-            "where another puts": others[0],
-            "in free memory": 60 * MIB,
-            "beyond its grant": end - 2048,
-            "beside a page": own + 100,
-            "beyond the pool": 1 << 40,
-        }
-        page.plant(0, "as grants are taken back", 50 * MIB, 4096)
-        for place, (key, at) in enumerate(planted.items(), 1):
-            page.plant(place, key, at, 4096)
-        page.plant(len(planted) + 1, "within its grant", own, 4096)
-        page.plant(len(planted) + 2, keys[5], own + 4096, 4096)  # there is an entry of this key
-        daemon.kill()
-        daemon.start()
-        for one in (client, rogue):
-            one.wait_connected(10.0)
-        assert all(check(client, key) for key in (*keys, waiting))
-        assert not any(client.contains(["as grants are taken back", *planted]))
-        assert client.contains(["within its grant"]) == [True]
-    assert "Traceback" not in daemon.text()
-    daemon.check_nothing_leaked()
-
-
-def test_nonsense_in_pages_is_taken_for_nothing(make_daemon: MakeDaemon) -> None:
-    daemon = make_daemon().start()
-    keys = [f"k-{number}-{1 + 9999 * number % 50_000}" for number in range(100)]
-    with Client(daemon.address, namespace="n") as client:
-        for key in keys:
-            assert put(client, key)
-        with Client(daemon.address, namespace="n") as rogue:
-            assert put(rogue, "rogue-1-4096")
-            daemon.status()  # it is listed: its claim is about to be overwritten
-            puts = Page(rogue).puts
-            start = 8 * FIRST_CLAIM_WORD
-            puts._memory[start:] = random.Random(1).randbytes(len(puts._memory) - start)
-            daemon.kill()
-        [index] = daemon.shm.glob("*.index")
-        assert index.stat().st_size > INDEX_HEADER_BYTES
-        daemon.start()
-        client.wait_connected(10.0)
-        assert all(check(client, key) for key in keys)
-        assert daemon.status().entries == len(keys) + 1
-    assert "Traceback" not in daemon.text()
-    daemon.check_nothing_leaked()
-
-
-def test_who_comes_late_does_not_read_what_a_dead_daemon_left(make_daemon: MakeDaemon) -> None:
-    """It was welcomed, then the daemon was killed: its page is gone before locks are looked at."""
-    daemon = make_daemon("64MiB").start()
-    with Client(daemon.address, namespace="n") as client:
-        put(client, "k-0-1000")
-        [pins] = daemon.shm.glob("*.pins")
-        item = client.get("k-0-1000")
-        daemon.kill()
-        daemon.start(wait=False)
-        eventually(lambda: not pins.exists(), 10.0)
-        assert pins.with_suffix(".puts").exists()
-        eventually(lambda: "waiting for clients" in daemon.text(), 10.0)
-        time.sleep(0.2)
-        assert "serving on" not in daemon.text().rpartition("waiting for clients")[2]
-        item.close()
-        daemon.wait_serving()
-        client.wait_connected(10.0)
-        assert check(client, "k-0-1000")
-        eventually(lambda: not pins.with_suffix(".puts").exists(), 10.0)
