@@ -1,84 +1,119 @@
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from e2e.engines import EAGER, VERSIONS, Engine, installed, make_model
+from e2e.engines import VERSIONS, Engine, installed, kept_warm
+from e2e.gates import Gate
+from e2e.shared import POOL, Engines, Pictures, Plain, PlainServer, anew, runs, settle
 from support.daemon import Daemon
 
 
-@pytest.fixture(scope="session", params=VERSIONS)
+@pytest.fixture(scope="session", params=VERSIONS[:1])
 def version(request: pytest.FixtureRequest) -> str:
-    """Each vLLM that is installed; a missing one skips the tests, or fails them if required."""
+    """The newest vLLM, or both in tests of the CONTRACT.
+
+    Where one is not installed, its tests are skipped, or fail if it is required.
+    """
     return installed(request.param)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> Iterator[None]:
+    with kept_warm():
+        yield
+
+
 @pytest.fixture(scope="session")
-def model_of(version: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def model(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = make_model(version, kind, tmp_path_factory.mktemp(kind) / kind)
-        return made[kind]
-
-    return model
-
-
-@pytest.fixture(scope="module")
-def shared_daemon(version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """One address for all engines of a module. Tests start, kill and restart what listens there."""
-    daemon = Daemon(tmp_path_factory.mktemp("daemon"))
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """The daemon of the shared engines. Tests start, kill and restart what listens there."""
+    daemon = Daemon(tmp_path_factory.mktemp("home"), POOL)
     yield daemon
-    daemon.close()
+    try:
+        if runs(daemon):
+            daemon.check_unused()
+    finally:
+        daemon.close()
 
 
-@pytest.fixture(scope="module")
-def start_engine(
-    version: str,
-    model_of: Callable[[str], Path],
-    shared_daemon: Daemon,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[..., Engine]]:
-    """Engines of this module's version and daemon, ended with the module."""
-    number = itertools.count()
-    engines: list[Engine] = []
+@pytest.fixture(scope="session")
+def engines(
+    warm: None, home: Daemon, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    engines = Engines(tmp_path_factory.mktemp("engines"), home)
+    yield engines
+    engines.close()
 
-    def start(
-        role: str | None = None,
-        kind: str = "qwen2_5_vl",
-        model: Path | None = None,
-        extra: dict | None = None,
-        environ: dict[str, str] | None = None,
-        encoder_less: bool = False,
-        daemon: Daemon = shared_daemon,
-        kv: str | None = None,
-        **engine: object,
-    ) -> Engine:
-        setup: dict = {"model": str(model or model_of(kind)), "engine": engine}
-        if role is not None:
-            setup["role"] = role
-            setup["extra"] = {"ecd_address": daemon.address, **(extra or {})}
-        if role == "ec_producer" and version == "0.28.0":
-            # Which cannot make a prefix cache for an engine without KV cache.
-            setup["engine"] = {"enable_prefix_caching": False, **engine}
-        setup["encoder_less"] = encoder_less
-        if kv is not None:
-            setup["kv"] = kv
-        log = tmp_path_factory.mktemp("engine") / f"{role}-{next(number)}.log"
-        engines.append(Engine(version, log, setup, daemon.prefix, **EAGER, **(environ or {})))
-        return engines[-1]
+
+@pytest.fixture
+def daemon(home: Daemon, engines: Engines) -> Iterator[Daemon]:
+    """The daemon of the shared engines, serving and empty; after the test no lease is left."""
+    if not runs(home) or home.pool != POOL or home.command != Daemon.command:
+        home.command = Daemon.command
+        anew(home, engines)
+    home.evict_all()
+    yield home
+    engines.check_alive()
+    if runs(home):
+        settle(home, engines)
+
+
+@pytest.fixture
+def shared(version: str, daemon: Daemon, engines: Engines) -> Callable[..., Engine]:
+    """A shared engine of the version, by its role and settings."""
+
+    def shared(role: str | None = None, which: int = 0, **how: Any) -> Engine:
+        return engines.shared(version, role, which, **how)
+
+    return shared
+
+
+@pytest.fixture
+def start_engine(version: str, engines: Engines) -> Iterator[Callable[..., Engine]]:
+    """Engines of the test's own, which end with it."""
+    started: list[Engine] = []
+
+    def start(role: str | None = None, **how: Any) -> Engine:
+        started.append(engines.start(version, role, **how))
+        return started[-1]
 
     yield start
     with ThreadPoolExecutor() as side:
-        list(side.map(Engine.close, engines))
+        list(side.map(Engine.close, started))
 
 
-@pytest.fixture(scope="module")
-def plain(start_engine: Callable[..., Engine]) -> Engine:
-    """An engine without ecd, whose tokens the others' are compared with."""
-    return start_engine()
+@pytest.fixture
+def plain(version: str, engines: Engines) -> Plain:
+    return Plain(engines, version)
+
+
+@pytest.fixture(scope="session")
+def plain_server(
+    engines: Engines, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PlainServer]:
+    server = PlainServer(engines, tmp_path_factory.mktemp("plain"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def model_of(version: str, engines: Engines) -> Callable[[str], Path]:
+    return lambda kind: engines.model(version, kind)
+
+
+@pytest.fixture
+def new(request: pytest.FixtureRequest) -> Pictures:
+    return Pictures(request.node.nodeid)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """A gate for forwards of the vision tower, which is shut."""
+    gate = Gate(tmp_path / "gate")
+    gate.shut()
+    yield gate
+    gate.open()

@@ -1,20 +1,24 @@
 """vLLM's API server, which says in its log what it does for a request's media.
 
-    SLOWED_BY=FILE python counting_server.py ARGUMENTS...
+    GATE=FILE python counting_server.py ARGUMENTS...
 
-It tells of each call of a model's processor for media, and how long ecd's middleware had a request
-before the next one got it. FILE has the seconds that such a call then takes longer, which a test
-may change; without it there are none.
+It tells of each call of a model's processor for media, which then passes the gate if there is one
+(`e2e.gates.Gate`), when ecd's middleware gets a request, and how long it had it before the next
+one got it. With CALM it does not rest after a request that failed without its pictures, and holds
+for longer what it has told of.
 """
 
 import os
 import runpy
-import time
 from pathlib import Path
+from timeit import default_timer
 
 from vllm.multimodal.processing import InputProcessingContext
 
+from e2e.gates import pass_gate
+from ecd_client.vllm import answers, reuse
 from ecd_client.vllm.reuse import ReuseMiddleware
+from support.waiting import HANG_S
 
 call = InputProcessingContext.call_hf_processor
 begin, serve = ReuseMiddleware.__init__, ReuseMiddleware.__call__
@@ -23,15 +27,15 @@ begin, serve = ReuseMiddleware.__init__, ReuseMiddleware.__call__
 def call_and_say(self, hf_processor, data, *arguments, **named):
     if any(data.get(media) for media in ("images", "videos")):
         print("media are preprocessed", flush=True)
-        if file := os.environ.get("SLOWED_BY"):
-            time.sleep(float(Path(file).read_text()))
+        if gate := os.environ.get("GATE"):
+            pass_gate(Path(gate))
     return call(self, hf_processor, data, *arguments, **named)
 
 
 def begin_before_a_clock(self, app):
     async def clock(scope, receive, send):
         if "came_s" in scope:
-            took_s = time.perf_counter() - scope["came_s"]
+            took_s = default_timer() - scope["came_s"]
             print(f"ecd had a request for {took_s:.6f} s", flush=True)
         await app(scope, receive, send)
 
@@ -40,11 +44,14 @@ def begin_before_a_clock(self, app):
 
 async def serve_with_a_clock(self, scope, receive, send):
     if scope["type"] == "http":
-        scope["came_s"] = time.perf_counter()
+        print("ecd has a request", scope["path"], flush=True)
+        scope["came_s"] = default_timer()
     await serve(self, scope, receive, send)
 
 
 InputProcessingContext.call_hf_processor = call_and_say
 ReuseMiddleware.__init__ = begin_before_a_clock
 ReuseMiddleware.__call__ = serve_with_a_clock
+if os.environ.get("CALM"):
+    reuse.RESTS_S, answers.STAYS_S = (0.0, 0.0), HANG_S
 runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

@@ -5,10 +5,12 @@ descriptor of its first argument; its second argument is the engine's configurat
 """
 
 import gc
+import importlib
 import json
 import os
 import sys
-import time
+from pathlib import Path
+from timeit import default_timer
 
 gc.disable()  # or what is imported is looked through now, at every shutdown and at the end: seconds
 
@@ -18,6 +20,9 @@ from PIL import Image
 from transformers import ProcessorMixin
 from vllm import LLM, SamplingParams
 from vllm.config import ECTransferConfig, KVTransferConfig
+
+sys.path.append(str(Path(__file__).parents[1]))
+from e2e.gates import pass_gate
 
 gc.freeze()
 gc.enable()
@@ -34,8 +39,8 @@ RESETS = {
 }
 encoded: list[int] = []
 may_encode = True
-encode_s = 0.0
-"""How much longer a forward of the vision tower takes."""
+gate: Path | None = None
+"""A pipe that a test lets a forward of the vision tower pass (`e2e.gates.Gate`)."""
 
 
 def count_encoded(module: str, name: str) -> None:
@@ -46,7 +51,8 @@ def count_encoded(module: str, name: str) -> None:
     def counted(self, x, grid_thw, *args, **kwargs):
         assert may_encode, "an engine without an encoder was made to encode"
         encoded.append(len(grid_thw))
-        time.sleep(encode_s)
+        if gate is not None:
+            pass_gate(gate)
         return forward(self, x, grid_thw, *args, **kwargs)
 
     tower.forward = counted
@@ -54,6 +60,21 @@ def count_encoded(module: str, name: str) -> None:
 
 count_encoded("vllm.model_executor.models.qwen2_5_vl", "Qwen2_5_VisionTransformer")
 count_encoded("vllm.model_executor.models.qwen3_vl", "Qwen3_VisionTransformer")
+
+
+def tell_of_waits() -> None:
+    """Say beside the gate that this process waits for another one to encode."""
+    from ecd_client.vllm.encodes import Encodes
+
+    decide = Encodes._waits_for
+
+    def decide_and_tell(*arguments):
+        waits = decide(*arguments)
+        if waits and gate is not None:
+            gate.with_name(f"{gate.name}.{os.getpid()}-waits").touch()
+        return waits
+
+    Encodes._waits_for = decide_and_tell
 
 
 def let_metadata_in() -> None:
@@ -87,8 +108,8 @@ def prompt(request: dict) -> dict:
 
 
 def generate(engine: LLM, command: dict) -> dict:
-    global encode_s
-    encode_s = command.get("encode_s", 0.0)
+    global gate
+    gate = Path(command["gate"]) if "gate" in command else None
     encoded.clear()
     sampling = [
         SamplingParams(
@@ -101,10 +122,10 @@ def generate(engine: LLM, command: dict) -> dict:
         for request in command["requests"]
     ]
     prompts = [prompt(r) for r in command["requests"]]
-    started = time.perf_counter()
+    started = default_timer()
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     return {
-        "seconds": time.perf_counter() - started,
+        "seconds": default_timer() - started,
         "outputs": [
             {
                 "tokens": list(output.outputs[0].token_ids),
@@ -140,6 +161,35 @@ def forget(engine: LLM) -> None:
     engine.reset_prefix_cache()
 
 
+def daemons(engine: LLM) -> list[str]:
+    """The incarnation of the daemon with which each of both roles has a session; "" without."""
+    from vllm.distributed.ec_transfer import get_ec_transfer
+
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler.ec_connector
+    found = []
+    for role in (scheduler._scheduler, get_ec_transfer()._worker):
+        session = role._client._connection.current
+        found.append("" if session is None else session.incarnation)
+    return found
+
+
+def set_constants(constants: dict[str, float]) -> dict[str, float]:
+    """Give constants of the connector other values, each by `module.NAME`; returns the old ones."""
+    were = {}
+    for name, value in constants.items():
+        at, _, constant = name.partition(".")
+        module = importlib.import_module(f"ecd_client.vllm.{at}")
+        were[name] = getattr(module, constant)
+        setattr(module, constant, value)
+    return were
+
+
+def end_rest(engine: LLM) -> None:
+    """Have the engine wait for others again, though it has waited in vain."""
+    core = engine.llm_engine.engine_core.engine_core
+    core.scheduler.ec_connector._scheduler._encodes._rests_until_s = 0.0
+
+
 def scale(engine: LLM, factor: float) -> None:
     """Other weights: a norm of the vision tower times a factor, told to nobody."""
     runner(engine).get_model().visual.merger.ln_q.weight.data.mul_(factor)
@@ -172,6 +222,9 @@ def main() -> None:
             kv_connector_extra_config={"shared_storage_path": setup["kv"]},
         )
     let_metadata_in()
+    if "role" in setup:
+        tell_of_waits()
+        set_constants(setup.get("constants", {}))
     engine = LLM(model=setup["model"], **kwargs)
     global may_encode
     may_encode = not setup.get("encoder_less", False)
@@ -195,6 +248,11 @@ def main() -> None:
                     RESETS[call](engine)
                 engine.reset_prefix_cache()
                 reply = {}
+            case "daemons":
+                reply = {"are": daemons(engine)}
+            case "set":
+                reply = set_constants(command["constants"])
+                end_rest(engine)
             case "version":
                 engine.llm_engine.set_weight_version(command["version"])
                 reply = {}
@@ -206,6 +264,8 @@ def main() -> None:
                     if metric.name.startswith("vllm:ecd_")
                 }
         print(json.dumps(reply), file=replies)
+    gc.freeze()
+    gc.unfreeze = lambda: None  # as vLLM's shutdown does, to look through all: 2 s
     engine.llm_engine.engine_core.shutdown()
     gc.freeze()
 

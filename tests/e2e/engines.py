@@ -14,18 +14,22 @@ import socket
 import struct
 import subprocess
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
+from support.daemon import Daemon
+from support.processes import end, start
+from support.waiting import HANG_S
+
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 VERSIONS = ("0.32.0", "0.28.0")
 START_S = 480.0
+"""How long vLLM may take to start: its processes import it anew, beside other tests' processes."""
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Else an engine's first request compiles what counts logprobs: 15 s."""
 
@@ -54,7 +58,7 @@ def scratch() -> str:
 def environment(version: str, **extra: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ECD_", "PYTHON", "VLLM"))}
     return kept | {
-        "PYTHONPATH": str(HERE / "site"),
+        "PYTHONPATH": f"{HERE / 'site'}:{HERE.parent}",
         "TMPDIR": scratch(),
         "VLLM_CACHE_ROOT": str(python_of(version).parents[1] / "cache"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -67,63 +71,126 @@ def environment(version: str, **extra: str) -> dict[str, str]:
     }
 
 
-@cache
-def warm_interpreter(version: str) -> socket.socket:
-    """The process that forks others with this vLLM imported; it ends with this process."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs, (Path(scratch()) / f"warm-{version}.log").open("wb") as log:
-        subprocess.Popen(
-            [str(python_of(version)), str(HERE / "warm_interpreter.py"), str(theirs.fileno())],
-            env=environment(version, **EAGER),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-    return ours
+class WarmInterpreter:
+    """The process that forks others with this vLLM imported.
+
+    It ends with the last of them, or with `kept_warm`, and in any case with this process.
+    """
+
+    def __init__(self, version: str) -> None:
+        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.log = Path(scratch()) / f"warm-{version}.log"
+        self.forks = 0
+        command = [python_of(version), HERE / "warm_interpreter.py", str(theirs.fileno())]
+        with theirs, self.log.open("wb") as log:
+            self._process = start(
+                command,
+                env=environment(version, **EAGER),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def close(self) -> None:
+        self.line.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(HANG_S)
+        end(self._process)
+
+
+_warm: dict[str, WarmInterpreter] = {}
+_keepers = 0
+
+
+@contextlib.contextmanager
+def kept_warm() -> Iterator[None]:
+    """Within the block each version's interpreter, once started, stays for further forks."""
+    global _keepers
+    _keepers += 1
+    try:
+        yield
+    finally:
+        _keepers -= 1
+        _cool()
+
+
+def _cool() -> None:
+    for version, each in list(_warm.items()):
+        if not _keepers and not each.forks:
+            _warm.pop(version).close()
 
 
 class Fork:
     """A script run by a fork of a warm interpreter, with the part of Popen that is used here."""
 
     def __init__(
-        self, version: str, command: Sequence[str], out: IO[bytes], *passed: int, **environ: str
+        self,
+        version: str,
+        command: Sequence[str],
+        out: IO[bytes],
+        *passed: int,
+        node: int = 0,
+        spares: Sequence[int] = (),
+        **environ: str,
     ) -> None:
-        """The numbers of the descriptors `passed` become the script's first arguments."""
+        """The numbers of the descriptors `passed` become the script's first arguments.
+
+        `node` is a process whose network and mounts the script shares. The first `spares[0]`
+        processes that the script spawns are forks as well, with the rest of `spares` for theirs.
+        """
+        if version not in _warm:
+            _warm[version] = WarmInterpreter(version)
+        self._warm = _warm[version]
+        self._warm.forks += 1
+        self._code: int | None = None
         self._ended, tell = os.pipe()
         read, write = os.pipe()
         self.stdin = os.fdopen(write, "wb")
-        message = json.dumps([command, environ]).encode()
-        descriptors = [read, out.fileno(), tell, *passed]
-        socket.send_fds(warm_interpreter(version), [message], descriptors)
-        os.close(read)
-        os.close(tell)
+        message = json.dumps([command, environ, node, spares]).encode()
+        try:
+            descriptors = [read, out.fileno(), tell, *passed]
+            socket.send_fds(self._warm.line, [message], descriptors)
+        finally:
+            os.close(read)
+            os.close(tell)
+        assert select.select([self._ended], [], [], START_S)[0], self._warm.log.read_text()[-6000:]
         told = os.read(self._ended, 4)
-        assert told, (Path(scratch()) / f"warm-{version}.log").read_text()[-6000:]
+        assert told, self._warm.log.read_text()[-6000:]
         (self.pid,) = struct.unpack("i", told)
-        self._code: int | None = None
 
     def poll(self) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0)
+        if self._code is None and select.select([self._ended], [], [], 0)[0]:
+            self.wait()
         return self._code
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float = HANG_S) -> int:
         if self._code is None:
             if not select.select([self._ended], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            (self._code,) = struct.unpack("i", os.read(self._ended, 4))
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            told = os.read(self._ended, 4)
+            (self._code,) = struct.unpack("i", told) if told else (-signal.SIGKILL,)
             os.close(self._ended)
+            self._warm.forks -= 1
+            _cool()
         return self._code
 
+    def end(self, grace_s: float = 0.0) -> int:
+        """Have the script end within `grace_s` of its input's end, or kill it and its group."""
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(grace_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        return self.wait(HANG_S)
 
-def output_of(version: str, script: str, *arguments: str) -> str:
+
+def output_of(version: str, script: str, *arguments: str, **environ: str) -> str:
     """Run a script of this directory in a vLLM environment; returns its output."""
     with tempfile.TemporaryFile() as out:
-        ran = Fork(version, [str(HERE / script), *arguments], out)
-        ran.stdin.close()
-        code = ran.wait(300)
+        ran = Fork(version, [str(HERE / script), *arguments], out, **environ)
+        code = ran.end(START_S)
         out.seek(0)
         text = out.read().decode(errors="replace")
     assert code == 0, text[-9000:]
@@ -135,9 +202,9 @@ def make_model(version: str, kind: str, directory: Path) -> Path:
     return directory
 
 
-def result_of(version: str, script: str, *arguments: str) -> Any:
+def result_of(version: str, script: str, *arguments: str, **environ: str) -> Any:
     """The JSON that a script prints behind RESULT."""
-    printed = output_of(version, script, *arguments).splitlines()
+    printed = output_of(version, script, *arguments, **environ).splitlines()
     [line] = [line for line in printed if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT "))
 
@@ -154,32 +221,39 @@ def shared_memory_of(group: int) -> set[Path]:
 
 
 class Engine:
-    """One engine. `start` returns at once, the first command waits until it is ready."""
+    """One engine. It is started at once, and the first command waits until it is ready."""
 
     def __init__(
         self, version: str, log: Path, setup: dict, prefix: Sequence[str] = (), **environ: str
     ) -> None:
-        """`prefix` is what runs the engine on another node."""
+        """`prefix` is a Node's; `PYTHONPATH` among `environ` has the engine import vLLM anew."""
         self.log = log
         reader, writer = os.pipe()
         script, told = str(HERE / "engine_process.py"), json.dumps(setup)
+        ranks = setup.get("engine", {}).get("tensor_parallel_size", 1)
         self._process: subprocess.Popen[bytes] | Fork
         with log.open("wb") as out:
-            if prefix or "PYTHONPATH" in environ:  # a fork is on this node, and has its path
-                self._process = subprocess.Popen(
+            if "PYTHONPATH" in environ:
+                self._process = start(
                     [*prefix, str(python_of(version)), script, str(writer), told],
                     env=environment(version, **environ),
                     stdin=subprocess.PIPE,
                     stdout=out,
                     stderr=out,
                     pass_fds=[writer],
-                    start_new_session=True,
                 )
             else:
-                self._process = Fork(version, [script, told], out, writer, **environ)
+                node = int(prefix[prefix.index("-t") + 1]) if prefix else 0
+                spares = [1, ranks] if ranks > 1 else []
+                how = {"node": node, "spares": spares}
+                self._process = Fork(version, [script, told], out, writer, **how, **environ)
         os.close(writer)
         self._replies = os.fdopen(reader)
         self._ready = False
+        self.closed = False
+        self.owes = 0
+        """Replies that it has not been asked for."""
+        self.daemon: Daemon | None = None
 
     def wait_ready(self) -> Engine:
         if not self._ready:
@@ -192,17 +266,26 @@ class Engine:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         self._process.stdin.flush()
+        self.owes += 1
 
-    def receive(self, timeout: float = 120.0) -> dict:
-        return self._read(timeout)
+    def receive(self, timeout: float = START_S) -> dict:
+        reply = self._read(timeout)
+        self.owes -= 1
+        return reply
 
-    def generate(self, requests: list[dict], **options: object) -> dict:
-        self.send({"do": "generate", "requests": requests, **options})
+    def do(self, what: str, **more: object) -> dict:
+        self.send({"do": what, **more})
         return self.receive()
 
+    def generate(self, requests: list[dict], **options: object) -> dict:
+        return self.do("generate", requests=requests, **options)
+
     def metrics(self) -> dict[str, int]:
-        self.send({"do": "metrics"})
-        return {k.removeprefix("vllm:ecd_"): v for k, v in self.receive().items()}
+        return {k.removeprefix("vllm:ecd_"): v for k, v in self.do("metrics").items()}
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -211,28 +294,40 @@ class Engine:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
+    def kill(self) -> None:
+        """SIGKILL; there is nothing to close then."""
+        self.closed = True
+        end_of(self._process)
+        self._replies.close()
+
     def close(self) -> None:
         """End the engine. It has to end without an error, whatever is loaded into it."""
+        if self.closed:
+            return
+        self.closed = True
         shared = shared_memory_of(self._process.pid)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(60)
-        ended = self._process.poll()
-        if ended is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        ended = end_of(self._process, HANG_S)
         self._replies.close()
         for file in shared:  # vLLM's ranks leave theirs behind
             file.unlink(missing_ok=True)
         assert ended == 0 or not self._ready, f"the engine's end: {ended}\n{self.text()[-6000:]}"
 
     def _read(self, timeout: float) -> dict:
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            if select.select([self._replies], [], [], 0.5)[0]:
-                line = self._replies.readline()
-                assert line, f"the engine ended:\n{self.text()[-6000:]}"
-                return json.loads(line)
-            assert self.alive, f"the engine ended:\n{self.text()[-6000:]}"
-        raise AssertionError(f"no answer within {timeout} s:\n{self.text()[-6000:]}")
+        """The next reply. An engine that ends closes its end of the pipe."""
+        is_there = select.select([self._replies], [], [], timeout)[0]
+        assert is_there, f"no answer within {timeout:.0f} s:\n{self.text()[-6000:]}"
+        line = self._replies.readline()
+        assert line, f"the engine ended:\n{self.text()[-6000:]}"
+        return json.loads(line)
+
+
+def end_of(process: subprocess.Popen[bytes] | Fork, grace_s: float = 0.0) -> int:
+    """End a process, which may end by itself in `grace_s` as its input does; returns its code."""
+    if isinstance(process, Fork):
+        return process.end(grace_s)
+    with contextlib.suppress(BrokenPipeError, AttributeError):  # it has none
+        process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s)
+    end(process)
+    return process.returncode

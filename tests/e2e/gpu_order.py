@@ -8,7 +8,6 @@ each step did, waited for and left in the encoder cache, as JSON.
 
 import json
 import sys
-import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -24,16 +23,20 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunnerMixin
 
+import ecd_client.vllm.encode_time
 import ecd_client.vllm.loader
 from ecd_client import Client
 from ecd_client.vllm.identity import Identity
 from support.cuda.gpu import StandinGpu
-from support.cuda.standin import Control
+from support.cuda.standin import Control, Hold
+from support.waiting import HANG_S, eventually
 
 address, model, place = sys.argv[1:]
 control = Control.of_this_process()
 gpu = StandinGpu.use()
 ecd_client.vllm.loader._device = lambda: torch.device("cuda:0")
+# This torch has no events: its own raise, and vLLM's CPU worker puts others in their place.
+ecd_client.vllm.encode_time._recorded = lambda: None
 transfer_config = ECTransferConfig(
     ec_connector="EcdConnector",
     ec_connector_module_path="ecd_client.vllm",
@@ -54,7 +57,7 @@ worker = state.get_ec_transfer()
 cache: dict[str, torch.Tensor] = {}
 client = Client(address, namespace=Identity.of(config, None, None).namespace)
 for role in (scheduler._scheduler, worker._worker):
-    role._client.wait_connected(30)
+    role._client.wait_connected(HANG_S)
 STEP = SimpleNamespace(total_num_scheduled_tokens=8)
 SHAPE = (8, 128)
 
@@ -86,36 +89,39 @@ def request(name: str, identifier: str) -> SimpleNamespace:
     )
 
 
-def until_ready(asked: SimpleNamespace) -> None:
-    deadline = time.monotonic() + 10
-    while not scheduler.ensure_cache_available(asked, 0):
-        assert time.monotonic() < deadline
-        scheduler.build_connector_meta(STEP)
-        time.sleep(0.001)
+def is_ready(asked: SimpleNamespace) -> bool:
+    if scheduler.ensure_cache_available(asked, 0):
+        return True
+    scheduler.build_connector_meta(STEP)
+    return False
+
+
+def is_still() -> bool:
+    counted = control.counters()
+    return counted.copies == counted.finished
 
 
 def step(runner, asked: SimpleNamespace, byte: int | None, is_aborted: bool = False) -> dict:
-    """One step; it encodes the item if `byte` is given. Copies take 2 s each meanwhile."""
+    """One step; it encodes the item if `byte` is given. No copy and no fill begins meanwhile."""
     identifier = asked.mm_features[0].identifier
-    until_ready(asked)
+    eventually(lambda: is_ready(asked))
     promised = scheduler.has_cache_item(identifier)
     scheduler.update_state_after_alloc(asked, 0)
     output = SimpleNamespace(
         ec_connector_metadata=scheduler.build_connector_meta(STEP), finished_req_ids=set()
     )
+    eventually(is_still)
     before = control.counters()
-    control.delay_us = 2_000_000
-    started = time.monotonic()
+    control.hold = Hold.START | Hold.FILLS
     with runner(output) as result:
         loaded = identifier in cache
         if byte is not None:
             cache[identifier] = gpu.encode(SHAPE, torch.bfloat16, byte)
             if runner is first_runner:
                 ECConnectorModelRunnerMixin.maybe_save_ec_to_connector(cache, identifier)
-    took_s = time.monotonic() - started
     after = control.counters()
     from_host, from_device = after.bytes_h2d - before.bytes_h2d, after.bytes_d2d - before.bytes_d2d
-    control.delay_us = 500
+    control.hold = Hold.NOTHING
     scheduler.update_connector_output(result)
     scheduler.request_finished(asked)
     done = {
@@ -123,7 +129,7 @@ def step(runner, asked: SimpleNamespace, byte: int | None, is_aborted: bool = Fa
         "loaded": loaded,
         "waits": after.main_waits - before.main_waits,
         "pageable": after.pageable_copies - before.pageable_copies,
-        "waited": took_s > 1.0,
+        "waited": after.finished > before.finished,
         "loads under way": len(scheduler._scheduler._loads),
         "from the host": from_host,
         "within the device": from_device,
@@ -139,18 +145,11 @@ def pinned() -> bool:
     return pool._pinned is not None and pool._pinned.pinned_bytes == pool.nbytes
 
 
-def until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def is_near(identifier: str) -> bool:
     """Whether the device pool has a copy."""
     loader = worker._worker._client
     session = loader._connection.session()
-    with loader.get(identifier, timeout=10) as item:
+    with loader.get(identifier, timeout=HANG_S) as item:
         key = loader.namespace, identifier
         held = session.near.hold(session, key, item._hold.entry, item.nbytes)
     if held is not None:
@@ -160,9 +159,9 @@ def is_near(identifier: str) -> bool:
 
 control.delay_us = 500
 worker._worker._loader.device  # noqa: B018  pins, as the first load would
-until(pinned)
+eventually(pinned)
 if place != "host":
-    until(lambda: worker._worker._client._connection.session().near is not None)
+    eventually(lambda: worker._worker._client._connection.session().near is not None)
 steps = {}
 for name, runner in (("first", first_runner), ("second", second_runner)):
     if runner is None:
@@ -170,10 +169,10 @@ for name, runner in (("first", first_runner), ("second", second_runner)):
     encoded = step(runner, request(f"{name}-a", f"{name} picture"), byte=7)
     del cache[f"{name} picture"]  # its tensor goes while the save may be under way
     gpu.encode(SHAPE, torch.bfloat16, 255)
-    with client.get(f"{name} picture", timeout=10) as item:
+    with client.get(f"{name} picture", timeout=HANG_S) as item:
         encoded["stored"] = set(bytes(item.view)) == {7}
     if place != "host":
-        until(lambda name=name: is_near(f"{name} picture"))
+        eventually(lambda name=name: is_near(f"{name} picture"))
     loaded = step(runner, request(f"{name}-b", f"{name} picture"), byte=None)
     del cache[f"{name} picture"]
     aborted = step(runner, request(f"{name}-c", f"{name} picture"), byte=None, is_aborted=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from e2e.engines import ROOT
-from e2e.servers import Server, free_port
+from e2e.servers import Server, free_port, installing
+from support.processes import start
 
 VERSION = "0.1.17"
 Params = dict[str, dict]
@@ -33,8 +33,8 @@ def router_program() -> Path:
         home = program.parents[1]
         shutil.rmtree(home, ignore_errors=True)
         install = ["-m", "pip", "install", "-q", "--no-compile", f"vllm-router=={VERSION}"]
-        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-        ran = subprocess.run([str(home / "bin/python"), *install], capture_output=True, text=True)
+        installing([sys.executable, "-m", "venv", str(home)]).check_returncode()
+        ran = installing([home / "bin/python", *install])
         if ran.returncode != 0:
             shutil.rmtree(home)
             said = f"vllm-router CANNOT BE HAD: {ran.stderr[-1000:]}"
@@ -53,13 +53,7 @@ class VllmRouter(Server):
         command = [str(router_program()), "--port", port, "--prometheus-port", str(free_port())]
         command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"]
         with log.open("wb") as out:
-            self._process = subprocess.Popen(
-                [*command, *flags],
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+            self._process = start([*command, *flags], stdout=out, stderr=out)
 
 
 def by_key(replies: list[Params]) -> Params:

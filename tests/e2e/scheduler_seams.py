@@ -8,7 +8,6 @@ them. Prints what came of each case, as JSON.
 
 import json
 import sys
-import time
 from types import SimpleNamespace
 
 import torch
@@ -19,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from ecd_client import Client
+from support.waiting import HANG_S, value_of
 
 WAIT_S = 1.0
 address, model = sys.argv[1:]
@@ -31,7 +31,7 @@ transfer_config = ECTransferConfig(
 config = EngineArgs(model=model, ec_transfer_config=transfer_config).create_engine_config()
 connector = ECConnectorFactory.create_connector(config, ECConnectorRole.SCHEDULER)
 role = connector._scheduler
-role._client.wait_connected(30)
+role._client.wait_connected(HANG_S)
 STEP = SimpleNamespace(total_num_scheduled_tokens=8)
 
 
@@ -56,12 +56,12 @@ def request(name: str, *features: SimpleNamespace, params: dict | None = None) -
 
 
 def settled(asked: SimpleNamespace, computed: int = 0, *others: SimpleNamespace) -> str:
-    """The connector's last word on the request: it goes on, fails, or waits.
+    """The connector's last word on the request, when there is one: it goes on, or fails.
 
     Every step asks for all requests that wait.
     """
-    deadline = time.monotonic() + 10 * WAIT_S
-    while time.monotonic() < deadline:
+
+    def word() -> str:
         if connector.ensure_cache_available(asked, computed):
             return "goes on"
         if asked.status is not None or asked.request_id in role._readiness.failed:
@@ -69,8 +69,9 @@ def settled(asked: SimpleNamespace, computed: int = 0, *others: SimpleNamespace)
         for other in others:
             connector.ensure_cache_available(other, 0)
         connector.build_connector_meta(STEP)
-        time.sleep(0.01)
-    return "waits"
+        return ""
+
+    return value_of(word)
 
 
 def put(name: str, length: int) -> None:

@@ -13,7 +13,6 @@ import socket
 import struct
 import subprocess
 import tempfile
-import time
 import urllib.error
 import urllib.request
 import zlib
@@ -27,7 +26,9 @@ from typing import Any
 import psutil
 import pytest
 
-from e2e.engines import HERE, ROOT, START_S, Fork, python_of, shared_memory_of
+from e2e.engines import HERE, ROOT, START_S, Fork, end_of, python_of, shared_memory_of
+from support.processes import GRACE_S, Command, child
+from support.waiting import HANG_S, stopped, value_of
 
 PROXY_VERSION = "0.32.0"
 PROXY = "examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py"
@@ -45,11 +46,9 @@ def proxy_script() -> Path:
         with tempfile.TemporaryDirectory(dir=script.parent) as unpacked:
             fetch = ["download", "-q", "--no-cache-dir", "--no-clean", "--no-deps", "-d", unpacked]
             fetch += ["--no-binary", "vllm", "--no-build-isolation", f"vllm=={PROXY_VERSION}"]
-            ran = subprocess.run(
-                [str(python_of(PROXY_VERSION)), "-m", "pip", *fetch],
+            ran = installing(
+                [python_of(PROXY_VERSION), "-m", "pip", *fetch],
                 env={**os.environ, "TMPDIR": unpacked},
-                capture_output=True,
-                text=True,
             )
             for found in Path(unpacked).glob(f"*/*/{PROXY}"):
                 shutil.copy(found, script.with_suffix(".new"))
@@ -60,6 +59,14 @@ def proxy_script() -> Path:
             pytest.fail(said)
         pytest.skip(said)
     return script
+
+
+def installing(command: Command, **about: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command that fetches packages, for as long as their registry takes."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with child(command, **pipes, **about) as process:
+        out, err = process.communicate(timeout=START_S)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 _ports = count(20000 + 2000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
@@ -89,20 +96,25 @@ class Server:
         command = [*command, "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
         with log.open("wb") as out:
             environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environ}
-            self._process = Fork(version, command, out, **environ)
+            self._process = Fork(version, command, out, spares=[1, 1], **environ)
 
     def wait_ready(self) -> Server:
-        deadline = time.monotonic() + START_S
-        while True:
-            assert self.alive, f"it ended:\n{self.text()[-6000:]}"
-            assert time.monotonic() < deadline, f"not ready:\n{self.text()[-6000:]}"
-            try:
-                with urllib.request.urlopen(f"{self.url}/v1/models"):
-                    return self
-            except OSError as error:
-                if getattr(error, "code", 0) == 401:  # it wants a key
-                    return self
-            time.sleep(0.2)
+        state = ""
+        for _ in range(round(START_S / HANG_S)):
+            with contextlib.suppress(AssertionError):  # not within HANG_S
+                state = value_of(self._state, "an answer or an end")
+                break
+        assert state == "answers", f"{state or 'not ready'}:\n{self.text()[-6000:]}"
+        return self
+
+    def _state(self) -> str:
+        if not self.alive:
+            return "ended"
+        try:
+            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=HANG_S):
+                return "answers"
+        except OSError as error:
+            return "answers" if getattr(error, "code", 0) == 401 else ""  # it wants a key
 
     @property
     def alive(self) -> bool:
@@ -157,7 +169,7 @@ class Server:
             json.dumps(body).encode(),
             {"Content-Type": "application/json", **(headers or {})},
         )
-        return urllib.request.urlopen(request, timeout=120)
+        return urllib.request.urlopen(request, timeout=START_S)
 
     def metrics(self) -> dict[str, float]:
         """The counters of ecd on the engine's own /metrics."""
@@ -178,35 +190,30 @@ class Server:
         """Have its engine, a process of its own, do nothing meanwhile; it answers for itself."""
         children = psutil.Process(self._process.pid).children(recursive=True)
         assert children, "it has no process but its own"
-        for child in children:
-            child.suspend()
-        try:
+        with contextlib.ExitStack() as still:
+            for each in children:
+                # The server may be killed meanwhile.
+                still.enter_context(contextlib.suppress(ProcessLookupError))
+                still.enter_context(stopped(each.pid))
             yield
-        finally:
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):  # the server was killed meanwhile
-                    child.resume()
 
     def kill(self) -> None:
         """End all of its processes at once, with those that would remove what they shared."""
         shared = shared_memory_of(self._process.pid)
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        end_of(self._process)
         for file in shared:
             file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._process.stdin.close()
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        """SIGTERM, after which the last of its processes removes what the others shared."""
+        if self.alive:
+            shared = shared_memory_of(self._process.pid)
             os.kill(self._process.pid, signal.SIGTERM)
-            self._process.wait(30)
-        deadline = time.monotonic() + 5.0
-        with contextlib.suppress(ProcessLookupError):  # that nothing is left of its group
-            while time.monotonic() < deadline:  # the last to end removes the others' shared memory
-                os.killpg(self._process.pid, 0)
-                time.sleep(0.05)
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+            for file in shared:
+                file.unlink(missing_ok=True)
+        self.kill()
 
 
 def api_server(

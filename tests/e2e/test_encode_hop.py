@@ -7,68 +7,70 @@ daemon knows by hints alone.
 from __future__ import annotations
 
 import http.client
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from e2e.engines import installed
-from e2e.servers import Server, api_server, describes, picture_url
-from e2e.test_reuse import KEY, MIDDLEWARE, OTHER, READY, answer, encoded, preprocessed, shown
-from support.daemon import Daemon, close_all, eventually
+from e2e.gates import Gate
+from e2e.servers import Server, api_server
+from e2e.shared import EXACT, Engines, Pictures, PlainServer
+from e2e.test_reuse import (
+    CALLER,
+    CALM,
+    KEY,
+    MIDDLEWARE,
+    OTHER,
+    READY,
+    answer,
+    encoded,
+    preprocessed,
+    shown,
+)
+from support.daemon import Daemon, close_all
+from support.waiting import HANG_S, eventually
 
-pytestmark = pytest.mark.timeout(900)
-CALLER = {"Authorization": f"Bearer {KEY}"}
-SLOW_S = 4.0
-numbers = itertools.count(5000)
-
-
-@pytest.fixture(scope="session")
-def version() -> str:
-    """vLLM 0.28 takes no metadata as JSON."""
-    return installed("0.32.0")
+pytestmark = pytest.mark.timeout(600)
+WORDS = [{"type": "text", "text": "what is what?"}]
 
 
 class Row:
-    """Two encoders, an engine that sends them what is missing, and one without ecd."""
+    """Two encoders, each with a gate before its preprocessing, and an engine that asks them."""
 
     def __init__(
         self, daemons: Sequence[Daemon], start: Callable[..., Server], directory: Path
     ) -> None:
-        self._slowed_by = [directory / "slow-0", directory / "slow-1"]
-        self.encoders = []
-        for file, daemon in zip(self._slowed_by, daemons, strict=True):
-            file.write_text("0")
-            slowed = {"SLOWED_BY": str(file)}
-            self.encoders.append(
-                start("ec_producer", [*MIDDLEWARE, "--api-key", KEY], slowed, daemon)
-            )
-        urls = f" {self.encoders[0].url}/, {self.encoders[1].url},"
-        self.server = start(
-            *(
-                "ec_both",
-                [*OTHER, *MIDDLEWARE, "--api-key", KEY],
-                {"ECD_ENCODERS": urls},
-                daemons[1],
-            )
-        )
-        self.plain = start(None)
+        self.gates = [Gate(directory / f"gate-{number}") for number in range(2)]
+        key = [*MIDDLEWARE, "--api-key", KEY]
+        self.encoders = [
+            start("ec_producer", key, {"GATE": str(gate.path)}, daemon)
+            for gate, daemon in zip(self.gates, daemons, strict=True)
+        ]
+        urls = {"ECD_ENCODERS": f" {self.encoders[0].url}/, {self.encoders[1].url},"}
+        self.server = start("ec_both", [*OTHER, *key], urls, daemons[1])
+        self.plain: PlainServer
+        self.side = ThreadPoolExecutor(8)
 
-    def slow(self, *seconds: float) -> None:
-        for file, each in zip(self._slowed_by, seconds, strict=True):
-            file.write_text(str(each))
+    def ask(self, content: list[dict], headers: dict[str, str] | None = None) -> Future:
+        return self.side.submit(self.server.chat, content, {**CALLER, **(headers or {})})
+
+    def is_right(self, content: list[dict], asked: Future) -> None:
+        """The answer is the plain engine's."""
+        status, body = asked.result(HANG_S)
+        assert status == 200, f"{body}\n{self.server.text()[-3000:]}"
+        assert answer(body) == answer(self.plain.chat(content))
 
     def right(self, *contents: list[dict], headers: dict[str, str] | None = None) -> None:
         """The answers to requests that are made at one time are the plain engine's."""
-        headers = {**CALLER, **(headers or {})}
-        with ThreadPoolExecutor(4) as side:
-            answers = list(side.map(lambda each: self.server.chat(each, headers), contents))
-        for content, (status, body) in zip(contents, answers, strict=True):
-            assert status == 200, f"{body}\n{self.server.text()[-3000:]}"
-            assert answer(body) == answer(self.plain.chat(content)[1])
+        asked = [self.ask(content, headers) for content in contents]
+        for content, each in zip(contents, asked, strict=True):
+            self.is_right(content, each)
+
+    def came(self) -> int:
+        """The requests that ecd's middleware in the server has had."""
+        return self.server.text().count("ecd has a request /v1/chat/completions")
 
     def calls(self, outcome: str) -> list[float]:
         """The calls of each encoder that have ended so."""
@@ -88,27 +90,18 @@ class Row:
 
 
 @pytest.fixture(scope="module")
-def row(
-    version: str,
-    model_of: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
+def running(
+    version: str, engines: Engines, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Row]:
     directory = tmp_path_factory.mktemp("servers")
     started: list[Server] = []
 
-    def start(
-        role: str | None,
-        flags: Sequence[str] = (),
-        environ: dict[str, str] | None = None,
-        daemon: Daemon | None = None,
-    ) -> Server:
+    def start(role: str, flags: Sequence[str], environ: dict[str, str], daemon: Daemon) -> Server:
         log = directory / f"{len(started)}-{role}.log"
-        # A picture may take long on a busy machine.
-        told = {"ecd_load_timeout_s": 40}
-        extra = {} if daemon is None else {"ecd_address": daemon.address, **told}
-        started.append(
-            api_server(version, log, model_of("qwen2_5_vl"), role, flags, True, environ, **extra)
-        )
+        extra = {"ecd_address": daemon.address, "ecd_load_timeout_s": 10 * HANG_S}
+        how = {"counting": True, "environ": {**CALM, **environ}, **extra}
+        flags = [*flags, *EXACT]
+        started.append(api_server(version, log, engines.model(version), role, flags, **how))
         return started[-1]
 
     daemons = []
@@ -121,68 +114,96 @@ def row(
         }
         place = tmp_path_factory.mktemp("daemon")
         daemons.append(Daemon(place, **settings).start())
+    row = None
     try:
         row = Row(daemons, start, directory)
         for server in started:
             server.wait_ready()
-        for server in (*row.encoders, row.server):
-            eventually(lambda server=server: READY in server.text(), 30)
+            eventually(lambda server=server: READY in server.text())
         for daemon, sessions in zip(daemons, (3, 6), strict=True):
             daemon.wait_for_clients(sessions)
-        for encoder in row.encoders:  # a daemon's first put goes by calls, and may be seen late
-            is_told = lambda e=encoder: describes(e.chat(shown(*new(1)), CALLER)[1])  # noqa: E731
-            eventually(is_told, 30)
         yield row
     finally:
         with ThreadPoolExecutor() as side:
             list(side.map(Server.close, started))
+        if row is not None:
+            row.side.shutdown()
         close_all(daemons)
 
 
-def new(count: int) -> list[str]:
-    return [picture_url(next(numbers)) for _ in range(count)]
+@pytest.fixture
+def row(running: Row, plain_server: PlainServer) -> Iterator[Row]:
+    running.plain = plain_server
+    yield running
+    for gate in running.gates:
+        gate.open()
 
 
-def test_what_is_missing_is_encoded_elsewhere_and_what_is_held_is_not(row: Row) -> None:
-    before, [held, *missing] = row.seen(), new(3)
+def test_what_is_missing_is_encoded_elsewhere_and_what_is_held_is_not(
+    row: Row, new: Pictures
+) -> None:
+    before, was = row.seen(), row.calls("encoded")
+    held, *missing = (new.url() for _ in range(3))
     row.right(shown(held))
     row.right([*shown(held)[:1], *shown(missing[0])[:1], *shown(missing[1])])
     twice = [*shown(held)[:1], *shown(held, "are these the same?")]
     row.right(twice)
-    assert sum(row.calls("encoded")) == 3
-    assert all(row.calls("encoded")), "on this node and on the other"
+    calls = [now - then for now, then in zip(row.calls("encoded"), was, strict=True)]
+    assert sum(calls) == 3
+    assert all(calls), "on this node and on the other"
     assert row.seen() == before
 
 
-def test_the_encoder_with_the_fewest_active_tokens_is_asked(row: Row) -> None:
+def test_the_encoder_with_the_fewest_active_tokens_is_asked(row: Row, new: Pictures) -> None:
     before, was = row.seen(), row.calls("encoded")
-    row.slow(SLOW_S, 0)
-    row.right(*map(shown, new(24)))
-    slowed, other = (now - then for now, then in zip(row.calls("encoded"), was, strict=True))
-    assert slowed + other == 24
-    assert other >= 2 * slowed > 0
+    row.gates[0].shut()
+    waits = []
+    while not row.active()[0]:
+        content = shown(new.url())
+        waits.append((content, row.ask(content)))
+        eventually(lambda: row.active()[0] or waits[-1][1].done(), "it is sent to either")
+    for _ in range(4):
+        row.right(shown(new.url()))
+    row.gates[0].open()
+    for content, asked in waits:
+        row.is_right(content, asked)
+    calls = [now - then for now, then in zip(row.calls("encoded"), was, strict=True)]
+    assert calls == [1, len(waits) - 1 + 4]
     assert row.seen() == before
 
 
-def test_a_picture_that_several_ask_for_at_one_time_is_encoded_once(row: Row) -> None:
-    before, was, [url] = row.seen(), sum(map(preprocessed, row.encoders)), new(1)
-    row.slow(2.0, 2.0)
-    row.right(*(shown(url, f"what is this? {number}") for number in range(4)))
+def test_a_picture_that_several_ask_for_at_one_time_is_encoded_once(
+    row: Row, new: Pictures
+) -> None:
+    before, was, url = row.seen(), sum(map(preprocessed, row.encoders)), new.url()
+    for gate in row.gates:
+        gate.shut()
+    contents = [shown(url, f"what is this? {number}") for number in range(4)]
+    came = row.came()
+    answers = [(content, row.ask(content)) for content in contents]
+    eventually(lambda: row.came() == came + len(contents))
+    row.right(WORDS)
+    assert sum(row.active()) > 0
+    for gate in row.gates:
+        gate.open()
+    for content, each in answers:
+        row.is_right(content, each)
     assert sum(map(preprocessed, row.encoders)) == was + 1
     assert row.seen() == before
 
 
-def test_what_another_engine_asks_for_is_asked_of_nobody(row: Row) -> None:
+def test_what_another_engine_asks_for_is_asked_of_nobody(row: Row, new: Pictures) -> None:
     was, before = row.calls("encoded"), row.seen()[0]
-    row.right(shown(*new(1)), headers={"X-Ecd-Hop": "1"})
+    row.right(shown(new.url()), headers={"X-Ecd-Hop": "1"})
     assert row.calls("encoded") == was
     assert row.seen()[0] == before + 1
 
 
-def test_a_client_that_goes_ends_the_calls_for_it(row: Row) -> None:
-    before = row.seen()
-    row.slow(SLOW_S, SLOW_S)
-    message = {"role": "user", "content": shown(*new(1))}
+def test_a_client_that_goes_ends_the_calls_for_it(row: Row, new: Pictures) -> None:
+    before, was = row.seen(), sum(row.calls("cancelled"))
+    for gate in row.gates:
+        gate.shut()
+    message = {"role": "user", "content": shown(new.url())}
     host, _, port = row.server.url.removeprefix("http://").partition(":")
     caller = http.client.HTTPConnection(host, int(port))
     body = json.dumps({"model": "tiny", "messages": [message]})
@@ -191,23 +212,27 @@ def test_a_client_that_goes_ends_the_calls_for_it(row: Row) -> None:
     eventually(lambda: sum(row.active()) > 0)
     caller.close()
     eventually(lambda: sum(row.active()) == 0)
-    assert sum(row.calls("cancelled")) == 1
+    assert sum(row.calls("cancelled")) == was + 1
     assert row.seen() == before
-    row.slow(0, 0)
-    row.right(shown(*new(1)))
+    for gate in row.gates:
+        gate.open()
+    row.right(shown(new.url()))
 
 
-def test_encoders_that_end_cost_no_request(row: Row) -> None:
+def test_encoders_that_end_cost_no_request(row: Row, new: Pictures) -> None:
+    """The last test: it ends both."""
     before, failed = row.seen(), row.calls("failed")
-    row.slow(SLOW_S, SLOW_S)
-    with ThreadPoolExecutor(1) as side:
-        asked = side.submit(row.right, *map(shown, new(2)))
-        eventually(lambda: all(row.active()))
-        row.encoders[0].kill()
-        asked.result()
+    for gate in row.gates:
+        gate.shut()
+    asked = [(content, row.ask(content)) for content in (shown(new.url()), shown(new.url()))]
+    eventually(lambda: all(row.active()))
+    row.encoders[0].kill()
+    row.gates[1].open()
+    for content, each in asked:
+        row.is_right(content, each)
     assert row.calls("failed") == [failed[0] + 1, failed[1]]
     assert row.seen() == before
     row.encoders[1].kill()
-    for url in new(2):
-        row.right(shown(url))
+    for _ in range(2):
+        row.right(shown(new.url()))
     assert row.seen() == (before[0] + 2, before[1] + 2)

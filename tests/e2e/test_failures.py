@@ -2,72 +2,54 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
 
 from e2e.engines import Engine
-from support.daemon import Daemon, eventually
+from e2e.shared import CONTRACT, WORDS, Engines, Pictures, Plain, anew, await_sessions, tokens
+from support.daemon import Daemon
+from support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(600)
-
-seeds = itertools.count(1000)
-
-
-def fresh(count: int, size: tuple[int, int] = (336, 224)) -> list[dict]:
-    """Requests for pictures that nobody has seen."""
-    return [
-        {"text": "what is in this picture?", "images": [[*size, next(seeds)]]} for _ in range(count)
-    ]
-
-
-def tokens(reply: dict) -> list[list[int]]:
-    return [output["tokens"] for output in reply["outputs"]]
-
-
-@pytest.fixture(scope="module")
-def first(shared_daemon: Daemon, start_engine: Callable[..., Engine]) -> Engine:
-    """An engine that starts where there is no daemon."""
-    assert not shared_daemon.shm.exists()
-    return start_engine("ec_both").wait_ready()
-
-
-@pytest.fixture(scope="module")
-def second(first: Engine, start_engine: Callable[..., Engine]) -> Engine:
-    return start_engine("ec_both", extra={"ecd_load_timeout_s": 2.0})
+pytestmark = [pytest.mark.timeout(600), CONTRACT]
+IMPATIENT = {"ecd_load_timeout_s": 1.0}
+FAIL = {"ecd_on_unavailable": "fail"}
 
 
 @pytest.fixture
-def daemon(shared_daemon: Daemon, first: Engine, second: Engine, plain: Engine) -> Daemon:
-    """Serving, on the address that the engines have known since before it existed."""
-    for engine in (first, second, plain):
-        engine.wait_ready()
-    shared_daemon.pool = "64MiB"
-    shared_daemon.close()
-    return shared_daemon.start()
+def first(shared: Callable[..., Engine]) -> Engine:
+    return shared("ec_both", enable_mm_embeds=True)
 
 
-def both_connected(daemon: Daemon) -> None:
-    daemon.wait_for_clients(4)  # two of each engine
+@pytest.fixture
+def second(shared: Callable[..., Engine]) -> Engine:
+    return shared("ec_both", 1, enable_mm_embeds=True)
 
 
-def test_engines_serve_without_a_daemon(
-    shared_daemon: Daemon, first: Engine, second: Engine, plain: Engine
+def test_an_engine_serves_without_a_daemon_and_shares_once_there_is_one(
+    make_daemon: Callable[..., Daemon],
+    start_engine: Callable[..., Engine],
+    plain: Plain,
+    new: Pictures,
 ) -> None:
-    requests = fresh(4)
-    reply = first.generate(requests)
+    daemon = make_daemon()
+    engine = start_engine("ec_both", daemon=daemon)
+    requests = new.requests(4)
+    reply = engine.generate(requests)
     assert tokens(reply) == tokens(plain.generate(requests))
     assert reply["encoded"] == 4
-    assert "every item is a miss for now" in first.text()
-    assert "start the daemon" in first.text(), "the log says what to try"
+    assert "every item is a miss for now" in engine.text()
+    assert "start the daemon" in engine.text(), "the log says what to try"
+    daemon.start()
+    await_sessions(engine, daemon)
+    engine.generate(new.requests(2))
+    eventually(lambda: daemon.status().entries == 2)
 
 
 def test_a_second_engine_reuses_the_first_ones_work_and_encodes_the_rest(
-    daemon: Daemon, first: Engine, second: Engine, plain: Engine
+    daemon: Daemon, first: Engine, second: Engine, plain: Plain, new: Pictures
 ) -> None:
-    both_connected(daemon)
-    known, unknown = fresh(4), fresh(3)
+    known, unknown = new.requests(4), new.requests(3)
     assert first.generate(known)["encoded"] == 4
     eventually(lambda: daemon.status().entries == 4)
     reply = second.generate([*known, *unknown])
@@ -77,46 +59,40 @@ def test_a_second_engine_reuses_the_first_ones_work_and_encodes_the_rest(
 
 
 def test_a_pool_too_small_for_the_work(
-    shared_daemon: Daemon, daemon: Daemon, first: Engine, second: Engine, plain: Engine
+    daemon: Daemon, engines: Engines, first: Engine, second: Engine, plain: Plain, new: Pictures
 ) -> None:
-    daemon.close()
-    daemon.pool = "1MiB"  # the pictures below take 3 MiB
-    daemon.start()
-    both_connected(daemon)
-    requests = fresh(64)
+    anew(daemon, engines, "1MiB")  # the pictures below take 1.5 MiB
+    requests = new.requests(64)
     expected = tokens(plain.generate(requests))
-    for engine in (first, second):
-        engine.send({"do": "generate", "requests": requests})
-    for engine in (first, second):
-        assert tokens(engine.receive()) == expected
-    for engine in (first, second):
-        engine.send({"do": "generate", "requests": requests[::-1]})
-    for engine in (first, second):
-        assert tokens(engine.receive()) == expected[::-1]
+    for order in (1, -1):
+        for engine in (first, second):
+            engine.send({"do": "generate", "requests": requests[::order]})
+        for engine in (first, second):
+            assert tokens(engine.receive()) == expected[::order]
     status = daemon.status()
     assert sum(status.counters.evictions.values()) > 0
     assert status.pools[0].pool_bytes == 1 << 20
 
 
 def test_the_daemon_killed_in_the_middle_and_started_again(
-    daemon: Daemon, first: Engine, second: Engine, plain: Engine
+    daemon: Daemon, first: Engine, second: Engine, plain: Plain, new: Pictures
 ) -> None:
-    both_connected(daemon)
-    for _ in range(3):
-        known, unknown = fresh(12), fresh(12)
+    for _ in range(2):
+        known, unknown = new.requests(12), new.requests(12)
         requests = [r for pair in zip(known, unknown, strict=True) for r in pair]
         expected = tokens(plain.generate(requests))
         first.generate(known)
         before = daemon.status().counters.hits
         second.send({"do": "generate", "requests": requests})
-        eventually(lambda before=before: daemon.status().counters.hits > before + 2, 20, "loads")
+        eventually(lambda before=before: daemon.status().counters.hits > before + 2, "loads")
         daemon.kill()
         assert tokens(second.receive()) == expected
         assert tokens(first.generate(requests)) == expected, "while the daemon is away"
         daemon.start()
-        both_connected(daemon)
+        for engine in (first, second):
+            await_sessions(engine, daemon)
     daemon.evict_all()  # what it took over, too
-    known = fresh(4)
+    known = new.requests(4)
     first.generate(known)
     eventually(lambda: daemon.status().entries >= 4)
     assert second.generate(known)["encoded"] == 0, "reuse resumes without restarting engines"
@@ -125,89 +101,78 @@ def test_the_daemon_killed_in_the_middle_and_started_again(
 
 
 def test_a_daemon_that_stands_still_is_a_miss(
-    daemon: Daemon, first: Engine, second: Engine, plain: Engine
+    daemon: Daemon, shared: Callable[..., Engine], plain: Plain, new: Pictures
 ) -> None:
-    import os
-    import signal
+    engine = shared("ec_both", extra=IMPATIENT, enable_mm_embeds=True)
+    requests = new.requests(3)
+    expected = tokens(plain.generate(requests))
+    with daemon.stopped():
+        reply = engine.generate(requests)
+    assert (tokens(reply), reply["encoded"]) == (expected, 3)
+    await_sessions(engine, daemon)
 
-    both_connected(daemon)
-    requests = fresh(3)
-    os.kill(daemon.pid, signal.SIGSTOP)
-    try:
-        reply = second.generate(requests)
-        assert tokens(reply) == tokens(plain.generate(requests))
-        assert reply["encoded"] == 3
-    finally:
-        os.kill(daemon.pid, signal.SIGCONT)
-    both_connected(daemon)
-    first.generate(requests)
-    eventually(lambda: daemon.status().entries >= 3)
+    def is_used() -> bool:
+        engine.generate(new.requests(1))
+        return daemon.status().entries > 0
+
+    eventually(is_used)
 
 
 def test_one_uuid_for_two_pictures_is_a_miss(
-    daemon: Daemon, first: Engine, second: Engine, plain: Engine
+    daemon: Daemon, first: Engine, second: Engine, plain: Plain, new: Pictures
 ) -> None:
-    both_connected(daemon)
-    small = {"text": "what", "images": [[224, 224, 1]], "uuids": ["users-own-uuid"]}
-    large = {"text": "what", "images": [[448, 336, 2]], "uuids": ["users-own-uuid"]}
-    expected = tokens(plain.generate([{k: large[k] for k in ("text", "images")}]))
-    assert first.generate([small])["encoded"] == 1
+    large = {"text": "what", "images": [new.image((448, 336))]}
+    small = {"text": "what", "images": [new.image((224, 224))]}
+    expected = tokens(plain.generate([large]))
+    name = {"uuids": ["users-own-uuid"]}
+    assert first.generate([{**small, **name}])["encoded"] == 1
     eventually(lambda: daemon.status().entries == 1)
-    reply = second.generate([large])
-    assert tokens(reply) == expected
-    assert reply["encoded"] == 1
+    reply = second.generate([{**large, **name}])
+    assert (tokens(reply), reply["encoded"]) == (expected, 1)
     assert "one uuid to different media" in second.text()
 
 
 def test_an_engine_without_an_encoder_fails_only_the_request_that_cannot_be_served(
     daemon: Daemon,
     first: Engine,
-    plain: Engine,
+    shared: Callable[..., Engine],
     start_engine: Callable[..., Engine],
+    plain: Plain,
+    new: Pictures,
     version: str,
 ) -> None:
-    settings = {"ecd_on_unavailable": "fail", "ecd_load_timeout_s": 6.0}
-    engine = start_engine("ec_consumer", extra=settings, encoder_less=True)
+    how = {"enable_mm_embeds": True, "encoder_less": True}
     if version == "0.28.0":
+        engine = start_engine("ec_consumer", extra=FAIL, **how)
         with pytest.raises(AssertionError, match="needs a vLLM whose scheduler can fail a single"):
             engine.wait_ready()
         return
-    engine.wait_ready()
-    known, unknown = fresh(3), fresh(1)
-    requests = [*known, *unknown, {"text": "no picture", "images": []}]
+    engine = shared("ec_consumer", extra=FAIL | IMPATIENT, **how)
+    known, unknown = new.requests(3), new.requests(1)
+    requests = [*known, *unknown, WORDS]
     expected = tokens(plain.generate(requests))
     first.generate(known)
     eventually(lambda: daemon.status().entries == 3)
+    eventually(lambda: set(reasons(engine.generate(known))) == {"length"}, "they load in time")
     reply = engine.generate(requests)
-    reasons = [output["finish_reason"] for output in reply["outputs"]]
-    assert reasons == ["length"] * 3 + ["error"] + ["length"]
+    assert reasons(reply) == ["length"] * 3 + ["error"] + ["length"]
     served = [0, 1, 2, 4]
     assert [tokens(reply)[i] for i in served] == [expected[i] for i in served]
     assert "nobody has stored it" in engine.text()
 
-    engine.send({"do": "generate", "requests": unknown})
+    patient = shared("ec_consumer", extra=FAIL, **how)
+    patient.send({"do": "generate", "requests": unknown})
+    eventually(lambda: daemon.status().waits, "it waits")
     first.generate(unknown)  # in time: the waiting request is served after all
-    assert tokens(engine.receive()) == [expected[3]]
+    assert tokens(patient.receive()) == [expected[3]]
 
     daemon.kill()
-    reply = engine.generate([*fresh(1), {"text": "no picture", "images": []}])
-    assert [output["finish_reason"] for output in reply["outputs"]] == ["error", "length"]
+    await_sessions(engine, None)
+    reply = engine.generate([*new.requests(1), WORDS])
+    assert reasons(reply) == ["error", "length"]
     assert "nothing answers on" in engine.text()
     assert engine.alive
 
 
-def test_identifiers_that_are_not_content_stay_private(
-    shared_daemon: Daemon, start_engine: Callable[..., Engine], plain: Engine, daemon: Daemon
-) -> None:
-    off = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
-    engines = [start_engine("ec_both", **off) for _ in range(2)]
-    mine, yours = fresh(3), fresh(3)  # both engines count them 1, 2, 3
-    expected = tokens(plain.generate([*mine, *yours]))
-    for engine, requests, wanted in zip(
-        engines, (mine, yours), (expected[:3], expected[3:]), strict=True
-    ):
-        reply = engine.generate(requests)
-        assert tokens(reply) == wanted
-        assert reply["encoded"] == 3
-    assert daemon.status().entries == 0, "nothing was shared"
-    assert daemon.status().counters.hits == daemon.status().counters.misses == 0
+def reasons(reply: dict) -> list[str]:
+    return [output["finish_reason"] for output in reply["outputs"]]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from e2e.engines import HERE, environment, python_of
+from e2e.engines import HERE, result_of
+from e2e.shared import CONTRACT
 from support.cuda import standin
-from support.daemon import Daemon, eventually
+from support.daemon import Daemon
+from support.waiting import eventually
 
 NBYTES = 8 * 128 * 2
 """Of the picture that `gpu_order.py` encodes."""
@@ -37,30 +37,25 @@ def steps(
         settings = standin.environment(standin.Control(tmp_path / "daemon's control"))
         settings["ECD_DEVICE_POOL_BYTES"] = "16MiB"
     daemon, model = make_daemon(**settings).start(), model_of("qwen2_5_vl")
-    control = standin.Control(tmp_path / "control")
     found = find_spec("cuda.bindings")  # which vLLM's environment here lacks, as it has no CUDA
     assert found is not None
     assert found.origin is not None
     bindings = tmp_path / "bindings"
     bindings.mkdir()
     (bindings / "cuda").symlink_to(Path(found.origin).parents[1])
-    own = environment(version)
-    paths = [own.get("PYTHONPATH"), str(HERE.parent), str(bindings)]
-    own["PYTHONPATH"] = ":".join(filter(None, paths))
-    run = subprocess.run(
-        list(map(str, (python_of(version), HERE / "gpu_order.py", daemon.address, model, place))),
-        env={**own, **standin.environment(control)},
-        capture_output=True,
-        text=True,
-        timeout=100,
+    done = result_of(
+        version,
+        "with_standin.py",
+        *map(str, (standin.LIBRARY, bindings, HERE / "gpu_order.py")),
+        *map(str, (daemon.address, model, place)),
+        **standin.environment(standin.Control(tmp_path / "control")),
     )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
-    [line] = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     eventually(lambda: daemon.status().leases == 0)
-    daemon.check_nothing_leaked(within_s=15.0)
-    return json.loads(line.removeprefix("RESULT "))
+    daemon.check_nothing_leaked()
+    return done
 
 
+@CONTRACT
 def test_no_step_waits_for_a_copy(version: str, place: str, steps: dict) -> None:
     """Neither a load nor a save, with either model runner, and in an aborted request's step.
 

@@ -2,211 +2,211 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from e2e.engines import VERSIONS, Engine, installed, make_model, result_of
+from e2e.engines import VERSIONS, Engine, installed, result_of
+from e2e.shared import CONTRACT, Engines, Pictures, Plain
 from ecd_client import Client
-from support.daemon import Daemon, eventually
+from support.daemon import Daemon
+from support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)
 
-seeds = itertools.count(5000)
-SIZE = (336, 224)
 COUNTERS = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
 FACTOR = -3.0
-
-
-def picture() -> list[int]:
-    """A new picture of the one size: its embeddings fit wherever another's do."""
-    return [*SIZE, next(seeds)]
-
-
-def ask(image: list[int], **more: object) -> dict:
-    return {"text": "what is in this picture?", "images": [image], **more}
 
 
 def said(reply: dict) -> list[tuple]:
     return [(output["tokens"], output["logprobs"]) for output in reply["outputs"]]
 
 
-@pytest.fixture(scope="module")
-def started(shared_daemon: Daemon) -> Daemon:
-    return shared_daemon.start()
+@pytest.fixture
+def one(shared: Callable[..., Engine]) -> Engine:
+    return shared("ec_both", enable_mm_embeds=True)
 
 
-@pytest.fixture(scope="module")
-def one(started: Daemon, start_engine: Callable[..., Engine]) -> Engine:
-    return start_engine("ec_both")
+@pytest.fixture
+def other(shared: Callable[..., Engine]) -> Engine:
+    return shared("ec_both", 1, enable_mm_embeds=True)
 
 
-@pytest.fixture(scope="module")
-def other(started: Daemon, start_engine: Callable[..., Engine]) -> Engine:
-    return start_engine("ec_both")
-
-
+@CONTRACT
 def test_a_counter_is_nobodys_name(
-    started: Daemon, start_engine: Callable[..., Engine], plain: Engine
+    daemon: Daemon, start_engine: Callable[..., Engine], plain: Plain, new: Pictures
 ) -> None:
-    cat, dog = picture(), picture()
+    """Two engines without caches count their pictures from 1, and share none of them."""
     with_kwargs = {"mm_processor_kwargs": {"max_pixels": 200704}}
-    requests = [[ask(image), ask(image, **with_kwargs)] for image in (cat, dog)]
+    requests = [[*pictures, {**pictures[0], **with_kwargs}] for pictures in two(new)]
     expected = [plain.generate(asked) for asked in requests]
     assert said(expected[0]) != said(expected[1]), "two pictures must give two answers"
-    before = started.status().entries
-    for asked, right in zip(requests, expected, strict=True):
-        engine = start_engine("ec_both", **COUNTERS)  # each counts from 1
-        assert said(engine.generate(asked)) == said(right)
+    before = daemon.status().counters
+    engines = [start_engine("ec_both", **COUNTERS) for _ in requests]
+    for engine, asked, right in zip(engines, requests, expected, strict=True):
+        reply = engine.generate(asked)
+        assert (said(reply), reply["encoded"]) == (said(right), 4)
         warnings = [line for line in engine.text().splitlines() if "nothing is shared" in line]
         assert len(warnings) == 1
         assert "--mm-processor-cache-gb" in warnings[0]
-        engine.close()
-    assert started.status().entries == before
+    after = daemon.status()
+    assert after.entries == 0
+    assert (after.counters.hits, after.counters.misses) == (before.hits, before.misses)
 
 
-def do(engine: Engine, **command: object) -> None:
-    engine.send(command)
-    engine.receive()
+def two(new: Pictures) -> list[list[dict]]:
+    return [new.requests(3), new.requests(3)]
 
 
+@CONTRACT
 def test_a_planted_uuid_reaches_nobody_who_refuses_uuids(
-    started: Daemon,
+    daemon: Daemon,
     one: Engine,
     other: Engine,
     start_engine: Callable[..., Engine],
-    plain: Engine,
+    plain: Plain,
+    new: Pictures,
 ) -> None:
-    mine, theirs = picture(), picture()
-    right = plain.generate([ask(mine)])
-    started.evict_all()
-    one.generate([ask(mine)])
-    eventually(lambda: started.status().entries == 1)
-    [entry] = started.entries()
-    started.evict_all()
-    planted = other.generate([ask(theirs, uuids=[entry.key.mm_hash])])
+    mine, theirs = new.request(), new.request()
+    right = plain.generate([mine])
+    one.generate([mine])
+    eventually(lambda: daemon.status().entries == 1)
+    [entry] = daemon.entries()
+    daemon.evict_all()
+    planted = other.generate([{**theirs, "uuids": [entry.key.mm_hash]}])
     assert said(planted) != said(right)
-    eventually(lambda: [e.key.mm_hash for e in started.entries()] == [entry.key.mm_hash])
+    eventually(lambda: [e.key.mm_hash for e in daemon.entries()] == [entry.key.mm_hash])
     refuses = start_engine("ec_both", extra={"ecd_uuids": "refuse"})
-    reply = refuses.generate([ask(mine)])
+    reply = refuses.generate([mine])
     assert (said(reply), reply["encoded"]) == (said(right), 1)
     assert "ecd_uuids is refuse" in refuses.text()
     assert entry.key.namespace in refuses.text(), "it was planted where the engine would look"
-    refuses.close()
 
 
+@pytest.fixture(scope="module")
+def weighed(version: str, engines: Engines) -> Iterator[tuple[Engine, Engine]]:
+    """Two engines whose weights change: the namespaces that others share are not theirs again."""
+    pair = engines.start(version, "ec_both"), engines.start(version, "ec_both")
+    yield pair
+    for engine in pair:
+        engine.close()
+
+
+@CONTRACT
 def test_weights_that_change_in_place_are_other_weights(
-    started: Daemon, one: Engine, other: Engine, plain: Engine
+    daemon: Daemon, weighed: tuple[Engine, Engine], plain: Plain, new: Pictures
 ) -> None:
-    known, new, newer = picture(), picture(), picture()
-    old = plain.generate([ask(known), ask(new)])
-    assert said(one.generate([ask(known)])) == said(old)[:1]
-    for engine in (plain, one):
-        do(engine, do="scale", factor=FACTOR, then=["reset_encoder_cache"])
-    right = plain.generate([ask(known), ask(new), ask(newer)])
+    one, other = weighed
+    known, fresh, newer = new.requests(3)
+    old = plain.generate([known, fresh])
+    assert said(one.generate([known])) == said(old)[:1]
+    one.do("scale", factor=FACTOR, then=["reset_encoder_cache"])
+    right = plain.generate([known, fresh, newer], scaled=FACTOR)
     assert said(right)[0] != said(old)[0], "the weights must matter"
-    changed = one.generate([ask(known), ask(new)])
+    changed = one.generate([known, fresh])
     assert (said(changed), changed["encoded"]) == (said(right)[:2], 2)
     # An engine with the old weights gets nothing of what the new ones made.
-    assert said(other.generate([ask(known), ask(new)])) == said(old)
+    assert said(other.generate([known, fresh])) == said(old)
 
-    do(other, do="scale", factor=FACTOR, then=["reset_encoder_cache"])
-    for engine in (one, other):
-        do(engine, do="version", version="step 2")
-    assert said(one.generate([ask(newer)])) == said(right)[2:]
-    eventually(lambda: any("version-" in entry.key.namespace for entry in started.entries()))
-    shared = other.generate([ask(newer)])
-    assert (said(shared), shared["encoded"]) == (said(right)[2:], 0), "told alike, they share"
+    other.do("scale", factor=FACTOR, then=["reset_encoder_cache"])
+    for engine in weighed:
+        engine.do("version", version="step 2")
+    assert said(one.generate([newer])) == said(right)[2:]
+    eventually(lambda: any("version-" in entry.key.namespace for entry in daemon.entries()))
+    reply = other.generate([newer])
+    assert (said(reply), reply["encoded"]) == (said(right)[2:], 0), "told alike, they share"
 
-    do(plain, do="scale", factor=1 / FACTOR, then=["reset_encoder_cache"])
-    for engine in (one, other):
-        do(engine, do="scale", factor=1 / FACTOR, then=["sleep", "wake_up"])
-        do(engine, do="version", version="as they were")
+    for engine in weighed:
+        engine.do("scale", factor=1 / FACTOR, then=["sleep", "wake_up"])
+        engine.do("version", version="as they were")
     for _ in range(2):  # what has the same name again is shared again
-        slept = picture()
-        expected = plain.generate([ask(slept)])
-        stored = len(started.entries())
-        assert said(one.generate([ask(slept)])) == said(expected)
-        eventually(lambda stored=stored: len(started.entries()) > stored)
-        shared = other.generate([ask(slept)])
-        assert (said(shared), shared["encoded"]) == (said(expected), 0)
-        for engine in (one, other):
-            do(engine, do="scale", factor=1.0, then=["sleep", "wake_up"])
-            do(engine, do="version", version="as they were")
+        slept = new.requests(1)
+        expected = plain.generate(slept)
+        stored = len(daemon.entries())
+        assert said(one.generate(slept)) == said(expected)
+        eventually(lambda stored=stored: len(daemon.entries()) > stored)
+        reply = other.generate(slept)
+        assert (said(reply), reply["encoded"]) == (said(expected), 0)
+        for engine in weighed:
+            engine.do("scale", factor=1.0, then=["sleep", "wake_up"])
+            engine.do("version", version="as they were")
 
 
+@CONTRACT
 def test_a_worker_that_alone_knows_of_new_weights_stores_nothing(
-    started: Daemon, one: Engine, other: Engine, plain: Engine
+    daemon: Daemon, weighed: tuple[Engine, Engine], plain: Plain, new: Pictures
 ) -> None:
-    new, newer = picture(), picture()
-    right = plain.generate([ask(new), ask(newer)])
-    one.generate([ask(picture())])  # a step, with which it knows its namespace
-    do(one, do="scale", factor=FACTOR, then=["only the worker", "only the scheduler"])
-    one.generate([ask(new)])
-    assert said(other.generate([ask(new)])) == said(right)[:1]
-    one.generate([ask(newer)])
-    assert said(other.generate([ask(newer)])) == said(right)[1:]
-    do(one, do="scale", factor=1 / FACTOR, then=["reset_encoder_cache"])
+    """The engines share before."""
+    one, other = weighed
+    for engine in weighed:
+        engine.do("version", version="before")
+    known, fresh, newer = new.requests(3)
+    right = plain.generate([fresh, newer])
+    one.generate([known])
+    eventually(lambda: daemon.status().entries == 1)
+    assert other.generate([known])["encoded"] == 0
+    one.do("scale", factor=FACTOR, then=["only the worker", "only the scheduler"])
+    one.generate([fresh])
+    assert said(other.generate([fresh])) == said(right)[:1]
+    one.generate([newer])
+    assert said(other.generate([newer])) == said(right)[1:]
 
 
+@CONTRACT
 def test_weights_that_change_on_disk_are_other_weights(
-    started: Daemon,
+    daemon: Daemon,
     start_engine: Callable[..., Engine],
     model_of: Callable[[str], Path],
-    plain: Engine,
+    plain: Plain,
+    new: Pictures,
     tmp_path: Path,
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(model_of("qwen2_5_vl"), model)
-    known = picture()
-    old = plain.generate([ask(known)])
-    do(plain, do="scale", factor=FACTOR, then=["reset_encoder_cache"])
-    right = plain.generate([ask(known)])
-    do(plain, do="scale", factor=1 / FACTOR, then=["reset_encoder_cache"])
+    known = new.requests(1)
+    old, right = plain.generate(known), plain.generate(known, scaled=FACTOR)
     first = start_engine("ec_both", model=model)
-    assert said(first.generate([ask(known)])) == said(old)
+    assert said(first.generate(known)) == said(old)
 
     [file] = model.glob("*.safetensors")
     weights = load_file(file)
     [norm] = [name for name in weights if name.endswith("visual.merger.ln_q.weight")]
     weights[norm] = weights[norm] * FACTOR
     save_file(weights, file, {"format": "pt"})
-    do(first, do="reset", calls=["reload_weights", "reset_encoder_cache"])
-    again = first.generate([ask(known)])
+    first.do("reset", calls=["reload_weights", "reset_encoder_cache"])
+    again = first.generate(known)
     assert (said(again), again["encoded"]) == (said(right), 1)
     first.close()
-    restarted = start_engine("ec_both", model=model)
-    again = restarted.generate([ask(known)])
+    again = start_engine("ec_both", model=model).generate(known)
     assert (said(again), again["encoded"]) == (said(right), 1)
-    restarted.close()
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [torch.zeros(96, 132, dtype=torch.bfloat16), torch.zeros(96, 128, dtype=torch.int8)],
-    ids=["another width", "another dtype"],
-)
+@CONTRACT
 def test_an_entry_that_no_encoder_of_this_engine_made_is_a_miss(
-    started: Daemon, one: Engine, plain: Engine, version: str, stored: torch.Tensor
+    daemon: Daemon, one: Engine, plain: Plain, version: str, new: Pictures
 ) -> None:
-    image, uuid = picture(), f"planted-{next(seeds)}"
-    right = plain.generate([ask(image)])
+    """Of another width, or another dtype."""
+    one.generate([new.request()])
+    eventually(lambda: daemon.status().entries == 1, "its own entry")
+    [entry] = daemon.entries()
+    planted = [
+        torch.zeros(96, 132, dtype=torch.bfloat16),
+        torch.zeros(96, 128, dtype=torch.int8),
+    ]
+    requests = [new.named() for _ in planted]
+    right = plain.generate([{"text": r["text"], "images": r["images"]} for r in requests])
     before = one.metrics().get("mismatches", 0)
-    entries = started.status().entries
-    one.generate([ask(picture())])
-    eventually(lambda: started.status().entries == entries + 1, what="its own entry")
-    namespace = max(started.entries(), key=lambda entry: entry.age_s * -1).key.namespace
-    with Client(started.address, namespace=namespace) as client:
-        assert client.put(uuid, stored)
-    reply = one.generate([ask(image, uuids=[uuid])])
-    assert (said(reply), reply["encoded"]) == (said(right), 1)
+    with Client(daemon.address, namespace=entry.key.namespace) as client:
+        for request, tensor in zip(requests, planted, strict=True):
+            assert client.put(request["uuids"][0], tensor)
+    reply = one.generate(requests)
+    assert (said(reply), reply["encoded"]) == (said(right), 2)
     if version != "0.28.0":
-        assert one.metrics()["mismatches"] == before + 1
+        assert one.metrics()["mismatches"] == before + 2
 
 
 UNRELATED = {
@@ -240,23 +240,23 @@ A field that is neither here nor in `ecd_client.vllm.identity.CHANGING` has to b
 """
 
 
-@pytest.fixture(scope="session")
-def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict]:
+@pytest.fixture(scope="module")
+def described(engines: Engines) -> Callable[[str], dict]:
     """The fields and namespaces that engines of a version have, read without their weights."""
     made: dict[str, dict] = {}
-    models: list[str] = []
 
     def describe(version: str) -> dict:
         if version not in made:
             installed(version)
-            for kind in () if models else ("qwen2_5_vl", "whisper"):
-                models.append(str(make_model(version, kind, tmp_path_factory.mktemp(kind) / kind)))
+            kinds = "qwen2_5_vl", "whisper"
+            models = (str(engines.model(VERSIONS[0], kind)) for kind in kinds)
             made[version] = result_of(version, "describe_identity.py", *models)
         return made[version]
 
     return describe
 
 
+@CONTRACT
 def test_somebody_has_classified_every_field_of_the_configuration(
     version: str, described: Callable[[str], dict]
 ) -> None:
@@ -265,6 +265,7 @@ def test_somebody_has_classified_every_field_of_the_configuration(
         assert set(fields) <= known, f"{config}: do these change an encoder's output?"
 
 
+@CONTRACT
 def test_the_namespace_holds_what_changes_embeddings_and_not_where_work_is_done(
     version: str, described: Callable[[str], dict]
 ) -> None:

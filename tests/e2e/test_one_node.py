@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from e2e.engines import Engine, python_of, result_of
+from e2e.shared import CONTRACT, WORDS, Engines, Pictures, Plain, settle, tokens
 from ecd_client.placeholders import unpack
-from support.daemon import Daemon, eventually
+from support.daemon import Daemon
+from support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -21,6 +23,7 @@ PICTURES = {
     "odd": [301, 207, 4],
     "other": [448, 336, 5],
 }
+GRIDS = [[1, 14, 22], [1, 16, 16], [1, 24, 32], [1, 24, 32], [1, 36, 18]]
 
 
 def ask(text: str, *names: str) -> dict:
@@ -45,168 +48,125 @@ REQUESTS = [
 ]
 
 
-def tokens(reply: dict) -> list[list[int]]:
-    return [output["tokens"] for output in reply["outputs"]]
-
-
-@pytest.fixture(scope="module")
-def started(shared_daemon: Daemon) -> Daemon:
-    return shared_daemon.start()
-
-
-@pytest.fixture(scope="module")
-def expected(plain: Engine) -> dict:
-    return plain.generate(REQUESTS)
-
-
-@pytest.fixture(scope="module")
-def producer(started: Daemon, start_engine: Callable[..., Engine]) -> Engine:
-    return start_engine("ec_producer")
-
-
-@pytest.fixture(scope="module")
-def produced(started: Daemon, producer: Engine) -> dict:
-    """Every picture, encoded by the producer and stored."""
-    reply = producer.generate(REQUESTS, max_tokens=1)
-    eventually(lambda: started.status().entries == len(PICTURES), what="every picture stored")
-    assert all(entry.content.cost_s > 0 for entry in started.entries())
-    return reply
-
-
-@pytest.fixture(scope="module")
-def consumer(started: Daemon, start_engine: Callable[..., Engine]) -> Engine:
-    return start_engine("ec_consumer")
-
-
+@CONTRACT
 def test_the_consumer_uses_what_the_producer_encoded(
-    producer: Engine, consumer: Engine, expected: dict, produced: dict
+    version: str,
+    daemon: Daemon,
+    engines: Engines,
+    shared: Callable[..., Engine],
+    plain: Plain,
+    new: Pictures,
 ) -> None:
-    assert expected["encoded"] > 0
+    """Entries and answers say what a consumer needs to skip preprocessing; leases come back."""
+    producer, consumer = shared("ec_producer"), shared("ec_consumer")
+    requests = new.redrawn(REQUESTS)
+    expected = plain.generate(requests)
     assert len({tuple(t) for t in tokens(expected)}) > 5, "the tokens must depend on the pictures"
-    assert produced["encoded"] == len(PICTURES)
-    consumed = consumer.generate(REQUESTS)
+    before = consumer.metrics()
+    assert producer.generate(requests, max_tokens=1)["encoded"] == len(PICTURES)
+    eventually(lambda: daemon.status().entries == len(PICTURES), "every picture stored")
+    assert all(entry.content.cost_s > 0 for entry in daemon.entries())
+    consumed = consumer.generate(requests)
     assert tokens(consumed) == tokens(expected)
     assert consumed["encoded"] == 0, "the consumer's encoder ran"
     assert producer.alive, "both engines live at one time"
 
-
-def test_each_item_says_what_a_consumer_needs_to_skip_preprocessing(
-    producer: Engine, version: str
-) -> None:
-    reply = producer.generate([ask("what", "small", "wide")], max_tokens=1)
-    params = reply["outputs"][0]["ec_transfer_params"]
-    assert [item["item_indices"] for item in params.values()] == [[0], [1]]
-    grids = [item["metadata"].get("image_grid_thw") for item in params.values()]
-    # The server of vLLM 0.28 takes no metadata as JSON.
-    assert [grid and len(grid) for grid in grids] == [None if version == "0.28.0" else 3] * 2
-
-
-def test_every_entry_carries_what_sizes_its_placeholder(
-    started: Daemon, producer: Engine, version: str, produced: dict
-) -> None:
-    reply = producer.generate([ask("what", name) for name in PICTURES], max_tokens=1)
-    announced = {
-        name: item["metadata"]
-        for output in reply["outputs"]
-        for name, item in output["ec_transfer_params"].items()
-    }
-    carried = {entry.key.mm_hash: unpack(entry.content.metadata) for entry in started.entries()}
-    grids = [fields["image"]["image_grid_thw"] for fields in carried.values()]
-    assert sorted(grids) == sorted(
-        [[1, 16, 16], [1, 24, 32], [1, 36, 18], [1, 14, 22], [1, 24, 32]]
-    )
-    if version != "0.28.0":  # which announces none
-        assert carried == {name: {"image": fields} for name, fields in announced.items()}
-
-
-def test_leases_are_given_back_when_the_requests_are_over(
-    started: Daemon, consumer: Engine, produced: dict
-) -> None:
-    consumer.generate([ask("which picture is the other?", "tall", "odd")])
-    consumer.generate([ask("what is what?")])  # a step more, which brings the workers' reports
-    eventually(lambda: started.status().leases == 0, what="leases of finished requests")
-
-
-def test_the_counters_reach_the_metrics_of_vllm(
-    consumer: Engine, version: str, produced: dict
-) -> None:
-    consumer.generate(REQUESTS)
-    if version == "0.28.0":
+    replies = producer.generate(requests, max_tokens=1)["outputs"]
+    params = [output["ec_transfer_params"] or {} for output in replies]
+    two = [list(item["item_indices"]) for item in params[6].values()]
+    assert two == [[0], [1]]
+    announced = {name: item["metadata"] for each in params for name, item in each.items()}
+    carried = {entry.key.mm_hash: unpack(entry.content.metadata) for entry in daemon.entries()}
+    assert sorted(each["image"]["image_grid_thw"] for each in carried.values()) == GRIDS
+    if version == "0.28.0":  # whose server takes no metadata as JSON
+        assert not any(announced.values())
         assert consumer.metrics() == {}, "vLLM 0.28 asks no connector for its counters"
-        return
-    metrics = consumer.metrics()
-    assert metrics["hits"] >= len(PICTURES)
-    assert metrics["loads"] >= len(PICTURES)
-    assert metrics["loaded_bytes"] > 0
-    assert metrics.get("failures", 0) == 0
+    else:
+        assert carried == {name: {"image": fields} for name, fields in announced.items()}
+        counted = {name: n - before.get(name, 0) for name, n in consumer.metrics().items()}
+        assert counted["hits"] >= counted["loads"] == len(PICTURES)
+        assert counted["loaded_bytes"] > 0
+        assert counted.get("failures", 0) == 0
+    consumer.generate([WORDS])  # a step more, which brings the workers' reports
+    eventually(lambda: daemon.status().leases == 0, "leases of finished requests")
 
 
+@CONTRACT
 def test_one_copy_on_the_node_for_engines_and_tensor_parallel_ranks(
-    started: Daemon, start_engine: Callable[..., Engine], produced: dict
+    daemon: Daemon,
+    engines: Engines,
+    shared: Callable[..., Engine],
+    start_engine: Callable[..., Engine],
+    new: Pictures,
 ) -> None:
-    before = started.status()
+    requests = new.redrawn(REQUESTS)
+    shared("ec_producer").generate(requests, max_tokens=1)
+    eventually(lambda: daemon.status().entries == len(PICTURES), "every picture stored")
+    before = daemon.status()
     engine = start_engine(
         "ec_both",
         tensor_parallel_size=2,
         environ={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-    )
-    new = {"text": "what is in this picture?", "images": [[336, 336, 77]]}
-    reply = engine.generate([*REQUESTS, new])
+    ).wait_ready()
+    eventually(lambda: daemon.status().sessions == before.sessions + 3, "a session of each part")
+    reply = engine.generate([*requests, new.request()])
     # Two ranks sum in another order than one, so their tokens are compared with their own.
     assert all(output["finish_reason"] == "length" for output in reply["outputs"])
-    eventually(lambda: started.status().entries == before.entries + 1, what="the new picture")
-    after = started.status()
+    eventually(lambda: daemon.status().entries == before.entries + 1, "the new picture")
+    after = daemon.status()
     assert after.counters.puts == before.counters.puts + 1
     assert after.counters.duplicates == before.counters.duplicates
     assert after.counters.hits >= before.counters.hits + len(PICTURES)
-    engine.generate([ask("what is what?")])
-    eventually(lambda: started.status().leases == 0, what="leases, once both ranks had loaded")
+    engine.generate([WORDS])
+    settle(daemon, engines)  # once both ranks have loaded
 
 
 def test_deepstack_embeddings_are_wider_than_the_hidden_size(
-    started: Daemon, start_engine: Callable[..., Engine]
+    version: str,
+    daemon: Daemon,
+    engines: Engines,
+    start_engine: Callable[..., Engine],
+    new: Pictures,
 ) -> None:
-    plain = start_engine(kind="qwen3_vl")
-    expected = plain.generate(REQUESTS)
-    plain.close()
+    requests = new.redrawn(REQUESTS)
+    expected = Plain(engines, version, kind="qwen3_vl").generate(requests)
     assert tokens(expected)[1] != tokens(expected)[4], "two pictures must give two answers"
-    started.evict_all()
-    producer = start_engine("ec_producer", kind="qwen3_vl")
-    producer.generate(REQUESTS, max_tokens=1)
-    producer.close()
-    assert started.status().entries == len(PICTURES)
-    consumer = start_engine("ec_consumer", kind="qwen3_vl")
-    consumed = consumer.generate(REQUESTS)
-    assert tokens(consumed) == tokens(expected)
-    assert consumed["encoded"] == 0
+    engine = start_engine("ec_both", kind="qwen3_vl")
+    assert tokens(engine.generate(requests)) == tokens(expected)
+    eventually(lambda: daemon.status().entries == len(PICTURES))
+    assert {entry.content.shape[1] for entry in daemon.entries()} == {3 * 128}
+    engine.do("forget")
+    loaded = engine.generate(requests)
+    assert (tokens(loaded), loaded["encoded"]) == (tokens(expected), 0)
 
 
+@CONTRACT
 def test_the_order_of_the_second_model_runner(
-    started: Daemon, version: str, model_of: Callable[[str], Path]
+    daemon: Daemon, version: str, model_of: Callable[[str], Path]
 ) -> None:
     """V2 runs only on GPUs; its connector code is driven here as it is."""
-    started.evict_all()
-    before = started.status().counters.puts
+    before = daemon.status().counters.puts
     encoded, stored, reused, resumed, private, counted = result_of(
-        version, "v2_order.py", started.address, str(model_of("qwen2_5_vl"))
+        version, "v2_order.py", daemon.address, str(model_of("qwen2_5_vl"))
     )
     assert (encoded["promised"], encoded["loaded"]) == (False, False)
     assert stored == {"stored": encoded["sum"], "shape": [8, 128]}
     assert reused == {"promised": True, "loaded": True, "sum": encoded["sum"]}
     assert resumed == {"ready": True, "promised": True}, "what a resumable request adds is seen"
     assert (private["promised"], private["loaded"]) == (False, False)
-    assert started.status().counters.puts == before + 2, "what was loaded is not saved again"
+    assert daemon.status().counters.puts == before + 2, "what was loaded is not saved again"
     stats = counted["stats"]
     assert (stats["hits"], stats["misses"]) == (1, 1)
     if version != "0.28.0":  # its workers report no counts
         assert (stats["saves"], stats["loads"]) == (1, 1)
-    eventually(lambda: started.status().leases == 0)
+    eventually(lambda: daemon.status().leases == 0)
 
 
+@CONTRACT
 def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
-    started: Daemon, version: str, model_of: Callable[[str], Path]
+    daemon: Daemon, version: str, model_of: Callable[[str], Path]
 ) -> None:
-    done = result_of(version, "scheduler_seams.py", started.address, str(model_of("qwen2_5_vl")))
+    done = result_of(version, "scheduler_seams.py", daemon.address, str(model_of("qwen2_5_vl")))
     left = done.pop("left over")
     assert done == {
         "given to a load before weights changed": "fails",
@@ -219,9 +179,20 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         "finishes with the name ecd: gone when this cache is emptied": True,
     }
     assert left == [0, 0, 0]
-    eventually(lambda: started.status().leases == 0)
+    eventually(lambda: daemon.status().leases == 0)
 
 
+@CONTRACT
+def test_a_step_waits_for_no_save_after_a_late_one_until_one_is_in_time(version: str) -> None:
+    """In seconds of a clock that the script holds: a step waits for 0.1 s at most."""
+    assert result_of(version, "worker_seams.py") == {
+        "late, and then in time": [0.1, 0.0, 0.06],
+        "late again and again": [0.1, 0.0, 0.0],
+        "in time": [0.06, 0.06],
+    }
+
+
+@CONTRACT
 def test_the_client_changes_no_package_of_vllm(version: str) -> None:
     python = python_of(version)
     before = (python.parents[1] / "before-ecd.txt").read_text().splitlines()

@@ -7,30 +7,30 @@ a proxy was told that ecd has the embedding.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from e2e.engines import Engine
-from support.daemon import Daemon, changed, eventually
+from e2e.gates import Gate
+from e2e.shared import (
+    WORDS,
+    Engines,
+    Pictures,
+    Plain,
+    anew,
+    await_sessions,
+    constants,
+    tokens,
+)
+from e2e.test_failures import FAIL, IMPATIENT, reasons
+from support.daemon import Daemon, changed
 from support.squeeze import being_written
+from support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(900)
-
-SIZE, GRID = [336, 224], [1, 16, 24]
-WAIT_S = 6.0
-numbers = itertools.count(9000)
-
-
-def named(count: int, size: list[int] = SIZE) -> dict:
-    """A request for pictures that nobody has seen, under names that its client chose."""
-    new = [next(numbers) for _ in range(count)]
-    return {
-        "text": "what is in this picture?",
-        "images": [[*size, number] for number in new],
-        "uuids": [f"picture-{number}" for number in new],
-    }
+pytestmark = pytest.mark.timeout(600)
+GRID = list(Pictures.GRID)
+ENTRY_BYTES = Pictures.EMBEDDINGS * 256
 
 
 def bare(request: dict, grid: list[int] = GRID) -> dict:
@@ -46,126 +46,123 @@ def unnamed(request: dict) -> dict:
     return {"text": request["text"], "images": request["images"]}
 
 
-def tokens(reply: dict) -> list[list[int]]:
-    return [output["tokens"] for output in reply["outputs"]]
-
-
-def reasons(reply: dict) -> list[str]:
-    return [output["finish_reason"] for output in reply["outputs"]]
-
-
 def announced(reply: dict) -> list[bool]:
     """Whether a proxy would rewrite the item, for each item of the answers."""
     params = [output["ec_transfer_params"] for output in reply["outputs"]]
     return [bool(item["metadata"]) for each in params for item in each.values()]
 
 
-WORDS = {"text": "what is what?", "images": []}
-
-
-@pytest.fixture(scope="module")
-def producer(shared_daemon: Daemon, start_engine: Callable[..., Engine]) -> Engine:
-    shared_daemon.start()
-    return start_engine("ec_producer")
-
-
-@pytest.fixture(scope="module")
-def consumer(start_engine: Callable[..., Engine], version: str) -> Engine:
-    """An engine without an encoder, where the version has such a mode."""
-    extra: dict = {"ecd_load_timeout_s": WAIT_S}
-    if version != "0.28.0":
-        extra["ecd_on_unavailable"] = "fail"
-    return start_engine("ec_consumer", extra=extra, enable_mm_embeds=True)
-
-
-@pytest.fixture(scope="module")
-def both(start_engine: Callable[..., Engine]) -> Engine:
-    return start_engine("ec_both", extra={"ecd_load_timeout_s": WAIT_S}, enable_mm_embeds=True)
+HOW: dict[str, dict] = {
+    "producer": {"role": "ec_producer"},
+    "consumer": {"role": "ec_consumer", "extra": FAIL, "encoder_less": True},
+    "both": {"role": "ec_both"},
+}
+"""An engine that only encodes, one without an encoder, and one that does all."""
 
 
 @pytest.fixture
-def daemon(
-    shared_daemon: Daemon, producer: Engine, consumer: Engine, both: Engine, plain: Engine
-) -> Daemon:
-    """Anew and empty, on the address that all engines know."""
-    for engine in (producer, consumer, both, plain):
-        engine.wait_ready()
-    return anew(shared_daemon)
+def engine_of(shared: Callable[..., Engine]) -> Callable[..., Engine]:
+    def engine_of(name: str, **extra: object) -> Engine:
+        how = dict(HOW[name])
+        if extra:
+            how["extra"] = {**how.get("extra", {}), **extra}
+        embeds = {} if name == "producer" else {"enable_mm_embeds": True}
+        return shared(**how, **embeds)
+
+    return engine_of
 
 
-def anew(daemon: Daemon, pool: str = "64MiB") -> Daemon:
-    daemon.pool = pool
-    daemon.close()
-    daemon.start()
-    daemon.wait_for_clients(6)  # two of each engine
-    return daemon
+@pytest.fixture
+def producer(engine_of: Callable[..., Engine]) -> Engine:
+    return engine_of("producer")
 
 
-@contextlib.contextmanager
-def squeezed(daemon: Daemon, left_bytes: int) -> Iterator[None]:
-    """Reserve all of the smallest pool but `left_bytes`."""
-    anew(daemon, "1MiB")
-    with being_written(daemon.address, (1 << 20) - left_bytes):
-        yield
+@pytest.fixture
+def consumer(engine_of: Callable[..., Engine]) -> Engine:
+    return engine_of("consumer")
+
+
+@pytest.fixture
+def both(engine_of: Callable[..., Engine]) -> Engine:
+    return engine_of("both")
 
 
 @pytest.fixture(params=["consumer", "both"])
-def asked(request: pytest.FixtureRequest, daemon: Daemon) -> Engine:
-    return request.getfixturevalue(request.param)
+def asked(request: pytest.FixtureRequest, engine_of: Callable[..., Engine]) -> Engine:
+    return engine_of(request.param)
+
+
+@pytest.fixture
+def squeezed(
+    daemon: Daemon, engines: Engines
+) -> Callable[[int], contextlib.AbstractContextManager]:
+    """Reserve all of the smallest pool but so many bytes, in a daemon that was started anew."""
+
+    @contextlib.contextmanager
+    def squeezed(left_bytes: int) -> Iterator[None]:
+        anew(daemon, engines, "1MiB")
+        with being_written(daemon.address, (1 << 20) - left_bytes):
+            yield
+
+    return squeezed
+
+
+def stored(daemon: Daemon, producer: Engine, *requests: dict) -> None:
+    before = daemon.status().entries
+    producer.generate(list(requests), max_tokens=1)
+    pictures = sum(len(request["images"]) for request in requests)
+    eventually(lambda: daemon.status().entries == before + pictures, "stored")
 
 
 def test_metadata_of_what_nobody_has_fails_its_request_at_once(
-    daemon: Daemon, asked: Engine, producer: Engine, plain: Engine
+    daemon: Daemon, asked: Engine, producer: Engine, plain: Plain, new: Pictures
 ) -> None:
-    known, unknown = named(1), named(1)
-    producer.generate([known], max_tokens=1)
-    eventually(lambda: daemon.status().entries == 1)
+    """An engine that waited would do so for longer than a reply is waited for."""
+    known, unknown = new.named(), new.named()
+    stored(daemon, producer, known)
     reply = asked.generate([bare(unknown), bare(known), WORDS])
     assert reasons(reply) == ["error", "length", "length"]
     assert tokens(reply)[1:] == tokens(plain.generate([unnamed(known), WORDS]))
     assert reply["encoded"] == 0
-    assert reply["seconds"] < WAIT_S, "it is known at once that nobody has it"
     assert f"{unknown['uuids'][0]} cannot be had" in asked.text()
     assert "nobody has stored it" in asked.text()
     assert reasons(asked.generate([WORDS])) == ["length"]
-    eventually(lambda: daemon.status().leases == 0)
 
 
-def test_metadata_waits_for_a_daemon_as_long_as_it_may(
-    daemon: Daemon, asked: Engine, producer: Engine, plain: Engine
+def test_metadata_waits_for_a_daemon(
+    daemon: Daemon,
+    asked: Engine,
+    producer: Engine,
+    plain: Plain,
+    new: Pictures,
 ) -> None:
-    known = named(1)
-    producer.generate([known], max_tokens=1)
-    eventually(lambda: daemon.status().entries == 1)
+    known = new.named()
+    stored(daemon, producer, known)
     daemon.kill()
-    replies: list[dict] = []
+    await_sessions(asked, None)
+    asked.send({"do": "generate", "requests": [bare(known)]})
+    daemon.start()  # with what the last one had
+    assert tokens(asked.receive()) == tokens(plain.generate([unnamed(known)]))
 
-    def is_missed() -> bool:  # it may not have seen yet that its daemon ended
-        replies.append(asked.generate([bare(known), WORDS]))
-        return reasons(replies[-1]) != ["length", "length"]
 
-    eventually(is_missed)
-    reply = replies[-1]
-    assert reasons(reply) == ["error", "length"]
-    assert WAIT_S <= reply["seconds"] < WAIT_S + 5
+@pytest.mark.parametrize("name", ["consumer", "both"])
+def test_metadata_waits_for_a_daemon_no_longer_than_it_may(
+    name: str, daemon: Daemon, engine_of: Callable[..., Engine], producer: Engine, new: Pictures
+) -> None:
+    asked = engine_of(name, **IMPATIENT)
+    known = new.named()
+    stored(daemon, producer, known)
+    daemon.kill()
+    await_sessions(asked, None)
+    assert reasons(asked.generate([bare(known), WORDS])) == ["error", "length"]
     assert "nothing answers on" in asked.text()
-    anew(daemon)
-
-    def is_stored_again() -> bool:
-        producer.generate([known], max_tokens=1)
-        return daemon.status().entries == 1
-
-    eventually(is_stored_again, 10, "a client opens its session a moment after the daemon did")
-    reply = asked.generate([bare(known)])
-    assert tokens(reply) == tokens(plain.generate([unnamed(known)]))
 
 
 def test_metadata_that_does_not_fit_the_entry_fails_its_request_alone(
-    daemon: Daemon, asked: Engine, producer: Engine, plain: Engine, version: str
+    daemon: Daemon, asked: Engine, producer: Engine, plain: Plain, new: Pictures
 ) -> None:
-    known = named(1)
-    producer.generate([known], max_tokens=1)
-    eventually(lambda: daemon.status().entries == 1)
+    known = new.named()
+    stored(daemon, producer, known)
     width, height = GRID[1:]
     others = (
         [1, 8, 8],
@@ -173,14 +170,12 @@ def test_metadata_that_does_not_fit_the_entry_fails_its_request_alone(
         [1, width // 2, height * 2],
         [4, width // 2, height // 2],
     )
-    if version == "0.28.0":  # which tells a connector nothing of a name that it has seen before
-        others = others[:1]
+    [right] = tokens(plain.generate([unnamed(known)]))
     requests = [bare(known), *(bare(known, grid) for grid in others), bare(known)]
     for order in (requests, requests[::-1], requests[1:]):
         reply = asked.generate(order)
         expected = ["error" if r["grids"] != [GRID] else "length" for r in order]
         assert reasons(reply) == expected
-        [right] = tokens(plain.generate([unnamed(known)]))
         assert [t for t in tokens(reply) if t] == [right] * expected.count("length")
 
 
@@ -198,119 +193,127 @@ def test_what_left_ecd_comes_back_when_its_producer_is_asked_again(
     loss: str,
     encoder: str,
     daemon: Daemon,
+    engines: Engines,
     consumer: Engine,
-    plain: Engine,
-    request: pytest.FixtureRequest,
+    plain: Plain,
+    new: Pictures,
+    engine_of: Callable[..., Engine],
 ) -> None:
-    engine: Engine = request.getfixturevalue(encoder)
-    asked = named(2)
+    engine = engine_of(encoder)
+    asked = new.named(2)
     expected = tokens(plain.generate([unnamed(asked)]))
-    engine.generate([asked], max_tokens=1)
-    eventually(lambda: daemon.status().entries == 2)
+    stored(daemon, engine, asked)
     if loss == "evicted":
         daemon.evict_all()
     else:
-        anew(daemon)
+        anew(daemon, engines)
     assert reasons(consumer.generate([bare(asked)])) == ["error"]
-
-    def is_stored_again() -> bool:
-        again = engine.generate([asked], max_tokens=1)
-        assert again["encoded"] == 0, "it is in the engine's own cache"
-        return daemon.status().entries == 2
-
-    eventually(is_stored_again, 10, "a client opens its session a moment after the daemon did")
+    again = engine.generate([asked], max_tokens=1)
+    assert again["encoded"] == 0, "it is in the engine's own cache"
+    eventually(lambda: daemon.status().entries == 2)
     assert any(entry.content.cost_s > 0 for entry in daemon.entries())
     reply = consumer.generate([bare(asked)])
     assert (tokens(reply), reply["encoded"]) == (expected, 0)
 
 
 def test_what_a_producer_found_in_ecd_it_stores_again(
-    daemon: Daemon, producer: Engine, both: Engine
+    daemon: Daemon, producer: Engine, both: Engine, new: Pictures
 ) -> None:
-    asked = named(1)
-    assert both.generate([asked], max_tokens=1)["encoded"] == 1
-    eventually(lambda: daemon.status().entries == 1)
+    asked = new.named()
+    stored(daemon, both, asked)
     assert producer.generate([asked], max_tokens=1)["encoded"] == 0
     daemon.evict_all()
     assert producer.generate([asked], max_tokens=1)["encoded"] == 0
-    eventually(lambda: daemon.status().entries == 1, what="it is stored again")
+    eventually(lambda: daemon.status().entries == 1, "it is stored again")
 
 
-ENTRY_BYTES = 96 * 256  # of a picture of SIZE: 24 KiB
-
-
-def test_what_is_announced_is_stored(daemon: Daemon, producer: Engine, version: str) -> None:
+def test_what_is_announced_is_stored(
+    daemon: Daemon,
+    engines: Engines,
+    producer: Engine,
+    squeezed: Callable[[int], contextlib.AbstractContextManager],
+    new: Pictures,
+) -> None:
     """A consumer that is sent metadata has nothing else to make an embedding of."""
-    tells = version != "0.28.0"  # which reads none from JSON
-    one, more, again = named(1), named(3), named(2)
-    producer.generate([named(1)], max_tokens=1)  # a daemon's first put goes by calls, maybe late
-    eventually(lambda: daemon.status().entries == 1)
-    assert announced(producer.generate([one], max_tokens=1)) == [tells]
-    assert announced(producer.generate([more, one], max_tokens=1)) == [tells] * 4
-    daemon.evict_all()
-    assert announced(producer.generate([one], max_tokens=1)) == [tells], "it was stored again"
 
-    with squeezed(daemon, ENTRY_BYTES - 4096):
-        assert announced(producer.generate([named(1)], max_tokens=1)) == [False]
-        assert announced(producer.generate([one], max_tokens=1)) == [False]
-    with squeezed(daemon, 2 * ENTRY_BYTES):
-        is_told = lambda: announced(producer.generate([named(1)], max_tokens=1)) == [tells]  # noqa: E731
-        eventually(is_told, 10, "a put by a call may be answered late")
-        assert announced(producer.generate([named(3)], max_tokens=1)) == [False] * 3
+    def told(*requests: dict) -> list[bool]:
+        return announced(producer.generate(list(requests), max_tokens=1))
+
+    one, more, again = new.named(), new.named(3), new.named(2)
+    assert told(one) == [True]
+    assert told(more, one) == [True] * 4
+    daemon.evict_all()
+    assert told(one) == [True], "it was stored again"
+
+    with squeezed(ENTRY_BYTES - 4096):
+        assert told(new.named()) == [False]
+        assert told(one) == [False]
+    with squeezed(2 * ENTRY_BYTES):
+        assert told(new.named()) == [True]
+        assert told(new.named(3)) == [False] * 3
 
     daemon.kill()
-    eventually(lambda: announced(producer.generate([again, one], max_tokens=1)) == [False] * 3)
-    anew(daemon)
-    eventually(lambda: announced(producer.generate([again, one], max_tokens=1)) == [tells] * 3, 10)
-
-
-SLOWLY = changed(
-    "import asyncio",
-    "from ecd.live import LiveCache",
-    "reserve, pauses = LiveCache._reserve, [0.5, 0.0]",
-    "async def reserve_late(*about):",
-    "    await asyncio.sleep(pauses.pop() if pauses else 0.06)",
-    "    return await reserve(*about)",
-    "LiveCache._reserve = reserve_late",
-)
-"""A daemon that answers the second of those that ask for memory too late for their step, and the
-others, but for the first, later than the rest of a step takes, and in time."""
+    await_sessions(producer, None)
+    assert told(again, one) == [False] * 3
+    anew(daemon, engines)
+    assert told(again, one) == [True] * 3
 
 
 def test_a_save_that_was_answered_late_leaves_later_ones_to_be_announced(
-    daemon: Daemon, producer: Engine, version: str
+    daemon: Daemon,
+    producer: Engine,
+    squeezed: Callable[[int], contextlib.AbstractContextManager],
+    new: Pictures,
+    gate: Gate,
 ) -> None:
-    tells = version != "0.28.0"
-    daemon.command = SLOWLY
-    try:
-        with squeezed(daemon, 2 * ENTRY_BYTES):  # which asks first; each save asks, too
-            assert announced(producer.generate([named(1)], max_tokens=1)) == [False]
-            eventually(lambda: daemon.status().entries == 1)
-            told = [announced(producer.generate([named(1)], max_tokens=1)) for _ in range(10)]
-            assert [tells] in told
-    finally:
-        daemon.command = Daemon.command
-        anew(daemon)
+    """The daemon grants the second reservation, the first save's, when the gate is open.
+
+    `worker_seams.py` shows which saves a step waits for.
+    """
+
+    def told() -> list[bool]:
+        return announced(producer.generate([new.named()], max_tokens=1))
+
+    daemon.command = changed(
+        "import asyncio",
+        "from ecd.live import LiveCache",
+        "import os",
+        "reserve, gates = LiveCache._reserve, [None, PATH]".replace("PATH", repr(str(gate.path))),
+        "async def reserve_at_a_gate(*about):",
+        "    gate = gates.pop(0) if gates else None",
+        "    if gate is not None:",
+        "        await asyncio.to_thread(os.read, os.open(gate, os.O_RDWR), 1)",
+        "    return await reserve(*about)",
+        "LiveCache._reserve = reserve_at_a_gate",
+    )
+    with squeezed(4 * ENTRY_BYTES):
+        with constants(producer, worker__SEEN_WITHIN_S=0.1):
+            assert told() == [False]
+        gate.open()
+        eventually(lambda: daemon.status().counters.puts == 1)
+        eventually(lambda: told() == [True], "there may be no room beside the last one yet")
 
 
 def test_the_counters_say_what_was_stored_and_what_was_missed(
-    daemon: Daemon, producer: Engine, both: Engine, version: str
+    daemon: Daemon,
+    engines: Engines,
+    producer: Engine,
+    both: Engine,
+    squeezed: Callable[[int], contextlib.AbstractContextManager],
+    new: Pictures,
 ) -> None:
-    if version == "0.28.0":
-        pytest.skip("vLLM 0.28 asks no connector for its counters")
     producer.generate([WORDS], max_tokens=1)  # a save is counted with the step after it
     before = producer.metrics()
-    asked = named(3)
-    producer.generate([asked], max_tokens=1)
-    eventually(lambda: daemon.status().entries == 3)
+    asked = new.named(3)
+    stored(daemon, producer, asked)
 
     def is_dropped() -> bool:
         producer.generate([WORDS], max_tokens=1)
         dropped = "dropped_saves"
         return producer.metrics().get(dropped, 0) > before.get(dropped, 0)
 
-    with squeezed(daemon, ENTRY_BYTES - 4096):
-        producer.generate([named(1)], max_tokens=1)
+    with squeezed(ENTRY_BYTES - 4096):
+        producer.generate([new.named()], max_tokens=1)
         eventually(is_dropped)
     counted = {name: value - before.get(name, 0) for name, value in producer.metrics().items()}
     assert counted["saves"] == 3
@@ -319,9 +322,10 @@ def test_the_counters_say_what_was_stored_and_what_was_missed(
     assert counted["misses"] == 4
 
     before = both.metrics()
+    anew(daemon, engines)
     assert both.generate([unnamed(asked)])["encoded"] == 3
     for _ in range(3):
-        anew(daemon)
+        anew(daemon, engines)
         assert both.generate([unnamed(asked)])["encoded"] == 0
     misses = both.metrics()["misses"] - before.get("misses", 0)
     assert misses == 3, "what is in the engine's own cache is asked of nobody"
@@ -351,34 +355,31 @@ def unless_they_differ(replies: list[dict]) -> dict:
     return merged
 
 
-@pytest.mark.parametrize("merge", [by_name, by_key, unless_they_differ])
 def test_the_answers_of_two_producers_are_merged(
-    merge: Callable[[list[dict]], dict],
     daemon: Daemon,
     producer: Engine,
     consumer: Engine,
     both: Engine,
-    plain: Engine,
-    version: str,
+    plain: Plain,
+    new: Pictures,
 ) -> None:
-    first, second, twice = named(1), named(1), named(1)
-    producer.generate([named(1)], max_tokens=1)  # its first put goes by calls, and may be late
-    both.generate([second], max_tokens=1)  # which waits for no answer of the daemon
-    eventually(lambda: daemon.status().entries == 2)
+    first, second, twice = new.named(), new.named(), new.named()
+    stored(daemon, both, second)  # it waits for no answer of the daemon
     asked = [(producer, first), (both, second), (producer, twice), (both, twice)]
     replies = [
         engine.generate([request], max_tokens=1)["outputs"][0]["ec_transfer_params"]
         for engine, request in asked
     ]
-    params = merge(replies)
     names = [*first["uuids"], *second["uuids"], *twice["uuids"]]
-    assert sorted(params) == sorted(names), "no key is lost"
     images = [*first["images"], *second["images"], *twice["images"]]
     whole = {"text": "which picture is the other?", "images": images, "uuids": names}
-    requests = [{**whole, "ec_transfer_params": params}]
-    if version != "0.28.0":
+    expected = tokens(plain.generate([unnamed(whole)]))
+    for merge in (by_name, by_key, unless_they_differ):
+        params = merge(replies)
+        assert sorted(params) == sorted(names), "no key is lost"
+        requests = [{**whole, "ec_transfer_params": params}]
         grids = [params[name]["metadata"]["image_grid_thw"] for name in names]
         requests.append({**requests[0], "images": [], "grids": grids})
-    reply = consumer.generate(requests)
-    assert tokens(reply) == tokens(plain.generate([unnamed(whole)])) * len(requests)
-    assert reply["encoded"] == 0
+        reply = consumer.generate(requests)
+        assert tokens(reply) == expected * len(requests)
+        assert reply["encoded"] == 0

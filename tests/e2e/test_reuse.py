@@ -2,56 +2,52 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import time
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import pytest
 
-from e2e.engines import installed
-from e2e.servers import Server, api_server, noise_url, picture_url
+from e2e.engines import VERSIONS, installed
+from e2e.gates import Gate
+from e2e.servers import Server, api_server
+from e2e.shared import EXACT, TRUST, Engines, Pictures, PlainServer
 from ecd_client import Client
-from support.daemon import Daemon, eventually
+from support.daemon import Daemon
+from support.waiting import eventually
 from support.web import site
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(600)
 MIDDLEWARE = ["--middleware", "ecd_client.vllm.ReuseMiddleware"]
 OTHER = ["--middleware", "passing_middleware.passes"]
 """An operator's own, which vLLM calls after ecd's."""
 KEY = "a key of the tests"
-TRUST = "--trust-request-mm-kwargs"
+CALLER = {"Authorization": f"Bearer {KEY}"}
 READY = "ecd: pictures that are stored are not preprocessed"
-seeds = itertools.count(1000)
-
-
-@pytest.fixture(scope="session")
-def version() -> str:
-    """vLLM 0.28 takes no metadata as JSON."""
-    return installed("0.32.0")
+CALM = {"CALM": "1"}
+"""For `counting_server.py` and `counting_worker.py`: no answer depends on a busy machine."""
 
 
 class Servers:
-    """An engine that encodes for others, one that does all, and one that has never heard of ecd."""
+    """An engine that encodes for others, and one that does all, whose steps pass a gate."""
 
-    def __init__(self, daemon: Daemon, start: Callable[..., Server]) -> None:
-        self.daemon = daemon
-        extra = {"ecd_address": daemon.address}
-        self.encoder = start("ec_producer", [*MIDDLEWARE, "--api-key", KEY], **extra)
+    def __init__(self, daemon: Daemon, start: Callable[..., Server], gate: Gate) -> None:
+        self.daemon, self.gate = daemon, gate
+        self.encoder = start("ec_producer", [*MIDDLEWARE, "--api-key", KEY], CALM)
         wrong = {"ECD_ENCODERS": "http://encoder-1:8000,encoder-2:8000"}
-        self.server = start("ec_both", [*OTHER, *MIDDLEWARE, TRUST], environ=wrong, **extra)
-        self.plain = start(None, [TRUST])
+        environ = {**CALM, **wrong, "STEP_GATE": str(gate.path)}
+        self.server = start("ec_both", [*OTHER, *MIDDLEWARE, TRUST], environ)
+        self.plain: PlainServer
 
     def right(self, content: list[dict], **options: object) -> None:
         """The answer is the plain engine's."""
         status, body = self.server.chat(content, **options)
         assert status == 200, f"{body}\n{self.server.text()[-3000:]}"
-        assert answer(body) == answer(self.plain.chat(content, **options)[1])
+        assert answer(body) == answer(self.plain.chat(content, **options))
 
     def right_streamed(self, content: list[dict]) -> None:
         """The same, in as many chunks as the server finds time for."""
@@ -75,10 +71,6 @@ def shown(url: str, text: str = "what is in this picture?") -> list[dict]:
     return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
 
 
-def new_url() -> str:
-    return picture_url(next(seeds))
-
-
 def preprocessed(server: Server) -> int:
     return server.text().count("media are preprocessed")
 
@@ -93,37 +85,44 @@ def forwards(server: Server) -> int:
 
 
 @pytest.fixture(scope="module")
-def servers(
-    version: str,
-    model_of: Callable[[str], Path],
-    shared_daemon: Daemon,
-    tmp_path_factory: pytest.TempPathFactory,
+def running(
+    version: str, engines: Engines, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Servers]:
-    logs = tmp_path_factory.mktemp("servers")
+    directory = tmp_path_factory.mktemp("servers")
+    daemon = Daemon(directory, "64MiB").start()
     started: list[Server] = []
 
-    def start(role: str | None, flags: Sequence[str] = (), **extra: object) -> Server:
-        model, log = model_of("qwen2_5_vl"), logs / f"{role}.log"
-        started.append(api_server(version, log, model, role, flags, counting=True, **extra))
+    def start(role: str, flags: Sequence[str], environ: dict[str, str]) -> Server:
+        log, model = directory / f"{role}.log", engines.model(version)
+        how = {"counting": True, "environ": environ, "ecd_address": daemon.address}
+        started.append(api_server(version, log, model, role, [*flags, *EXACT], **how))
         return started[-1]
 
-    shared_daemon.start()
     try:
-        servers = Servers(shared_daemon, start)
+        servers = Servers(daemon, start, Gate(directory / "steps"))
         for server in started:
             server.wait_ready()
-        for server in (servers.encoder, servers.server):
-            eventually(lambda server=server: READY in server.text(), 30)
+            eventually(lambda server=server: READY in server.text())
+        daemon.wait_for_clients(3 * len(started))  # the middleware has one, too
         yield servers
     finally:
         with ThreadPoolExecutor() as side:
             list(side.map(Server.close, started))
+        daemon.close()
 
 
 @pytest.fixture
-def stored(servers: Servers) -> str:
+def servers(running: Servers, plain_server: PlainServer) -> Iterator[Servers]:
+    """No step waits at the gate."""
+    running.plain = plain_server
+    yield running
+    running.gate.open()
+
+
+@pytest.fixture
+def stored(servers: Servers, new: Pictures) -> str:
     """The URL of a picture that ecd has."""
-    return store(servers, new_url())
+    return store(servers, new.url())
 
 
 def store(servers: Servers, url: str) -> str:
@@ -161,10 +160,10 @@ def test_a_wrong_list_of_encoders_is_said_and_costs_no_more(servers: Servers) ->
 
 
 def test_one_new_picture_beside_a_stored_one_leaves_the_request_as_it_is(
-    servers: Servers, stored: str
+    servers: Servers, stored: str, new: Pictures
 ) -> None:
     before = preprocessed(servers.server)
-    servers.right([*shown(stored)[:1], *shown(new_url())])
+    servers.right([*shown(stored)[:1], *shown(new.url())])
     assert preprocessed(servers.server) > before
 
 
@@ -178,17 +177,25 @@ def test_requests_that_change_the_names_of_pictures_pass_as_they_are(
     assert preprocessed(servers.server) > before
 
 
-def test_a_url_is_fetched_once_and_never_taken_for_its_content(servers: Servers) -> None:
-    contents = [b64decode(new_url().partition(",")[2]) for _ in range(2)]
+def test_a_url_is_fetched_once_and_never_taken_for_its_content(
+    servers: Servers, new: Pictures
+) -> None:
+    contents = [b64decode(new.url().partition(",")[2]) for _ in range(2)]
+
+    def is_right(content: bytes, text: str) -> None:
+        data = f"data:image/png;base64,{b64encode(content).decode()}"
+        expected = answer(servers.plain.chat(shown(data, text)))
+        assert answer(servers.server.chat(shown(url, text))[1]) == expected
+
     with site() as (url, page):
         for content in contents:
             page["content"] = content
             page["asked"] = 0
             assert servers.server.chat(shown(url))[0] == 200
             assert page["asked"] == 1, "a new picture is fetched once"
-            servers.right(shown(url))
+            is_right(content, "what is in this picture?")
         before = preprocessed(servers.server)
-        servers.right(shown(url, "what is this?"))
+        is_right(contents[-1], "what is this?")
         assert preprocessed(servers.server) == before
 
 
@@ -212,79 +219,17 @@ def test_a_stream_is_vllms_to_the_byte_but_for_ids_and_times(servers: Servers, s
     assert preprocessed(servers.server) == before
 
 
-def test_what_a_request_or_an_answer_needs_is_not_evicted(servers: Servers) -> None:
-    def is_held_while_its_answer_comes() -> bool:
-        """Of an answer that has begun and not ended; no where the engine had all its tokens."""
-        url = store(servers, new_url())
-        name = servers.daemon.names()[-1]
-        store(servers, new_url())
-        bystander = servers.daemon.names()[-1]
-        with servers.server.open(shown(url), None, {"stream": True, "max_tokens": 1500}) as file:
-            file.readline()
-            with servers.server.engine_stopped():
-                servers.daemon.crowd()
-                left = servers.daemon.names()
-                comes = servers.server.sample("vllm:num_requests_running") == 1
-        assert bystander not in left
-        assert not comes or name in left
-        return comes
-
-    assert any(is_held_while_its_answer_comes() for _ in range(20)), "a busy machine may be late"
-    stored = store(servers, new_url())
-    key = {"headers": {"Authorization": f"Bearer {KEY}"}}
-    status, _ = servers.encoder.chat(shown(stored), max_tokens=1, **key)
-    assert status == 200
-    servers.daemon.crowd()
-    before = preprocessed(servers.server), forwards(servers.server)
-    servers.right(shown(stored, "is it still there?"))
-    assert (preprocessed(servers.server), forwards(servers.server)) == before
-
-
-def test_a_client_that_goes_leaves_nothing_held_and_nothing_running(
-    servers: Servers, stored: str
+def test_an_engine_that_encodes_says_again_what_it_has_said(
+    servers: Servers, new: Pictures
 ) -> None:
-    before = preprocessed(servers.server)
-
-    def leaves() -> bool:
-        """Whether the engine stops before it has all tokens, as it hears that nobody wants them."""
-        generated = servers.server.sample("vllm:generation_tokens_total")
-        servers.server.stream(shown(stored), max_tokens=1500, lines=2)  # and closes
-        eventually(lambda: servers.server.sample("vllm:num_requests_running") == 0, 20)
-        return servers.server.sample("vllm:generation_tokens_total") < generated + 1500
-
-    assert any(leaves() for _ in range(5)), "a busy machine may be late now and then"
-    assert preprocessed(servers.server) == before
-    with Client(servers.daemon.address) as client:
-        held = servers.daemon.status().pools[0]
-        eventually(lambda: servers.daemon.status().pools[0].leased_bytes == 0, 20, f"{held}")
-        assert client.node is not None
-
-
-def test_the_middleware_has_a_request_for_a_moment_alone(servers: Servers) -> None:
-    """The benchmark of repeated pictures measures it; here are ten times what it should take."""
-    words = [{"type": "text", "text": "what is what?"}]
-    picture = shown(store(servers, noise_url(next(seeds))))
-    seen = preprocessed(servers.server)
-    for content, most_s in ((words, 1e-3), (picture, 50e-3)):
-        before = len(servers.server.had_for_s())
-        for _ in range(11):
-            assert servers.server.chat(content, max_tokens=1)[0] == 200
-        assert median(servers.server.had_for_s()[before:]) < most_s
-    assert preprocessed(servers.server) == seen
-
-
-def test_an_engine_that_encodes_says_again_what_it_has_said(servers: Servers) -> None:
-    key = {"headers": {"Authorization": f"Bearer {KEY}"}}
-    for _ in range(5):
-        url = new_url()
-        status, first = servers.encoder.chat(shown(url), max_tokens=1, **key)
-        assert status == 200, first
-        [(name, said)] = first["ec_transfer_params"].items()
-        if said.get("metadata"):
-            break  # else it was stored a moment after this was said
-    eventually(lambda: name in {entry.key.mm_hash for entry in servers.daemon.entries()})
+    url = new.url()
+    status, first = servers.encoder.chat(shown(url), CALLER, max_tokens=1)
+    assert status == 200, first
+    [(name, said)] = first["ec_transfer_params"].items()
+    assert said["metadata"]
+    assert name in servers.daemon.names()
     before = preprocessed(servers.encoder), forwards(servers.encoder)
-    status, second = servers.encoder.chat(shown(url, "and this?"), max_tokens=1, **key)
+    status, second = servers.encoder.chat(shown(url, "and this?"), CALLER, max_tokens=1)
     assert (status, preprocessed(servers.encoder), forwards(servers.encoder)) == (200, *before)
     assert second["ec_transfer_params"] == first["ec_transfer_params"]
     assert second.keys() <= first.keys()
@@ -293,19 +238,15 @@ def test_an_engine_that_encodes_says_again_what_it_has_said(servers: Servers) ->
     assert second["choices"][0]["finish_reason"] == first["choices"][0]["finish_reason"]
     status, _ = servers.encoder.chat(shown(url), max_tokens=1)
     assert status == 401
-    assert servers.encoder.chat(shown(url), model="another", **key)[0] == 404
+    assert servers.encoder.chat(shown(url), CALLER, model="another")[0] == 404
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_request_that_fails_without_its_pictures_is_made_with_them(
-    servers: Servers, streams: bool
+    servers: Servers, streams: bool, new: Pictures
 ) -> None:
     """An entry of another shape lies under the picture's name, with metadata of the right form."""
-    time.sleep(2.5)  # for which it rests after the last such request
-    url = new_url()
-    before = servers.daemon.status().counters.puts
-    servers.right(shown(url))
-    eventually(lambda: servers.daemon.status().counters.puts == before + 1)
+    url = store(servers, new.url())
     entry = max(servers.daemon.entries(), key=lambda entry: entry.entry)
     with Client(servers.daemon.address, namespace=entry.key.namespace) as client:
         servers.daemon.evict(entry.key)
@@ -325,17 +266,79 @@ def test_a_request_that_fails_without_its_pictures_is_made_with_them(
     assert servers.server.text().count(said) == before + 1
 
 
-def test_vllm_0_28_serves_as_ever_and_is_told_why(
-    model_of: Callable[[str], Path], shared_daemon: Daemon, tmp_path: Path
+def answering(servers: Servers, url: str, lines: int) -> Any:
+    """A streamed answer of which so many lines have come, while the engine waits at the gate."""
+    servers.gate.shut()
+    servers.gate.let(4)
+    stream = servers.server.open(shown(url), None, {"stream": True, "max_tokens": 1500})
+    for _ in range(2 * lines):  # each with an empty one behind it
+        stream.readline()
+    return stream
+
+
+def is_running(servers: Servers) -> bool:
+    return servers.server.sample("vllm:num_requests_running") == 1
+
+
+def test_what_a_request_or_an_answer_needs_is_not_evicted(servers: Servers, new: Pictures) -> None:
+    url = store(servers, new.url())
+    name = servers.daemon.names()[-1]
+    store(servers, new.url())
+    bystander = servers.daemon.names()[-1]
+    with answering(servers, url, 1):
+        servers.daemon.crowd()
+        left = servers.daemon.names()
+        assert is_running(servers), "its answer has begun and not ended"
+    assert name in left
+    assert bystander not in left
+    servers.gate.open()
+    eventually(lambda: not is_running(servers))
+
+    stored = store(servers, new.url())
+    status, _ = servers.encoder.chat(shown(stored), CALLER, max_tokens=1)
+    assert status == 200
+    servers.daemon.crowd()
+    before = preprocessed(servers.server), forwards(servers.server)
+    servers.right(shown(stored, "is it still there?"))
+    assert (preprocessed(servers.server), forwards(servers.server)) == before
+
+
+def test_a_client_that_goes_leaves_nothing_held_and_nothing_running(
+    servers: Servers, stored: str
 ) -> None:
-    version, model = installed("0.28.0"), model_of("qwen2_5_vl")
-    extra = {"ecd_address": shared_daemon.address}
+    """The engine stops before it has all tokens, as it hears that nobody wants them."""
+    before, held = preprocessed(servers.server), held_bytes(servers)
+    generated = servers.server.sample("vllm:generation_tokens_total")
+    answering(servers, stored, 2).close()
+
+    def has_stopped() -> bool:
+        servers.gate.let()
+        return not is_running(servers)
+
+    eventually(has_stopped)
+    servers.gate.open()
+    assert servers.server.sample("vllm:generation_tokens_total") < generated + 1500
+    assert preprocessed(servers.server) == before
+    eventually(lambda: held_bytes(servers) <= held)
+
+
+def held_bytes(servers: Servers) -> int:
+    """The encoder holds what it has told of for a while."""
+    return servers.daemon.status().pools[0].leased_bytes
+
+
+def test_vllm_0_28_serves_as_ever_and_is_told_why(
+    engines: Engines, make_daemon: Callable[..., Daemon], tmp_path: Path, new: Pictures
+) -> None:
+    version = installed(VERSIONS[-1])
+    extra = {"ecd_address": make_daemon().start().address}
+    model = engines.model(version)
     server = api_server(version, tmp_path / "log", model, "ec_both", MIDDLEWARE, **extra)
     try:
         server.wait_ready()
         said = "ecd: pictures are preprocessed as ever: this version of vLLM takes no metadata"
-        eventually(lambda: said in server.text(), 30)
+        eventually(lambda: said in server.text())
         for _ in range(2):
-            assert server.chat(shown(new_url()))[0] == 200
+            assert server.chat(shown(new.url()))[0] == 200
     finally:
         server.close()

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from e2e.engines import Engine, installed
-from e2e.test_one_encode import holds_three_times
-from e2e.test_one_node import PICTURES, REQUESTS, ask, tokens
-from support.daemon import eventually
+from e2e.engines import Engine
+from e2e.gates import Gate
+from e2e.shared import Engines, Pictures, Plain, await_sessions, constants, tokens
+from e2e.test_one_node import PICTURES, REQUESTS, ask
 from support.nodes import Node, NodeDaemon
 from support.redis import PATIENT, RedisServer
+from support.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.timeout(600)
 ENGINE = {"block_size": 32}  # what vLLM's KV example connector needs on a CPU
 ENVIRON = {"VLLM_HOST_IP": "127.0.0.1"}
-seeds = itertools.count(5000)
-
-
-def redrawn(requests: list[dict]) -> list[dict]:
-    """The same requests with other pictures: an engine keeps some of what it encoded."""
-    offset = next(seeds) * 10
-    return [{**r, "images": [[w, h, n + offset] for w, h, n in r["images"]]} for r in requests]
-
-
-def fresh(count: int) -> list[dict]:
-    """Requests for pictures that nobody has seen."""
-    return [
-        {"text": "what is in this picture?", "images": [[336, 224, next(seeds)]]}
-        for _ in range(count)
-    ]
-
-
-@pytest.fixture(scope="session")
-def version() -> str:
-    """Two nodes are tried with the newer vLLM."""
-    return installed("0.32.0")
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +47,38 @@ def daemons(
         daemon.close()
 
 
-@pytest.fixture(scope="module")
-def plain(start_engine: Callable[..., Engine]) -> Engine:
-    return start_engine(**ENGINE)
+@pytest.fixture
+def plain(version: str, engines: Engines) -> Plain:
+    return Plain(engines, version, **ENGINE)
+
+
+Start = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
-def producer(daemons: tuple[NodeDaemon, NodeDaemon], start_engine: Callable[..., Engine]) -> Engine:
-    return start_engine("ec_producer", daemon=daemons[0], environ=ENVIRON, **ENGINE)
+def start_there(version: str, engines: Engines) -> Iterator[Start]:
+    """Engines on the nodes, which end with the module."""
+    started: list[Engine] = []
+
+    def start(role: str, daemon: NodeDaemon, **how: Any) -> Engine:
+        started.append(
+            engines.start(version, role, daemon=daemon, environ=ENVIRON, **how, **ENGINE)
+        )
+        return started[-1]
+
+    yield start
+    with ThreadPoolExecutor() as side:
+        list(side.map(Engine.close, started))
 
 
 @pytest.fixture(scope="module")
-def consumer(daemons: tuple[NodeDaemon, NodeDaemon], start_engine: Callable[..., Engine]) -> Engine:
-    return start_engine("ec_consumer", daemon=daemons[1], environ=ENVIRON, **ENGINE)
+def producer(daemons: tuple[NodeDaemon, NodeDaemon], start_there: Start) -> Engine:
+    return start_there("ec_producer", daemons[0])
+
+
+@pytest.fixture(scope="module")
+def consumer(daemons: tuple[NodeDaemon, NodeDaemon], start_there: Start) -> Engine:
+    return start_there("ec_consumer", daemons[1])
 
 
 @pytest.fixture
@@ -100,11 +100,8 @@ def serving(
     daemons: tuple[NodeDaemon, NodeDaemon],
     producer: Engine,
     consumer: Engine,
-    plain: Engine,
 ) -> Callable[..., tuple[NodeDaemon, NodeDaemon]]:
     """Both daemons anew and empty, on the addresses that the engines know."""
-    for engine in (producer, consumer, plain):
-        engine.wait_ready()
 
     def start(**settings: str) -> tuple[NodeDaemon, NodeDaemon]:
         for daemon in daemons:
@@ -113,8 +110,8 @@ def serving(
                 daemon._settings.pop(name, None)
             daemon._settings |= settings
             daemon.start()
-        for daemon in daemons:
-            daemon.wait_for_clients(2)
+        for engine, daemon in zip((producer, consumer), daemons, strict=True):
+            await_sessions(engine, daemon)
         return daemons
 
     return start
@@ -128,7 +125,8 @@ def test_the_consumer_uses_what_another_machine_encoded(
     redis: RedisServer,
     producer: Engine,
     consumer: Engine,
-    plain: Engine,
+    plain: Plain,
+    new: Pictures,
 ) -> None:
     settings = {
         "redis": {"ECD_DIRECTORY": f"redis://{redis.host}:{redis.port}/0"},
@@ -137,7 +135,7 @@ def test_the_consumer_uses_what_another_machine_encoded(
     }[directory]
     has, wants = serving(**settings)
     assert has.node.run("ls", "/dev/shm") != wants.node.run("ls", "/dev/shm")
-    requests = redrawn(REQUESTS)
+    requests = new.redrawn(REQUESTS)
     expected = plain.generate(requests)
     produced = producer.generate(requests, max_tokens=1)
     assert produced["encoded"] == len(PICTURES)
@@ -173,10 +171,11 @@ def test_offers_travel_ahead_of_the_request(
     serving: Callable[..., tuple[NodeDaemon, NodeDaemon]],
     producer: Engine,
     consumer: Engine,
-    plain: Engine,
+    plain: Plain,
+    new: Pictures,
 ) -> None:
     _, wants = serving()
-    requests = fresh(4)
+    requests = new.requests(4)
     offered = {"ecd_consumers": [wants.node.peer]}
     producer.generate([{**r, "ec_transfer_params": offered} for r in requests], max_tokens=1)
     eventually(lambda: wants.status().entries == 4, what="before anybody asked there")
@@ -189,10 +188,11 @@ def test_hints_that_are_nonsense_hurt_nobody(
     serving: Callable[..., tuple[NodeDaemon, NodeDaemon]],
     producer: Engine,
     consumer: Engine,
-    plain: Engine,
+    plain: Plain,
+    new: Pictures,
 ) -> None:
     serving()
-    requests = fresh(6)
+    requests = new.requests(6)
     nonsense = [
         {"ecd_consumers": 7, "x": None},
         {"ecd_consumers": ["", "a b", "10.77.0.200:1", None] * 50},
@@ -218,10 +218,11 @@ def test_a_machine_that_is_gone_costs_an_encoder_run(
     nodes: tuple[Node, Node],
     producer: Engine,
     consumer: Engine,
-    plain: Engine,
+    plain: Plain,
+    new: Pictures,
 ) -> None:
     has, _ = serving(ECD_PEERS=",".join(node.peer for node in nodes))
-    requests = fresh(6)
+    requests = new.requests(6)
     producer.generate(requests, max_tokens=1)
     eventually(lambda: has.status().entries == 6)
     expected = tokens(plain.generate(requests))
@@ -244,9 +245,10 @@ def test_encoder_prefill_and_decode_are_three_engines(
     serving: Callable[..., tuple[NodeDaemon, NodeDaemon]],
     nodes: tuple[Node, Node],
     daemons: tuple[NodeDaemon, NodeDaemon],
-    plain: Engine,
-    start_engine: Callable[..., Engine],
+    plain: Plain,
+    start_there: Start,
     tmp_path: Path,
+    new: Pictures,
 ) -> None:
     """Embeddings by ecd between machines, KV by vLLM's own file connector on the second one.
 
@@ -254,16 +256,14 @@ def test_encoder_prefill_and_decode_are_three_engines(
     """
     has, _ = serving(ECD_PEERS=",".join(node.peer for node in nodes))
     silent = {"ecd_announce_node": False}
-    producer = start_engine(
-        "ec_producer", extra=silent, daemon=daemons[0], environ=ENVIRON, **ENGINE
-    )
+    producer = start_there("ec_producer", daemons[0], extra=silent)
     kv = str(tmp_path / "kv")
-    prefill, decode = (
-        start_engine("ec_consumer", daemon=daemons[1], environ=ENVIRON, kv=kv, **ENGINE)
-        for _ in range(2)
-    )
+    prefill, decode = (start_there("ec_consumer", daemons[1], kv=kv) for _ in range(2))
+    await_sessions(producer, daemons[0])
+    for engine in (prefill, decode):
+        await_sessions(engine, daemons[1])
     requests = [ask("what is in this picture?", "wide"), ask("and the other", "tall", "small")]
-    requests = redrawn(requests)
+    requests = new.redrawn(requests)
     expected = plain.generate(requests)
     produced = producer.generate(requests, max_tokens=1)
     assert produced["encoded"] == 3
@@ -280,50 +280,40 @@ def test_encoder_prefill_and_decode_are_three_engines(
     assert "External Cache Hit" in decode.text(), "the prompt's KV was loaded, not computed"
 
 
-@pytest.fixture(scope="module")
-def both(
-    daemons: tuple[NodeDaemon, NodeDaemon], start_engine: Callable[..., Engine]
-) -> tuple[Engine, Engine]:
-    """An engine on each machine that does all."""
-    near, far = (
-        start_engine("ec_both", daemon=daemon, environ=ENVIRON, **ENGINE) for daemon in daemons
-    )
-    return near.wait_ready(), far.wait_ready()
-
-
 def test_two_machines_that_need_a_new_picture_at_one_time_encode_it_once(
-    both: tuple[Engine, Engine],
+    start_there: Start,
     daemons: tuple[NodeDaemon, NodeDaemon],
     redis: RedisServer,
-    plain: Engine,
+    plain: Plain,
+    new: Pictures,
+    gate: Gate,
 ) -> None:
     for daemon in daemons:
         daemon.close()
         daemon._settings.pop("ECD_PEERS", None)
         daemon._settings["ECD_DIRECTORY"] = f"redis://{redis.host}:{redis.port}/0"
         daemon.start()
-    for daemon in daemons:
-        eventually(lambda daemon=daemon: daemon.status().sessions >= 2, 20, "the engines")
-        eventually(lambda daemon=daemon: daemon.peers().directory.up, 20, "the directory")
-    for engine in both:  # the first time takes long
-        engine.generate(fresh(1))
-
-    def is_encoded_once() -> bool:
-        [request] = fresh(1)
+    near, far = (start_there("ec_both", daemon) for daemon in daemons)
+    for engine, daemon in zip((near, far), daemons, strict=True):
+        await_sessions(engine, daemon)
+        eventually(lambda daemon=daemon: daemon.peers().directory.up, "the directory")
+    with constants(near, far, encodes__MAKING_S=10 * HANG_S):
+        [request] = new.requests(1)
         requests = [{**request, "text": f"what is in picture {number}?"} for number in range(4)]
-        for engine in both:
-            engine.send({"do": "generate", "requests": requests, "encode_s": 0.25})
-        replies = [engine.receive() for engine in both]
         expected = tokens(plain.generate(requests))
+        near.send({"do": "generate", "requests": requests, "gate": str(gate.path)})
+        eventually(lambda: gate.here() == 1, "one encodes")
+        far.send({"do": "generate", "requests": requests, "gate": str(gate.path)})
+        eventually(lambda: daemons[1].status().waits > 0, "the other one waits for it")
+        gate.open()
+        replies = [engine.receive() for engine in (near, far)]
         assert [tokens(reply) for reply in replies] == [expected, expected]
-        return sum(reply["encoded"] for reply in replies) == 1
+        assert [reply["encoded"] for reply in replies] == [1, 0]
 
-    holds_three_times(is_encoded_once)
-    several = [{"text": "and here?", "images": [[336, 224, next(seeds)] for _ in range(3)]}]
-    turned = [{**several[0], "images": several[0]["images"][::-1]}]
-    for engine, requests in zip(both, (several, turned), strict=True):
-        engine.send({"do": "generate", "requests": requests, "encode_s": 0.25})
-    for engine, requests in zip(both, (several, turned), strict=True):
-        reply = engine.receive()
-        assert reply["seconds"] < 10, "neither may wait for the other, which waits for it"
-        assert tokens(reply) == tokens(plain.generate(requests))
+        several = [new.request(3, "and here?")]
+        turned = [{**several[0], "images": several[0]["images"][::-1]}]
+        for engine, asked in zip((near, far), (several, turned), strict=True):
+            engine.send({"do": "generate", "requests": asked})
+        for engine, asked in zip((near, far), (several, turned), strict=True):
+            # Two that waited for each other would do so for longer than a reply is waited for.
+            assert tokens(engine.receive()) == tokens(plain.generate(asked))

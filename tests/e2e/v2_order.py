@@ -7,7 +7,6 @@ Prints what each step left in the encoder cache and in ecd, as JSON.
 
 import json
 import sys
-import time
 from types import SimpleNamespace
 
 import torch
@@ -24,6 +23,7 @@ from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 
 from ecd_client import Client
 from ecd_client.vllm.identity import Identity
+from support.waiting import HANG_S, eventually
 
 address, model = sys.argv[1:]
 transfer_config = ECTransferConfig(
@@ -47,7 +47,7 @@ runner = ActiveECConnector(config, cache)
 client = Client(address, namespace=Identity.of(config, None, None).namespace)
 
 for role in (scheduler._scheduler, state.get_ec_transfer()._worker):
-    role._client.wait_connected(30)
+    role._client.wait_connected(HANG_S)
 
 
 STEP = SimpleNamespace(total_num_scheduled_tokens=8)
@@ -66,14 +66,17 @@ def request(name: str, identifier: str) -> SimpleNamespace:
     )
 
 
+def is_ready(asked: SimpleNamespace) -> bool:
+    if scheduler.ensure_cache_available(asked, 0):
+        return True
+    scheduler.build_connector_meta(STEP)  # as every step does, whatever it schedules
+    return False
+
+
 def step(asked: SimpleNamespace, encode: bool) -> dict:
     """One step as the V2 runner takes it: hooks, forward, save of whatever is new."""
     identifier = asked.mm_features[0].identifier
-    deadline = time.monotonic() + 10
-    while not scheduler.ensure_cache_available(asked, 0):
-        assert time.monotonic() < deadline
-        scheduler.build_connector_meta(STEP)  # as every step does, whatever it schedules
-        time.sleep(0.001)
+    eventually(lambda: is_ready(asked))
     promised = scheduler.has_cache_item(identifier)
     scheduler.update_state_after_alloc(asked, 0)
     output = SimpleNamespace(
@@ -90,7 +93,7 @@ def step(asked: SimpleNamespace, encode: bool) -> dict:
 
 
 steps = [step(request("a", "picture"), encode=True)]
-with client.get("picture", timeout=10) as item:
+with client.get("picture", timeout=HANG_S) as item:
     steps.append({"stored": item.tensor.float().sum().item(), "shape": item.shape})
 del cache["picture"]
 steps.append(step(request("b", "picture"), encode=False))
@@ -106,7 +109,7 @@ scheduler.request_finished(resumed)
 config.model_config.multimodal_config.mm_processor_cache_gb = 0
 config.cache_config.enable_prefix_caching = False
 steps.append(step(request("c", "counted"), encode=True))
-time.sleep(0.5)
+eventually(lambda: all(saved.done() for _, saved, _ in state.get_ec_transfer()._worker._saves))
 with runner.maybe_get_output(
     SimpleNamespace(
         ec_connector_metadata=scheduler.build_connector_meta(STEP), finished_req_ids=set()

@@ -2,11 +2,14 @@
 
     python warm_interpreter.py SOCKET
 
-A message on SOCKET is JSON: a command line as Python's, and changes of the environment. With it
-come file descriptors: the script's input, its output, where its process id and exit code go, and
-any whose numbers become its first arguments.
+A message on SOCKET is JSON: a command line as Python's, changes of the environment, a process
+whose network and mounts the script shares or 0, and the spares to keep (see `keep_spares`). With
+it come file descriptors: the script's input, its output, where its process id and exit code go,
+and any whose numbers become its first arguments.
 """
 
+import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -16,6 +19,7 @@ import signal
 import socket
 import struct
 import sys
+from multiprocessing import util
 from pathlib import Path
 
 WARM = (
@@ -23,6 +27,8 @@ WARM = (
     *("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.entrypoints.openai.api_server"),
     *("vllm.model_executor.models.qwen2_5_vl", "vllm.model_executor.models.qwen3_vl"),
 )
+OUT_OF_THE_WAY = 900
+"""A descriptor above those that a process hands to one that it spawns."""
 
 
 def supervise(child: int, tell: int) -> None:
@@ -57,9 +63,74 @@ def next_command(requests: socket.socket) -> list[str]:
         os.dup2(write, 2)
         os.close(read)
         os.close(write)
-        (script, *arguments), environ = json.loads(message)
+        (script, *arguments), environ, node, spares = json.loads(message)
         os.environ.update(environ)
+        if node:
+            enter(node)
+        keep_spares(spares)
         return [script, *map(str, passed), *arguments]
+
+
+def enter(node: int) -> None:
+    """Share the network and the mounts of a process."""
+    here, libc = os.getcwd(), ctypes.CDLL(None, use_errno=True)
+    spaces = [os.open(f"/proc/{node}/ns/{name}", os.O_RDONLY) for name in ("net", "mnt")]
+    for space in spaces:
+        assert libc.setns(space, 0) == 0, os.strerror(ctypes.get_errno())
+        os.close(space)
+    os.chdir(here)
+
+
+def keep_spares(spares: list[int]) -> None:
+    """Have the first `spares[0]` processes that this one spawns be forks, which import nothing.
+
+    They are forked now, as this process has one thread, and wait for their command. Each of them
+    keeps the rest of `spares` for those that it spawns itself.
+    """
+    if not spares:
+        return
+    waiting = [spare(spares[1:]) for _ in range(spares[0])]
+    spawn = util.spawnv_passfds
+
+    def spawn_or_wake(path: object, arguments: list, passed: list[int]) -> int:
+        if "--multiprocessing-fork" not in arguments or not waiting:
+            return spawn(path, arguments, passed)
+        pid, line = waiting.pop(0)
+        program = arguments[arguments.index("-c") + 1]
+        message = json.dumps([program, list(passed), dict(os.environ)])
+        with line:
+            socket.send_fds(line, [message.encode()], list(passed))
+        return pid
+
+    util.spawnv_passfds = spawn_or_wake
+
+
+def spare(spares: list[int]) -> tuple[int, socket.socket]:
+    """Fork a process that becomes one which this process spawns, or ends with it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (pid := os.fork()) > 0:
+        theirs.close()
+        return pid, ours
+    ours.close()
+    line = socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, OUT_OF_THE_WAY))
+    theirs.close()
+    os.closerange(3, OUT_OF_THE_WAY)  # as one that is spawned has nothing else
+    message, came, _, _ = socket.recv_fds(line, 1 << 20, 64)
+    line.close()
+    if not message:
+        os._exit(0)
+    program, wanted, environ = json.loads(message)
+    above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, OUT_OF_THE_WAY) for descriptor in came]
+    os.closerange(3, OUT_OF_THE_WAY)
+    for number, descriptor in zip(wanted, above, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environ)
+    keep_spares(spares)
+    gc.enable()
+    sys.argv = ["-c", "--multiprocessing-fork"]
+    exec(program, {"__name__": "__main__"})  # and exits
 
 
 if __name__ == "__main__":

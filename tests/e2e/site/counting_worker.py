@@ -1,8 +1,23 @@
-"""An extension of vLLM's worker, which says in the log when its vision tower encodes pictures."""
+"""An extension of vLLM's worker, which says in the log when its vision tower encodes pictures.
 
-from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VisionTransformer
+With STEP_GATE=FILE each step passes that gate (`e2e.gates.Gate`). With CALM an engine that encodes
+waits longer until its puts are seen than a busy machine takes.
+"""
+
+import os
+from pathlib import Path
+
+from vllm.model_executor.models.qwen2_5_vl import (
+    Qwen2_5_VisionTransformer,
+    Qwen2_5_VLForConditionalGeneration,
+)
+
+from e2e.gates import pass_gate
+from ecd_client.vllm import worker
+from support.waiting import HANG_S
 
 forward = Qwen2_5_VisionTransformer.forward
+step = Qwen2_5_VLForConditionalGeneration.forward
 
 
 def forward_and_say(self, *arguments, **named):
@@ -10,7 +25,16 @@ def forward_and_say(self, *arguments, **named):
     return forward(self, *arguments, **named)
 
 
+def pass_and_step(self, *arguments, **named):
+    pass_gate(Path(os.environ["STEP_GATE"]))
+    return step(self, *arguments, **named)
+
+
 Qwen2_5_VisionTransformer.forward = forward_and_say
+if "STEP_GATE" in os.environ:
+    Qwen2_5_VLForConditionalGeneration.forward = pass_and_step
+if os.environ.get("CALM"):
+    worker.SEEN_WITHIN_S = HANG_S
 
 
 class Counting:
