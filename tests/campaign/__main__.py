@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,12 +19,13 @@ from pathlib import Path
 from campaign.bugs import BUGS
 from campaign.report import markdown
 from campaign.run import campaign
+from support.processes import run
 
 
 def commit() -> str:
     """What the tree is of; with a + if it differs from it."""
     command = "git", "describe", "--always", "--dirty=+"
-    said = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    said = run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     return said.stdout.strip() or "unknown"
 
 
@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="campaign", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--minutes", type=float, default=2.0, help="of the clock, starts of daemons included"
+        "--minutes", type=float, default=2.0, help="of the clock, once all daemons have started"
     )
     parser.add_argument("--engines", action="store_true", help="with two vLLM engines")
     parser.add_argument("--bug", choices=BUGS, help="put it in, and end when it is found")

@@ -18,7 +18,6 @@ from campaign.content import (
     CALL_TIMEOUT_S,
     NAMESPACES,
     RECOVERY_LIMIT_S,
-    SLACK_S,
     Found,
     Known,
     put,
@@ -28,6 +27,7 @@ from ecd_client.shared.puts import NewEntry
 from fuzz.test_page import Vandal
 from support.lying_peer import NBYTES
 from support.node_client import content
+from support.waiting import HANG_S
 
 if TYPE_CHECKING:
     from campaign.worker import Worker
@@ -41,7 +41,7 @@ def pause(worker: Worker) -> None:
         idle.clear()
     worker.paused.set()
     for idle in worker.idle:
-        idle.wait(CALL_TIMEOUT_S + 2 * SLACK_S)
+        idle.wait(HANG_S)
 
 
 def go_on(worker: Worker) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from campaign.content import Ledger
+from support.waiting import HANG_S
 
 CLIENTS, THREADS = 6, 2
 """Of all nodes together, and threads of each."""
-READY_S = 30.0
 
 
 class Client:
@@ -33,7 +33,7 @@ class Client:
     def ask(self, number: int, do: str, about: dict[str, object]) -> None:
         message = json.dumps({"id": number, "do": do, "with": about}).encode()
         path = str(self._directory / f"{self.name}.sock")
-        deadline_s = time.monotonic() + READY_S
+        deadline_s = time.monotonic() + HANG_S
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
             while True:
                 try:

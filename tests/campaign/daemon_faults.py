@@ -144,7 +144,7 @@ def evictions(side: Side) -> int:
 
 
 def stop(side: Side) -> None:
-    """SIGTERM, and the daemon is gone within 20 s."""
+    """SIGTERM, and the daemon is gone within HANG_S."""
     try:
         code = side.daemon.terminate()
     except subprocess.TimeoutExpired:

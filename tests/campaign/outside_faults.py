@@ -13,6 +13,7 @@ from random import Random
 from campaign.kinds import KINDS, Kind, healed, kind, other_end, some_ms
 from campaign.side import LIAR, TOKEN, Side
 from support.lying_peer import LIES, OTHER_LIES
+from support.processes import child
 
 LIAR_SCRIPT = Path(__file__).parents[1] / "support" / "lying_peer.py"
 
@@ -48,21 +49,16 @@ def lie(side: Side, chance: Random) -> float:
     lies = [*LIES, *(lie for lie in OTHER_LIES if lie != "dies with the lease")]
     node, number = f"{LIAR}:{chance.randrange(20000, 22000)}", chance.randrange(1000)
     ports = f"{22000 + 10 * number}-{22015 + 10 * number}"
-    process = subprocess.Popen(
+    with child(
         [*beside.node.prefix, sys.executable, str(LIAR_SCRIPT), node, ports, chance.choice(lies)],
         env={**os.environ, "ECD_PEER_TOKEN": TOKEN},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    try:
+    ) as process:
+        assert process.stdout is not None
         if process.stdout.readline() == b"ready\n":
             said = world.replies.ask(asking.probe, "believe", 9.0, node=node)
             world.counts[f"lies: {said if said in ('hit', 'miss') else 'refused'}"] += 1
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
     return healed()
 
 

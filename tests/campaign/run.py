@@ -151,15 +151,14 @@ def lanes_of(world: World, kinds: list[Kind], tallies: dict[str, Tally]) -> list
 def campaign(
     directory: Path, seed: int, minutes: float, with_engines: bool, bug: str | None
 ) -> dict[str, Any]:
-    """Run it for so long, starts included; returns what happened, as JSON has it.
+    """Start it, run it for so long, and return what happened, as JSON has it.
 
     With a bug in the daemons it ends when that is found.
     """
-    until_s = time.monotonic() + 60 * minutes
     world = World(directory, seed, "" if bug is None else BUGS[bug])
     try:
         world.begin(with_engines)
-        return faults_of(world, until_s, bug is not None)
+        return faults_of(world, time.monotonic() + 60 * minutes, bug is not None)
     finally:
         world.close()
 

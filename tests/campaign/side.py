@@ -22,6 +22,8 @@ from campaign.clients import CLIENTS, THREADS, Client
 from campaign.content import RECOVERY_LIMIT_S, WORDS
 from ecd_proto.v1 import cache_pb2 as pb
 from support.nodes import Node, NodeDaemon
+from support.processes import child
+from support.waiting import HANG_S
 
 if TYPE_CHECKING:
     from campaign.engines import Served
@@ -61,23 +63,25 @@ class Side:
         self._numbers = itertools.count()
         self.engine: Served | None = None
         self._cut_off = 0
-        self._zygote: subprocess.Popen[str] | None = None
+        self._life = contextlib.ExitStack()
 
     def start(self, peers: list[str]) -> None:
         command = [*self.node.prefix, "setpriv", "--pdeathsig", "KILL", sys.executable, "-m"]
         command += ["campaign.worker", str(self.world.directory), self.daemon.address]
-        self._zygote = subprocess.Popen(
-            [*command, str(self.daemon.shm), *peers],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(self.world.directory / "clients.log").open("ab"),
-            text=True,
-            bufsize=1,
-            env={**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"},
-        )
+        with (self.world.directory / "clients.log").open("ab") as log:
+            running = child(
+                [*command, str(self.daemon.shm), *peers],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                bufsize=1,
+                env={**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"},
+            )
+            self._zygote = self._life.enter_context(running)
         self._forked: queue.Queue[int] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
-        assert self._forked.get(timeout=60) == 0
+        assert self._forked.get(timeout=HANG_S) == 0
         self.probe = self.fork("probe", 0)
         clients = CLIENTS // len(self.world.sides)
         self.clients = [self.fork("client", THREADS) for _ in range(clients)]
@@ -97,7 +101,7 @@ class Side:
         with self.world.forking:
             assert self._zygote.stdin is not None
             print(name, f"{self.world.seed}-{name}", threads, file=self._zygote.stdin)
-            pid = self._forked.get(timeout=30)
+            pid = self._forked.get(timeout=HANG_S)
         self.world.log(f"{name} is process {pid}")
         return Client(name, pid, threads, self.world.directory)
 
@@ -189,7 +193,7 @@ class Side:
                 else:
                     self.world.violation("daemon ended", f"at its start\n{self.last_lines()}")
                 self.begin()
-            if time.monotonic() > started_s + 60.0:
+            if time.monotonic() > started_s + HANG_S:
                 self.world.violation("daemon does not start", self.last_lines())
                 break
             time.sleep(0.01)
@@ -228,6 +232,4 @@ class Side:
                 self.world.violation("request hangs", f"{client.name}: {overdue_s:.1f} s overdue")
 
     def close(self) -> None:
-        if self._zygote is not None:
-            self._zygote.kill()
-            self._zygote.wait()
+        self._life.close()

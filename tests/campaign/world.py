@@ -12,12 +12,13 @@ from pathlib import Path
 from random import Random
 
 from campaign.clients import Client, Replies
-from campaign.content import CALL_TIMEOUT_S, COUNTS, SLACK_S
+from campaign.content import COUNTS
 from campaign.engines import SESSIONS, Engines
 from campaign.side import LIAR, Side
-from support.daemon import eventually
 from support.nodes import Node, NodeDaemon
+from support.processes import run
 from support.redis import RedisServer
+from support.waiting import HANG_S, eventually
 
 TESTS = Path(__file__).parents[1]
 POOL = "12MiB"
@@ -59,7 +60,7 @@ class World:
         self.engines: Engines | None = None
         library = directory / "faults.so"
         source = TESTS / "support" / "disk_faults.c"
-        subprocess.run(["gcc", *PRELOADED, "-o", library, source, "-ldl"], check=True)
+        run(["gcc", *PRELOADED, "-o", library, source, "-ldl"], check=True)
         nodes = [Node(number + 1) for number in range(Random(f"{seed} nodes").choice((2, 3)))]
         self._switch = Node(SWITCH)
         self._switch.switch(nodes)
@@ -189,14 +190,13 @@ class World:
             self.engines.rest()
         for side in self.sides:
             for client in side.clients:
-                self.replies.ask(client, "pause", CALL_TIMEOUT_S + 3 * SLACK_S + 5)
+                self.replies.ask(client, "pause", HANG_S)
         for side in self.sides:
             try:
-                side.daemon.check_nothing_leaked(within_s=40.0)
+                side.daemon.check_nothing_leaked()
                 most = len(side.clients) + 1 + (SESSIONS if side.engine is not None else 0)
                 eventually(
                     lambda side=side, most=most: side.daemon.status().sessions <= most,
-                    10.0,
                     "sessions end",
                 )
             except Exception as error:
@@ -208,7 +208,7 @@ class World:
             self.engines.go_on()
         for side in self.sides:
             for client in side.clients:
-                self.replies.ask(client, "go_on", 5.0)
+                self.replies.ask(client, "go_on", HANG_S)
 
     def close(self) -> None:
         """End everything; nothing may be left in memory."""
@@ -223,7 +223,7 @@ class World:
             side.daemon._process.send_signal(signal.SIGINT)
         for side in begun:
             try:
-                side.daemon._process.wait(20)
+                side.daemon._process.wait(HANG_S)
             except subprocess.TimeoutExpired:
                 self.violation("daemon does not stop", side.last_lines())
                 side.daemon.kill()

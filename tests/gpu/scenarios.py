@@ -9,11 +9,11 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ecd_client import Client, EcdError
 from ecd_client.calls import open_channel
-from ecd_client.device import copies, driver, pinned
+from ecd_client.device import copies, driver, ends, pinned
 from ecd_client.device import pool as device_pool
 from ecd_client.item import Item
 from ecd_client.session import Session
@@ -32,13 +32,12 @@ from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.cuda.gpu import StandinGpu
 from support.cuda.standin import Control, Counters, Hold
-from support.daemon import eventually
+from support.waiting import HANG_S, eventually
 
 MIB = 1 << 20
 SHAPE = (MIB,)
 NEAR_BYTES = MIB * 3 // 2
 """An entry so large that the smallest device pool has room for one copy."""
-TRIED_S = 0.3
 warnings: list[str] = []
 
 
@@ -55,6 +54,24 @@ class Unwatched:
 
     def counters(self) -> Counters:
         return Counters(*[0] * len(Counters._fields))
+
+
+class Calls:
+    """Counts this process's calls of one of the driver's functions, from their begin on."""
+
+    def __init__(self, name: str) -> None:
+        self.count, function = 0, getattr(driver.cuda, name)
+
+        def counted(*arguments: object) -> object:
+            self.count += 1
+            return function(*arguments)
+
+        setattr(driver.cuda, name, counted)
+
+    def await_more(self, count: int = 3) -> None:
+        """Wait for so many more: the driver was asked again, and what was asked is not over."""
+        until = self.count + count
+        eventually(lambda: self.count >= until, f"{count} more calls")
 
 
 control = Control.of_this_process() if "CUDA_STANDIN_CONTROL" in os.environ else Unwatched()
@@ -91,20 +108,23 @@ def is_right(tensor: torch.Tensor, byte: int) -> bool:
 
 
 def nothing_waits(address: str) -> dict:
-    """A put_async and a load that is not waited for, with copies that take two seconds."""
+    """A put_async and a load that is not waited for, with copies that do not go on."""
     with Client(address) as client:
         pin(client)
-        control.delay_us = 2_000_000
         before = control.counters()
         output = gpu.encode(SHAPE, torch.uint8, 5)
+        control.hold = Hold.START
         stored = client.put_async("k", output)
         saved = control.counters().finished - before.finished
         del output
         is_early = bool(client.contains(["k"])[0])
-        stored.result(20)
+        control.hold = Hold.NOTHING
+        stored.result(HANG_S)
         finished = control.counters().finished
+        control.hold = Hold.START
         copy = load(client, "k", non_blocking=True)
         loaded = control.counters().finished - finished
+        control.hold = Hold.NOTHING
         waits = control.counters().main_waits - before.main_waits
         right = is_right(copy, 5)
         after = control.counters()
@@ -189,7 +209,7 @@ def copies_fail(address: str) -> dict:
         pin(client)
         put(client, "k", 17)
         control.fail({"copy": 700})
-        error = client.put_async("l", gpu.encode(SHAPE, torch.uint8, 18)).exception(20)
+        error = client.put_async("l", gpu.encode(SHAPE, torch.uint8, 18)).exception(HANG_S)
         control.fail({})
         stored = client.put("m", torch.full(SHAPE, 19, dtype=torch.uint8))
         contained = client.contains(["k", "l", "m"])
@@ -216,10 +236,7 @@ def closed_amid_copies(address: str) -> dict:
         put(client, "k", 11)
         control.hold = Hold.MIDDLE
         copy = load(client, "k", non_blocking=True)
-        timer = threading.Timer(10.0, let_go, [[]])
-        timer.start()
-    closed_early = control.hold is not Hold.NOTHING
-    timer.cancel()
+    closed_early = control.counters().finished < control.counters().copies
     control.hold = Hold.NOTHING
     right = is_right(copy, 11)
     eventually(lambda: control.counters().registrations == 1)
@@ -250,19 +267,20 @@ def waiting_is_refused_for_a_while(address: str) -> dict:
         gpu.content(tensor)
         control.hold = Hold.START
         control.fail({"cuEventSynchronize": 900})
+        refused = Calls("cuEventSynchronize")
         stored = client.put_async("k", tensor)
-        time.sleep(1.5)
+        refused.await_more()
         is_early = stored.done()
         wrong = fill_anew(client)
         control.fail({})
-        stored = stored.result(20)
+        stored = stored.result(HANG_S)
         right = is_right(load(client, "k"), 12)
     return {"stored early": is_early, "wrong": wrong, "stored": stored, "right": right}
 
 
 def loads_cannot_be_waited_for(address: str) -> dict:
-    """As above, with a load, time and again: its entry is held until the copy is over."""
-    right = []
+    """As above, with loads: until when the driver refuses, before the copy goes on and after it."""
+    right, refused = [], Calls("cuEventSynchronize")
     with Client(address) as client:
         pin(client)
         for number in range(2):
@@ -270,10 +288,11 @@ def loads_cannot_be_waited_for(address: str) -> dict:
             control.hold = Hold.START
             control.fail({"cuEventSynchronize": 900, "cuEventQuery": 900})
             copy = load(client, f"k{number}", non_blocking=True)
-            time.sleep(1.2)
-            threading.Timer(0.5, control.fail, [{}]).start()
+            refused.await_more()
+            if number == 0:
+                control.fail({})
             wrong = fill_anew(client)
-            time.sleep(0.5)
+            control.fail({})
             right.append(not wrong and is_right(copy, 3))
             eventually(lambda: not any(client._connection.session().index._words[8:512]))
     return {"right": right, "faults": control.counters().faults}
@@ -296,8 +315,8 @@ def interrupted_before_the_wait(address: str) -> dict:
 
     def wait_late(event: driver.Event) -> None:
         if is_first.pop() if is_first else False:
-            threading.Timer(0.3, lambda: setattr(control, "hold", Hold.NOTHING)).start()
             raise SystemExit
+        control.hold = Hold.NOTHING
         wait(event)
 
     with Client(address) as client:
@@ -332,7 +351,7 @@ def graph_is_captured(address: str) -> dict:
         tensor = gpu.encode(SHAPE, torch.uint8, 4)
         begin()
         control.delay_us = 50_000
-        stored = client.put_async("k", tensor).result(20)
+        stored = client.put_async("k", tensor).result(HANG_S)
         copy = load(client, "k", non_blocking=True)
         eventually(lambda: not any(client._connection.session().index._words[8:512]))
         end()
@@ -346,11 +365,12 @@ def item_of_two_threads(address: str) -> dict:
     """One thread loads an item while another closes it, or loads it too."""
     from ecd_client import pools
 
-    load_parts = pools.MappedPool.load_parts
+    load_parts, is_loading = pools.MappedPool.load_parts, threading.Event()
 
     def load_parts_late(pool: pools.MappedPool, extent: object) -> object:
         parts = load_parts(pool, extent)
-        time.sleep(0.01)
+        is_loading.set()
+        eventually(lambda: len(threads) > 1 or not item._open, "the other thread acts, too")
         return parts
 
     pools.MappedPool.load_parts = load_parts_late
@@ -370,11 +390,12 @@ def item_of_two_threads(address: str) -> dict:
             copies: list[tuple[torch.Tensor, int]] = []
             item = client.get(str(number))
             users = range(1 + number % 2)
+            is_loading.clear()
             threads = [threading.Thread(target=use, args=(item, number)) for _ in users]
             for thread in threads:
                 thread.start()
             if len(threads) == 1:
-                time.sleep(0.003)
+                assert is_loading.wait(HANG_S)
                 item.close()
             for thread in threads:
                 thread.join()
@@ -421,6 +442,13 @@ def threads_run_out(address: str) -> dict:
     return {"refused": sorted(refused), "right": all(right), "held": held, "registered": registered}
 
 
+def await_ends() -> None:
+    """Wait until all has ended that is to end after copies, or on the side, and may end now."""
+    done = threading.Event()
+    ends.aside(done.set)
+    assert done.wait(HANG_S)
+
+
 def let_go(ends: list[bool]) -> None:
     """Let the copies go on, and say so first."""
     ends.append(True)
@@ -430,10 +458,17 @@ def let_go(ends: list[bool]) -> None:
 def load_breaks_off(address: str) -> dict:
     """The driver refuses a call after a load's copy is queued: the hold lasts as long as that."""
     outlast = copies.Copies._outlast
+    asked = Calls("cuEventCreate"), Calls("cuEventSynchronize")
+
+    def go_on_late(count: int) -> None:
+        """Once it waits, or has been refused to wait and asks again."""
+        eventually(lambda: sum(calls.count for calls in asked) > count + 1)
+        control.fail({})
+        let_go(ends)
 
     def outlast_refusals(self: copies.Copies, stream: int) -> BaseException | None:
-        threading.Timer(0.3, control.fail, [{}]).start()
-        threading.Timer(0.5, let_go, [ends]).start()
+        count = sum(calls.count for calls in asked)
+        threading.Thread(target=go_on_late, args=(count,), daemon=True).start()
         return outlast(self, stream)
 
     with Client(address) as client:
@@ -462,18 +497,17 @@ def interrupted_in_a_pause(address: str) -> dict:
         gpu.content(tensor)
         control.hold = Hold.START
         control.fail({"cuEventSynchronize": 2})
-        copies = control.counters().copies
+        refused = Calls("cuEventSynchronize")
 
         def interrupt() -> None:
-            eventually(lambda: control.counters().copies > copies)
             for _ in range(3):
-                time.sleep(0.1)
+                refused.await_more()
                 os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
+            refused.await_more()
             control.fail({})
             let_go([])
 
-        threading.Thread(target=interrupt).start()
+        threading.Thread(target=interrupt, daemon=True).start()
         return put_until(client, tensor, KeyboardInterrupt)
 
 
@@ -483,7 +517,7 @@ def interrupted_in_a_pause(address: str) -> dict:
 def near_of(client: Client):
     """The client's device pool, which its first copy begins to map."""
     client.pin()
-    eventually(lambda: client._connection.session().near, 10.0)
+    eventually(lambda: client._connection.session().near)
     return client._connection.session().near
 
 
@@ -512,10 +546,16 @@ def promote(client: Client, key: str) -> None:
         session.near.promote_soon(session, ("default", key), item._hold.entry)
 
 
-def make_near(client: Client, key: str, within_s: float = 10.0) -> None:
-    """Have a copy made until there is one."""
-    near_of(client)
-    eventually(lambda: is_near(client, key) or promote(client, key), within_s)
+def make_near(client: Client, key: str, refusals: float = math.inf) -> None:
+    """Have a copy made until there is one, or the daemon has refused it so often."""
+    near = near_of(client)
+    quiet = {near._quiet_until_s}  # each refusal sets another time
+
+    def is_over() -> bool:
+        quiet.add(near._quiet_until_s)
+        return is_near(client, key) or len(quiet) > refusals or bool(promote(client, key))
+
+    eventually(is_over, f"a copy of {key}")
 
 
 def is_listed(client: Client, key: str) -> bool:
@@ -538,13 +578,13 @@ def puts_near(address: str) -> dict:
 
     Of a put that is waited for, whose tensor is the caller's again, a copy is made later.
     """
-    device_pool.LISTED_WITHIN_S = 10.0  # nobody asks for these copies again
+    device_pool.LISTED_WITHIN_S = HANG_S  # nobody asks for these copies again
     with Client(address) as client:
         near_of(client)
         stored = []
         for key, byte in (("by calls", 3), ("k", 5)):
             tensor = gpu.encode(SHAPE, torch.uint8, byte)
-            stored.append(client.put_async(key, tensor).result(20))
+            stored.append(client.put_async(key, tensor).result(HANG_S))
             gpu.fill(tensor, 255)  # its next use
         at_once = control.counters()
         stored.append(put(client, "l", 6))
@@ -601,7 +641,7 @@ def more_than_it_holds(address: str) -> dict:
 
 def another_entry_of_the_key(address: str) -> dict:
     """An item that outlives its entry never gets the bytes of the key's next one."""
-    device_pool.LISTED_WITHIN_S = 10.0  # nobody asks for these copies again
+    device_pool.LISTED_WITHIN_S = HANG_S  # nobody asks for these copies again
     with Client(address) as client:
         near_of(client)
         copies = copies_in_pools(address) + 1
@@ -628,7 +668,7 @@ def put_again_before_the_copy(address: str) -> dict:
     promote = device_pool.DevicePool._promote
 
     def promote_late(*arguments: object) -> None:
-        assert may_go.wait(20)
+        assert may_go.wait(HANG_S)
         promote(*arguments)
         has_ended.set()
 
@@ -656,15 +696,15 @@ def put_again_before_the_copy(address: str) -> dict:
             stub.Evict(pb.EvictRequest(key=key), timeout=10.0)
             put_by_cpu(address, way, bytes([2]) * MIB)
             may_go.set()
-            assert stored.result(20)
-            assert has_ended.wait(20)
+            assert stored.result(HANG_S)
+            assert has_ended.wait(HANG_S)
             found[way] = is_right(load(client, way), 2)
     return found
 
 
 def views(address: str) -> dict:
     """A view keeps its memory until what uses it is over, whatever is evicted meanwhile."""
-    device_pool.LISTED_WITHIN_S = 10.0  # nobody asks for these copies again
+    device_pool.LISTED_WITHIN_S = HANG_S  # nobody asks for these copies again
     with Client(address) as client:
         put_by_cpu(address, "l", b"abcd" * 4)
         near_of(client)
@@ -685,12 +725,14 @@ def views(address: str) -> dict:
             load(client, f"{number}")
         row = from_dlpack(exported)
         right = is_right(row, 5)
+        held = lambda: any(client._connection.session().index._words[8:512])  # noqa: E731
+        await_ends()
         control.hold = Hold.FILLS
         gpu.encode((16,), torch.uint8, 1)  # work that is queued, and may use the view
-        held = lambda: any(client._connection.session().index._words[8:512])  # noqa: E731
+        waits = Calls("cuEventSynchronize")
         del row, exported
         gc.collect()
-        time.sleep(0.3)
+        eventually(lambda: waits.count or not held(), "the end of that work is waited for")
         is_early = not held()
         control.hold = Hold.NOTHING
         eventually(lambda: not held())
@@ -727,7 +769,7 @@ def before_and_after_the_memory_came(address: str) -> dict:
         right = [put(client, "k", 8), is_right(load(client, "k"), 8)]
         has_near = client._connection.session().near is not None
         control.device_bytes = 0
-        eventually(lambda: client._connection.session().near is not None, 10.0)
+        eventually(lambda: client._connection.session().near is not None)
         eventually(lambda: is_right(load(client, "k"), 8) and is_near(client, "k"))
         return {"right": all(right), "had it before": has_near}
 
@@ -782,7 +824,6 @@ def goes_on_through_restarts(address: str) -> dict:
     done = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.readline(), done.set()), daemon=True).start()
     print("ready", flush=True)
-    near = set()
     with Client(address) as client:
         client.pin()
         while not done.is_set():
@@ -793,10 +834,9 @@ def goes_on_through_restarts(address: str) -> dict:
                 if item := client.get(str(byte)):
                     with item:
                         wrong += not is_right(item.to("cuda", non_blocking=True), byte)
-                    near.add(getattr(item._hold.session.near, "number", 0))
             except EcdError:
-                time.sleep(0.01)
-    return {"wrong": wrong, "some": number > 50, "faults": control.counters().faults}
+                eventually(lambda: client.connected or done.is_set(), "the daemon is back")
+    return {"wrong": wrong, "some": number > 12, "faults": control.counters().faults}
 
 
 def dies_amid_a_promotion(address: str) -> dict:
@@ -823,11 +863,10 @@ def copies_after_a_death(address: str) -> dict:
         near_of(client)
         print("ready", flush=True)
         sys.stdin.readline()  # it is dead
-        with contextlib.suppress(AssertionError):
-            make_near(client, "k", within_s=TRIED_S)
+        make_near(client, "k", refusals=3)
         print("tried", flush=True)
-        sys.stdin.readline()  # its copy is over, too
-        make_near(client, "k", within_s=15.0)
+        sys.stdin.readline()  # its copy is over, too, and the daemon has waited for that
+        make_near(client, "k")
         return {"right": is_right(load(client, "k"), 5)}
 
 
@@ -872,17 +911,17 @@ def committed_after_its_original(address: str) -> dict:
     def move_and_wait(*arguments: object) -> None:
         move(*arguments)
         is_copied.set()
-        assert may_commit.wait(20)
+        assert may_commit.wait(HANG_S)
 
     copies.Copies.move = move_and_wait
     with Client(address) as client:
         put_by_cpu(address, "k", bytes([5]) * NEAR_BYTES)
         near = near_of(client)
-        eventually(lambda: is_copied.is_set() or promote(client, "k"), 20)
+        eventually(lambda: is_copied.is_set() or promote(client, "k"))
         evict(address, "k")
         put_by_cpu(address, "k", bytes([6]) * NEAR_BYTES)
         may_commit.set()
-        near._side.submit(int).result(20)  # behind the commit
+        near._side.submit(int).result(HANG_S)  # behind the commit
         eventually(lambda: is_listed(client, "k"))
         return {"right": is_right(load(client, "k"), 6)}
 
@@ -907,7 +946,7 @@ def copied_from_a_tensor(address: str) -> dict:
             self._then.pop()()
 
     copies.Copies.move = move_late
-    device_pool.LISTED_WITHIN_S = 10.0  # nobody asks for these copies again
+    device_pool.LISTED_WITHIN_S = HANG_S  # nobody asks for these copies again
     if without == "the reference":
         TensorSource.copy_near = forget_and_copy
     if without == "the wait":
@@ -915,19 +954,22 @@ def copied_from_a_tensor(address: str) -> dict:
     with Client(address) as client:
         near_of(client)
         stored = client.put_async("ended", gpu.encode(SHAPE, torch.uint8, 5))
-        assert is_moving.wait(20)
+        assert is_moving.wait(HANG_S)
         others = [gpu.encode(SHAPE, torch.uint8, 255) for _ in range(3)]
         gpu.wait()
         control.hold = Hold.NOTHING
-        assert stored.result(20)
+        assert stored.result(HANG_S)
         eventually(lambda: is_near(client, "ended"))
         del others
         is_moving.clear()
         tensor = gpu.encode(SHAPE, torch.uint8, 6)
         stored = client.put_async("written", tensor)
-        assert is_moving.wait(20)
-        threading.Timer(1.5, let_go, [[]]).start()
-        assert stored.result(20)
+        assert is_moving.wait(HANG_S)
+        if stored.done():  # too early
+            gpu.fill(tensor, 255)
+            gpu.wait()
+        control.hold = Hold.NOTHING
+        assert stored.result(HANG_S)
         gpu.fill(tensor, 255)
         eventually(lambda: is_near(client, "written"))
         right = [is_right(load(client, key), byte) for key, byte in (("ended", 5), ("written", 6))]
@@ -961,7 +1003,7 @@ def closed_amid_use(address: str) -> dict:
         else:
             del view
         eventually(lambda: counters().halfway > before or (not is_view and promote(client, "l")))
-    time.sleep(1.0)  # whatever is let go of is unmapped by now
+    await_ends()  # whatever is let go of is unmapped
     control.hold = Hold.NOTHING
     eventually(lambda: counters().faults or counters().finished == counters().copies)
     return {"right": counters().faults == 0}
@@ -984,10 +1026,10 @@ def no_memory_to_make_it_dense(address: str) -> dict:
 
 def unpinning_takes_long(address: str) -> dict:
     """Whoever lets go of the last item does not wait for the pool to be unregistered."""
-    unregister, may_end = driver.unregister, threading.Event()
+    unregister, may_end, ended = driver.unregister, threading.Event(), []
 
     def unregister_late(at: int) -> None:
-        assert may_end.wait(20.0)
+        ended.append(not may_end.wait(HANG_S))
         unregister(at)
 
     driver.unregister = unregister_late
@@ -996,17 +1038,17 @@ def unpinning_takes_long(address: str) -> dict:
     put(client, "k", 3)
     item = client.get("k")
     client.close()
-    before, started = control.counters(), time.monotonic()
+    before = control.counters()
     item.close()
     child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    took_s = time.monotonic() - started
+    meanwhile = not ended
     may_end.set()
     waits = control.counters().main_waits - before.main_waits
     eventually(lambda: control.counters().registrations == 1)
-    return {"closed and forked meanwhile": took_s < 15.0, "waits": waits}
+    return {"closed and forked meanwhile": meanwhile, "waits": waits}
 
 
 def collected_amid_a_load(address: str) -> dict:
@@ -1065,18 +1107,17 @@ def interrupted_put(address: str) -> dict:
     with Client(address) as client:
         pin(client)
         put(client, "first", 1)
-        control.hold = Hold.MIDDLE
         tensor = gpu.encode(SHAPE, torch.uint8, 12)
-        asked = control.counters().copies
+        gpu.content(tensor)
+        control.hold = Hold.MIDDLE
+        halfway = control.counters().halfway
 
         def interrupt() -> None:
-            eventually(lambda: control.counters().copies > asked)
-            time.sleep(0.2)
+            eventually(lambda: control.counters().halfway > halfway)
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)
             control.hold = Hold.NOTHING
 
-        threading.Thread(target=interrupt).start()
+        threading.Thread(target=interrupt, daemon=True).start()
         return put_until(client, tensor, KeyboardInterrupt)
 
 

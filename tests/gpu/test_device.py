@@ -15,14 +15,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 BEGIN = """
-import gc, sys, time
+import gc, sys
 import torch
 from ecd_client import Client
+from support.waiting import HANG_S, eventually, value_of
 
 MIB = 1 << 20
+work = torch.cuda._sleep
 
 def encode(byte, nbytes=8 * MIB):
-    torch.cuda._sleep(20_000_000)  # some 10 ms of work, which writes the tensor only then
+    work(20_000_000)  # some 10 ms of it, and the tensor is written only then
     return torch.full((nbytes,), byte, dtype=torch.uint8, device="cuda")
 
 def is_right(copy, byte):
@@ -34,15 +36,13 @@ torch.cuda.init()
 SCRIPT = """
 with Client(sys.argv[1]) as client:
     client.pin()
-    deadline = time.monotonic() + 30
-    while not client.pinning.nbytes:
-        assert client.pinning.failure is None and time.monotonic() < deadline, client.pinning
+    eventually(lambda: client.pinning.nbytes, "the pool is pinned")
     for number in range(1, 40):
         output = encode(number)
         stored = client.put_async(str(number), output)
         del output
         encode(255)  # in the memory that may be free by now
-        assert stored.result(10)
+        assert stored.result(HANG_S)
         with client.get(str(number)) as item:
             copy = item.to("cuda", non_blocking=True)
             assert set(item.view[:4096]) == set(item.view[-4096:]) == {number}
@@ -72,13 +72,12 @@ print("right")
 NEAR = """
 def view_of(client, key):
     # A view of the copy in the device pool, once there is one.
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+    def look():
         with client.get(key) as item:  # anew: the daemon may list it only now
-            if (view := item.device_view("cuda")) is not None:
-                return view
-        time.sleep(0.01)
-    raise AssertionError(f"no copy of {key} was made: does this process map the device pool?")
+            view = item.device_view("cuda")
+            return None if view is None else [view]
+    [view] = value_of(look, f"a copy of {key}: does this process map the device pool?")
+    return view
 """
 
 PUTS_NEAR = """
@@ -89,7 +88,7 @@ with Client(sys.argv[1]) as client:
         stored = client.put_async(str(number), output)
         del output
         encode(255)
-        assert stored.result(10)
+        assert stored.result(HANG_S)
         assert is_right(view_of(client, str(number)), number), number
 print("right")
 """
@@ -122,7 +121,7 @@ print("right")
 
 def test_saves_and_loads_are_right(cuda: Cuda, daemon: Daemon) -> None:
     assert cuda.run(BEGIN + SCRIPT, daemon.address).stdout == "right\n"
-    daemon.check_nothing_leaked(within_s=15.0)
+    daemon.check_nothing_leaked()
 
 
 def test_copies_in_a_device_pool_are_right(cuda: Cuda, make_daemon: Callable[..., Daemon]) -> None:
@@ -135,4 +134,4 @@ def test_copies_in_a_device_pool_are_right(cuda: Cuda, make_daemon: Callable[...
     for script in (PUTS_NEAR, LOADS_NEAR):
         assert cuda.run(BEGIN + NEAR + script, daemon.address).stdout == "right\n"
     assert daemon.status().counters.copies >= 24
-    daemon.check_nothing_leaked(within_s=15.0)
+    daemon.check_nothing_leaked()

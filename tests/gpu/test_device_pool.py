@@ -8,19 +8,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ecd_client import Client
-from ecd_proto.shm.session_page import DMA_GRACE_S
 from support.cuda.processes import Cuda
 from support.cuda.standin import Control, Hold, environment, physical_bytes
-from support.daemon import Daemon, changed, eventually
+from support.daemon import Daemon, changed
+from support.processes import run as run_command
+from support.waiting import HANG_S, eventually
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 STRESS = Path(__file__).parents[1] / "support/cuda/dma_stress.py"
@@ -29,8 +28,8 @@ Scenario = Callable[..., dict]
 MakeNear = Callable[..., Daemon]
 IMPATIENT = changed("from ecd.memory import device", "device.MEMORY_WAIT_S = 1.0")
 """A daemon that waits 1 s for memory of a GPU."""
-PATIENT = changed("from ecd.rpc import attach", "attach.DMA_GRACE_S = 5.0")
-"""A daemon that keeps a dead engine's memory for 5 s."""
+PATIENT = changed("from ecd.memory import device", "device.MEMORY_WAIT_S = 1e6")
+"""A daemon that waits for it for as long as it runs."""
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def run(cuda: Cuda, name: str, daemon: Daemon, **variables: str) -> dict:
 def status_of(daemon: Daemon) -> str:
     command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address, "status"]
     environment = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+    return run_command(command, capture_output=True, text=True, env=environment).stdout
 
 
 @pytest.mark.usefixtures("control")
@@ -84,13 +83,13 @@ def test_a_second_engine_loads_what_the_first_has_put_from_the_device(
     assert f"16 MiB on {device.path}" in shown
     assert "3 copies made in device pools" in shown
     assert 'ecd_pool_used_bytes{pool="device"} 3.145728e+06' in near.metrics()
-    near.check_nothing_leaked(within_s=15.0)
+    near.check_nothing_leaked()
 
 
 @pytest.mark.usefixtures("control")
 def test_doctor_looks_for_entries_in_the_hosts_pool_alone(near: Daemon) -> None:
     command = [sys.executable, "-m", "ecd_client.cli.main", "--address", near.address]
-    done = subprocess.run([*command, "doctor", "--json"], capture_output=True, text=True)
+    done = run_command([*command, "doctor", "--json"], capture_output=True, text=True)
     found = {finding["check"]: finding["found"] for finding in json.loads(done.stdout)}
     assert found["pool"] == "64 MiB, 0% in use"
     host = near.status().pools[0]
@@ -100,23 +99,23 @@ def test_doctor_looks_for_entries_in_the_hosts_pool_alone(near: Daemon) -> None:
 
 def test_a_hit_brings_an_entry_into_the_device_pool(cuda: Cuda, near: Daemon) -> None:
     assert run(cuda, "promoted_by_a_hit", near) == {"right": True, "host to device": 0}
-    near.check_nothing_leaked(within_s=15.0)
+    near.check_nothing_leaked()
 
 
 def test_a_device_pool_that_is_too_small_evicts_copies_alone(cuda: Cuda, near: Daemon) -> None:
     found = run(cuda, "more_than_it_holds", near)
     assert found == {"right": True, "many": True, "faults": 0}
-    near.check_nothing_leaked(within_s=15.0)
+    near.check_nothing_leaked()
 
 
 def test_an_item_gets_its_own_bytes_where_its_key_has_others_by_now(
     cuda: Cuda, near: Daemon
 ) -> None:
     assert run(cuda, "another_entry_of_the_key", near) == {"old": True, "new": True}
-    near.check_nothing_leaked(within_s=15.0)
+    near.check_nothing_leaked()
     found = run(cuda, "another_entry_of_the_key", near, WITHOUT="the second look")
     assert found == {"old": False, "new": True}, "the look is needed"
-    near.check_nothing_leaked(within_s=15.0)
+    near.check_nothing_leaked()
 
 
 @pytest.mark.parametrize("without", ["", "the hold"])
@@ -126,7 +125,7 @@ def test_a_copy_of_a_tensor_is_of_no_entry_but_its_own(
     found = run(cuda, "put_again_before_the_copy", near, WITHOUT=without)
     right = not without
     assert found == {"by calls": right, "into granted memory": right}
-    near.check_nothing_leaked(within_s=15.0)
+    near.check_nothing_leaked()
 
 
 @pytest.mark.usefixtures("control")
@@ -139,7 +138,7 @@ def test_a_view_holds_its_memory_until_its_last_use_is_over(cuda: Cuda, near: Da
         "early": False,
         "l": ["torch.uint8", [16], True],
     }
-    near.check_nothing_leaked(within_s=15.0)
+    near.check_nothing_leaked()
 
 
 def test_the_daemon_has_its_memory_and_no_context(control: Control, near: Daemon) -> None:
@@ -166,7 +165,7 @@ def test_each_engine_uses_the_pool_of_its_own_gpu(cuda: Cuda, make_near: MakeNea
     _, first, second = daemon.status().pools
     assert (first.used_bytes, second.used_bytes) == (0, 3 * MIB)
     assert run(cuda, "loads_near", daemon, **both, GPU="1")["host to device"] == 0
-    daemon.check_nothing_leaked(within_s=15.0)
+    daemon.check_nothing_leaked()
 
 
 def test_gpus_are_chosen_by_uuid_or_number(cuda: Cuda, make_near: MakeNear) -> None:
@@ -184,7 +183,7 @@ def why_not(daemon: Daemon) -> str:
     """What a daemon says that does not start."""
     daemon.start(wait=False)
     assert daemon._process is not None
-    assert daemon._process.wait(20) != 0
+    assert daemon._process.wait(HANG_S) != 0
     return daemon.text()
 
 
@@ -204,7 +203,7 @@ def test_a_gpu_that_stays_full_leaves_the_host_pool(
     daemon = make_near()
     daemon.command = IMPATIENT
     daemon.start()
-    eventually(lambda: "until the next start" in daemon.status().pools[1].problem, 10.0)
+    eventually(lambda: "until the next start" in daemon.status().pools[1].problem)
     _, device = daemon.status().pools
     assert (device.pool_bytes, device.populated_bytes) == (16 * MIB, 0)
     why = "no memory until the next start (cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY)"
@@ -228,7 +227,7 @@ def test_memory_of_a_full_gpu_is_waited_for_while_the_host_pool_serves(
     assert found == {"right": True, "had it before": False}
     assert daemon.status().pools[1].problem == ""
     assert f"16 MiB on {device.path}" in status_of(daemon)
-    daemon.check_nothing_leaked(within_s=15.0)
+    daemon.check_nothing_leaked()
     daemon.terminate()
     eventually(lambda: physical_bytes(control) == 0)
 
@@ -238,7 +237,7 @@ def test_a_start_waits_a_little_for_memory_that_is_being_given_back(
 ) -> None:
     control.device_bytes = 8 * MIB
     daemon = make_near().start(wait=False)
-    eventually(lambda: "waiting for memory" in daemon.text(), 10.0)
+    eventually(lambda: "waiting for memory" in daemon.text())
     control.device_bytes = 0
     daemon.wait_serving()
     assert daemon.status().pools[1].populated_bytes == 16 * MIB
@@ -248,8 +247,10 @@ def test_a_daemon_that_waits_for_memory_stops_at_once(
     control: Control, make_near: MakeNear
 ) -> None:
     control.device_bytes = 8 * MIB
-    daemon = make_near().start()
-    assert daemon.terminate(timeout=5.0) == 0
+    daemon = make_near()
+    daemon.command = PATIENT
+    daemon.start()
+    assert daemon.terminate() == 0
     assert "Traceback" not in daemon.text()
 
 
@@ -258,7 +259,7 @@ def test_a_device_that_fails_leaves_the_host_pool(cuda: Cuda, near: Daemon) -> N
     found = run(cuda, "copies_near_fail", near)
     assert found == {"copies": 0, "kept": [True]}
     assert near.status().pools[1].reserved_bytes == 0
-    near.check_nothing_leaked(within_s=15.0)
+    near.check_nothing_leaked()
 
 
 @pytest.mark.usefixtures("control")
@@ -268,7 +269,7 @@ def test_a_lost_device_takes_nothing_from_the_host(cuda: Cuda, near: Daemon) -> 
     with Client(near.address) as client:  # the daemon has no context that could have failed
         assert client.put_bytes("after all that", b"right", "uint8", (5,))
         assert client.contains(["k", "after all that"]) == [True, True]
-    near.check_nothing_leaked(within_s=15.0)
+    near.check_nothing_leaked()
 
 
 @pytest.mark.usefixtures("control")
@@ -280,24 +281,24 @@ def test_a_load_that_fails_on_the_device_pool_comes_from_the_host(
     [warning] = found.pop("warnings")
     assert warning.startswith(f"the device pool is not used any more: {call}")
     assert found == {"right": True, "from the host": MIB, "near again": False}
-    near.check_nothing_leaked(within_s=15.0)
+    near.check_nothing_leaked()
 
 
 def test_an_engine_killed_amid_a_promotion_leaves_nothing(
-    cuda: Cuda, control: Control, make_near: MakeNear
+    cuda: Cuda, control: Control, make_near: MakeNear, tmp_path: Path
 ) -> None:
-    near = make_near()
-    near.command = PATIENT
-    near.start()
+    grace_is_over = tmp_path / "grace is over"
+    near = start_without("", make_near, "16MiB", DMA_GRACE_UNTIL=str(grace_is_over))
     variables = cuda.environment(afterlife=True) | {"HELD": "yes"}
     died = cuda.run(SCENARIOS, "dies_amid_a_promotion", near.address, check=False, **variables)
     assert died.returncode == -9
     assert near.status().pools[1].reserved_bytes == MIB * 3 // 2, "the device may still write there"
     control.hold = Hold.NOTHING
-    eventually(lambda: near.status().pools[1].reserved_bytes == 0, 15.0)
+    grace_is_over.touch()
+    eventually(lambda: near.status().pools[1].reserved_bytes == 0)
     assert run(cuda, "puts_near", near)["stored"]
     assert run(cuda, "loads_near", near)["right"]
-    near.check_nothing_leaked(within_s=15.0)
+    near.check_nothing_leaked()
 
 
 def test_an_engine_goes_on_while_the_daemon_is_killed_and_started(
@@ -307,12 +308,12 @@ def test_an_engine_goes_on_while_the_daemon_is_killed_and_started(
     assert engine.stdout is not None
     assert engine.stdout.readline() == "ready\n"
     for _ in range(3):
-        eventually(lambda: near.status().counters.copies > 3, 20.0)
+        eventually(lambda: near.status().counters.copies > 3)
         near.kill()
         near.start()
-    eventually(lambda: near.status().counters.copies > 3, 20.0)
+    eventually(lambda: near.status().counters.copies > 3)
     eventually(lambda: physical_bytes(control) < 40 * MIB, what="the old pools are gone")
-    output, _ = engine.communicate("\n", timeout=60)
+    output, _ = engine.communicate("\n", timeout=HANG_S)
     assert json.loads(output.splitlines()[-1]) == {"wrong": 0, "some": True, "faults": 0}
     near.terminate()
     eventually(lambda: physical_bytes(control) == 0)
@@ -321,9 +322,12 @@ def test_an_engine_goes_on_while_the_daemon_is_killed_and_started(
 # -- the rules, kept and left out ------------------------------------------------------------------
 
 
-def start_without(step: str, make_near: MakeNear) -> Daemon:
-    """A daemon with the smallest device pool; "" leaves out no step."""
-    daemon = make_near("2MiB")
+def start_without(step: str, make_near: MakeNear, nbytes: str = "2MiB", **settings: str) -> Daemon:
+    """A daemon with the smallest device pool; "" leaves out no step.
+
+    With DMA_GRACE_UNTIL a dead engine's copies count as under way until that file is there.
+    """
+    daemon = make_near(nbytes, **settings)
     daemon.command = (sys.executable, str(STRESS), "--daemon", "--without", step)
     return daemon.start()
 
@@ -375,31 +379,20 @@ def test_the_pool_stays_mapped_for_as_long_as_it_is_used(
 def test_a_dead_engines_memory_is_not_reused_while_its_copy_may_go_on(
     cuda: Cuda, make_near: MakeNear, tmp_path: Path, without: str
 ) -> None:
-    for _ in range(3):
-        found, took_s = outcome_after_a_death(cuda, make_near, tmp_path, without)
-        if (not found["right"]) if without else took_s < DMA_GRACE_S * 0.8:
-            break  # else the dead engine's copy has ended too late, or too early, to show anything
-    assert found == {"right": not without}
-
-
-def outcome_after_a_death(
-    cuda: Cuda, make_near: MakeNear, tmp_path: Path, without: str
-) -> tuple[dict, float]:
-    """What another engine found, and how long the dead one's copy has lasted after its death."""
-    daemon = start_without(without, make_near)
+    grace_is_over = tmp_path / "grace is over"
+    daemon = start_without(without, make_near, DMA_GRACE_UNTIL=str(grace_is_over))
     engine = cuda.start(SCENARIOS, "copies_after_a_death", daemon.address)
     assert engine.stdin is not None
     assert engine.stdout is not None
     assert engine.stdout.readline() == "ready\n"
-    dead = Control(tmp_path / f"cuda-dead-{daemon.pid}")
+    dead = Control(tmp_path / "cuda-dead")
     variables = environment(dead, afterlife=True) | {"HELD": "yes"}
     cuda.run(SCENARIOS, "dies_amid_a_promotion", daemon.address, check=False, **variables)
-    died_s = time.monotonic()
     engine.stdin.write("\n")
     engine.stdin.flush()
     assert engine.stdout.readline() == "tried\n"
     dead.hold = Hold.NOTHING
     eventually(lambda: dead.counters().finished == dead.counters().copies)
-    took_s = time.monotonic() - died_s
-    output, _ = engine.communicate("\n", timeout=60)
-    return json.loads(output.splitlines()[-1]), took_s
+    grace_is_over.touch()
+    output, _ = engine.communicate("\n", timeout=HANG_S)
+    assert json.loads(output.splitlines()[-1]) == {"right": not without}

@@ -16,7 +16,7 @@ import pytest
 from support.cuda import standin
 from support.cuda.processes import Cuda
 from support.cuda.standin import Control, Hold, physical_bytes
-from support.daemon import eventually
+from support.waiting import HANG_S, eventually
 
 MIB = 1 << 20
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE = 1, 2, 3, 100
@@ -102,7 +102,7 @@ def test_a_commit_that_does_not_wait_shows_wrong_bytes(
     assert pool.read_bytes()[:MIB] != b"n" * MIB
     control.hold = Hold.NOTHING
     answer(script)
-    assert script.wait(10) == 0
+    assert script.wait(HANG_S) == 0
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -130,7 +130,7 @@ call(cu.cuStreamSynchronize, side)
     assert control.counters().finished == before + (not waits)
     control.hold = Hold.NOTHING
     answer(script)
-    assert script.wait(10) == 0
+    assert script.wait(HANG_S) == 0
     assert pool.read_bytes()[:MIB] == (b"n" if waits else b"o") * MIB
 
 
@@ -238,7 +238,7 @@ call(cu.cuMemHostUnregister, address)
     heard(script)
     assert control.counters().registered_bytes == 3 * MIB
     answer(script)
-    assert script.wait(10) == 0
+    assert script.wait(HANG_S) == 0
     counters = control.counters()
     assert (counters.register_calls, counters.registrations) == (3, 1)
     assert counters.registered_bytes == MIB
@@ -499,7 +499,7 @@ assert error(cu.cuStreamSynchronize, other) == {CONTEXT_IS_DESTROYED}
         counters = control.counters()
         assert (counters.contexts, counters.streams, counters.events) == expected
         answer(script)
-    assert script.wait(10) == 0
+    assert script.wait(HANG_S) == 0
     counters = control.counters()
     assert (counters.contexts, counters.streams, counters.events) == (0, 1, 1)
 
@@ -628,7 +628,7 @@ say("queued")
     assert heard(script) == "queued"
     eventually(lambda: control.counters().halfway > made, what="halfway")
     script.kill()
-    assert script.wait(10) == -signal.SIGKILL
+    assert script.wait(HANG_S) == -signal.SIGKILL
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the copy does not hold it
     half = MIB // 2

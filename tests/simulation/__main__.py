@@ -2,6 +2,7 @@
 
 python -m simulation SEED            one run, shrunk if it fails
 python -m simulation SEED --runs N   the seeds from SEED on; those that fail are printed
+python -m simulation -               such runs, each a line of arguments between tabs
 """
 
 from __future__ import annotations
@@ -13,26 +14,54 @@ import math
 import os
 import sys
 import time
+import traceback
 
 from simulation.bugs import put_in
 from simulation.run import shrink, simulate
 from simulation.scenario import draw
 
 PROGRESS_S = 10.0
+ENDED = "ended: "
+"""Begins the line after a run's output, which says how many seeds have failed."""
+MANY = 255
+"""Failed seeds, or a run that broke off."""
 
 
 def main() -> None:
     if os.environ.get("PYTHONHASHSEED") != "0":  # or the order in sets differs from run to run
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "simulation", *sys.argv[1:]])
+    if sys.argv[1:] == ["-"]:
+        serve()
+    else:
+        sys.exit(1 if run_with(sys.argv[1:]) else 0)
+
+
+def serve() -> None:
+    """Run each line of standard input in a fork, so that no run changes another."""
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            failed = MANY
+            try:
+                failed = run_with(line.rstrip("\n").split("\t"))
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(min(failed, MANY))
+        _, status = os.waitpid(pid, 0)
+        print(f"{ENDED}{os.waitstatus_to_exitcode(status)}", flush=True)
+
+
+def run_with(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation")
     parser.add_argument("seed", type=int)
     parser.add_argument("--runs", type=int, default=1, help="run so many seeds, from this one on")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
     parser.add_argument("--bug", help="put this bug in, and stop when it is found")
-    said = parser.parse_args()
+    said = parser.parse_args(arguments)
     with contextlib.nullcontext() if said.bug is None else put_in(said.bug):
-        sys.exit(1 if run(said) else 0)
+        return run(said)
 
 
 def run(said: argparse.Namespace) -> int:

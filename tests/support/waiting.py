@@ -14,7 +14,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 HANG_S = 60.0
-"""After this, what must come counts as hung. A success ends the wait, so the bound costs nothing."""
+"""After this, what must come counts as hung. A success ends the wait: the bound costs nothing."""
 LOOK_S = 0.01
 
 

@@ -4,13 +4,13 @@ import gc
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from ecd.core.allocator import Allocator, Block
 from ecd.core.types import Extent
-from support.examples import examples
+from support.examples import drawn, draws
 
 GRANULE_BYTES = 4096
 POOL = 3
@@ -89,10 +89,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.allocator.is_one_free_extent == (not any(self.taken))
 
 
-AllocatorMachine.TestCase.settings = settings(
-    max_examples=examples(60), stateful_step_count=60, deadline=None
-)
-TestAllocator = AllocatorMachine.TestCase
+AllocatorMachine.TestCase.settings = draws(60, steps=60)
+TestAllocator = drawn(AllocatorMachine.TestCase)
 
 
 def test_a_pool_below_one_granule_is_refused() -> None:
@@ -117,6 +115,7 @@ def test_fragmentation_is_reported() -> None:
     assert allocator.fragmentation == 0.5
 
 
+@draws(100)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40 * GRANULE_BYTES)), max_size=50))
 def test_extents_are_taken_where_they_lie_or_not_at_all(gaps: list[tuple[int, int]]) -> None:
     allocator = Allocator(POOL, 300 * GRANULE_BYTES, GRANULE_BYTES)

@@ -3,10 +3,18 @@
 import pytest
 
 from ecd.core.allocator import Allocator
+from ecd.core.board import NoBoard, Uses
 from ecd.core.cache import Cache
-from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, Missing, PoolFull
+from ecd.core.outcomes import (
+    AlreadyStored,
+    BeingWritten,
+    Committed,
+    LimitReached,
+    Missing,
+    PoolFull,
+)
 from ecd.core.pool import Pool
-from ecd.core.types import Content, Key, Selection, SessionId
+from ecd.core.types import Answer, Content, EntryId, Key, Limits, Selection, SessionId
 
 PAGE = 4096
 KEY, OTHER = Key("model", "image-1"), Key("model", "image-2")
@@ -55,6 +63,8 @@ def test_a_lease_lasts_until_it_is_released_or_runs_out(cache: Cache, client: Se
     assert not cache.release(client, first.lease), "it has ended"
     cache.renew(client, [second.lease], now_s=5.0)
     assert cache.expire(now_s=14.9) == ([], [])
+    _, lost = cache.renew(client, [second.lease], now_s=15.0)
+    assert lost == [second.lease], "it is over, though nobody has ended it yet"
     [expired], _ = cache.expire(now_s=15.0)
     assert expired.lease == second.lease
 
@@ -65,6 +75,47 @@ def test_the_least_recently_used_entry_makes_room(cache: Cache, client: SessionI
     cache.release(client, cache.acquire(client, KEY, now_s=2.0).lease)  # KEY is the warmer now
     store(cache, client, Key("model", "image-3"), pages=1, now_s=3.0)
     assert (cache.contains(KEY), cache.contains(OTHER)) == (True, False)
+
+
+def test_a_read_without_a_call_makes_an_entry_the_warmer() -> None:
+    class Board(NoBoard):
+        read: tuple[EntryId, ...] = ()
+
+        def drain_uses(self) -> Uses:
+            read, self.read = self.read, ()
+            return Uses(read, len(read), 0)
+
+    board = Board()
+    cache = Cache([Pool(Allocator(0, 4 * PAGE, PAGE))], board=board)
+    client = cache.open_session()
+    for number, key in enumerate((KEY, OTHER)):
+        store(cache, client, key, pages=2, now_s=float(number))
+    board.read = (cache.page(None, 1)[0][0].entry,)
+    store(cache, client, Key("model", "image-3"), pages=1, now_s=3.0)
+    assert (cache.contains(KEY), cache.contains(OTHER)) == (True, False)
+
+
+def test_a_session_has_no_more_leases_and_waits_than_it_may() -> None:
+    limits = Limits(leases_per_session=1, waits_per_session=1)
+    cache = Cache([Pool(Allocator(0, 4 * PAGE, PAGE))], limits=limits)
+    client, other = cache.open_session(), cache.open_session()
+    store(cache, client, KEY, pages=1)
+    for session in (client, other):
+        assert cache.acquire(session, KEY, now_s=0.0).key == KEY
+    assert cache.acquire(client, KEY, now_s=0.0) == LimitReached("leases", 1)
+    for session in (client, other):
+        assert cache.acquire(session, OTHER, now_s=0.0, wait_s=5.0).ticket
+    assert cache.acquire(client, OTHER, now_s=0.0, wait_s=5.0) == LimitReached("waits", 1)
+
+
+def test_another_nodes_read_is_no_hit_and_no_miss_of_this_one(
+    cache: Cache, client: SessionId
+) -> None:
+    store(cache, client, KEY, pages=1)
+    cache.acquire(client, KEY, now_s=0.0, answer=Answer.PEER)
+    assert cache.acquire(client, OTHER, now_s=0.0, answer=Answer.PEER) == Missing()
+    counters = cache.counters
+    assert (counters.hits, counters.misses, counters.peer_leases) == (0, 0, 1)
 
 
 def test_a_leased_entry_is_evicted_but_its_bytes_stay(cache: Cache, client: SessionId) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from redis import Redis
+from typer.testing import CliRunner
 
+from ecd.commands import app
 from ecd.config import ConfigError
 from ecd.config_sources import load, unknown_variables
 from ecd.redaction import answer_without_password, without_password
+from support.processes import run
 
 SECRET = "hunter2"
 WITH_SECRET = [
@@ -99,18 +103,23 @@ def test_an_url_that_is_none_is_refused_unquoted(monkeypatch: pytest.MonkeyPatch
     assert SECRET not in str(refused.value)
 
 
-def ecd(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ecd", *arguments],
-        env={**os.environ, "ECD_PEER_ADDRESS": "127.0.0.1:9465", **environ},
-        capture_output=True,
-        text=True,
-    )
+def ecd(*arguments: str, **environ: str) -> Any:
+    """Run the command in this process; its `exit_code`, `stdout` and `stderr`."""
+    about = {"ECD_PEER_ADDRESS": "127.0.0.1:9465", **environ}
+    with mock.patch.object(sys, "argv", ["ecd", *arguments]):
+        return CliRunner().invoke(app, arguments, env=about)
+
+
+def wide_ecd(*arguments: str) -> str:
+    """What the command prints in a process of its own, on a terminal of 400 columns."""
+    command = [sys.executable, "-m", "ecd", *arguments]
+    about = {"env": {**os.environ, "COLUMNS": "400"}, "text": True}
+    return run(command, capture_output=True, check=True, **about).stdout
 
 
 def test_the_token_has_no_flag() -> None:
     done = ecd("serve", "--peer-token", SECRET)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "No such option" in done.stderr
     assert SECRET not in done.stderr
     assert "peer-token" not in ecd("serve", "--help").stdout
@@ -123,7 +132,7 @@ def test_config_shows_no_secret(tmp_path: Path) -> None:
     environ = {"ECD_DIRECTORY": f"redis://h/?password={SECRET}", "ECD_PEER_TOKEN": token}
     for form in ((), ("--json",)):
         done = ecd("config", *form, "--config", str(file), **environ)
-        assert done.returncode == 0, done.stderr
+        assert done.exit_code == 0, done.stderr
         assert SECRET not in done.stdout + done.stderr
     assert json.loads(done.stdout)["mooncake"]["value"]["MC_TCP_BIND"] == "x"
 
@@ -135,7 +144,7 @@ def test_config_shows_no_secret(tmp_path: Path) -> None:
 def test_no_secret_of_mooncakes_is_shown_or_taken_as_a_flag(variable: str) -> None:
     for form in ((), ("--json",)):
         done = ecd("config", *form, ECD_MOONCAKE=f"MC_TCP_BIND=x,{variable}")
-        assert done.returncode == 0, done.stderr
+        assert done.exit_code == 0, done.stderr
         assert "MC_TCP_BIND" in done.stdout
         assert SECRET not in done.stdout + done.stderr
     with pytest.raises(ConfigError, match="ECD_MOONCAKE") as refused:
@@ -148,7 +157,7 @@ def test_no_secret_of_mooncakes_is_shown_or_taken_as_a_flag(variable: str) -> No
 @pytest.mark.parametrize("url", [f"redis://u:{SECRET}@h/0", f"redis://u:x,{SECRET}@h/0"])
 def test_a_url_in_the_wrong_setting_is_refused_unquoted(name: str, url: str) -> None:
     done = ecd("config", **{name: url})
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert name.removeprefix("ECD_").lower() in done.stderr
     assert SECRET not in done.stdout + done.stderr
 
@@ -160,22 +169,21 @@ def test_a_node_that_is_none_is_quoted() -> None:
 
 def test_values_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
     done = ecd("config", ECD_LOG_LEVEL="[/x]")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "got '[/x]'" in done.stderr
     assert "Traceback" not in done.stderr
     file = tmp_path / "[red].toml"
     file.write_text("zone = '[/y]'\n")
-    done = ecd("config", "--config", str(file), COLUMNS="400")
-    assert done.returncode == 0, done.stderr
-    assert "[red].toml" in done.stdout
-    assert "[/y]" in done.stdout
+    shown = wide_ecd("config", "--config", str(file))
+    assert "[red].toml" in shown
+    assert "[/y]" in shown
 
 
 def test_a_misspelt_secret_is_not_quoted(tmp_path: Path) -> None:
     file = tmp_path / "ecd.toml"
     file.write_text(f'peer_tokn = "{SECRET}"\n')
     done = ecd("config", "--config", str(file))
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "peer_tokn" in done.stderr
     assert SECRET not in done.stderr
 
@@ -248,7 +256,7 @@ def test_a_path_is_an_address() -> None:
 
 
 def test_help_tells_defaults_variables_and_forms() -> None:
-    told = ecd("serve", "--help", COLUMNS="200").stdout
+    told = wide_ecd("serve", "--help")
     assert re.search(r"--lease-ttl-s +SECONDS .*\(ECD_LEASE_TTL_S, default 30.0\)", told)
     assert re.search(r"--warm-restart +true\|false\|auto ", told)
     assert "who may connect" in told

@@ -25,6 +25,7 @@ from ecd.core.outcomes import (
 )
 from ecd.core.pool import Pool
 from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, Selection, SessionId, Start
+from support.examples import drawn, draws
 
 PAGE = 4096
 HOST, NEAR, FAR = 0, 1, 2
@@ -352,4 +353,5 @@ class Machine(RuleBasedStateMachine):
         assert all(pool.allocator.is_one_free_extent for pool in self.cache.pools)
 
 
-TestMachine = Machine.TestCase
+Machine.TestCase.settings = draws(100)
+TestMachine = drawn(Machine.TestCase)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ecd.core.allocator import Allocator
@@ -17,7 +17,7 @@ from ecd.core.outcomes import Committed, Leased, Reserved
 from ecd.core.pool import REFETCHED_S, Pool
 from ecd.core.types import Content, Key, Selection, SessionId
 from ecd_client.placeholders import pack
-from support.examples import examples
+from support.examples import draws
 
 ROW_BYTES = 7168
 ROWS = (16, 64, 256, 1024, 4096, 16384)
@@ -32,6 +32,7 @@ def fitted(costs: Costs, rows: int, metadata: bytes = IMAGE) -> float:
     return costs.of("n", content(rows, metadata=metadata)).seconds
 
 
+@draws(100)
 @given(
     st.lists(
         st.tuples(
@@ -53,7 +54,7 @@ def test_no_cost_is_negative_or_without_bounds(
             assert 0.0 <= fitted(costs, asked) < 1e6 * (1 + asked)
 
 
-@settings(max_examples=examples(50), deadline=None)
+@draws(50)
 @given(
     st.integers(0, 1 << 32),
     st.floats(3e-3, 0.05),

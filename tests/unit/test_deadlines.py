@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ecd.core.deadlines import Deadlines
-from support.examples import examples
+from support.examples import draws
 
 
 @given(st.lists(st.tuples(st.sampled_from("aprt"), st.integers(0, 99), st.integers(0, 50))))
-@settings(max_examples=examples(200), deadline=None)
+@draws(200)
 def test_what_is_due_is_found_however_often_it_was_moved(
     steps: list[tuple[str, int, int]],
 ) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ecd_client.errors import InvalidArgument
 from ecd_client.vllm.encoders import RESTS_S, Encoder, Encoders, tokens_of, urls_in
+from support.examples import draws
 
 FIRST_S, LONGEST_S = RESTS_S
 
@@ -57,6 +58,7 @@ def test_a_password_is_refused_and_not_shown() -> None:
     assert "secret" not in str(refused.value)
 
 
+@draws(100)
 @given(st.integers(1, 9999), st.integers(1, 9999), st.integers(0, 99), st.integers(0, 99))
 def test_a_larger_picture_has_no_fewer_tokens(w: int, h: int, wider: int, higher: int) -> None:
     assert 0 < tokens_of(w, h) <= tokens_of(w + wider, h + higher)

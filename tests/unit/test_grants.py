@@ -12,6 +12,7 @@ from ecd.core.board import NoBoard
 from ecd.core.grants import REVOKED_AT_A_TIME, Grants
 from ecd.core.pool import Pool
 from ecd.core.types import Extent, PoolLimits, SessionId
+from support.examples import draws
 
 GRANULE_BYTES = 4096
 POOL = 5
@@ -49,6 +50,7 @@ def test_a_stale_claim_takes_nothing_from_a_live_put_that_it_overlaps() -> None:
 claims = st.lists(st.builds(extent, st.integers(0, 26), st.integers(1, 6)), max_size=6)
 
 
+@draws(100)
 @given(claims, claims)
 def test_what_is_kept_is_what_claims_within_pieces_cover(
     first: list[Extent], second: list[Extent]

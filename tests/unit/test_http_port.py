@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from ecd import http_port
-from ecd.http_port import HttpPort
+from ecd.http_port import WHOLE_S, HttpPort
 from ecd.rpc.http import Refused, check_host
+from support.waiting import HANG_S, eventually
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpPort]:
-    monkeypatch.setattr(http_port, "WHOLE_S", 1.0)
+def port() -> Iterator[HttpPort]:
     port = HttpPort("127.0.0.1", 0, lambda: None)
     port.start()
     yield port
     port.close()
 
 
-def test_a_client_that_is_never_silent_is_ended(port: HttpPort) -> None:
-    with socket.create_connection(port.server_address, timeout=0.1) as slow:
-        until_s = time.monotonic() + 8.0  # less than SILENCE_S
-        while time.monotonic() < until_s:
-            try:
-                slow.sendall(b"G")
-                if not slow.recv(1):
-                    return
-            except TimeoutError:
-                continue
-            except OSError:
-                return
-    pytest.fail("the connection goes on")
+def test_a_client_that_is_never_silent_is_ended(
+    port: HttpPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(http_port, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(http_port.Handler, "timeout", 10 * HANG_S)
+    with socket.create_connection(port.server_address, timeout=HANG_S) as slow:
+        slow.sendall(b"G")
+        eventually(lambda: port._until_s, "the connection is taken")
+        now_s = WHOLE_S - 0.1
+        port.service_actions()
+        slow.sendall(b"E")
+        slow.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            slow.recv(1)
+        slow.settimeout(HANG_S)
+        now_s = WHOLE_S
+        assert slow.recv(1) == b""
 
 
 @pytest.mark.parametrize("client", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])

@@ -15,18 +15,18 @@ class Clock:
         return self.now_s
 
 
-def wait(number: int) -> tuple[SessionId, Ticket]:
+def peer_wait(number: int) -> tuple[SessionId, Ticket]:
     return PEER, Ticket(number)
 
 
 def test_waits_are_told_when_their_making_is_taken() -> None:
     makings = Makings()
     assert makings.begin(ONE, KEY)
-    makings.note_wait(KEY, *wait(1))
-    makings.note_wait(OTHER, *wait(2))  # which nobody makes yet
-    makings.note_wait(KEY, *wait(3))
+    makings.note_wait(KEY, *peer_wait(1))
+    makings.note_wait(OTHER, *peer_wait(2))  # which nobody makes yet
+    makings.note_wait(KEY, *peer_wait(3))
     assert makings.take([KEY], TWO) == [], "it is another session's"
-    assert makings.take([OTHER, KEY], ONE) == [wait(1), wait(3)]
+    assert makings.take([OTHER, KEY], ONE) == [peer_wait(1), peer_wait(3)]
     assert KEY not in makings
     assert makings.take([KEY]) == []
 
@@ -35,9 +35,9 @@ def test_all_makings_of_a_session_end_with_it() -> None:
     makings = Makings()
     makings.begin(ONE, KEY)
     makings.begin(TWO, OTHER)
-    makings.note_wait(KEY, *wait(1))
-    makings.note_wait(OTHER, *wait(2))
-    assert makings.take_session(ONE) == [wait(1)]
+    makings.note_wait(KEY, *peer_wait(1))
+    makings.note_wait(OTHER, *peer_wait(2))
+    assert makings.take_session(ONE) == [peer_wait(1)]
     assert makings.take_session(ONE) == []
     assert OTHER in makings
 
@@ -45,10 +45,10 @@ def test_all_makings_of_a_session_end_with_it() -> None:
 def test_a_making_that_begins_anew_keeps_its_waits() -> None:
     makings = Makings()
     makings.begin(ONE, KEY)
-    makings.note_wait(KEY, *wait(1))
+    makings.note_wait(KEY, *peer_wait(1))
     makings.begin(TWO, KEY)
     assert makings.take_session(ONE) == []
-    assert makings.take_session(TWO) == [wait(1)]
+    assert makings.take_session(TWO) == [peer_wait(1)]
 
 
 def test_a_making_ends_in_time_and_leaves_nothing() -> None:
@@ -78,11 +78,11 @@ def test_a_session_makes_no_more_than_it_may() -> None:
 
 def test_waits_that_come_before_their_making_are_told_too() -> None:
     makings = Makings()
-    makings.note_wait(KEY, *wait(1))
+    makings.note_wait(KEY, *peer_wait(1))
     makings.begin(ONE, KEY)
-    makings.note_wait(OTHER, *wait(2))
-    assert makings.take_session(ONE) == [wait(1)]
-    assert makings.take_early(OTHER) == [wait(2)]
+    makings.note_wait(OTHER, *peer_wait(2))
+    assert makings.take_session(ONE) == [peer_wait(1)]
+    assert makings.take_early(OTHER) == [peer_wait(2)]
     assert makings.take_early(OTHER) == []
 
 

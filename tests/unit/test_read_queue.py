@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import itertools
-import time
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ecd.checksum import digests
+from ecd.cluster import reads as polling
 from ecd.cluster.identity import IDENTITY_BYTES, VOUCHED_S, Identities
 from ecd.cluster.read_queue import (
     MAX_LARGE_READS_PER_PEER,
@@ -27,7 +28,8 @@ from ecd.cluster.read_queue import (
 from ecd.cluster.reads import Reads
 from ecd.cluster.transfers import LANES, LARGE_BYTES, Ended, Progress, Read, RemoteExtent
 from ecd_proto.mapping import Mapping
-from support.examples import examples
+from support.examples import drawn, draws
+from support.waiting import within_hang
 
 MIB = 1 << 20
 STRIDE_BYTES = 1 << 30
@@ -451,10 +453,8 @@ class ReadQueueMachine(RuleBasedStateMachine):
         assert set(self.identities.free_slots) == self.slots
 
 
-ReadQueueMachine.TestCase.settings = settings(
-    max_examples=examples(60), stateful_step_count=60, deadline=None
-)
-TestReadQueue = ReadQueueMachine.TestCase
+ReadQueueMachine.TestCase.settings = draws(60, steps=60)
+TestReadQueue = drawn(ReadQueueMachine.TestCase)
 
 
 # -- by example ------------------------------------------------------------------------------------
@@ -582,9 +582,12 @@ def test_a_pause_depends_on_the_small_reads_in_flight(
 
 
 class Local:
-    """A peer in this process: transfers copy when they are polled, which takes `delay_s`."""
+    """A peer in this process: transfers copy when they are polled, which takes `delay_s`.
 
-    delay_s = 0.0
+    Its clock stands still otherwise.
+    """
+
+    delay_s = now_s = 0.0
 
     def __init__(self, nbytes: int) -> None:
         self.memory = Mapping.of_memory(IDENTITY_BYTES + nbytes, IDENTITY)
@@ -598,7 +601,7 @@ class Local:
         return len(self.begun) - 1
 
     def progress(self, transfer: int) -> Progress:
-        time.sleep(self.delay_s)
+        self.now_s += self.delay_s
         ctypes.memmove(*self.begun[transfer])
         return Progress.ARRIVED
 
@@ -616,25 +619,28 @@ def test_reads_give_the_digests_of_what_arrived() -> None:
         reads = Reads(local)
         reads.start()
         for nbytes in (0, 3, LARGE_BYTES, LARGE_BYTES + 1, local.target.nbytes):
-            reading = reads.read(local.source(nbytes), local.target.address, time.monotonic())
-            digests_read = await asyncio.wait_for(reading.ended, 10)
+            reading = reads.read(local.source(nbytes), local.target.address, asked_s=math.inf)
+            digests_read = await within_hang(reading.ended)
             assert digests_read == digests(local.memory.view(IDENTITY_BYTES, nbytes))
         reads.close()
 
     asyncio.run(read_all())
 
 
-def test_a_thread_held_up_while_it_polls_takes_no_lease_for_a_proof() -> None:
+def test_a_thread_held_up_while_it_polls_takes_no_lease_for_a_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The clock is read after the last byte was seen: it may have arrived just then."""
     local = Local(4096)
+    monkeypatch.setattr(polling, "time", SimpleNamespace(monotonic=lambda: local.now_s))
 
     async def read_slowly() -> None:
         reads = Reads(local)
         reads.start()
         for delay_s, identity_reads in ((0.0, 1), (2 * VOUCHED_S, 2)):
             local.delay_s = delay_s
-            reading = reads.read(local.source(4096), local.target.address, time.monotonic())
-            await asyncio.wait_for(reading.ended, 10)
+            reading = reads.read(local.source(4096), local.target.address, local.now_s)
+            await within_hang(reading.ended)
             assert local.identity_reads == identity_reads
         reads.close()
 

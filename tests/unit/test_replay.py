@@ -9,7 +9,7 @@ from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ecd.core.cache import Cache
@@ -24,8 +24,8 @@ from ecd.replay.policies import POLICIES
 from ecd.replay.reading import Accesses, Item, TraceError, accesses, records
 from ecd.replay.whatif import Disk, simulate
 from ecd.trace import MAX_WAITING, Recorder
-from support.daemon import eventually
-from support.examples import examples
+from support.examples import drawn, draws
+from support.waiting import HANG_S, eventually
 from unit.test_cache import GRANULE_BYTES, POOL_LIMITS, RuledMachine
 
 SALTED = fingerprints(b"salt")
@@ -64,11 +64,10 @@ class RecordedMachine(RuledMachine):
         assert found.evictions == self.cache.pools[0].evictions
 
 
-RecordedMachine.TestCase.settings = settings(
-    max_examples=examples(100), stateful_step_count=60, deadline=None
-)
+RecordedMachine.TestCase.settings = draws(50, steps=60)
 
 
+@drawn
 class TestRecorded(RecordedMachine.TestCase):
     @pytest.fixture(autouse=True)
     def _traces(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,10 +210,10 @@ def test_records_that_find_no_room_leave_a_hole(tmp_path: Path) -> None:
 
     reading = threading.Thread(target=read_to_end)
     reading.start()
-    eventually(lambda: not recorder._waiting, 30.0)
+    eventually(lambda: not recorder._waiting)
     allocator.allocate(1)
     recorder.close()
-    reading.join(30.0)
+    reading.join(HANG_S)
     os.close(reader)
     _, *lines = [json.loads(line) for line in text.splitlines()]
     holes = [at for at, line in enumerate(lines) if line[0] == "hole"]
@@ -246,7 +245,7 @@ KINDS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=4, ma
 
 
 @given(KINDS, st.lists(st.integers(0, 3), min_size=1, max_size=11), st.integers(1, 8))
-@settings(max_examples=examples(200), deadline=None)
+@draws(200)
 def test_the_bounds_enclose_what_is_best(
     kinds: list[tuple[int, int]], order: list[int], pages: int
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ecd.core.ahead import BLOCK_BYTES
@@ -11,12 +11,12 @@ from ecd.core.shelf import Shelf
 from ecd.core.types import Content, Key, Selection
 from ecd.memory.disk_files import _is_selected
 from ecd.memory.disk_format import CorruptFile, Header, file_name
-from support.examples import examples
+from support.examples import draws
 
 KEYS = [Key("n", str(number)) for number in range(16)]
 
 
-@settings(max_examples=examples(200))
+@draws(200)
 @given(st.lists(st.tuples(st.sampled_from("aur"), st.integers(0, 15), st.integers(1, 8))))
 def test_it_keeps_within_its_size_and_its_views_agree(steps: list[tuple[str, int, int]]) -> None:
     shelf = Shelf(32)
@@ -75,6 +75,7 @@ def test_room_is_made_in_bounded_steps_however_many_have_been_used() -> None:
     assert shelf.has_room(1)
 
 
+@draws(100)
 @given(st.lists(st.tuples(st.sampled_from("arn"), st.integers(0, 15))))
 def test_a_walk_finds_what_stays_while_others_come_and_go(steps: list[tuple[str, int]]) -> None:
     shelf = Shelf(100)
@@ -105,7 +106,7 @@ def test_an_erasure_selects_what_is_read_while_it_runs() -> None:
 
 
 @given(st.text(min_size=1, max_size=256), st.binary(max_size=4096), st.integers(0, 2**64 - 1))
-@settings(max_examples=examples(100), deadline=None)
+@draws(100)
 def test_a_header_is_read_as_it_was_written_or_not_at_all(
     name: str, metadata: bytes, checksum: int
 ) -> None:

@@ -734,7 +734,8 @@ def test_a_put_that_is_refused_evicts_nothing(node: Node) -> None:
     async def act() -> None:
         node.intake._rung[node.index._pages[rogue].number] = None
         await node.live.begin()
-        await asyncio.sleep(0.01)
+        while asyncio.all_tasks() != {asyncio.current_task()}:
+            await asyncio.sleep(0)
 
     asyncio.run(act())
     assert sum(node.cache.counters.evictions.values()) == 0

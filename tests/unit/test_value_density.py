@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import inf, log2, nan
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -24,7 +24,7 @@ from ecd.core.value_density import (
     ValueDensity,
     fingerprints,
 )
-from support.examples import examples
+from support.examples import drawn, draws
 
 PAGE = 4096
 POOL_BYTES = 64 * PAGE
@@ -209,15 +209,14 @@ class EqualBeside(Beside):
 
 
 for machine, count in ((Machine, 100), (Beside, 50), (EqualBeside, 50)):
-    machine.TestCase.settings = settings(
-        max_examples=examples(count), stateful_step_count=50, deadline=None
-    )
-TestOrder = Machine.TestCase
-TestLru = Beside.TestCase
-TestEqual = EqualBeside.TestCase
+    machine.TestCase.settings = draws(count)
+TestOrder = drawn(Machine.TestCase)
+TestLru = drawn(Beside.TestCase)
+TestEqual = drawn(EqualBeside.TestCase)
 
 
 @pytest.mark.parametrize("weighing", WEIGHINGS)
+@draws(100)
 @given(trace=st.lists(st.tuples(st.integers(1, 30), sizes, costs_s), max_size=80))
 def test_no_rank_is_below_what_was_given_up_if_the_coldest_goes(
     weighing: Weighing, trace: list[tuple[int, int, float]]
@@ -261,7 +260,7 @@ def replayed(trace: Sequence[tuple[int, int, float]], policy: Policy, prefix: st
     return evicted
 
 
-@settings(max_examples=examples(30), deadline=None)
+@draws(30)
 @given(trace=st.lists(st.tuples(st.integers(1, 60), sizes, costs_s), min_size=40, max_size=200))
 def test_the_evictions_depend_on_the_trace_alone(trace: list[tuple[int, int, float]]) -> None:
     """Also of a trace whose keys are salted, if the fingerprints are those of the recorded run."""

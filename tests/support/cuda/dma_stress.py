@@ -22,7 +22,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -64,8 +63,12 @@ def run_daemon(without: str) -> None:
     from ecd.core.entries import Entries
     from ecd.memory.checksums import Checksums
     from ecd.memory.shared_index import SharedIndex
+    from ecd.rpc.attach import DmaProcesses
     from ecd.rpc.sessions import SessionStreams
 
+    if until := os.environ.get("DMA_GRACE_UNTIL"):
+        may_copy = DmaProcesses.may_copy
+        DmaProcesses.may_copy = lambda *about: may_copy(*about) or not os.path.exists(until)
     if without == "D1":  # memory is taken back as soon as the lock is free
         SessionStreams._may_copy = lambda self, session: False
     hide, show, pinned = SharedIndex.hide, SharedIndex.show, SharedIndex.pinned
@@ -329,14 +332,12 @@ class Worker:
         self.start()
 
     def start(self) -> None:
+        from support.processes import child
+
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            self.command,
-            stdout=self.output,
-            stderr=self.output,
-            env={**os.environ, **self.env},
-            start_new_session=True,
-        )
+        about = {"stdout": self.output, "stderr": self.output, "env": {**os.environ, **self.env}}
+        self._life = contextlib.ExitStack()
+        self.process = self._life.enter_context(child(self.command, **about))
 
     def collect(self) -> dict[str, int]:
         lines = [line for line in self.said().splitlines() if line.endswith("}")]
@@ -348,9 +349,7 @@ class Worker:
         return os.pread(fd, os.fstat(fd).st_size, 0).decode()
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self._life.close()
         for name, count in self.collect().items():
             self.counts[name] = self.counts.get(name, 0) + count
         self.output.close()
@@ -386,11 +385,19 @@ def run(kind: str, seconds: float, without: str) -> dict:
             Worker(daemon.address, role, without, env)
             for role, env in zip(roles[kind], envs, strict=True)
         ]
+
+        def has_done_enough(kind: str) -> bool:
+            """Or a busy machine would have shown nothing."""
+            evictions = sum(daemon.status().counters.evictions.values())
+            copied = any(control.counters().bytes_d2d for control in controls)
+            amid = sum(worker.collect().get("amid", 0) for worker in workers)
+            return evictions > 20 and (copied or kind != "near") and (amid > 3 or kind != "doomed")
+
         try:
             # A busy machine takes its time to import torch.
             wait_until(lambda: all(worker.collect() for worker in workers), 60.0)
             deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline:
+            while time.monotonic() < deadline or not (without or has_done_enough(kind)):
                 time.sleep(0.3)
                 worker = random.choice(workers)
                 if worker.process.poll() is not None:
@@ -416,7 +423,7 @@ def run(kind: str, seconds: float, without: str) -> dict:
         found["waits"] = sum(counters.main_waits for counters in each)
         found["evictions"] = sum(daemon.status().counters.evictions.values())
         if not without:
-            daemon.check_nothing_leaked(within_s=15.0)
+            daemon.check_nothing_leaked()
     return found
 
 
@@ -432,6 +439,7 @@ def _is_found_out(controls: list, workers: list[Worker]) -> bool:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # all that it started ends, too
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--seconds", type=float, default=60.0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from support.cuda.standin import Control, Hold, NotBuilt, environment, physical_bytes
-from support.daemon import eventually
+from support.processes import child
+from support.waiting import HANG_S, eventually
 
 TESTS = Path(__file__).parents[2]
 LOST = 999  # CUDA_ERROR_UNKNOWN
@@ -28,7 +29,7 @@ class Cuda:
             pytest.fail(f"ECD_TEST_CUDA is standin or device, not {kind}")
         self.is_standin = kind == "standin"
         self._control = Control(directory / "cuda-control") if self.is_standin else None
-        self._processes: list[subprocess.Popen[str]] = []
+        self._life = contextlib.ExitStack()
         if self._control is not None:
             try:
                 environment(self._control)
@@ -60,7 +61,7 @@ class Cuda:
         environment.
         """
         process = self._popen(script, arguments, variables, stderr=subprocess.PIPE)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=HANG_S)
         done = subprocess.CompletedProcess(process.args, process.returncode, output, errors)
         assert not check or done.returncode == 0, errors
         return done
@@ -81,7 +82,7 @@ class Cuda:
         own = {name: value for name, value in os.environ.items() if not name.startswith("ECD_")}
         paths = [str(TESTS), *filter(None, [own.get("PYTHONPATH")])]
         what = [str(script)] if isinstance(script, Path) else ["-c", script]
-        process = subprocess.Popen(
+        running = child(
             [sys.executable, *what, *map(str, arguments)],
             env={**own, "PYTHONPATH": ":".join(paths), **self.environment(), **variables},
             stdin=subprocess.PIPE,
@@ -89,18 +90,11 @@ class Cuda:
             text=True,
             **kw,
         )
-        self._processes.append(process)
-        return process
+        return self._life.enter_context(running)
 
     def close(self) -> None:
         """End all scripts, and their copies. Fails the test if device memory is left."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-            process.wait()
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
+        self._life.close()
         if self._control is not None:
             control = self._control
             control.hold, control.lost = Hold.NOTHING, LOST
