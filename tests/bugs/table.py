@@ -1,0 +1,425 @@
+"""The bugs: the rule that each breaks, how, and the test that finds it.
+
+An edit replaces the one place in a file where its text stands. A bug without one is put in by its
+test, which passes if it has found it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from simulation.bugs import BUGS as SIMULATED
+from support.cuda.dma_stress import COPY_STEPS
+from support.cuda.dma_stress import RULES as COPYING
+from support.pin_stress import STEPS as READING
+
+
+class Edit(NamedTuple):
+    file: str
+    right: str
+    wrong: str
+
+
+class Bug(NamedTuple):
+    rule: str
+    """A page of docs/, or an invariant of the design by its number."""
+    found_by: str
+    """A test, below `tests/`."""
+    edit: Edit | None = None
+
+
+CACHE, EXAMPLES = "unit/test_cache.py", "unit/test_cache_examples.py"
+
+EDITED = {
+    # -- leases and pins -----------------------------------------------------------------------
+    "one release ends all leases of an entry": Bug(
+        "invariant 2",
+        CACHE,
+        Edit("ecd/core/pool.py", "        entry.leases -= 1\n", "        entry.leases = 0\n"),
+    ),
+    "a lease is renewed after its end": Bug(
+        "invariant 2",
+        EXAMPLES,
+        Edit("ecd/core/leases.py", " or self._deadlines.due_s(lease) <= now_s", ""),
+    ),
+    "a scan's pins do not hold an entry": Bug(
+        "reading-without-a-call",
+        CACHE,
+        Edit(
+            "ecd/core/pins.py",
+            "                self._entries.pool_of(entry).hold(entry)\n",
+            "                entry.leases += 0\n",
+        ),
+    ),
+    "an entry hidden during a scan is decided by it": Bug(
+        "reading-without-a-call",
+        CACHE,
+        Edit(
+            "ecd/core/pins.py",
+            "return entry in self._scanned or entry in self._retired",
+            "return entry in self._scanned",
+        ),
+    ),
+    "the start of a put that was just taken is forgotten": Bug(
+        "reading-without-a-call",
+        CACHE,
+        Edit(
+            "ecd/core/pins.py",
+            "        self._taken[entry.extent.start] = entry.id\n",
+            "        self._taken.pop(entry.extent.start, None)\n",
+        ),
+    ),
+    "an entry is hidden before its copies": Bug(
+        "reading-without-a-call",
+        "unit/test_copies.py",
+        Edit(
+            "ecd/core/evictor.py",
+            "        for copy in self._entries.copies_of(entry):\n"
+            "            self.evict(copy, reason)\n",
+            "        self._board.hide(entry.id, entry.key, entry.copy_in)\n"
+            "        for copy in self._entries.copies_of(entry):\n"
+            "            self.evict(copy, reason)\n",
+        ),
+    ),
+    "a copy is committed after its entry has gone": Bug(
+        "reading-without-a-call",
+        "unit/test_copies.py",
+        Edit(
+            "ecd/core/cache.py",
+            "entry.original is not None and entry.original.state is not EntryState.COMMITTED",
+            "entry.original is not None and entry.original.leases < 0",
+        ),
+    ),
+    # -- writers -------------------------------------------------------------------------------
+    "an aborted reservation keeps its extent": Bug(
+        "invariant 3",
+        CACHE,
+        Edit(
+            "ecd/core/writers.py",
+            "        self._stop_writing(entry)\n        self._free(owner, entry)\n",
+            "        self._stop_writing(entry)\n        self._take(owner, entry)\n",
+        ),
+    ),
+    "a grant that is taken back frees what is being written": Bug(
+        "reading-without-a-call",
+        CACHE,
+        Edit(
+            "ecd/core/writers.py",
+            "        self.give_back(session, begun)\n        pool.grants",
+            "        self.give_back(session, [])\n        pool.grants",
+        ),
+    ),
+    "a claimed key is reserved": Bug(
+        "reading-without-a-call",
+        CACHE,
+        Edit("ecd/core/writers.py", "if self._board.is_claimed(key):", "if key is None:"),
+    ),
+    "the second of two puts of a key wins": Bug(
+        "invariant 6",
+        CACHE,
+        Edit(
+            "ecd/core/cache.py",
+            "        refusal = self._taken(key, pool)\n        if refusal is not None:\n"
+            "            self._pins.retire",
+            "        refusal = None\n        if refusal is not None:\n"
+            "            self._pins.retire",
+        ),
+    ),
+    "waits of a session have no bound": Bug(
+        "invariant 7",
+        EXAMPLES,
+        Edit(
+            "ecd/core/readers.py",
+            "if self.waits.count(session) >= limit:",
+            "if self.waits.count(session) < 0:",
+        ),
+    ),
+    "leases of a session have no bound": Bug(
+        "invariant 7",
+        EXAMPLES,
+        Edit(
+            "ecd/core/readers.py",
+            "if self.leases.count(session) >= limit:",
+            "if self.leases.count(session) < 0:",
+        ),
+    ),
+    # -- eviction ------------------------------------------------------------------------------
+    "reads do not count": Bug(
+        "eviction",
+        "unit/test_value_density.py",
+        Edit(
+            "ecd/core/value_density.py",
+            "entry.frequency = min(entry.frequency + 1, MAX_FREQUENCY)",
+            "entry.frequency = min(entry.frequency, MAX_FREQUENCY)",
+        ),
+    ),
+    "the floor does not rise with what is given up": Bug(
+        "eviction",
+        "unit/test_value_density.py",
+        Edit("ecd/core/value_density.py", "self._floor = coldest", "self._floor = 0.0"),
+    ),
+    "a read does not move an entry in the order of lru": Bug(
+        "eviction",
+        EXAMPLES,
+        Edit(
+            "ecd/core/policy.py",
+            "        if entry.warmer is not None:  # ranked",
+            "        if entry.warmer is entry:  # ranked",
+        ),
+    ),
+    "the plan takes the first window that fits": Bug(
+        "eviction",
+        "unit/test_eviction.py",
+        Edit("ecd/core/eviction.py", "elif lost < least:", "elif best is None:"),
+    ),
+    "a quota refuses nothing": Bug(
+        "eviction",
+        "unit/test_terms.py",
+        Edit("ecd/core/evictor.py", "if excess_bytes <= 0:", "if excess_bytes != 0.5:"),
+    ),
+    "no entry grows old": Bug(
+        "eviction",
+        "unit/test_terms.py",
+        Edit("ecd/core/terms.py", "put_s + ttl_s", "put_s + 1e9 * ttl_s"),
+    ),
+    "an entry that an operator keeps is evicted": Bug(
+        "eviction",
+        "unit/test_terms.py",
+        Edit(
+            "ecd/core/pool.py",
+            "        self.kept_bytes += entry.block.nbytes\n        if entry.leases == 0:",
+            "        self.kept_bytes += entry.block.nbytes\n        if entry.leases < 0:",
+        ),
+    ),
+    "what is read from disk as slowly as encoded is written": Bug(
+        "eviction",
+        "unit/test_shelf.py",
+        Edit("ecd/core/ahead.py", "if read_s < cost_s / 2:", "if read_s < cost_s * 1e9:"),
+    ),
+    # -- the event loop ------------------------------------------------------------------------
+    "a large batch takes one turn": Bug(
+        "invariant 8",
+        "unit/test_turns.py",
+        Edit(
+            "ecd/turns.py",
+            "if not self._left or time.perf_counter() - self._started_s > PIECE_S:",
+            "if self._left < -1_000_000:",
+        ),
+    ),
+    # -- what comes from outside ---------------------------------------------------------------
+    "a size that is not its shape's is believed": Bug(
+        "invariant 12",
+        "fuzz/test_named.py",
+        Edit("ecd/wire.py", "if content.nbytes != nbytes:", "if content.nbytes < 0:"),
+    ),
+    "a cost that is no number is believed": Bug(
+        "invariant 12",
+        "fuzz/test_named.py",
+        Edit(
+            "ecd/wire.py",
+            "if not (isfinite(content.cost_s) and content.cost_s >= 0.0):",
+            "if content.cost_s is None:",
+        ),
+    ),
+    "a proof of the token is not looked at": Bug(
+        "nodes",
+        "cluster/test_failures.py",
+        Edit(
+            "ecd/rpc/peer_token.py",
+            'if not hmac.compare_digest(expected, str(said.get("ecd-proof", ""))):',
+            'if expected == "":',
+        ),
+    ),
+    # -- restarts ------------------------------------------------------------------------------
+    "bytes that changed over a restart are served": Bug(
+        "invariant 1",
+        "integration/test_warm_restart.py",
+        Edit(
+            "ecd/memory/recovery.py",
+            "if checksum == leftover.checksum:",
+            "if checksum is not None:",
+        ),
+    ),
+    "a put without a row is lost by kill -9": Bug(
+        "invariant 11",
+        "integration/test_warm_restart.py",
+        Edit(
+            "ecd/memory/leftovers.py",
+            "            if not given_away:\n                for put",
+            "            if given_away is None:\n                for put",
+        ),
+    ),
+    "an older daemon's row without a checksum is believed": Bug(
+        "reading-without-a-call",
+        "integration/test_warm_restart.py",
+        Edit(
+            "ecd/memory/leftovers.py",
+            "given_away |= not _header(index)[RECOVERING_WORD]",
+            "given_away |= False",
+        ),
+    ),
+    "rows that overlap are both believed": Bug(
+        "reading-without-a-call",
+        "integration/test_warm_restart.py",
+        Edit(
+            "ecd/memory/leftovers.py",
+            "while apart and _end(apart[-1].extent) > each.extent.offset:",
+            "while apart and _end(apart[-1].extent) < 0:",
+        ),
+    ),
+    # -- other nodes ---------------------------------------------------------------------------
+    "a hint leads to any node": Bug(
+        "nodes",
+        "cluster/test_hints.py",
+        Edit(
+            "ecd/cluster/admission.py",
+            "return _Standing.HINTED if _is_within(host, self._networks) else _Standing.UNKNOWN",
+            "return _Standing.HINTED",
+        ),
+    ),
+    "a node of another zone comes first": Bug(
+        "nodes",
+        "cluster/test_directory.py",
+        Edit(
+            "ecd/cluster/candidates.py",
+            "candidate.zone != self._zone",
+            "candidate.zone == self._zone",
+        ),
+    ),
+    "a client without an encoder is told to encode": Bug(
+        "nodes",
+        "cluster/test_slow_fetches.py",
+        Edit(
+            "ecd/cluster/fetcher.py",
+            "if flight.is_needed or lease.data:",
+            "if lease.data:",
+        ),
+    ),
+    "a small entry is compared with its encoding": Bug(
+        "nodes",
+        "unit/test_rates.py",
+        Edit("ecd/core/rates.py", "return nbytes >= LEAST_BYTES and", "return nbytes > 0 and"),
+    ),
+    "tcp in the place of the transport that was asked for": Bug(
+        "nodes",
+        "cluster/test_mooncake.py",
+        Edit("ecd/cluster/engine.py", "if self.protocol != protocol:", 'if self.protocol == "":'),
+    ),
+    "bytes that come with a lease are not verified": Bug(
+        "nodes",
+        "cluster/test_failures.py",
+        Edit(
+            "ecd/cluster/fetcher.py",
+            "if fold(digests(memoryview(lease.data))) != lease.checksum:",
+            "if lease.checksum is None:",
+        ),
+    ),
+    "the pool is registered writable over tcp": Bug(
+        "nodes",
+        "cluster/test_mooncake.py",
+        Edit(
+            "ecd/cluster/cluster.py",
+            'readable if config.protocol == "tcp" else writable',
+            "writable",
+        ),
+    ),
+    "locate says that it heard all": Bug(
+        "nodes",
+        "cluster/test_locate.py",
+        Edit(
+            "ecd/cluster/cluster.py",
+            'return found, was_heard and state.kind != "none"',
+            'return found, state.kind != "none"',
+        ),
+    ),
+    # -- clients -------------------------------------------------------------------------------
+    "a row that is half written is read": Bug(
+        "reading-without-a-call",
+        "unit/test_shm.py",
+        Edit(
+            "proto/ecd_proto/shm/rows.py",
+            "return entry != 0 and bool(crc == crc32(row[_CHECKED]))",
+            "return entry != 0 and crc is not None",
+        ),
+    ),
+    "a field of vLLM's configuration is left out of the namespace": Bug(
+        "invariant 9",
+        "e2e/test_identity.py",
+        Edit(
+            "client/ecd_client/vllm/identity.py",
+            '*("media_io_kwargs", "mm_processor_kwargs", "mm_device_do_normalize"),',
+            '*("media_io_kwargs", "mm_device_do_normalize"),',
+        ),
+    ),
+    "ECD_PIN=off pins": Bug(
+        "gpu",
+        "gpu/test_dma.py",
+        Edit(
+            "client/ecd_client/device/dma.py",
+            'not in ("off", "0", "false", "no")',
+            'not in ("0", "false", "no")',
+        ),
+    ),
+    "the pool is pinned in one call": Bug(
+        "gpu",
+        "gpu/test_dma.py",
+        Edit(
+            "client/ecd_client/device/pinned.py", "PIECE_BYTES = 32 << 20", "PIECE_BYTES = 1 << 40"
+        ),
+    ),
+    # -- figures -------------------------------------------------------------------------------
+    "a wait that ends with nothing is no miss": Bug(
+        "invariant 14",
+        CACHE,
+        Edit(
+            "ecd/core/readers.py",
+            "            self.count_miss(wait.key, wait.answer)\n        return (",
+            "        return (",
+        ),
+    ),
+    "another node's read counts as a hit here": Bug(
+        "invariant 14",
+        EXAMPLES,
+        Edit(
+            "ecd/core/readers.py",
+            "            counters.peer_leases += 1\n",
+            "            counters.hits += 1\n",
+        ),
+    ),
+}
+
+OWN = {
+    **{
+        f"simulation: {bug}": Bug(
+            "nodes", f"simulation/test_simulation.py::test_a_bug_is_found[{bug}]"
+        )
+        for bug in SIMULATED
+    },
+    **{
+        f"without {step}": Bug(
+            "reading-without-a-call",
+            f"integration/test_pins.py::test_without_this_step_a_reader_sees_wrong_bytes[{step}]",
+        )
+        for step in READING
+    },
+    **{
+        f"without {rule}": Bug(
+            "gpu",
+            f"gpu/test_dma.py::test_without_this_rule_there_are_wrong_bytes_or_a_fault[{rule}]",
+        )
+        for rule in COPYING
+    },
+    **{
+        f"device pool without {step}": Bug(
+            "gpu",
+            f"gpu/test_dma.py::test_without_this_step_copies_in_a_device_pool_are_wrong[{step}]",
+        )
+        for step in COPY_STEPS
+    },
+    "a scan finds no entry pinned": Bug(
+        "invariant 1", "campaign/test_campaign.py::test_a_bug_is_found[pins]"
+    ),
+}
+"""Put in by their tests."""
+
+BUGS = {**EDITED, **OWN}
