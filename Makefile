@@ -113,10 +113,11 @@ screenshots: docs test-system  ## take the screenshots in docs/pictures anew, in
 	$(BIN)/python docs/screenshots.py
 
 .PHONY: check
-check: $(VENV)/.ready check-proto  ## lint, format, types, import direction, references
+check: $(VENV)/.ready check-proto  ## lint, format, types, import direction, references, the rules of tests
 	$(BIN)/python docs/reference.py --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/lint.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -173,6 +174,20 @@ unit: $(VENV)/.ready  ## the core's tests alone, with fewer random examples: the
 .PHONY: test
 test: check vllm test-system $(STANDIN) $(KUBERNETES)  ## everything that can run without a GPU, real vLLM included
 	$(BIN)/pytest -n 2
+
+.PHONY: timing
+timing: $(VENV)/.ready vllm test-system $(STANDIN)  ## figures that go by a real clock, beside the last ones; none of them fails
+	$(BIN)/pytest -q tests/timing
+
+.PHONY: bugs
+bugs: $(VENV)/.ready vllm test-system $(STANDIN)  ## rules of the product taken out one by one, and the test that finds each; ONLY=text chooses
+	cd tests && ../$(BIN)/python -m bugs --only '$(ONLY)'
+
+.PHONY: night
+night: check vllm test-system $(STANDIN) $(KUBERNETES)  ## all tests, with many more random examples; then the bugs put in by hand, and the figures
+	ECD_EXAMPLES=20 ECD_FUZZ_MESSAGES=100000 ECD_SIMULATE_S=600 ECD_CAMPAIGN_S=300 \
+	  $(BIN)/pytest -n 2 -m 'night or not night' --run-limit 28800
+	$(MAKE) bugs timing
 
 SEED ?= 1
 MINUTES ?= 2
