@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -23,9 +23,16 @@ Scenario = Callable[..., dict]
 STRESS = Path(__file__).parents[1] / "support/cuda/dma_stress.py"
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 STRESS_S = float(os.environ.get("ECD_STRESS_S", "8"))
+NIGHT = pytest.mark.night
 FOUND_S = 3 * HANG_S
 """How long a run looks for what a rule that was left out must show; it ends when that is found."""
+BY_DAY = "W2", "R1", "D1", "scan"
+"""Of a save, a load, a death and the daemon one; the others are left out at night."""
 MIB = 1 << 20
+
+
+def by_day(rules: Iterable[str]) -> list[object]:
+    return [rule if rule in BY_DAY else pytest.param(rule, marks=NIGHT) for rule in rules]
 
 
 def stress(seconds: float, *arguments: str) -> dict:
@@ -50,7 +57,7 @@ def test_no_byte_is_wrong_however_late_copies_are(kind: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("control")
-@pytest.mark.parametrize("step", ["W2", "R1", "R2", *COPY_STEPS])
+@pytest.mark.parametrize("step", by_day(["W2", "R1", "R2", *COPY_STEPS]))
 def test_without_this_step_copies_in_a_device_pool_are_wrong(step: str) -> None:
     found = stress(FOUND_S, "--kind", "near", "--without", step)
     assert found["wrong"] > 0 or found["faults"] > 0
@@ -58,7 +65,7 @@ def test_without_this_step_copies_in_a_device_pool_are_wrong(step: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("control")
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", by_day(RULES))
 def test_without_this_rule_there_are_wrong_bytes_or_a_fault(rule: str) -> None:
     found = stress(FOUND_S, "--without", rule)
     assert found["wrong"] > 0 or found["faults"] > 0
