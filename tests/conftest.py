@@ -14,8 +14,10 @@ from support.limits import RUN_LIMIT_S, RunLimit, TestLimits
 from support.processes import mark
 
 LONGEST = (
-    *("tests/cluster", "tests/e2e", "tests/fuzz", "tests/integration/test_warm_restart.py"),
-    *("tests/campaign", "tests/simulation"),
+    *("tests/e2e", "tests/cluster", "tests/gpu/test_device_pool.py", "tests/gpu/test_dma.py"),
+    *("tests/campaign", "tests/fuzz", "tests/integration/test_install.py"),
+    *("tests/integration/test_disk.py", "tests/integration/test_kill.py"),
+    *("tests/integration/test_client.py", "tests/simulation"),
 )
 ALONE = ("tests/simulation",)
 """Directories of which each test is a scope. Campaigns are not: their limits are for one alone."""
