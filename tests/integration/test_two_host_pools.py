@@ -84,7 +84,7 @@ class TwoPools:
             opened.callback(socket.close)
             self.pools = {}
             for number, nbytes in BYTES.items():
-                place = PoolDir("/dev/shm", f"test-{os.getpid()}-{number}")
+                place = PoolDir("/dev/shm", f"pools-{os.getpid()}-{number}")
                 self.pools[number] = pool = HostPool(place, incarnation, nbytes, cold=True)
                 opened.callback(pool.close)
                 pool.populate(lambda _: None)
@@ -123,7 +123,7 @@ def served(tmp_path: Path) -> Iterator[TwoPools]:
     served.start()
     yield served
     served.stop()
-    assert not any(Path("/dev/shm").glob(f"ecd-test-{os.getpid()}-[01]"))
+    assert not any(Path("/dev/shm").glob(f"ecd-pools-{os.getpid()}-[01]"))
 
 
 @pytest.fixture
