@@ -19,6 +19,8 @@ from support import processes
 ROOT = Path(__file__).parents[2]
 BUILT = ".venv", ".venvs", "build"
 PACKAGES = ".", "client", "proto"
+ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "-")
+"""In a network of its own: clusters of tests have fixed addresses, and two bugs run at a time."""
 LIMIT_S = 900.0
 """For one bug; one that makes its test hang is found by the test's own limit."""
 
@@ -60,7 +62,7 @@ def run(bug: Bug) -> Verdict:
         # What `make test` runs has to find an edit.
         how = ["-m", "night or not night"] if bug.edit is None else ["--exitfirst"]
         with processes.child(
-            [sys.executable, "-m", "pytest", "-q", test, *how, f"--junitxml={report}"],
+            [*ALONE, sys.executable, "-m", "pytest", "-q", test, *how, f"--junitxml={report}"],
             cwd=tree,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(str(tree / each) for each in PACKAGES)},
             stdout=subprocess.PIPE,

@@ -193,7 +193,7 @@ EDITED = {
     ),
     "what is read from disk as slowly as encoded is written": Bug(
         "eviction",
-        "unit/test_shelf.py",
+        "unit/test_disk_limits.py",
         Edit("ecd/core/ahead.py", "if read_s < cost_s / 2:", "if read_s < cost_s * 1e9:"),
     ),
     # -- the event loop ------------------------------------------------------------------------
@@ -223,7 +223,7 @@ EDITED = {
     ),
     "a proof of the token is not looked at": Bug(
         "nodes",
-        "cluster/test_failures.py",
+        "cluster/test_fetch.py",
         Edit(
             "ecd/rpc/peer_token.py",
             'if not hmac.compare_digest(expected, str(said.get("ecd-proof", ""))):',
@@ -242,7 +242,7 @@ EDITED = {
     ),
     "a put without a row is lost by kill -9": Bug(
         "invariant 11",
-        "integration/test_warm_restart.py",
+        "integration/test_kill.py",
         Edit(
             "ecd/memory/leftovers.py",
             "            if not given_away:\n                for put",
@@ -251,20 +251,11 @@ EDITED = {
     ),
     "an older daemon's row without a checksum is believed": Bug(
         "reading-without-a-call",
-        "integration/test_warm_restart.py",
+        "integration/test_kill.py",
         Edit(
             "ecd/memory/leftovers.py",
             "given_away |= not _header(index)[RECOVERING_WORD]",
             "given_away |= False",
-        ),
-    ),
-    "rows that overlap are both believed": Bug(
-        "reading-without-a-call",
-        "integration/test_warm_restart.py",
-        Edit(
-            "ecd/memory/leftovers.py",
-            "while apart and _end(apart[-1].extent) > each.extent.offset:",
-            "while apart and _end(apart[-1].extent) < 0:",
         ),
     ),
     # -- other nodes ---------------------------------------------------------------------------
@@ -288,7 +279,7 @@ EDITED = {
     ),
     "a client without an encoder is told to encode": Bug(
         "nodes",
-        "cluster/test_slow_fetches.py",
+        "cluster/test_fetch_or_encode.py",
         Edit(
             "ecd/cluster/fetcher.py",
             "if flight.is_needed or lease.data:",
@@ -302,7 +293,7 @@ EDITED = {
     ),
     "tcp in the place of the transport that was asked for": Bug(
         "nodes",
-        "cluster/test_mooncake.py",
+        "cluster/test_fetch.py",
         Edit("ecd/cluster/engine.py", "if self.protocol != protocol:", 'if self.protocol == "":'),
     ),
     "bytes that come with a lease are not verified": Bug(
