@@ -187,7 +187,7 @@ class Daemon:
     def _idle(
         self, live: LiveCache, node: Node, checksums: Checksums, recovery: Recovering
     ) -> pb.Idle:
-        """What the daemon does behind its calls, and whether it is done."""
+        """The state of each part that works behind the calls."""
         cluster, disk = self._cluster, self._disk
         is_hashed = recovery.is_done and checksums.is_idle
         return pb.Idle(

@@ -81,12 +81,17 @@ def make_daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
 
 
 @pytest.fixture(scope="module")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def unstarted_daemon(tmp_path_factory: pytest.TempPathFactory) -> Daemon:
+    """The file's `shared_daemon` before its start: a file that needs settings overrides this."""
+    return Daemon(tmp_path_factory.mktemp("shared"), "64MiB")
+
+
+@pytest.fixture(scope="module")
+def shared_daemon(unstarted_daemon: Daemon) -> Iterator[Daemon]:
     """One daemon for all tests of a file that neither end, stop nor configure it."""
-    daemon = Daemon(tmp_path_factory.mktemp("shared"), "64MiB").start()
-    yield daemon
-    daemon.close()
-    assert not daemon.shm.exists()
+    yield unstarted_daemon.start()
+    unstarted_daemon.close()
+    assert not unstarted_daemon.shm.exists()
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ class Status:
         self.disk: Callable[[], pb.DiskStatus] | None = None
         """The figures of the disk tier, where there is one."""
         self.idle: Callable[[], pb.Idle] | None = None
-        """What is left to do behind the calls."""
+        """The state of each part that works behind the calls."""
         self._state = State.STATE_POPULATING
         self._started_s = time.monotonic()
 

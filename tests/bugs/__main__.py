@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
 
 
 def copy_tree(to: Path) -> None:
-    """What git knows or would know, by hard links, and links to what is built."""
+    """Copy what git knows or would know, and link what is built."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = processes.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):

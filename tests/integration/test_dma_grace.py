@@ -66,11 +66,10 @@ MakeDaemon = Callable[..., Daemon]
 
 
 @pytest.fixture(scope="module")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def unstarted_daemon(tmp_path_factory: pytest.TempPathFactory) -> Daemon:
     daemon = Daemon(tmp_path_factory.mktemp("held"))
     daemon.command = HELD
-    yield daemon.start()
-    daemon.close()
+    return daemon
 
 
 @pytest.fixture

@@ -22,13 +22,12 @@ SetRules = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def unstarted_daemon(tmp_path_factory: pytest.TempPathFactory) -> Daemon:
     daemon = Daemon(tmp_path_factory.mktemp("shared"), ECD_KEPT_SHARE="0.1")
     file = daemon.directory / "ecd.toml"
     file.write_text("")
     daemon.command = (*Daemon.command, "--config", str(file))
-    yield daemon.start()
-    daemon.close()
+    return daemon
 
 
 @pytest.fixture

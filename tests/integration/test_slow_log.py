@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,13 +22,12 @@ FILE = "ecd.toml"
 
 
 @pytest.fixture(scope="module")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def unstarted_daemon(tmp_path_factory: pytest.TempPathFactory) -> Daemon:
     daemon = Daemon(tmp_path_factory.mktemp("shared"))
     file = daemon.directory / FILE
     file.write_text("")
     daemon.command = (*Daemon.command, "--config", str(file))
-    yield daemon.start()
-    daemon.close()
+    return daemon
 
 
 @pytest.fixture

@@ -84,11 +84,11 @@ WORK = {
     "settled": "fetching from other nodes or telling them",
     "written": "writing to disk",
 }
-"""What the daemon is at while a part of it is not idle."""
+"""The work of each part of `Status.idle` while the part is not idle."""
 
 
 def _at_work(reply: pb.StatusReply) -> str:
-    """What is done behind the calls now; a daemon of an older version does not say."""
+    """The work of the parts that are not idle; "" of a daemon too old to report them."""
     work = [said for part, said in WORK.items() if not getattr(reply.idle, part)]
     return f"; {', '.join(work)}" if work and reply.HasField("idle") else ""
 
