@@ -5,6 +5,7 @@ Needs cuda-bindings, which torch's CUDA builds bring along.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -26,15 +27,37 @@ class CudaError(Exception):
         self.name = name
 
 
-def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Make a call of the driver, and return its values but the CUresult. Raises CudaError."""
+def result_of(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
+    """Make a call of the driver, and return its CUresult and its values.
+
+    Raises CudaError where there is no call, or a CUresult that the bindings do not know: a driver
+    that is newer than they are has others.
+    """
     try:
-        result, *values = function(*arguments)
+        return tuple(function(*arguments))
     except RuntimeError as error:  # no driver, or one that is too old to have this function
         raise CudaError(str(error)) from None
+    except (KeyError, ValueError) as error:  # which one depends on the bindings' version
+        raise CudaError(function.__name__, f"unknown: {error}") from None
+
+
+def refusal(function: Callable[..., Any], result: Any) -> CudaError:
+    """The error for a CUresult of the function."""
+    return CudaError(function.__name__, str(getattr(result, "name", result)))
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Make a call of the driver, and return its values but the CUresult. Raises CudaError."""
+    result, *values = result_of(function, *arguments)
     if result != _OK:
-        raise CudaError(function.__name__, str(getattr(result, "name", result)))
+        raise refusal(function, result)
     return values[0] if values else None
+
+
+def call_anyway(function: Callable[..., Any], *arguments: Any) -> None:
+    """Make a call that undoes something, whose refusal nobody could act on."""
+    with contextlib.suppress(CudaError):
+        result_of(function, *arguments)
 
 
 def devices() -> dict[int, str]:

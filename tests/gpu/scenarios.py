@@ -23,6 +23,7 @@ from ecd_client import Client, EcdError
 from ecd_client.calls import open_channel
 from ecd_client.device import copies, driver, ends, pinned
 from ecd_client.device import pool as device_pool
+from ecd_client.errors import DeviceError
 from ecd_client.item import Item
 from ecd_client.session import Session
 from ecd_client.shared import index
@@ -38,6 +39,8 @@ MIB = 1 << 20
 SHAPE = (MIB,)
 NEAR_BYTES = MIB * 3 // 2
 """An entry so large that the smallest device pool has room for one copy."""
+UNKNOWN = 123456
+"""A CUresult that no version of the bindings knows."""
 warnings: list[str] = []
 
 
@@ -140,7 +143,7 @@ def nothing_waits(address: str) -> dict:
 
 
 def registration_is_refused(address: str) -> dict:
-    control.fail({"cuMemHostRegister": 2})
+    control.fail({"cuMemHostRegister": int(os.environ["CODE"])})
     with Client(address) as client:
         client.pin()
         eventually(lambda: client.pinning.failure)
@@ -309,13 +312,40 @@ def put_until(client: Client, tensor: torch.Tensor, interruption: type[BaseExcep
     return {"interrupted": finished is not None, "copy had ended": finished}
 
 
+def codes_are_unknown(address: str) -> dict:
+    """The driver is newer than the bindings, and answers with codes that these do not know."""
+    calls = "cuCtxPushCurrent", "cuMemcpyAsync", "cuEventCreate", "cuEventRecord"
+    with Client(address) as client:
+        pin(client)
+        put(client, "k", 3)
+        control.fail({"cuEventSynchronize": UNKNOWN, "cuEventQuery": UNKNOWN})
+        error = client.put_async("l", gpu.encode(SHAPE, torch.uint8, 4)).exception(HANG_S)
+        found = {"save": type(error).__name__, "says": str(error)}
+        copy = load(client, "k", non_blocking=True)
+        words = client._connection.session().index._words
+        eventually(lambda: not any(words[8:512]), "the load's hold has ended")
+        control.fail({"cuCtxPopCurrent": UNKNOWN, "cuEventDestroy": UNKNOWN})
+        found["right"] = is_right(load(client, "k"), 3)  # what only undoes something
+        control.fail({})
+        found["right"] &= is_right(copy, 3) and is_right(load(client, "k"), 3)
+        for call in calls:
+            control.fail({call: UNKNOWN})
+            with contextlib.suppress(DeviceError):
+                load(client, "k", non_blocking=True)
+                found[call] = "loaded"
+        control.fail({})
+        found["put again"] = put(client, "l", 4)
+    return found
+
+
 def interrupted_before_the_wait(address: str) -> dict:
     """An exception of a signal's handler comes between a put's copy and the wait for it."""
     wait, is_first = driver.Event.wait, [True]
+    raised = {"exit": SystemExit, "timeout": TimeoutError}[os.environ["RAISED"]]
 
     def wait_late(event: driver.Event) -> None:
         if is_first.pop() if is_first else False:
-            raise SystemExit
+            raise raised
         control.hold = Hold.NOTHING
         wait(event)
 
@@ -325,7 +355,7 @@ def interrupted_before_the_wait(address: str) -> dict:
         gpu.content(tensor)
         control.hold = Hold.START
         driver.Event.wait = wait_late
-        return put_until(client, tensor, SystemExit)
+        return put_until(client, tensor, raised)
 
 
 def graph_is_captured(address: str) -> dict:

@@ -215,6 +215,18 @@ def test_a_gpu_that_stays_full_leaves_the_host_pool(
     assert found == {"right": True, "near": False}
 
 
+def test_a_refusal_with_an_unknown_code_leaves_the_host_pool(
+    control: Control, make_near: MakeNear
+) -> None:
+    control.fail({"cuMemCreate": 123456})
+    daemon = make_near().start()
+    assert "cuMemCreate: unknown: " in daemon.status().pools[1].problem
+    control.fail({"cuDeviceGetCount": 123456})
+    said = why_not(make_near(ECD_NAME="another"))
+    assert "ECD_DEVICE_POOL_BYTES needs a GPU: cuDeviceGetCount: unknown: " in said
+    assert "Traceback" not in said
+
+
 def test_memory_of_a_full_gpu_is_waited_for_while_the_host_pool_serves(
     cuda: Cuda, control: Control, make_near: MakeNear
 ) -> None:

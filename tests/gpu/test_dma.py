@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -96,10 +97,15 @@ def test_neither_a_load_nor_a_save_holds_up_its_caller(scenario: Scenario) -> No
     }
 
 
-def test_a_pool_that_cannot_be_pinned_is_used_all_the_same(scenario: Scenario) -> None:
-    found = scenario("registration_is_refused")
+@pytest.mark.parametrize(
+    ("code", "meaning"), [("2", "CUDA_ERROR_OUT_OF_MEMORY$"), ("123456", "unknown: .*123456")]
+)
+def test_a_pool_that_cannot_be_pinned_is_used_all_the_same(
+    scenario: Scenario, code: str, meaning: str
+) -> None:
+    found = scenario("registration_is_refused", CODE=code)
     assert (found["stored"], found["right"]) == (True, True)
-    assert found["failure"] == "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
+    assert re.search(f"^cuMemHostRegister: {meaning}", found["failure"])
     [warning] = found["warnings"]
     assert found["failure"] in warning
 
@@ -136,11 +142,23 @@ def test_a_client_may_be_closed_amid_its_copies(scenario: Scenario) -> None:
     assert found == {"closed early": True, "right": True, "faults": 0}
 
 
-@pytest.mark.parametrize(
-    "name", ["interrupted_put", "interrupted_before_the_wait", "interrupted_in_a_pause"]
-)
+@pytest.mark.parametrize("name", ["interrupted_put", "interrupted_in_a_pause"])
 def test_an_interrupted_put_waits_for_its_copy(scenario: Scenario, name: str) -> None:
     assert scenario(name) == {"interrupted": True, "copy had ended": True}
+
+
+@pytest.mark.parametrize("raised", ["exit", "timeout"])
+def test_a_put_interrupted_before_it_waits_does_so_all_the_same(
+    scenario: Scenario, raised: str
+) -> None:
+    found = scenario("interrupted_before_the_wait", RAISED=raised)
+    assert found == {"interrupted": True, "copy had ended": True}
+
+
+def test_a_code_that_the_bindings_do_not_know_is_a_failed_call(scenario: Scenario) -> None:
+    found = scenario("codes_are_unknown")
+    assert re.search("^cuEventSynchronize: unknown: .*123456", found.pop("says"))
+    assert found == {"save": "DeviceError", "right": True, "put again": True}
 
 
 def test_a_save_that_cannot_be_waited_for_keeps_its_memory(scenario: Scenario) -> None:

@@ -16,14 +16,12 @@ R4  Memory is unregistered and unmapped after all copies from and to it are over
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ecd_client import forks
 from ecd_client.device import accelerator, ends
-from ecd_client.device.ends import FAILED_S
-from ecd_client.errors import DeviceBusy, DeviceError
+from ecd_client.errors import DeviceBusy
 
 if TYPE_CHECKING:
     import torch
@@ -150,25 +148,8 @@ class Copies:
             raise broken
 
     def _outlast(self, stream: int) -> BaseException | None:
-        """Wait until all that is queued on the stream is over; return what came in between.
-
-        Neither an exception of a signal's handler nor a refusal of the driver ends the wait, as
-        the GPU goes on all the same. A device that has failed is given FAILED_S.
-        """
-        came: BaseException | None = None
-        pause_s, has_failed = 0.0, False
-        while True:
-            try:
-                time.sleep(pause_s)
-                if not has_failed:
-                    self._driver.Event(self.device, stream).wait()
-                return came
-            except DeviceBusy:
-                pause_s = self._driver.RETRY_S
-            except DeviceError as error:
-                came, pause_s, has_failed = came or error, FAILED_S, True
-            except BaseException as error:
-                came = came or error
+        """Wait until all that is queued on the stream is over; return what came in between."""
+        return ends.outlast(lambda: self._driver.Event(self.device, stream).wait())
 
 
 def _along(parts: Parts, start: int) -> Iterator[tuple[int, int, int]]:

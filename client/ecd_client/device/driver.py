@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from cuda.bindings import driver as cuda
 
+from ecd_client.device.ends import RETRY_S
 from ecd_client.errors import DeviceBusy, DeviceError
 from ecd_proto import cuda as memory
 from ecd_proto.cuda import CudaError
@@ -28,8 +29,6 @@ _EVENT_FLAGS = (
 )
 
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-RETRY_S = 0.001
-"""Pause before a call that the driver refused for now is made again."""
 
 _contexts: dict[int, Any] = {}
 
@@ -52,6 +51,7 @@ def _meaning(error: CudaError) -> DeviceError:
 
 
 _call = _checked(memory.call)
+_result_of = _checked(memory.result_of)
 uuid_of = _checked(memory.uuid_of)
 map_memory = _checked(memory.map_memory)
 unmap_memory = _checked(memory.unmap_memory)
@@ -75,9 +75,9 @@ def on(device: int) -> Iterator[None]:
         try:
             yield
         finally:
-            cuda.cuThreadExchangeStreamCaptureMode(mode)
+            memory.call_anyway(cuda.cuThreadExchangeStreamCaptureMode, mode)
     finally:
-        cuda.cuCtxPopCurrent()
+        memory.call_anyway(cuda.cuCtxPopCurrent)
 
 
 def register(address: int, nbytes: int) -> None:
@@ -113,15 +113,16 @@ class Event:
         self._device = device
         with on(device):
             self._event = _call(cuda.cuEventCreate, _EVENT_FLAGS)
-            weakref.finalize(self, cuda.cuEventDestroy, self._event).atexit = False
+            gone = weakref.finalize(self, memory.call_anyway, cuda.cuEventDestroy, self._event)
+            gone.atexit = False
             _call(cuda.cuEventRecord, self._event, cuda.CUstream(stream))
 
     def is_over(self) -> bool:
         """Whether all of it is done. Raises DeviceError where the device has failed."""
         with on(self._device):
-            result = cuda.cuEventQuery(self._event)[0]
+            result = _result_of(cuda.cuEventQuery, self._event)[0]
         if result not in (_OK, _NOT_READY):
-            raise _meaning(CudaError("cuEventQuery", str(getattr(result, "name", result))))
+            raise _meaning(memory.refusal(cuda.cuEventQuery, result))
         return bool(result == _OK)
 
     def wait(self) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from ecd_client.errors import DeviceError
+from ecd_client.errors import DeviceBusy, DeviceError
 
 if TYPE_CHECKING:
     from ecd_client.device.driver import Event
@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 FAILED_S = 1.0
 """How long a GPU that reports an error may go on with copies, as after its process's end (D1)."""
+RETRY_S = 0.001
+"""Pause before a call that the driver refused for now is made again."""
+MAX_INTERRUPTIONS = 100
+"""Errors that are not the driver's in one wait for copies, each after a pause of RETRY_S."""
 
 
 class _Ends:
@@ -51,21 +55,49 @@ class _Ends:
 
     def _end_next(self, is_patient: bool = True) -> None:
         events, end = self._later.get(is_patient)
+        came = outlast(lambda: _wait(events))
+        if isinstance(came, Exception) and not self._has_failed:
+            self._has_failed = True
+            logger.warning("the GPU has failed: %s", came)
         try:
-            self._wait(events)
             end()
         except Exception:
             logger.exception("a hold could not be ended")
+        if came is not None and not isinstance(came, Exception):
+            raise came  # Ctrl-C, where the caller has to wait by itself
 
-    def _wait(self, events: list[Event]) -> None:
+
+def _wait(events: list[Event]) -> None:
+    for event in events:
+        event.wait()
+
+
+def outlast(wait: Callable[[], object]) -> BaseException | None:
+    """Call `wait`, which returns once copies are over, until it does; return what it raised first.
+
+    Neither an exception of a signal's handler nor a refusal of the driver ends the copies: `wait`
+    is called again. A device that has failed is given FAILED_S, and so is one for which `wait`
+    raises MAX_INTERRUPTIONS other errors, which cannot all come from signals.
+    """
+    came: BaseException | None = None
+    pause_s, interruptions, has_failed = 0.0, 0, False
+    while True:
         try:
-            for event in events:
-                event.wait()
+            if pause_s:
+                time.sleep(pause_s)
+            if not has_failed:
+                wait()
+            return came
+        except DeviceBusy:
+            pause_s = RETRY_S
         except DeviceError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                logger.warning("the GPU has failed: %s", error)
-            time.sleep(FAILED_S)
+            came, pause_s, has_failed = came or error, FAILED_S, True
+        except Exception as error:
+            came, interruptions = came or error, interruptions + 1
+            has_failed = has_failed or interruptions >= MAX_INTERRUPTIONS
+            pause_s = FAILED_S if has_failed else RETRY_S
+        except BaseException as error:
+            came = came or error
 
 
 _ends = _Ends()
