@@ -161,9 +161,10 @@ class Item:
         """A tensor over the copy in the GPU's device pool. None: there is none by now.
 
         For reading only: a write ends the process's CUDA context. The item may be closed at once.
-        The copy is held until nothing refers to the tensor or its views, and what is queued on the
-        current stream by then is over; work on another stream has to be over, or that stream must
-        have been waited for. A session has room for some hundred. Raises LeaseExpired, DeviceError.
+        The copy is held until nothing refers to the tensor or its views, and what is queued by then
+        is over on the stream that is current now, and on the dropping thread's; work on another
+        stream has to be over, or one of these must have waited for it. A session has room for some
+        hundred. Raises LeaseExpired, DeviceError.
         """
         import torch
 

@@ -775,6 +775,92 @@ def views(address: str) -> dict:
     return {"none yet": none_yet, "copies": copied, "right": right, "early": is_early, "l": content}
 
 
+def view_of_k(client: Client) -> torch.Tensor:
+    """A view of the copy of k, which this makes and puts first."""
+    device_pool.LISTED_WITHIN_S = HANG_S  # nobody asks for this copy again
+    near_of(client)
+    put(client, "k", 5)
+    eventually(lambda: is_near(client, "k"))
+    with client.get("k") as item:
+        view = item.device_view("cuda")
+    gpu.wait()
+    await_ends()
+    return view
+
+
+def view_dropped_by_another_thread(address: str) -> dict:
+    """The last reference goes in a thread on another stream, while the model's work goes on."""
+    asked: set[int] = set()
+    begin, wait = driver.Event.__init__, driver.Event.wait
+
+    def begin_and_note(event: driver.Event, device: int, stream: int) -> None:
+        event.of = stream
+        begin(event, device, stream)
+
+    def note_and_wait(event: driver.Event) -> None:
+        asked.add(event.of)
+        wait(event)
+
+    driver.Event.__init__, driver.Event.wait = begin_and_note, note_and_wait
+    with Client(address) as client:
+        views = [view_of_k(client)]
+        held = lambda: any(client._connection.session().index._words[8:512])  # noqa: E731
+
+        def drop() -> None:
+            gpu.use_stream(gpu.new_stream(gpu.device))
+            views.clear()
+
+        was_held = held()
+        control.hold = Hold.FILLS
+        gpu.encode((16,), torch.uint8, 1)  # work that may use the view
+        dropping = threading.Thread(target=drop)
+        dropping.start()
+        dropping.join()
+        waits_for_it = lambda: gpu.stream.cuda_stream in asked  # noqa: E731
+        eventually(lambda: waits_for_it() or not held(), "the end of that work is waited for")
+        is_early = not held()
+        control.hold = Hold.NOTHING
+        eventually(lambda: not held())
+    return {"held": was_held, "early": is_early}
+
+
+def view_dropped_amid_a_capture(address: str) -> dict:
+    """The model's stream is being captured as the last reference goes, in this thread or another.
+
+    The graph is whole, and the hold lasts until the work from before the capture is over.
+    """
+    from cuda.bindings import driver as cuda
+
+    from support.cuda.gpu import call
+
+    stream, found = cuda.CUstream(gpu.stream.cuda_stream), []
+    with Client(address) as client:
+        held = lambda: any(client._connection.session().index._words[8:512])  # noqa: E731
+        for elsewhere in (False, True):
+            views = [view_of_k(client)]
+            control.hold = Hold.FILLS
+            gpu.encode((16,), torch.uint8, 1)  # work that may use the view
+            asked = Calls("cuStreamIsCapturing"), Calls("cuEventRecord"), Calls("cuEventQuery")
+            with driver.on(gpu.device):
+                call(cuda.cuStreamBeginCapture, stream, cuda.CUstreamCaptureMode(0))
+            if elsewhere:
+                dropping = threading.Thread(target=views.clear)
+                dropping.start()
+                dropping.join()
+            else:
+                views.clear()
+            eventually(lambda asked=asked: sum(calls.count for calls in asked) > 3 or not held())
+            is_early = not held()
+            with driver.on(gpu.device):
+                [code, _] = cuda.cuStreamEndCapture(stream)
+            waits = Calls("cuEventSynchronize")
+            eventually(lambda waits=waits: waits.count or not held())
+            found.append([str(code.name), is_early, not held()])
+            control.hold = Hold.NOTHING
+            eventually(lambda: not held())
+    return {"found": found, "warnings": warnings}
+
+
 def import_is_refused(address: str) -> dict:
     control.fail({"cuMemImportFromShareableHandle": 1})
     with Client(address) as client:

@@ -141,6 +141,21 @@ def test_a_view_holds_its_memory_until_its_last_use_is_over(cuda: Cuda, near: Da
     near.check_nothing_leaked()
 
 
+@pytest.mark.usefixtures("control")
+def test_a_view_may_be_dropped_by_any_thread(cuda: Cuda, near: Daemon) -> None:
+    found = run(cuda, "view_dropped_by_another_thread", near)
+    assert found == {"held": True, "early": False}
+    near.check_nothing_leaked()
+
+
+@pytest.mark.usefixtures("control")
+def test_a_view_may_be_dropped_amid_a_capture(cuda: Cuda, near: Daemon) -> None:
+    found = run(cuda, "view_dropped_amid_a_capture", near)
+    whole = ["CUDA_SUCCESS", False, False]
+    assert found == {"found": [whole, whole], "warnings": []}
+    near.check_nothing_leaked()
+
+
 def test_the_daemon_has_its_memory_and_no_context(control: Control, near: Daemon) -> None:
     assert physical_bytes(control) == 16 * MIB
     assert control.counters().contexts == 0

@@ -84,17 +84,20 @@ class Copies:
         """A tensor over the memory of a held copy, which is one part.
 
         `end` is called after the last reference to the tensor is gone and the work is over that
-        was queued on the current stream by then (R2). Raises DeviceError.
+        was queued by then on the stream that is current now, and on the one that is current where
+        the reference goes: any thread may drop it, such as one that collects garbage (R2). Raises
+        DeviceError.
         """
+        streams = {self._gpu.current_stream(self.device).cuda_stream}
 
         def unused() -> None:
             if forks.is_uncut():
                 return  # the hold is the parent's
             try:
-                stream = self._gpu.current_stream(self.device).cuda_stream
-                ends.after([self._driver.Event(self.device, stream)], end)
+                streams.add(self._gpu.current_stream(self.device).cuda_stream)
+                ends.after([self._driver.work_on(self.device, stream) for stream in streams], end)
             except DeviceBusy:  # there is no event to be had for now
-                ends.aside(lambda: self._end_after(stream, end))
+                ends.aside(lambda: self._end_after(streams, end))
             except Exception:
                 ends.after_failure(end)
 
@@ -102,8 +105,8 @@ class Copies:
         memory = self._gpu.view(address, nbytes, self.device, unused)
         return memory.view(dtype).view(shape)
 
-    def _end_after(self, stream: int, end: Callable[[], None]) -> None:
-        self._outlast(stream)
+    def _end_after(self, streams: Iterable[int], end: Callable[[], None]) -> None:
+        ends.outlast(lambda: [self._driver.work_on(self.device, on).wait() for on in streams])
         end()
 
     def queued(self) -> Event:

@@ -23,6 +23,8 @@ from ecd_proto.cuda import CudaError
 T = TypeVar("T")
 
 _OK, _NOT_READY = cuda.CUresult.CUDA_SUCCESS, cuda.CUresult.CUDA_ERROR_NOT_READY
+_CAPTURED = cuda.CUresult.CUDA_ERROR_CAPTURED_EVENT
+_UNCAPTURED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 _PORTABLE = cuda.CU_MEMHOSTREGISTER_PORTABLE
 _EVENT_FLAGS = (
     cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING | cuda.CUevent_flags.CU_EVENT_BLOCKING_SYNC
@@ -45,7 +47,13 @@ def _checked(function: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
+class _Captured(DeviceBusy):
+    """The event was recorded into a graph: nothing of it is ever over."""
+
+
 def _meaning(error: CudaError) -> DeviceError:
+    if error.name == _CAPTURED.name:
+        return _Captured(str(error))
     is_passing = error.name == "CUDA_ERROR_OUT_OF_MEMORY" or "_STREAM_CAPTURE_" in error.name
     return (DeviceBusy if is_passing else DeviceError)(str(error))
 
@@ -110,17 +118,23 @@ class Event:
 
     def __init__(self, device: int, stream: int) -> None:
         """Raises DeviceError."""
-        self._device = device
+        self._device, self._stream = device, stream
         with on(device):
             self._event = _call(cuda.cuEventCreate, _EVENT_FLAGS)
             gone = weakref.finalize(self, memory.call_anyway, cuda.cuEventDestroy, self._event)
             gone.atexit = False
-            _call(cuda.cuEventRecord, self._event, cuda.CUstream(stream))
+            self._record()
+
+    def _record(self) -> None:
+        _call(cuda.cuEventRecord, self._event, cuda.CUstream(self._stream))
 
     def is_over(self) -> bool:
         """Whether all of it is done. Raises DeviceError where the device has failed."""
         with on(self._device):
             result = _result_of(cuda.cuEventQuery, self._event)[0]
+            if result == _CAPTURED:
+                self._record()
+                return False
         if result not in (_OK, _NOT_READY):
             raise _meaning(memory.refusal(cuda.cuEventQuery, result))
         return bool(result == _OK)
@@ -130,7 +144,11 @@ class Event:
         while True:
             try:
                 with on(self._device):
-                    _call(cuda.cuEventSynchronize, self._event)
+                    try:
+                        _call(cuda.cuEventSynchronize, self._event)
+                    except _Captured:
+                        self._record()
+                        raise
                 return
             except DeviceBusy:
                 time.sleep(RETRY_S)
@@ -139,3 +157,21 @@ class Event:
         """Have all that is queued on `stream` from now on wait for this. Raises DeviceError."""
         with on(self._device):
             _call(cuda.cuStreamWaitEvent, cuda.CUstream(stream), self._event, 0)
+
+
+def work_on(device: int, stream: int) -> Event:
+    """The end of what an engine has queued on its stream, which it may be capturing into a graph.
+
+    Raises DeviceBusy while it does: an event that is recorded then is of the graph, and asking for
+    it breaks the capture. Raises DeviceError.
+    """
+    with on(device):
+        _check_is_uncaptured(stream)
+        event = Event(device, stream)
+        _check_is_uncaptured(stream)  # another thread may have begun in between
+        return event
+
+
+def _check_is_uncaptured(stream: int) -> None:
+    if _call(cuda.cuStreamIsCapturing, cuda.CUstream(stream)) != _UNCAPTURED:
+        raise DeviceBusy("the stream is being captured")

@@ -39,7 +39,7 @@ class Stream:
 
 
 class StandinGpu:
-    """One GPU, with a stream that is current for all threads: the model's."""
+    """One GPU, with a stream that is current for all threads but those of `use_stream`."""
 
     def __init__(self, device: int = 0) -> None:
         self.device = device
@@ -47,6 +47,7 @@ class StandinGpu:
         self._free: dict[tuple[int, int], list[int]] = defaultdict(list)  # by stream and size
         self._busy: list[tuple[driver.Event, tuple[int, int], int]] = []
         self._live: dict[int, int] = {}
+        self._own = threading.local()
         self._out = Mapping.of_memory(MAX_CONTENT_BYTES)
         with driver.on(device):
             self.stream = self.new_stream(device)
@@ -68,7 +69,8 @@ class StandinGpu:
         return self.device
 
     def current_stream(self, device: int) -> Stream:
-        return self.stream
+        current: Stream = getattr(self._own, "stream", self.stream)
+        return current
 
     def new_stream(self, device: int) -> Stream:
         flags = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
@@ -94,6 +96,10 @@ class StandinGpu:
         tensor = self._tensor(shape, dtype, self.stream)
         self.fill(tensor, byte)
         return tensor
+
+    def use_stream(self, stream: Stream) -> None:
+        """Make a stream current for this thread; kernels are queued on the model's all the same."""
+        self._own.stream = stream
 
     def fill(self, tensor: torch.Tensor, byte: int) -> None:
         """Queue a kernel that fills the tensor with one byte."""

@@ -52,7 +52,7 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEV
        INVALID_DEVICE = 101, INVALID_CONTEXT = 201, ALREADY_MAPPED = 208, INVALID_HANDLE = 400,
        NOT_READY = 600, ILLEGAL_ADDRESS = 700, CONTEXT_IS_DESTROYED = 709, HOST_REGISTERED = 712,
        HOST_NOT_REGISTERED = 713, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900,
-       CAPTURE_INVALIDATED = 901, UNKNOWN = 999 };
+       CAPTURE_INVALIDATED = 901, CAPTURED_EVENT = 907, UNKNOWN = 999 };
 enum { CAPTURE_GLOBAL = 0, CAPTURE_RELAXED = 2 };
 enum { MAX_DEVICES = 8, MAX_CURRENT = 16, GRANULARITY = 2 << 20, PAGE = 4096 };
 enum { READ = 1, WRITE = 2 };  // bits of CUmemAccess_flags and of /proc's protections
@@ -93,7 +93,7 @@ typedef struct Range {
 typedef struct { int device; } Context;
 typedef struct Event {
     struct Event *next;  // in `events`, until it is destroyed
-    int device, references;
+    int device, references, is_captured;  // recorded into a graph
     uint64_t recorded, completed;  // numbers of the latest cuEventRecord, and of the latest done
 } Event;
 typedef struct Op {
@@ -112,7 +112,7 @@ typedef struct Stream {
     struct Stream *next;
     pthread_cond_t work;
     Op *first, **last;
-    int device, is_destroyed;
+    int device, is_destroyed, is_captured;
 } Stream;
 typedef struct { int type, handle_types, where, device; void *win32; unsigned char flags[8]; } Prop;
 typedef struct { int where, device, flags; } Access;
@@ -774,7 +774,9 @@ API cuThreadExchangeStreamCaptureMode(int *mode) {
 API cuStreamBeginCapture_v2(Stream *handle, int mode) {  // captures nothing: the work is done
     BEGIN(in_context);
     LOCKED;
-    if (!find_stream(handle) || mode != CAPTURE_GLOBAL) return INVALID_VALUE;
+    Stream *stream = find_stream(handle);
+    if (!stream || mode != CAPTURE_GLOBAL || stream->is_captured) return INVALID_VALUE;
+    stream->is_captured = 1;
     is_capture_broken = 0;
     captures++;
     return OK;
@@ -782,10 +784,20 @@ API cuStreamBeginCapture_v2(Stream *handle, int mode) {  // captures nothing: th
 API cuStreamEndCapture(Stream *handle, void **graph) {
     BEGIN(in_context);
     LOCKED;
-    if (!find_stream(handle) || !captures) return INVALID_VALUE;
+    Stream *stream = find_stream(handle);
+    if (!stream || !stream->is_captured) return INVALID_VALUE;
+    stream->is_captured = 0;
     captures--;
     *graph = NULL;
     return is_capture_broken ? CAPTURE_INVALIDATED : OK;
+}
+API cuStreamIsCapturing(Stream *handle, int *status) {
+    BEGIN(in_context);
+    LOCKED;
+    Stream *stream = find_stream(handle);
+    if (!stream) return INVALID_HANDLE;
+    *status = stream->is_captured;
+    return OK;
 }
 API cuCtxSynchronize(void) {
     BEGIN(in_context);
@@ -819,7 +831,8 @@ API cuEventRecord(Event *event, Stream *handle) {
     LOCKED;
     Stream *stream = find_stream(handle);
     if (!stream || !find_event(event) || event->device != stream->device) return INVALID_HANDLE;
-    put(stream, (Op){.kind = RECORD, .event = event});
+    event->is_captured = stream->is_captured;
+    if (!event->is_captured) put(stream, (Op){.kind = RECORD, .event = event});
     return OK;
 }
 API cuStreamWaitEvent(Stream *handle, Event *event, unsigned flags) {
@@ -831,11 +844,17 @@ API cuStreamWaitEvent(Stream *handle, Event *event, unsigned flags) {
     put(stream, (Op){.kind = WAIT, .event = event});
     return OK;
 }
+// Asking for an event that is of a graph breaks captures, whatever the thread has asked for.
+static int asked_of_graph(Event *event) {
+    if (event->is_captured && captures) is_capture_broken = 1;
+    return event->is_captured ? CAPTURED_EVENT : OK;
+}
 API cuEventQuery(Event *event) {
     BEGIN(without_context);
     BEGIN(unless_captured);
     LOCKED;
     if (!find_event(event)) return INVALID_HANDLE;
+    if (asked_of_graph(event)) return CAPTURED_EVENT;
     if (sticky[event->device]) return sticky[event->device];
     return event->completed >= event->recorded ? OK : NOT_READY;
 }
@@ -844,6 +863,7 @@ API cuEventSynchronize(Event *event) {
     BEGIN(unless_captured);
     LOCKED;
     if (!find_event(event)) return INVALID_HANDLE;
+    if (asked_of_graph(event)) return CAPTURED_EVENT;
     count_wait();
     event->references++;
     uint64_t wanted = event->recorded;
@@ -1015,6 +1035,7 @@ API cuGetErrorName(int error, const char **name) {
         {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
         {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
         {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"},
+        {CAPTURED_EVENT, "CUDA_ERROR_CAPTURED_EVENT"},
         {UNKNOWN, "CUDA_ERROR_UNKNOWN"},
     };
     *name = NULL;
