@@ -9,6 +9,7 @@ from math import isfinite
 
 from ecd.core.types import Content, Extent, Key
 from ecd_proto import contract
+from ecd_proto.placeholders import Placeholder, is_claimed
 from ecd_proto.v1 import cache_pb2 as pb
 
 TOLD_METADATA_BYTES = 128
@@ -66,6 +67,10 @@ def check_content(content: Content) -> Content:
         raise InvalidRequest(
             f"{len(content.metadata)} bytes of metadata; at most {contract.MAX_METADATA_BYTES}"
         )
+    if is_claimed(content.metadata) and not _is_placeholder(content.metadata):
+        raise InvalidRequest(
+            "metadata that begin with b'\\x01{', as placeholder metadata do, and make no sense"
+        )
     if not (isfinite(content.cost_s) and content.cost_s >= 0.0):
         raise InvalidRequest(f"cost_s is {content.cost_s}; it must be 0 or more")
     return Content(dtype, shape, nbytes, content.metadata, content.cost_s)
@@ -80,6 +85,11 @@ def _check_dimensions(shape: Sequence[int]) -> None:
 def _tensor(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], int]:
     """One dtype and shape for all entries that have them, and their bytes."""
     return dtype, shape, contract.nbytes_of(dtype, shape)
+
+
+@lru_cache(maxsize=8192)
+def _is_placeholder(metadata: bytes) -> bool:
+    return Placeholder.unpack(metadata) is not None
 
 
 def hints_from(message: pb.Hint) -> list[contract.Hint]:

@@ -26,7 +26,7 @@ GUESSED_ROWS = (64.0, 4096.0)
 """Where the scaled guess counts as one report each: a fit to entries of one size needs them."""
 MAX_MODALITY_BYTES = 32
 _JSON = b'\x01{"'
-"""The beginning of placeholder metadata (`ecd_client.placeholders`); the modality follows."""
+"""The beginning of placeholder metadata (`ecd_proto.placeholders`); the modality follows."""
 
 
 class Cost(NamedTuple):

@@ -280,8 +280,8 @@ def test_every_static_peer_is_heard_and_a_dead_one_is_said(
     client = client_of(here)
     for each in unused_pair:
         put(client_of(each), "k", 55)
-    client_of(unused_pair[1]).put_bytes("told", b"1", "uint8", (1,), metadata=b"\x01{}")
-    assert whole(client, ["told"]) == [[Holder(second, 1, None, b"\x01{}")]]
+    client_of(unused_pair[1]).put_bytes("told", b"1", "uint8", (1,), metadata=b"\x01")
+    assert whole(client, ["told"]) == [[Holder(second, 1, None, b"\x01")]]
     holders, none = whole(client, ["k", "absent"])
     assert {(at.node, at.nbytes) for at in holders} == {(first, 55), (second, 55)}
     assert none == []

@@ -15,9 +15,15 @@ from vllm.config import ECTransferConfig
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+)
 
 from ecd_client import Client
+from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA
+from ecd_client.vllm.names import stored_name
 from support.waiting import HANG_S, value_of
 
 WAIT_S = 1.0
@@ -35,20 +41,37 @@ role._client.wait_connected(HANG_S)
 STEP = SimpleNamespace(total_num_scheduled_tokens=8)
 
 
-def feature(name: str, length: int, offset: int = 0, bare: bool = False, modality: str = "image"):
+def feature(
+    name: str,
+    length: int,
+    offset: int = 0,
+    bare: bool = False,
+    modality: str = "image",
+    said: dict[str, torch.Tensor] | None = None,
+):
+    data = None if bare else MultiModalKwargsItem.dummy()
+    if said is not None:
+        elements = {
+            field: MultiModalFieldElem(data=value, field=MultiModalBatchedField())
+            for field, value in said.items()
+        }
+        data = MultiModalKwargsItem(elements)
     return SimpleNamespace(
         identifier=name,
         mm_position=SimpleNamespace(offset=offset, length=length, get_num_embeds=lambda: length),
         modality=modality,
-        data=None if bare else MultiModalKwargsItem.dummy(),
+        data=data,
     )
 
 
-def request(name: str, *features: SimpleNamespace, params: dict | None = None) -> SimpleNamespace:
+def request(
+    name: str, *features: SimpleNamespace, params: dict | None = None, salt: str | None = None
+) -> SimpleNamespace:
     return SimpleNamespace(
         request_id=name,
         mm_features=list(features),
         num_preemptions=0,
+        cache_salt=salt,
         ec_transfer_params=params,
         structured_output_request=None,
         status=None,
@@ -122,6 +145,57 @@ for name in ("ec_items", "ecd: gone when this cache is emptied"):
     asked = request(name, feature(name, 4))
     settled(asked)
     done[f"finishes with the name {name}"] = isinstance(connector.request_finished(asked), tuple)
+connector.build_connector_meta(STEP)
+
+put("of a tenant", 8)
+put(stored_name("of a tenant", "one"), 8)
+for salt in (None, "one", "other"):
+    asked = request(f"salt {salt}", feature("of a tenant", 8, bare=True), salt=salt)
+    done[f"a name alone, of {salt}"] = settled(asked)
+    hint = {"ecd_node": "10.0.0.1:9465"}
+    again = request(f"hinted {salt}", feature("a", 8), params={"a": hint}, salt=salt)
+    settled(again)
+    hinted = [hint.node for hint in role._items.get(stored_name("a", salt)).hints]
+    done[f"the hint of a request of {salt}"] = hinted
+    for each in (asked, again):
+        answer = connector.request_finished(each)[1]
+        done.setdefault("names in answers", []).extend(answer)
+
+if CAN_LEAVE_OUT_MEDIA:
+    put("described", 8)
+    dtype = config.model_config.dtype
+    wrong = {
+        "a float": torch.tensor([1.0, 4.0, 8.0]),
+        "a bool": torch.tensor([True, True, True]),
+        "negative": torch.tensor([1, -4, -8]),
+        "half a row": torch.tensor([1, 1, 32]),
+        "four": torch.tensor([1, 1, 4, 8]),
+        "many": torch.ones(1 << 20, dtype=torch.int64),
+        "not finite": torch.tensor([1.0, float("nan"), 8.0]),
+    }
+    for name, grid in {"right": torch.tensor([1, 4, 8]), **wrong}.items():
+        asked = request(name, feature("described", 8, said={"image_grid_thw": grid}))
+        done[f"metadata: {name}"] = settled(asked)
+        connector.request_finished(asked)
+    for name, (rows, width, of, grid) in {
+        "right": (8, 128, dtype, [1, 4, 8]),
+        "of another width": (8, 64, dtype, [1, 4, 8]),
+        "of more rows": (9, 128, dtype, [1, 4, 8]),
+        "of integers": (8, 128, torch.int64, [1, 4, 8]),
+        "beside a float": (8, 128, dtype, [1.0, 4.0, 8.0]),
+    }.items():
+        said = {
+            "image_embeds": torch.zeros(rows, width, dtype=of),
+            "image_grid_thw": torch.tensor(grid),
+        }
+        asked = request(name, feature("described", 8, said=said))
+        done[f"brought embeddings: {name}"] = settled(asked)
+        if name == "right":
+            done["what was brought is looked up"] = connector.has_cache_item("described")
+            done["what was brought is stored"] = role._sharing.includes(
+                asked.mm_features[0].identifier
+            )
+        connector.request_finished(asked)
 connector.build_connector_meta(STEP)
 done["left over"] = [len(role._items), len(role._requests), len(role._loads)]
 print("RESULT", json.dumps(done))

@@ -10,7 +10,7 @@ import pytest
 
 from e2e.engines import Engine, python_of, result_of
 from e2e.shared import CONTRACT, WORDS, Engines, Pictures, Plain, settle, tokens
-from ecd_client.placeholders import unpack
+from ecd_proto.placeholders import Placeholder
 from support.daemon import Daemon
 from support.waiting import eventually
 
@@ -76,13 +76,16 @@ def test_the_consumer_uses_what_the_producer_encoded(
     two = [list(item["item_indices"]) for item in params[6].values()]
     assert two == [[0], [1]]
     announced = {name: item["metadata"] for each in params for name, item in each.items()}
-    carried = {entry.key.mm_hash: unpack(entry.content.metadata) for entry in daemon.entries()}
-    assert sorted(each["image"]["image_grid_thw"] for each in carried.values()) == GRIDS
+    carried = {
+        entry.key.mm_hash: Placeholder.unpack(entry.content.metadata) for entry in daemon.entries()
+    }
+    assert sorted(each.fields["image_grid_thw"] for each in carried.values() if each) == GRIDS
     if version == "0.28.0":  # whose server takes no metadata as JSON
         assert not any(announced.values())
         assert consumer.metrics() == {}, "vLLM 0.28 asks no connector for its counters"
     else:
-        assert carried == {name: {"image": fields} for name, fields in announced.items()}
+        said = {name: Placeholder.of("image", fields) for name, fields in announced.items()}
+        assert carried == said
         counted = {name: n - before.get(name, 0) for name, n in consumer.metrics().items()}
         assert counted["hits"] >= counted["loads"] == len(PICTURES)
         assert counted["loaded_bytes"] > 0
@@ -168,7 +171,23 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
 ) -> None:
     done = result_of(version, "scheduler_seams.py", daemon.address, str(model_of("qwen2_5_vl")))
     left = done.pop("left over")
+    assert set(done.pop("names in answers")) == {"a", "of a tenant"}
+    described = {name: done.pop(name) for name in list(done) if ": " in name and name[0] in "mb"}
+    if version != "0.28.0":  # which takes no metadata as JSON
+        assert done.pop("what was brought is looked up") is False
+        assert done.pop("what was brought is stored") is False
+        assert {name for name, end in described.items() if end == "goes on"} == {
+            "metadata: right",
+            "brought embeddings: right",
+        }
+        assert len(described) == 13
     assert done == {
+        "a name alone, of None": "goes on",
+        "a name alone, of one": "goes on",
+        "a name alone, of other": "fails",
+        **{
+            f"the hint of a request of {salt}": ["10.0.0.1:9465"] for salt in (None, "one", "other")
+        },
         "given to a load before weights changed": "fails",
         "a report of before the last move is ignored": True,
         "a report of this move is not": True,

@@ -169,12 +169,15 @@ def test_metadata_that_does_not_fit_the_entry_fails_its_request_alone(
         [1, height, width],
         [1, width // 2, height * 2],
         [4, width // 2, height // 2],
+        [1.0, float(width), float(height)],
+        [1, float(width), height],
+        [1, width + 0.5, height],
     )
     [right] = tokens(plain.generate([unnamed(known)]))
     requests = [bare(known), *(bare(known, grid) for grid in others), bare(known)]
     for order in (requests, requests[::-1], requests[1:]):
         reply = asked.generate(order)
-        expected = ["error" if r["grids"] != [GRID] else "length" for r in order]
+        expected = ["length" if str(r["grids"]) == str([GRID]) else "error" for r in order]
         assert reasons(reply) == expected
         assert [t for t in tokens(reply) if t] == [right] * expected.count("length")
 

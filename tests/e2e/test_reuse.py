@@ -245,13 +245,13 @@ def test_an_engine_that_encodes_says_again_what_it_has_said(
 def test_a_request_that_fails_without_its_pictures_is_made_with_them(
     servers: Servers, streams: bool, new: Pictures
 ) -> None:
-    """An entry of another shape lies under the picture's name, with metadata of the right form."""
+    """An entry of another width lies under the picture's name, with metadata of the right form."""
     url = store(servers, new.url())
     entry = max(servers.daemon.entries(), key=lambda entry: entry.entry)
     with Client(servers.daemon.address, namespace=entry.key.namespace) as client:
         servers.daemon.evict(entry.key)
-        shape = (entry.content.shape[0] + 1, entry.content.shape[1])
-        nbytes = entry.content.nbytes // entry.content.shape[0] * shape[0]
+        shape = (entry.content.shape[0], entry.content.shape[1] + 1)
+        nbytes = entry.content.nbytes // entry.content.shape[1] * shape[1]
         put = client.put_bytes(
             *(entry.key.mm_hash, bytes(nbytes), entry.content.dtype, shape),
             metadata=entry.content.metadata,

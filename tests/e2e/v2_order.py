@@ -62,7 +62,11 @@ def request(name: str, identifier: str) -> SimpleNamespace:
         data=MultiModalKwargsItem.dummy(),
     )
     return SimpleNamespace(
-        request_id=name, mm_features=[feature], num_preemptions=0, ec_transfer_params=None
+        request_id=name,
+        mm_features=[feature],
+        num_preemptions=0,
+        ec_transfer_params=None,
+        cache_salt=None,
     )
 
 

@@ -398,6 +398,10 @@ def test_impossible_requests_are_refused_and_change_nothing(
         pb.Content(dtype="int8", shape=[huge, huge], nbytes=huge),
         pb.Content(dtype="int8", shape=[1] * 17, nbytes=1),
         pb.Content(dtype="int8", shape=[1], nbytes=1, metadata=b"x" * 4097),
+        *(
+            pb.Content(dtype="int8", shape=[1], nbytes=1, metadata=b"\x01" + said)
+            for said in (b"{", b"{" * 4000, b'{"image":{"image_grid_thw":[1,-16,-24]}}')
+        ),
         pb.Content(dtype="int8", shape=[1], nbytes=1, cost_s=float("-inf")),
     ]
     requests = [

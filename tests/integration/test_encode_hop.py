@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from ecd_client.vllm import encode_hop, encoders
 from ecd_client.vllm.encode_hop import IS_HOP, EncodeHop, NotEncoded
 from ecd_client.vllm.encoders import Encoders, Missing
 from ecd_proto.contract import Hint
+from ecd_proto.placeholders import Placeholder
 from support.daemon import Daemon
 from support.waiting import HANG_S, eventually_async
 
@@ -54,6 +58,11 @@ def client() -> Iterator[Client]:
 
 GRID = {"image_grid_thw": [1, 16, 24]}
 Behaviour = Callable[["SmallServer", dict], Awaitable[web.Response]]
+
+
+def known(modality: str, fields: Any) -> Placeholder | None:
+    placeholder = Placeholder.of(modality, fields)
+    return placeholder if placeholder and placeholder.fields.keys() == GRID.keys() else None
 
 
 class SmallServer:
@@ -116,6 +125,13 @@ async def redirects(_: SmallServer, body: dict) -> web.Response:
     raise web.HTTPTemporaryRedirect("/elsewhere")
 
 
+async def compresses(_: SmallServer, body: dict) -> web.Response:
+    """A right answer, but for its encoding: it may become anything."""
+    said = json.dumps({"ec_transfer_params": {"a": {"metadata": GRID}}}).encode()
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    return web.Response(body=gzip.compress(said), headers=headers)
+
+
 def with_grid(grid: list) -> Behaviour:
     return answers(200, {"ec_transfer_params": {"a": {"metadata": {"image_grid_thw": grid}}}})
 
@@ -144,7 +160,7 @@ async def hop_to(
         chooser,
         client,
         "tiny",
-        set(GRID),
+        known,
         **{"key": None, "in_need": False, "within_s": HANG_S, **options},
     )
     encode_hop.metrics().calls.clear()  # a port may have been another test's
@@ -176,7 +192,10 @@ def test_a_call_has_one_picture_under_its_name_and_nothing_of_the_caller(client:
     async def run() -> None:
         async with hop_to(client, encodes, key="k") as (hop, [engine], _):
             promise = await hop.promise(picture("a"))
-            assert promise[:2] == (GRID, [Hint("10.0.0.1:9465", 0, 4096, 100)])
+            assert (promise.placeholder.fields, promise.hints) == (
+                GRID,
+                [Hint("10.0.0.1:9465", 0, 4096, 100)],
+            )
             [asked], [headers] = engine.asked, engine.headers
             part = {**picture("a").part, "uuid": "a"}
             messages = [{"role": "user", "content": [part]}]
@@ -244,8 +263,10 @@ def test_a_slow_encoder_gets_fewer_pictures(client: Client) -> None:
         answers(200, {"ec_transfer_params": {"b": {"metadata": GRID}}}),
         answers(200, {"ec_transfer_params": {"a": {"metadata": {"image_grid_thw": "1"}}}}),
         *map(with_grid, ([1e99], [0, 16, 24], [1, -16, 24], [1, 8000, 8000], [1] * 65, [], [True])),
+        with_grid([1.0, 16.0, 24.0]),
+        answers(200, {"ec_transfer_params": {"a": {"metadata": [1]}}}),
         answers(200, {"ec_transfer_params": {"a": {"metadata": GRID}}, "more": "x" * (1 << 17)}),
-        redirects,
+        *(redirects, compresses),
     ],
 )
 def test_another_encoder_is_tried_and_the_failed_one_left_out(
@@ -253,7 +274,7 @@ def test_another_encoder_is_tried_and_the_failed_one_left_out(
 ) -> None:
     async def run() -> None:
         async with hop_to(client, failing, encodes) as (hop, [bad, good], [url, _]):
-            assert (await hop.promise(picture("a"))).fields == GRID
+            assert (await hop.promise(picture("a"))).placeholder.fields == GRID
             await hop.promise(picture("c"))
             await hop.promise(picture("d"))
             assert (len(bad.asked), len(good.asked)) == (1, 3)
@@ -326,7 +347,7 @@ def test_an_engine_without_an_encoder_asks_those_that_are_left_out(client: Clien
                     await hop.promise(picture("a"))
                 assert [len(engine.asked) for engine in engines] == [calls] * 2, "each once"
             engines[1].behaviour = encodes
-            assert (await hop.promise(picture("b"))).fields == GRID
+            assert (await hop.promise(picture("b"))).placeholder.fields == GRID
 
     asyncio.run(run())
 
@@ -354,7 +375,7 @@ def test_an_encoder_that_ends_in_the_middle_of_a_call(client: Client) -> None:
 
     async def run() -> None:
         async with hop_to(client, cut, encodes) as (hop, [dying, other], _):
-            assert (await hop.promise(picture("a"))).fields == GRID
+            assert (await hop.promise(picture("a"))).placeholder.fields == GRID
             assert (len(dying.asked), len(other.asked)) == (1, 1)
 
     asyncio.run(run())
@@ -369,7 +390,7 @@ def test_one_call_for_all_who_want_a_picture_at_one_time(client: Client) -> None
             asking[0].cancel()  # the others' call goes on
             await asyncio.wait(asking[:1])
             engine.goes_on.set()
-            assert [(await each).fields for each in asking[1:]] == [GRID] * 4
+            assert [(await each).placeholder.fields for each in asking[1:]] == [GRID] * 4
             assert len(engine.asked) == 1
             assert count("hop_pictures_total", outcome="joined") == joined + 4
 
@@ -389,7 +410,7 @@ def test_a_call_ends_with_the_last_who_waits_for_it(client: Client) -> None:
             await eventually_async(lambda: len(engine.asked) == 2 and engine.active == 1)
             assert count("encoder_calls_total", encoder=url, outcome="cancelled") == 1
             engine.goes_on.set()
-            assert (await newcomer).fields == GRID
+            assert (await newcomer).placeholder.fields == GRID
 
     asyncio.run(run())
 
@@ -408,5 +429,81 @@ def test_pictures_on_their_way_are_bounded(
             assert engine.most_active == len(engine.asked) == 2
             assert count("hop_pictures_total", outcome="full") == full + 5
             assert count("hop_pictures_total", outcome="late") == late + 2
+
+    asyncio.run(run())
+
+
+def look(*missing: Missing) -> Any:
+    """A request's pictures, as far as the hop looks at them."""
+    return SimpleNamespace(missing=list(missing), promised=[])
+
+
+def test_one_requests_pictures_come_in_turns(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_hop, "MAX_OF_REQUEST", 2)
+
+    async def run() -> None:
+        async with hop_to(client, waits) as (hop, [engine], _):
+            many = look(*(picture(f"{number}") for number in range(9)))
+            asking = asyncio.ensure_future(hop.complete(many, "one"))
+            await eventually_async(lambda: engine.active == 2)
+            engine.goes_on.set()
+            await asking
+            assert [missing.name for missing, _ in many.promised] == [f"{n}" for n in range(9)]
+            assert engine.most_active == 2
+
+    asyncio.run(run())
+
+
+def test_one_caller_leaves_places_to_others(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_hop, "MAX_CALLS", 4)
+    monkeypatch.setattr(encode_hop, "MAX_OF_CALLER", 3)
+
+    async def run() -> None:
+        async with hop_to(client, waits) as (hop, [engine], _):
+            greedy = [look(picture(f"{number}")) for number in range(9)]
+            asking = [asyncio.ensure_future(hop.complete(each, "greedy")) for each in greedy]
+            await eventually_async(lambda: engine.active == 3)
+            modest = look(picture("a"))
+            asking.append(asyncio.ensure_future(hop.complete(modest, "modest")))
+            await eventually_async(lambda: engine.active == 4)
+            engine.goes_on.set()
+            await asyncio.gather(*asking)
+            assert modest.promised
+            assert sum(bool(each.promised) for each in greedy) == 3
+
+    asyncio.run(run())
+
+
+def test_an_engine_without_an_encoder_waits_for_a_place(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_hop, "MAX_CALLS", 2)
+
+    async def run() -> None:
+        async with hop_to(client, waits, in_need=True) as (hop, [engine], _):
+            asking = [
+                asyncio.ensure_future(hop.promise(picture(f"{number}"))) for number in range(7)
+            ]
+            await eventually_async(lambda: engine.active == 2)
+            asking[6].cancel()  # it waits for a place, and leaves
+            engine.goes_on.set()
+            assert len(await asyncio.gather(*asking[:6])) == 6
+            assert engine.most_active == 2
+
+    asyncio.run(run())
+
+
+def test_a_tenants_picture_is_stored_under_the_tenants_name(client: Client) -> None:
+    async def run() -> None:
+        async with hop_to(client, encodes) as (hop, [engine], _):
+            await hop.promise(picture("a")._replace(salt="tenant"))
+            await hop.promise(picture("a"))
+            assert [asked.get("cache_salt") for asked in engine.asked] == ["tenant", None]
+            names = [asked["messages"][0]["content"][0]["uuid"] for asked in engine.asked]
+            assert names == ["a", "a"]  # the encoder salts them
 
     asyncio.run(run())

@@ -16,12 +16,12 @@ from ecd.core.entry import Entry
 from ecd.core.outcomes import Committed, Leased, Reserved
 from ecd.core.pool import REFETCHED_S, Pool
 from ecd.core.types import Content, Key, Selection, SessionId
-from ecd_client.placeholders import pack
 from support.examples import draws
 
 ROW_BYTES = 7168
 ROWS = (16, 64, 256, 1024, 4096, 16384)
-IMAGE, VIDEO = pack("image", {"image_grid_thw": [1, 54, 72]}), pack("video", {})
+IMAGE = b'\x01{"image":{"image_grid_thw":[1,54,72]}}'
+VIDEO = b'\x01{"video":{"video_grid_thw":[2,54,72]}}'
 
 
 def content(rows: int, cost_s: float = 0.0, metadata: bytes = IMAGE) -> Content:

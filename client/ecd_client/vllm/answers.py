@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from ecd_client.client import Client
@@ -15,12 +15,19 @@ from ecd_client.errors import EcdError
 from ecd_client.item import Item
 from ecd_client.vllm.compat import PlaceholderMetadata, collect_ec_item_metadata
 from ecd_client.vllm.hints import add_hints, consumers_in
+from ecd_client.vllm.names import stored_name
 from ecd_client.vllm.pictures import Found, Look
 
 STAYS_S = 10.0
 """How long what an answer names is held, for its consumer to come."""
 MAX_STAYING = 256
 """Entries held so: half of the pins that a session has."""
+
+
+class _Staying(NamedTuple):
+    item: Item
+    until_s: float
+    caller: str
 
 
 class Answers:
@@ -32,9 +39,9 @@ class Answers:
         """`model` is the served one's name."""
         self._client, self._metadata, self._model = client, metadata, model
         self._announces_node = announces_node
-        self._staying: OrderedDict[tuple[str, str], tuple[Item, float]] = OrderedDict()
+        self._staying: OrderedDict[tuple[str, str], _Staying] = OrderedDict()
 
-    def answer(self, look: Look) -> dict[str, Any]:
+    def answer(self, look: Look, caller: str) -> dict[str, Any]:
         """The answer to a request whose pictures are stored; they stay so for STAYS_S."""
         features = [
             SimpleNamespace(identifier=picture.name, modality="image", data=None, mm_position=None)
@@ -42,15 +49,19 @@ class Answers:
         ]
         params: dict[str, Any] = collect_ec_item_metadata(features, self._metadata)
         for picture in look.found:
-            params[picture.name]["metadata"] = picture.fields
+            params[picture.name]["metadata"] = dict(picture.placeholder.fields)
         namespace = look.found[0].item.namespace
+        stored = {name: stored_name(name, look.salt) for name in params}
         with contextlib.suppress(EcdError):
             if self._announces_node:
-                hints = {name: self._client.hint(name, namespace=namespace) for name in params}
+                hints = {
+                    name: self._client.hint(key, namespace=namespace)
+                    for name, key in stored.items()
+                }
                 add_hints(params, {name: hint for name, hint in hints.items() if hint})
             if consumers := consumers_in(look.request.get("ec_transfer_params")):
-                self._client.offer(list(params), consumers, namespace=namespace)
-        self._have_stay(look.found)
+                self._client.offer(list(stored.values()), consumers, namespace=namespace)
+        self._have_stay(look.found, stored, caller)
         return {
             "id": f"chatcmpl-{uuid4().hex}",
             "object": "chat.completion",
@@ -68,20 +79,26 @@ class Answers:
             "ec_transfer_params": params,
         }
 
-    def _have_stay(self, found: list[Found]) -> None:
-        """Hold each entry once, until STAYS_S after the last answer that names it."""
+    def _have_stay(self, found: list[Found], stored: dict[str, str], caller: str) -> None:
+        """Hold each entry once, until STAYS_S after the last answer that names it.
+
+        Beyond MAX_STAYING the caller with the most entries loses its oldest.
+        """
         until_s = time.monotonic() + STAYS_S
         for picture in found:
-            key = picture.item.namespace, picture.name
+            key = picture.item.namespace, stored[picture.name]
             before = self._staying.pop(key, None)
             if before is not None:
-                before[0].close()
-            self._staying[key] = picture.item, until_s
+                before.item.close()
+            self._staying[key] = _Staying(picture.item, until_s, caller)
         while len(self._staying) > MAX_STAYING:
-            self._staying.popitem(last=False)[1][0].close()
+            held = Counter(staying.caller for staying in self._staying.values())
+            [(most, _)] = held.most_common(1)
+            oldest = next(key for key, each in self._staying.items() if each.caller == most)
+            self._staying.pop(oldest).item.close()
         asyncio.get_running_loop().call_later(STAYS_S, self._let_go, until_s)
 
     def _let_go(self, until_s: float) -> None:
         """Release what stays until `until_s` at most: by no clock, as uvloop's timers are early."""
-        while self._staying and next(iter(self._staying.values()))[1] <= until_s:
-            self._staying.popitem(last=False)[1][0].close()
+        while self._staying and next(iter(self._staying.values())).until_s <= until_s:
+            self._staying.popitem(last=False)[1].item.close()

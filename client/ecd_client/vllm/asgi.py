@@ -21,6 +21,13 @@ def is_chat(scope: Scope) -> bool:
     return path.removeprefix(scope.get("root_path", "")) == PATH
 
 
+def caller_of(scope: Scope, salt: str | None) -> str:
+    """Who has sent a request, as far as can be told: by address, by key, and by tenant."""
+    key = dict(scope["headers"]).get(b"authorization", b"")
+    host, _ = scope.get("client") or ("", 0)
+    return repr((host, key, salt))
+
+
 def is_stream(start: Message) -> bool:
     headers = dict(start.get("headers", ()))
     return bool(headers.get(b"content-type", b"").startswith(b"text/event-stream"))

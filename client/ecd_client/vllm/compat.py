@@ -10,7 +10,8 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.logger import init_logger
 
 from ecd_client.errors import EcdError
-from ecd_client.placeholders import pack
+from ecd_client.vllm.outputs import configs_in
+from ecd_proto.placeholders import MAX_NUMBERS, Placeholder
 
 try:  # since 0.32
     from vllm.distributed.ec_transfer.ec_connector.metrics import (
@@ -76,6 +77,8 @@ class PlaceholderMetadata:
     def __init__(self, model_config: Any) -> None:
         self._model_config = model_config
         self._fields: dict[str, set[str]] = {}
+        merges = (config.get("spatial_merge_size") for config in configs_in(model_config.hf_config))
+        self._merge = next((merge for merge in merges if type(merge) is int and merge > 0), None)
 
     def is_all_of(self, feature: Any) -> bool:
         """Whether the request brought only metadata of an item, and nothing to encode."""
@@ -113,12 +116,20 @@ class PlaceholderMetadata:
 
     def packed(self, feature: Any) -> bytes:
         """The item's fields as its entry carries them; empty unless all are known."""
+        placeholder = self.of_item(feature)
+        packed = b"" if placeholder is None else placeholder.packed
+        return packed if len(packed) <= MAX_PACKED_BYTES else b""
+
+    def of_item(self, feature: Any) -> Placeholder | None:
+        """The fields of a request's item. None: some are not known, or make no sense."""
         wanted = self.fields_for(feature.modality)
         if not wanted:
-            return b""
+            return None
         try:
+            data = {} if feature.data is None else feature.data.get_data()
+            if any(_is_long(data[name]) for name in wanted if name in data):
+                return None
             if collect_ec_item_metadata is None:
-                data = {} if feature.data is None else feature.data.get_data()
                 fields = {
                     name: (value if value.ndim else value.reshape(1)).tolist()
                     for name, value in data.items()
@@ -127,11 +138,26 @@ class PlaceholderMetadata:
             else:
                 [item] = collect_ec_item_metadata([feature], self).values()
                 fields = item["metadata"]
-            packed = pack(feature.modality, fields) if fields.keys() == wanted else b""
-            return packed if len(packed) <= MAX_PACKED_BYTES else b""
         except Exception:  # the model's own values: its consumers preprocess for themselves
             logger.warning("no placeholder metadata for an item", exc_info=True)
-            return b""
+            return None
+        return self.checked(feature.modality, fields)
+
+    def checked(
+        self, modality: str, fields: Any, embeddings: int | None = None
+    ) -> Placeholder | None:
+        """The fields that somebody says an item has. None: they are others, or make no sense.
+
+        `embeddings` is the number that the item has, if it is known.
+        """
+        placeholder = Placeholder.of(modality, fields)
+        if (
+            placeholder is None
+            or placeholder.fields.keys() != self.fields_for(modality)
+            or not placeholder.fits(self._merge, embeddings)
+        ):
+            return None
+        return placeholder
 
     def fields_for(self, modality: str) -> set[str]:
         """The names of a processed item's fields that are metadata."""
@@ -165,6 +191,12 @@ def keep_media(metadata: PlaceholderMetadata) -> None:
         return update(cache, mm_item, mm_hash)
 
     ReceiverCache.get_and_update_item = kept
+
+
+def _is_long(value: Any) -> bool:
+    """Whether a field has more numbers than one may have, so that it is not looked at."""
+    count = value.numel() if isinstance(value, torch.Tensor) else len(value)
+    return count > MAX_NUMBERS
 
 
 def _has_more(data: Any, fields: set[str]) -> bool:

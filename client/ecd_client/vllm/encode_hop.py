@@ -10,11 +10,9 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
@@ -24,7 +22,9 @@ from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable
 from ecd_client.vllm.encoders import Encoder, Encoders, Missing
 from ecd_client.vllm.hints import CONSUMERS, hints_in
+from ecd_client.vllm.places import Places
 from ecd_proto.contract import Hint
+from ecd_proto.placeholders import Placeholder
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -38,7 +38,9 @@ SHARE_TO_CONNECT = 1 / 4
 CALM_S = 10.0
 """An encoder that served a picture so short a time ago is busy, not dead, if it is late."""
 MAX_CALLS = 64
-"""Pictures that are called for at one time; more are left to the engine."""
+"""Pictures that are called for at one time; more wait, or are left to the engine."""
+MAX_OF_REQUEST, MAX_OF_CALLER = 16, 48
+"""Those of one request, which come in turns, and those of one caller."""
 SAID_EVERY_S = 60.0
 """Pause between two messages about pictures that encoders refuse."""
 MAX_ANSWER_BYTES = 64 << 10
@@ -46,8 +48,6 @@ IS_HOP = "x-ecd-hop"
 """Header of a call: an engine that gets it does not ask another one."""
 IS_HOP_PARAM = "ecd_hop"
 """The same in the body, as gateways drop headers."""
-MAX_NUMBERS, MAX_SIDE, MAX_PRODUCT = 64, 1 << 16, 1 << 20
-"""Most numbers in a picture's metadata, the largest one, and their largest product."""
 _IDLE_S = 2.0
 """How long a connection is kept without a call: vLLM closes it after 5 s."""
 _REFUSALS = (400, 413, 422)
@@ -57,7 +57,7 @@ _REFUSALS = (400, 413, 422)
 class Promise(NamedTuple):
     """The metadata of a picture that an encoder has stored, where it lies, and who says so."""
 
-    fields: dict[str, Any]
+    placeholder: Placeholder
     hints: list[Hint]
     encoder: Encoder
 
@@ -93,22 +93,23 @@ class EncodeHop:
         encoders: Encoders,
         client: Client,
         model: str,
-        fields: set[str],
+        checked: Callable[[str, Any], Placeholder | None],
         *,
         key: str | None,
         in_need: bool,
         within_s: float,
     ) -> None:
-        """`model` is the served one's name, `fields` are those of a picture's metadata.
+        """`model` is the served one's name, `checked` says what metadata of a modality may be.
 
-        `key` is sent to encoders as a bearer token. `in_need` calls encoders that are left out
-        where no other is left: for an engine that has no encoder of its own. A picture has
-        `within_s` seconds, with all encoders together.
+        `key` is sent to encoders as a bearer token. `in_need` is for an engine that has no encoder
+        of its own: its pictures wait for a place, and encoders that are left out are called where
+        no other is left. The pictures of a request have `within_s` seconds, with all encoders.
         """
         self._encoders, self._client, self._model = encoders, client, model
-        self._fields, self._key, self._in_need = fields, key, in_need
+        self._checked, self._key, self._in_need = checked, key, in_need
         self._within_s, self._quiet_until_s = within_s, 0.0
         self._flights: dict[tuple[str, str], _Flight] = {}
+        self._places = Places(MAX_CALLS, MAX_OF_CALLER)
         self._session: aiohttp.ClientSession | None = None
         self._metrics = metrics()
 
@@ -131,9 +132,16 @@ class EncodeHop:
         for encoder in {promise.encoder for _, promise in promised}:
             self._note_failed(encoder, now_s, _Failed("what it promised cannot be loaded"))
 
-    async def complete(self, look: Look) -> None:
+    async def complete(self, look: Look, caller: str) -> None:
         """Have all pictures that the request lacks promised, or leave it as it was."""
-        flights = [asyncio.ensure_future(self.promise(missing)) for missing in look.missing]
+        until_s = time.monotonic() + self._within_s
+        turns = asyncio.Semaphore(MAX_OF_REQUEST)
+
+        async def in_turn(missing: Missing) -> Promise:
+            async with turns:
+                return await self.promise(missing, caller, until_s)
+
+        flights = [asyncio.ensure_future(in_turn(missing)) for missing in look.missing]
         try:
             promises = await asyncio.gather(*flights)
         except NotEncoded:
@@ -146,19 +154,24 @@ class EncodeHop:
                 flight.cancel()
         look.promised = list(zip(look.missing, promises, strict=True))
 
-    async def promise(self, missing: Missing) -> Promise:
+    async def promise(
+        self, missing: Missing, caller: str = "", until_s: float | None = None
+    ) -> Promise:
         """Have a picture encoded, once for all who ask for it meanwhile. Raises NotEncoded.
 
         The search ends when it has a result, when its time is over, or when nobody waits for it.
         """
-        key = missing.namespace, missing.name
+        if until_s is None:
+            until_s = time.monotonic() + self._within_s
+        key = missing.namespace, missing.stored_name
+        if key not in self._flights:
+            await self._take_place(caller, until_s)
+            if key in self._flights:  # another request was faster
+                self._places.give(caller)
         flight = self._flights.get(key)
         if flight is None:
-            if len(self._flights) >= MAX_CALLS:
-                self._metrics.count("full")
-                raise NotEncoded
-            until_s = time.monotonic() + self._within_s
             search = asyncio.ensure_future(self._search(missing, until_s))
+            search.add_done_callback(lambda _: self._places.give(caller))
             flight = self._flights[key] = _Flight(search)
             flight.task.add_done_callback(lambda _: self._forget(key, flight))
         else:
@@ -174,6 +187,17 @@ class EncodeHop:
         if promise is None:
             raise NotEncoded
         return promise
+
+    async def _take_place(self, caller: str, until_s: float) -> None:
+        """Take a place; only an engine without an encoder waits for one. Raises NotEncoded."""
+        if self._places.take(caller):
+            return
+        if self._in_need:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._places.wait(caller), until_s - time.monotonic())
+                return
+        self._metrics.count("full")
+        raise NotEncoded
 
     def _forget(self, key: tuple[str, str], flight: _Flight | None) -> None:
         if self._flights.get(key) is flight:
@@ -245,6 +269,8 @@ class EncodeHop:
             if node := self._client.node:
                 params[CONSUMERS] = [node]
         request["ec_transfer_params"] = params
+        if missing.salt:
+            request["cache_salt"] = missing.salt
         return json.dumps(request).encode()
 
     async def _call(self, encoder: Encoder, body: bytes, until_s: float) -> bytes:
@@ -253,13 +279,18 @@ class EncodeHop:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,  # a bound counts what comes, not what it becomes
             )
         # `connect` has the time to resolve the name in it, which `sock_connect` has not.
         timeout = aiohttp.ClientTimeout(
             total=max(0.001, until_s - time.monotonic()),
             connect=self._within_s * SHARE_TO_CONNECT,
         )
-        headers = {"Content-Type": "application/json", IS_HOP: "1"}
+        headers = {
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+            IS_HOP: "1",
+        }
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         answer = b""
@@ -276,6 +307,8 @@ class EncodeHop:
                     raise _Refused(f"{reply.status} {said.decode(errors='replace')}")
                 if reply.status != 200:
                     raise _Failed(f"it answered with status {reply.status}")
+                if reply.headers.get("Content-Encoding", "identity") != "identity":
+                    raise _Failed("its answer is compressed, which it was not asked for")
                 async for chunk in reply.content.iter_any():
                     answer += chunk
                     if len(answer) > MAX_ANSWER_BYTES:
@@ -292,28 +325,10 @@ class EncodeHop:
         """The promise that an answer makes of the picture of this name. Raises _Failed."""
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             params = json.loads(answer)["ec_transfer_params"]
-            fields = params[name]["metadata"]
-            if fields.keys() == self._fields and all(map(_is_size, fields.values())):
-                return Promise(fields, hints_in(params, [name]).get(name, []), encoder)
+            placeholder = self._checked("image", params[name]["metadata"])
+            if placeholder is not None:
+                return Promise(placeholder, hints_in(params, [name]).get(name, []), encoder)
         raise _Failed("it has not stored the picture, or does not say its size")
-
-
-def _is_size(value: Any) -> bool:
-    """Whether a field is a number above 0, or a list of some or of lists of them, and none huge."""
-    numbers = list(_numbers(value))
-    return (
-        0 < len(numbers) <= MAX_NUMBERS
-        and all(type(number) in (int, float) and 0 < number <= MAX_SIDE for number in numbers)
-        and math.prod(numbers) <= MAX_PRODUCT
-    )
-
-
-def _numbers(value: Any, depth: int = 0) -> Iterator[Any]:
-    if isinstance(value, list) and depth < 2:
-        for each in islice(value, MAX_NUMBERS + 1):
-            yield from _numbers(each, depth + 1)
-    else:
-        yield value
 
 
 class Metrics:
@@ -323,7 +338,7 @@ class Metrics:
         self._pictures = Counter(
             "vllm:ecd_hop_pictures",
             "Pictures that ecd had not: promised by an encoder, joined (another request's call was "
-            "waited for), given_up, late, or full (too many on their way).",
+            "waited for), given_up, late, or full (no place in time).",
             ["outcome"],
         )
         self.calls = Counter(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ecd_client.errors import InvalidArgument
+from ecd_client.vllm.names import stored_name
 
 VARIABLE = "ECD_ENCODERS"
 RESTS_S = (1.0, 60.0)
@@ -30,6 +31,11 @@ class Missing(NamedTuple):
     name: str
     namespace: str
     tokens: int
+    salt: str | None = None
+
+    @property
+    def stored_name(self) -> str:
+        return stored_name(self.name, self.salt)
 
 
 def tokens_of(width: int, height: int) -> int:

@@ -30,14 +30,17 @@ class Outputs:
         self._dtypes = {str(model.dtype).removeprefix("torch."), "float32"}
         self._width: int = model.get_inputs_embeds_size()
         self._is_pruned = bool(getattr(model.multimodal_config, "video_pruning_rate", None))
-        configs = list(_configs(model.hf_config))
+        configs = list(configs_in(model.hf_config))
         levels = [list(config[LEVELS] or ()) for config in configs if LEVELS in config]
         self._multiples = {1, *(1 + len(level) for level in levels)}
         self._is_known = bool(levels) or not any("deepstack" in n for c in configs for n in c)
 
-    def fit(self, modality: str, dtype: str, shape: tuple[int, ...]) -> bool:
-        """Whether an entry of this dtype and shape, (embeddings, width), fits the modality."""
-        if len(shape) != 2 or dtype not in self._dtypes:
+    def fit(self, modality: str, dtype: str | None, shape: tuple[int, ...]) -> bool:
+        """Whether embeddings of this shape, (embeddings, width), fit the modality.
+
+        `dtype` is their entry's; None: vLLM converts them.
+        """
+        if len(shape) != 2 or (dtype is not None and dtype not in self._dtypes):
             return False
         width = shape[1]
         if measured := self._measured.get(modality):
@@ -53,11 +56,11 @@ class Outputs:
         return f"{' or '.join(sorted(self._dtypes))}, {widths} wide"
 
 
-def _configs(config: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+def configs_in(config: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
     """The fields of a model's configuration, then of each configuration within it."""
     fields: dict[str, Any] = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     yield fields
     if depth < MAX_DEPTH:
         for name, value in fields.items():
             if name.endswith("config"):
-                yield from _configs(value, depth + 1)
+                yield from configs_in(value, depth + 1)

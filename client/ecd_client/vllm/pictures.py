@@ -20,13 +20,14 @@ from vllm.multimodal.media.image import ImageMediaIO
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.item import Item
-from ecd_client.placeholders import unpack
 from ecd_client.vllm.compat import PlaceholderMetadata, open_image
 from ecd_client.vllm.encoders import UNKNOWN_TOKENS, Missing, tokens_of
 from ecd_client.vllm.hints import add_hints, hints_in
 from ecd_client.vllm.identity import PRIVATE
+from ecd_client.vllm.names import stored_name
 from ecd_client.vllm.settings import Settings
 from ecd_client.vllm.shared_namespace import SeenNamespace
+from ecd_proto.placeholders import Placeholder
 
 if TYPE_CHECKING:
     from ecd_client.vllm.encode_hop import Promise
@@ -46,12 +47,12 @@ _PLAIN = frozenset(("text", "input_text", "output_text", "refusal", "thinking", 
 
 
 class Found(NamedTuple):
-    """A picture in a request: the part, its name, what ecd has of it, and its metadata."""
+    """A picture in a request: the part, its name there, what ecd has of it, and its metadata."""
 
     part: dict[str, Any]
     name: str
     item: Item
-    fields: dict[str, Any]
+    placeholder: Placeholder
 
 
 @dataclass
@@ -69,6 +70,11 @@ class Look:
     promised: list[tuple[Missing, Promise]] = field(default_factory=list)
 
     @property
+    def salt(self) -> str | None:
+        """What parts the request's tenant from others."""
+        return self.request.get("cache_salt")
+
+    @property
     def is_whole(self) -> bool:
         """Whether the engine can do without the pictures."""
         return 0 < len(self.parts) == len(self.found) + len(self.promised)
@@ -76,9 +82,9 @@ class Look:
     def rewritten(self) -> bytes:
         """The request with names and metadata in place of its pictures."""
         for picture in self.found:
-            _leave_out(picture.part, picture.name, picture.fields)
+            _leave_out(picture.part, picture.name, picture.placeholder)
         for missing, promise in self.promised:
-            _leave_out(missing.part, missing.name, promise.fields)
+            _leave_out(missing.part, missing.name, promise.placeholder)
         hints = {
             missing.name: promise.hints[0] for missing, promise in self.promised if promise.hints
         }
@@ -120,7 +126,7 @@ class Pictures:
         multimodal = model_config.multimodal_config
         self._algorithm = multimodal.mm_hasher_algorithm
         self._limit = min(multimodal.get_limit_per_prompt("image") or MAX_PICTURES, MAX_PICTURES)
-        self._wanted = metadata.fields_for("image")
+        self._metadata = metadata
         self._media = MEDIA_CONNECTOR_REGISTRY.load(
             envs.VLLM_MEDIA_CONNECTOR,
             media_io_kwargs=None,
@@ -137,8 +143,9 @@ class Pictures:
         try:
             await asyncio.to_thread(self._read, look)
             if look.parts:
-                contents = await asyncio.gather(*map(self._content, look.parts))
-                await asyncio.to_thread(self._find_all, look, contents)
+                contents = await self._contents(look)
+                if len(contents) == len(look.parts):
+                    await asyncio.to_thread(self._find_all, look, contents)
         except Exception:  # vLLM says what is wrong with the request
             logger.debug("ecd: a request passes as it is", exc_info=True)
             look.close()
@@ -151,11 +158,38 @@ class Pictures:
             any(request.get(field) for field in _UNNAMED)
             or request.get("model") not in (None, *self._models)
             or (request.get("stream") and not self._may_stream)
+            or not isinstance(request.get("cache_salt") or "", str)
         ):
             return
         parts = _pictures(request)
         if len(parts) <= self._limit:
             look.request, look.parts = request, parts
+
+    async def _contents(self, look: Look) -> list[Any]:
+        """The contents of all parts; none if one of them cannot be had, which vLLM will say.
+
+        What was fetched by then goes on with the request, and is not fetched again.
+        """
+        fetches = [asyncio.ensure_future(self._content(part)) for part in look.parts]
+        try:
+            done, _ = await asyncio.wait(fetches, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for fetch in fetches:
+                fetch.cancel()
+        had = [fetch in done and fetch.exception() is None for fetch in fetches]
+        contents = [
+            fetch.result() if is_had else None for fetch, is_had in zip(fetches, had, strict=True)
+        ]
+        if all(had):
+            return contents
+        await asyncio.to_thread(self._put_in, look, contents)
+        return []
+
+    @staticmethod
+    def _put_in(look: Look, contents: list[Any]) -> None:
+        put_in = [_put_in(*each) for each in zip(look.parts, contents, strict=True)]
+        if any(put_in):
+            look.body = _packed(look.request)
 
     async def _content(self, part: dict[str, Any]) -> Any:
         """The picture as vLLM's hasher takes it. None: the client has named it.
@@ -178,21 +212,21 @@ class Pictures:
         with contextlib.suppress(EcdError):
             for part, content in zip(look.parts, contents, strict=True):
                 name = self._name(part, content)
-                if namespace is None or not self._settings.shares(name):
+                if namespace is None or not self._settings.shares(stored_name(name, look.salt)):
                     break
-                picture = self._find(namespace, part, name, hints.get(name, ()), until_s)
+                nodes = hints.get(name, ())
+                picture = self._find(namespace, part, name, look.salt, nodes, until_s)
                 if picture is not None:
                     look.found.append(picture)
                 elif has_hop and (url := _data_url(part, content)):
-                    look.missing.append(Missing(part, url, name, namespace, _tokens(content)))
+                    tokens = _tokens(content)
+                    look.missing.append(Missing(part, url, name, namespace, tokens, look.salt))
                 else:
                     break
         if len(look.found) + len(look.missing) < len(look.parts):
             look.close()
         if not look.is_whole:
-            put_in = [_put_in(*each) for each in zip(look.parts, contents, strict=True)]
-            if any(put_in):
-                look.body = _packed(look.request)
+            self._put_in(look, contents)
 
     def _name(self, part: dict[str, Any], content: Any) -> str:
         if content is None:
@@ -206,20 +240,29 @@ class Pictures:
         return name
 
     def _find(
-        self, namespace: str, part: dict[str, Any], name: str, nodes: Any, until_s: float
+        self,
+        namespace: str,
+        part: dict[str, Any],
+        name: str,
+        salt: str | None,
+        nodes: Any,
+        until_s: float,
     ) -> Found | None:
         """The picture, if it is here or comes until then."""
-        item, may_come = self._client.get_now(name, namespace=namespace)
+        stored = stored_name(name, salt)
+        item, may_come = self._client.get_now(stored, namespace=namespace)
         left_s = until_s - time.monotonic()
         if item is None and (may_come or nodes) and left_s > 0:
-            item = self._client.get(name, left_s, namespace=namespace, nodes=nodes)
+            item = self._client.get(stored, left_s, namespace=namespace, nodes=nodes)
         if item is None:
             return None
-        fields = unpack(item.metadata).get("image", {})
-        if fields.keys() != self._wanted:
-            item.close()
-            return None
-        return Found(part, name, item, fields)
+        said = Placeholder.unpack(item.metadata)
+        if said is not None and said.modality == "image" and item.shape:
+            placeholder = self._metadata.checked("image", said.fields, item.shape[0])
+            if placeholder is not None:
+                return Found(part, name, item, placeholder)
+        item.close()
+        return None
 
 
 def _pictures(request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -232,13 +275,14 @@ def _pictures(request: dict[str, Any]) -> list[dict[str, Any]]:
             if kind not in _PLAIN:
                 return []
             if kind == IMAGE:
+                if not isinstance(part[IMAGE], dict):  # vLLM refuses what is not
+                    return []
                 found.append(part)
     return found
 
 
 def _url(part: dict[str, Any]) -> Any:
-    said = part[IMAGE]
-    return said.get("url") if isinstance(said, dict) else said
+    return part[IMAGE].get("url")
 
 
 def _data_url(part: dict[str, Any], content: Any) -> str | None:
@@ -256,9 +300,9 @@ def _tokens(content: Any) -> int:
     return UNKNOWN_TOKENS if content is None else tokens_of(*content.media.size)
 
 
-def _leave_out(part: dict[str, Any], name: str, fields: dict[str, Any]) -> None:
+def _leave_out(part: dict[str, Any], name: str, placeholder: Placeholder) -> None:
     del part[IMAGE]
-    part.update({"type": EMBEDS, EMBEDS: fields, "uuid": name})
+    part.update({"type": EMBEDS, EMBEDS: dict(placeholder.fields), "uuid": name})
 
 
 def _put_in(part: dict[str, Any], content: Any) -> bool:

@@ -10,6 +10,7 @@ from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable
 from ecd_client.vllm.compat import PlaceholderMetadata
 from ecd_client.vllm.hints import add_hints
+from ecd_client.vllm.names import outer_name
 from ecd_client.vllm.sharing import Sharing
 from ecd_proto.contract import Hint
 
@@ -103,7 +104,7 @@ class Producer:
         params = self._metadata.of(request.mm_features, stored)
         if params and self._announces_node:
             add_hints(params, self._hints(stored))
-        return params
+        return params and {outer_name(name): item for name, item in params.items()}
 
     def _hints(self, identifiers: Iterable[str]) -> dict[str, Hint]:
         with contextlib.suppress(DaemonUnavailable):

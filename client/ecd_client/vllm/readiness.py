@@ -75,7 +75,7 @@ class Readiness:
                 verdict = self._judge(state, wanted, user)
                 why = "this engine has no encoder"
             if verdict is _Verdict.FAILS:
-                self._fail(request, state, wanted, why)
+                self._fail(request, state, wanted.identifier, why, wanted.cause)
                 return False
             is_ready = is_ready and verdict is _Verdict.READY
         return is_ready
@@ -154,21 +154,27 @@ class Readiness:
             self._lookup.note_late(wanted)
         return True
 
-    def _fail(self, request: Request, state: RequestItems, wanted: WantedItem, why: str) -> None:
+    def refuse(self, request: Request, state: RequestItems, identifier: str) -> None:
+        """Fail a request that says of an item what makes no sense."""
+        why = "the engine would not outlive that"
+        self._fail(request, state, identifier, why, "what the request says of it makes no sense")
+
+    def _fail(
+        self, request: Request, state: RequestItems, identifier: str, why: str, cause: str
+    ) -> None:
+        if state.failed:
+            return
         self._stats.count("unavailable")
         logger.error(
             "ecd: request %s fails: its item %s cannot be had, and %s: %s",
-            request.request_id,
-            wanted.identifier,
-            why,
-            wanted.cause,
+            *(request.request_id, identifier, why, cause),
         )
         state.failed = True
         self._items.leave_all(state, state.needed)
         if CAN_FAIL_ONE_REQUEST:
             self.failed.add(request.request_id)
         else:
-            fail_by_itself(request, wanted.cause)
+            fail_by_itself(request, cause)
 
     def take_failed(self) -> set[str]:
         failed, self.failed = self.failed, set()

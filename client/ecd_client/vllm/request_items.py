@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ecd_proto.contract import Hint
+from ecd_proto.placeholders import Placeholder
 
 RequestUser: TypeAlias = "tuple[str, int]"
 """One item of one request: the request's id, and the item's index in `mm_features`."""
@@ -26,7 +27,7 @@ class NeededItem:
     embeddings: int
     modality: str
     is_bare: bool
-    described: bytes = b""
+    described: Placeholder | None = None
 
 
 @dataclass(eq=False, slots=True)

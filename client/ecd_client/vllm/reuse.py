@@ -24,7 +24,14 @@ from vllm.logger import init_logger
 from ecd_client.client import Client
 from ecd_client.errors import InvalidArgument
 from ecd_client.vllm.answers import Answers
-from ecd_client.vllm.asgi import Leaving, is_chat, is_stream, whole_body, with_body
+from ecd_client.vllm.asgi import (
+    Leaving,
+    caller_of,
+    is_chat,
+    is_stream,
+    whole_body,
+    with_body,
+)
 from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA, PlaceholderMetadata
 from ecd_client.vllm.encoders import VARIABLE, Encoders, urls_in
 from ecd_client.vllm.pictures import IMAGE, Look, Pictures
@@ -71,7 +78,7 @@ class ReuseMiddleware:
         leaving = Leaving(receive)
         try:
             if not reuse.hop.is_call(scope, look.request):
-                await leaving.interrupts(reuse.hop.complete(look))
+                await leaving.interrupts(reuse.hop.complete(look, caller_of(scope, look.salt)))
             await self._serve(reuse, look, scope, leaving.receive, send)
         finally:
             leaving.close()
@@ -81,14 +88,15 @@ class ReuseMiddleware:
         self, reuse: Reuse, look: Look, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if look.is_whole and reuse.only_encodes:
-            await JSONResponse(reuse.answers.answer(look))(scope, receive, send)
+            answer = reuse.answers.answer(look, caller_of(scope, look.salt))
+            await JSONResponse(answer)(scope, receive, send)
             return
         if not look.is_whole:
             look.close()
             await self._app(*with_body(scope, look.body, receive), send)
             return
-        # An encoder may have sent metadata that vLLM takes for the client's mistake.
-        attempt = _Attempt(send, fails_from=400 if look.promised else 500)
+        # Metadata may be such that vLLM takes them for the client's mistake.
+        attempt = _Attempt(send, fails_from=400)
         try:
             await self._try(attempt, scope, look.rewritten(), receive)
         finally:
@@ -192,8 +200,7 @@ class Reuse:
         keys = _keys(state.args)
         key = keys[0] if keys else None
         in_need = settings.on_unavailable == FAIL
-        fields = metadata.fields_for("image")
-        how = models[0], fields, key, in_need, settings.load_timeout_s
+        how = models[0], metadata, key, in_need, settings.load_timeout_s
         self.hop = None if self.only_encodes else _hop(client, *how)
         self.pictures = Pictures(
             client,
@@ -266,7 +273,7 @@ def _why_not(config: Any, settings: Settings, args: Any, only_encodes: bool) -> 
 def _hop(
     client: Client,
     model: str,
-    fields: set[str],
+    metadata: PlaceholderMetadata,
     key: str | None,
     in_need: bool,
     within_s: float,
@@ -282,8 +289,8 @@ def _hop(
     from ecd_client.vllm.encode_hop import EncodeHop  # which imports an HTTP client
 
     logger.info("ecd: pictures that are not stored go to %s", ", ".join(urls))
-    encoders = Encoders(urls)
-    return EncodeHop(encoders, client, model, fields, key=key, in_need=in_need, within_s=within_s)
+    how = Encoders(urls), client, model, metadata.checked
+    return EncodeHop(*how, key=key, in_need=in_need, within_s=within_s)
 
 
 def _keys(args: Any) -> list[str]:

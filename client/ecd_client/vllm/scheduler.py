@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ecd_client.calls import CALL_TIMEOUT_S
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
@@ -20,6 +22,7 @@ from ecd_client.vllm.encodes import Encodes
 from ecd_client.vllm.hints import consumers_in, hints_in
 from ecd_client.vllm.loads import Loads
 from ecd_client.vllm.lookup import Lookup
+from ecd_client.vllm.names import brings_embeddings, name_apart, outer_name
 from ecd_client.vllm.outputs import Outputs
 from ecd_client.vllm.producer import Producer
 from ecd_client.vllm.readiness import Readiness
@@ -61,7 +64,7 @@ class SchedulerRole:
         self._wait_s = settings.load_timeout_s
         self._is_consumer = is_consumer
         self._sharing = Sharing(settings, vllm_config)
-        outputs = Outputs(vllm_config)
+        self._outputs = outputs = Outputs(vllm_config)
         self._metadata = PlaceholderMetadata(vllm_config.model_config)
         self._metadata.fields_for("image")  # takes long the first time: no request is to wait
         keep_media(self._metadata)
@@ -162,36 +165,57 @@ class SchedulerRole:
             state.restart(request.num_preemptions, time.monotonic() + self._wait_s)
         if left := state.advance(num_computed_tokens):
             self._items.leave_all(state, left)
-        if state.is_past_all:
-            return True
-        return not state.failed and self._readiness.is_ready(request, state, num_computed_tokens)
+        if state.failed or state.is_past_all:
+            return not state.failed
+        return self._readiness.is_ready(request, state, num_computed_tokens)
 
     def _admit(self, request: Request) -> RequestItems:
         deadline_s = time.monotonic() + self._wait_s
         state = RequestItems(request.request_id, deadline_s, request.num_preemptions)
         self._take_in(state, request)
         if params := request.ec_transfer_params:
-            names = [item.identifier for item in state.needed]
-            identifiers = [name for name in names if self._sharing.includes(name)]
-            state.hints = hints_in(params, identifiers, self.stats.count)
+            items = [item.identifier for item in state.needed]
+            names = {outer_name(name): name for name in items if self._sharing.includes(name)}
+            hints = hints_in(params, names, self.stats.count)
+            state.hints = {names[name]: said for name, said in hints.items()}
             consumers = consumers_in(params)
-            if self._producer is not None and consumers and identifiers:
-                self._producer.offer(identifiers, consumers)
+            if self._producer is not None and consumers and names:
+                self._producer.offer(list(names.values()), consumers)
         return state
 
     def _take_in(self, state: RequestItems, request: Request) -> None:
-        """Note the request's items that were not seen before, if they are shared or bare."""
+        """Note the request's items that were not seen before, if they are shared or bare.
+
+        The request fails if what it says of one makes no sense: vLLM ends over some of that.
+        """
         for index, feature in enumerate(request.mm_features[state.seen :], state.seen):
+            name_apart(feature, request.cache_salt)
             identifier, position = feature.identifier, feature.mm_position
             is_bare = self._is_consumer and self._metadata.is_all_of(feature)
+            placeholder = self._metadata.of_item(feature) if is_bare else None
+            is_wrong = is_bare and bool(feature.data) and placeholder is None
+            if is_wrong or (brings_embeddings(feature) and not self._is_sensible(feature)):
+                self._readiness.refuse(request, state, identifier)
             if is_bare or self._sharing.includes(identifier):
                 embeddings = position.get_num_embeds()
-                start = position.offset
-                described = self._metadata.packed(feature) if is_bare else b""
-                about = feature.modality, is_bare, described
-                item = NeededItem(index, start, identifier, embeddings, *about)
-                state.add(item, start + position.length)
+                about = feature.modality, is_bare, placeholder
+                item = NeededItem(index, position.offset, identifier, embeddings, *about)
+                state.add(item, position.offset + position.length)
         state.seen = len(request.mm_features)
+
+    def _is_sensible(self, feature: Any) -> bool:
+        """Whether embeddings that a client brought are what the model's language part takes."""
+        brought = feature.data[f"{feature.modality}_embeds"].data
+        return (
+            isinstance(brought, torch.Tensor)
+            and brought.is_floating_point()
+            and self._outputs.fit(feature.modality, None, tuple(brought.shape))
+            and brought.shape[0] == feature.mm_position.get_num_embeds()
+            and not (
+                self._metadata.fields_for(feature.modality)
+                and self._metadata.of_item(feature) is None
+            )
+        )
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Let go of all that the request needed; return what its consumers need of its items."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ecd_client.calls import resolve
 from ecd_client.errors import InvalidArgument
+from ecd_client.vllm.names import is_alone
 from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES
 
 if TYPE_CHECKING:
@@ -109,4 +110,6 @@ class Settings:
             nbytes = len(identifier.encode())
         except UnicodeEncodeError:  # JSON has halves of characters, which no message can hold
             return False
-        return 0 < nbytes <= MAX_MM_HASH_BYTES and not (self.private_adapters and ":" in identifier)
+        if is_alone(identifier) or (self.private_adapters and ":" in identifier):
+            return False
+        return 0 < nbytes <= MAX_MM_HASH_BYTES

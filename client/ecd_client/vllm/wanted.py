@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ecd_client.item import Item
-from ecd_client.placeholders import unpack
 from ecd_client.reader import close_unseen
 from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST
 from ecd_client.vllm.outputs import Outputs
 from ecd_client.vllm.request_items import NeededItem, RequestItems, RequestUser
 from ecd_proto.contract import Hint
+from ecd_proto.placeholders import Placeholder
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +40,7 @@ class WantedItem:
     identifier: str
     modalities: set[str] = field(default_factory=set)
     expected: dict[User, int] = field(default_factory=dict)
-    bare: dict[User, bytes] = field(default_factory=dict)  # the metadata that each came with
+    bare: dict[User, Placeholder | None] = field(default_factory=dict)  # what each came with
     hints: list[Hint] = field(default_factory=list)  # nodes that are said to have it
     answer: Future[Item | None] | None = None
     item: Item | None = None
@@ -96,13 +96,13 @@ class WantedItem:
             and (user not in self.bare or self._is_described_by(self.bare[user]))
         )
 
-    def _is_described_by(self, metadata: bytes) -> bool:
+    def _is_described_by(self, said: Placeholder | None) -> bool:
         """Whether the entry has this metadata, or none that can be compared."""
         assert self.item is not None
-        if self.item.metadata == metadata:
+        if said is None or self.item.metadata == said.packed:
             return True
-        own, others = unpack(self.item.metadata), unpack(metadata)
-        return not own or not others or own == others
+        own = Placeholder.unpack(self.item.metadata)
+        return own is None or own == said
 
     def give_up(self, cause: str) -> None:
         """Drop the item and any answer under way; loads on their way keep the lease they have."""

@@ -1,0 +1,54 @@
+"""The names of items that one tenant, or one client, alone may use."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from ecd_client.vllm.names import is_alone, name_apart, outer_name, stored_name
+
+
+def item(name: str, *fields: str, modality: str = "image") -> SimpleNamespace:
+    data = {field: SimpleNamespace(data=1) for field in fields}
+    return SimpleNamespace(identifier=name, modality=modality, data=data or None)
+
+
+def named(feature: SimpleNamespace, salt: str | None) -> str:
+    name_apart(feature, salt)
+    once = feature.identifier
+    name_apart(feature, salt)  # the item of another request that vLLM made of the same
+    assert feature.identifier == once
+    return once
+
+
+def test_a_tenants_names_are_its_own() -> None:
+    names = [named(item("a"), salt) for salt in (None, "", "one", "other", "\ud800")]
+    assert names[:2] == ["a", "a"]
+    assert len(set(names)) == 4
+    assert [outer_name(name) for name in names] == ["a"] * 5
+    assert not any(map(is_alone, names))
+    assert stored_name("a", "one") == names[2]
+    assert named(item(stored_name("a", "one")), "one") == names[2]
+
+
+def test_no_name_that_a_client_chooses_is_a_tenants() -> None:
+    guessed = stored_name("a", "one")
+    assert is_alone(named(item(guessed), None))
+    assert is_alone(stored_name(guessed, None))
+    assert named(item(guessed), "other") != guessed
+
+
+@pytest.mark.parametrize("modality", ["image", "video", "audio"])
+@pytest.mark.parametrize("salt", [None, "one"])
+def test_embeddings_that_a_client_brought_have_no_pictures_name(
+    modality: str, salt: str | None
+) -> None:
+    brought = named(item("a", f"{modality}_embeds", modality=modality), salt)
+    assert is_alone(brought)
+    assert brought not in ("a", stored_name("a", salt))
+    assert outer_name(brought) == "a"
+
+
+def test_a_processors_own_fields_are_no_embeddings() -> None:
+    assert named(item("a", "input_image_embeds", "pixel_values"), None) == "a"

@@ -1,0 +1,157 @@
+"""The one door for placeholder metadata: what makes no sense does not pass, whoever says it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecd_proto.contract import MAX_METADATA_BYTES
+from ecd_proto.placeholders import MAX_NUMBERS, Placeholder, is_claimed
+from support.examples import draws
+
+GRID = {"image_grid_thw": [1, 16, 24]}
+VIDEO = {"timestamps": [0.25, 0.75], "video_grid_thw": [2, 16, 24]}
+FORMS = [
+    ("image", GRID),
+    ("video", VIDEO),
+    ("video", {"video_grid_thw": [[1, 16, 24], [1, 8, 8]]}),
+    ("video", {"video_image_sizes": [[640, 480], [640, 480]]}),
+    ("image", {"image_sizes": [640, 480]}),
+    ("audio", {"audio_num_tokens": [750]}),
+    ("audio", {"audio_feature_lengths": [3000]}),
+    ("image", {"of_a_later_model": [[1, 2], [3]]}),
+]
+NUMBERS = (
+    *(1.0, 16.0, 1.6e1, True, False, 0, -0, -16, 1e99, float("nan"), float("inf"), 10**400),
+    *("16", None, [], [1], [[1]], {}, 1 << 30),
+)
+
+
+def said(text: str) -> Placeholder | None:
+    return Placeholder.unpack(b"\x01" + text.encode())
+
+
+@pytest.mark.parametrize(("modality", "fields"), FORMS)
+def test_what_models_say_passes_and_comes_back(modality: str, fields: dict) -> None:
+    placeholder = Placeholder.of(modality, fields)
+    assert placeholder is not None
+    again = Placeholder.unpack(placeholder.packed)
+    assert again == placeholder
+    assert again.fields == fields
+    assert again.modality == modality
+    assert is_claimed(placeholder.packed)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize(("modality", "fields"), FORMS)
+def test_a_number_is_an_integer_above_0(modality: str, fields: dict, number: object) -> None:
+    for name, value in fields.items():
+        if name == "timestamps":
+            continue
+        rows = value if isinstance(value[0], list) else [value]
+        for row in rows:
+            for place, before in enumerate(row):
+                row[place] = number
+                assert Placeholder.of(modality, fields) is None
+                row[place] = before
+
+
+@pytest.mark.parametrize(
+    "seconds", [[-0.5], [True], ["1"], [[1.0]], [], [float("nan")], [1e99], [10**400], 1.0]
+)
+def test_timestamps_are_seconds(seconds: object) -> None:
+    assert Placeholder.of("video", {**VIDEO, "timestamps": seconds}) is None
+
+
+@pytest.mark.parametrize(
+    ("modality", "fields"),
+    [
+        *((modality, GRID) for modality in ("", "x" * 99, 'a"', None, 1, "\ud800")),
+        *(("image", fields) for fields in ({}, [], None, {"": [1]}, {1: [1]}, {"a b": [1]})),
+        ("image", {f"field_{number}": [1] for number in range(99)}),
+        ("image", {"image_grid_thw": [1, 9000, 9000]}),
+        ("image", {"image_grid_thw": [16, 24]}),
+        ("image", {"image_grid_thw": [1, 1, 16, 24]}),
+        ("video", {"video_grid_thw": [[1, 16, 24], [1, 16]]}),
+        ("video", {"video_grid_thw": [[1, 2048, 2048], [1, 2048, 2048]]}),
+        ("image", {"image_sizes": [640]}),
+        ("audio", {"audio_num_tokens": [750, 1]}),
+        ("audio", {"audio_num_tokens": [1 << 30]}),
+        ("image", {"of_a_later_model": [1] * (MAX_NUMBERS + 1)}),
+        ("image", {"of_a_later_model": [60000] * MAX_NUMBERS}),
+        ("image", {"of_a_later_model": (1, 2)}),
+    ],
+)
+def test_another_form_does_not_pass(modality: object, fields: object) -> None:
+    assert Placeholder.of(modality, fields) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "{}", "null", "x", "{" * 4000, '{"a":' * 700, "[" * 4000, "1" * 4096),
+        *('{"image":[]}', '{"image":{}}', '{"image":{"image_grid_thw":"x"}}', "\x00"),
+        '{"image":{"image_grid_thw":[1,16.0,24]}}',
+        '{"image":{"image_grid_thw":[1,1.6e1,24]}}',
+        '{"image":{"image_grid_thw":[1,-16,-24]}}',
+        '{"image":{"image_grid_thw":[1,true,24]}}',
+        '{"image":{"image_grid_thw":[1,NaN,24]}}',
+        '{"image":{"image_grid_thw":[1,16,24]},"video":{"video_grid_thw":[1,16,24]}}',
+        '{"image":{"image_grid_thw":[1,16,24]}}' + " " * MAX_METADATA_BYTES,
+    ],
+)
+def test_metadata_of_an_entry_that_make_no_sense_are_none(text: str) -> None:
+    assert said(text) is None
+    assert Placeholder.unpack(text.encode()) is None
+
+
+def test_one_item_is_one_whatever_the_spelling() -> None:
+    spelt = '{ "video": {"video_grid_thw": [2, 16,24], "timestamps" : [0.25, 7.5e-1]}}'
+    assert said(spelt) == Placeholder.of("video", VIDEO)
+    assert said(spelt) != Placeholder.of("video", {**VIDEO, "timestamps": [0.25, 0.5]})
+    assert said('{"image":{"image_grid_thw":[1,16,24]}}') != said(
+        '{"image":{"image_grid_thw":[1,24,16]}}'
+    )
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=12,
+)
+
+
+@draws(300)
+@given(st.dictionaries(st.sampled_from(("image", "video", "a")), JSON, max_size=2) | JSON)
+def test_only_bounded_integers_pass(anything: object) -> None:
+    placeholder = said(json.dumps(anything))
+    if placeholder is not None:
+        numbers = str(list(placeholder.fields.values())).translate(str.maketrans("[],", "   "))
+        assert all(0 < int(number) <= 1 << 22 for number in numbers.split())
+
+
+@draws(300)
+@given(st.binary(max_size=64), st.sampled_from((b"", b"\x01", b"\x01{", b'\x01{"image":')))
+def test_bytes_of_any_kind_are_read(rest: bytes, start: bytes) -> None:
+    Placeholder.unpack(start + rest)
+
+
+def test_a_grid_fits_its_embeddings() -> None:
+    image = Placeholder.of("image", GRID)
+    assert image is not None
+    assert image.fits(2, 96)
+    assert image.fits(2)
+    assert image.fits(None, 96)
+    assert not image.fits(2, 97)
+    assert not image.fits(5)
+    assert not image.fits(None, 1)
+    assert not image.fits(None, 385)
+    odd = Placeholder.of("image", {"image_grid_thw": [1, 1, 384]})  # no row of merged patches
+    assert odd is not None
+    assert not odd.fits(2)
+    audio = Placeholder.of("audio", {"audio_num_tokens": [5]})
+    assert audio is not None
+    assert audio.fits(2, 7)
