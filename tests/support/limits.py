@@ -6,6 +6,7 @@ for a process that nobody ends; so a thread kills what such a test has started, 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -13,7 +14,9 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.resource_tracker import _resource_tracker
+from pathlib import Path
 
+import psutil
 import pytest
 
 from support.processes import GRACE_S, kill_all, started
@@ -55,6 +58,7 @@ class TestLimits:
 
     def __init__(self) -> None:
         self._voice = Voice()
+        self._since_s = time.time()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -92,6 +96,23 @@ class TestLimits:
             kill_all()
             self._voice.say("tests left processes behind:", left)
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        remove_abandoned(self._since_s)
+
+
+def remove_abandoned(since_s: float) -> None:
+    """Remove what multiprocessing has made in /dev/shm since then, and no process has mapped.
+
+    vLLM's processes that are killed, and with them those that would clean up, leave it.
+    """
+    mapped = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            mapped |= {each.path for each in process.memory_maps(grouped=False)}
+    for pattern in ("sem.mp-*", "psm_*"):
+        for path in Path("/dev/shm").glob(pattern):
+            with contextlib.suppress(OSError):
+                if path.stat().st_ctime >= since_s and str(path) not in mapped:
+                    path.unlink()
 
 
 class RunLimit:

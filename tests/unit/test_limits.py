@@ -134,6 +134,28 @@ def test_goes_on():
     eventually(are_dead)
 
 
+def test_a_run_removes_what_its_killed_processes_left_in_shared_memory(
+    pytest_of: Run, tmp_path: Path
+) -> None:
+    shared = Path("/dev/shm")
+    left, used, older = (shared / f"sem.mp-{tmp_path.name}-{n}" for n in ("left", "used", "older"))
+    older.touch()
+    try:
+        done = pytest_of(f"""
+def test_leaves():
+    Path({str(left)!r}).touch()
+    with open({str(used)!r}, "wb+") as file:
+        file.truncate(1)
+        globals()["mapped"] = mmap.mmap(file.fileno(), 1)
+import mmap
+""")
+        assert done.returncode == 0, done.stdout
+        assert [path.exists() for path in (left, used, older)] == [False, True, True]
+    finally:
+        for path in (left, used, older):
+            path.unlink(missing_ok=True)
+
+
 def test_a_test_that_hangs_by_itself_is_killed_and_named(
     pytest_of: Run, are_dead: Callable[[], bool]
 ) -> None:
