@@ -1,0 +1,281 @@
+"""What files hold, in a name: a digest that reads a small part of large ones.
+
+A digest never depends on a file's times, owner, links or place, so copies of one directory have
+one digest. Of a file of weights it holds the size, the list of its tensors, and a part of each
+tensor. Training changes nearly every element of a tensor, so that any trained tensor gives another
+digest. A single element that is edited in the midst of a large tensor may not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import time
+import zipfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+BLOCK_BYTES = 4 << 10
+WHOLE_WEIGHTS_BYTES = 1 << 20
+"""Size up to which a file of weights is read whole."""
+WHOLE_BYTES = 64 << 20
+"""Size up to which any other file is read whole: configurations, code, tokenizers."""
+WHOLE_TENSOR_BYTES = 16 << 10
+TOWER_BLOCKS = 4
+"""Blocks of a tensor whose name says that it belongs to an encoder; of others one is read."""
+SPREAD_BLOCKS = 1024
+"""Blocks of a large file that does not say where its tensors lie."""
+MAX_HEADER_BYTES = 100_000_000
+"""Largest header of a safetensors file, as its own library has it."""
+MAX_FILES = 10_000
+MAX_DEPTH = 4
+THREADS = 16
+
+WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".npz", ".npy", ".gguf"))
+IGNORED_SUFFIXES = frozenset((".lock", ".log", ".md", ".pyc"))
+"""Files that say nothing about a model and differ between copies, or change as it is used."""
+NOT_OF_THE_FORMAT = (
+    *(ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError),
+    *(zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, MemoryError),
+)
+"""What reading a file of another format, or a spoilt one, raises."""
+_TOWER = re.compile(rb"vis|aud|image|video|speech|tower|encoder|merger|project|mm_|resampl", re.I)
+_BLOB = re.compile(r"(?:\.\./)+blobs/([0-9a-f]{40}|[0-9a-f]{64})")
+_SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})")
+
+
+class Unnamed(Exception):
+    """Nothing names these weights; the message says why."""
+
+
+class Digest(NamedTuple):
+    hex: str
+    changed: bool
+    """Whether a file has changed since `since_s`, so that something else may have been read."""
+
+
+def digest_of(source: Path, since_s: float) -> Digest:
+    """Name the content of a file, or of a directory and what is below it.
+
+    `since_s` is a time of day in seconds. Raises Unnamed where a file cannot be read, or where
+    there are more than MAX_FILES.
+    """
+    now_s = time.time()
+
+    def described(path: Path) -> tuple[str, int, str, bool]:
+        name = path.name if path == source else path.relative_to(source).as_posix()
+        try:
+            with path.open("rb") as file:
+                stats = [os.fstat(file.fileno()), path.lstat()]  # a link may lead elsewhere now
+                content = _content(file, stats[0].st_size, path.suffix)
+                stats.append(os.fstat(file.fileno()))
+        except OSError as error:
+            raise Unnamed(f"{path} cannot be read: {error.strerror}") from None
+        changed = any(_is_newer(each, since_s, now_s) for each in stats)
+        return name, stats[0].st_size, content, changed
+
+    with ThreadPoolExecutor(THREADS) as readers:
+        files = list(readers.map(described, sorted(_files(source))))
+    changed = any(file[3] for file in files) or _is_moved(source, since_s, now_s)
+    listed = sorted(file[:3] for file in files)
+    return Digest(hashlib.sha256(repr(listed).encode()).hexdigest()[:32], changed)
+
+
+def commit_of(directory: Path) -> str | None:
+    """The hub's commit, if the directory is that commit's snapshot and every file the hub's own.
+
+    The hub's cache keeps a file under the hash of its content, and a snapshot holds links alone.
+    The hash of small files is made anew. A large one is not the hub's own if it was written after
+    its link, as by a program that opened the link to write.
+    """
+    directory = directory.resolve()
+    snapshot = _SNAPSHOT.search(str(directory))
+    if snapshot is None or snapshot.end() != len(str(directory)):
+        return None
+    blobs = directory.parents[1] / "blobs"
+    try:
+        files = list(_files(directory))
+        if files and all(_is_hubs_own(file, blobs) for file in files):
+            return snapshot[1]
+    except (OSError, Unnamed):
+        pass
+    return None
+
+
+def content_of(path: str | Path) -> str | None:
+    """The digest of one file, whatever its size; None if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return _content(file, os.fstat(file.fileno()).st_size, Path(path).suffix)
+    except OSError:
+        return None
+
+
+# -- which files -----------------------------------------------------------------------------------
+
+
+def _files(source: Path) -> Iterator[Path]:
+    """The files of a model: the source itself, or those in it and below it that are not hidden."""
+    if source.is_file():
+        yield source
+        return
+    found = 0
+    for at, directories, names in os.walk(source, followlinks=True):
+        depth = len(Path(at).relative_to(source).parts)
+        directories[:] = sorted(name for name in directories if _counts(name))
+        if depth == MAX_DEPTH:
+            directories.clear()
+        for name in names:
+            path = Path(at, name)
+            if _counts(name) and path.is_file():  # a link that leads nowhere cannot be loaded
+                found += 1
+                if found > MAX_FILES:
+                    raise Unnamed(f"{source} has more than {MAX_FILES} files")
+                yield path
+
+
+def _counts(name: str) -> bool:
+    return not name.startswith((".", "__pycache__")) and Path(name).suffix not in IGNORED_SUFFIXES
+
+
+def _is_newer(stats: os.stat_result, since_s: float, now_s: float) -> bool:
+    """Whether the file may have changed since then.
+
+    Every change sets the `ctime`. The `mtime` can be set to anything: one that is still to come
+    says nothing.
+    """
+    return stats.st_ctime > since_s or since_s < stats.st_mtime <= now_s
+
+
+def _is_moved(source: Path, since_s: float, now_s: float) -> bool:
+    """Whether another file or directory may have stood in the source's place.
+
+    A link that was made anew is newer; a directory that was renamed has a new `ctime` alone.
+    """
+    ways, seen = [source.absolute()], set[Path]()
+    while ways:
+        way = ways.pop()
+        for path in (way, *way.parents):
+            if path in seen:
+                continue
+            seen.add(path)
+            stats = path.lstat()
+            if path.is_symlink():
+                if _is_newer(stats, since_s, now_s):
+                    return True
+                ways.append(path.parent / os.readlink(path))
+            elif path.is_dir() and stats.st_ctime > max(since_s, stats.st_mtime):
+                return True
+    return False
+
+
+def _is_hubs_own(file: Path, blobs: Path) -> bool:
+    if not file.is_symlink():
+        return False
+    target = _BLOB.fullmatch(os.readlink(file))
+    if target is None or file.resolve() != blobs / target[1]:
+        return False
+    stats = file.stat()
+    if stats.st_mtime_ns > file.lstat().st_mtime_ns:
+        return False
+    if stats.st_size > WHOLE_BYTES or file.suffix in WEIGHT_SUFFIXES:
+        return True
+    content = file.read_bytes()
+    if len(target[1]) == 64:
+        return hashlib.sha256(content).hexdigest() == target[1]
+    as_git = b"blob %d\0" % len(content)
+    return hashlib.sha1(as_git + content, usedforsecurity=False).hexdigest() == target[1]
+
+
+# -- what is read of one ---------------------------------------------------------------------------
+
+
+class _Region(NamedTuple):
+    start: int
+    end: int
+
+
+def _content(file: BinaryIO, size: int, suffix: str) -> str:
+    """The digest of a file's content, or of the parts of it that its size and tensors decide."""
+    said, regions = b"", [_Region(0, size)]
+    if size > (WHOLE_WEIGHTS_BYTES if suffix in WEIGHT_SUFFIXES else WHOLE_BYTES):
+        said, regions = _parts(file, size)
+    hashed = hashlib.sha256(said)
+    descriptor = file.fileno()
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # else the kernel reads ahead
+    regions = _merged(regions)
+    for start, end in regions:
+        os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
+    for start, end in regions:
+        while start < end and (read := os.pread(descriptor, min(end - start, 1 << 20), start)):
+            hashed.update(read)
+            start += len(read)
+    return hashed.hexdigest()
+
+
+def _parts(file: BinaryIO, size: int) -> tuple[bytes, list[_Region]]:
+    """What a large file says of itself, and the regions to read of it."""
+    for read in (_of_safetensors, _of_zip):
+        try:
+            if parts := read(file, size):
+                return parts
+        except NOT_OF_THE_FORMAT:
+            continue
+    return b"", _blocks(_Region(0, size), SPREAD_BLOCKS)
+
+
+def _of_safetensors(file: BinaryIO, size: int) -> tuple[bytes, list[_Region]] | None:
+    """The header, and regions of each tensor."""
+    file.seek(0)
+    header_bytes = int.from_bytes(file.read(8), "little")
+    base = 8 + header_bytes
+    if not 2 <= header_bytes <= MAX_HEADER_BYTES or base > size:
+        return None
+    header = file.read(header_bytes)
+    regions: list[_Region] = []
+    for name, tensor in json.loads(header).items():
+        if name == "__metadata__":
+            continue
+        start, end = (base + int(offset) for offset in tensor["data_offsets"])
+        if not base <= start <= end <= size:
+            return None
+        is_of_tower = _TOWER.search(name.encode(errors="replace"))
+        regions += _blocks(_Region(start, end), TOWER_BLOCKS if is_of_tower else 1)
+    return header, regions
+
+
+def _of_zip(file: BinaryIO, size: int) -> tuple[bytes, list[_Region]]:
+    """The checksum of each record, as PyTorch and NumPy write one for each tensor."""
+    with zipfile.ZipFile(file) as records:
+        said = [(each.filename, each.file_size, each.CRC) for each in records.infolist()]
+    return repr(said).encode(), _blocks(_Region(0, size), SPREAD_BLOCKS)
+
+
+def _blocks(within: _Region, count: int) -> list[_Region]:
+    """Blocks spread over a region, from its first byte to its last; or all of a small region."""
+    start, end = within
+    if end - start <= max(WHOLE_TENSOR_BYTES, count * BLOCK_BYTES):
+        return [within]
+    if count == 1:
+        middle = start + (end - start) // 2
+        return [_Region(middle, middle + BLOCK_BYTES)]
+    step = (end - start - BLOCK_BYTES) / (count - 1)
+    places = [start + int(step * number) for number in range(count)]
+    return [_Region(place, place + BLOCK_BYTES) for place in places]
+
+
+def _merged(regions: list[_Region]) -> list[_Region]:
+    """The regions in the file's order, those that touch made one."""
+    merged: list[_Region] = []
+    for region in sorted(regions):
+        if merged and region.start <= merged[-1].end:
+            merged[-1] = _Region(merged[-1].start, max(merged[-1].end, region.end))
+        else:
+            merged.append(region)
+    return merged

@@ -1,0 +1,278 @@
+"""Files are named by what they hold: not by their times, their place, or what they are called."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ecd_client.vllm import digest
+from ecd_client.vllm.digest import Unnamed, commit_of, digest_of
+
+NEVER = float("inf")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SMALL = {
+    "config.json": "{}",
+    "preprocessor_config.json": '{"image_mean": [0.5]}',
+    "processing.py": "MEAN = 0.5",
+    "chat_template.jinja": "{{ messages }}",
+    "tokenizer.model": "words",
+    "merges.txt": "a b",
+    "whisper/params": "1",
+}
+
+
+def name_of(source: Path) -> str:
+    return digest_of(source, NEVER).hex
+
+
+def changed(source: Path, since_s: float) -> bool:
+    return digest_of(source, since_s).changed
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Of 3 MiB: large and small ones, of a tower and of a language model."""
+    shapes = [(512, 700), (300, 301), (64, 64), (7000,), (33,), (1,)]
+    return {
+        f"{part}.layers.{number}": torch.randn(shape).to(torch.bfloat16)
+        for part in ("visual", "model")
+        for number, shape in enumerate([*shapes, *shapes[1:]])
+    }
+
+
+def write_safetensors(to: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, to / "model.safetensors")
+
+
+def write_zip(to: Path, weights: dict[str, torch.Tensor]) -> None:
+    torch.save(weights, to / "pytorch_model.bin")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    (directory / "whisper").mkdir(parents=True)
+    for name, content in SMALL.items():
+        (directory / name).write_text(content)
+    write_safetensors(directory, tensors())
+    return directory
+
+
+@pytest.mark.parametrize("write", [write_safetensors, write_zip])
+def test_any_trained_tensor_gives_another_name(
+    write: Callable[[Path, dict[str, torch.Tensor]], None], tmp_path: Path
+) -> None:
+    weights = tensors()
+    names = set()
+    for trained in (None, *weights):
+        update = {} if trained is None else {trained: weights[trained] * 1.1}
+        write(tmp_path, {**weights, **update})
+        for file in tmp_path.iterdir():
+            os.utime(file, (0, 0))
+        names.add(name_of(tmp_path))
+    assert len(names) == len(weights) + 1
+
+
+def test_any_edited_small_file_gives_another_name(model: Path) -> None:
+    names = {name_of(model)}
+    for name, content in SMALL.items():
+        file = model / name
+        file.write_text(content[::-1] + " ")
+        names.add(name_of(model))
+        file.write_text(content)
+        file.rename(model / "renamed")
+        names.add(name_of(model))
+        (model / "renamed").rename(file)
+    assert len(names) == 2 * len(SMALL) + 1
+
+
+def test_times_places_links_and_what_describes_it_are_no_part_of_a_name(
+    model: Path, tmp_path: Path
+) -> None:
+    copy, linked = tmp_path / "elsewhere" / "copy", tmp_path / "linked"
+    shutil.copytree(model, copy)
+    (copy / ".cache").mkdir()
+    for name in ("README.md", ".cache/download.json", "train.log"):
+        (copy / name).write_text("of one copy alone")
+    for file in copy.rglob("*"):
+        os.utime(file, (0, 0))
+    linked.mkdir()
+    for entry in model.iterdir():
+        (linked / entry.name).symlink_to(entry)
+    (tmp_path / "current").symlink_to(linked)
+    (linked / "leads nowhere").symlink_to("nowhere")
+    assert {name_of(each) for each in (copy, linked, tmp_path / "current")} == {name_of(model)}
+    file = model / "model.safetensors"
+    assert name_of(file) == name_of(copy / "model.safetensors")
+
+
+def test_what_changes_while_it_is_read_has_no_name_yet(model: Path, tmp_path: Path) -> None:
+    link = tmp_path / "to be moved"
+    link.symlink_to(model)
+    (tmp_path / "current").symlink_to(link)
+    every = [tmp_path, *tmp_path.rglob("*")]
+
+    def newest_s() -> float:
+        return max(each.lstat().st_ctime for each in every)
+
+    before = newest_s()
+    assert not changed(tmp_path / "current", before)
+    os.utime(model / "config.json", (before + 1e9, before + 1e9))
+    assert changed(model, before)
+    assert not changed(model, newest_s()), "a time that is still to come"
+
+    before = newest_s()
+    while newest_s() == before:  # the clock of the file system has steps
+        link.unlink()
+        link.symlink_to(model)
+    assert changed(tmp_path / "current", before)
+    assert not changed(model, before)
+
+    before = newest_s()
+    while model.stat().st_ctime <= before:
+        model.rename(tmp_path / "other")
+        (tmp_path / "other").rename(model)
+    assert changed(model, before), "another directory may have been there"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{}",
+        b"null",
+        b'{"a": null}',
+        b'{"a": {"data_offsets": [0]}}',
+        b'{"a": {"data_offsets": [0, 99999999]}}',
+        b'{"a": {"data_offsets": [-9, 1e400]}}',
+        b"[" * 100_000,
+        b"\xff\xff",
+    ],
+)
+def test_a_file_that_is_not_what_it_is_called_has_a_name(header: bytes, tmp_path: Path) -> None:
+    """One by blocks that are spread over it."""
+    file = tmp_path / "model.safetensors"
+    names = set()
+    for fill in (0, 1):
+        content = len(header).to_bytes(8, "little") + header
+        file.write_bytes(content.ljust(9 << 20, bytes([fill])))
+        names.add(name_of(tmp_path))
+    file.write_bytes(b"\xff" * (2 << 20))
+    names.add(name_of(tmp_path))
+    assert len(names) == 3 or header == b"{}"
+
+
+def test_a_place_with_too_many_files_has_no_name(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "MAX_FILES", len(SMALL))
+    with pytest.raises(Unnamed, match="more than"):
+        digest_of(model, NEVER)
+
+
+def test_of_20_gb_some_megabytes_are_read(tmp_path: Path) -> None:
+    """Of four files of 5 GB, of 500 tensors each."""
+    for shard in range(4):
+        header, end = {}, 0
+        for number in range(500):
+            header[f"visual.blocks.{number}"] = {"data_offsets": [end, end + (10 << 20)]}
+            end += 10 << 20
+        packed = json.dumps(header).encode()
+        with (tmp_path / f"{shard}.safetensors").open("wb") as file:
+            file.write(len(packed).to_bytes(8, "little") + packed)
+            file.truncate(8 + len(packed) + end)
+    before = read_bytes()
+    digest_of(tmp_path, NEVER)
+    assert read_bytes() - before < 64 << 20
+
+
+def read_bytes() -> int:
+    """What this process has read so far, from files or their cache (proc(5))."""
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["rchar"])
+
+
+# -- the hub's cache -------------------------------------------------------------------------------
+
+
+def put_blob(home: Path, name: str, content: bytes, large: bool) -> Path:
+    as_git = hashlib.sha1(b"blob %d\0" % len(content) + content)
+    key = hashlib.sha256(content).hexdigest() if large else as_git.hexdigest()
+    blob, link = home / "blobs" / key, home / "snapshots" / COMMIT / name
+    for each in (blob, link):
+        each.parent.mkdir(parents=True, exist_ok=True)
+    blob.write_bytes(content)
+    link.symlink_to(os.path.relpath(blob, link.parent))
+    return link
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, model: Path) -> Path:
+    home = tmp_path / "hub" / "models--some--model"
+    for file in sorted(model.rglob("*")):
+        if file.is_file():
+            is_large = file.suffix in (".safetensors", ".model")
+            name = file.relative_to(model).as_posix()
+            put_blob(home, name, file.read_bytes(), is_large)
+    return home / "snapshots" / COMMIT
+
+
+def test_a_snapshot_has_the_name_of_its_commit(snapshot: Path, tmp_path: Path) -> None:
+    (snapshot / ".gitattributes").write_text("")
+    assert commit_of(snapshot) == COMMIT
+    (tmp_path / "current").symlink_to(snapshot)
+    assert commit_of(tmp_path / "current") == COMMIT
+    for file in (tmp_path / "hub").rglob("*"):
+        os.utime(file, (0, 0), follow_symlinks=False)
+    assert commit_of(snapshot) == COMMIT
+    assert commit_of(snapshot / "whisper") is None, "it is not all of the commit"
+
+
+def replace(file: Path) -> None:
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content)
+
+
+def edit_blob(file: Path) -> None:
+    stats = file.stat()
+    file.write_bytes(file.read_bytes()[::-1] + b" ")
+    os.utime(file, ns=(stats.st_atime_ns, stats.st_mtime_ns))
+
+
+def lead_elsewhere(file: Path) -> None:
+    other = file.parents[1] / "other"
+    file.resolve().rename(other)
+    file.unlink()
+    file.symlink_to(other)
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "tokenizer.model", "whisper/params"])
+@pytest.mark.parametrize("spoil", [replace, edit_blob, lead_elsewhere])
+def test_a_snapshot_with_a_file_that_is_not_the_hubs_is_a_directory(
+    spoil: Callable[[Path], None], name: str, snapshot: Path
+) -> None:
+    spoil(snapshot / name)
+    assert commit_of(snapshot) is None
+
+
+def test_weights_that_are_written_through_their_link_are_not_the_hubs(snapshot: Path) -> None:
+    file = snapshot / "model.safetensors"
+    made_ns = file.lstat().st_mtime_ns
+    name = name_of(snapshot)
+    while file.stat().st_mtime_ns <= made_ns:
+        save_file(tensors(), file.resolve())
+    assert commit_of(snapshot) is None
+    assert name_of(snapshot) != name
+
+
+def test_what_was_added_to_a_snapshot_counts(snapshot: Path) -> None:
+    (snapshot / "video_preprocessor_config.json").write_text("{}")
+    assert commit_of(snapshot) is None
