@@ -180,7 +180,7 @@ def run_worker(address: str, without: str, seed: int) -> None:
     if without == "recheck":
         ecd_client.shared.index.row_mark = lambda row: b""
     write = PutWriter.write
-    take_piece = PutWriter._take_piece
+    find_piece = PutWriter._find_piece
     is_granted = PutWriter._is_granted
 
     def slow_write(self, claim, copy_to):
@@ -191,8 +191,8 @@ def run_worker(address: str, without: str, seed: int) -> None:
 
         return write(self, claim, slow_copy)
 
-    def slow_take_piece(self, nbytes: int) -> tuple[int, int] | None:
-        piece = take_piece(self, nbytes)
+    def slow_find_piece(self, nbytes: int) -> tuple[int, int] | None:
+        piece = find_piece(self, nbytes)
         for _ in range(5):  # the window is small
             pause()
         return piece
@@ -202,7 +202,7 @@ def run_worker(address: str, without: str, seed: int) -> None:
         return is_granted(self, number, grant) or without == "regrant"
 
     PutWriter.write = slow_write
-    PutWriter._take_piece = slow_take_piece
+    PutWriter._find_piece = slow_find_piece
     PutWriter._is_granted = slow_is_granted
     told, longest_s = time.monotonic(), 0.1
     if without == "fork":

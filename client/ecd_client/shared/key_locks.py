@@ -28,7 +28,7 @@ class KeyLocks:
 
     def take(self, namespace: str, mm_hash: str, seconds: float) -> bool:
         """Lock the key for so long. False: another session has locked it."""
-        offset = key_offset(namespace, mm_hash)
+        offset, until_s = key_offset(namespace, mm_hash), time.monotonic() + seconds
         with self._lock:
             if self._fd < 0:
                 return True
@@ -39,7 +39,7 @@ class KeyLocks:
             except OSError:  # the kernel has no room for it: as if there were no locks
                 return True
             self._until_s.pop(offset, None)
-            self._until_s[offset] = time.monotonic() + seconds
+            self._until_s[offset] = until_s
             if len(self._until_s) > MAX_LOCKS:
                 self._release(next(iter(self._until_s)))
         return True

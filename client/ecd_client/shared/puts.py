@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
-from math import isfinite
 from typing import NamedTuple
 
 from ecd_client.errors import DaemonUnavailable
@@ -19,7 +18,6 @@ from ecd_client.pools import Extent, MappedPool
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.index import AskDaemon, IndexReader
 from ecd_client.shared.spin import spin
-from ecd_proto.contract import MAX_DIMENSIONS
 from ecd_proto.shm.files import granules_bytes
 from ecd_proto.shm.index import INDEX_HEADER_BYTES, MAILBOXES_AT, RESERVATIONS_WORD
 from ecd_proto.shm.rows import ROW_BYTES, Row, pack_row, row_is_truncated
@@ -164,21 +162,24 @@ class PutWriter:
             self._leave_answered()
             if not self._places or record in self._records:
                 return None
-            # Step 1: read a grant's word, take the next part of it.
-            piece = self._take_piece(granules_bytes(entry.nbytes))
+            # Step 1: read a grant's word, find the next part of it.
+            piece = self._find_piece(granules_bytes(entry.nbytes))
             if piece is None:
                 return None
             number, offset = piece
             grant = self._grants[number]
-            # Step 2: claim it, by a row and then its number.
-            self._last += 1
-            put, place = self._last, self._places.pop()
-            self._records.add(record)
-            self._words[CLAIMS_WORD] += 1
+            # The row is packed before anything is taken, as a row may be refused.
+            put, pool = self._last + 1, self._pool.number
             _, _, dtype, shape, nbytes, metadata, cost_s = entry
-            pool = self._pool.number
             content = Row(put, pool, offset, nbytes, dtype, shape, metadata, cost_s, False)
             row = pack_row(record, content, 0)
+            if row_is_truncated(row):
+                return None
+            # Step 2: take the part, and claim it, by a row and then its number.
+            self._pieces[number] = offset + granules_bytes(nbytes), self._pieces[number][1]
+            self._last, place = put, self._places.pop()
+            self._records.add(record)
+            self._words[CLAIMS_WORD] += 1
             at = claim_at(place)
             start = (at + CLAIM_ROW) * 8
             self._memory[start : start + ROW_BYTES] = row
@@ -186,7 +187,7 @@ class PutWriter:
             needs_answer = self._header[RESERVATIONS_WORD] > 0
             claim = Claim(place, put, pool, offset, nbytes, record, needs_answer)
             # Step 3: recheck the grant's word.
-            if row_is_truncated(row) or not self._is_granted(number, grant):
+            if not self._is_granted(number, grant):
                 self._leave(claim)
                 return None
             return claim
@@ -210,7 +211,8 @@ class PutWriter:
         with self._lock:
             self._unanswered.append(claim)
         if not self._pool.is_huge:
-            self._expect_writes()
+            with suppress(OSError):  # no memory for a mapping: the put is done all the same
+                self._expect_writes()
         return PutOutcome.STORED
 
     def answer(self, claim: Claim, timeout_s: float) -> PutOutcome:
@@ -248,8 +250,8 @@ class PutWriter:
                 return True
         return False
 
-    def _take_piece(self, nbytes: int) -> tuple[int, int] | None:
-        """Cut `nbytes` off a grant: the grant's place in the mailbox, and the part's offset."""
+    def _find_piece(self, nbytes: int) -> tuple[int, int] | None:
+        """Find `nbytes` in a grant: the grant's place in the mailbox, and the part's offset."""
         words = self._mailbox[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
         for number, word in enumerate(words):
             if word != self._grants[number]:
@@ -258,7 +260,6 @@ class PutWriter:
                 self._grants[number] = word
             start, end = self._pieces[number]
             if start + nbytes <= end:
-                self._pieces[number] = start + nbytes, end
                 return number, start
         return None
 
@@ -321,10 +322,4 @@ class PutWriter:
 
 def _is_plain(entry: NewEntry) -> bool:
     """Whether the daemon accepts the entry as it is; a call says what is wrong with another."""
-    return bool(
-        entry.namespace
-        and entry.mm_hash
-        and len(entry.shape) <= MAX_DIMENSIONS
-        and isfinite(entry.cost_s)
-        and entry.cost_s >= 0.0
-    )
+    return bool(entry.namespace and entry.mm_hash)
