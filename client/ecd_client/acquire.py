@@ -13,7 +13,7 @@ from ecd_client.errors import DaemonUnavailable, EcdError, bare, limit_reached
 from ecd_client.item import Item
 from ecd_client.session import Session
 from ecd_client.shared.index import AskDaemon, OnMiss
-from ecd_proto.contract import MAX_HINTS, MAX_NODE_LENGTH, Hint
+from ecd_proto.contract import MAX_NODE_LENGTH, Hint
 from ecd_proto.v1 import cache_pb2 as pb
 
 Key = tuple[str, str]
@@ -21,6 +21,7 @@ Key = tuple[str, str]
 ItemFuture = Future[Item | None]
 Nodes = Sequence[str | Hint]
 """Nodes that may have one key, the likeliest first."""
+NO_NODES: Nodes = ()
 
 
 def to_key(key: Key) -> pb.Key:
@@ -28,10 +29,9 @@ def to_key(key: Key) -> pb.Key:
     return pb.Key(namespace=namespace, mm_hash=mm_hash)
 
 
-def _to_hint(index: int, nodes: Nodes) -> pb.Hint:
-    """The contract's hint, cut down to as much of it as a daemon reads."""
-    hints = [Hint(node) if isinstance(node, str) else node for node in nodes[:MAX_HINTS]]
-    hints = [hint for hint in hints if len(hint.node) <= MAX_NODE_LENGTH]
+def _to_hint(index: int, nodes: Sequence[Hint]) -> pb.Hint:
+    """The contract's hint, without nodes that no daemon reads."""
+    hints = [hint for hint in nodes if len(hint.node) <= MAX_NODE_LENGTH]
     extents = [pb.Extent(pool=h.pool, offset=h.offset, nbytes=h.nbytes) for h in hints]
     return pb.Hint(index=index, nodes=[hint.node for hint in hints], extents=extents)
 
@@ -57,7 +57,7 @@ class Acquire:
     futures: Sequence[ItemFuture]
     timeout: float
     only_if_written: bool = False
-    hints: Sequence[Nodes] = ()
+    hints: Sequence[Sequence[Hint]] = ()
     makes: Sequence[float | None] = ()
     is_use: bool = True
     """Whether a pin counts as a use."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from ecd_client import forks
+from ecd_client import arguments, forks
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, bare
 from ecd_proto.contract import MAX_MESSAGE_BYTES, as_address, default_address
 from ecd_proto.v1 import cache_pb2 as pb
@@ -48,7 +48,12 @@ _Queued = tuple[Future[Any], str, Any]
 
 
 def resolve(address: str | None) -> str:
-    """The address to use: the given one, `ECD_ADDRESS`, or this user's default socket."""
+    """The address to use: the given one, `ECD_ADDRESS`, or this user's default socket.
+
+    Raises InvalidArgument.
+    """
+    if address is not None:
+        address = arguments.text(address, "daemon's address")
     address = as_address(address or default_address())
     if not address.startswith("unix:"):
         raise InvalidArgument(

@@ -18,8 +18,8 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ecd_client import forks
-from ecd_client.acquire import Key, Nodes, to_key
+from ecd_client import arguments, forks
+from ecd_client.acquire import NO_NODES, Key, Nodes, to_key
 from ecd_client.calls import CALL_TIMEOUT_S, resolve
 from ecd_client.connection import Connection
 from ecd_client.device.pinned import Pinning
@@ -67,7 +67,10 @@ class Client:
             with contextlib.suppress(Exception):  # it may be half imported, or barred
                 import_module("ecd_client.tensors")  # the first put would wait for it
         self.address = resolve(address)
-        self.namespace = namespace
+        self.namespace = arguments.text(namespace, "namespace")
+        name = arguments.text(name, "client's name")
+        connect_timeout = arguments.seconds(connect_timeout, "connect_timeout")
+        call_timeout = arguments.seconds(call_timeout, "call_timeout")
         counts_reads = not namespace.startswith(BENCH_NAMESPACE)
         self._connection = Connection(self.address, name, call_timeout, counts_reads)
         self._reader = Reader(self._connection)
@@ -108,7 +111,7 @@ class Client:
 
     def wait_connected(self, timeout: float) -> None:
         """Wait until the daemon answers. Raises DaemonUnavailable after `timeout` seconds."""
-        self._connection.session(timeout)
+        self._connection.session(arguments.seconds(timeout, "timeout"))
 
     def pin(self, device: torch.device | str = "cuda") -> None:
         """Pin the daemon's pools in this process now, for copies of this GPU.
@@ -117,11 +120,9 @@ class Client:
         Without it the first copy begins it. Does nothing where there is no such GPU, or where
         `ECD_PIN=off`; copies of memory that is not pinned take three times as long.
         """
-        import torch
-
         from ecd_client.device.copies import for_device
 
-        copies = for_device(torch.device(device))
+        copies = for_device(arguments.device(device))
         if copies is not None:
             self._connection.pin(copies.device)
 
@@ -172,16 +173,19 @@ class Client:
         namespace: str | None = None,
         timeout: float = CALL_TIMEOUT_S,
     ) -> bool:
-        """`put` without torch: `data` is the dense tensor of that dtype and shape."""
-        shape = tuple(shape)
+        """`put` without torch: `data` is the dense tensor of that dtype and shape.
+
+        It may be any object that has its bytes in one piece. Raises EcdError.
+        """
+        content = arguments.buffer(data)
         entry = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
-        if len(data) != entry.nbytes:
+        if content.nbytes != entry.nbytes:
             raise InvalidArgument(
-                f"{dtype} of shape {shape} has {entry.nbytes} bytes, not {len(data)}"
+                f"{dtype} of shape {entry.shape} has {entry.nbytes} bytes, not {content.nbytes}"
             )
 
         def copy_to(pool: MappedPool, extent: Extent) -> None:
-            pool.write_view(extent)[:] = data
+            pool.write_view(extent)[:] = content
 
         return self._writer.put(entry, copy_to, timeout)
 
@@ -219,7 +223,7 @@ class Client:
         timeout: float = 0.0,
         *,
         namespace: str | None = None,
-        nodes: Nodes = (),
+        nodes: Nodes = NO_NODES,
     ) -> Item | None:
         """The entry, held until the item is closed; waits up to `timeout` seconds for it.
 
@@ -244,6 +248,8 @@ class Client:
         Makes no call and counts no use. None: the entry lies elsewhere by now, or this process
         cannot hold it without a call.
         """
+        if not isinstance(handle, Handle):
+            raise InvalidArgument(f"a handle is what Item.handle returns, not {handle!r:.80}")
         return self._reader.hold(self._key(mm_hash, namespace), handle)
 
     def get_async(
@@ -265,7 +271,8 @@ class Client:
         one would wait for each other. Cancelling a future ends its wait. Raises InvalidArgument and
         DaemonUnavailable.
         """
-        keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
+        names = arguments.many(mm_hashes, "get_async")
+        keys = [(self._namespace(namespace), arguments.string(name, "key")) for name in names]
         return self._reader.get_async(keys, timeout, only_if_written, nodes, makes)
 
     def offer(
@@ -274,10 +281,14 @@ class Client:
         """Tell `nodes` (host:port) of these keys, now or when they are stored here.
 
         They fetch the entries ahead of need. An offer is advice: nobody waits for it, and the
-        daemon forgets a key that is not stored within a minute. Raises DaemonUnavailable.
+        daemon forgets a key that is not stored within a minute. Raises InvalidArgument and
+        DaemonUnavailable.
         """
-        keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
-        request = pb.OfferRequest(keys=map(to_key, keys), nodes=nodes)
+        keys = self._keys(mm_hashes, namespace, "offer")
+        if isinstance(nodes, str):
+            raise InvalidArgument(f"nodes is a list: nodes=[{nodes!r}]")
+        names = [arguments.text(node, "node") for node in arguments.many(nodes, "offer")]
+        request = pb.OfferRequest(keys=map(to_key, keys), nodes=names)
         self._connection.session().calls.later("offer", request)
 
     def contains(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> list[bool]:
@@ -285,11 +296,8 @@ class Client:
 
         Raises InvalidArgument for one string in place of a list, and EcdError.
         """
-        if isinstance(mm_hashes, str):
-            raise InvalidArgument(f"contains takes a list of keys: contains([{mm_hashes!r}])")
-        if not all(isinstance(mm_hash, str) for mm_hash in mm_hashes):
-            raise InvalidArgument(f"contains takes a list of strings, not {mm_hashes!r}")
-        return self._reader.contains(self.namespace if namespace is None else namespace, mm_hashes)
+        keys = self._keys(mm_hashes, namespace, "contains")
+        return self._reader.contains(self._namespace(namespace), [mm_hash for _, mm_hash in keys])
 
     def locate(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> Located:
         """The nodes that hold these keys, by this daemon's index and its directory.
@@ -297,9 +305,7 @@ class Client:
         At most 1,024 keys a call, which takes a second where the directory is slow. Raises
         InvalidArgument for one string in place of a list, and EcdError.
         """
-        if isinstance(mm_hashes, str):
-            raise InvalidArgument(f"locate takes a list of keys: locate([{mm_hashes!r}])")
-        keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
+        keys = self._keys(mm_hashes, namespace, "locate")
         return locate(self._connection.session(), keys)
 
     def is_shown(self, mm_hash: str, *, namespace: str | None = None) -> bool:
@@ -319,7 +325,8 @@ class Client:
         key. It ends after `seconds`, some tenths of a second late, or with this client. A client
         has MAX_LOCKS; with more, its oldest ends. No call is made. Raises DaemonUnavailable.
         """
-        return self._connection.session().key_locks.take(*self._key(mm_hash, namespace), seconds)
+        key, seconds = self._key(mm_hash, namespace), arguments.seconds(seconds, "seconds")
+        return self._connection.session().key_locks.take(*key, seconds)
 
     def is_locked(self, mm_hash: str, *, namespace: str | None = None) -> bool:
         """Whether another client of this node has locked the key. Raises DaemonUnavailable."""
@@ -338,7 +345,7 @@ class Client:
 
         Nobody waits for this. Raises DaemonUnavailable.
         """
-        keys = [self._key(mm_hash, namespace) for mm_hash in mm_hashes]
+        keys = self._keys(mm_hashes, namespace, "stop_making")
         self._connection.session().stop_making(map(to_key, keys))
 
     # -- life ----------------------------------------------------------------------------------
@@ -365,7 +372,13 @@ class Client:
         state = "connected" if self.connected else "not connected"
         return f"<Client of {self.address}, namespace {self.namespace!r}, {state}>"
 
+    def _namespace(self, namespace: str | None) -> str:
+        return self.namespace if namespace is None else arguments.text(namespace, "namespace")
+
     def _key(self, mm_hash: str, namespace: str | None) -> Key:
-        if not isinstance(mm_hash, str):
-            raise InvalidArgument(f"a key is a string, not {mm_hash!r}")
-        return self.namespace if namespace is None else namespace, mm_hash
+        if namespace is None and type(mm_hash) is str and mm_hash.isascii():
+            return self.namespace, mm_hash  # as below, without its calls: every hit is here
+        return self._namespace(namespace), arguments.text(mm_hash, "key")
+
+    def _keys(self, mm_hashes: Sequence[str], namespace: str | None, call: str) -> list[Key]:
+        return [self._key(name, namespace) for name in arguments.many(mm_hashes, call)]

@@ -8,7 +8,7 @@ import threading
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
-from ecd_client import forks
+from ecd_client import arguments, forks
 from ecd_client.errors import DeviceBusy, DeviceError, LeaseExpired
 from ecd_client.leases import Hold
 from ecd_proto.shm.session_page import MAX_PINS
@@ -100,22 +100,23 @@ class Item:
         return as_tensor(self.view, self.dtype, self.shape)
 
     def to(self, device: torch.device | str = "cpu", *, non_blocking: bool = False) -> torch.Tensor:
-        """A private copy on `device`, good for ever. Raises LeaseExpired.
+        """A private copy on `device`, good for ever. Raises LeaseExpired, DeviceError.
 
         With `non_blocking` a copy to a GPU is queued and not waited for: work that is queued on the
         current stream from now on sees it whole, other streams have to wait for that one. The item
         may be closed at once; the entry is held until the copy is over. An entry that is leased,
         not pinned, is waited for all the same: its lease must hold to the end.
         """
-        import torch
-
         from ecd_client.device.copies import for_device
         from ecd_client.tensors import private_copy
 
-        device = torch.device(device)
+        device = arguments.device(device)
         copies = for_device(device)
         if copies is None:
-            copy = private_copy(self.view, self.dtype, self.shape, device)
+            try:
+                copy = private_copy(self.view, self.dtype, self.shape, device)
+            except (AssertionError, RuntimeError) as error:  # it has no such device, or is full
+                raise DeviceError(f"torch does not copy to {device}: {error}") from None
         else:
             from ecd_client.device.ends import under_way
 
@@ -166,12 +167,10 @@ class Item:
         stream has to be over, or one of these must have waited for it. A session has room for some
         hundred. Raises LeaseExpired, DeviceError.
         """
-        import torch
-
         from ecd_client.device.copies import for_device
         from ecd_client.tensors import device_view
 
-        copies = for_device(torch.device(device))
+        copies = for_device(arguments.device(device))
         self.check()
         index = self._hold.session.index
         if copies is None or index is None or index.pins_left < MAX_PINS // 2:

@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from math import isfinite
 
-from ecd_client import forks
-from ecd_client.acquire import Acquire, ItemFuture, Key, Nodes, pinned
+from ecd_client import arguments, forks
+from ecd_client.acquire import NO_NODES, Acquire, ItemFuture, Key, Nodes, pinned
 from ecd_client.calls import late, result_of
 from ecd_client.connection import Connection
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
@@ -31,9 +30,11 @@ class Reader:
 
     def get(self, key: Key, timeout: float, nodes: Nodes) -> Item | None:
         """Hold one entry, waiting up to `timeout` s for it. None: a miss."""
-        asks = timeout != 0.0
+        asks = not (type(timeout) is float and timeout == 0.0)
         if asks:
-            _check_wait(timeout)
+            timeout = arguments.seconds(timeout, "timeout")
+            asks = timeout > 0.0
+        hints = () if nodes is NO_NODES else arguments.nodes(nodes)
         session = self._connection.session()
         try:
             item = pinned(session, key, _GO_ON if asks else _COUNT)
@@ -42,7 +43,7 @@ class Reader:
         except AskDaemon:
             pass
         future: ItemFuture = Future()
-        acquire = Acquire(session, [key], [future], timeout, hints=[nodes])
+        acquire = Acquire(session, [key], [future], timeout, hints=[hints])
         with session.whole_or_abandoned():
             reply = session.calls.now("acquire", acquire.request())
         acquire.settle(reply.outcomes)
@@ -81,7 +82,12 @@ class Reader:
         is_use: bool = True,
     ) -> list[ItemFuture]:
         """Return a future for each key, done at most `timeout` s later."""
-        _check_wait(timeout)
+        timeout = arguments.seconds(timeout, "timeout")
+        likely = [arguments.nodes(nodes) for nodes in arguments.each(hints, len(keys), "nodes")]
+        makes = [
+            wait_s if wait_s is None else arguments.seconds(wait_s, "a wait of makes")
+            for wait_s in arguments.each(makes, len(keys), "makes")
+        ]
         on_miss = _COUNT if timeout == 0.0 else _GO_ON
         futures: list[forks.Pending[Item | None]] = [forks.Pending() for _ in keys]
         session = self._connection.session()
@@ -110,7 +116,7 @@ class Reader:
                 [futures[index] for index in batch],
                 timeout,
                 only_if_written,
-                [hints[index] for index in batch] if hints else (),
+                [likely[index] for index in batch] if likely else (),
                 [makes[index] for index in batch] if makes else (),
                 is_use,
             ).send()
@@ -170,17 +176,10 @@ def _extent(session: Session, key: Key) -> tuple[int, int, int] | None:
 def _check_key(key: Key) -> None:
     """Raise InvalidArgument for a key that would have the daemon refuse the whole call."""
     for name, value, limit in zip(("namespace", "mm_hash"), key, KEY_LIMITS, strict=True):
-        try:
-            nbytes = len(value.encode()) if len(value) <= limit else len(value)
-        except UnicodeEncodeError:
-            raise InvalidArgument(f"the {name} is not text") from None
+        arguments.text(value, name)
+        nbytes = len(value.encode()) if len(value) <= limit else len(value)
         if not 0 < nbytes <= limit:
             raise InvalidArgument(f"a {name} of {nbytes} bytes; 1 to {limit} are allowed")
-
-
-def _check_wait(timeout: float) -> None:
-    if not (isfinite(timeout) and timeout >= 0.0):
-        raise InvalidArgument(f"timeout is {timeout}; it must be 0 or more seconds")
 
 
 def _result(session: Session, future: ItemFuture, wait_s: float) -> Item | None:

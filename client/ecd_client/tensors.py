@@ -38,8 +38,11 @@ def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     name = _NAMES.get(tensor.dtype)
     if name is None:
         raise InvalidArgument(f"{tensor.dtype} cannot be stored; known are {', '.join(DTYPES)}")
-    if tensor.layout is not torch.strided:
-        raise InvalidArgument(f"a {tensor.layout} tensor cannot be stored: make it dense first")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise InvalidArgument(f"a {kind} tensor cannot be stored: make it dense first")
+    if tensor.is_meta:
+        raise InvalidArgument("a tensor on meta has no bytes to store: put it on a device first")
     return name, tuple(tensor.shape)
 
 
@@ -93,7 +96,18 @@ class TensorSource:
         self._copies.move([(tensor.data_ptr(), tensor.nbytes)], address, self._ready)
 
     def copy_to(self, pool: MappedPool, extent: Extent) -> None:
-        """Copy the tensor into its extent of the pool, densely."""
+        """Copy the tensor into its extent of the pool, densely.
+
+        Raises InvalidArgument for a tensor whose bytes torch does not give, as within vmap, and
+        DeviceError.
+        """
+        try:
+            self._copy_to(pool, extent)
+        except RuntimeError as error:
+            kind = InvalidArgument if self.is_on_host else DeviceError
+            raise kind(f"torch does not copy the tensor: {error}") from None
+
+    def _copy_to(self, pool: MappedPool, extent: Extent) -> None:
         if self._copies is not None:
             pool.use_dma(self._copies.device)
             self._copies.save(self._tensor, self._ready, pool.save_parts(extent))

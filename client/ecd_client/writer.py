@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from ecd_client import forks
+from ecd_client import arguments, forks
 from ecd_client.acquire import Key, to_key
 from ecd_client.calls import CALL_TIMEOUT_S, result_of
 from ecd_client.connection import Connection
@@ -26,7 +25,6 @@ from ecd_client.errors import (
 from ecd_client.reader import Reader
 from ecd_client.session import Session
 from ecd_client.shared.puts import Claim, CopyTo, NewEntry, PutOutcome
-from ecd_proto.contract import DTYPES, nbytes_of
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -43,16 +41,13 @@ _MUST_CALL, _BEING_WRITTEN = PutOutcome.MUST_CALL, PutOutcome.BEING_WRITTEN
 
 
 def describe_entry(
-    key: Key, dtype: str, shape: tuple[int, ...], cost_s: float, metadata: bytes
+    key: Key, dtype: str, shape: Sequence[int], cost_s: float, metadata: bytes
 ) -> NewEntry:
     """Raises InvalidArgument."""
-    if dtype not in DTYPES:
-        raise InvalidArgument(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
     if not isinstance(metadata, bytes):
         raise InvalidArgument(f"metadata is bytes, not a {type(metadata).__name__}")
-    if not isinstance(cost_s, Real):
-        raise InvalidArgument(f"the cost is a number of seconds, not {cost_s!r}")
-    return NewEntry(*key, dtype, shape, nbytes_of(dtype, shape), metadata, cost_s)
+    dtype, lengths, nbytes = arguments.dense(dtype, shape)
+    return NewEntry(*key, dtype, lengths, nbytes, metadata, arguments.cost(cost_s))
 
 
 class Writer:
@@ -67,6 +62,7 @@ class Writer:
 
     def put(self, entry: NewEntry, copy_to: CopyTo, timeout: float) -> bool:
         """False: stored already. Waits up to `timeout` s for another writer of the key."""
+        timeout = arguments.seconds(timeout, "timeout")
         deadline_s = time.monotonic() + timeout
         while True:
             session = self._connection.ref()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import struct
 import sys
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from fractions import Fraction
 from itertools import count
 from pathlib import Path
 from types import FrameType
 
+import numpy
 import pytest
 import torch
 
@@ -23,12 +27,17 @@ from ecd_client import (
     DaemonUnavailable,
     EcdError,
     EntryTooLarge,
+    Hint,
     InvalidArgument,
     LeaseExpired,
     PoolFull,
 )
 from ecd_client.connection import Connection
 from ecd_client.session import Outbox, Session
+from ecd_client.shared.puts import NewEntry
+from ecd_client.tensors import TensorSource
+from ecd_client.writer import describe_entry
+from ecd_proto.shm.session_page import MAX_CLAIMS
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon, changed
 from support.processes import run
@@ -61,6 +70,7 @@ def way(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("by_calls")
 
 
+IN_MEMORY = pytest.mark.parametrize("way", ["in memory"], indirect=True)
 BY_CALLS = pytest.mark.parametrize("way", ["by calls"], indirect=True)
 
 
@@ -327,13 +337,8 @@ def test_mistakes_of_the_caller(client: Client, daemon: Daemon, mistake: Callabl
 
 def test_an_interrupted_copy_gives_the_space_back(client: Client, daemon: Daemon) -> None:
     """A failure between reserve and commit: no reservation stays, the key is free."""
-
-    class Broken:
-        def __len__(self) -> int:
-            return 4
-
-    with pytest.raises(TypeError):
-        client.put_bytes("k", Broken(), "float32", (1,))
+    with pytest.raises(InvalidArgument, match="torch does not copy the tensor"):
+        torch.vmap(lambda row: client.put("k", row))(torch.ones(2, 1))  # it has no bytes of its own
     assert daemon.status().pools[0].used_bytes == 0
     assert client.put("k", torch.ones(1)) is True
 
@@ -588,9 +593,10 @@ def test_a_put_that_cannot_begin_keeps_nothing(
     daemon: Daemon, mapped: Mapped, client: Client
 ) -> None:
     with Client(daemon.address) as closing:
-        for _ in range(300):  # more than may be in flight
+        entry = describe_entry(("default", HALF), "float32", (3,), 0.0, b"")
+        for _ in range(300):  # more than may be in flight, past the door for keys
             with suppress(UnicodeEncodeError):
-                closing.put_async("\ud800", torch.ones(3))
+                closing._writer.put_async(entry, TensorSource(torch.ones(3)))
         assert closing.put_async("first", torch.ones(1 << 20)).result(HANG_S)
         closing._writer._side.shutdown()  # as `close` in another thread does
         said = ""
@@ -663,11 +669,130 @@ def test_mistakes_are_named(client: Client) -> None:
         (lambda: client.get(None), "a key is a string, not None"),
         (lambda: client.get(b"k", 1.0), "a key is a string, not b'k'"),
         (lambda: client.contains("abc"), r"contains\(\['abc'\]\)"),
-        (lambda: client.contains([None]), "a list of strings"),
+        (lambda: client.contains([None]), "a key is a string, not None"),
         (lambda: client.get_async([7]), "a key is a string, not 7"),
     ):
         with pytest.raises(InvalidArgument, match=says):
             mistake()
+
+
+HALF = "half a character: \ud800"
+LARGE = 10**5000  # Python writes no integer of so many digits
+ONES = torch.ones(4)
+MISTAKES: dict[str, Callable[[Client], object]] = {
+    "name: put": lambda c: c.put(HALF, ONES),
+    "name: put_async": lambda c: c.put_async(HALF, ONES),
+    "name: get": lambda c: c.get(HALF),
+    "name: get_now": lambda c: c.get_now(HALF),
+    "name: contains": lambda c: c.contains(["k", HALF]),
+    "name: lock": lambda c: c.lock(HALF, 1.0),
+    "name: unlock": lambda c: c.unlock(HALF),
+    "name: locate": lambda c: c.locate([HALF]),
+    "name: offer": lambda c: c.offer([HALF], []),
+    "name: is_shown": lambda c: c.is_shown(HALF),
+    "name: stop_making": lambda c: c.stop_making([HALF]),
+    "names: get_async": lambda c: c.get_async("abc"),
+    "names: offer": lambda c: c.offer(7, []),
+    "names: locate": lambda c: c.locate(b"k"),
+    "names: stop_making": lambda c: c.stop_making("abc"),
+    "namespace: half": lambda c: c.get("k", namespace=HALF),
+    "namespace: type": lambda c: c.put("k", ONES, namespace=7),
+    "namespace: contains": lambda c: c.contains([], namespace=b"n"),
+    "namespace: get_async": lambda c: c.get_async(["k"], namespace=7),
+    "namespace: client": lambda c: Client(c.address, namespace=7),
+    "name of the client": lambda c: Client(c.address, name=HALF),
+    "address": lambda c: Client(7),
+    "connect_timeout": lambda c: Client(c.address, connect_timeout=None),
+    "call_timeout": lambda c: Client(c.address, call_timeout=float("nan")),
+    "timeout: None": lambda c: c.get("nothing", timeout=None),
+    "timeout: text": lambda c: c.get("nothing", timeout="1"),
+    "timeout: large": lambda c: c.get("nothing", timeout=LARGE),
+    "timeout: larger than clocks": lambda c: c.get("nothing", timeout=1e300),
+    "timeout: put": lambda c: c.put("k", ONES, timeout=None),
+    "timeout: get_async": lambda c: c.get_async(["nothing"], "1"),
+    "timeout: wait_connected": lambda c: c.wait_connected(None),
+    "seconds: text": lambda c: c.lock("k", "1"),
+    "seconds: never": lambda c: c.lock("k", float("nan")),
+    "nodes: number": lambda c: c.get("nothing", 1.0, nodes=5),
+    "nodes: of numbers": lambda c: c.get("nothing", 1.0, nodes=[5]),
+    "nodes: text": lambda c: c.get("before", nodes="host:1"),
+    "nodes: one hint": lambda c: c.get("before", nodes=Hint("host:1")),
+    "nodes: half": lambda c: c.get("nothing", 1.0, nodes=[HALF]),
+    "nodes: extent": lambda c: c.get("nothing", 1.0, nodes=[Hint("host:1", -1, 0, 1)]),
+    "nodes: get_async": lambda c: c.get_async(["nothing"], 1.0, nodes=[[5]]),
+    "nodes: too few": lambda c: c.get_async(["nothing", "else"], 1.0, nodes=[["host:1"]]),
+    "nodes: offer": lambda c: c.offer(["k"], [5]),
+    "nodes: offer, text": lambda c: c.offer(["k"], "host:1"),
+    "makes: too many": lambda c: c.get_async(["nothing"], 1.0, makes=[0.0, 0.0]),
+    "makes: text": lambda c: c.get_async(["nothing"], 1.0, makes=["1"]),
+    "cost: large": lambda c: c.put("k", ONES, cost=LARGE),
+    "cost: below 0": lambda c: c.put_async("k", ONES, cost=-1),
+    "tensor: meta": lambda c: c.put("k", torch.ones(4, device="meta")),
+    "tensor: nested": lambda c: c.put("k", torch.nested.nested_tensor([ONES, ONES])),
+    "tensor: vmap": lambda c: torch.vmap(lambda row: c.put("k", row))(torch.ones(2, 4)),
+    "tensor: vmap aside": lambda c: torch.vmap(lambda row: c.put_async("k", row).result(HANG_S))(
+        torch.ones(2, 4)
+    ),
+    "data: text": lambda c: c.put_bytes("k", "text", "uint8", (4,)),
+    "data: gaps": lambda c: c.put_bytes("k", memoryview(bytes(8))[::2], "uint8", (4,)),
+    "data: of items": lambda c: c.put_bytes("k", [1, 2, 3, 4], "uint8", (4,)),
+    "dtype": lambda c: c.put_bytes("k", b"1234", ["uint8"], (4,)),
+    "shape: number": lambda c: c.put_bytes("k", b"1234", "uint8", 4),
+    "shape: below 0": lambda c: c.put_bytes("k", bytes(16), "float32", (-2, -2)),
+    "shape: float": lambda c: c.put_bytes("k", bytes(16), "float32", (2.0, 2)),
+    "shape: bool": lambda c: c.put_bytes("k", bytes(4), "uint8", (4, True)),
+    "shape: large": lambda c: c.put_bytes("k", b"", "float32", (0, 1 << 63)),
+    "shape: larger": lambda c: c.put_bytes("k", b"", "float32", (0, LARGE)),
+    "shape: too many": lambda c: c.put_bytes("k", b"1", "uint8", (1,) * 17),
+    "device: pin": lambda c: c.pin("nonsense"),
+    "device: to": lambda c: c.get("before").to("nonsense"),
+    "device: view": lambda c: c.get("before").device_view(None),
+    "handle": lambda c: c.hold("before", "handle"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_every_mistake_is_told_in_one_way_and_leaves_nothing(
+    client: Client, daemon: Daemon, mistake: str
+) -> None:
+    assert client.put("before", ONES)
+    for _ in range(MAX_CLAIMS + 1):  # one more than a session has places
+        with pytest.raises(InvalidArgument):
+            MISTAKES[mistake](client)
+    if puts := client._connection.session().puts:
+        assert len(puts._places) + len(puts._unanswered) == MAX_CLAIMS
+    with Client(daemon.address, namespace=client.namespace) as other:
+        assert not other.is_locked("k")
+        assert other.put("k", ONES), "the key is free"
+    with client.get("k") as item:
+        assert torch.equal(item.tensor, ONES)
+
+
+def test_data_are_any_bytes_in_one_piece(client: Client) -> None:
+    for number, data in enumerate((array("f", [1.0, 2.0]), memoryview(array("d", [7.0])))):
+        assert client.put_bytes(str(number), data, "uint8", (8,))
+        with client.get(str(number)) as item:
+            assert item.view == memoryview(data).cast("B")
+    assert client.put_bytes("numbers", bytearray(8), "uint8", (numpy.int64(8),), cost=Fraction(1))
+    assert client.put_bytes("empty", array("f"), "float32", (0, 4))
+
+
+@IN_MEMORY
+def test_what_cannot_be_packed_or_timed_takes_nothing(client: Client, daemon: Daemon) -> None:
+    """Behind the doors, too: neither a place of the page nor a key's lock."""
+    client.put("before", ONES)
+    session = client._connection.session()
+    broken = NewEntry(client.namespace, "k", "float32", (-2, -2), 16, b"", 0.0)
+    for _ in range(MAX_CLAIMS + 1):
+        with pytest.raises(struct.error):
+            session.puts.claim(broken)
+    assert len(session.puts._places) + len(session.puts._unanswered) == MAX_CLAIMS
+    with pytest.raises(TypeError):
+        session.key_locks.take(client.namespace, "k", "1")
+    with Client(daemon.address, namespace=client.namespace) as other:
+        assert other.lock("k", HANG_S)
+        assert other.put("k", ONES)
 
 
 def test_clients_and_items_say_what_they_are(client: Client) -> None:

@@ -1,0 +1,185 @@
+"""The doors for what callers pass to the client: each kind of argument is checked in one place.
+
+Every function returns the argument as the client uses it, or raises InvalidArgument, which says
+what to pass instead. Nothing has been asked for or taken by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from numbers import Real
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from ecd_client.errors import InvalidArgument
+from ecd_proto.contract import DTYPES, MAX_DIMENSIONS, MAX_HINTS, Hint, nbytes_of
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SECONDS = 1e9
+"""Longest time that may be given: the kernel's and Python's clocks take no infinite one."""
+MAX_LENGTH = (1 << 63) - 1
+"""Largest dimension, offset or number of bytes: torch's are signed."""
+MAX_POOL = (1 << 32) - 1
+
+
+def string(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"a {what} is a string, not {_shown(value)}")
+    return value
+
+
+def text(value: Any, what: str) -> str:
+    """A string that UTF-8 can spell."""
+    if not string(value, what).isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument(
+                f"the {what} {_shown(value)} is not text: it has half a character"
+            ) from None
+    checked: str = value
+    return checked
+
+
+def many(values: Any, call: str) -> list[Any]:
+    """A list of several things, for the method `call`, where one string would be several too."""
+    if isinstance(values, str | bytes):
+        raise InvalidArgument(f"{call} takes a list of keys: {call}([{_shown(values)}])")
+    try:
+        return list(values)
+    except TypeError:
+        raise InvalidArgument(f"{call} takes a list of strings, not {_shown(values)}") from None
+
+
+def seconds(value: Any, what: str) -> float:
+    """A finite time of 0 or more seconds."""
+    number = _number(value)
+    if number is None or number > MAX_SECONDS:
+        raise InvalidArgument(f"{what} is {_shown(value)}; it must be 0 or more seconds")
+    return number
+
+
+def nodes(values: Any) -> Sequence[Hint]:
+    """Nodes that may have one key, as many as a daemon reads."""
+    if isinstance(values, str | bytes | Hint):
+        raise InvalidArgument(f"nodes is a list: nodes=[{_shown(values)}]")
+    try:
+        some = list(islice(values, MAX_HINTS))
+    except TypeError:
+        raise InvalidArgument(
+            f"nodes is a list of host:port or of hints, not {_shown(values)}"
+        ) from None
+    return [_hint(node) for node in some]
+
+
+def each(values: Any, count: int, what: str) -> Sequence[Any]:
+    """A list with something for each of `count` keys, or an empty one."""
+    try:
+        found = list(values)
+    except TypeError:
+        found = [None]
+    if found and (len(found) != count or isinstance(values, str | bytes | Hint)):
+        raise InvalidArgument(
+            f"{what} is a list with one of them for each of the {count} keys, not {_shown(values)}"
+        )
+    return found
+
+
+def cost(value: Any) -> float:
+    """The seconds that making an entry took."""
+    number = _number(value)
+    if number is None:
+        raise InvalidArgument(
+            f"the cost is a number of seconds, finite and 0 or more, not {_shown(value)}"
+        )
+    return number
+
+
+def dense(dtype: Any, shape: Any) -> tuple[str, tuple[int, ...], int]:
+    """The dtype's name, the shape and the bytes of a dense tensor."""
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise InvalidArgument(f"unknown dtype {_shown(dtype)}; known are {', '.join(DTYPES)}")
+    try:
+        lengths = tuple(_length(length) for length in shape)
+    except TypeError:
+        raise InvalidArgument(
+            f"a shape is a list of integers, each 0 or more, not {_shown(shape)}"
+        ) from None
+    if len(lengths) > MAX_DIMENSIONS:
+        raise InvalidArgument(f"{len(lengths)} dimensions; at most {MAX_DIMENSIONS}")
+    nbytes = nbytes_of(dtype, lengths)
+    if nbytes > MAX_LENGTH or max(lengths, default=0) > MAX_LENGTH:
+        raise InvalidArgument(f"{dtype} of shape {_shown(lengths)} is larger than any memory")
+    return dtype, lengths, nbytes
+
+
+def buffer(data: Any) -> memoryview:
+    """The bytes of an object that has them in one piece."""
+    try:
+        view = memoryview(data)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError) as error:  # no such object, with gaps, or released
+        raise InvalidArgument(
+            f"the data are bytes, or a memoryview without gaps, not {_shown(data)}: {error}"
+        ) from None
+
+
+def device(value: Any) -> torch.device:
+    """A device of torch's."""
+    import torch
+
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"{_shown(value)} is no device of torch's: {error}") from None
+
+
+def _number(value: Any) -> float | None:
+    """A finite number of 0 or more; None: it is none."""
+    if type(value) is not float:
+        if not isinstance(value, Real):
+            return None
+        try:
+            value = float(value)
+        except OverflowError:
+            return None
+    number: float = value
+    return number if 0.0 <= number < float("inf") else None
+
+
+def _length(value: Any) -> int:
+    """Raises TypeError for what is no length."""
+    if type(value) is not int:
+        if isinstance(value, bool):
+            raise TypeError
+        value = index(value)
+    length: int = value
+    if length < 0:
+        raise TypeError
+    return length
+
+
+def _hint(node: Any) -> Hint:
+    if isinstance(node, str):
+        return Hint(text(node, "node"))
+    if not isinstance(node, Hint):
+        raise InvalidArgument(f"a node is host:port, or a hint of a node, not {_shown(node)}")
+    limits = MAX_POOL, MAX_LENGTH, MAX_LENGTH
+    if not all(
+        type(value) is int and 0 <= value <= limit
+        for value, limit in zip(node[1:], limits, strict=True)
+    ):
+        raise InvalidArgument(f"a hint has a node and the extent there, not {_shown(node)}")
+    text(node.node, "node")
+    return node
+
+
+def _shown(value: Any) -> str:
+    """The value for a message, which is short."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # an integer of too many digits, or an object that cannot say what it is
+        return f"a {type(value).__name__}"
