@@ -1,20 +1,23 @@
 """The engine's namespace, in memory that its API server reads: it moves as weights change.
 
 vLLM runs the scheduler and the API server in two processes, and tells the latter nothing of a
-connector. What they have in common is the instance's id: the memory is found by it.
+connector. What they have in common is the instance's id: the memory is found by it. Any user may
+make memory of that name, so the reader takes none but its own user's, and none that can shrink
+under its mapping.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import mmap
 import os
+import stat
 import struct
 from zlib import crc32
 
-from vllm.logger import init_logger
-
-logger = init_logger(f"vllm.{__name__}")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _NAME = "ecd-namespace-"
 _HEADER = struct.Struct("<IH")
@@ -22,6 +25,7 @@ _HEADER = struct.Struct("<IH")
 _TRIES = 3
 _NOEXEC_SEAL = 8
 """MFD_NOEXEC_SEAL (Linux 6.3), without which a hardened machine makes no memfd."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedNamespace:
@@ -29,11 +33,13 @@ class SharedNamespace:
 
     def __init__(self, instance_id: str) -> None:
         self._fd = -1
-        for flags in (os.MFD_CLOEXEC | _NOEXEC_SEAL, os.MFD_CLOEXEC):
+        sealable = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        for flags in (sealable | _NOEXEC_SEAL, sealable):
             with contextlib.suppress(OSError):
                 fd = os.memfd_create(_NAME + instance_id, flags)
                 try:
                     os.ftruncate(fd, mmap.PAGESIZE)
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
                     self._page = mmap.mmap(fd, mmap.PAGESIZE)
                 except BaseException:
                     os.close(fd)
@@ -64,6 +70,16 @@ def _links(process: str) -> list[str]:
     return []
 
 
+def _is_own(found: os.stat_result) -> bool:
+    """Whether it is a file of this process's user."""
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _is_sealed(fd: int) -> bool:
+    """Whether it cannot shrink any more. Raises OSError for what is no memfd."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+
+
 class SeenNamespace:
     """An engine's namespace as another process of its user reads it."""
 
@@ -73,13 +89,15 @@ class SeenNamespace:
         for process in filter(str.isdigit, os.listdir("/proc")):
             for link in _links(process):
                 with contextlib.suppress(OSError):  # closed meanwhile
-                    if os.readlink(link) == target:
-                        fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+                    if os.readlink(link) == target and _is_own(os.stat(link)):
+                        # The process may have put another file there meanwhile.
+                        fd = os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                         try:
-                            self._page = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
+                            if _is_own(os.fstat(fd)) and _is_sealed(fd):
+                                self._page = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
+                                return
                         finally:
                             os.close(fd)
-                        return
         raise FileNotFoundError(target)
 
     def read(self) -> str | None:
