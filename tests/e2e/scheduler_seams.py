@@ -6,6 +6,7 @@ The connector is real and so is the daemon; requests are no more than what the c
 them. Prints what came of each case, as JSON.
 """
 
+import asyncio
 import json
 import sys
 from types import SimpleNamespace
@@ -20,10 +21,12 @@ from vllm.multimodal.inputs import (
     MultiModalFieldElem,
     MultiModalKwargsItem,
 )
+from vllm.multimodal.media import MediaWithBytes
 
 from ecd_client import Client
 from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA
 from ecd_client.vllm.names import stored_name
+from ecd_client.vllm.pictures import IMAGE, Look, Pictures
 from support.waiting import HANG_S, value_of
 
 WAIT_S = 1.0
@@ -197,6 +200,27 @@ if CAN_LEAVE_OUT_MEDIA:
             )
         connector.request_finished(asked)
 connector.build_connector_meta(STEP)
+
+
+async def fetched() -> list[object]:
+    """What is had of three pictures of a request when one of them cannot be fetched."""
+    whole = asyncio.Event()
+
+    async def content(part: dict) -> object:
+        if part["name"] == "whole":
+            whole.set()
+            return MediaWithBytes(SimpleNamespace(size=(1, 1)), b"bytes")
+        await (whole if part["name"] == "absent" else asyncio.Event()).wait()
+        raise OSError("absent")
+
+    parts = [{"name": name, IMAGE: {"url": name}} for name in ("whole", "absent", "slow")]
+    look, pictures = Look(b"", parts=parts), object.__new__(Pictures)
+    pictures._content = content
+    return [await pictures._contents(look), *(part[IMAGE]["url"][:5] for part in parts)]
+
+
+if CAN_LEAVE_OUT_MEDIA:
+    done["fetched"] = asyncio.run(fetched())
 done["left over"] = [len(role._items), len(role._requests), len(role._loads)]
 print("RESULT", json.dumps(done))
 connector.shutdown()

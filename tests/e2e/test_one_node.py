@@ -176,6 +176,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
     if version != "0.28.0":  # which takes no metadata as JSON
         assert done.pop("what was brought is looked up") is False
         assert done.pop("what was brought is stored") is False
+        assert done.pop("fetched") == [[], "data:", "absen", "slow"]
         assert {name for name, end in described.items() if end == "goes on"} == {
             "metadata: right",
             "brought embeddings: right",

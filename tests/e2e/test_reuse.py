@@ -199,6 +199,40 @@ def test_a_url_is_fetched_once_and_never_taken_for_its_content(
         assert preprocessed(servers.server) == before
 
 
+def test_a_picture_that_vllm_would_not_take_is_not_taken(servers: Servers, stored: str) -> None:
+    assert servers.server.chat(shown(stored))[0] == 200
+    assert servers.server.chat([{"type": "image_url", "image_url": stored}])[0] == 400
+
+
+def test_a_tenants_picture_is_not_anothers(servers: Servers, new: Pictures) -> None:
+    """Each of two tenants has it encoded once, and neither can use it by the other's name."""
+    url = new.url()
+    for salt in ("one", "other", None):
+        before = forwards(servers.server), servers.daemon.status().counters.puts
+        servers.right(shown(url), **({"cache_salt": salt} if salt else {}))
+        assert forwards(servers.server) == before[0] + 1
+        eventually(lambda puts=before[1]: servers.daemon.status().counters.puts == puts + 1)
+        seen = preprocessed(servers.server), forwards(servers.server)
+        servers.right(shown(url, "and now?"), **({"cache_salt": salt} if salt else {}))
+        assert (preprocessed(servers.server), forwards(servers.server)) == seen
+
+
+def test_a_tenants_name_says_nothing_to_others(servers: Servers, new: Pictures) -> None:
+    status, said = servers.encoder.chat(
+        shown(new.url()), CALLER, max_tokens=1, cache_salt="a tenant's"
+    )
+    assert status == 200
+    [(name, item)] = said["ec_transfer_params"].items()
+    bare = [{"type": "image_embeds", "image_embeds": item["metadata"], "uuid": name}]
+    texts = [{"type": "text", "text": "what is it?"}]
+    assert servers.server.chat([*bare, *texts], cache_salt="a tenant's")[0] == 200
+    for other in ({}, {"cache_salt": "another's"}):
+        assert servers.server.chat([*bare, *texts], **other)[0] >= 400
+        named = [{"type": "image_url", "image_url": {"url": "data:,"}, "uuid": name}]
+        assert servers.encoder.chat(named, CALLER, max_tokens=1, **other)[0] >= 400
+    servers.right(shown(new.url()))
+
+
 def test_an_answer_is_streamed_as_ever(servers: Servers, stored: str) -> None:
     before = preprocessed(servers.server)
     servers.right_streamed(shown(stored))
