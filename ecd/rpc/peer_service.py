@@ -44,14 +44,16 @@ class PeerService(pb_grpc.PeerServicer):
         """When each was used last, in that order."""
 
     async def Describe(self, request: pb.DescribeRequest, context: Ctx) -> pb.NodeDescription:
-        await self._token.check(context)
+        await self._token.check(context, self._refuse)
         return self._memory.describe()
 
     async def Link(  # type: ignore[override]  # it writes to the context instead of yielding
         self, request_iterator: AsyncIterator[pb.LinkRequest], context: Ctx
     ) -> None:
         hello = await self._hello(request_iterator, context)
-        await self._token.check(context)  # a refusal before the first read never arrives
+        await self._token.check(
+            context, self._refuse
+        )  # a refusal before the first read never arrives
         session = self._open_session()
         if isinstance(session, LimitReached):
             await context.abort(
@@ -76,8 +78,11 @@ class PeerService(pb_grpc.PeerServicer):
     def _open_session(self) -> SessionId | LimitReached:
         if len(self._links) < MAX_LINKS or self._end_idle():
             return self._live.open_session()
-        self._live.refuse("peer_links", MAX_LINKS)
+        self._refuse(MAX_LINKS)
         return LimitReached("links of peers", MAX_LINKS)
+
+    def _refuse(self, limit: int) -> None:
+        self._live.refuse("peer_links", limit)
 
     def _use(self, link: InboundLink) -> None:
         self._links[link] = self._live.now_s()

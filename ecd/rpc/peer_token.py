@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import hmac
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -12,32 +14,81 @@ from ecd_proto.contract import proof
 
 CLOCKS_APART_S = 300.0
 """Most by which the clocks of two nodes may differ, and the age of an acceptable proof."""
+MAX_PROOFS = 1 << 16
+"""Proofs remembered, of the calls of ten minutes: 30 for each link that a node takes."""
+
+
+class SpentProofs:
+    """The proofs that were accepted, each for as long as its time is acceptable."""
+
+    def __init__(self) -> None:
+        self._spent: set[str] = set()
+        self._until_s: list[tuple[float, str]] = []  # a heap
+
+    def spend(self, proof: str, until_s: float, now_s: float) -> bool | None:
+        """Accept a proof, acceptable until `until_s`. False: it was before; None: there is no room.
+
+        The times are the wall clock's.
+        """
+        while self._until_s and self._until_s[0][0] < now_s:
+            self._spent.discard(heapq.heappop(self._until_s)[1])
+        if proof in self._spent:
+            return False
+        if len(self._spent) >= MAX_PROOFS:
+            return None
+        self._spent.add(proof)
+        heapq.heappush(self._until_s, (until_s, proof))
+        return True
 
 
 class TokenCheck:
-    """Mutual proof for each call to this node; without a token everybody is let in."""
+    """Mutual proof for each call to this node; without a token everybody is let in.
+
+    A proof is accepted once. They are remembered by what members of the cluster alone can make, so
+    others fill no memory; a restart forgets them.
+    """
 
     def __init__(self, node: str, token: str | None) -> None:
         self._node, self._token = node, token
+        self._spent = SpentProofs()
 
-    async def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Abort the call unless the caller proves that it has the token; prove the same to it."""
+    async def check(
+        self,
+        context: grpc.aio.ServicerContext[Any, Any],
+        refused: Callable[[int], None] | None = None,
+    ) -> None:
+        """Abort the call unless the caller proves that it has the token; prove the same to it.
+
+        `refused` is told where more proofs came than are remembered, and how many these are.
+        """
         if self._token is None:
             return
         said = {str(name): value for name, value in context.invocation_metadata() or ()}
         nonce, when = str(said.get("ecd-nonce", "")), str(said.get("ecd-time", ""))
         expected = proof(self._token, "ask", self._node, nonce, when)
-        fresh = when.isdecimal() and abs(time.time() - int(when)) <= CLOCKS_APART_S
         if not hmac.compare_digest(expected, str(said.get("ecd-proof", ""))):
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 f"no proof of the cluster's token for {self._node}: set the same ECD_PEER_TOKEN on "
                 "every node, and name nodes as their ECD_PEER_ADDRESS does",
             )
-        if not fresh:
+        made_s, now_s = int(when) if when.isdecimal() and len(when) < 20 else 0, time.time()
+        if abs(now_s - made_s) > CLOCKS_APART_S:
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 f"the proof is of another time: clocks may differ by {CLOCKS_APART_S:.0f} s",
+            )
+        is_new = self._spent.spend(expected, made_s + CLOCKS_APART_S, now_s)
+        if is_new is None:
+            if refused is not None:
+                refused(MAX_PROOFS)
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{MAX_PROOFS} calls have come within {2 * CLOCKS_APART_S:.0f} s: ask later",
+            )
+        if not is_new:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "the proof was used before: make one for each call"
             )
         answer = proof(self._token, "answer", self._node, nonce)
         await context.send_initial_metadata((("ecd-proof", answer),))

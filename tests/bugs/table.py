@@ -230,6 +230,13 @@ EDITED = {
             'if expected == "":',
         ),
     ),
+    "a proof of the token is accepted twice": Bug(
+        "security",
+        "cluster/test_links.py",
+        Edit(
+            "ecd/rpc/peer_token.py", "        if proof in self._spent:\n", "        if not proof:\n"
+        ),
+    ),
     # -- restarts ------------------------------------------------------------------------------
     "bytes that changed over a restart are served": Bug(
         "invariant 1",

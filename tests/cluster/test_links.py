@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import datetime
 from types import SimpleNamespace
@@ -67,12 +67,19 @@ def node(lasting: Daemon) -> Iterator[Daemon]:
     lasting.check_unused()
 
 
-async def open_link(
-    stub: pb_grpc.PeerStub, node: str, own: str = "127.0.77.1:1"
-) -> grpc.aio.StreamStreamCall:
+Metadata = list[tuple[str, str]]
+
+
+def proof_for(node: str) -> Metadata:
     nonce, now = secrets.token_hex(16), f"{datetime.now().timestamp():.0f}"
     proven = proof(TOKEN, "ask", node, nonce, now)
-    call = stub.Link(metadata=[("ecd-nonce", nonce), ("ecd-time", now), ("ecd-proof", proven)])
+    return [("ecd-nonce", nonce), ("ecd-time", now), ("ecd-proof", proven)]
+
+
+async def open_link(
+    stub: pb_grpc.PeerStub, node: str, own: str = "127.0.77.1:1", proven: Metadata | None = None
+) -> grpc.aio.StreamStreamCall:
+    call = stub.Link(metadata=proven or proof_for(node))
     hello = pb.LinkHello(contract_version=CONTRACT_VERSION, daemon="a test", node=own)
     await call.write(pb.LinkRequest(hello=hello))
     return call
@@ -88,6 +95,38 @@ async def peer_of(
 
 def key(number: int) -> cache_pb2.Key:
     return cache_pb2.Key(namespace="default", mm_hash=f"k{number}")
+
+
+def test_a_proof_of_the_token_is_accepted_once(node: Daemon) -> None:
+    """A listener repeats what a member has said, on the same connection or another."""
+    about = pb.DescribeRequest()
+
+    async def refused(asked: Awaitable[object]) -> str:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await within_hang(asked)
+        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        return error.value.details()
+
+    async def ask() -> None:
+        apart = (("grpc.use_local_subchannel_pool", 1),)
+        async with peer_of(node.peer) as stub, peer_of(node.peer, apart) as listener:
+            proven = proof_for(node.peer)
+            call = await open_link(stub, node.peer, proven=proven)
+            assert (await call.read()).HasField("welcome")
+            described = proof_for(node.peer)
+            assert (await stub.Describe(about, metadata=described)).contract_version
+            for again in (stub, listener):
+                for metadata in (proven, described):
+                    link = await open_link(again, node.peer, proven=metadata)
+                    assert "was used before" in await refused(link.read())
+                    asked = again.Describe(about, metadata=metadata)
+                    assert "was used before" in await refused(asked)
+            odd = [("ecd-nonce", "n"), ("ecd-time", "9" * 5000)]
+            assert "no proof" in await refused(listener.Describe(about, metadata=odd))
+            odd.append(("ecd-proof", proof(TOKEN, "ask", node.peer, "n", "9" * 5000)))
+            assert "of another time" in await refused(listener.Describe(about, metadata=odd))
+
+    asyncio.run(ask())
 
 
 def test_many_keys_are_leased_in_turns(node: Daemon, client_of: ClientOf) -> None:
