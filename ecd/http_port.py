@@ -1,17 +1,28 @@
-"""The daemon's HTTP port: a thread for each connection, up to a bound, and an end to each."""
+"""The daemon's HTTP port: a thread for each connection, up to a bound, and an end to each.
+
+`by_path` is the door for all that is asked there: it knows the paths, and turns away pages of other
+sites.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from http import HTTPStatus
+from ipaddress import ip_address
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +38,60 @@ FULL = (
     b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n\r\n"
     b'{"error": "too many connections to this port: ask again"}'
 )
+
+
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+)(:\d+)?")
+"""The header of a request that a browser or a scraper makes: a host, and its port."""
+
+
+class Refused(Exception):
+    """The request is not answered; the text says what to do."""
+
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def by_path(answers: Mapping[str, WSGIApplication]) -> WSGIApplication:
+    """Answer each path by its application, if the request may be answered at all."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        try:
+            check_host(environ)
+            found = answers.get(environ["PATH_INFO"])
+            if found is None:
+                known = ", ".join(sorted(answers))
+                raise Refused(HTTPStatus.NOT_FOUND, f"there is no such path; there are {known}")
+        except Refused as refused:
+            body = json.dumps({"error": str(refused)}).encode()
+            headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+            start_response(f"{refused.status.value} {refused.status.phrase}", headers)
+            return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+        return found(environ, start_response)
+
+    return answer
+
+
+def check_host(environ: WSGIEnvironment) -> None:
+    """Refuse a page of another site that a browser on this machine shows. Raises Refused.
+
+    A site may have its own name lead to this machine (DNS rebinding).
+    """
+    client = ip_address(environ["REMOTE_ADDR"])
+    if (getattr(client, "ipv4_mapped", None) or client).is_loopback:
+        said = HOST.fullmatch(environ.get("HTTP_HOST", ""))
+        host = said[1].lower() if said else ""
+        if host != "localhost" and not _is_address(host.strip("[]")):
+            text = "from this machine, ask by an IP address or as localhost"
+            raise Refused(HTTPStatus.FORBIDDEN, text)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 class Handler(WSGIRequestHandler):

@@ -29,13 +29,13 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ecd.core.counters import IDLE_BOUNDS_S, SIZE_BOUNDS_BYTES
-from ecd.http_port import HttpPort
+from ecd.http_port import HttpPort, by_path
 from ecd.slow_log import DISK_READ, FETCH
 from ecd_proto.contract import pool_names
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+    from _typeshed.wsgi import WSGIApplication
 
 LATENCY_BUCKETS_S = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3),
@@ -471,11 +471,6 @@ class Metrics:
 
         `answers` serve other paths, on threads of the port. Raises MetricsError.
         """
-        metrics: WSGIApplication = make_wsgi_app(self.registry)
-
-        def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-            return answers.get(environ["PATH_INFO"], metrics)(environ, start_response)
-
         self._loop = asyncio.get_running_loop()
         host, _, port = address.rpartition(":")
         try:
@@ -486,7 +481,7 @@ class Metrics:
                 "ECD_METRICS_ADDRESS or --metrics-address; port 0 takes any free one"
             ) from None
         self._port = server
-        server.set_app(answer)
+        server.set_app(by_path({"/metrics": make_wsgi_app(self.registry), **answers}))
         server.start()
         return f"{host}:{server.server_port}"
 

@@ -13,10 +13,9 @@ from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from http import HTTPStatus
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
+from ecd.http_port import Refused
 from ecd.wire import InvalidRequest, check_batch
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2 as pb
@@ -35,14 +34,6 @@ FORM = (
 )
 
 Locate = Callable[[pb.LocateRequest, Any], Awaitable[pb.LocateReply]]
-
-
-class Refused(Exception):
-    """The request is not answered; the text says what to do."""
-
-    def __init__(self, status: HTTPStatus, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 class LocateOverHttp:
@@ -70,7 +61,6 @@ class LocateOverHttp:
     def _answer(self, environ: WSGIEnvironment) -> dict[str, Any]:
         if environ["REQUEST_METHOD"] != "POST":
             raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, FORM)
-        check_host(environ)
         body = _body(environ)
         if not self._room.acquire(blocking=False):
             text = f"{MAX_REQUESTS} requests are being answered: ask again"
@@ -95,35 +85,6 @@ class LocateOverHttp:
 
     async def _ask(self, request: pb.LocateRequest) -> pb.LocateReply:
         return await self._locate(request, None)
-
-
-def check_host(environ: WSGIEnvironment) -> None:
-    """Refuse a page of another site that a browser on this machine shows. Raises Refused.
-
-    A site may have its own name lead to this machine (DNS rebinding).
-    """
-    client = ip_address(environ["REMOTE_ADDR"])
-    if (getattr(client, "ipv4_mapped", None) or client).is_loopback:
-        host = _host(environ.get("HTTP_HOST", ""))
-        if host != "localhost" and not _is_address(host):
-            text = "from this machine, ask by an IP address or as localhost"
-            raise Refused(HTTPStatus.FORBIDDEN, text)
-
-
-def _host(said: str) -> str:
-    """The host of a header, without its port; "" if there is none."""
-    try:
-        return urlsplit(f"//{said}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _body(environ: WSGIEnvironment) -> bytes:

@@ -327,7 +327,20 @@ def test_the_port_lets_nobody_write_and_no_other_site_read(busy: Daemon, path: s
         assert asked(busy, path, Host=host)[0].status == 403
     for host in ("localhost:9464", "127.0.0.1", "[::1]:9464"):
         assert asked(busy, path, Host=host)[0].status == 200
+
+
+def test_every_path_is_known_and_refuses_other_sites(busy: Daemon) -> None:
     assert b"ecd_entries" in asked(busy, "/metrics")[1]
+    for path in ("/metrics", "/metrics?name[]=ecd_entries", "/v1/locate", "/nothing", "//"):
+        for host in ("evil.example", "evil@localhost"):
+            answer, body = asked(busy, path, Host=host)
+            assert answer.status == 403
+            assert b"ecd_" not in body
+    for path in ("/nothing", "/metrics/", "/favicon.ico"):
+        answer, body = asked(busy, path)
+        assert answer.status == 404
+        assert json.loads(body)["error"].endswith("/metrics, /status.json, /v1/locate")
+        assert asked(busy, path, "HEAD")[1] == b""
 
 
 def test_the_document_has_no_secret_and_tells_new_samples_alone(busy: Daemon) -> None:

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ecd import http_port
-from ecd.http_port import WHOLE_S, HttpPort
-from ecd.rpc.http import Refused, check_host
+from ecd.http_port import WHOLE_S, HttpPort, Refused, check_host
 from support.waiting import HANG_S, eventually
 
 
@@ -47,3 +46,28 @@ def test_loopback_is_known_in_every_form(client: str) -> None:
     check_host({"REMOTE_ADDR": client, "HTTP_HOST": "localhost:9464"})
     with pytest.raises(Refused):
         check_host({"REMOTE_ADDR": client, "HTTP_HOST": "evil.example"})
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9464", "[::1]:9464"])
+def test_hosts_of_this_machine(host: str) -> None:
+    check_host({"REMOTE_ADDR": "127.0.0.1", "HTTP_HOST": host})
+
+
+FOREIGN = [
+    "evil@localhost",
+    "evil:x@127.0.0.1",
+    "evil.example#@localhost",
+    "localhost.evil.example",
+    "localhost/evil",
+    "localhost,evil",
+    "localhost:",
+    "[localhost]",
+    "[::1]evil",
+]
+
+
+@pytest.mark.parametrize("host", ["", *FOREIGN])
+def test_hosts_that_name_another_or_none(host: str) -> None:
+    with pytest.raises(Refused):
+        check_host({"REMOTE_ADDR": "127.0.0.1", "HTTP_HOST": host})
+    check_host({"REMOTE_ADDR": "10.0.0.2", "HTTP_HOST": host})  # no browser of this machine
