@@ -173,6 +173,7 @@ class DmaProcesses:
         self._pidfds: dict[SessionId, int] = {}
         self._dropped_s: dict[SessionId, float] = {}  # when the lock was found to have dropped
         self._ended_s: dict[SessionId, float] = {}  # when the process was found to have ended
+        self._has_warned = False
 
     @property
     def waiting(self) -> int:
@@ -182,8 +183,17 @@ class DmaProcesses:
     def attach(self, session: SessionId, pidfd: int | None) -> None:
         """Take charge of the pidfd of the session's process, in place of an earlier one."""
         self.forget(session)
-        if pidfd is not None:
-            self._pidfds[session] = pidfd
+        if pidfd is None:
+            return
+        self._pidfds[session] = pidfd
+        if not self._has_warned and _is_hidden(pidfd):
+            self._has_warned = True
+            logger.warning(
+                "/proc hides processes of other users from the daemon, as hidepid and systemd's "
+                "ProtectProc do: memory of an engine that hangs in its end is reused after %.0f s, "
+                "and a device may still write there. Let the daemon see them (ProtectProc=default)",
+                DMA_LIMIT_S,
+            )
 
     def may_copy(self, session: SessionId, now_s: float) -> bool:
         """Whether a copy may be under way, for a session that dropped its lock with DMA_WORD set.
@@ -233,9 +243,23 @@ def _is_ending(pidfd: int) -> bool:
     False where its number is not seen from here, such as from another container.
     """
     try:
-        about = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
-        [pid] = re.findall(r"^Pid:\s+(\d+)", about, re.MULTILINE)
-        _, _, numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-        return bool(int(numbers.split()[STAT_FLAGS]) & PF_EXITING)
+        stat = Path(f"/proc/{_number(pidfd)}/stat").read_text()
+        return bool(int(stat.rpartition(")")[2].split()[STAT_FLAGS]) & PF_EXITING)
     except (OSError, ValueError):
         return False
+
+
+def _is_hidden(pidfd: int) -> bool:
+    """Whether the process has a number here, lives, and has no directory in /proc."""
+    try:
+        is_missing = not os.path.exists(f"/proc/{_number(pidfd)}")
+    except (OSError, ValueError):
+        return False
+    return is_missing and not _has_ended(pidfd)
+
+
+def _number(pidfd: int) -> int:
+    """The process's number in this /proc. Raises OSError, and ValueError where it has none."""
+    about = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+    [pid] = re.findall(r"^Pid:\s+([1-9]\d*)", about, re.MULTILINE)
+    return int(pid)

@@ -33,7 +33,8 @@ from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.daemon import Daemon, changed
 from support.dma_writer import RESERVED_BYTES, reserved, writer
-from support.processes import child
+from support.processes import child, run
+from support.users import SERVICE, needs_root, prefix
 from support.waiting import HANG_S, eventually, eventually_async
 
 MIB = 1 << 20
@@ -466,9 +467,9 @@ def test_a_process_that_begins_another_program_keeps_nothing_for_ever() -> None:
     processes.forget(session)
 
 
-def test_a_process_that_takes_long_to_end_is_waited_for() -> None:
-    """A zombie whose other thread lives on stands for one that a device holds up."""
-    processes, session = DmaProcesses(), SessionId(1)
+@contextlib.contextmanager
+def hangs_in_its_end() -> Iterator[subprocess.Popen[bytes]]:
+    """A zombie whose other thread lives on stands for a process that a device holds up."""
     script = (
         "import ctypes, sys, threading;"
         "threading.Thread(target=sys.stdin.read).start();"
@@ -481,12 +482,54 @@ def test_a_process_that_takes_long_to_end_is_waited_for() -> None:
         process.stdout.readline()
         stat_path = Path(f"/proc/{process.pid}/stat")
         eventually(lambda: " Z " in stat_path.read_text())
+        yield process
+
+
+def test_a_process_that_takes_long_to_end_is_waited_for() -> None:
+    processes, session = DmaProcesses(), SessionId(1)
+    with hangs_in_its_end() as process:
         processes.attach(session, os.pidfd_open(process.pid))
         assert processes.may_copy(session, 5.0)
         assert processes.may_copy(session, 5.0 + 10 * DMA_LIMIT_S)
     assert processes.may_copy(session, 1000.0)
     assert not processes.may_copy(session, 1000.0 + DMA_GRACE_S)
     processes.forget(session)
+
+
+HIDES = """
+set -e
+mount --make-rprivate /
+mount -t proc -o "hidepid=$HIDEPID" proc /proc
+exec "$@"
+"""
+WATCHES = """
+import logging, os, sys
+from ecd.rpc.attach import DmaProcesses
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+processes = DmaProcesses()
+for session in (1, 2):
+    processes.attach(session, os.pidfd_open(int(sys.argv[1])))
+print(processes.may_copy(1, 5.0), processes.may_copy(1, 5.0 + 10 * float(sys.argv[2])))
+"""
+
+
+@needs_root
+@pytest.mark.parametrize(("hidepid", "is_seen"), [("off", True), ("invisible", False)])
+def test_an_engine_of_another_user_is_seen_to_hang_in_its_end(
+    tmp_path: Path, hidepid: str, is_seen: bool
+) -> None:
+    """As by the daemon that systemd starts; where /proc hides the engine, the log says so once."""
+    with hangs_in_its_end() as process:
+        watch = [sys.executable, "-c", WATCHES, str(process.pid), str(DMA_LIMIT_S)]
+        hide = ["unshare", "--mount", "sh", "-c", HIDES, "sh", *prefix(tmp_path, SERVICE), *watch]
+        done = run(hide, env={**os.environ, "HIDEPID": hidepid}, capture_output=True, text=True)
+        assert done.stdout.splitlines()[-1:] == [f"True {is_seen}"], done.stderr
+        assert done.stdout.count("/proc hides processes") == (not is_seen)
+
+
+def test_the_unit_lets_the_daemon_see_engines() -> None:
+    unit = (Path(__file__).parents[2] / "deploy/systemd/ecd.service").read_text()
+    assert "\nProtectProc=default\n" in unit
 
 
 def test_the_clock_starts_when_the_process_has_ended() -> None:
