@@ -104,8 +104,9 @@ class TensorSource:
         try:
             self._copy_to(pool, extent)
         except RuntimeError as error:
-            kind = InvalidArgument if self.is_on_host else DeviceError
-            raise kind(f"torch does not copy the tensor: {error}") from None
+            if self.is_on_host:
+                raise InvalidArgument(f"torch does not copy the tensor: {error}") from None
+            raise DeviceError(f"torch does not copy the tensor: {error}") from None
 
     def _copy_to(self, pool: MappedPool, extent: Extent) -> None:
         if self._copies is not None:
