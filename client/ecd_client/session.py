@@ -89,7 +89,7 @@ class Session:
             self._dma: SessionDma | None = None
             if board is not None:
                 devices = {file.device: file for file in welcome.pools if file.kind == "device"}
-                self._dma = SessionDma(welcome.attach_path, self.token, board, devices)
+                self._dma = SessionDma(welcome.attach_path, self.token, board, devices, uid)
                 opened.callback(self._dma.end)  # as the last thing but for the lock
             self.pools = MappedPools(welcome.pools, uid, self._dma)
             opened.callback(self.pools.close)

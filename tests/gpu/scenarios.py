@@ -1299,7 +1299,7 @@ def daemon_refuses_attaching(address: str) -> dict:
     """The daemon does not learn of the process: only copies from the pool are of pinned memory."""
     from ecd_client.device import dma
 
-    def refuse(path: str, token: str) -> None:
+    def refuse(path: str, token: str, uid: int) -> None:
         raise EcdError("no")
 
     dma.attach = refuse

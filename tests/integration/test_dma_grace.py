@@ -34,7 +34,7 @@ from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.daemon import Daemon, changed
 from support.dma_writer import RESERVED_BYTES, reserved, writer
 from support.processes import child, run
-from support.users import SERVICE, needs_root, prefix
+from support.users import MALLORY, SERVICE, acting_as, needs_root, prefix
 from support.waiting import HANG_S, eventually, eventually_async
 
 MIB = 1 << 20
@@ -313,11 +313,24 @@ def test_a_session_attaches_until_it_is_over(daemon: Daemon, client: Client) -> 
     path = attach_path(daemon)
     session = client._connection.session()
     attach(str(path), session.token)
-    attach(str(path), session.token)
+    attach(str(path), session.token, uid=os.geteuid())
     client.close()
     eventually(lambda: daemon.status().sessions == 0)  # a stopped daemon hears of both in any order
     with pytest.raises(EcdError, match="it is over"):
         attach(str(path), session.token)
+
+
+@needs_root
+def test_nothing_is_said_to_a_socket_of_another_user(tmp_path: Path) -> None:
+    path = tmp_path / "mallorys.attach"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(path))
+        with acting_as(MALLORY):
+            listening.listen()
+        with pytest.raises(EcdError, match=r"not user 0's"):
+            attach(str(path), "a token", uid=0)
+        with listening.accept()[0] as connection:
+            assert connection.recv(64) == b""
 
 
 def test_who_has_spoken_is_heard_however_many_are_silent(daemon: Daemon, client: Client) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import struct
 
 from ecd_client.errors import EcdError
 from ecd_proto.contract import MAX_POOLS
@@ -13,12 +15,15 @@ ATTACH_TIMEOUT_S = 5.0
 """How long the daemon may take to answer: as long as for a call."""
 
 
-def attach(path: str, token: str, timeout_s: float = ATTACH_TIMEOUT_S) -> dict[int, int]:
+def attach(
+    path: str, token: str, timeout_s: float = ATTACH_TIMEOUT_S, uid: int | None = None
+) -> dict[int, int]:
     """Name the session to the daemon, from the process that will copy by DMA for it.
 
     `path` and `token` are Welcome's `attach_path` and `session`. Once this has returned, copies by
     DMA may begin, with the page's DMA_WORD set. The descriptors of device pools come back, by the
-    pools' numbers; they are the caller's. Raises EcdError: the session must not copy by DMA.
+    pools' numbers; they are the caller's. Nothing is sent to a socket that is not user `uid`'s.
+    Raises EcdError: the session must not copy by DMA.
     """
     if not path:
         raise EcdError("the daemon lets no client copy by DMA: it is older, or its log says why")
@@ -27,6 +32,8 @@ def attach(path: str, token: str, timeout_s: float = ATTACH_TIMEOUT_S) -> dict[i
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(timeout_s)
             connection.connect(path)
+            if uid not in (None, _owner(connection)):
+                raise PermissionError(errno.EPERM, f"it is not user {uid}'s")
             connection.send(token.encode())
             limit = MAX_POOLS + 1
             answer, fds, _, _ = socket.recv_fds(
@@ -44,3 +51,11 @@ def attach(path: str, token: str, timeout_s: float = ATTACH_TIMEOUT_S) -> dict[i
     for fd in fds:  # this process had no room for all of them
         os.close(fd)
     return {}
+
+
+def _owner(connection: socket.socket) -> int:
+    """The user whose process listens at the other end."""
+    credentials = struct.Struct("3i")  # pid, uid, gid
+    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    uid: int = credentials.unpack(said)[1]
+    return uid

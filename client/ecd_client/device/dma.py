@@ -40,10 +40,18 @@ class SessionDma:
     """
 
     def __init__(
-        self, attach_path: str, token: str, board: MappedBoard, devices: Mapping[str, pb.PoolFile]
+        self,
+        attach_path: str,
+        token: str,
+        board: MappedBoard,
+        devices: Mapping[str, pb.PoolFile],
+        uid: int,
     ) -> None:
-        """`devices` are the device pools that the daemon named, by their GPUs' UUIDs."""
-        self._attach_path, self._token = attach_path, token
+        """`devices` are the device pools that the daemon named, by their GPUs' UUIDs.
+
+        `uid` is the daemon's user.
+        """
+        self._attach_path, self._token, self._uid = attach_path, token, uid
         self._devices = devices
         self._words = board.page.view(0, PAGE_BYTES).cast("Q")
         self._lock = threading.RLock()  # which a garbage-collected item may take within
@@ -78,7 +86,7 @@ class SessionDma:
     def _run(self, device: int) -> None:
         has_near = True
         try:
-            fds = attach(self._attach_path, self._token)
+            fds = self._attach()
             self.may_write = True
             has_near = self._map(fds, device)
         except (OSError, EcdError) as error:
@@ -87,6 +95,9 @@ class SessionDma:
             self._pin(device)
         if not has_near:
             self._map_late(device)
+
+    def _attach(self) -> dict[int, int]:
+        return attach(self._attach_path, self._token, uid=self._uid)
 
     def _pin(self, device: int) -> None:
         for pool in self._pools:
@@ -105,7 +116,7 @@ class SessionDma:
         until_s = time.monotonic() + NEAR_WAIT_S
         with contextlib.suppress(OSError, EcdError):  # the session is over, most likely
             while time.monotonic() < until_s and not self._ended.wait(NEAR_AGAIN_S):
-                if self._map(attach(self._attach_path, self._token), device):
+                if self._map(self._attach(), device):
                     return
 
     def _map(self, fds: dict[int, int], device: int) -> bool:
