@@ -237,6 +237,65 @@ EDITED = {
             "ecd/rpc/peer_token.py", "        if proof in self._spent:\n", "        if not proof:\n"
         ),
     ),
+    "a view's hold goes by the dropping thread's stream alone": Bug(
+        "gpu",
+        "gpu/test_device_pool.py::test_a_view_may_be_dropped_by_any_thread",
+        Edit(
+            "client/ecd_client/device/copies.py",
+            "streams.add(self._gpu.current_stream(self.device).cuda_stream)",
+            "streams.clear() or streams.add(self._gpu.current_stream(self.device).cuda_stream)",
+        ),
+    ),
+    "a view's end is asked of a graph that is being captured": Bug(
+        "gpu",
+        "gpu/test_device_pool.py::test_a_view_may_be_dropped_amid_a_capture",
+        Edit(
+            "client/ecd_client/device/driver.py",
+            'raise DeviceBusy("the stream is being captured")',
+            "return",
+        ),
+    ),
+    "a code that the bindings do not know passes every handler": Bug(
+        "gpu",
+        "gpu/test_dma.py::test_a_code_that_the_bindings_do_not_know_is_a_failed_call",
+        Edit(
+            "proto/ecd_proto/cuda.py",
+            "except (KeyError, ValueError) as error:",
+            "except MemoryError as error:",
+        ),
+    ),
+    "a wait for copies ends with an exception of a signal's handler": Bug(
+        "gpu",
+        "gpu/test_dma.py::test_a_put_interrupted_before_it_waits_does_so_all_the_same[timeout]",
+        Edit(
+            "client/ecd_client/device/ends.py",
+            "has_failed = has_failed or interruptions >= MAX_INTERRUPTIONS",
+            "has_failed = True",
+        ),
+    ),
+    "a put takes a place for a row that cannot be packed": Bug(
+        "invariant 3",
+        "integration/test_client.py::test_what_cannot_be_packed_or_timed_takes_nothing",
+        Edit(
+            "client/ecd_client/shared/puts.py",
+            "            put, pool = self._last + 1, self._pool.number\n",
+            "            put, pool, _ = self._last + 1, self._pool.number, self._places.pop()\n",
+        ),
+    ),
+    "an API server reads memory of any user": Bug(
+        "security",
+        "integration/test_shared_namespace.py",
+        Edit(
+            "client/ecd_client/vllm/shared_namespace.py",
+            " and found.st_uid == os.geteuid()",
+            "",
+        ),
+    ),
+    "the HTTP port answers another site": Bug(
+        "security",
+        "browser/test_status_page.py",
+        Edit("ecd/http_port.py", "            check_host(environ)\n", ""),
+    ),
     # -- restarts ------------------------------------------------------------------------------
     "bytes that changed over a restart are served": Bug(
         "invariant 1",
