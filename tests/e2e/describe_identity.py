@@ -8,20 +8,34 @@ prints JSON. Both are directories of tiny models.
 import dataclasses
 import json
 import os
+import shutil
 import sys
+import tempfile
+import typing
 from pathlib import Path
 
 from vllm.config import LoadConfig, ModelConfig, MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import LoadFormats
 
+from ecd_client.vllm.code_name import measured_name
 from ecd_client.vllm.identity import CHANGING, Identity, why_nothing_is_shared
 
 model, whisper = map(Path, sys.argv[1:])
+other = Path(tempfile.mkdtemp(), "other")
+shutil.copytree(model, other)
+(other / "tokenizer_config.json").write_text(
+    (other / "tokenizer_config.json").read_text().replace("{", '{"of_the_copy": true,', 1)
+)
 
 
-def namespace(said: str | None = None, version: str | None = None, **engine: object) -> str:
-    config = EngineArgs(model=str(model), max_model_len=2048, **engine).create_engine_config()
-    return Identity.of(config, said, version).namespace
+def namespace(
+    said: str | None = None, version: str | None = None, code: str | None = None, **engine: object
+) -> str:
+    config = EngineArgs(
+        **{"model": str(model), "max_model_len": 2048, **engine}
+    ).create_engine_config()
+    return Identity.of(config, said, version, code_version=code).namespace
 
 
 namespaces = {
@@ -39,6 +53,9 @@ namespaces = {
     "format": namespace(load_format="safetensors"),
     "dummy weights": namespace(load_format="dummy"),
     "version": namespace(version="7"),
+    "code": namespace(code="7"),
+    "other settings": namespace(hf_config_path=str(other)),
+    "other tokenizer": namespace(tokenizer=str(other)),
     "chosen": namespace("chosen"),
     "chosen and a version": namespace("chosen", "7"),
 }
@@ -57,6 +74,8 @@ print(
                 for config in (ModelConfig, MultiModalConfig, LoadConfig)
             },
             "namespaces": namespaces,
+            "load formats": typing.get_args(LoadFormats),
+            "code": measured_name(EngineArgs(model=str(model)).create_engine_config()),
             "whisper": why_nothing_is_shared(EngineArgs(model=str(whisper)).create_engine_config()),
         }
     ),

@@ -31,6 +31,9 @@ RESETS = {
     "reset_encoder_cache": lambda engine: engine.llm_engine.reset_encoder_cache(),
     "reload_weights": lambda engine: engine.collective_rpc("reload_weights"),
     "sleep": lambda engine: engine.sleep(1),
+    "sleep without weights": lambda engine: engine.sleep(2),
+    "sleep in vain": lambda engine: sleep_in_vain(engine),
+    "get_kv_cache_spec": lambda engine: engine.collective_rpc("get_kv_cache_spec"),
     "wake_up": lambda engine: engine.wake_up(),
     "only the worker": lambda engine: runner(engine).reset_encoder_cache(),
     "only the scheduler": lambda engine: (
@@ -171,6 +174,15 @@ def daemons(engine: LLM) -> list[str]:
         session = role._client._connection.current
         found.append("" if session is None else session.incarnation)
     return found
+
+
+def sleep_in_vain(engine: LLM) -> None:
+    """A sleep that would keep the weights, and fails before anything else."""
+    try:
+        engine.llm_engine.engine_core.engine_core.sleep(1, mode="wait")
+    except ValueError:
+        return
+    raise AssertionError("it was to fail")
 
 
 def set_constants(constants: dict[str, float]) -> dict[str, float]:

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from e2e.engines import VERSIONS, Engine, installed, result_of
 from e2e.shared import CONTRACT, Engines, Pictures, Plain
 from ecd_client import Client
+from ecd_client.vllm.code_name import EQUAL_ON_CPUS
+from ecd_client.vllm.sources import FROM_A_SEED, FROM_ELSEWHERE, FROM_THE_MODEL
 from support.daemon import Daemon
 from support.waiting import eventually
 
@@ -88,9 +90,10 @@ def test_a_planted_uuid_reaches_nobody_who_refuses_uuids(
 
 
 @pytest.fixture(scope="module")
-def weighed(version: str, engines: Engines) -> Iterator[tuple[Engine, Engine]]:
+def weighed(version: str, engines: Engines) -> Iterator[list[Engine]]:
     """Two engines whose weights change: the namespaces that others share are not theirs again."""
-    pair = engines.start(version, "ec_both"), engines.start(version, "ec_both")
+    extra = {"ecd_weights_run": "a run", "ecd_harmless_calls": ["get_kv_cache_spec"]}
+    pair = [engines.start(version, "ec_both", extra=extra) for _ in range(2)]
     yield pair
     for engine in pair:
         engine.close()
@@ -98,7 +101,7 @@ def weighed(version: str, engines: Engines) -> Iterator[tuple[Engine, Engine]]:
 
 @CONTRACT
 def test_weights_that_change_in_place_are_other_weights(
-    daemon: Daemon, weighed: tuple[Engine, Engine], plain: Plain, new: Pictures
+    daemon: Daemon, weighed: list[Engine], plain: Plain, new: Pictures
 ) -> None:
     one, other = weighed
     known, fresh, newer = new.requests(3)
@@ -121,7 +124,7 @@ def test_weights_that_change_in_place_are_other_weights(
     assert (said(reply), reply["encoded"]) == (said(right)[2:], 0), "told alike, they share"
 
     for engine in weighed:
-        engine.do("scale", factor=1 / FACTOR, then=["sleep", "wake_up"])
+        engine.do("scale", factor=1 / FACTOR, then=["sleep without weights", "wake_up"])
         engine.do("version", version="as they were")
     for _ in range(2):  # what has the same name again is shared again
         slept = new.requests(1)
@@ -132,13 +135,28 @@ def test_weights_that_change_in_place_are_other_weights(
         reply = other.generate(slept)
         assert (said(reply), reply["encoded"]) == (said(expected), 0)
         for engine in weighed:
-            engine.do("scale", factor=1.0, then=["sleep", "wake_up"])
+            engine.do("scale", factor=1.0, then=["sleep without weights", "wake_up"])
             engine.do("version", version="as they were")
 
 
 @CONTRACT
+def test_a_version_of_a_run_without_a_name_is_this_engines_alone(
+    daemon: Daemon, start_engine: Callable[..., Engine], new: Pictures
+) -> None:
+    engine = start_engine("ec_both")
+    for version in ("1", "2", "1"):
+        engine.do("version", version=version)
+        engine.generate([new.request()])
+    eventually(lambda: daemon.status().entries == 3)
+    namespaces = {entry.key.namespace for entry in daemon.entries()}
+    assert len(namespaces) == 3
+    assert all("|private-" in namespace for namespace in namespaces)
+    assert "ecd_weights_run" in engine.text()
+
+
+@CONTRACT
 def test_a_worker_that_alone_knows_of_new_weights_stores_nothing(
-    daemon: Daemon, weighed: tuple[Engine, Engine], plain: Plain, new: Pictures
+    daemon: Daemon, weighed: list[Engine], plain: Plain, new: Pictures
 ) -> None:
     """The engines share before."""
     one, other = weighed
@@ -212,7 +230,7 @@ def test_an_entry_that_no_encoder_of_this_engine_made_is_a_miss(
 UNRELATED = {
     "ModelConfig": """
         model model_weights revision dtype quantization
-        runner convert tokenizer tokenizer_mode tokenizer_revision seed hf_config hf_text_config
+        runner convert tokenizer tokenizer_revision seed hf_config hf_text_config
         allowed_local_media_path allowed_media_domains max_model_len spec_target_max_model_len
         allow_deprecated_quantization enforce_eager enable_return_routed_experts
         return_sampling_mask max_logprobs logprobs_mode use_fp64_gumbel disable_sliding_window
@@ -266,21 +284,38 @@ def test_somebody_has_classified_every_field_of_the_configuration(
 
 
 @CONTRACT
+def test_somebody_has_said_where_every_load_format_has_its_weights_from(
+    version: str, described: Callable[[str], dict]
+) -> None:
+    formats = set(described(version)["load formats"])
+    assert formats <= FROM_THE_MODEL | FROM_ELSEWHERE | {FROM_A_SEED}
+
+
+@CONTRACT
 def test_the_namespace_holds_what_changes_embeddings_and_not_where_work_is_done(
     version: str, described: Callable[[str], dict]
 ) -> None:
     namespaces = described(version)["namespaces"]
+    code = EQUAL_ON_CPUS.get(described(version)["code"], described(version)["code"])
     same = {name for name, namespace in namespaces.items() if namespace == namespaces["plain"]}
     assert same == {"plain", "device", "device of images", "limits"}
     assert len(set(namespaces.values())) == len(namespaces) - len(same) + 1
     assert namespaces["version"].endswith("|version-7")
+    assert namespaces["code"] == namespaces["plain"].replace(code, "7")
     assert "|dummy-" in namespaces["dummy weights"]
     assert "|private-" in namespaces["weights written meanwhile"]
     assert described(version)["whisper"].startswith("encoder-decoder")
 
 
-def test_versions_of_vllm_share_where_their_embeddings_are_equal(
-    described: Callable[[str], dict],
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_audio"])
+def test_versions_of_vllm_share_only_where_their_embeddings_are_equal(
+    kind: str, engines: Engines
 ) -> None:
-    first, *others = ({**described(version)["namespaces"]} for version in VERSIONS)
-    assert all(each["plain"] == first["plain"] for each in others)
+    """A picture and a video, or a sound, encoded by each, under one name or under two."""
+    model = engines.model(VERSIONS[0], kind)
+    made: dict[str, dict] = {}
+    for version in VERSIONS:
+        installed(version)
+        result = result_of(version, "encoded_bytes.py", str(model))
+        name = EQUAL_ON_CPUS.get(result["code"], result["code"])
+        assert made.setdefault(name, result["made"]) == result["made"], f"{result['code']}: {name}"

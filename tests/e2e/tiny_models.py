@@ -5,9 +5,11 @@ python tiny_models.py qwen2_5_vl DIRECTORY
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -29,13 +31,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+def write_tokenizer(directory: Path, more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=SPECIAL,
+        special_tokens=[*SPECIAL, *more],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(["what is in this picture, and what is in the other?"], trainer)
@@ -43,7 +45,7 @@ def write_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=SPECIAL[3:],
+        additional_special_tokens=[*SPECIAL[3:], *more],
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
@@ -179,6 +181,43 @@ def qwen3_vl(directory: Path) -> None:
     (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
 
 
+def qwen2_audio(directory: Path) -> None:
+    from transformers import (
+        Qwen2AudioConfig,
+        Qwen2AudioForConditionalGeneration,
+        Qwen2AudioProcessor,
+        WhisperFeatureExtractor,
+    )
+
+    tokens = "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"
+    tokenizer = write_tokenizer(directory, tokens)
+    config = Qwen2AudioConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+        },
+        audio_config={
+            "d_model": 64,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 128,
+        },
+        audio_token_index=tokenizer.convert_tokens_to_ids(tokens[0]),
+    )
+    config.architectures = ["Qwen2AudioForConditionalGeneration"]
+    write_weights(Qwen2AudioForConditionalGeneration(config), directory, 0.08)
+    file = directory / "model.safetensors"  # transformers 5 writes names that it does not read
+    named = {name.replace("model.model", "model"): t for name, t in load_file(file).items()}
+    save_file(named, file, {"format": "pt"})
+    extractor = WhisperFeatureExtractor(feature_size=128)
+    Qwen2AudioProcessor(extractor, tokenizer).save_pretrained(directory)
+
+
 def whisper(directory: Path) -> None:
     """Write a Whisper's configuration, without weights."""
     from transformers import WhisperConfig, WhisperFeatureExtractor
@@ -198,7 +237,12 @@ def whisper(directory: Path) -> None:
     WhisperFeatureExtractor().save_pretrained(directory)
 
 
-MODELS = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl, "whisper": whisper}
+MODELS = {
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "qwen2_audio": qwen2_audio,
+    "whisper": whisper,
+}
 
 if __name__ == "__main__":
     kind, directory = sys.argv[1:]

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecd_client.vllm.code_name import code_of
+from ecd_client.vllm.digest import Unnamed, content_of
+from ecd_client.vllm.sources import weights_of
 from ecd_proto.contract import MAX_NAMESPACE_BYTES
 
 if TYPE_CHECKING:
@@ -26,7 +30,13 @@ if TYPE_CHECKING:
 CHANGING = {
     "ModelConfig": (
         *("trust_remote_code", "code_revision", "config_format", "hf_config_path"),
-        *("hf_overrides", "model_class_overrides", "model_impl", "quantization_config"),
+        *(
+            "tokenizer_mode",
+            "hf_overrides",
+            "model_class_overrides",
+            "model_impl",
+            "quantization_config",
+        ),
     ),
     "MultiModalConfig": (
         *("media_io_kwargs", "mm_processor_kwargs", "mm_device_do_normalize"),
@@ -40,25 +50,18 @@ CHANGING = {
 Model, revision, dtype and quantization stand beside the digest in the clear. docs/vllm.md gives the
 reason for each field; tests/e2e/test_identity.py lists the fields that change no embedding.
 """
-WEIGHT_SUFFIXES = frozenset(
-    (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors", ".msgpack", ".h5")
-)
-CODE_SUFFIXES = frozenset((".json", ".py"))
-MAX_CODE_BYTES = 16 << 20
-"""Largest configuration or code file that is read; a larger one counts by its size and time."""
 PRIVATE = "private-"
-_READABLE = re.compile(r"[A-Za-z0-9._+-]{1,64}")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})(?:/|$)")
-"""The directory of one commit in the hub's cache."""
+_READABLE = re.compile(r"[A-Za-z0-9._+-]{1,128}")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The two parts of an engine's namespace: its settings and its weights."""
+    """The two parts of an engine's namespace: its settings, with its code, and its weights."""
 
     settings: str
     weights: str
+    why_private: str = ""
+    """Why no other engine can have this namespace, and what helps; "" if one can."""
 
     @property
     def is_private(self) -> bool:
@@ -72,9 +75,9 @@ class Identity:
             return hashlib.sha256(namespace.encode()).hexdigest()
         return namespace
 
-    def with_version(self, version: str) -> Identity:
-        """The same settings, with weights that an operator calls by this version."""
-        return Identity(self.settings, _version(version))
+    def with_version(self, version: str, run: str) -> Identity:
+        """The same settings, with the weights that had this version in a run of training."""
+        return Identity(self.settings, _version(version, run))
 
     def alone(self) -> Identity:
         """The same settings, with weights that no other engine has."""
@@ -82,15 +85,39 @@ class Identity:
 
     @classmethod
     def of(
-        cls, vllm_config: VllmConfig, namespace: str | None, weights_version: str | None
+        cls,
+        vllm_config: VllmConfig,
+        namespace: str | None = None,
+        weights_version: str | None = None,
+        *,
+        weights_run: str | None = None,
+        code_version: str | None = None,
     ) -> Identity:
-        """Derive both parts; `namespace` takes the place of all but a `weights_version`."""
-        if namespace is None:
-            namespace = _settings_of(vllm_config)
-            weights = _version(weights_version) if weights_version else _weights_of(vllm_config)
-        else:
-            weights = _version(weights_version) if weights_version else ""
-        return cls(namespace, weights)
+        """Derive both parts; what is given takes the place of what would be found."""
+        settings = _settings_of(vllm_config) if namespace is None else namespace
+        weights = _version(weights_version, weights_run) if weights_version else ""
+        if code_version:
+            settings += f"|{_readable(code_version)}"
+        elif namespace is None:
+            try:
+                settings += f"|{code_of(vllm_config)}"
+            except Unnamed as unnamed:
+                return cls(
+                    settings,
+                    _private(),
+                    f"{unnamed}. Engines of equal code may be given one ecd_code_version",
+                )
+        if namespace is None and not weights_version:
+            try:
+                weights = weights_of(vllm_config, _started_s())
+            except Unnamed as unnamed:
+                return cls(
+                    settings,
+                    _private(),
+                    f"what its weights are is unknown, as {unnamed}. Give engines of equal weights "
+                    "the same ecd_weights_version",
+                )
+        return cls(settings, weights)
 
 
 def why_nothing_is_shared(vllm_config: VllmConfig) -> str | None:
@@ -147,8 +174,8 @@ def _settings_of(vllm_config: VllmConfig) -> str:
 def _said(name: str, value: Any) -> Any:
     if name == "mm_processor_kwargs":
         return _without_device(value)
-    if name in ("mm_encoder_fp8_scale_path", "hf_config_path") and value:
-        return _content_of(Path(value)) or value
+    if name == "mm_encoder_fp8_scale_path" and value:
+        return content_of(value) or value
     return value
 
 
@@ -167,70 +194,33 @@ def _shown(value: Any) -> str:
 # -- weights ---------------------------------------------------------------------------------------
 
 
-def _version(version: str) -> str:
-    readable = _READABLE.fullmatch(version)
-    return f"version-{version if readable else hashlib.sha256(version.encode()).hexdigest()[:32]}"
+def _version(version: str, run: str | None) -> str:
+    named = f"version-{_readable(version)}"
+    return f"run-{_readable(run)}|{named}" if run else named
 
 
-def _weights_of(vllm_config: VllmConfig) -> str:
-    """The hub's commit or a digest of the files; private where neither can be had."""
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if load.load_format == "dummy":
-        return f"dummy-{model.seed}-{vllm_config.parallel_config.tensor_parallel_size}"
-    if getattr(model, "model_weights", None):  # a bucket, of which vLLM has only the rest here
-        return _private()
-    source = Path(model.model)
-    if not source.exists():
-        commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
-        return f"commit-{commit}" if _COMMIT.fullmatch(commit) else _private()
-    snapshot = _SNAPSHOT.search(str(source.resolve()))
-    return f"commit-{snapshot[1]}" if snapshot else _files_of(source)
+def _readable(name: str) -> str:
+    """The name, or a digest of one that is long or has other signs than a namespace should."""
+    readable = _READABLE.fullmatch(name)
+    return name if readable else hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
 def _private() -> str:
     return f"{PRIVATE}{secrets.token_hex(8)}"
 
 
-def _files_of(source: Path) -> str:
-    """A digest of weight files' names, sizes and times, and of the content of code and settings."""
-    described, newest_s = [], 0.0
-    for path in sorted(_files(source)):
-        try:
-            stat = path.stat()
-        except OSError:
-            continue  # a link that leads nowhere: vLLM cannot load it either
-        code = _content_of(path) if path.suffix in CODE_SUFFIXES else None
-        name = path.name if path == source else str(path.relative_to(source))
-        described.append((name, stat.st_size, code or stat.st_mtime_ns))
-        newest_s = max(newest_s, stat.st_mtime, stat.st_ctime)
-    if newest_s > _started_s():  # perhaps after they were read
-        return _private()
-    return f"files-{hashlib.sha256(repr(described).encode()).hexdigest()[:32]}"
-
-
-def _files(source: Path) -> Iterator[Path]:
-    """The files of a model: the source itself, or those in it and in the directories below it."""
-    if source.is_file():
-        yield source
-        return
-    for pattern in ("*", "*/*"):
-        for path in source.glob(pattern):
-            if path.suffix in WEIGHT_SUFFIXES | CODE_SUFFIXES and path.is_file():
-                yield path
-
-
-def _content_of(path: Path) -> str | None:
-    """The digest of a small file; None for a large or an unreadable one."""
-    try:
-        if not path.is_file() or path.stat().st_size > MAX_CODE_BYTES:
-            return None
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return None
-
-
 def _started_s() -> float:
-    """The time when this process began; no weights were read before (proc(5))."""
-    with open("/proc/self/stat") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    """The time when the engine's first process began; nothing of the model was read before."""
+    parent = multiprocessing.parent_process()  # which has read the model's configuration
+    began = [_began_s("self"), *([_began_s(str(parent.pid))] if parent else [])]
+    return min(began)
+
+
+def _began_s(process: str) -> float:
+    """The time of day when a process began (proc(5)); now for one that has ended."""
+    try:
+        ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return time.time()
+    booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted_s + ticks / os.sysconf("SC_CLK_TCK")

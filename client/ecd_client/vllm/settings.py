@@ -18,7 +18,8 @@ LOAD_TIMEOUT_S = {ENCODE: 2.0, FAIL: 30.0}
 
 TRUST, REFUSE = "trust", "refuse"
 KEYS = (
-    *("ecd_address", "ecd_namespace", "ecd_weights_version", "ecd_uuids"),
+    *("ecd_address", "ecd_namespace", "ecd_uuids"),
+    *("ecd_weights_version", "ecd_weights_run", "ecd_code_version", "ecd_harmless_calls"),
     *("ecd_load_timeout_s", "ecd_on_unavailable", "ecd_announce_node"),
     "ecd_device_views",
 )
@@ -31,6 +32,9 @@ class Settings:
     address: str
     namespace: str | None
     weights_version: str | None
+    weights_run: str | None
+    code_version: str | None
+    harmless_calls: frozenset[str]
     load_timeout_s: float
     on_unavailable: str
     private_adapters: bool
@@ -63,12 +67,15 @@ class Settings:
             raise InvalidArgument(
                 f"ecd_namespace must be a string of 1 to {MAX_NAMESPACE_BYTES} bytes"
             )
-        weights_version = extra.pop("ecd_weights_version", None)
-        if weights_version is not None and not (
-            isinstance(weights_version, str) and weights_version
-        ):
+        versions = {}
+        for key in ("ecd_weights_version", "ecd_weights_run", "ecd_code_version"):
+            versions[key] = value = extra.pop(key, None)
+            if value is not None and not (isinstance(value, str) and value):
+                raise InvalidArgument(f"{key} is {value!r}; it must be a string, and not empty")
+        harmless = extra.pop("ecd_harmless_calls", [])
+        if not isinstance(harmless, list) or not all(isinstance(n, str) and n for n in harmless):
             raise InvalidArgument(
-                f"ecd_weights_version is {weights_version!r}; it must be a string, and not empty"
+                f"ecd_harmless_calls is {harmless!r}; it must be a list of the names of calls"
             )
         uuids = extra.pop("ecd_uuids", TRUST)
         if uuids not in (TRUST, REFUSE):
@@ -91,7 +98,10 @@ class Settings:
         return cls(
             address=resolve(address),
             namespace=namespace,
-            weights_version=weights_version,
+            weights_version=versions["ecd_weights_version"],
+            weights_run=versions["ecd_weights_run"],
+            code_version=versions["ecd_code_version"],
+            harmless_calls=frozenset(harmless),
             load_timeout_s=float(load_timeout_s),
             on_unavailable=on_unavailable,
             private_adapters=bool(namespace is None and lora and lora.enable_tower_connector_lora),

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
+TOLD = (
+    "Tell vLLM their weight version, after the last such call, and it shares with engines of its "
+    "ecd_weights_run that were told the same"
+)
+UNTOLD = (
+    "A weight version that vLLM is told later lets it share if ecd_weights_run names the training "
+    "run. Calls to the workers that leave the weights alone can be named in ecd_harmless_calls"
+)
+
 
 class Sharing:
     """The engine's namespace, and the choice of items that other engines may get.
@@ -24,7 +33,14 @@ class Sharing:
 
     def __init__(self, settings: Settings, vllm_config: VllmConfig) -> None:
         self._settings, self._vllm_config = settings, vllm_config
-        self._identity = Identity.of(vllm_config, settings.namespace, settings.weights_version)
+        self._identity = Identity.of(
+            vllm_config,
+            namespace=settings.namespace,
+            code_version=settings.code_version,
+            weights_version=settings.weights_version,
+            weights_run=settings.weights_run,
+        )
+        self._before_sleep: tuple[Identity, int] | None = None
         self.moves = 0
 
     @property
@@ -47,11 +63,7 @@ class Sharing:
     def log_start(self) -> None:
         logger.info("ecd: namespace %s on %s", self.namespace, self._settings.address)
         if self._identity.is_private:
-            logger.warning(
-                "ecd: this engine shares with no other, because what its weights are cannot be "
-                "told: they come from a bucket, of no known commit, or changed as it started. "
-                "Give engines of equal weights the same ecd_weights_version"
-            )
+            logger.warning("ecd: this engine shares with no other: %s", self._identity.why_private)
         if not self._settings.trusts_uuids:
             logger.warning(
                 "ecd: nothing is shared: ecd_uuids is refuse, and no version of vLLM tells the "
@@ -66,15 +78,34 @@ class Sharing:
         self._move(self._identity.alone())
         logger.warning(
             "ecd: weights may have changed (%s): this engine shares with no other from now on, "
-            "under %s. Tell vLLM their weight version, after the last such call, and it shares "
-            "with engines that were told the same",
-            *(cause, self.namespace),
+            "under %s. %s",
+            *(cause, self.namespace, TOLD if self._settings.weights_run else UNTOLD),
         )
 
     def move_to_version(self, version: str) -> None:
-        """Move to the namespace of the engines whose weights have this version."""
-        self._move(self._identity.with_version(version))
+        """Move to the namespace of the engines of this run whose weights have this version."""
+        if self._settings.weights_run is None:
+            self.move_alone(f"they are version {version!r} of a run without a name")
+            return
+        self._move(self._identity.with_version(version, self._settings.weights_run))
         logger.info("ecd: namespace %s", self.namespace)
+
+    def fall_asleep(self, weights_are_kept: bool) -> None:
+        """Note where the engine shares, before a sleep that keeps its weights or drops them."""
+        self._before_sleep = (self._identity, self.moves) if weights_are_kept else None
+
+    def wake_up(self) -> None:
+        """Move back to where the engine shared before it slept, or alone.
+
+        A sleep resets the encoder cache, which is one move. With any other the weights may have
+        changed meanwhile.
+        """
+        before, self._before_sleep = self._before_sleep, None
+        if before is None or self.moves != before[1] + 1:
+            self.move_alone("the engine woke up")
+            return
+        self._move(before[0])
+        logger.info("ecd: the engine woke up with its weights: namespace %s", self.namespace)
 
     def _move(self, identity: Identity) -> None:
         self.moves += 1

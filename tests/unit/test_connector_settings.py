@@ -1,0 +1,37 @@
+"""The connector's settings are checked as an engine starts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ecd_client.errors import InvalidArgument
+from ecd_client.vllm.settings import Settings
+
+
+def settings(**extra: Any) -> Settings:
+    transfer = SimpleNamespace(ec_connector_extra_config=extra)
+    config: Any = SimpleNamespace(ec_transfer_config=transfer, lora_config=None)
+    return Settings.of(config)
+
+
+def test_names_and_calls_are_taken() -> None:
+    told = settings(ecd_weights_run="7f3a", ecd_code_version="8", ecd_harmless_calls=["a", "b"])
+    assert (told.weights_run, told.code_version) == ("7f3a", "8")
+    assert told.harmless_calls == {"a", "b"}
+    assert settings().harmless_calls == frozenset()
+
+
+@pytest.mark.parametrize("key", ["ecd_weights_version", "ecd_weights_run", "ecd_code_version"])
+@pytest.mark.parametrize("value", ["", 1, True, ["a"], {}])
+def test_a_name_is_a_string(key: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"{key} is .*must be a string"):
+        settings(**{key: value})
+
+
+@pytest.mark.parametrize("value", ["reload_weights", [""], [1], {"a": 1}, None, True])
+def test_harmless_calls_are_a_list_of_names(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="ecd_harmless_calls is"):
+        settings(ecd_harmless_calls=value)
