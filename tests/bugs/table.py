@@ -435,6 +435,15 @@ EDITED = {
             "return named",
         ),
     ),
+    "weights that a sleep has dropped are shared": Bug(
+        "vllm",
+        "e2e/test_identity.py",
+        Edit(
+            "client/ecd_client/vllm/weights.py",
+            'call["level"] == KEEPS_WEIGHTS and is_awake',
+            'call["level"] > 0 and is_awake',
+        ),
+    ),
     "ECD_PIN=off pins": Bug(
         "gpu",
         "gpu/test_dma.py",

@@ -140,6 +140,36 @@ def test_weights_that_change_in_place_are_other_weights(
 
 
 @CONTRACT
+def test_engines_share_on_after_what_leaves_their_weights_alone(
+    daemon: Daemon, weighed: list[Engine], new: Pictures
+) -> None:
+    one, other = weighed
+    for engine in weighed:
+        engine.do("version", version="awake")
+
+    def encoded_after(calls: list[str]) -> int:
+        known, stored = new.request(), len(daemon.entries())
+        one.generate([known])
+        eventually(lambda: len(daemon.entries()) > stored)
+        other.do("reset", calls=calls)
+        return other.generate([known])["encoded"]
+
+    assert encoded_after(["sleep", "wake_up"]) == 0
+    assert encoded_after(["wake_up"]) == 0
+    assert encoded_after(["get_kv_cache_spec"]) == 0
+    for calls in (
+        ["sleep without weights", "wake_up"],
+        ["sleep in vain", "sleep without weights", "wake_up"],
+        ["sleep", "reset_encoder_cache", "wake_up"],
+        ["sleep", "reload_weights", "wake_up"],
+        ["sleep", "wake_up", "reset_encoder_cache"],
+    ):
+        assert encoded_after(calls) == 1, calls
+        other.do("version", version="awake")
+    assert encoded_after(["sleep", "wake_up"]) == 0
+
+
+@CONTRACT
 def test_a_version_of_a_run_without_a_name_is_this_engines_alone(
     daemon: Daemon, start_engine: Callable[..., Engine], new: Pictures
 ) -> None:

@@ -33,7 +33,7 @@ class EcdConnector(ECConnectorBase):
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
-        settings = Settings.of(vllm_config)
+        self._settings = settings = Settings.of(vllm_config)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         if role is ECConnectorRole.SCHEDULER:
@@ -136,6 +136,17 @@ class EcdConnector(ECConnectorBase):
     def weights_are(self, version: str) -> None:
         assert self._scheduler is not None
         self._scheduler.weights_are(version)
+
+    def is_harmless(self, call: str) -> bool:
+        return call in self._settings.harmless_calls
+
+    def weights_sleep(self, are_kept: bool) -> None:
+        assert self._scheduler is not None
+        self._scheduler.weights_sleep(are_kept)
+
+    def weights_wake(self) -> None:
+        assert self._scheduler is not None
+        self._scheduler.weights_wake()
 
     # -- stats ---------------------------------------------------------------------------------
 

@@ -128,8 +128,17 @@ class SchedulerRole:
         self._start_over()
 
     def weights_are(self, version: str) -> None:
-        """Share with engines whose weights have this version."""
+        """Share with engines of this training run whose weights have this version."""
         self._sharing.move_to_version(version)
+        self._start_over()
+
+    def weights_sleep(self, are_kept: bool) -> None:
+        """Note where the engine shares, before it falls asleep."""
+        self._sharing.fall_asleep(are_kept)
+
+    def weights_wake(self) -> None:
+        """Share as before the sleep, if nothing else happened meanwhile."""
+        self._sharing.wake_up()
         self._start_over()
 
     def forgotten(self, move: int) -> None:

@@ -2,12 +2,14 @@
 
 Every front end talks to `EngineCore`, in its own process or in theirs. It owns the scheduler and
 the scheduler's connector. `reset_encoder_cache` is vLLM's sign that earlier embeddings are stale;
-another is a call to the workers that is not known to leave the weights alone.
+another is a call to the workers that is not known to leave the weights alone. A sleep of level 1
+moves the weights aside, and waking up restores them.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -25,13 +27,22 @@ HARMLESS = frozenset(
 )
 """Calls to the workers that leave the encoder's weights as they are."""
 
+KEEPS_WEIGHTS = 1
+"""The level of sleep that moves the weights to the host's memory; 2 drops them."""
+
 
 class Watcher(Protocol):
     """The scheduler's connector, told of calls that may change weights."""
 
+    def is_harmless(self, call: str) -> bool: ...
+
     def weights_changed(self, cause: str) -> None: ...
 
     def weights_are(self, version: str) -> None: ...
+
+    def weights_sleep(self, are_kept: bool) -> None: ...
+
+    def weights_wake(self) -> None: ...
 
 
 def watch(kind: type) -> None:
@@ -40,26 +51,59 @@ def watch(kind: type) -> None:
         return
     EngineCore._ecd_watches = True
 
-    def told_by(name: str, tell: Callable[[Any, Any], None]) -> None:
+    def told_by(
+        name: str,
+        before: Callable[[Any, Any, dict[str, Any]], Any],
+        after: Callable[[Any, Any, Any], None],
+    ) -> None:
         original = getattr(EngineCore, name)
+        signature = inspect.signature(original)
 
         @functools.wraps(original)
         def watched(core: Any, *args: Any, **kwargs: Any) -> Any:
             connector = getattr(getattr(core, "scheduler", None), "ec_connector", None)
-            if isinstance(connector, kind):
-                tell(connector, args[0] if args else next(iter(kwargs.values()), None))
-            return original(core, *args, **kwargs)
+            if not isinstance(connector, kind):
+                return original(core, *args, **kwargs)
+            call = signature.bind(core, *args, **kwargs)
+            call.apply_defaults()
+            known = before(connector, core, call.arguments)
+            try:
+                return original(core, *args, **kwargs)
+            finally:
+                after(connector, core, known)
 
         setattr(EngineCore, name, watched)
 
-    told_by("collective_rpc", _called)
-    told_by("set_weight_version", lambda connector, version: connector.weights_are(str(version)))
-    told_by("reset_encoder_cache", lambda connector, _: connector.weights_changed("a reset"))
-    told_by("wake_up", lambda connector, _: connector.weights_changed("the engine woke up"))
+    def nothing(*_: Any) -> None:
+        pass
+
+    told_by("collective_rpc", _called, nothing)
+    told_by("set_weight_version", _version_set, nothing)
+    told_by("reset_encoder_cache", lambda to, *_: to.weights_changed("a reset"), nothing)
+    told_by("sleep", _fell_asleep, nothing)
+    told_by("wake_up", lambda _, core, __: core.model_executor.is_sleeping, _woke)
 
 
-def _called(connector: Watcher, method: Any) -> None:
+def _called(connector: Watcher, _: Any, call: dict[str, Any]) -> None:
     """Tell of a call to the workers before it is made: it may fail half way."""
-    if method not in HARMLESS:
-        name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
-        connector.weights_changed(name)
+    method = call["method"]
+    if isinstance(method, str) and (method in HARMLESS or connector.is_harmless(method)):
+        return
+    name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
+    connector.weights_changed(name)
+
+
+def _version_set(connector: Watcher, _: Any, call: dict[str, Any]) -> None:
+    connector.weights_are(str(call["weight_version"]))
+
+
+def _fell_asleep(connector: Watcher, core: Any, call: dict[str, Any]) -> None:
+    """Tell of a sleep before it begins. It resets the encoder cache, which is told, too."""
+    is_awake = not core.model_executor.is_sleeping
+    connector.weights_sleep(call["level"] == KEEPS_WEIGHTS and is_awake)
+
+
+def _woke(connector: Watcher, core: Any, slept: bool) -> None:
+    """Tell once all is awake. Waking what is awake does nothing."""
+    if slept and not core.model_executor.is_sleeping:
+        connector.weights_wake()
