@@ -444,6 +444,65 @@ EDITED = {
             'call["level"] > 0 and is_awake',
         ),
     ),
+    "a number of metadata may be a float": Bug(
+        "security",
+        "unit/test_placeholders.py",
+        Edit(
+            "proto/ecd_proto/placeholders.py",
+            "all(type(number) is int and number > 0 for number in numbers)",
+            "all(type(number) in (int, float) and number > 0 for number in numbers)",
+        ),
+    ),
+    "an entry's metadata are believed as the daemon takes a put": Bug(
+        "security",
+        "integration/test_daemon.py::test_impossible_requests_are_refused_and_change_nothing",
+        Edit(
+            "ecd/wire.py",
+            "    if is_claimed(content.metadata) and not",
+            "    if content.nbytes < 0 and not",
+        ),
+    ),
+    "metadata of a grid that no embeddings fit are believed": Bug(
+        "security",
+        "unit/test_placeholders.py",
+        Edit(
+            "proto/ecd_proto/placeholders.py",
+            "        if any(side % (merge or 1) for grid in grids for side in grid[1:]):",
+            "        if not grids and merge == 0:",
+        ),
+    ),
+    "a request's nonsense is scheduled": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/scheduler.py",
+            "is_wrong = is_bare and bool(feature.data) and placeholder is None",
+            "is_wrong = False",
+        ),
+    ),
+    "a salt counts for nothing": Bug(
+        "vllm",
+        "unit/test_item_names.py",
+        Edit("client/ecd_client/vllm/names.py", "    if salt:\n", "    if salt and not name:\n"),
+    ),
+    "embeddings that a client brought have a picture's name": Bug(
+        "vllm",
+        "unit/test_item_names.py",
+        Edit(
+            "client/ecd_client/vllm/names.py",
+            "if brings_embeddings(feature) else stored_name(identifier, salt)",
+            "if not identifier else stored_name(identifier, salt)",
+        ),
+    ),
+    "one caller takes all places of the hop": Bug(
+        "vllm",
+        "unit/test_places.py",
+        Edit(
+            "client/ecd_client/vllm/places.py",
+            "if not self._free or self._held[caller] >= self._share or not is_due:",
+            "if not self._free or not is_due:",
+        ),
+    ),
     "ECD_PIN=off pins": Bug(
         "gpu",
         "gpu/test_dma.py",
