@@ -204,6 +204,9 @@ class Attacker:
                 self._is(name)
                 tree[name] = self._pick(values)
         request = Request(tree, at, classes=self._classes, only_ascii=self._often(0.9))
+        if self._often(0.03):
+            self._is("invocations")
+            request.path = "/invocations"
         oddities = self._part, self._option, self._message, self._mutate, self._spoil
         chosen = self._chance.choices(range(5), (12, 4, 1, 3, 2), k=self._pick([0, 1, 1, 1, 2]))
         for number in sorted(chosen):  # a mutation leaves no form to go by

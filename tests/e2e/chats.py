@@ -172,6 +172,7 @@ class Request:
     headers: dict[str, str] = field(default_factory=dict)
     spoil: Callable[[bytes], bytes] = bytes
     only_ascii: bool = True
+    path: str = "/v1/chat/completions"
     then: Request | None = None
 
     @property

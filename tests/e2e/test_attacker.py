@@ -53,10 +53,10 @@ FEW = 300
 REQUESTS = int(os.environ.get("ECD_REQUESTS", FEW))
 SEED = os.environ.get("ECD_REQUESTS_SEED") or ("0" if REQUESTS == FEW else secrets.token_hex(4))
 """The few requests are the same in every run; more are drawn by lot."""
-LEFT_OUT = os.environ.get("ECD_REQUESTS_WITHOUT", ENDS_VLLM).split(",")
+LEFT_OUT = [ENDS_VLLM, *os.environ.get("ECD_REQUESTS_WITHOUT", "").split(",")]
 """Classes of requests, by the names that a failure is told with (`Attacker`)."""
 AT_ONCE = 12
-MOST_FAILURES = 3
+MOST_FAILURES = 5
 MOST_TRIES = 30
 """Of one failing request, to make it shorter."""
 MIDDLEWARE = ["--middleware", "ecd_client.vllm.ReuseMiddleware"]
@@ -85,9 +85,10 @@ class Answer(NamedTuple):
     text: str
 
 
-def send(server: Server, body: bytes, headers: dict[str, str] | None = None) -> Answer:
-    about = {"Content-Type": "application/json", **(headers or {})}
-    request = urllib.request.Request(f"{server.url}/v1/chat/completions", body, about)
+def send(server: Server, body: bytes, asked: Request, **headers: str) -> Answer:
+    """Send a body as the request is sent."""
+    about = {"Content-Type": "application/json", **headers, **asked.headers}
+    request = urllib.request.Request(f"{server.url}{asked.path}", body, about)
     try:
         with urllib.request.urlopen(request, timeout=HANG_S) as reply:
             return Answer(reply.status, reply.read().decode())
@@ -187,7 +188,8 @@ class Room:
                 eventually(lambda server=server: READY in server.text(), f"{name} reuses pictures")
 
     def ask(self, name: str, tree: Any) -> Answer:
-        return send(self.servers[name], written(tree).encode())
+        request = Request(tree, name)
+        return send(self.servers[name], request.body, request)
 
     def close(self) -> None:
         self.side.shutdown()
@@ -240,7 +242,7 @@ class Watch:
     def _shortened(self, request: Request) -> Request:
         """Leave out what can be left out, and it still fails."""
         place = 0
-        for _ in range(MOST_TRIES):
+        for _ in range(0 if request.then else MOST_TRIES):  # what it did lasts
             tree = without(request.tree, place)
             if tree is None:
                 break
@@ -260,28 +262,28 @@ class Watch:
             self.counts["metadata served"] += is_served and b'"image_grid' in request.body
             return fault(request.right, answer, plain if request.at in COMPARED else None)
 
-        why = self._asked(request.at, request.body, request.headers, wrong)
+        why = self._asked(request.at, request.body, request, wrong)
         return None if why is None else f"{request.at}: {why}"
 
     def _asked(
         self,
         name: str,
         body: bytes,
-        headers: dict[str, str],
+        request: Request,
         wrong: Callable[[Answer], str | None],
     ) -> str | None:
-        """Ask an engine; returns what is wrong with the answer, or with the next one.
+        """Ask with this body; returns what is wrong with the answer, or with the next one.
 
         vLLM fails a request with a picture of one that it refused before, but only once: its API
         server believes that the engine has the picture, hears that it has not, and sends it again.
         """
         server, number = self.room.servers[name], next(self._numbers)
-        answer = send(server, body, {"X-Request-Id": f"asked-{number}", **headers})
+        answer = send(server, body, request, **{"X-Request-Id": f"asked-{number}"})
         why = wrong(answer)
         may_drift = why is not None and answer.status in (200, 500)  # a stream fails with 200
         if may_drift and re.search(rf"chatcmpl-asked-{number}-.*cache drift", server.text()):
             self.counts["vLLM's cache drifts"] += 1
-            why = wrong(send(server, body, headers))
+            why = wrong(send(server, body, request))
         return why
 
     def _plain_answers(self, requests: Sequence[Request]) -> list[Answer | None]:
@@ -296,7 +298,7 @@ class Watch:
                 told.append(answer)
                 return "it fails" if read(answer).choices is None else None
 
-            self._asked("plain", request.plainly, request.headers, failure)
+            self._asked("plain", request.plainly, request, failure)
             return told[-1]
 
         answers = list(self.room.side.map(ask, requests))
@@ -324,7 +326,8 @@ class Watch:
                 return None
             return f"a bystander of {name}: {answer.status}, {said} and not {right}"
 
-        return self._asked(name, written(tree).encode(), {}, wrong)
+        request = Request(tree, name)
+        return self._asked(name, request.body, request, wrong)
 
 
 ENDS = Answer(-1, "it ends")
