@@ -437,7 +437,7 @@ EDITED = {
     ),
     "weights that a sleep has dropped are shared": Bug(
         "vllm",
-        "e2e/test_identity.py",
+        "e2e/test_identity.py::test_engines_share_on_after_what_leaves_their_weights_alone",
         Edit(
             "client/ecd_client/vllm/weights.py",
             'call["level"] == KEEPS_WEIGHTS and is_awake',

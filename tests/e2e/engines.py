@@ -58,7 +58,7 @@ def scratch() -> str:
 def environment(version: str, **extra: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ECD_", "PYTHON", "VLLM"))}
     return kept | {
-        "PYTHONPATH": f"{HERE / 'site'}:{HERE.parent}",
+        "PYTHONPATH": f"{HERE / 'site'}:{HERE.parent}:{ROOT / 'client'}:{ROOT / 'proto'}",
         "TMPDIR": scratch(),
         "VLLM_CACHE_ROOT": str(python_of(version).parents[1] / "cache"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
