@@ -79,6 +79,8 @@ def check_content(content: Content) -> Content:
 def _check_dimensions(shape: Sequence[int]) -> None:
     if len(shape) > contract.MAX_DIMENSIONS:
         raise InvalidRequest(f"{len(shape)} dimensions; at most {contract.MAX_DIMENSIONS}")
+    if max(shape, default=0) > contract.MAX_LENGTH:
+        raise InvalidRequest(f"a dimension of {max(shape)}; at most {contract.MAX_LENGTH}")
 
 
 @lru_cache(maxsize=8192)

@@ -13,15 +13,13 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from ecd_client.errors import InvalidArgument
-from ecd_proto.contract import DTYPES, MAX_DIMENSIONS, MAX_HINTS, Hint, nbytes_of
+from ecd_proto.contract import DTYPES, MAX_DIMENSIONS, MAX_HINTS, MAX_LENGTH, Hint, nbytes_of
 
 if TYPE_CHECKING:
     import torch
 
 MAX_SECONDS = 1e9
 """Longest time that may be given: the kernel's and Python's clocks take no infinite one."""
-MAX_LENGTH = (1 << 63) - 1
-"""Largest dimension, offset or number of bytes: torch's are signed."""
 MAX_POOL = (1 << 32) - 1
 
 

@@ -35,6 +35,8 @@ MAX_METADATA_BYTES = 4096
 MAX_NAMESPACE_BYTES = 1024
 MAX_MM_HASH_BYTES = 1024
 MAX_DIMENSIONS = 16
+MAX_LENGTH = (1 << 63) - 1
+"""Largest dimension, offset or number of bytes: torch's are signed."""
 BENCH_NAMESPACE = "ecd-cli bench "
 """How the namespaces of `ecd-cli bench` begin: what is done there is no user's traffic, so the
 client does not count its reads, and the daemon counts the rest apart."""

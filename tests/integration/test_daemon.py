@@ -397,6 +397,7 @@ def test_impossible_requests_are_refused_and_change_nothing(
         pb.Content(dtype="float31", shape=[1], nbytes=4),
         pb.Content(dtype="int8", shape=[huge, huge], nbytes=huge),
         pb.Content(dtype="int8", shape=[1] * 17, nbytes=1),
+        pb.Content(dtype="int8", shape=[0, 1 << 63], nbytes=0),
         pb.Content(dtype="int8", shape=[1], nbytes=1, metadata=b"x" * 4097),
         *(
             pb.Content(dtype="int8", shape=[1], nbytes=1, metadata=b"\x01" + said)
