@@ -32,15 +32,15 @@ class Settings:
     address: str
     namespace: str | None
     weights_version: str | None
-    weights_run: str | None
-    code_version: str | None
-    harmless_calls: frozenset[str]
     load_timeout_s: float
     on_unavailable: str
     private_adapters: bool
     trusts_uuids: bool
     announces_node: bool
     device_views: bool
+    weights_run: str | None = None
+    code_version: str | None = None
+    harmless_calls: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Settings:
