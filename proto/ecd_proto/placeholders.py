@@ -101,6 +101,7 @@ def is_claimed(metadata: bytes) -> bool:
 
 
 _GRID = "_grid_thw"
+_IMAGE = f"image{_GRID}"
 _LENGTHS = ("audio_num_tokens", "audio_feature_lengths")
 _SIZES = ("image_sizes", "video_image_sizes")
 _TIMES = "timestamps"
@@ -133,6 +134,8 @@ def _is_value(name: str, value: object) -> bool:
         return all(len(row) == 2 for row in rows)
     if name.endswith(_GRID) and any(len(row) != 3 for row in rows):
         return False
+    if name == _IMAGE and any(row[0] != 1 for row in rows):
+        return False  # an image has one frame
     return sum(map(prod, rows)) <= MAX_PRODUCT
 
 

@@ -186,9 +186,12 @@ if CAN_LEAVE_OUT_MEDIA:
         "of more rows": (9, 128, dtype, [1, 4, 8]),
         "of integers": (8, 128, torch.int64, [1, 4, 8]),
         "beside a float": (8, 128, dtype, [1.0, 4.0, 8.0]),
+        "not a number": (8, 128, dtype, [1, 4, 8]),
+        "huge": (8, 128, dtype, [1, 4, 8]),
     }.items():
+        value = {"not a number": float("nan"), "huge": 3e38}.get(name, 0)
         said = {
-            "image_embeds": torch.zeros(rows, width, dtype=of),
+            "image_embeds": torch.full((rows, width), value, dtype=of),
             "image_grid_thw": torch.tensor(grid),
         }
         asked = request(name, feature("described", 8, said=said))

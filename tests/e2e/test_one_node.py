@@ -181,7 +181,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
             "metadata: right",
             "brought embeddings: right",
         }
-        assert len(described) == 13
+        assert len(described) == 15
     assert done == {
         "a name alone, of None": "goes on",
         "a name alone, of one": "goes on",

@@ -104,15 +104,17 @@ def remove_abandoned(since_s: float) -> None:
 
     vLLM's processes that are killed, and with them those that would clean up, leave it.
     """
+    shared = Path("/dev/shm")
+    # They are listed first: what another run makes meanwhile is not looked for.
+    found = [*shared.glob("sem.mp-*"), *shared.glob("psm_*")]
     mapped = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             mapped |= {each.path for each in process.memory_maps(grouped=False)}
-    for pattern in ("sem.mp-*", "psm_*"):
-        for path in Path("/dev/shm").glob(pattern):
-            with contextlib.suppress(OSError):
-                if path.stat().st_ctime >= since_s and str(path) not in mapped:
-                    path.unlink()
+    for path in found:
+        with contextlib.suppress(OSError):
+            if path.stat().st_ctime >= since_s and str(path) not in mapped:
+                path.unlink()
 
 
 class RunLimit:

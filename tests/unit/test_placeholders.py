@@ -74,6 +74,7 @@ def test_timestamps_are_seconds(seconds: object) -> None:
         ("image", {f"field_{number}": [1] for number in range(99)}),
         ("image", {"image_grid_thw": [1, 9000, 9000]}),
         ("image", {"image_grid_thw": [16, 24]}),
+        ("image", {"image_grid_thw": [96, 2, 2]}),
         ("image", {"image_grid_thw": [1, 1, 16, 24]}),
         ("video", {"video_grid_thw": [[1, 16, 24], [1, 16]]}),
         ("video", {"video_grid_thw": [[1, 2048, 2048], [1, 2048, 2048]]}),

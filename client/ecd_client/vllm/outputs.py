@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 LEVELS = "deepstack_visual_indexes"
 """Layers of a vision tower whose features follow an embedding's own, each as wide (Qwen3-VL)."""
+MAX_VALUE = 1e4
+"""Largest number in an embedding that a client brings. Larger ones overflow in some layer, and what
+is no number stays in the engine's KV cache for others."""
 MAX_DEPTH = 4
 """Depth to which configurations within a configuration are searched."""
 
