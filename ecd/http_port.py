@@ -58,7 +58,7 @@ def by_path(answers: Mapping[str, WSGIApplication]) -> WSGIApplication:
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         try:
             check_host(environ)
-            found = answers.get(environ["PATH_INFO"])
+            found = answers.get(environ["PATH_INFO"].rstrip("/") or "/")
             if found is None:
                 known = ", ".join(sorted(answers))
                 raise Refused(HTTPStatus.NOT_FOUND, f"there is no such path; there are {known}")
@@ -75,12 +75,14 @@ def by_path(answers: Mapping[str, WSGIApplication]) -> WSGIApplication:
 def check_host(environ: WSGIEnvironment) -> None:
     """Refuse a page of another site that a browser on this machine shows. Raises Refused.
 
-    A site may have its own name lead to this machine (DNS rebinding).
+    A site may have its own name lead to this machine (DNS rebinding). A browser says that name.
     """
+    if "HTTP_HOST" not in environ:
+        return
     client = ip_address(environ["REMOTE_ADDR"])
     if (getattr(client, "ipv4_mapped", None) or client).is_loopback:
-        said = HOST.fullmatch(environ.get("HTTP_HOST", ""))
-        host = said[1].lower() if said else ""
+        said = HOST.fullmatch(environ["HTTP_HOST"])
+        host = said[1].lower().removesuffix(".") if said else ""
         if host != "localhost" and not _is_address(host.strip("[]")):
             text = "from this machine, ask by an IP address or as localhost"
             raise Refused(HTTPStatus.FORBIDDEN, text)

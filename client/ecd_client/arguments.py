@@ -131,7 +131,7 @@ def device(value: Any) -> torch.device:
 
     try:
         return torch.device(value)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(f"{_shown(value)} is no device of torch's: {error}") from None
 
 

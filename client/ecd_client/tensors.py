@@ -43,7 +43,27 @@ def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
         raise InvalidArgument(f"a {kind} tensor cannot be stored: make it dense first")
     if tensor.is_meta:
         raise InvalidArgument("a tensor on meta has no bytes to store: put it on a device first")
-    return name, tuple(tensor.shape)
+    try:
+        shape = tuple(tensor.shape)
+        has_bytes = _has_bytes(tensor)
+    except RuntimeError as error:  # a parameter that waits for its shape
+        raise InvalidArgument(f"the tensor cannot be stored: {error}") from None
+    if not has_bytes:
+        raise InvalidArgument("the tensor's storage was freed or cut: it has no bytes to store")
+    return name, shape
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor's storage has all elements: torch does not look, and reads beyond."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
+        return True
+    try:
+        nbytes = tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # within vmap, it is no tensor of its own
+        return True
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((length - 1) * step for length, step in steps)
+    return (last + 1) * tensor.element_size() <= nbytes
 
 
 def as_tensor(view: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -103,7 +123,7 @@ class TensorSource:
         """
         try:
             self._copy_to(pool, extent)
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError, TypeError, LookupError) as error:  # a subclass's
             if self.is_on_host:
                 raise InvalidArgument(f"torch does not copy the tensor: {error}") from None
             raise DeviceError(f"torch does not copy the tensor: {error}") from None
