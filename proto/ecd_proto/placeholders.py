@@ -55,7 +55,7 @@ class Placeholder:
             and all(_is_name(name) and _is_value(name, value) for name, value in fields.items())
         ):
             return None
-        said = {modality: dict(fields)}
+        said = {modality: {name: _as_said(name, value) for name, value in fields.items()}}
         packed = _VERSION + json.dumps(said, separators=(",", ":"), sort_keys=True).encode()
         if len(packed) > MAX_METADATA_BYTES:
             return None
@@ -137,6 +137,11 @@ def _is_value(name: str, value: object) -> bool:
     if name == _IMAGE and any(row[0] != 1 for row in rows):
         return False  # an image has one frame
     return sum(map(prod, rows)) <= MAX_PRODUCT
+
+
+def _as_said(name: str, value: list[Any]) -> list[Any]:
+    """The value as a processor says it: some writers of JSON make a 0 of 0.0."""
+    return [float(number) for number in value] if name == _TIMES else value
 
 
 def _rows(value: list[Any]) -> list[Any]:

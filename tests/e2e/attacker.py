@@ -353,6 +353,10 @@ class Attacker:
             self._is("fields")
             odd = {"image_embeds": None, "pixel_values": [0.5], "": 1, "video_grid_thw": right}
             name = self._pick([*odd])
+            if self._often(0.3):
+                self._is("what ends a plain engine", ANY)
+                name = self._pick(["pixel_values", "pixel_values_videos", "second_per_grid_ts"])
+                odd = {name: packed(self._pick([tensor(384, 7), tensor(384, 1176), tensor(3)]))}
             both = {"image_grid_thw": right, name: odd[name]}
             twice = Pairs([("image_grid_thw", right), ("image_grid_thw", self._grid(right))])
             fields = self._pick([both, {name: odd[name]}, {}, twice])
@@ -416,6 +420,7 @@ class Attacker:
             )
             values = [right, right, *(tensor(*shape) for shape in shapes)]
             values += [torch.full((96, WIDTH), value) for value in (torch.nan, torch.inf)]
+            values += [right.to(torch.float8_e4m3fn), right.to(torch.complex64)]
             grids = [grid, [1, -16, -24], [96, 2, 2], [1, 1 << 31, 24]]
         other = ["", "AAAA", "!", b64encode(b"PK\3\4").decode(), [0.5], None]
         embeds = packed(self._pick(values)) if self._often(0.7) else self._pick(other)

@@ -16,6 +16,7 @@ from vllm.config import ECTransferConfig
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFieldElem,
@@ -185,13 +186,14 @@ if CAN_LEAVE_OUT_MEDIA:
         "of another width": (8, 64, dtype, [1, 4, 8]),
         "of more rows": (9, 128, dtype, [1, 4, 8]),
         "of integers": (8, 128, torch.int64, [1, 4, 8]),
+        "of 8 bits": (8, 128, torch.float8_e4m3fn, [1, 4, 8]),
         "beside a float": (8, 128, dtype, [1.0, 4.0, 8.0]),
         "not a number": (8, 128, dtype, [1, 4, 8]),
         "huge": (8, 128, dtype, [1, 4, 8]),
     }.items():
         value = {"not a number": float("nan"), "huge": 3e38}.get(name, 0)
         said = {
-            "image_embeds": torch.full((rows, width), value, dtype=of),
+            "image_embeds": torch.full((rows, width), value).to(of),
             "image_grid_thw": torch.tensor(grid),
         }
         asked = request(name, feature("described", 8, said=said))
@@ -224,6 +226,20 @@ async def fetched() -> list[object]:
 
 if CAN_LEAVE_OUT_MEDIA:
     done["fetched"] = asyncio.run(fetched())
+    parser = MULTIMODAL_REGISTRY.create_processor(config.model_config).info.data_parser
+    said = {
+        "right": {},
+        "embeddings": {"image_embeds": torch.zeros(8, 128)},
+        "pixels": {"pixel_values": torch.zeros(32, 7)},
+        "both": {"image_embeds": torch.zeros(8, 128), "pixel_values": torch.zeros(32, 7)},
+        "huge": {"image_grid_thw": torch.tensor([[1, 65536, 65536]])},
+    }
+    for name, more in said.items():
+        fields = {"image_grid_thw": torch.tensor([[1, 4, 8]]), **more}
+        try:
+            done[f"may come: {name}"] = bool(parser.parse_mm_data({"image": fields}))
+        except ValueError as error:
+            done[f"may come: {name}"] = "media" not in str(error) and "prompt" not in str(error)
 done["left over"] = [len(role._items), len(role._requests), len(role._loads)]
 print("RESULT", json.dumps(done))
 connector.shutdown()

@@ -48,6 +48,8 @@ def test_embeddings_that_a_client_brought_have_no_pictures_name(
     assert is_alone(brought)
     assert brought not in ("a", stored_name("a", salt))
     assert outer_name(brought) == "a"
+    other = named(item("a", f"{modality}_embeds", modality=modality), "another")
+    assert other != brought
 
 
 def test_a_processors_own_fields_are_no_embeddings() -> None:

@@ -118,6 +118,12 @@ def test_one_item_is_one_whatever_the_spelling() -> None:
     )
 
 
+def test_a_proxy_may_write_whole_seconds() -> None:
+    assert Placeholder.of("video", {**VIDEO, "timestamps": [0, 1]}) == Placeholder.of(
+        "video", {**VIDEO, "timestamps": [0.0, 1.0]}
+    )
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
@@ -125,13 +131,28 @@ JSON = st.recursive(
 )
 
 
-@draws(300)
-@given(st.dictionaries(st.sampled_from(("image", "video", "a")), JSON, max_size=2) | JSON)
-def test_only_bounded_integers_pass(anything: object) -> None:
-    placeholder = said(json.dumps(anything))
-    if placeholder is not None:
-        numbers = str(list(placeholder.fields.values())).translate(str.maketrans("[],", "   "))
-        assert all(0 < int(number) <= 1 << 22 for number in numbers.split())
+NUMBER = st.integers(-1, 40) | st.sampled_from((1, 2, 2.0, True, 1 << 16, 1 << 17))
+FIELDS = st.dictionaries(
+    st.sampled_from(("image_grid_thw", "video_grid_thw", "image_sizes", "audio_num_tokens", "x")),
+    st.lists(NUMBER, max_size=4) | st.lists(st.lists(NUMBER, max_size=4), max_size=3) | JSON,
+    max_size=2,
+)
+
+
+def test_only_bounded_integers_pass() -> None:
+    passed = []
+
+    @draws(1000)
+    @given(st.dictionaries(st.sampled_from(("image", "video")), FIELDS | JSON, max_size=2) | JSON)
+    def run(anything: object) -> None:
+        placeholder = said(json.dumps(anything))
+        if placeholder is not None:
+            passed.append(placeholder)
+            numbers = str(list(placeholder.fields.values())).translate(str.maketrans("[],", "   "))
+            assert all(0 < int(number) <= 1 << 22 for number in numbers.split())
+
+    run()
+    assert passed
 
 
 @draws(300)

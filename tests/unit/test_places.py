@@ -55,19 +55,20 @@ def test_who_waits_comes_in_turn_unless_it_has_its_share() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-def test_who_leaves_the_queue_takes_no_place(is_given: bool) -> None:
+@pytest.mark.parametrize("order", ["given, cancelled", "cancelled, given", "gone, given"])
+def test_who_leaves_the_queue_takes_no_place(order: str) -> None:
     async def test() -> None:
         places = Places(1, 1)
         assert places.take("one")
         leaves, stays = waiting(places, "leaves", "stays")
         await went_on()
-        if is_given:
+        if order == "given, cancelled":
             places.give("one")  # its turn has come, and it does not know yet
             leaves.cancel()
         else:
             leaves.cancel()
-            await went_on()
+            if order == "gone, given":
+                await went_on()
             places.give("one")
         await stays
         places.give("stays")

@@ -21,11 +21,11 @@ def is_chat(scope: Scope) -> bool:
     return path.removeprefix(scope.get("root_path", "")) == PATH
 
 
-def caller_of(scope: Scope, salt: str | None) -> str:
-    """Who has sent a request, as far as can be told: by address, by key, and by tenant."""
-    key = dict(scope["headers"]).get(b"authorization", b"")
+def caller_of(scope: Scope, has_keys: bool) -> str:
+    """Who has sent a request, as far as a caller cannot choose it: its address, and its key."""
+    key = dict(scope["headers"]).get(b"authorization", b"") if has_keys else b""
     host, _ = scope.get("client") or ("", 0)
-    return repr((host, key, salt))
+    return repr((host, key))
 
 
 def is_stream(start: Message) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.logger import init_logger
+from vllm.multimodal.parse import DictEmbeddingItems
 
 from ecd_client.errors import EcdError
 from ecd_client.vllm.outputs import configs_in
-from ecd_proto.placeholders import MAX_NUMBERS, Placeholder
+from ecd_proto.placeholders import MAX_NUMBERS, MAX_PRODUCT, Placeholder
 
 try:  # since 0.32
     from vllm.distributed.ec_transfer.ec_connector.metrics import (
@@ -173,6 +176,36 @@ class PlaceholderMetadata:
         return self._fields[modality]
 
 
+def refuse_undeclared() -> None:
+    """Have this process refuse what a client may not say of an item that it sends without media.
+
+    vLLM's parser takes all fields of a processor's output beside those that it asks for, and a
+    worker ends over what no processor made. The fields of a grid size the prompt before that.
+    """
+    if not CAN_LEAVE_OUT_MEDIA or getattr(DictEmbeddingItems, "_ecd_refuses", False):
+        return
+    DictEmbeddingItems._ecd_refuses = True
+    begin = DictEmbeddingItems.__init__
+    takes = inspect.signature(begin)
+
+    @functools.wraps(begin)
+    def checked(self: Any, *arguments: Any, **named: Any) -> None:
+        said = takes.bind(self, *arguments, **named).arguments
+        data, modality, required = said["data"], said["modality"], set(said["required_fields"])
+        optional, embeds = set(said.get("optional_fields", ())), f"{modality}_embeds"
+        more = data.keys() - required - ({embeds} & optional)
+        if more and (optional or embeds in required):
+            shown = ", ".join(sorted(map(str, more)))[:200]
+            raise ValueError(f"an {modality} without its media may not come with {shown}")
+        for name, value in data.items():
+            is_grid = name.endswith("_grid_thw") and isinstance(value, torch.Tensor) and value.ndim
+            if is_grid and not value.double().prod(-1).sum().item() <= MAX_PRODUCT:
+                raise ValueError(f"{name} is larger than any prompt")
+        begin(self, *arguments, **named)
+
+    DictEmbeddingItems.__init__ = checked
+
+
 def keep_media(metadata: PlaceholderMetadata) -> None:
     """Have this engine core's cache of processed items keep none that came without its media.
 
@@ -202,3 +235,6 @@ def _is_long(value: Any) -> bool:
 def _has_more(data: Any, fields: set[str]) -> bool:
     """Whether a processed item has something besides these fields."""
     return any(element.data is not None and name not in fields for name, element in data.items())
+
+
+refuse_undeclared()

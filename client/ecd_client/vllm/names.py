@@ -25,8 +25,7 @@ def stored_name(name: str, salt: str | None) -> str:
 
 def outer_name(identifier: str) -> str:
     """The name that vLLM gave to an item of this identifier."""
-    if identifier.startswith(ALONE):
-        return identifier.removeprefix(ALONE)
+    identifier = identifier.removeprefix(ALONE)
     if identifier.startswith(SALTED):
         return identifier[len(SALTED) + _DIGITS + 1 :]
     return identifier
@@ -43,7 +42,9 @@ def name_apart(feature: Any, salt: str | None) -> None:
     Requests that vLLM makes of one (`n` above 1) may share the item, which has its name then.
     """
     identifier: str = feature.identifier
-    named = f"{ALONE}{identifier}" if brings_embeddings(feature) else stored_name(identifier, salt)
+    named = stored_name(identifier, salt)
+    if brings_embeddings(feature) and not is_alone(named):
+        named = f"{ALONE}{named}"
     if not identifier.startswith(named.removesuffix(identifier)):
         feature.identifier = named
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -13,6 +15,8 @@ LEVELS = "deepstack_visual_indexes"
 MAX_VALUE = 1e4
 """Largest number in an embedding that a client brings. Larger ones overflow in some layer, and what
 is no number stays in the engine's KV cache for others."""
+BROUGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Those of embeddings that a client brings: torch computes with others in part only."""
 MAX_DEPTH = 4
 """Depth to which configurations within a configuration are searched."""
 
@@ -35,23 +39,30 @@ class Outputs:
         self._is_pruned = bool(getattr(model.multimodal_config, "video_pruning_rate", None))
         configs = list(configs_in(model.hf_config))
         levels = [list(config[LEVELS] or ()) for config in configs if LEVELS in config]
-        self._multiples = {1, *(1 + len(level) for level in levels)}
+        self._multiples = {1 + len(level) for level in levels} or {1}
         self._is_known = bool(levels) or not any("deepstack" in n for c in configs for n in c)
 
-    def fit(self, modality: str, dtype: str | None, shape: tuple[int, ...]) -> bool:
-        """Whether embeddings of this shape, (embeddings, width), fit the modality.
-
-        `dtype` is their entry's; None: vLLM converts them.
-        """
-        if len(shape) != 2 or (dtype is not None and dtype not in self._dtypes):
+    def fit(self, modality: str, dtype: str, shape: tuple[int, ...]) -> bool:
+        """Whether an entry of this dtype and shape, (embeddings, width), fits the modality."""
+        if len(shape) != 2 or dtype not in self._dtypes:
             return False
-        width = shape[1]
+        if self._is_pruned and not self._measured.get(modality):  # places stand behind each one
+            return shape[1] >= self._width
+        return self._is_wide(modality, shape[1])
+
+    def fit_brought(self, modality: str, shape: tuple[int, ...]) -> bool:
+        """Whether embeddings of this shape, which a client brought, fit the modality."""
+        if len(shape) != 2 or (self._is_pruned and modality == "video"):
+            return False
+        return self._is_wide(modality, shape[1])
+
+    def _is_wide(self, modality: str, width: int) -> bool:
         if measured := self._measured.get(modality):
             return width == measured
-        if self._is_pruned:  # with places behind each embedding
-            return width >= self._width
         multiple, rest = divmod(width, self._width)
-        return rest == 0 and (multiple in self._multiples or (multiple > 0 and not self._is_known))
+        # The features of a vision tower's layers stand behind each of its embeddings.
+        known = {1} if modality == "audio" else self._multiples
+        return rest == 0 and (multiple in known or (multiple > 0 and not self._is_known))
 
     def __str__(self) -> str:
         """The dtypes and widths that fit, for a message."""

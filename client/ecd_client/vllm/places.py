@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter, deque
 
 
@@ -16,7 +17,9 @@ class Places:
 
     def take(self, caller: str) -> bool:
         """Take a place now. False: there is none for this caller, or others wait for it."""
-        is_due = all(self._held[other] >= self._share for other, _ in self._waiting)
+        is_due = all(
+            self._held[other] >= self._share or turn.done() for other, turn in self._waiting
+        )
         if not self._free or self._held[caller] >= self._share or not is_due:
             return False
         self._take(caller)
@@ -33,9 +36,10 @@ class Places:
         except BaseException:
             if turn.done() and not turn.cancelled():
                 self.give(caller)
-            else:
-                self._waiting.remove((caller, turn))
             raise
+        finally:
+            with contextlib.suppress(ValueError):  # its turn came
+                self._waiting.remove((caller, turn))
 
     def give(self, caller: str) -> None:
         """Give a place back: to the first that waits and has not its share."""
@@ -44,10 +48,11 @@ class Places:
         if not self._held[caller]:
             del self._held[caller]
         for each in self._waiting:
-            if self._held[each[0]] < self._share:
+            other, turn = each
+            if self._held[other] < self._share and not turn.done():  # else it leaves
                 self._waiting.remove(each)
-                self._take(each[0])
-                each[1].set_result(None)
+                self._take(other)
+                turn.set_result(None)
                 return
 
     def _take(self, caller: str) -> None:

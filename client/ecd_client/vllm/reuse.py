@@ -78,7 +78,7 @@ class ReuseMiddleware:
         leaving = Leaving(receive)
         try:
             if not reuse.hop.is_call(scope, look.request):
-                await leaving.interrupts(reuse.hop.complete(look, caller_of(scope, look.salt)))
+                await leaving.interrupts(reuse.hop.complete(look, caller_of(scope, reuse.has_keys)))
             await self._serve(reuse, look, scope, leaving.receive, send)
         finally:
             leaving.close()
@@ -88,7 +88,7 @@ class ReuseMiddleware:
         self, reuse: Reuse, look: Look, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if look.is_whole and reuse.only_encodes:
-            answer = reuse.answers.answer(look, caller_of(scope, look.salt))
+            answer = reuse.answers.answer(look, caller_of(scope, reuse.has_keys))
             await JSONResponse(answer)(scope, receive, send)
             return
         if not look.is_whole:
@@ -214,7 +214,7 @@ class Reuse:
         )
         announces_node = settings.announces_node
         self.answers = Answers(client, metadata, models[0], announces_node=announces_node)
-        self._lets_in = _key_check(keys)
+        self._lets_in, self.has_keys = _key_check(keys), bool(keys)
         self._rests_until_s = self._rest_s = 0.0
 
     async def close(self) -> None:

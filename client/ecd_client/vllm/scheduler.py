@@ -23,7 +23,7 @@ from ecd_client.vllm.hints import consumers_in, hints_in
 from ecd_client.vllm.loads import Loads
 from ecd_client.vllm.lookup import Lookup
 from ecd_client.vllm.names import brings_embeddings, name_apart, outer_name
-from ecd_client.vllm.outputs import MAX_VALUE, Outputs
+from ecd_client.vllm.outputs import BROUGHT_DTYPES, MAX_VALUE, Outputs
 from ecd_client.vllm.producer import Producer
 from ecd_client.vllm.readiness import Readiness
 from ecd_client.vllm.request_items import NeededItem, RequestItems
@@ -217,8 +217,8 @@ class SchedulerRole:
         brought = feature.data[f"{feature.modality}_embeds"].data
         return (
             isinstance(brought, torch.Tensor)
-            and brought.is_floating_point()
-            and self._outputs.fit(feature.modality, None, tuple(brought.shape))
+            and brought.dtype in BROUGHT_DTYPES
+            and self._outputs.fit_brought(feature.modality, tuple(brought.shape))
             and brought.shape[0] == feature.mm_position.get_num_embeds()
             and bool((brought.abs() <= MAX_VALUE).all())
             and not (
