@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from ecd_client.vllm import digest
-from ecd_client.vllm.digest import Unnamed, commit_of, digest_of
+from ecd_client.vllm.digest import Unnamed, digest_of, snapshot_of
+from ecd_client.vllm.sources import Sources
 
 NEVER = float("inf")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -224,15 +225,28 @@ def snapshot(tmp_path: Path, model: Path) -> Path:
     return home / "snapshots" / COMMIT
 
 
+def source_name(source: Path, since_s: float = NEVER) -> str:
+    return Sources(since_s).name_of(str(source), None)[0]
+
+
+def is_of_commit(source: Path) -> bool:
+    return source_name(source).startswith(f"commit-{COMMIT}-")
+
+
 def test_a_snapshot_has_the_name_of_its_commit(snapshot: Path, tmp_path: Path) -> None:
     (snapshot / ".gitattributes").write_text("")
-    assert commit_of(snapshot) == COMMIT
+    name = source_name(snapshot)
+    assert is_of_commit(snapshot)
     (tmp_path / "current").symlink_to(snapshot)
-    assert commit_of(tmp_path / "current") == COMMIT
+    assert source_name(tmp_path / "current") == name
     for file in (tmp_path / "hub").rglob("*"):
         os.utime(file, (0, 0), follow_symlinks=False)
-    assert commit_of(snapshot) == COMMIT
-    assert commit_of(snapshot / "whisper") is None, "it is not all of the commit"
+    assert source_name(snapshot) == name
+    shutil.copytree(tmp_path / "hub", tmp_path / "copy", symlinks=True)
+    assert source_name(tmp_path / "copy" / snapshot.relative_to(tmp_path / "hub")) == name
+    (snapshot / "merges.txt").unlink()
+    assert source_name(snapshot) == name, "not all of a commit is downloaded"
+    assert not is_of_commit(snapshot / "whisper"), "it is not all of the commit"
 
 
 def replace(file: Path) -> None:
@@ -260,19 +274,52 @@ def test_a_snapshot_with_a_file_that_is_not_the_hubs_is_a_directory(
     spoil: Callable[[Path], None], name: str, snapshot: Path
 ) -> None:
     spoil(snapshot / name)
-    assert commit_of(snapshot) is None
+    assert snapshot_of(snapshot) is None
+    assert not is_of_commit(snapshot)
 
 
-def test_weights_that_are_written_through_their_link_are_not_the_hubs(snapshot: Path) -> None:
+def write_through_the_link(file: Path) -> None:
+    """As `cp -p` of older weights does."""
+    save_file(tensors(), file.resolve())
+    os.utime(file, (1e9, 1e9))
+
+
+def write_and_forget_times(file: Path) -> None:
+    save_file(tensors(), file.resolve())
+    for each in file.parents[3].rglob("*"):
+        os.utime(each, (0, 0), follow_symlinks=False)
+
+
+def write_in_place(file: Path) -> None:
+    save_file(tensors(), file.resolve())
+
+
+@pytest.mark.parametrize("edit", [write_through_the_link, write_and_forget_times, write_in_place])
+def test_edited_weights_of_a_snapshot_have_another_name(
+    edit: Callable[[Path], None], snapshot: Path, tmp_path: Path
+) -> None:
+    """In a copy of the cache, too, whose times say nothing."""
+    name = source_name(snapshot)
+    edit(snapshot / "model.safetensors")
+    edited = source_name(snapshot)
+    shutil.copytree(tmp_path / "hub", tmp_path / "copy", symlinks=True)
+    copied = source_name(tmp_path / "copy" / snapshot.relative_to(tmp_path / "hub"))
+    assert name != edited == copied
+
+
+def test_a_snapshot_may_be_downloaded_but_not_edited_while_an_engine_starts(
+    snapshot: Path,
+) -> None:
     file = snapshot / "model.safetensors"
-    made_ns = file.lstat().st_mtime_ns
-    name = name_of(snapshot)
-    while file.stat().st_mtime_ns <= made_ns:
-        save_file(tensors(), file.resolve())
-    assert commit_of(snapshot) is None
-    assert name_of(snapshot) != name
+    assert source_name(snapshot, since_s=0) == source_name(snapshot)
+    linked_ns = file.lstat().st_ctime_ns
+    while file.stat().st_ctime_ns <= linked_ns:  # the clock of the file system has steps
+        edit_blob(file)
+    with pytest.raises(Unnamed, match="changed"):
+        source_name(snapshot, since_s=linked_ns / 1e9)
+    assert is_of_commit(snapshot)
 
 
 def test_what_was_added_to_a_snapshot_counts(snapshot: Path) -> None:
     (snapshot / "video_preprocessor_config.json").write_text("{}")
-    assert commit_of(snapshot) is None
+    assert not is_of_commit(snapshot)

@@ -161,10 +161,16 @@ def test_a_branch_that_moved_while_the_engine_started_has_no_name(
     monkeypatch.setitem(sys.modules, "huggingface_hub.constants", constants)
     config = engine("some/model")
     config.model_config.hf_config._commit_hash = COMMIT
-    assert weights_of(config, NEVER) == f"commit-{COMMIT}"
+    assert weights_of(config, NEVER).startswith(f"commit-{COMMIT}-")
     config.model_config.hf_config._commit_hash = COMMIT[::-1]
     with pytest.raises(Unnamed, match="moved"):
         weights_of(config, NEVER)
+    (home / "snapshots" / COMMIT / "config.json").unlink()
+    write_model(home / "snapshots" / COMMIT)  # no links, as in a copy that follows them
+    with pytest.raises(Unnamed, match="moved"):
+        weights_of(config, NEVER)
+    config.model_config.hf_config._commit_hash = COMMIT
+    assert weights_of(config, NEVER).startswith("files-")
 
 
 # -- versions --------------------------------------------------------------------------------------

@@ -60,11 +60,20 @@ class Digest(NamedTuple):
     """Whether a file has changed since `since_s`, so that something else may have been read."""
 
 
-def digest_of(source: Path, since_s: float) -> Digest:
+class Snapshot(NamedTuple):
+    """A directory of the hub's cache whose small files are those of a commit."""
+
+    commit: str
+    large: list[Path]
+    """The files of weights, and others over WHOLE_BYTES, whose content was not checked."""
+
+
+def digest_of(source: Path, since_s: float, snapshot: Snapshot | None = None) -> Digest:
     """Name the content of a file, or of a directory and what is below it.
 
-    `since_s` is a time of day in seconds. Raises Unnamed where a file cannot be read, or where
-    there are more than MAX_FILES.
+    `since_s` is a time of day in seconds. Of a snapshot, the files whose content the commit names
+    are left out, and a file that was downloaded since then has not changed. Raises Unnamed where a
+    file cannot be read, or where there are more than MAX_FILES.
     """
     now_s = time.time()
 
@@ -73,39 +82,44 @@ def digest_of(source: Path, since_s: float) -> Digest:
         try:
             with path.open("rb") as file:
                 stats = [os.fstat(file.fileno()), path.lstat()]  # a link may lead elsewhere now
-                content = _content(file, stats[0].st_size, path.suffix)
+                size = stats[0].st_size
+                content = _content(file, size, path.suffix)
                 stats.append(os.fstat(file.fileno()))
         except OSError as error:
             raise Unnamed(f"{path} cannot be read: {error.strerror}") from None
+        if snapshot:  # the hub's library makes a link when the blob is complete
+            link = stats.pop(1)
+            stats = [each for each in stats if each.st_ctime_ns > link.st_ctime_ns]
         changed = any(_is_newer(each, since_s, now_s) for each in stats)
-        return name, stats[0].st_size, content, changed
+        return name, size, content, changed
 
+    paths = sorted(snapshot.large) if snapshot else sorted(_files(source))
     with ThreadPoolExecutor(THREADS) as readers:
-        files = list(readers.map(described, sorted(_files(source))))
+        files = list(readers.map(described, paths))
     changed = any(file[3] for file in files) or _is_moved(source, since_s, now_s)
     listed = sorted(file[:3] for file in files)
     return Digest(hashlib.sha256(repr(listed).encode()).hexdigest()[:32], changed)
 
 
-def commit_of(directory: Path) -> str | None:
-    """The hub's commit, if the directory is that commit's snapshot and every file the hub's own.
+def snapshot_of(directory: Path) -> Snapshot | None:
+    """The hub's snapshot that the directory is, if every file is a link to a blob of the hub's.
 
     The hub's cache keeps a file under the hash of its content, and a snapshot holds links alone.
-    The hash of small files is made anew. A large one is not the hub's own if it was written after
-    its link, as by a program that opened the link to write.
+    The hash of small files is made anew. No time says whether a large one was edited: a copy's
+    times are anything.
     """
-    directory = directory.resolve()
-    snapshot = _SNAPSHOT.search(str(directory))
-    if snapshot is None or snapshot.end() != len(str(directory)):
+    place = directory.resolve()
+    snapshot = _SNAPSHOT.search(str(place))
+    if snapshot is None or snapshot.end() != len(str(place)):
         return None
-    blobs = directory.parents[1] / "blobs"
+    blobs = place.parents[1] / "blobs"
     try:
-        files = list(_files(directory))
-        if files and all(_is_hubs_own(file, blobs) for file in files):
-            return snapshot[1]
+        files = {file: _is_hubs_own(file, blobs) for file in _files(directory)}
     except (OSError, Unnamed):
-        pass
-    return None
+        return None
+    if not files or False in files.values():
+        return None
+    return Snapshot(snapshot[1], [file for file, is_own in files.items() if is_own is None])
 
 
 def content_of(path: str | Path) -> str | None:
@@ -175,17 +189,15 @@ def _is_moved(source: Path, since_s: float, now_s: float) -> bool:
     return False
 
 
-def _is_hubs_own(file: Path, blobs: Path) -> bool:
+def _is_hubs_own(file: Path, blobs: Path) -> bool | None:
+    """Whether the file is a blob that has the content of its name; None for a large blob."""
     if not file.is_symlink():
         return False
     target = _BLOB.fullmatch(os.readlink(file))
     if target is None or file.resolve() != blobs / target[1]:
         return False
-    stats = file.stat()
-    if stats.st_mtime_ns > file.lstat().st_mtime_ns:
-        return False
-    if stats.st_size > WHOLE_BYTES or file.suffix in WEIGHT_SUFFIXES:
-        return True
+    if file.suffix in WEIGHT_SUFFIXES or file.stat().st_size > WHOLE_BYTES:
+        return None
     content = file.read_bytes()
     if len(target[1]) == 64:
         return hashlib.sha256(content).hexdigest() == target[1]

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ecd_client.vllm.digest import Unnamed, commit_of, digest_of
+from ecd_client.vllm.digest import Unnamed, digest_of, snapshot_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,7 +56,7 @@ def weights_of(vllm_config: VllmConfig, since_s: float) -> str:
     weights, directory = sources.name_of(model.model, model.revision)
     committed = getattr(model.hf_config, "_commit_hash", None)
     is_of_hub, is_of_model = not Path(model.model).exists(), not model.hf_config_path
-    if is_of_hub and is_of_model and committed and committed not in weights:
+    if is_of_hub and is_of_model and committed and committed != directory.name:
         raise Unnamed(f"the revision of {model.model} has moved")
     if load.load_format == FROM_A_SEED:
         ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -106,12 +106,11 @@ class Sources:
         return "+".join(dict.fromkeys(map(self._named, snapshots))), snapshots[-1]
 
     def _named(self, path: Path) -> str:
-        if commit := commit_of(path):
-            return f"commit-{commit}"
-        digest = digest_of(path, self._since_s)
+        snapshot = snapshot_of(path)
+        digest = digest_of(path, self._since_s, snapshot)
         if digest.changed:
             raise Unnamed(f"{path} has changed since the engine began to start")
-        return f"files-{digest.hex}"
+        return f"commit-{snapshot.commit}-{digest.hex}" if snapshot else f"files-{digest.hex}"
 
     def _snapshots(self, repository: str, revision: str | None) -> list[Path]:
         """The repository's files in the cache of weights, and in the one of all else."""
