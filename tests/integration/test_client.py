@@ -676,6 +676,12 @@ def test_mistakes_are_named(client: Client) -> None:
             mistake()
 
 
+def freed(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The tensor over a storage that has only so many bytes left, as sharded training leaves it."""
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 HALF = "half a character: \ud800"
 LARGE = 10**5000  # Python writes no integer of so many digits
 ONES = torch.ones(4)
@@ -728,6 +734,9 @@ MISTAKES: dict[str, Callable[[Client], object]] = {
     "cost: large": lambda c: c.put("k", ONES, cost=LARGE),
     "cost: below 0": lambda c: c.put_async("k", ONES, cost=-1),
     "tensor: meta": lambda c: c.put("k", torch.ones(4, device="meta")),
+    "tensor: freed": lambda c: c.put("k", freed(torch.ones(4096), 0)),
+    "tensor: cut": lambda c: c.put("k", freed(torch.ones(64, 64).T, 4096)),
+    "tensor: without a shape": lambda c: c.put("k", torch.nn.UninitializedParameter()),
     "tensor: nested": lambda c: c.put("k", torch.nested.nested_tensor([ONES, ONES])),
     "tensor: vmap": lambda c: torch.vmap(lambda row: c.put("k", row))(torch.ones(2, 4)),
     "tensor: vmap aside": lambda c: torch.vmap(lambda row: c.put_async("k", row).result(HANG_S))(
@@ -745,6 +754,7 @@ MISTAKES: dict[str, Callable[[Client], object]] = {
     "shape: larger": lambda c: c.put_bytes("k", b"", "float32", (0, LARGE)),
     "shape: too many": lambda c: c.put_bytes("k", b"1", "uint8", (1,) * 17),
     "device: pin": lambda c: c.pin("nonsense"),
+    "device: large": lambda c: c.get("before").to(LARGE),
     "device: to": lambda c: c.get("before").to("nonsense"),
     "device: view": lambda c: c.get("before").device_view(None),
     "handle": lambda c: c.hold("before", "handle"),

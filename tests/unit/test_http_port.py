@@ -48,9 +48,15 @@ def test_loopback_is_known_in_every_form(client: str) -> None:
         check_host({"REMOTE_ADDR": client, "HTTP_HOST": "evil.example"})
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9464", "[::1]:9464"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "127.0.0.1:9464", "[::1]:9464", "localhost.:1"]
+)
 def test_hosts_of_this_machine(host: str) -> None:
     check_host({"REMOTE_ADDR": "127.0.0.1", "HTTP_HOST": host})
+
+
+def test_who_names_no_host_is_no_browser() -> None:
+    check_host({"REMOTE_ADDR": "127.0.0.1"})
 
 
 FOREIGN = [
