@@ -23,11 +23,18 @@ SMALL = {
     "config.json": "{}",
     "preprocessor_config.json": '{"image_mean": [0.5]}',
     "processing.py": "MEAN = 0.5",
+    "license_plates.py": "SIZE = 1",
     "chat_template.jinja": "{{ messages }}",
     "tokenizer.model": "words",
     "merges.txt": "a b",
     "whisper/params": "1",
 }
+SAYING_NOTHING = [
+    *("README.md", "README.MD", "README", "LICENSE.txt", "SHA256SUMS", "train.log", "figure.png"),
+    *("photo.jpg", "events.out.tfevents.1700000000.host.1.0", ".cache/download.json"),
+    *("training_args.bin", "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"),
+    *("rng_state_0.pth", "step-5/optimizer.pt"),
+]
 
 
 def name_of(source: Path) -> str:
@@ -100,7 +107,8 @@ def test_times_places_links_and_what_describes_it_are_no_part_of_a_name(
     copy, linked = tmp_path / "elsewhere" / "copy", tmp_path / "linked"
     shutil.copytree(model, copy)
     (copy / ".cache").mkdir()
-    for name in ("README.md", ".cache/download.json", "train.log"):
+    (copy / "step-5").mkdir()
+    for name in SAYING_NOTHING:
         (copy / name).write_text("of one copy alone")
     for file in copy.rglob("*"):
         os.utime(file, (0, 0))
@@ -192,6 +200,46 @@ def test_of_20_gb_some_megabytes_are_read(tmp_path: Path) -> None:
     before = read_bytes()
     digest_of(tmp_path, NEVER)
     assert read_bytes() - before < 64 << 20
+
+
+def write_experts(to: Path, tensors: int, shards: int) -> dict[str, int]:
+    """A model of many experts, as files with holes; where its encoder's tensors begin in them."""
+    towers = {}
+    for shard in range(shards):
+        names = [f"model.layers.{n}.experts.{shard}.weight" for n in range(tensors // shards)]
+        tower, step = f"visual.blocks.{shard}", 1 << 18
+        names.insert(len(names) // 2, tower)
+        header = {
+            name: {"data_offsets": [number * step, (number + 1) * step]}
+            for number, name in enumerate(names)
+        }
+        packed = json.dumps(header).encode()
+        with (to / f"{shard}.safetensors").open("wb") as file:
+            file.write(len(packed).to_bytes(8, "little") + packed)
+            file.truncate(8 + len(packed) + len(names) * step)
+        towers[f"{shard}.safetensors"] = 8 + len(packed) + names.index(tower) * step
+    return towers
+
+
+def test_of_many_experts_some_are_read_and_of_the_encoder_every_tensor(tmp_path: Path) -> None:
+    before = read_bytes()
+    towers = write_experts(tmp_path, 20_000, shards=4)
+    name = name_of(tmp_path)
+    assert read_bytes() - before < 24 << 20, "4,096 blocks of 4 KiB, and the headers"
+    names = {name}
+    for file, start in towers.items():
+        with (tmp_path / file).open("r+b") as shard:
+            shard.seek(start)
+            shard.write(b"trained")
+        names.add(name_of(tmp_path))
+    assert len(names) == len(towers) + 1
+    for file in towers:
+        with (tmp_path / file).open("r+b") as shard:
+            size = shard.seek(0, os.SEEK_END)
+            for at in range(towers[file] + (1 << 18), size, 1 << 16):
+                shard.seek(at)
+                shard.write(b"trained")
+        assert name_of(tmp_path) not in names, "of trained experts some are among those read"
 
 
 def read_bytes() -> int:

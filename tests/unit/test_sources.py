@@ -53,7 +53,8 @@ def engine(model: Path | str, load: dict[str, Any] | None = None, **fields: Any)
         "hf_config": SimpleNamespace(to_dict=lambda: config, _commit_hash=None),
         **fields,
     }
-    said = {"load_format": "auto", "model_loader_extra_config": {}, "download_dir": None}
+    said: dict[str, Any] = {"load_format": "auto", "model_loader_extra_config": {}}
+    said |= {"download_dir": None, "ignore_patterns": ["original/**/*"]}
     return SimpleNamespace(
         model_config=SimpleNamespace(**model_config),
         load_config=SimpleNamespace(**said | (load or {})),
@@ -96,6 +97,17 @@ def test_all_that_is_read_beside_the_weights_is_in_their_name(model: Path, tmp_p
     assert len(set(names)) == 2 * len(beside) + 1
     moved = shutil.copytree(other, tmp_path / "moved")
     assert name_of(model, tokenizer=str(moved)) == name_of(model, tokenizer=str(other))
+
+
+def test_the_checkpoint_that_vllm_ignores_is_no_part_of_a_name(model: Path) -> None:
+    """Other patterns keep vLLM from downloading files, not from loading what is there."""
+    other = {"ignore_patterns": ["model.safetensors", "below"]}
+    names = [name_of(model), name_of(model, other)]
+    write_model(model / "original")
+    assert name_of(model) == names[0]
+    assert name_of(model, other) != names[1]
+    write_model(model / "below" / "original")
+    assert name_of(model) != names[0]
 
 
 def test_weights_from_a_seed_are_those_of_one_configuration(model: Path) -> None:

@@ -29,6 +29,11 @@ WHOLE_BYTES = 64 << 20
 WHOLE_TENSOR_BYTES = 16 << 10
 TOWER_BLOCKS = 4
 """Blocks of a tensor whose name says that it belongs to an encoder; of others one is read."""
+SAMPLED_TENSORS = 4096
+"""Tensors of a directory that are read beside all of its encoders', in a large model.
+
+So many of those that are called an expert's, and as many of all others.
+"""
 SPREAD_BLOCKS = 1024
 """Blocks of a large file that does not say where its tensors lie."""
 MAX_HEADER_BYTES = 100_000_000
@@ -38,14 +43,24 @@ MAX_DEPTH = 4
 THREADS = 16
 
 WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".npz", ".npy", ".gguf"))
-IGNORED_SUFFIXES = frozenset((".lock", ".log", ".md", ".pyc"))
+IGNORED = re.compile(
+    r"\..*|__pycache__.*|.*\.(?:lock|log|md|pyc|png|jpe?g)|SHA256SUMS"
+    r"|(?:README|LICENSE)(?:[^.]*|.*\.(?:txt|rst|pdf))"
+    r"|events\.out\.tfevents.*|training_args\.bin|trainer_state\.json"
+    r"|(?:optimizer|scheduler)\.pt|rng_state.*\.pth",
+    re.IGNORECASE | re.DOTALL,
+)
 """Files that say nothing about a model and differ between copies, or change as it is used."""
 NOT_OF_THE_FORMAT = (
     *(ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError),
     *(zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, MemoryError),
 )
 """What reading a file of another format, or a spoilt one, raises."""
-_TOWER = re.compile(rb"vis|aud|image|video|speech|tower|encoder|merger|project|mm_|resampl", re.I)
+_TOWER = (
+    *("vis", "aud", "image", "video", "speech"),
+    *("tower", "encoder", "merger", "project", "mm_", "resampl"),
+)
+"""What a tensor of an encoder is called, in part."""
 _BLOB = re.compile(r"(?:\.\./)+blobs/([0-9a-f]{40}|[0-9a-f]{64})")
 _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})")
 
@@ -68,10 +83,16 @@ class Snapshot(NamedTuple):
     """The files of weights, and others over WHOLE_BYTES, whose content was not checked."""
 
 
-def digest_of(source: Path, since_s: float, snapshot: Snapshot | None = None) -> Digest:
+def digest_of(
+    source: Path,
+    since_s: float,
+    snapshot: Snapshot | None = None,
+    without: frozenset[str] = frozenset(),
+) -> Digest:
     """Name the content of a file, or of a directory and what is below it.
 
-    `since_s` is a time of day in seconds. Of a snapshot, the files whose content the commit names
+    `since_s` is a time of day in seconds; directories of the names `without` in the source do not
+    count. Of a snapshot, the files whose content the commit names
     are left out, and a file that was downloaded since then has not changed. Raises Unnamed where a
     file cannot be read, or where there are more than MAX_FILES.
     """
@@ -83,7 +104,7 @@ def digest_of(source: Path, since_s: float, snapshot: Snapshot | None = None) ->
             with path.open("rb") as file:
                 stats = [os.fstat(file.fileno()), path.lstat()]  # a link may lead elsewhere now
                 size = stats[0].st_size
-                content = _content(file, size, path.suffix)
+                content = _content(file, size, path.suffix, sampled)
                 stats.append(os.fstat(file.fileno()))
         except OSError as error:
             raise Unnamed(f"{path} cannot be read: {error.strerror}") from None
@@ -93,7 +114,9 @@ def digest_of(source: Path, since_s: float, snapshot: Snapshot | None = None) ->
         changed = any(_is_newer(each, since_s, now_s) for each in stats)
         return name, size, content, changed
 
-    paths = sorted(snapshot.large) if snapshot else sorted(_files(source))
+    paths = sorted(snapshot.large if snapshot else _files(source, without))
+    shards = sum(path.suffix in WEIGHT_SUFFIXES for path in paths)
+    sampled = max(1, SAMPLED_TENSORS // max(1, shards))
     with ThreadPoolExecutor(THREADS) as readers:
         files = list(readers.map(described, paths))
     changed = any(file[3] for file in files) or _is_moved(source, since_s, now_s)
@@ -101,7 +124,7 @@ def digest_of(source: Path, since_s: float, snapshot: Snapshot | None = None) ->
     return Digest(hashlib.sha256(repr(listed).encode()).hexdigest()[:32], changed)
 
 
-def snapshot_of(directory: Path) -> Snapshot | None:
+def snapshot_of(directory: Path, without: frozenset[str] = frozenset()) -> Snapshot | None:
     """The hub's snapshot that the directory is, if every file is a link to a blob of the hub's.
 
     The hub's cache keeps a file under the hash of its content, and a snapshot holds links alone.
@@ -114,7 +137,7 @@ def snapshot_of(directory: Path) -> Snapshot | None:
         return None
     blobs = place.parents[1] / "blobs"
     try:
-        files = {file: _is_hubs_own(file, blobs) for file in _files(directory)}
+        files = {file: _is_hubs_own(file, blobs) for file in _files(directory, without)}
     except (OSError, Unnamed):
         return None
     if not files or False in files.values():
@@ -134,7 +157,7 @@ def content_of(path: str | Path) -> str | None:
 # -- which files -----------------------------------------------------------------------------------
 
 
-def _files(source: Path) -> Iterator[Path]:
+def _files(source: Path, without: frozenset[str]) -> Iterator[Path]:
     """The files of a model: the source itself, or those in it and below it that are not hidden."""
     if source.is_file():
         yield source
@@ -143,6 +166,8 @@ def _files(source: Path) -> Iterator[Path]:
     for at, directories, names in os.walk(source, followlinks=True):
         depth = len(Path(at).relative_to(source).parts)
         directories[:] = sorted(name for name in directories if _counts(name))
+        if depth == 0:
+            directories[:] = [name for name in directories if name not in without]
         if depth == MAX_DEPTH:
             directories.clear()
         for name in names:
@@ -155,7 +180,7 @@ def _files(source: Path) -> Iterator[Path]:
 
 
 def _counts(name: str) -> bool:
-    return not name.startswith((".", "__pycache__")) and Path(name).suffix not in IGNORED_SUFFIXES
+    return not IGNORED.fullmatch(name)
 
 
 def _is_newer(stats: os.stat_result, since_s: float, now_s: float) -> bool:
@@ -213,11 +238,11 @@ class _Region(NamedTuple):
     end: int
 
 
-def _content(file: BinaryIO, size: int, suffix: str) -> str:
+def _content(file: BinaryIO, size: int, suffix: str, sampled: int = SAMPLED_TENSORS) -> str:
     """The digest of a file's content, or of the parts of it that its size and tensors decide."""
     said, regions = b"", [_Region(0, size)]
     if size > (WHOLE_WEIGHTS_BYTES if suffix in WEIGHT_SUFFIXES else WHOLE_BYTES):
-        said, regions = _parts(file, size)
+        said, regions = _parts(file, size, sampled)
     hashed = hashlib.sha256(said)
     descriptor = file.fileno()
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # else the kernel reads ahead
@@ -231,19 +256,19 @@ def _content(file: BinaryIO, size: int, suffix: str) -> str:
     return hashed.hexdigest()
 
 
-def _parts(file: BinaryIO, size: int) -> tuple[bytes, list[_Region]]:
+def _parts(file: BinaryIO, size: int, sampled: int) -> tuple[bytes, list[_Region]]:
     """What a large file says of itself, and the regions to read of it."""
     for read in (_of_safetensors, _of_zip):
         try:
-            if parts := read(file, size):
+            if parts := read(file, size, sampled):
                 return parts
         except NOT_OF_THE_FORMAT:
             continue
     return b"", _blocks(_Region(0, size), SPREAD_BLOCKS)
 
 
-def _of_safetensors(file: BinaryIO, size: int) -> tuple[bytes, list[_Region]] | None:
-    """The header, and regions of each tensor."""
+def _of_safetensors(file: BinaryIO, size: int, sampled: int) -> tuple[bytes, list[_Region]] | None:
+    """The header, regions of each tensor of an encoder, and one region of so many of the others."""
     file.seek(0)
     header_bytes = int.from_bytes(file.read(8), "little")
     base = 8 + header_bytes
@@ -251,18 +276,34 @@ def _of_safetensors(file: BinaryIO, size: int) -> tuple[bytes, list[_Region]] | 
         return None
     header = file.read(header_bytes)
     regions: list[_Region] = []
+    others: list[_Region] = []
+    experts: list[_Region] = []
     for name, tensor in json.loads(header).items():
         if name == "__metadata__":
             continue
-        start, end = (base + int(offset) for offset in tensor["data_offsets"])
-        if not base <= start <= end <= size:
+        first, last = tensor["data_offsets"]
+        region = _Region(base + int(first), base + int(last))
+        if not base <= region.start <= region.end <= size:
             return None
-        is_of_tower = _TOWER.search(name.encode(errors="replace"))
-        regions += _blocks(_Region(start, end), TOWER_BLOCKS if is_of_tower else 1)
+        lower = name.lower()
+        if any(map(lower.__contains__, _TOWER)):
+            regions += _blocks(region, TOWER_BLOCKS)
+        else:
+            (experts if "expert" in lower else others).append(region)
+    for tensors in (others, experts):
+        for region in _spread(sorted(tensors), sampled):
+            regions += _blocks(region, 1)
     return header, regions
 
 
-def _of_zip(file: BinaryIO, size: int) -> tuple[bytes, list[_Region]]:
+def _spread(regions: list[_Region], count: int) -> list[_Region]:
+    """So many of the regions, at equal steps; or all."""
+    if len(regions) <= count:
+        return regions
+    return [regions[number * len(regions) // count] for number in range(count)]
+
+
+def _of_zip(file: BinaryIO, size: int, _: int) -> tuple[bytes, list[_Region]]:
     """The checksum of each record, as PyTorch and NumPy write one for each tensor."""
     with zipfile.ZipFile(file) as records:
         said = [(each.filename, each.file_size, each.CRC) for each in records.infolist()]

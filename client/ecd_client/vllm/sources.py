@@ -32,6 +32,8 @@ FROM_ELSEWHERE = frozenset(("ipc_cache", "modelexpress", "tensorizer"))
 tests/e2e/test_identity.py fails if vLLM has a format that is in none of the three. A format that a
 plugin brings is treated as these are.
 """
+NOT_LOADED = "original/**/*"
+"""What vLLM's `ignore_patterns` are by default: it neither downloads nor reads such files."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_SETTINGS_BYTES = 16 << 20
 
@@ -52,7 +54,8 @@ def weights_of(vllm_config: VllmConfig, since_s: float) -> str:
     if callable(model.hf_overrides):
         raise Unnamed("hf_overrides is a function")
 
-    sources = Sources(since_s, load.download_dir)
+    without = frozenset(("original",) if NOT_LOADED in load.ignore_patterns else ())
+    sources = Sources(since_s, load.download_dir, without=without)
     weights, directory = sources.name_of(model.model, model.revision)
     committed = getattr(model.hf_config, "_commit_hash", None)
     is_of_hub, is_of_model = not Path(model.model).exists(), not model.hf_config_path
@@ -88,10 +91,17 @@ class Sources:
     """Finds what a name of the hub or a path means on this node, and names its content."""
 
     def __init__(
-        self, since_s: float, weights_cache: str | None = None, hub_cache: Path | None = None
+        self,
+        since_s: float,
+        weights_cache: str | None = None,
+        hub_cache: Path | None = None,
+        without: frozenset[str] = frozenset(),
     ) -> None:
-        """`weights_cache` is vLLM's `--download-dir`; `hub_cache` is the hub's library's."""
-        self._since_s = since_s
+        """`weights_cache` is vLLM's `--download-dir`; `hub_cache` is the hub's library's.
+
+        Directories of the names `without` do not count.
+        """
+        self._since_s, self._without = since_s, without
         self._weights_cache, self._hub_cache = weights_cache, hub_cache
 
     def name_of(self, source: str, revision: str | None) -> tuple[str, Path]:
@@ -106,8 +116,8 @@ class Sources:
         return "+".join(dict.fromkeys(map(self._named, snapshots))), snapshots[-1]
 
     def _named(self, path: Path) -> str:
-        snapshot = snapshot_of(path)
-        digest = digest_of(path, self._since_s, snapshot)
+        snapshot = snapshot_of(path, self._without)
+        digest = digest_of(path, self._since_s, snapshot, self._without)
         if digest.changed:
             raise Unnamed(f"{path} has changed since the engine began to start")
         return f"commit-{snapshot.commit}-{digest.hex}" if snapshot else f"files-{digest.hex}"
