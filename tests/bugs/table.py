@@ -490,8 +490,26 @@ EDITED = {
         "unit/test_item_names.py",
         Edit(
             "client/ecd_client/vllm/names.py",
-            "if brings_embeddings(feature) else stored_name(identifier, salt)",
-            "if not identifier else stored_name(identifier, salt)",
+            "    if brings_embeddings(feature) and not is_alone(named):",
+            "    if not named:",
+        ),
+    ),
+    "an item without media may have any field": Bug(
+        "security",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/compat.py",
+            "if more and (optional or embeds in required):",
+            "if more and not data:",
+        ),
+    ),
+    "a place goes to one who leaves": Bug(
+        "vllm",
+        "unit/test_places.py",
+        Edit(
+            "client/ecd_client/vllm/places.py",
+            "if self._held[other] < self._share and not turn.done():",
+            "if self._held[other] < self._share:",
         ),
     ),
     "one caller takes all places of the hop": Bug(
