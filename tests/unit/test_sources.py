@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ecd_client.vllm.code_name import modules_of, source_of
+from ecd_client.vllm.code_name import PLACES, digest_of_kinds, modules_of, source_of
 from ecd_client.vllm.digest import Unnamed
 from ecd_client.vllm.identity import Identity, _started_s
 from ecd_client.vllm.sources import FROM_ELSEWHERE, Sources, weights_of
@@ -241,3 +241,50 @@ def test_a_mended_tower_is_other_code(package: Path) -> None:
     (package / "tower.py").unlink()
     with pytest.raises(Unnamed, match=r"mended\.tower"):
         code()
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package with vLLM's places, whose model takes its processor from another of them."""
+    root = tmp_path / "vllm"
+    for file, source in {
+        "model_executor/models/some.py": "from vllm.transformers_utils.processors.some import P\n"
+        "from vllm.multimodal.parse import parse\nclass Model: pass",
+        "transformers_utils/processors/some.py": "class P: MEAN = 0.5",
+        "multimodal/parse.py": "def parse(): pass",
+    }.items():
+        (root / file).parent.mkdir(parents=True)
+        (root / file).write_text(source)
+    for directory in (root, *root.rglob("*/")):
+        if directory.is_dir():
+            (directory / "__init__.py").touch()
+
+    def loaded() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] == "vllm"]
+
+    for name in loaded():
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield root
+    for name in loaded():
+        del sys.modules[name]
+
+
+def test_a_processor_of_vllm_is_code_of_its_model(
+    vllm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = importlib.import_module("vllm.model_executor.models.some").Model
+    assert set(modules_of({model.__module__}, PLACES)) == {
+        "vllm.model_executor.models.some",
+        "vllm.transformers_utils.processors.some",
+        "vllm.multimodal.parse",
+    }
+    names = {digest_of_kinds([model])}
+    for file in ("transformers_utils/processors/some.py", "multimodal/parse.py"):
+        (vllm / file).write_text("MEAN = 0")
+        names.add(digest_of_kinds([model]))
+    for library in ("torchvision", "Pillow"):
+        versions = {library: "99"}
+        monkeypatch.setattr("importlib.metadata.version", lambda name, v=versions: v.get(name, "1"))
+        names.add(digest_of_kinds([model]))
+    assert len(names) == 5

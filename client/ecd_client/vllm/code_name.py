@@ -15,19 +15,20 @@ from ecd_client.vllm.digest import Unnamed, content_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-PLACES = "vllm.model_executor.models", "transformers.models"
+PLACES = (
+    *("vllm.model_executor.models", "vllm.transformers_utils.processors", "vllm.multimodal"),
+    "transformers.models",
+)
 """Where models and processors are. The packages' versions name the rest of them."""
+RESIZING = "torchvision", "Pillow"
+"""Packages that processors change pictures with."""
 VERSIONED = frozenset(("vllm", "transformers"))
 IGNORED = sys.stdlib_module_names | {"numpy", "PIL", "pydantic", "torch", "torchvision"}
 EQUAL_ON_CPUS = {
     # Qwen2.5-VL
-    "vllm-0.28.0-transformers-5.24.0-495931a3256c": "vllm-0.32.0-transformers-5.19.0-19b6eafb9ef0",
-    "vllm-0.30.0-transformers-5.24.0-a42cb05a6947": "vllm-0.32.0-transformers-5.19.0-19b6eafb9ef0",
-    # Qwen3-VL
-    "vllm-0.28.0-transformers-5.24.0-5c3bac14c137": "vllm-0.30.0-transformers-5.24.0-7e75984a4aff",
+    "vllm-0.28.0-transformers-5.24.0-be6b6c3ed2f3": "vllm-0.32.0-transformers-5.19.0-ed04a016ef2f",
     # Qwen2-Audio
-    "vllm-0.28.0-transformers-5.24.0-c74f2be11a6a": "vllm-0.32.0-transformers-5.19.0-7a14f0330d16",
-    "vllm-0.30.0-transformers-5.24.0-674dd871ad79": "vllm-0.32.0-transformers-5.19.0-7a14f0330d16",
+    "vllm-0.28.0-transformers-5.24.0-ba3a7f681c36": "vllm-0.32.0-transformers-5.19.0-086009ab234a",
 }
 """Names of code whose embeddings were found to be equal to the byte, each with the name for both.
 
@@ -51,14 +52,19 @@ def measured_name(vllm_config: VllmConfig) -> str:
     """
     from vllm.version import __version__ as version
 
-    bases = {base for kind in _kinds_of(vllm_config) for base in kind.__mro__}
+    digest = digest_of_kinds(_kinds_of(vllm_config))
+    return f"vllm-{version}-transformers-{_version_of('transformers')}-{digest}"
+
+
+def digest_of_kinds(kinds: Iterable[type]) -> str:
+    """Name the source of classes, and what it takes from others and from libraries."""
+    bases = {base for kind in kinds for base in kind.__mro__}
     described = sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in bases)
     modules = modules_of({kind.__module__ for kind in bases}, PLACES)
     for name in sorted(modules):
         described += name, source_of(modules[name])
-    described.append(_version_of("torchvision"))
-    digest = hashlib.sha256(repr(described).encode()).hexdigest()[:12]
-    return f"vllm-{version}-transformers-{_version_of('transformers')}-{digest}"
+    described += map(_version_of, RESIZING)
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:12]
 
 
 def _version_of(distribution: str) -> str:
