@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 MAX_SECONDS = 1e9
 """Longest time that may be given: the kernel's and Python's clocks take no infinite one."""
-MAX_POOL = (1 << 32) - 1
+MAX_POOL, MAX_PLACE = (1 << 32) - 1, (1 << 64) - 1
+"""Largest numbers of a hint that a message holds; one without such an extent is a node's alone."""
 
 
 def string(value: Any, what: str) -> str:
@@ -165,7 +166,7 @@ def _hint(node: Any) -> Hint:
         return Hint(text(node, "node"))
     if not isinstance(node, Hint):
         raise InvalidArgument(f"a node is host:port, or a hint of a node, not {_shown(node)}")
-    limits = MAX_POOL, MAX_LENGTH, MAX_LENGTH
+    limits = MAX_POOL, MAX_PLACE, MAX_PLACE
     if not all(
         type(value) is int and 0 <= value <= limit
         for value, limit in zip(node[1:], limits, strict=True)
