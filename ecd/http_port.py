@@ -58,7 +58,7 @@ def by_path(answers: Mapping[str, WSGIApplication]) -> WSGIApplication:
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         try:
             check_host(environ)
-            found = answers.get(environ["PATH_INFO"].rstrip("/") or "/")
+            found = answers.get(environ["PATH_INFO"])
             if found is None:
                 known = ", ".join(sorted(answers))
                 raise Refused(HTTPStatus.NOT_FOUND, f"there is no such path; there are {known}")

@@ -413,8 +413,8 @@ EDITED = {
         "unit/test_digest.py",
         Edit(
             "client/ecd_client/vllm/digest.py",
-            "TOWER_BLOCKS if is_of_tower else 1)",
-            "TOWER_BLOCKS) if is_of_tower else []",
+            "            regions += _blocks(region, TOWER_BLOCKS)",
+            "            regions += _blocks(region, 0) if header == b'' else []",
         ),
     ),
     "weights that were written through a link are the hub's": Bug(
@@ -422,8 +422,8 @@ EDITED = {
         "unit/test_digest.py",
         Edit(
             "client/ecd_client/vllm/digest.py",
-            "stats.st_mtime_ns > file.lstat().st_mtime_ns",
-            "stats.st_mtime_ns < 0",
+            "[file for file, is_own in files.items() if is_own is None]",
+            "[]",
         ),
     ),
     "a step of training is the same in every run": Bug(

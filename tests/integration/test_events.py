@@ -221,7 +221,7 @@ def test_after_losses_and_a_restart_the_set_is_the_daemons_list(publishing: Daem
             assert subscriber.feeds[0].malformed == 0
 
 
-def test_what_was_lost_is_replayed_without_a_snapshot(daemon: Daemon) -> None:
+def test_what_was_lost_is_replayed_without_a_snapshot(daemon: Daemon, clock: Clock) -> None:
     events, replay = places(daemon)
     with (
         closing(Relay(events)) as relay,
