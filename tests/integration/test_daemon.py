@@ -540,7 +540,7 @@ def test_sigterm_during_work_loses_no_read_and_leaves_nothing(
         with writer:
             index = 0
             while not over.is_set():
-                index += 1
+                index = index % 150 + 1  # with all of them, nothing has to be evicted
                 try:
                     writer.put(f"new{index}", torch.zeros(1 << 18, dtype=torch.uint8))
                 except EcdError:
