@@ -15,7 +15,6 @@ from ecd_client.errors import EcdError
 from ecd_client.item import Item
 from ecd_client.vllm.compat import PlaceholderMetadata, collect_ec_item_metadata
 from ecd_client.vllm.hints import add_hints, consumers_in
-from ecd_client.vllm.names import stored_name
 from ecd_client.vllm.pictures import Found, Look
 
 STAYS_S = 10.0
@@ -51,7 +50,7 @@ class Answers:
         for picture in look.found:
             params[picture.name]["metadata"] = dict(picture.placeholder.fields)
         namespace = look.found[0].item.namespace
-        stored = {name: stored_name(name, look.salt) for name in params}
+        stored = {picture.name: picture.item.mm_hash for picture in look.found}
         with contextlib.suppress(EcdError):
             if self._announces_node:
                 hints = {
@@ -61,7 +60,7 @@ class Answers:
                 add_hints(params, {name: hint for name, hint in hints.items() if hint})
             if consumers := consumers_in(look.request.get("ec_transfer_params")):
                 self._client.offer(list(stored.values()), consumers, namespace=namespace)
-        self._have_stay(look.found, stored, caller)
+        self._have_stay(look.found, caller)
         return {
             "id": f"chatcmpl-{uuid4().hex}",
             "object": "chat.completion",
@@ -79,14 +78,14 @@ class Answers:
             "ec_transfer_params": params,
         }
 
-    def _have_stay(self, found: list[Found], stored: dict[str, str], caller: str) -> None:
+    def _have_stay(self, found: list[Found], caller: str) -> None:
         """Hold each entry once, until STAYS_S after the last answer that names it.
 
         Beyond MAX_STAYING the caller with the most entries loses its oldest.
         """
         until_s = time.monotonic() + STAYS_S
         for picture in found:
-            key = picture.item.namespace, stored[picture.name]
+            key = picture.item.namespace, picture.item.mm_hash
             before = self._staying.pop(key, None)
             if before is not None:
                 before.item.close()

@@ -50,11 +50,17 @@ class Outputs:
             return shape[1] >= self._width
         return self._is_wide(modality, shape[1])
 
-    def fit_brought(self, modality: str, shape: tuple[int, ...]) -> bool:
-        """Whether embeddings of this shape, which a client brought, fit the modality."""
-        if len(shape) != 2 or (self._is_pruned and modality == "video"):
-            return False
-        return self._is_wide(modality, shape[1])
+    def fit_brought(self, modality: str, brought: Any, embeddings: int) -> bool:
+        """Whether what a client brought are so many embeddings, as one of the modality may be."""
+        return (
+            isinstance(brought, torch.Tensor)
+            and brought.dtype in BROUGHT_DTYPES
+            and brought.ndim == 2
+            and brought.shape[0] == embeddings
+            and not (self._is_pruned and modality == "video")
+            and self._is_wide(modality, brought.shape[1])
+            and bool((brought.abs() <= MAX_VALUE).all())
+        )
 
     def _is_wide(self, modality: str, width: int) -> bool:
         if measured := self._measured.get(modality):

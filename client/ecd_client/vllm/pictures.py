@@ -212,10 +212,11 @@ class Pictures:
         with contextlib.suppress(EcdError):
             for part, content in zip(look.parts, contents, strict=True):
                 name = self._name(part, content)
-                if namespace is None or not self._settings.shares(stored_name(name, look.salt)):
+                stored = stored_name(name, look.salt)
+                if namespace is None or not self._settings.shares(stored):
                     break
                 nodes = hints.get(name, ())
-                picture = self._find(namespace, part, name, look.salt, nodes, until_s)
+                picture = self._find(namespace, part, name, stored, nodes, until_s)
                 if picture is not None:
                     look.found.append(picture)
                 elif has_hop and (url := _data_url(part, content)):
@@ -244,12 +245,11 @@ class Pictures:
         namespace: str,
         part: dict[str, Any],
         name: str,
-        salt: str | None,
+        stored: str,
         nodes: Any,
         until_s: float,
     ) -> Found | None:
-        """The picture, if it is here or comes until then."""
-        stored = stored_name(name, salt)
+        """The picture that is `stored` under this name, if it is here or comes until then."""
         item, may_come = self._client.get_now(stored, namespace=namespace)
         left_s = until_s - time.monotonic()
         if item is None and (may_come or nodes) and left_s > 0:

@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ecd_client.calls import CALL_TIMEOUT_S
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
@@ -23,7 +21,7 @@ from ecd_client.vllm.hints import consumers_in, hints_in
 from ecd_client.vllm.loads import Loads
 from ecd_client.vllm.lookup import Lookup
 from ecd_client.vllm.names import brings_embeddings, name_apart, outer_name
-from ecd_client.vllm.outputs import BROUGHT_DTYPES, MAX_VALUE, Outputs
+from ecd_client.vllm.outputs import Outputs
 from ecd_client.vllm.producer import Producer
 from ecd_client.vllm.readiness import Readiness
 from ecd_client.vllm.request_items import NeededItem, RequestItems
@@ -214,17 +212,10 @@ class SchedulerRole:
 
     def _is_sensible(self, feature: Any) -> bool:
         """Whether embeddings that a client brought are what the model's language part takes."""
-        brought = feature.data[f"{feature.modality}_embeds"].data
-        return (
-            isinstance(brought, torch.Tensor)
-            and brought.dtype in BROUGHT_DTYPES
-            and self._outputs.fit_brought(feature.modality, tuple(brought.shape))
-            and brought.shape[0] == feature.mm_position.get_num_embeds()
-            and bool((brought.abs() <= MAX_VALUE).all())
-            and not (
-                self._metadata.fields_for(feature.modality)
-                and self._metadata.of_item(feature) is None
-            )
+        modality, embeddings = feature.modality, feature.mm_position.get_num_embeds()
+        brought = feature.data[f"{modality}_embeds"].data
+        return self._outputs.fit_brought(modality, brought, embeddings) and not (
+            self._metadata.fields_for(modality) and self._metadata.of_item(feature) is None
         )
 
     def finished(self, request: Request) -> dict[str, Any] | None:
