@@ -51,9 +51,8 @@ class PeerService(pb_grpc.PeerServicer):
         self, request_iterator: AsyncIterator[pb.LinkRequest], context: Ctx
     ) -> None:
         hello = await self._hello(request_iterator, context)
-        await self._token.check(
-            context, self._refuse
-        )  # a refusal before the first read never arrives
+        # A refusal before the first read never arrives.
+        await self._token.check(context, self._refuse)
         session = self._open_session()
         if isinstance(session, LimitReached):
             await context.abort(

@@ -38,7 +38,7 @@ from e2e.chats import (
 )
 
 ENDS_VLLM = "ends vLLM"
-"""The class of requests that end every vLLM which takes embeddings, ecd or not."""
+"""The class of requests that end vLLM with ecd and without: deep options that it passes on."""
 
 
 def spellings(number: int) -> list[Raw]:

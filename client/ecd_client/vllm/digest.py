@@ -92,9 +92,9 @@ def digest_of(
     """Name the content of a file, or of a directory and what is below it.
 
     `since_s` is a time of day in seconds; directories of the names `without` in the source do not
-    count. Of a snapshot, the files whose content the commit names
-    are left out, and a file that was downloaded since then has not changed. Raises Unnamed where a
-    file cannot be read, or where there are more than MAX_FILES.
+    count. Of a snapshot, the files whose content the commit names are left out, and a file that was
+    downloaded since then has not changed. Raises Unnamed where a file cannot be read, or where
+    there are more than MAX_FILES.
     """
     now_s = time.time()
 
