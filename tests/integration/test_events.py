@@ -134,6 +134,11 @@ def catches_up(
     assert known is None or known == subscriber.feeds[0].entries
 
 
+def listens(subscriber: Subscriber) -> None:
+    """From now on it gets every message: the one that has come told that it is connected."""
+    assert subscriber.feeds[0]._sub.poll(1000 * HANG_S), "no sign of life"
+
+
 class Relay:
     """Carries connections to another port, and cuts them when told."""
 
@@ -229,6 +234,7 @@ def test_what_was_lost_is_replayed_without_a_snapshot(daemon: Daemon, clock: Clo
         Subscriber([(events, replay)]) as witness,
         Client(daemon.address) as client,
     ):
+        listens(subscriber)
         put(client, "first")
         catches_up(subscriber, daemon)
         catches_up(witness, daemon)
@@ -246,6 +252,7 @@ def test_what_was_lost_is_replayed_without_a_snapshot(daemon: Daemon, clock: Clo
 def test_a_lost_last_message_is_missed_though_nothing_follows(daemon: Daemon) -> None:
     """Signs of life carry the last sequence."""
     with Subscriber([places(daemon)]) as subscriber, Client(daemon.address) as client:
+        listens(subscriber)
         catches_up(subscriber, daemon)
         put(client, "lost")
         message: list[bytes] = []
