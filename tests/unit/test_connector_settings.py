@@ -35,3 +35,9 @@ def test_a_name_is_a_string(key: str, value: Any) -> None:
 def test_harmless_calls_are_a_list_of_names(value: Any) -> None:
     with pytest.raises(InvalidArgument, match="ecd_harmless_calls is"):
         settings(ecd_harmless_calls=value)
+
+
+@pytest.mark.parametrize("key", ["address", "on_unavailable", "ecd-address", "ECD_ADDRESS", "ecd_x"])
+def test_a_key_that_is_not_known_is_named(key: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"unknown in ec_connector_extra_config: {key}; know"):
+        settings(**{key: "unix:///tmp/a.sock"})

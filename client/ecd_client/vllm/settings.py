@@ -88,10 +88,9 @@ class Settings:
         device_views = extra.pop("ecd_device_views", False)
         if not isinstance(device_views, bool):
             raise InvalidArgument(f"ecd_device_views is {device_views!r}; it must be true or false")
-        unknown = [key for key in extra if key.startswith("ecd_")]
-        if unknown:
+        if extra:
             raise InvalidArgument(
-                f"unknown in ec_connector_extra_config: {', '.join(unknown)}; known are "
+                f"unknown in ec_connector_extra_config: {', '.join(map(str, extra))}; known are "
                 f"{', '.join(KEYS)}"
             )
         lora = vllm_config.lora_config
