@@ -13,8 +13,9 @@ import sys
 import tempfile
 import typing
 from pathlib import Path
+from unittest.mock import patch
 
-from vllm.config import LoadConfig, ModelConfig, MultiModalConfig
+from vllm.config import ECTransferConfig, LoadConfig, ModelConfig, MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import LoadFormats
 
@@ -38,12 +39,56 @@ def namespace(
     return Identity.of(config, said, version, code_version=code).namespace
 
 
+ROLES = "ec_producer", "ec_consumer", "ec_both"
+
+
+def of_role(role: str, **engine: object) -> object:
+    """An engine of this role on a GPU, as far as vLLM settles its configuration by the two."""
+    transfer = ECTransferConfig(
+        ec_connector="EcdConnector", ec_connector_module_path="ecd_client.vllm", ec_role=role
+    )
+    asked = {"model": str(model), "max_model_len": 2048, "ec_transfer_config": transfer}
+    config = EngineArgs(**asked, **engine).create_engine_config()
+    with (
+        patch("vllm.platforms.current_platform.device_type", "cuda"),
+        patch("vllm.utils.import_utils.check_torchcodec_available"),
+    ):
+        for settle in ("_resolve_mm_processor_device", "_resolve_mm_video_decode_device"):
+            getattr(config, settle, lambda: None)()  # which 0.28 has not
+    return config
+
+
+def fields_of(config: object) -> dict[str, str]:
+    parts = config.model_config, config.model_config.multimodal_config, config.load_config
+    return {
+        f"{type(part).__name__}.{field.name}": repr(getattr(part, field.name))
+        for part in parts
+        for field in dataclasses.fields(part)
+    }
+
+
+on_gpus = {"mm_tensor_ipc": "torch_shm", "mm_processor_kwargs": {"device": "cuda"}}
+by_role: dict[str, dict] = {}
+for role in ROLES:
+    plain, told = of_role(role), of_role(role, **on_gpus)
+    by_role[role] = {
+        "namespaces": [Identity.of(each).namespace for each in (plain, told)],
+        "fields": fields_of(told),
+    }
+parted = {
+    name
+    for name, value in by_role["ec_producer"]["fields"].items()
+    if any(by_role[role]["fields"][name] != value for role in ROLES)
+}
+
 namespaces = {
     "plain": namespace(),
     "device": namespace(mm_processor_kwargs={"device": "cpu"}),
     "device of images": namespace(mm_processor_kwargs={"images_kwargs": {"device": "cpu"}}),
     "limits": namespace(limit_mm_per_prompt={"image": 2}, mm_processor_cache_gb=1),
     "processor": namespace(mm_processor_kwargs={"max_pixels": 200704}),
+    "empty media": namespace(media_io_kwargs={"video": {}, "image": {}}),
+    "decoder": namespace(media_io_kwargs={"video": {"backend": "torchcodec"}}),
     "media": namespace(media_io_kwargs={"image": {"rgba_background_color": [0, 0, 0]}}),
     "fp8": namespace(mm_encoder_attn_dtype="fp8"),
     "backend": namespace(mm_encoder_attn_backend="TORCH_SDPA"),
@@ -74,6 +119,8 @@ print(
                 for config in (ModelConfig, MultiModalConfig, LoadConfig)
             },
             "namespaces": namespaces,
+            "by role": {role: said["namespaces"] for role, said in by_role.items()},
+            "parted": sorted(parted),
             "load formats": typing.get_args(LoadFormats),
             "code": measured_name(EngineArgs(model=str(model)).create_engine_config()),
             "whisper": why_nothing_is_shared(EngineArgs(model=str(whisper)).create_engine_config()),

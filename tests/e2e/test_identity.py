@@ -328,13 +328,28 @@ def test_the_namespace_holds_what_changes_embeddings_and_not_where_work_is_done(
     namespaces = described(version)["namespaces"]
     code = EQUAL_ON_CPUS.get(described(version)["code"], described(version)["code"])
     same = {name for name, namespace in namespaces.items() if namespace == namespaces["plain"]}
-    assert same == {"plain", "device", "device of images", "limits"}
+    assert same == {"plain", "device", "device of images", "limits", "empty media"}
     assert len(set(namespaces.values())) == len(namespaces) - len(same) + 1
     assert namespaces["version"].endswith("|version-7")
     assert namespaces["code"] == namespaces["plain"].replace(code, "7")
     assert "|dummy-" in namespaces["dummy weights"]
     assert "|private-" in namespaces["weights written meanwhile"]
     assert described(version)["whisper"].startswith("encoder-decoder")
+
+
+@CONTRACT
+def test_equal_flags_give_each_role_one_namespace(
+    version: str, described: Callable[[str], dict]
+) -> None:
+    """On GPUs, where vLLM gives an encode-only engine another processor's device and a decoder."""
+    plain = described(version)["namespaces"]["plain"]
+    assert described(version)["by role"] == {
+        role: [plain, plain] for role in ("ec_producer", "ec_consumer", "ec_both")
+    }
+    parted = {*described(version)["parted"]}
+    assert ("MultiModalConfig.media_io_kwargs" in parted) == (version != "0.28.0")
+    known = {f"{config}.{name}" for config, names in UNRELATED.items() for name in names.split()}
+    assert parted - {"MultiModalConfig.media_io_kwargs"} <= known, "what parts roles by now?"
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_audio"])

@@ -50,6 +50,8 @@ CHANGING = {
 Model, revision, dtype and quantization stand beside the digest in the clear. docs/vllm.md gives the
 reason for each field; tests/e2e/test_identity.py lists the fields that change no embedding.
 """
+CHOSEN_DECODER = {"backend": "torchcodec", "device": "cuda"}
+"""What vLLM adds to a video's settings by role (`VllmConfig._resolve_mm_video_decode_device`)."""
 PRIVATE = "private-"
 _READABLE = re.compile(r"[A-Za-z0-9._+-]{1,128}")
 
@@ -174,6 +176,8 @@ def _settings_of(vllm_config: VllmConfig) -> str:
 def _said(name: str, value: Any) -> Any:
     if name == "mm_processor_kwargs":
         return _without_device(value)
+    if name == "media_io_kwargs":
+        return _without_device(_without_chosen_decoder(value))
     if name == "mm_encoder_fp8_scale_path" and value:
         return content_of(value) or value
     return value
@@ -185,6 +189,17 @@ def _without_device(kwargs: Any) -> Any:
         return kwargs
     said = {name: _without_device(value) for name, value in kwargs.items() if name != "device"}
     return {name: value for name, value in said.items() if value not in (None, {})}
+
+
+def _without_chosen_decoder(kwargs: Any) -> Any:
+    """Media settings without the decoder that vLLM itself gives an encode-only engine on a GPU.
+
+    A consumer of equal flags decodes no video. Where it does, a video is named by its frames.
+    """
+    video = kwargs.get("video") if isinstance(kwargs, Mapping) else None
+    if not isinstance(video, Mapping) or {**video, **CHOSEN_DECODER} != video:
+        return kwargs
+    return {**kwargs, "video": {k: v for k, v in video.items() if k not in CHOSEN_DECODER}}
 
 
 def _shown(value: Any) -> str:
