@@ -37,6 +37,8 @@ def holding(part: str, pipe: Path) -> tuple[str, ...]:
         f"        open({str(pipe)!r}).read()",
         "    return work(*about)",
         f"owner.{method} = held",
+        "from ecd.memory import disk_reads",
+        f"disk_reads.PATIENCE_S = {HANG_S}",  # a read that is held is not given up
     )
 
 
