@@ -31,6 +31,8 @@ VARIABLES = {
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
 }
 """ecd's defaults for Mooncake. The settings and the environment come before them."""
+OWN_S = 30.0
+"""How long a daemon that starts waits for its own engine: the machine may be busy."""
 _OVER = {1: Progress.ARRIVED, -1: Progress.FAILED}
 """Mooncake's statuses of a transfer that is over; 0 (under way) and -2 (late) are not."""
 
@@ -134,7 +136,7 @@ class Engine:
 
     async def _describe(self) -> dict[str, Any]:
         try:
-            return await describe(self.endpoint)
+            return await describe(self.endpoint, OWN_S)
         except OSError as error:
             raise EngineError(f"Mooncake does not answer on {self.endpoint}: {error}") from None
 

@@ -16,18 +16,19 @@ METADATA = b"\x01"
 """The request for a node's description."""
 
 
-async def describe(endpoint: str) -> dict[str, Any]:
+async def describe(endpoint: str, within_s: float | None = None) -> dict[str, Any]:
     """The engine's description of itself: protocol, data port, registered memory.
 
-    Raises OSError: it cannot be reached within TIMEOUT_S, or does not speak it.
+    Raises OSError: it cannot be reached `within_s`, by default TIMEOUT_S, or does not speak it.
     """
     host, _, port = endpoint.rpartition(":")
     if not 0 < int(port) < 65536:
         raise OSError(f"{endpoint} has no such port")
+    within_s = TIMEOUT_S if within_s is None else within_s
     try:
-        return await asyncio.wait_for(_describe(host, int(port)), TIMEOUT_S)
+        return await asyncio.wait_for(_describe(host, int(port)), within_s)
     except asyncio.TimeoutError:
-        raise TimeoutError(f"{endpoint} did not answer within {TIMEOUT_S} s") from None
+        raise TimeoutError(f"{endpoint} did not answer within {within_s} s") from None
 
 
 async def _describe(host: str, port: int) -> dict[str, Any]:

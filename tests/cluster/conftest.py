@@ -10,8 +10,9 @@ import pytest
 from ecd_client import Client
 from support.daemon import Daemon, close_all
 from support.nodes import Node, NodeClient, NodeDaemon
-from support.pairs import start_all
+from support.pairs import PATIENT, start_all
 from support.redis import UNHURRIED, RedisServer
+from support.waiting import HANG_S
 
 TOKEN = "a secret of the test"
 MakePeer = Callable[..., Daemon]
@@ -20,7 +21,7 @@ _ports = itertools.count()
 
 
 def as_peer(make_daemon: Callable[..., Daemon], pool: str = "64MiB", **settings: str) -> Daemon:
-    """A daemon on a loopback address of its own, which stands for a node."""
+    """A daemon on a loopback address of its own, which stands for a node. It is patient."""
     node = settings.pop("ECD_PEER_ADDRESS", f"127.0.77.{next(_hosts)}:9465")
     first = 19000 + 16 * next(_ports)  # its own: a port that was closed rests for a minute
     clustered = {
@@ -29,9 +30,10 @@ def as_peer(make_daemon: Callable[..., Daemon], pool: str = "64MiB", **settings:
         "ECD_HINT_NETWORKS": "127.0.0.0/8",
         "ECD_ENGINE_PORTS": f"{first}-{first + 15}",
         "ECD_WARM_RESTART": "false",  # a node that restarts has lost what it had
+        "ECD_FETCH_TIMEOUT_S": f"{HANG_S}",
     }
     daemon = make_daemon(pool, **{**clustered, **settings})
-    daemon.peer = node
+    daemon.peer, daemon.command = node, PATIENT
     return daemon
 
 
@@ -117,12 +119,13 @@ def client_of() -> Iterator[Callable[..., Client]]:
 
 @pytest.fixture
 def on_node(tmp_path: Path) -> Iterator[Callable[..., tuple[NodeDaemon, NodeClient]]]:
-    """A daemon on a node, started, and a client process beside it."""
+    """A patient daemon on a node, started, and a client process beside it."""
     daemons: list[NodeDaemon] = []
     clients: list[NodeClient] = []
 
     def make(node: Node, pool: str = "64MiB", **settings: str) -> tuple[NodeDaemon, NodeClient]:
         daemons.append(NodeDaemon(node, tmp_path, pool, **settings))
+        daemons[-1].command = PATIENT
         daemons[-1].start()
         clients.append(NodeClient(daemons[-1]))
         return daemons[-1], clients[-1]

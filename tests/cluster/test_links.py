@@ -17,6 +17,7 @@ import torch
 from prometheus_client import generate_latest
 
 from ecd.checksum import digests, fold
+from ecd.cluster import handshake
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.cluster.pool_reads import PoolReads
 from ecd.config import Config
@@ -30,7 +31,7 @@ from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.metrics import Metrics
-from ecd.rpc import inbound_link, peer_service
+from ecd.rpc import inbound_link, peer_service, serving
 from ecd.rpc.inbound_link import InboundLink
 from ecd.rpc.peer_server import PeerServer
 from ecd.rpc.peer_service import PeerService
@@ -46,7 +47,7 @@ from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
 from support.daemon import Daemon, changed
-from support.pairs import start_all
+from support.pairs import PATIENCE, start_all
 from support.waiting import HANG_S, eventually_async, within_hang
 
 TOKEN = "a secret of the test"
@@ -171,9 +172,10 @@ def test_many_keys_are_leased_in_turns(node: Daemon, client_of: ClientOf) -> Non
 
 def test_peers_cannot_take_all_sessions(make_peer: MakePeer, client_of: ClientOf) -> None:
     """A node that is refused asks again: a link may be free by then."""
-    a, b = make_peer(), make_peer(ECD_FETCH_TIMEOUT_S=f"{HANG_S}")
+    a, b = make_peer(), make_peer()
     a.command = changed("from ecd.rpc import peer_service as at", "at.MAX_LINKS = 64")
-    b.command = changed("from ecd.cluster import fetcher as at", "at.PAUSES_S = (0.1,) * 1000")
+    pauses = "from ecd.cluster import fetcher as at", "at.PAUSES_S = (0.1,) * 1000"
+    b.command = changed(*PATIENCE, *pauses)
     start_all(a, b)
     count = 'ecd_refused_total{cause="peer_links"}'
 
@@ -246,8 +248,12 @@ def test_what_is_published_gives_up_the_loop() -> None:
     asyncio.run(run())
 
 
-def test_peers_read_and_fill_the_pool_that_an_extent_names() -> None:
-    """A node reads from its second pool, by the address that peers are told, into the same."""
+def test_peers_read_and_fill_the_pool_that_an_extent_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node reads from its second pool, by the address that peers are told, into the same.
+
+    Its start waits for its own engine for longer than it would for another node's.
+    """
+    monkeypatch.setattr(handshake, "TIMEOUT_S", 0.0)
     memory = [Mapping.of_memory(1 << 20) for _ in range(2)]
     live = LiveCache(Cache([Pool(Allocator(n, 1 << 20, GRANULE_BYTES)) for n in range(2)]))
     source, target = Extent(1, 4096, 100_000), Extent(1, 1 << 19, 100_000)
@@ -338,8 +344,12 @@ def test_a_scrape_never_fails() -> None:
 async def links_that_take_turns(
     monkeypatch: pytest.MonkeyPatch, lease_ttl_s: float = 30.0
 ) -> AsyncIterator[tuple[LiveCache, list[InboundLink]]]:
-    """Two links to a node whose 64 entries, k0 to k63, one node reads at a time."""
+    """Two links to a node whose 64 entries, k0 to k63, one node reads at a time.
+
+    No turn ends by time.
+    """
     monkeypatch.setattr(inbound_link, "SPECULATIVE_BYTES", 0)
+    monkeypatch.setattr(serving, "TURN_S", 10 * HANG_S)
     live = LiveCache(Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))], lease_ttl_s))
     memory = Mapping.of_memory(1 << 20)
     pools = {0: SimpleNamespace(readable=memory, writable=memory)}
@@ -348,14 +358,14 @@ async def links_that_take_turns(
     identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
     about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None
     cluster = Cluster(config, live, *about)
-    session, serving = live.open_session(), Serving(1, live.refuse)
+    session, turns = live.open_session(), Serving(1, live.refuse)
     for number in range(64):
         content = Content("uint8", (64,), 64)
         reserved = live.cache.reserve(session, Key("default", f"k{number}"), content, 0.0)
         live.commit(session, reserved.entry)
     yield (
         live,
-        [InboundLink(live, cluster, serving, live.open_session(), f"10.0.0.{n}:1") for n in (1, 2)],
+        [InboundLink(live, cluster, turns, live.open_session(), f"10.0.0.{n}:1") for n in (1, 2)],
     )
     await cluster.close()
     checksums.close()

@@ -13,10 +13,11 @@ from support.daemon import Daemon, changed, close_all
 from support.nodes import Node, NodeClient, NodeDaemon
 from support.waiting import HANG_S
 
-PATIENT = changed(
-    "from ecd.cluster import link, peers",
-    f"link.ANSWER_TIMEOUT_S = peers.CONNECT_TIMEOUT_S = {HANG_S}",
+PATIENCE = (
+    "from ecd.cluster import handshake, link, peers",
+    f"handshake.TIMEOUT_S = link.ANSWER_TIMEOUT_S = peers.CONNECT_TIMEOUT_S = {HANG_S}",
 )
+PATIENT = changed(*PATIENCE)
 """A daemon that takes a halt of this machine for no silence of a peer, which costs misses."""
 
 
@@ -81,6 +82,11 @@ class Pair:
     def counted(self) -> Counter[str]:
         """Of `b`, since the test began: outcomes of fetches, and its reads from `a`."""
         return self._told() - self._before
+
+    @property
+    def in_flight(self) -> int:
+        """Reads of `b` from `a` that are under way."""
+        return sum(peer.in_flight for peer in self.b.peers().peers if peer.node == self.a.peer)
 
 
 def patient_pair(make_peer: Callable[..., Daemon], pool: str, **settings: str) -> Pair:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support import pairs
 from support.daemon import changed
 from support.processes import child, run
 from support.waiting import HANG_S, eventually, stopped
@@ -22,9 +23,8 @@ PATIENCE = (
 PATIENT = changed(*PATIENCE)
 """A daemon that takes a halt of this machine for no silence of Redis, which costs misses."""
 UNHURRIED = changed(
-    *("from ecd_proto import contract", "contract.MAKING_S = 600.0", *PATIENCE),
-    "from ecd.cluster import link, peers",
-    f"link.ANSWER_TIMEOUT_S = peers.CONNECT_TIMEOUT_S = {HANG_S}",
+    *("from ecd_proto import contract", "contract.MAKING_S = 600.0"),
+    *(*PATIENCE, *pairs.PATIENCE),
 )
 """As PATIENT, and no wait for a peer, or for a client that makes a key, ends by time."""
 _ports = itertools.count(16400)
