@@ -575,7 +575,7 @@ def test_a_node_that_restarts_is_another_incarnation(
     a.kill()
     a.start()
     here = client_of(a)
-    a.wait_idle("settled")
+    a.wait_idle("hashed", "settled")  # what it takes over is told once it has its checksum
     assert here.incarnation in known(redis, here, "k")
     assert look(there, "k")
     two[2].evict_all()
@@ -604,8 +604,7 @@ async def tell_and_find(keys: int, writer: RedisDirectory, *readers: RedisDirect
     names = [Key("default", f"k{number}") for number in range(keys)]
     running = asyncio.ensure_future(writer.run())
     writer.publish(dict.fromkeys(names, True))
-    await eventually_async(lambda: writer.is_told, "Redis is told")
-    assert writer.state.up
+    await eventually_async(lambda: writer.is_told and writer.state.up, "Redis is told, and is up")
     expected = {name: ["127.0.77.1:1"] for name in names}
     finds = []
     for reader in readers:

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import select
 import socket
 import struct
 import subprocess
@@ -16,13 +17,14 @@ import urllib.error
 import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from ecd_client import Client, Holder, InvalidArgument, Located
 from ecd_proto.contract import MAX_BATCH
-from support.daemon import WITHOUT_HUGE_PAGES, Daemon, changed
+from support.daemon import Daemon, changed
 from support.pairs import start_all
 from support.processes import run
 from support.redis import RedisServer
@@ -132,27 +134,44 @@ def test_a_request_that_breaks_the_contract_is_told_so(daemon: Daemon, client: C
     assert "ecd_entries" in daemon.metrics(), "the port still serves metrics"
 
 
-def test_bodies_that_do_not_come_hold_up_nobody_and_are_given_up(
-    make_daemon: Callable[..., Daemon],
-) -> None:
+def stall(daemon: Daemon) -> socket.socket:
+    """A request whose body does not come."""
+    place = urlsplit(daemon.metrics_url())
+    head = b"POST /v1/locate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 200000\r\n\r\n{"
+    connection = socket.create_connection((place.hostname, place.port), timeout=HANG_S)
+    with contextlib.suppress(ConnectionError):  # it was too late for the daemon
+        connection.sendall(head)
+    return connection
+
+
+def last_words(connection: socket.socket) -> bytes:
+    """What is said to a stalled request; nothing where its head came too late."""
+    with connection, contextlib.suppress(ConnectionError):
+        return connection.recv(100)
+    return b""
+
+
+def test_bodies_that_do_not_come_hold_up_nobody(daemon: Daemon) -> None:
+    stalled = [stall(daemon) for _ in range(32)]
+    assert over_http(daemon, asked("k"))[0] == 200
+    assert "ecd_entries" in daemon.metrics()
+    assert not select.select(stalled, [], [], 0)[0], "they are waited for still"
+    for each in stalled:
+        each.close()
+
+
+def test_bodies_that_do_not_come_are_given_up(make_daemon: Callable[..., Daemon]) -> None:
     """A byte of the body now and then is no reason to wait longer."""
     daemon = make_daemon()
     daemon.command = IMPATIENT
-    place = urlsplit(daemon.start().metrics_url())
-    head = b"POST /v1/locate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 200000\r\n\r\n{"
-    stalled = []
-    for _ in range(32):
-        stalled.append(socket.create_connection((place.hostname, place.port), timeout=HANG_S))
-        stalled[-1].sendall(head)
-    assert over_http(daemon, asked("k"))[0] == 200
-    assert "ecd_entries" in daemon.metrics()
+    stalled = [stall(daemon.start()), *(stall(daemon) for _ in range(31))]
     is_over = threading.Event()
     drip = threading.Thread(target=_drip, args=(daemon, stalled[0], is_over))
     drip.start()
     try:
         for each in stalled:
-            assert b" 408 " in each.recv(100)
-            each.close()
+            said = last_words(each) or value_of(lambda: last_words(stall(daemon)))
+            assert b" 408 " in said
     finally:
         is_over.set()
         drip.join(HANG_S)
@@ -180,6 +199,7 @@ def test_connections_are_bounded_and_may_break_off(daemon: Daemon) -> None:
         with contextlib.suppress(OSError):  # that it is turned away
             each.sendall(begun)
     eventually(lambda: threads(daemon) >= before + 60)
+    eventually(lambda: len(select.select(held, [], [], 0)[0]) > 100, "the others are turned away")
     assert threads(daemon) < before + 80
     for each in held:
         each.close()
@@ -205,17 +225,30 @@ def test_a_page_of_another_site_is_told_nothing(daemon: Daemon, host: str) -> No
         assert b" 403 " in connection.recv(100)
 
 
-def test_a_daemon_that_does_not_serve_yet_says_so(make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon("1GiB")
-    daemon.prefix = WITHOUT_HUGE_PAGES  # which take longer
+def test_a_daemon_that_does_not_serve_yet_says_so(
+    make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Its pool is populated once the gate is open."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    daemon = make_daemon()
+    daemon.command = changed(
+        *("import os", "from ecd.memory.host import HostPool as at", "populate = at.populate"),
+        "def populate_at_a_gate(*about):",
+        f"    os.read(os.open({str(gate)!r}, os.O_RDWR), 1)",
+        "    populate(*about)",
+        "at.populate = populate_at_a_gate",
+    )
     daemon.start(wait=False)
     eventually(lambda: "metrics on" in daemon.text())
-    answers = [over_http(daemon, asked("k"))]
-    while answers[-1][0] != 200:
-        answers.append(over_http(daemon, asked("k")))
-    assert {status for status, _ in answers[:-1]} == {503}
-    assert "populating its pool" in answers[0][1]["error"]
-    assert "ask again" in answers[0][1]["error"]
+    status, said = over_http(daemon, asked("k"))
+    assert status == 503
+    assert "populating its pool" in said["error"]
+    assert "ask again" in said["error"]
+    with gate.open("r+b", buffering=0) as pipe:
+        pipe.write(b"x")
+        while (status := over_http(daemon, asked("k"))[0]) != 200:
+            assert status == 503
 
 
 def whole(client: Client, keys: Sequence[str]) -> list[list[Holder]]:
