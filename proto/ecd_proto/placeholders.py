@@ -95,6 +95,22 @@ class Placeholder:
         return patches == embeddings * merge * merge
 
 
+def may_be_said(name: str, said: object) -> bool:
+    """Whether a field may say this of the items of a request that come without their media.
+
+    That is a list for each of them; or one item's list alone, or numbers where they are lengths.
+    """
+    if not isinstance(said, list) or not 0 < len(said) <= MAX_NUMBERS:
+        return False
+    items = said
+    if not any(isinstance(each, list) for each in said):
+        items = [[each] for each in said] if name in _LENGTHS else [said]
+    if not all(_is_value(name, item) for item in items):
+        return False
+    sized = (row for item in items for row in _rows(item) if name not in (*_SIZES, _TIMES))
+    return sum(map(prod, sized)) <= MAX_PRODUCT
+
+
 def is_claimed(metadata: bytes) -> bool:
     """Whether an entry's metadata say of themselves that they are of this form."""
     return metadata.startswith(_VERSION + b"{")

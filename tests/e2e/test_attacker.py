@@ -63,7 +63,7 @@ MIDDLEWARE = ["--middleware", "ecd_client.vllm.ReuseMiddleware"]
 ENGINES: dict[str, tuple[str | None, list[str]]] = {
     "plain": (None, ["--enable-mm-embeds"]),
     "both": ("ec_both", MIDDLEWARE),
-    "consumer": ("ec_consumer", []),
+    "consumer": ("ec_consumer", ["--disable-log-stats"]),
     "encoder": ("ec_producer", MIDDLEWARE),
 }
 """Their roles and flags. vLLM takes embeddings, as --enable-mm-embeds says, of all consumers."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ecd_proto.contract import MAX_METADATA_BYTES
-from ecd_proto.placeholders import MAX_NUMBERS, Placeholder, is_claimed
+from ecd_proto.placeholders import MAX_NUMBERS, Placeholder, is_claimed, may_be_said
 from support.examples import draws
 
 GRID = {"image_grid_thw": [1, 16, 24]}
@@ -177,3 +178,50 @@ def test_a_grid_fits_its_embeddings() -> None:
     audio = Placeholder.of("audio", {"audio_num_tokens": [5]})
     assert audio is not None
     assert audio.fits(2, 7)
+
+
+HUGE = 1 << 16
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("image_grid_thw", [1, 16, 24]),
+        ("image_grid_thw", [[1, 16, 24], [1, 2, 2]]),
+        ("video_grid_thw", [[4, 16, 24]]),
+        ("audio_num_tokens", [5, 7]),
+        ("audio_num_tokens", [[5], [7]]),
+        ("audio_feature_lengths", [3000]),
+        ("image_sizes", [[640, 480], [64, 48]]),
+        ("video_image_sizes", [[[64, 48]] * 8]),
+        ("timestamps", [[0.5, 1.5], [0.0]]),
+    ],
+)
+def test_items_may_come_with_what_sizes_them(name: str, said: Any) -> None:
+    assert may_be_said(name, said)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("image_grid_thw", [[1, HUGE, HUGE]]),
+        ("image_grid_thw", [[1, HUGE, HUGE], [1, -HUGE, HUGE]]),
+        ("image_grid_thw", [[1, -(1 << 26), (1 << 38) - 1]]),
+        ("image_grid_thw", [[1, 2048, 2048], [1, 2048, 2048]]),
+        ("image_grid_thw", [[1.0, 16.0, 24.0]]),
+        ("image_grid_thw", [[]]),
+        ("image_grid_thw", [[1, 16, 24], 1]),
+        ("image_grid_thw", []),
+        ("image_grid_thw", None),
+        ("audio_num_tokens", [60_000_000]),
+        ("audio_num_tokens", [0]),
+        ("audio_feature_lengths", [10**12]),
+        ("image_sizes", [[10**9, 5]]),
+        ("video_image_sizes", [[[64, 48]] * 10**6]),
+        ("timestamps", [[-1.0]]),
+        ("input_audio_features", [[[0.5] * 3]]),
+        ("feature_attention_mask", [[1, 1, 0]]),
+    ],
+)
+def test_nothing_else_is_said_of_items_without_media(name: str, said: Any) -> None:
+    assert not may_be_said(name, said)

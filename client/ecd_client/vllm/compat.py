@@ -14,7 +14,7 @@ from vllm.multimodal.parse import DictEmbeddingItems
 
 from ecd_client.errors import EcdError
 from ecd_client.vllm.outputs import configs_in
-from ecd_proto.placeholders import MAX_NUMBERS, MAX_PRODUCT, Placeholder
+from ecd_proto.placeholders import MAX_NUMBERS, Placeholder, may_be_said
 
 try:  # since 0.32
     from vllm.distributed.ec_transfer.ec_connector.metrics import (
@@ -47,6 +47,8 @@ __all__ = [
 
 logger = init_logger(f"vllm.{__name__}")
 
+MAX_FIELD_NUMBERS = 1 << 16
+"""Most numbers of one field of all items of a request."""
 MAX_PACKED_BYTES = 96
 """Longest metadata of an entry: with more its row would be cut short, and each get a call."""
 
@@ -176,13 +178,17 @@ class PlaceholderMetadata:
         return self._fields[modality]
 
 
-def refuse_undeclared() -> None:
+def refuse_undeclared(model_config: Any) -> None:
     """Have this process refuse what a client may not say of an item that it sends without media.
 
-    vLLM's parser takes all fields of a processor's output beside those that it asks for, and a
-    worker ends over what no processor made. The fields of a grid size the prompt before that.
+    vLLM's parser takes all fields of a processor's output. A worker ends over values that no
+    processor made, and the API server over fields that make its prompt larger than its memory.
     """
-    if not CAN_LEAVE_OUT_MEDIA or getattr(DictEmbeddingItems, "_ecd_refuses", False):
+    if (
+        not CAN_LEAVE_OUT_MEDIA
+        or getattr(DictEmbeddingItems, "_ecd_refuses", False)
+        or getattr(model_config, "is_multimodal_raw_input_only_model", False)
+    ):
         return
     DictEmbeddingItems._ecd_refuses = True
     begin = DictEmbeddingItems.__init__
@@ -191,19 +197,28 @@ def refuse_undeclared() -> None:
     @functools.wraps(begin)
     def checked(self: Any, *arguments: Any, **named: Any) -> None:
         said = takes.bind(self, *arguments, **named).arguments
-        data, modality, required = said["data"], said["modality"], set(said["required_fields"])
-        optional, embeds = set(said.get("optional_fields", ())), f"{modality}_embeds"
-        more = data.keys() - required - ({embeds} & optional)
-        if more and (optional or embeds in required):
-            shown = ", ".join(sorted(map(str, more)))[:200]
-            raise ValueError(f"an {modality} without its media may not come with {shown}")
-        for name, value in data.items():
-            is_grid = name.endswith("_grid_thw") and isinstance(value, torch.Tensor) and value.ndim
-            if is_grid and not value.double().prod(-1).sum().item() <= MAX_PRODUCT:
-                raise ValueError(f"{name} is larger than any prompt")
+        data, modality, required = said["data"], said["modality"], said["required_fields"]
+        embeds = {f"{modality}_embeds"} & {*required, *said.get("optional_fields", ())}
+        refused = [
+            str(name)
+            for name, value in data.items()
+            if name not in embeds and not (name in required and may_be_said(name, _in_lists(value)))
+        ]
+        if refused:
+            shown = ", ".join(sorted(refused))[:200]
+            raise ValueError(f"an {modality} without its media may not come with such {shown}")
         begin(self, *arguments, **named)
 
     DictEmbeddingItems.__init__ = checked
+
+
+def _in_lists(value: Any) -> Any:
+    """A field's tensor, or its list of tensors, as lists; None if it is long."""
+    if isinstance(value, torch.Tensor):
+        return None if value.numel() > MAX_FIELD_NUMBERS else value.tolist()
+    if isinstance(value, list | tuple) and len(value) <= MAX_FIELD_NUMBERS:
+        return [_in_lists(each) if isinstance(each, torch.Tensor) else each for each in value]
+    return None
 
 
 def keep_media(metadata: PlaceholderMetadata) -> None:
@@ -235,6 +250,3 @@ def _is_long(value: Any) -> bool:
 def _has_more(data: Any, fields: set[str]) -> bool:
     """Whether a processed item has something besides these fields."""
     return any(element.data is not None and name not in fields for name, element in data.items())
-
-
-refuse_undeclared()

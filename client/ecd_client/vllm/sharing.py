@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.envs import VLLM_PLUGINS
 from vllm.logger import init_logger
 
 from ecd_client.vllm.identity import Identity, why_nothing_is_shared
@@ -64,6 +65,11 @@ class Sharing:
         logger.info("ecd: namespace %s on %s", self.namespace, self._settings.address)
         if self._identity.is_private:
             logger.warning("ecd: this engine shares with no other: %s", self._identity.why_private)
+        if VLLM_PLUGINS is not None and "ecd" not in VLLM_PLUGINS:
+            logger.warning(
+                "ecd: VLLM_PLUGINS leaves out ecd, which checks in the API server what clients say "
+                "of items without media: one request can end this engine. Add ecd to the list"
+            )
         if not self._settings.trusts_uuids:
             logger.warning(
                 "ecd: nothing is shared: ecd_uuids is refuse, and no version of vLLM tells the "
