@@ -22,6 +22,8 @@ PLACES = (
 """Where models and processors are. The packages' versions name the rest of them."""
 RESIZING = "torchvision", "Pillow"
 """Packages that processors change pictures with."""
+ADAPTERS = "vllm.model_executor.models.adapters"
+"""Where a model that generates is made one that pools, which changes no embedding of media."""
 VERSIONED = frozenset(("vllm", "transformers"))
 IGNORED = sys.stdlib_module_names | {"numpy", "PIL", "pydantic", "torch", "torchvision"}
 EQUAL_ON_CPUS = {
@@ -80,7 +82,8 @@ def _kinds_of(vllm_config: VllmConfig) -> list[type]:
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     model_config = vllm_config.model_config
-    kinds: list[type] = [get_model_cls(model_config)]
+    bases = get_model_cls(model_config).__mro__
+    kinds: list[type] = [next(base for base in bases if base.__module__ != ADAPTERS)]
     with contextlib.suppress(Exception):  # the model's own code: it has none
         processor = MULTIMODAL_REGISTRY.create_processor(model_config)
         kinds += map(type, (processor, processor.info))
