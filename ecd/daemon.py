@@ -365,10 +365,10 @@ class Daemon:
         gc.collect()
         gc.freeze()  # or all that was imported is looked through now and then: tens of ms
         self._has_served = True
-        parts.status.serving()
-        await parts.server.set_serving(True)
         config, cache = self._config, parts.node.live.cache
+        parts.status.serving()
         logger.info("serving on %s, incarnation %s", config.address, self._identity.incarnation)
+        await parts.server.set_serving(True)
         self._manager.ready()
         await asyncio.gather(
             self._manager.keep_alive(lambda: f"serving {count_text(cache.entries, 'entry')}"),

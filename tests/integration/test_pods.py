@@ -94,8 +94,12 @@ def test_the_sidecar_runs_as_its_manifest_says(
     eventually(lambda: '"serving on ' in log.read_text(), log.read_text())
     [daemon] = daemons(process)
     inside = ["nsenter", "--target", str(daemon), "--mount", "--net"]
-    probe = run([*inside, sys.executable, "-c", PROBE], capture_output=True, text=True)
-    assert probe.stdout.strip() == str(health_pb2.HealthCheckResponse.SERVING), probe.stderr
+
+    def is_healthy() -> bool:
+        probe = run([*inside, sys.executable, "-c", PROBE], capture_output=True, text=True)
+        return probe.stdout.strip() == str(health_pb2.HealthCheckResponse.SERVING)
+
+    eventually(is_healthy, "it says so a moment after its log")
     cli = Path(sys.executable).with_name("ecd-cli")
     command = [cli, "--address", "unix:///run/ecd/ecd.sock", "--json"]
     status = run([*inside, *command, "status"], capture_output=True, text=True)
