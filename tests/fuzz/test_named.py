@@ -395,7 +395,7 @@ def spoil_claims(scene: Scene) -> Iterator[None]:
     vandal.page[start:] = Random(1).randbytes(len(vandal.page) - start)
     daemon.kill()
     yield
-    assert daemon.status().entries == there
+    eventually(lambda: daemon.status().entries == there, "all that was listed is, and no more")
 
 
 def an_index_of_zeros(scene: Scene) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -182,11 +183,17 @@ def test_many_entries_pass_through_a_part_of_their_size(make_disk: DiskDaemon, c
     sizes = {f"k{number}": 1 + 997 * number % 8000 for number in range(count)}
     sizes["k0"] = 0
     with Client(daemon.address) as client:
+        others = itertools.count()
+
+        def is_writing() -> bool:
+            put(client, f"other{next(others)}", 8000)  # which is written a moment later
+            return not daemon.status().idle.written
+
         for number, key in enumerate(sizes):
             put(client, key, sizes[key])
             if number == 0.9 * count:
-                eventually(lambda: not daemon.status().idle.written)
-                daemon.kill()  # while it writes
+                eventually(is_writing)
+                daemon.kill()
                 daemon.start()
                 client.wait_connected(HANG_S)
                 wait_known(daemon)
@@ -451,8 +458,12 @@ def test_a_disk_that_hangs_rests_though_its_flights_end_sooner(make_faulty: Make
     with Client(daemon.address) as client:
         gone = away(client, sizes)
         faulty.begin("hang-read")
-        assert not found(client, dict.fromkeys(gone[:5], LARGE))
-        assert daemon.status().disk.reads_rest
+
+        def rests() -> bool:
+            assert not found(client, dict.fromkeys(gone[:5], LARGE))
+            return daemon.status().disk.reads_rest
+
+        eventually(rests, "as soon as some flights have ended while their reads hung")
         faulty.end("hang-read")
 
 
@@ -689,11 +700,17 @@ def test_what_is_too_old_leaves_memory_and_disk_while_the_daemon_runs(
 ) -> None:
     daemon = make_disk(ECD_NAMESPACE_TTLS="default=3s").start()
     with Client(daemon.address) as client:
-        for number in range(120):
-            put(client, f"k{number}")
-        eventually(lambda: daemon.status().disk.writes > 0)
+        keys: list[str] = []
+
+        def is_written() -> bool:
+            keys.extend(f"k{number}" for number in range(len(keys), len(keys) + 20))
+            for key in keys[-20:]:
+                put(client, key)
+            return daemon.status().disk.writes > 0
+
+        eventually(is_written, "memory is full of what is young")
         eventually(lambda: not files(daemon) and not daemon.status().entries)
-        assert not found(client, {"k0": LARGE, "k119": LARGE})
+        assert not found(client, {keys[0]: LARGE, keys[-1]: LARGE})
     assert daemon.status().disk.expired > 0
 
 

@@ -148,8 +148,8 @@ scrape_configs:
     static_configs: [{{ targets: {json.dumps(targets)} }}]
 """
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with socket.create_server(("127.0.82.3", 0)) as free:  # no connection begins from there
+        address = f"127.0.82.3:{free.getsockname()[1]}"
     command = [
         *("prometheus", f"--config.file={config}", f"--storage.tsdb.path={tmp_path}/data"),
         f"--web.listen-address={address}",

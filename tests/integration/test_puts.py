@@ -450,10 +450,12 @@ def test_who_waits_is_woken_by_a_put_without_a_call(
 
 
 def test_a_ring_preempts_nobody_and_a_call_does(daemon: Daemon) -> None:
-    tasks = map(int, os.listdir(f"/proc/{daemon.pid}/task"))
-    policies = {task: os.sched_getscheduler(task) for task in tasks}
-    assert list(policies.values()).count(os.SCHED_BATCH) == 1
-    assert policies[daemon.pid] == os.SCHED_OTHER
+    def listeners() -> int:
+        tasks = map(int, os.listdir(f"/proc/{daemon.pid}/task"))
+        return [os.sched_getscheduler(task) for task in tasks].count(os.SCHED_BATCH)
+
+    eventually(lambda: listeners() == 1, "the thread that listens has begun")
+    assert os.sched_getscheduler(daemon.pid) == os.SCHED_OTHER
 
 
 class Deaf:
