@@ -179,6 +179,7 @@ def test_an_entry_that_is_being_written_is_waited_for(
         assert (hint.nbytes > 0) == (key == "in granted memory")
         [found] = there.get_async([key], HANG_S, nodes=[[hint]])
         eventually(lambda: peers.a.status().waits == 1, "the other node waits for the writer")
+        eventually(lambda: peers.in_flight == 0, "what it reads meanwhile has come")
         go_on.set()
         with found.result(HANG_S) as item:
             assert (item.tensor == 3.0).all()
@@ -500,6 +501,8 @@ def test_ecd_cli_peers(peers: Pair, make_daemon: MakePeer, make_peer: MakePeer) 
     assert "serves its node alone" in cli(alone)
     here.put("k", torch.ones(1 << 20))
     peers.client_of(b).get("k", HANG_S).close()
+    state = lambda node: [peer.state for peer in b.peers().peers if peer.node == node]  # noqa: E731
+    eventually(lambda: state(NOBODY) == ["unreachable"])
     shown = cli(b)
     for text in (a.peer, "connected", "east", "tcp", here.incarnation[:12], "4 MiB", "1 fetched"):
         assert text in shown, shown

@@ -20,7 +20,7 @@ from ecd.config import Config
 from ecd.identity import NodeIdentity
 from ecd_client import Client, Hint, InvalidArgument
 from ecd_client.vllm import hints
-from support.daemon import Daemon, changed
+from support.daemon import Daemon
 from support.hints import BODY_BYTES, IDENTIFIERS, SHAPES, huge
 from support.pairs import Pair, missed, patient_pair
 from support.waiting import HANG_S, eventually
@@ -75,10 +75,7 @@ def test_the_log_names_some_of_many_made_up_nodes(caplog: pytest.LogCaptureFixtu
 
 def test_made_up_nodes_do_not_hold_up_real_ones(peers: Pair, make_peer: MakePeer) -> None:
     """The made-up ones accept every connection, and say no word until their port is closed."""
-    asking = make_peer(ECD_PEERS=peers.a.peer, ECD_FETCH_TIMEOUT_S=f"{HANG_S}")
-    no_end = f"peers.CONNECT_TIMEOUT_S = {HANG_S}"
-    asking.command = changed("from ecd.cluster import peers", no_end)
-    asking.start()
+    asking = make_peer(ECD_PEERS=peers.a.peer).start()
     there, other = peers.client_of(asking), peers.client_of(asking)
     for key in ("first", "k"):
         peers.here.put(key, torch.ones(100))

@@ -165,6 +165,10 @@ class NodeClient:
     def receive(self) -> dict:
         return json.loads(self._read())
 
+    def has_said(self) -> bool:
+        """Whether `receive` returns at once."""
+        return bool(select.select([self._process.stdout], [], [], 0)[0])
+
     def ask(self, do: str, **what: object) -> dict:
         self.send(do, **what)
         return self.receive()
