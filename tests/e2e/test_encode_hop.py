@@ -30,6 +30,7 @@ from e2e.test_reuse import (
     shown,
 )
 from support.daemon import Daemon, close_all
+from support.pairs import PATIENT
 from support.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.timeout(600)
@@ -111,9 +112,11 @@ def running(
             "ECD_PEER_TOKEN": "a secret of the test",
             "ECD_HINT_NETWORKS": "127.0.0.0/8",
             "ECD_ENGINE_PORTS": f"{18900 + 16 * number}-{18915 + 16 * number}",
+            "ECD_FETCH_TIMEOUT_S": f"{HANG_S}",
         }
-        place = tmp_path_factory.mktemp("daemon")
-        daemons.append(Daemon(place, **settings).start())
+        daemons.append(Daemon(tmp_path_factory.mktemp("daemon"), **settings))
+        daemons[-1].command = PATIENT
+        daemons[-1].start()
     row = None
     try:
         row = Row(daemons, start, directory)

@@ -14,7 +14,7 @@ from e2e.gates import Gate
 from e2e.shared import Engines, Pictures, Plain, await_sessions, constants, tokens
 from e2e.test_one_node import PICTURES, REQUESTS, ask
 from support.nodes import Node, NodeDaemon
-from support.redis import PATIENT, RedisServer
+from support.redis import UNHURRIED, RedisServer
 from support.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.timeout(600)
@@ -39,9 +39,10 @@ def daemons(
 ) -> Iterator[tuple[NodeDaemon, NodeDaemon]]:
     """A daemon on each node, not started: tests choose how they find each other."""
     directory = tmp_path_factory.mktemp("daemons")
-    made = NodeDaemon(nodes[0], directory), NodeDaemon(nodes[1], directory)
+    about = {"ECD_FETCH_TIMEOUT_S": f"{HANG_S}"}
+    made = NodeDaemon(nodes[0], directory, **about), NodeDaemon(nodes[1], directory, **about)
     for daemon in made:
-        daemon.command = PATIENT
+        daemon.command = UNHURRIED
     yield made
     for daemon in made:
         daemon.close()
@@ -140,7 +141,7 @@ def test_the_consumer_uses_what_another_machine_encoded(
     produced = producer.generate(requests, max_tokens=1)
     assert produced["encoded"] == len(PICTURES)
     eventually(lambda: has.status().entries == len(PICTURES))
-    eventually(lambda: has.peers().directory.unpublished == 0)
+    has.wait_idle("settled")
     if directory == "none":  # what a proxy hands from one engine to the next
         produced = producer.generate(requests, max_tokens=1)  # of what is stored, it says where
         requests = [
