@@ -508,8 +508,8 @@ EDITED = {
         "unit/test_places.py",
         Edit(
             "client/ecd_client/vllm/places.py",
-            "if self._held[other] < self._share and not turn.done():",
-            "if self._held[other] < self._share:",
+            "next((turn for turn in self.turns if not turn.done()), None)",
+            "next(iter(self.turns), None)",
         ),
     ),
     "one caller takes all places of the hop": Bug(
@@ -517,8 +517,26 @@ EDITED = {
         "unit/test_places.py",
         Edit(
             "client/ecd_client/vllm/places.py",
-            "if not self._free or self._held[caller] >= self._share or not is_due:",
-            "if not self._free or not is_due:",
+            "if not self._free or self._held[asker.caller] >= self._share:",
+            "if not self._free:",
+        ),
+    ),
+    "one picture waits for all pictures of large requests": Bug(
+        "vllm",
+        "unit/test_places.py",
+        Edit(
+            "client/ecd_client/vllm/places.py",
+            "due[0] if self._goes_by_age else min(due, key=lambda each: each[0].pictures)",
+            "due[0] if due else min(due, key=lambda each: each[0].pictures)",
+        ),
+    ),
+    "a large request waits for all small ones": Bug(
+        "vllm",
+        "unit/test_places.py",
+        Edit(
+            "client/ecd_client/vllm/places.py",
+            "self._goes_by_age = not self._goes_by_age",
+            "self._goes_by_age = not due",
         ),
     ),
     "ECD_PIN=off pins": Bug(

@@ -497,6 +497,40 @@ def test_an_engine_without_an_encoder_waits_for_a_place(
     asyncio.run(run())
 
 
+def test_one_picture_waits_for_no_large_requests_behind_the_same_gateway(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_hop, "MAX_CALLS", 4)
+    monkeypatch.setattr(encode_hop, "MAX_OF_CALLER", 3)
+    monkeypatch.setattr(encode_hop, "MAX_OF_REQUEST", 3)
+
+    async def run() -> None:
+        ends = asyncio.Semaphore(0)
+
+        async def ends_in_turn(engine: SmallServer, body: dict) -> web.Response:
+            await ends.acquire()
+            return await encodes(engine, body)
+
+        async with hop_to(client, ends_in_turn, in_need=True) as (hop, [engine], _):
+            large = [look(*(picture(f"{of}-{n}") for n in range(3))) for of in range(9)]
+            asking = [asyncio.ensure_future(hop.complete(each, "gateway")) for each in large]
+            await eventually_async(lambda: engine.active == 3)
+            small = look(picture("small"))
+            asking.append(asyncio.ensure_future(hop.complete(small, "gateway")))
+            await eventually_async(lambda: len(hop._places._waiting) == 9)
+            for asked in (4, 5):
+                ends.release()
+                await eventually_async(lambda asked=asked: len(engine.asked) == asked)
+            names = [each["messages"][0]["content"][0]["uuid"] for each in engine.asked]
+            assert "small" in names
+            for _ in range(28):
+                ends.release()
+            await asyncio.gather(*asking)
+            assert all(each.promised for each in (small, *large))
+
+    asyncio.run(run())
+
+
 def test_a_tenants_picture_is_stored_under_the_tenants_name(client: Client) -> None:
     async def run() -> None:
         async with hop_to(client, encodes) as (hop, [engine], _):

@@ -22,7 +22,7 @@ from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable
 from ecd_client.vllm.encoders import Encoder, Encoders, Missing
 from ecd_client.vllm.hints import CONSUMERS, hints_in
-from ecd_client.vllm.places import Places
+from ecd_client.vllm.places import Asker, Places
 from ecd_proto.contract import Hint
 from ecd_proto.placeholders import Placeholder
 
@@ -135,11 +135,11 @@ class EncodeHop:
     async def complete(self, look: Look, caller: str) -> None:
         """Have all pictures that the request lacks promised, or leave it as it was."""
         until_s = time.monotonic() + self._within_s
-        turns = asyncio.Semaphore(MAX_OF_REQUEST)
+        asker, turns = Asker(caller), asyncio.Semaphore(MAX_OF_REQUEST)
 
         async def in_turn(missing: Missing) -> Promise:
             async with turns:
-                return await self.promise(missing, caller, until_s)
+                return await self.promise(missing, asker, until_s)
 
         flights = [asyncio.ensure_future(in_turn(missing)) for missing in look.missing]
         try:
@@ -155,7 +155,7 @@ class EncodeHop:
         look.promised = list(zip(look.missing, promises, strict=True))
 
     async def promise(
-        self, missing: Missing, caller: str = "", until_s: float | None = None
+        self, missing: Missing, asker: Asker | None = None, until_s: float | None = None
     ) -> Promise:
         """Have a picture encoded, once for all who ask for it meanwhile. Raises NotEncoded.
 
@@ -163,15 +163,16 @@ class EncodeHop:
         """
         if until_s is None:
             until_s = time.monotonic() + self._within_s
+        asker = asker or Asker("")
         key = missing.namespace, missing.stored_name
         if key not in self._flights:
-            await self._take_place(caller, until_s)
+            await self._take_place(asker, until_s)
             if key in self._flights:  # another request was faster
-                self._places.give(caller)
+                self._places.give(asker)
         flight = self._flights.get(key)
         if flight is None:
             search = asyncio.ensure_future(self._search(missing, until_s))
-            search.add_done_callback(lambda _: self._places.give(caller))
+            search.add_done_callback(lambda _: self._places.give(asker))
             flight = self._flights[key] = _Flight(search)
             flight.task.add_done_callback(lambda _: self._forget(key, flight))
         else:
@@ -188,13 +189,13 @@ class EncodeHop:
             raise NotEncoded
         return promise
 
-    async def _take_place(self, caller: str, until_s: float) -> None:
+    async def _take_place(self, asker: Asker, until_s: float) -> None:
         """Take a place; only an engine without an encoder waits for one. Raises NotEncoded."""
-        if self._places.take(caller):
+        if self._places.take(asker):
             return
         if self._in_need:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._places.wait(caller), until_s - time.monotonic())
+                await asyncio.wait_for(self._places.wait(asker), until_s - time.monotonic())
                 return
         self._metrics.count("full")
         raise NotEncoded

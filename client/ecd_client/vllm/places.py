@@ -1,60 +1,94 @@
-"""Places that callers share: nobody gets all of them, and who waits gets the next one in turn."""
+"""Places that requests share: no caller, and no large request, keeps others from them.
+
+Behind a gateway all users are one caller. So every other place that comes free goes to the waiting
+request with the fewest pictures, which then does not wait for all pictures of large ones. The rest
+go to the oldest, so that large requests get on beside any number of small ones.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import Counter, deque
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False, slots=True)
+class Asker:
+    """One request of a caller. `pictures` counts those of it that have a place or wait for one."""
+
+    caller: str
+    pictures: int = 0
+    turns: list[asyncio.Future[None]] = field(default_factory=list)
+
+    @property
+    def turn(self) -> asyncio.Future[None] | None:
+        """The first picture that waits, and has not left meanwhile."""
+        return next((turn for turn in self.turns if not turn.done()), None)
 
 
 class Places:
-    """So many places, of which one caller has a share at most. Used from one event loop."""
+    """So many places, of which one caller has a share at most. Used from one event loop.
+
+    A request waits only while all places are taken, or its caller has its share.
+    """
 
     def __init__(self, count: int, share: int) -> None:
         self._free, self._share = count, share
         self._held: Counter[str] = Counter()
-        self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
+        self._waiting: dict[Asker, None] = {}  # the oldest first
+        self._goes_by_age = False
 
-    def take(self, caller: str) -> bool:
-        """Take a place now. False: there is none for this caller, or others wait for it."""
-        is_due = all(
-            self._held[other] >= self._share or turn.done() for other, turn in self._waiting
-        )
-        if not self._free or self._held[caller] >= self._share or not is_due:
+    def take(self, asker: Asker) -> bool:
+        """Take a place now. False: there is none for this caller."""
+        if not self._free or self._held[asker.caller] >= self._share:
             return False
-        self._take(caller)
+        asker.pictures += 1
+        self._take(asker)
         return True
 
-    async def wait(self, caller: str) -> None:
-        """Take a place as soon as it is this caller's turn."""
-        if self.take(caller):
+    async def wait(self, asker: Asker) -> None:
+        """Take a place as soon as it is this request's turn."""
+        if self.take(asker):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((caller, turn))
+        asker.pictures += 1
+        asker.turns.append(turn)
+        self._waiting.setdefault(asker)
         try:
             await turn
         except BaseException:
-            if turn.done() and not turn.cancelled():
-                self.give(caller)
+            if turn.cancelled():
+                asker.pictures -= 1
+                self._leave(asker, turn)
+            else:  # its turn came meanwhile
+                self.give(asker)
             raise
-        finally:
-            with contextlib.suppress(ValueError):  # its turn came
-                self._waiting.remove((caller, turn))
 
-    def give(self, caller: str) -> None:
-        """Give a place back: to the first that waits and has not its share."""
+    def give(self, asker: Asker) -> None:
+        """Give a place back: to a request that waits and whose caller has not its share."""
+        asker.pictures -= 1
         self._free += 1
-        self._held[caller] -= 1
-        if not self._held[caller]:
-            del self._held[caller]
-        for each in self._waiting:
-            other, turn = each
-            if self._held[other] < self._share and not turn.done():  # else it leaves
-                self._waiting.remove(each)
-                self._take(other)
-                turn.set_result(None)
-                return
+        self._held[asker.caller] -= 1
+        if not self._held[asker.caller]:
+            del self._held[asker.caller]
+        due = [
+            (each, turn)
+            for each in self._waiting
+            if self._held[each.caller] < self._share and (turn := each.turn)
+        ]
+        if not due:
+            return
+        after, turn = due[0] if self._goes_by_age else min(due, key=lambda each: each[0].pictures)
+        self._goes_by_age = not self._goes_by_age
+        self._leave(after, turn)
+        self._take(after)
+        turn.set_result(None)
 
-    def _take(self, caller: str) -> None:
+    def _take(self, asker: Asker) -> None:
         self._free -= 1
-        self._held[caller] += 1
+        self._held[asker.caller] += 1
+
+    def _leave(self, asker: Asker, turn: asyncio.Future[None]) -> None:
+        asker.turns.remove(turn)
+        if not asker.turns:
+            del self._waiting[asker]
