@@ -490,8 +490,26 @@ EDITED = {
         "unit/test_item_names.py",
         Edit(
             "client/ecd_client/vllm/names.py",
-            "    if brings_embeddings(feature) and not is_alone(named):",
-            "    if not named:",
+            "    if brings_embeddings(feature):\n",
+            "    if not named:\n",
+        ),
+    ),
+    "an item's own prefix counts as its name": Bug(
+        "vllm",
+        "unit/test_item_names.py",
+        Edit(
+            "client/ecd_client/vllm/names.py",
+            "if getattr(feature, _NAMED, None) == feature.identifier:",
+            "if feature.identifier.startswith(stored_name('', salt) or ' '):",
+        ),
+    ),
+    "a client's name is that of embeddings that another brought": Bug(
+        "vllm",
+        "unit/test_item_names.py",
+        Edit(
+            "client/ecd_client/vllm/names.py",
+            "name.startswith((SALTED, ALONE))",
+            "name.startswith(SALTED)",
         ),
     ),
     "an item without media may have any field": Bug(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +21,9 @@ def named(feature: SimpleNamespace, salt: str | None) -> str:
     name_apart(feature, salt)
     once = feature.identifier
     name_apart(feature, salt)  # the item of another request that vLLM made of the same
+    for other in (copy.copy(feature), copy.deepcopy(feature), pickle.loads(pickle.dumps(feature))):
+        name_apart(other, salt)
+        assert other.identifier == once
     assert feature.identifier == once
     return once
 
@@ -29,7 +35,6 @@ def test_a_tenants_names_are_its_own() -> None:
     assert [outer_name(name) for name in names] == ["a"] * 5
     assert not any(map(is_alone, names))
     assert stored_name("a", "one") == names[2]
-    assert named(item(stored_name("a", "one")), "one") == names[2]
 
 
 def test_no_name_that_a_client_chooses_is_a_tenants() -> None:
@@ -37,6 +42,25 @@ def test_no_name_that_a_client_chooses_is_a_tenants() -> None:
     assert is_alone(named(item(guessed), None))
     assert is_alone(stored_name(guessed, None))
     assert named(item(guessed), "other") != guessed
+    assert named(item(guessed), "one") == stored_name(guessed, "one") != guessed
+
+
+def test_no_two_items_have_one_identifier_whatever_a_client_calls_them() -> None:
+    """Each round takes the identifiers of the last for names, as who has seen or computed them."""
+    names = ["a", "brought-a", "salt-", "alone-"]
+    for _ in range(2):
+        given: dict[str, tuple[str, str | None, bool]] = {}
+        ways = itertools.product(dict.fromkeys(names), (None, "one", "other"), (False, True))
+        for name, salt, is_brought in ways:
+            identifier = named(item(name, *(["image_embeds"] if is_brought else [])), salt)
+            assert identifier not in given
+            given[identifier] = name, salt, is_brought
+            assert outer_name(identifier) == name
+            if not is_brought:
+                assert identifier == stored_name(name, salt)
+            if is_brought:
+                assert is_alone(identifier)
+        names += given
 
 
 @pytest.mark.parametrize("modality", ["image", "video", "audio"])

@@ -3,7 +3,8 @@
 vLLM names an item by its content, or by what the client calls it. That is the embedding's name in
 the engine's own encoder cache, and its mm_hash in ecd. Two kinds of items get another one, before
 they are scheduled: an item of a request with a `cache_salt` is named with its salt, as vLLM does
-with prefixes, and embeddings that a client brought are named as this engine's alone.
+with prefixes, and embeddings that a client brought are named as this engine's alone. No client can
+choose a name that another's item gets so: one that begins like that is named as this engine's, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import hashlib
 from typing import Any
 
 SALTED, ALONE = "salt-", "alone-"
+_BROUGHT = f"{ALONE}brought-"
 _DIGITS = 32
+_NAMED = "ecd_identifier"
+"""Attribute of an item that has its name: what a client calls an item may look like one."""
 
 
 def stored_name(name: str, salt: str | None) -> str:
@@ -20,15 +24,15 @@ def stored_name(name: str, salt: str | None) -> str:
     if salt:
         digest = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()[:_DIGITS]
         return f"{SALTED}{digest}-{name}"
-    return f"{ALONE}{name}" if name.startswith(SALTED) else name  # a client guesses another's
+    return f"{ALONE}{name}" if name.startswith((SALTED, ALONE)) else name
 
 
 def outer_name(identifier: str) -> str:
     """The name that vLLM gave to an item of this identifier."""
-    identifier = identifier.removeprefix(ALONE)
+    identifier = identifier.removeprefix(_BROUGHT)
     if identifier.startswith(SALTED):
         return identifier[len(SALTED) + _DIGITS + 1 :]
-    return identifier
+    return identifier.removeprefix(ALONE)
 
 
 def is_alone(identifier: str) -> bool:
@@ -39,14 +43,16 @@ def is_alone(identifier: str) -> bool:
 def name_apart(feature: Any, salt: str | None) -> None:
     """Give a request's item the identifier that it has within the engine.
 
-    Requests that vLLM makes of one (`n` above 1) may share the item, which has its name then.
+    Requests that vLLM makes of one (`n` above 1) may share the item, or have copies of it: it has
+    its name then.
     """
-    identifier: str = feature.identifier
-    named = stored_name(identifier, salt)
-    if brings_embeddings(feature) and not is_alone(named):
-        named = f"{ALONE}{named}"
-    if not identifier.startswith(named.removesuffix(identifier)):
-        feature.identifier = named
+    if getattr(feature, _NAMED, None) == feature.identifier:
+        return
+    named = stored_name(feature.identifier, salt)
+    if brings_embeddings(feature):
+        named = f"{_BROUGHT}{named}"
+    feature.identifier = named
+    setattr(feature, _NAMED, named)
 
 
 def brings_embeddings(feature: Any) -> bool:
