@@ -188,6 +188,8 @@ def test_metadata_under_a_name_that_is_not_shared_fails_its_request(
     names = ["renderer0-mm-1-image-0", "x" * 5000]
     requests = [{"text": "what", "uuids": [name], "grids": [GRID]} for name in names]
     assert reasons(asked.generate([*requests, WORDS])) == ["error", "error", "length"]
+    assert f"{'x' * 128}... (5,000 characters) cannot be had" in asked.text()
+    assert "x" * 129 not in asked.text()
 
 
 @pytest.mark.parametrize("encoder", ["producer", "both"])

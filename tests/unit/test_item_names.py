@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ecd_client.vllm.names import is_alone, name_apart, outer_name, stored_name
+from ecd_client.vllm.names import is_alone, name_apart, outer_name, shown, stored_name
 
 
 def item(name: str, *fields: str, modality: str = "image") -> SimpleNamespace:
@@ -78,3 +78,15 @@ def test_embeddings_that_a_client_brought_have_no_pictures_name(
 
 def test_a_processors_own_fields_are_no_embeddings() -> None:
     assert named(item("a", "input_image_embeds", "pixel_values"), None) == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a" * 128, "a" * 128),
+        ("a" * 5000, f"{'a' * 128}... (5,000 characters)"),
+        ("a\nERROR forged \ud800", "a\\nERROR forged \\ud800"),
+    ],
+)
+def test_a_name_is_short_and_one_line_in_messages(name: str, said: str) -> None:
+    assert shown(name) == said

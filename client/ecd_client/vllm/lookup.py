@@ -12,6 +12,7 @@ from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.vllm.compat import ASKS_OF_RUNNING
 from ecd_client.vllm.encodes import Encodes
+from ecd_client.vllm.names import shown
 from ecd_client.vllm.outputs import Outputs
 from ecd_client.vllm.producer import Producer
 from ecd_client.vllm.request_items import RequestItems
@@ -201,7 +202,7 @@ class Lookup:
         if not wanted.mismatched:
             wanted.mismatched = True
             self._stats.count("mismatches")
-            logger.warning("ecd: %s is a miss: %s", wanted.identifier, wanted.cause)
+            logger.warning("ecd: %s is a miss: %s", shown(wanted.identifier), wanted.cause)
 
     def _note_miss(self, wanted: WantedItem, cause: str) -> None:
         self._away = False

@@ -17,6 +17,8 @@ _BROUGHT = f"{ALONE}brought-"
 _DIGITS = 32
 _NAMED = "ecd_identifier"
 """Attribute of an item that has its name: what a client calls an item may look like one."""
+_SHOWN = 128
+"""Characters of a name that a message has."""
 
 
 def stored_name(name: str, salt: str | None) -> str:
@@ -59,3 +61,9 @@ def brings_embeddings(feature: Any) -> bool:
     """Whether a client brought an item's embeddings, so that no encoder makes them."""
     brought = (feature.data or {}).get(f"{feature.modality}_embeds")
     return brought is not None and brought.data is not None
+
+
+def shown(name: str) -> str:
+    """A name that a client may have chosen, for a message: short, in one line and ASCII."""
+    more = f"... ({len(name):,} characters)" if len(name) > _SHOWN else ""
+    return ascii(name[:_SHOWN])[1:-1] + more

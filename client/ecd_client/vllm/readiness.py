@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 
 from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST, fail_by_itself
 from ecd_client.vllm.lookup import ENOUGH_LEFT, Lookup
+from ecd_client.vllm.names import shown
 from ecd_client.vllm.request_items import NeededItem, RequestItems
 from ecd_client.vllm.settings import FAIL, Settings
 from ecd_client.vllm.sharing import Sharing
@@ -167,7 +168,7 @@ class Readiness:
         self._stats.count("unavailable")
         logger.error(
             "ecd: request %s fails: its item %s cannot be had, and %s: %s",
-            *(request.request_id, identifier, why, cause),
+            *(shown(request.request_id), shown(identifier), why, cause),
         )
         state.failed = True
         self._items.leave_all(state, state.needed)
