@@ -34,6 +34,7 @@ RESETS = {
     "sleep without weights": lambda engine: engine.sleep(2),
     "sleep in vain": lambda engine: sleep_in_vain(engine),
     "get_kv_cache_spec": lambda engine: engine.collective_rpc("get_kv_cache_spec"),
+    "warm up": lambda engine: engine.collective_rpc("execute_dummy_batch"),
     "wake_up": lambda engine: engine.wake_up(),
     "only the worker": lambda engine: runner(engine).reset_encoder_cache(),
     "only the scheduler": lambda engine: (
@@ -146,6 +147,13 @@ def generate(engine: LLM, command: dict) -> dict:
     }
 
 
+def embed(engine: LLM, requests: list[dict]) -> dict:
+    encoded.clear()
+    outputs = engine.embed([prompt(request) for request in requests], use_tqdm=False)
+    vectors = [[round(value, 4) for value in each.outputs.embedding] for each in outputs]
+    return {"vectors": vectors, "encoded": sum(encoded)}
+
+
 def runner(engine: LLM):
     """The model runner, where the engine runs in this process."""
     return (
@@ -246,6 +254,8 @@ def main() -> None:
         match command["do"]:
             case "generate":
                 reply = generate(engine, command)
+            case "embed":
+                reply = embed(engine, command["requests"])
             case "forget":
                 forget(engine)
                 reply = {}

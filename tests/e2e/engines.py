@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import IO, Any
 
@@ -230,7 +231,8 @@ class Engine:
         self.log = log
         reader, writer = os.pipe()
         script, told = str(HERE / "engine_process.py"), json.dumps(setup)
-        ranks = setup.get("engine", {}).get("tensor_parallel_size", 1)
+        sizes = "tensor_parallel_size", "pipeline_parallel_size"
+        ranks = prod(setup.get("engine", {}).get(size, 1) for size in sizes)
         self._process: subprocess.Popen[bytes] | Fork
         with log.open("wb") as out:
             if "PYTHONPATH" in environ:

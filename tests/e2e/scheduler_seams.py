@@ -25,9 +25,11 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.media import MediaWithBytes
 
 from ecd_client import Client
+from ecd_client.vllm import loads
 from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA
 from ecd_client.vllm.names import stored_name
 from ecd_client.vllm.pictures import IMAGE, Look, Pictures
+from ecd_client.vllm.reports import RankReports
 from support.waiting import HANG_S, value_of
 
 WAIT_S = 1.0
@@ -117,13 +119,40 @@ connector.build_connector_meta(STEP)
 connector.weights_changed("a reset")
 done["given to a load before weights changed"] = settled(half, 4)
 connector.request_finished(half)
-role.loaded(["0/1"])
+worker = RankReports(role.reports.path, 0)
+worker.done(1)
 
 moves = role.moves
-role.forgotten(moves - 1)
+worker.forgot(moves - 1)
+connector.build_connector_meta(STEP)
 done["a report of before the last move is ignored"] = role.moves == moves
-role.forgotten(moves)
+worker.forgot(moves)
+connector.build_connector_meta(STEP)
 done["a report of this move is not"] = role.moves == moves + 1
+
+
+def load(name: str) -> bool:
+    """Whether a load of a new item begins; its request ends meanwhile."""
+    put(name, 4)
+    asked = request(name, feature(name, 4))
+    settled(asked)
+    begins = connector.has_cache_item(name)
+    connector.update_state_after_alloc(asked, 0)
+    connector.request_finished(asked)
+    return begins
+
+
+begun = [load("a first")]
+loads.UNSURE_S, unsure_s = 0.0, loads.UNSURE_S
+begun.append(load("while no worker reports"))
+worker.done(2)
+begun.append(load("after that"))
+loads.UNSURE_S = unsure_s
+done["loads while none is reported"] = begun
+loads.MAX_LOAD_S, max_load_s = 0.0, loads.MAX_LOAD_S
+done["a lost load ends without a step"] = value_of(lambda: not len(role._loads))
+loads.MAX_LOAD_S = max_load_s
+done["and lets go of its item"] = value_of(lambda: not len(role._items))
 
 put("one name", 6)
 contested = [

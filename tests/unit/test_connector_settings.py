@@ -37,7 +37,7 @@ def test_harmless_calls_are_a_list_of_names(value: Any) -> None:
         settings(ecd_harmless_calls=value)
 
 
-@pytest.mark.parametrize("key", ["address", "on_unavailable", "ecd-address", "ECD_ADDRESS", "ecd_x"])
+@pytest.mark.parametrize("key", ["address", "on_unavailable", "ecd-address", "ECD_NAMESPACE"])
 def test_a_key_that_is_not_known_is_named(key: str) -> None:
     with pytest.raises(InvalidArgument, match=f"unknown in ec_connector_extra_config: {key}; know"):
         settings(**{key: "unix:///tmp/a.sock"})

@@ -14,13 +14,12 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from ecd_client.vllm.scheduler import SchedulerRole
 from ecd_client.vllm.settings import Settings
 from ecd_client.vllm.stats import EcdPromMetrics, EcdStats
-from ecd_client.vllm.transfer import EcdMetadata, EcdWorkerMetadata
+from ecd_client.vllm.transfer import EcdMetadata
 from ecd_client.vllm.worker import WorkerRole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ECConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -45,7 +44,6 @@ class EcdConnector(ECConnectorBase):
                 vllm_config,
                 is_producer=self.is_producer,
                 is_consumer=self.is_consumer,
-                workers=vllm_config.parallel_config.tensor_parallel_size,
             )
         else:
             self._worker = WorkerRole(
@@ -87,11 +85,8 @@ class EcdConnector(ECConnectorBase):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
-        return None, self._worker.end_step() or None
-
-    def build_connector_worker_meta(self) -> EcdWorkerMetadata | None:
-        assert self._worker is not None
-        return self._worker.report()
+        self._worker.end_step()
+        return None, None
 
     # -- scheduler -----------------------------------------------------------------------------
 
@@ -110,14 +105,6 @@ class EcdConnector(ECConnectorBase):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
         assert self._scheduler is not None
         return self._scheduler.end_step(scheduler_output.total_num_scheduled_tokens)
-
-    def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
-        assert self._scheduler is not None
-        self._scheduler.loaded(connector_output.finished_recving or ())
-        worker_meta = connector_output.ec_connector_worker_meta
-        if isinstance(worker_meta, EcdWorkerMetadata):
-            self._scheduler.counted(worker_meta.stats)
-            self._scheduler.forgotten(worker_meta.forgotten)
 
     def take_unavailable_requests(self) -> set[str]:
         assert self._scheduler is not None
@@ -152,7 +139,7 @@ class EcdConnector(ECConnectorBase):
 
     def get_ec_connector_stats(self) -> EcdStats | None:
         if self._scheduler is None:
-            return None  # the worker's counts travel with its metadata
+            return None  # the scheduler has the workers' counts, too
         return self._scheduler.take_stats()
 
     @classmethod

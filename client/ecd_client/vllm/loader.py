@@ -52,8 +52,8 @@ class Loader:
         self._client, self._timeout_s, self._stats = client, timeout_s, stats
         self._device_views = device_views
         self._pools: dict[tuple[str, str], Mapping] = {}  # by incarnation and path
-        self._reports: set[str] = set()
-        self._under_way: list[tuple[Event, str]] = []
+        self._done: list[int] = []
+        self._under_way: list[tuple[Event, int]] = []
         self._pinning = Pinning()
         self._has_failed = False  # so that torch makes the copies
 
@@ -67,8 +67,8 @@ class Loader:
         with contextlib.suppress(DeviceError):  # the first load says what is wrong
             self._client.pin(self.device)
 
-    def load(self, load: Load, report: str) -> torch.Tensor:
-        """The item on this device, whole for what is queued next; `report` says when it is done.
+    def load(self, load: Load) -> torch.Tensor:
+        """The item on this device, whole for what is queued next; `take_done` says when it is done.
 
         Raises RuntimeError where the item is gone.
         """
@@ -76,7 +76,7 @@ class Loader:
             try:
                 copies = for_device(self.device)
                 if copies is not None:
-                    return self._queue(load, report, copies)
+                    return self._queue(load, copies)
             except DeviceBusy:
                 pass
             except DeviceError as error:  # torch will say the same, if the device is lost
@@ -86,27 +86,27 @@ class Loader:
             except OSError:
                 pass  # its pool cannot be mapped
         copy = self._load_leased(load)
-        self.report(report)
+        self.note_done(load.id)
         return copy
 
-    def report(self, report: str) -> None:
-        """Have the next `take_reports` name a load that needs the scheduler's hold no more."""
-        self._reports.add(report)
+    def note_done(self, load: int) -> None:
+        """Have the next `take_done` name a load that needs the scheduler's hold no more."""
+        self._done.append(load)
 
-    def take_reports(self) -> set[str]:
-        """The reports of loads that were done since the last step; waits for none."""
+    def take_done(self) -> list[int]:
+        """The loads that were done since the last step; waits for none."""
         if self.device.type == "cuda":
             self._note_pinning()
         if self._under_way:
             left = set(under_way(over for over, _ in self._under_way))
-            self._reports |= {report for over, report in self._under_way if over not in left}
+            self._done += [load for over, load in self._under_way if over not in left]
             self._under_way = [each for each in self._under_way if each[0] in left]
-        reports, self._reports = self._reports, set()
-        return reports
+        done, self._done = self._done, []
+        return done
 
     # -- ways to load --------------------------------------------------------------------------
 
-    def _queue(self, load: Load, report: str, copies: Copies) -> torch.Tensor:
+    def _queue(self, load: Load, copies: Copies) -> torch.Tensor:
         """Queue a copy. Raises DeviceError, and OSError where the item's pool cannot be mapped."""
         handle = load.handle
         held = self._client.hold(load.identifier, handle)
@@ -117,7 +117,7 @@ class Loader:
                     loaded = held.to(self.device, non_blocking=True)
                 if held.was_near:
                     self._stats.count("device_loads")
-            self.report(report)
+            self.note_done(load.id)
             return loaded
         view = self._view(handle)
         loads: list[Event] = []
@@ -125,12 +125,12 @@ class Loader:
         copy = start_load(parts, handle.dtype, handle.shape, copies, loads.append)
         [over] = loads
         if handle.expires_s == inf:  # the scheduler's pin, which outlasts the copy
-            self._under_way.append((over, report))
+            self._under_way.append((over, load.id))
             return copy
         over.wait()
         if monotonic() >= handle.expires_s:
             copy = self._load_anew(load, "its lease may have run out before this step")
-        self.report(report)
+        self.note_done(load.id)
         return copy
 
     def _viewed(self, item: Item) -> torch.Tensor | None:

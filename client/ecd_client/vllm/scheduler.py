@@ -8,9 +8,11 @@ still has the item ahead of it, and while a load of it is on its way to the work
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ecd_client.calls import CALL_TIMEOUT_S
 from ecd_client.client import Client
@@ -24,11 +26,12 @@ from ecd_client.vllm.names import brings_embeddings, name_apart, outer_name
 from ecd_client.vllm.outputs import Outputs
 from ecd_client.vllm.producer import Producer
 from ecd_client.vllm.readiness import Readiness
+from ecd_client.vllm.reports import Reports
 from ecd_client.vllm.request_items import NeededItem, RequestItems
 from ecd_client.vllm.settings import FAIL, Settings
 from ecd_client.vllm.shared_namespace import SharedNamespace
 from ecd_client.vllm.sharing import Sharing
-from ecd_client.vllm.stats import EcdStats, SharedCounts
+from ecd_client.vllm.stats import EcdStats
 from ecd_client.vllm.transfer import EcdMetadata
 from ecd_client.vllm.wanted import WantedItems
 
@@ -42,6 +45,20 @@ CONNECT_S = 2.0
 """How long an engine that starts waits for the daemon, so that its first requests share."""
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def hook(method: Method) -> Method:
+    """A method during which the thread of `Loads` waits."""
+
+    @functools.wraps(method)
+    def called(self: SchedulerRole, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return cast(Method, called)
+
+
 class SchedulerRole:
     """The hooks of vLLM's scheduler, called from its thread only."""
 
@@ -52,14 +69,15 @@ class SchedulerRole:
         *,
         is_producer: bool,
         is_consumer: bool,
-        workers: int,
     ) -> None:
         if settings.on_unavailable == FAIL and not CAN_FAIL_ONE_REQUEST:
             raise InvalidArgument(
                 "ecd_on_unavailable=fail needs a vLLM whose scheduler can fail a single request "
                 "for its connector (0.32 can, 0.28 cannot)"
             )
+        self._lock = threading.RLock()
         self._wait_s = settings.load_timeout_s
+        self._fails = settings.on_unavailable == FAIL
         self._is_consumer = is_consumer
         self._sharing = Sharing(settings, vllm_config)
         self._outputs = outputs = Outputs(vllm_config)
@@ -86,7 +104,11 @@ class SchedulerRole:
         how = settings, self._sharing, outputs, self.stats, self._producer, self._encodes
         self._lookup = Lookup(self._client, *how)
         self._items = WantedItems(outputs, self._encodes.left)
-        self._loads = Loads(self._items, workers)
+        parallel = vllm_config.parallel_config
+        self.reports = Reports(
+            parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+        )
+        self._loads = Loads(self._items, self.reports, self._lock)
         self._encoded_rows = 0  # by the step being scheduled
         self._readiness = Readiness(
             settings,
@@ -97,16 +119,16 @@ class SchedulerRole:
             vllm_config.scheduler_config,
         )
         self._requests: dict[str, RequestItems] = {}
-        self._counts = SharedCounts() if is_producer and not is_consumer else None
         self._shown = SharedNamespace(vllm_config.instance_id)
         self._shown.write(self.namespace)
         self._sharing.log_start()
 
+    @hook
     def close(self) -> None:
         self._client.close()
         self._shown.close()
-        if self._counts is not None:
-            self._counts.close()
+        self._loads.close()
+        self.reports.close()
 
     # -- weights -------------------------------------------------------------------------------
 
@@ -120,29 +142,28 @@ class SchedulerRole:
         """How often the namespace was set anew."""
         return self._sharing.moves
 
+    @hook
     def weights_changed(self, cause: str) -> None:
         """Use nothing that was encoded before, and let nobody else use what is encoded now."""
         self._sharing.move_alone(cause)
         self._start_over()
 
+    @hook
     def weights_are(self, version: str) -> None:
         """Share with engines of this training run whose weights have this version."""
         self._sharing.move_to_version(version)
         self._start_over()
 
+    @hook
     def weights_sleep(self, are_kept: bool) -> None:
         """Note where the engine shares, before it falls asleep."""
         self._sharing.fall_asleep(are_kept)
 
+    @hook
     def weights_wake(self) -> None:
         """Share as before the sleep, if nothing else happened meanwhile."""
         self._sharing.wake_up()
         self._start_over()
-
-    def forgotten(self, move: int) -> None:
-        """Note that a worker's encoder cache was emptied in a step of this number of moves."""
-        if move == self.moves:
-            self.weights_changed("a worker's encoder cache was emptied")
 
     def _start_over(self) -> None:
         self._encodes.let_go()
@@ -157,6 +178,7 @@ class SchedulerRole:
 
     # -- requests ------------------------------------------------------------------------------
 
+    @hook
     def ensure(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the request may be scheduled: every item it still needs is leased or missing."""
         state = self._requests.get(request.request_id)
@@ -193,8 +215,10 @@ class SchedulerRole:
     def _take_in(self, state: RequestItems, request: Request) -> None:
         """Note the request's items that were not seen before, if they are shared or bare.
 
-        The request fails if what it says of one makes no sense: vLLM ends over some of that.
+        While workers seem to report no loads, none is, unless the engine has no encoder. The
+        request fails if what it says of one makes no sense: vLLM ends over some of that.
         """
+        may_load = self._fails or self._loads.are_reported
         for index, feature in enumerate(request.mm_features[state.seen :], state.seen):
             name_apart(feature, request.cache_salt)
             identifier, position = feature.identifier, feature.mm_position
@@ -203,7 +227,7 @@ class SchedulerRole:
             is_wrong = is_bare and bool(feature.data) and placeholder is None
             if is_wrong or (brings_embeddings(feature) and not self._is_sensible(feature)):
                 self._readiness.refuse(request, state, identifier)
-            if is_bare or self._sharing.includes(identifier):
+            if is_bare or (may_load and self._sharing.includes(identifier)):
                 embeddings = position.get_num_embeds()
                 about = feature.modality, is_bare, placeholder
                 item = NeededItem(index, position.offset, identifier, embeddings, *about)
@@ -218,22 +242,26 @@ class SchedulerRole:
             self._metadata.fields_for(modality) and self._metadata.of_item(feature) is None
         )
 
+    @hook
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Let go of all that the request needed; return what its consumers need of its items."""
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._items.leave_all(state, state.needed)
+        self._loads.look()
         if self._producer is None:
             return None
         needed = state.needed if state is not None else ()
         return self._producer.answer(request, {item.identifier for item in needed})
 
+    @hook
     def take_unavailable(self) -> set[str]:
         """The ids of requests that failed since the last call."""
         return self._readiness.take_failed()
 
     # -- steps ---------------------------------------------------------------------------------
 
+    @hook
     def promise(self, identifier: str) -> bool:
         """Whether the item is leased, so that the step now being scheduled can load it."""
         wanted = self._items.get(identifier)
@@ -244,6 +272,7 @@ class SchedulerRole:
         )
         return wanted.promised
 
+    @hook
     def allocated(self, request: Request, index: int) -> None:
         """Load a promised item, for which the engine made room now; it encodes the others."""
         feature = request.mm_features[index]
@@ -269,8 +298,10 @@ class SchedulerRole:
             state.given.add(index)
         self._items.leave(wanted, (request.request_id, index))
 
+    @hook
     def end_step(self, num_scheduled_tokens: int) -> EcdMetadata:
         """Ask the daemon for what the step lacked; return the workers' part of the step."""
+        self._hear()
         self._lookup.send()
         saves: list[str] = []
         keeps: list[str] = []
@@ -286,23 +317,23 @@ class SchedulerRole:
             self._loads.take_new(),
             saves,
             keeps,
-            None if self._counts is None else self._counts.path,
+            self.reports.path,
             {} if self._producer is None else self._producer.take_placeholders(),
             encoded_rows,
         )
 
-    def loaded(self, reports: Iterable[str]) -> None:
-        """Note the workers' reports of loads, each `<rank>/<load>`."""
-        self._loads.reported(reports)
-
-    def counted(self, by_workers: EcdStats) -> None:
-        """Add counts of the workers."""
+    def _hear(self) -> None:
+        """Take in what the workers have reported."""
+        self._loads.look()
+        by_workers = self.reports.take_counts()
         self.stats.aggregate(by_workers)
         if by_workers.data.get("dropped_saves"):
             self._encodes.let_go()
+        if self.reports.forgotten() == self.moves:
+            self.weights_changed("a worker's encoder cache was emptied")
 
+    @hook
     def take_stats(self) -> EcdStats | None:
         """The counts of this role and its workers since the last call; None without any."""
-        if self._counts is not None:
-            self.counted(self._counts.take())
+        self._hear()
         return None if self.stats.is_empty() else self.stats.take()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from typing import Any
 
 from ecd_client.vllm.compat import ECConnectorPromMetrics, ECConnectorStats
@@ -61,42 +59,6 @@ class EcdStats(ECConnectorStats):
 
     def is_empty(self) -> bool:
         return not self.data
-
-
-class SharedCounts:
-    """Totals in memory that a worker writes and its scheduler reads.
-
-    vLLM drops the workers' messages of an engine that only encodes; its counts travel this way.
-    """
-
-    NAME, NBYTES = "ecd-counts", 8 * len(COUNTERS)
-
-    def __init__(self, path: str | None = None) -> None:
-        """Make the scheduler's memory, or map it in the worker by its `path`. Raises OSError."""
-        if path is None:
-            self._fd = os.memfd_create(self.NAME)
-            os.ftruncate(self._fd, self.NBYTES)
-        else:
-            if not os.readlink(path).startswith(f"/memfd:{self.NAME} "):
-                raise FileNotFoundError(path)  # another process has the scheduler's pid here
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self._words = memoryview(mmap.mmap(self._fd, self.NBYTES)).cast("Q")
-        self._taken = [0] * len(COUNTERS)
-
-    def add(self, stats: EcdStats) -> None:
-        """Add to the totals; one process alone may do so."""
-        for number, name in enumerate(COUNTERS):
-            self._words[number] += stats.data.get(name, 0)
-
-    def take(self) -> EcdStats:
-        """The counts added since the last call."""
-        before, self._taken = self._taken, self._words.tolist()
-        added = zip(COUNTERS, self._taken, before, strict=True)
-        return EcdStats({name: now - was for name, now, was in added if now != was})
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 class EcdPromMetrics(ECConnectorPromMetrics):

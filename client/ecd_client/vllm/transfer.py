@@ -1,24 +1,20 @@
-"""The messages between the scheduler's role and the workers', once a step."""
+"""The scheduler's message to the workers, once a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm.distributed.ec_transfer.ec_connector.base import (
-    ECConnectorMetadata,
-    ECConnectorWorkerMetadata,
-)
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
 from ecd_client.item import Handle
-from ecd_client.vllm.stats import EcdStats
 
 
 class Load(NamedTuple):
     """One leased item that every worker is to copy into its encoder cache.
 
     Cost and metadata are those of its entry. The scheduler keeps the lease, renewed, until every
-    worker has reported `id`.
+    worker has reported it.
     """
 
     id: int
@@ -43,27 +39,9 @@ class EcdMetadata(ECConnectorMetadata):
     """Items that ecd lacks: workers store those that are in their encoder cache."""
     keeps: list[str] = field(default_factory=list)
     """Items that an engine which only encodes found in ecd: workers copy them to their cache."""
-    counts_path: str | None = None
-    """Path of the shared counts, where vLLM drops the workers' messages."""
+    reports_path: str = ""
+    """Where the workers report."""
     placeholders: dict[str, bytes] = field(default_factory=dict)
     """The metadata of the entries of this step's outputs, by item."""
     encoded_rows: int = 0
     """The embeddings of all items that this step encodes."""
-
-
-@dataclass
-class EcdWorkerMetadata(ECConnectorWorkerMetadata):
-    """A worker's message to the scheduler, where vLLM carries it.
-
-    `forgotten` is the `move` in which the worker's encoder cache was emptied although the scheduler
-    had not said that weights changed, or -1.
-    """
-
-    stats: EcdStats
-    forgotten: int = -1
-
-    def aggregate(self, other: ECConnectorWorkerMetadata) -> EcdWorkerMetadata:
-        assert isinstance(other, EcdWorkerMetadata)
-        self.stats.aggregate(other.stats)
-        self.forgotten = max(self.forgotten, other.forgotten)
-        return self

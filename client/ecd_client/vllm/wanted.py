@@ -21,7 +21,6 @@ class Loading:
     """A load on its way to the workers, which keeps its item's lease until every rank reports."""
 
     wanted: WantedItem
-    missing_ranks: set[int]
     since_s: float
 
 

@@ -16,9 +16,10 @@ from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.vllm.compat import TELLS_WHAT_TO_SAVE
 from ecd_client.vllm.encode_time import EncodeTime
 from ecd_client.vllm.loader import Loader
+from ecd_client.vllm.reports import RankReports
 from ecd_client.vllm.settings import Settings
-from ecd_client.vllm.stats import EcdStats, SharedCounts
-from ecd_client.vllm.transfer import EcdMetadata, EcdWorkerMetadata, Load
+from ecd_client.vllm.stats import EcdStats
+from ecd_client.vllm.transfer import EcdMetadata, Load
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -72,8 +73,9 @@ class WorkerRole:
         self._rank: int | None = None
         self._namespace: str | None = None
         self._encoder_cache: dict[str, torch.Tensor] | None = None
-        self._counts: SharedCounts | None = None
-        self._counts_path: str | None = None
+        self._reports: RankReports | None = None
+        self._reports_path = ""
+        self._is_apart = False  # from the scheduler's machine
         self._move = -1
         self._marked = -1  # the move for which MARK was put there
         self.forgotten = -1
@@ -81,8 +83,6 @@ class WorkerRole:
 
     def close(self) -> None:
         self._client.close()
-        if self._counts is not None:
-            self._counts.close()
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class WorkerRole:
             self._client.namespace = step.namespace
         if step.move != self._move:
             self._move, self.forgotten = step.move, -1
-        self._namespace, self._counts_path = step.namespace, step.counts_path
+        self._namespace, self._reports_path = step.namespace, step.reports_path
         self._placeholders = step.placeholders
         if self._is_producer and not TELLS_WHAT_TO_SAVE and self._encoder_cache is not None:
             self.begin_saves(step, self._encoder_cache)
@@ -110,30 +110,28 @@ class WorkerRole:
         self._save_again(step.saves, encoder_cache)
         self._encode_time.begin(self._encoded_rows)
 
-    def end_step(self) -> set[str]:
-        """The loads done since the last call, each as `<rank>/<load>`."""
+    def end_step(self) -> None:
+        """Report what was done since the last call."""
         if self._only_encodes:
             self._wait_seen()
-        return self._loader.take_reports()
-
-    def report(self) -> EcdWorkerMetadata | None:
-        """The message to the scheduler, if there is news."""
         self._reap()
-        if self._stats.is_empty() and (self._only_encodes or self.forgotten < 0):
-            return None
-        stats = self._stats.take()
-        if self._only_encodes:
-            self._count(stats)
-            return None
-        return EcdWorkerMetadata(stats, self.forgotten)
-
-    def _count(self, stats: EcdStats) -> None:
-        """Count in shared memory: vLLM drops the message of an engine that only encodes."""
-        if self._counts is None and self._counts_path is not None:
-            with contextlib.suppress(OSError, ValueError):  # the scheduler is on another machine
-                self._counts = SharedCounts(self._counts_path)
-        if self._counts is not None:
-            self._counts.add(stats)
+        if self._reports is None and not self._is_apart:
+            try:
+                self._reports = RankReports(self._reports_path, self._loading_rank())
+            except OSError as error:
+                self._is_apart = True
+                logger.warning(
+                    "ecd: this worker cannot report to its scheduler (%s), which takes its loads "
+                    "for unfinished. Both must run on one machine, and see each other's /proc",
+                    error,
+                )
+        if self._reports is None:
+            return
+        for load in self._loader.take_done():
+            self._reports.done(load)
+        self._reports.forgot(self.forgotten)
+        if not self._stats.is_empty():
+            self._reports.add(self._stats.take())
 
     def _check_mark(self, encoder_cache: dict[str, torch.Tensor]) -> None:
         """Note whether the cache was emptied, which means that the weights changed.
@@ -153,11 +151,10 @@ class WorkerRole:
         self._encoder_cache = encoder_cache
         self._check_mark(encoder_cache)
         for load in loads:
-            report = f"{self._tensor_parallel_rank()}/{load.id}"
             if load.identifier in encoder_cache:
-                self._loader.report(report)
+                self._loader.note_done(load.id)
             else:
-                encoder_cache[load.identifier] = self._loader.load(load, report)
+                encoder_cache[load.identifier] = self._loader.load(load)
                 self._note_origin(load.identifier, load.cost_s, load.metadata)
                 self._stats.count("loads")
                 self._stats.count("loaded_bytes", load.handle.nbytes)
@@ -230,7 +227,7 @@ class WorkerRole:
     def _save(self, identifier: str, output: torch.Tensor, cost_s: float, metadata: bytes) -> None:
         if (
             self._namespace is None
-            or self._tensor_parallel_rank() != 0
+            or self._loading_rank() != 0
             or not self._settings.shares(identifier)
         ):
             return
@@ -271,9 +268,11 @@ class WorkerRole:
         self._stats.count("dropped_saves")
         logger.debug("ecd: %s is not stored: %s", identifier, cause)
 
-    def _tensor_parallel_rank(self) -> int:
+    def _loading_rank(self) -> int:
+        """This worker's number among those of the pipeline's first stage, which load and encode."""
         if self._rank is None:
-            from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+            from vllm.distributed.parallel_state import get_pcp_group, get_tp_group
 
-            self._rank = get_tensor_model_parallel_rank()
+            tensor, context = get_tp_group(), get_pcp_group()
+            self._rank = context.rank_in_group * tensor.world_size + tensor.rank_in_group
         return self._rank

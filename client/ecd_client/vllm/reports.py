@@ -1,0 +1,82 @@
+"""What workers tell their scheduler, in memory that both have mapped.
+
+vLLM carries a worker's message only with the output of a step that generates, and only from the
+last pipeline stage. The encoder runs in the first stage, and not every engine generates.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from ecd_client.vllm.stats import COUNTERS, EcdStats
+
+NAME = "ecd-reports"
+SLOTS = 1 << 14
+"""More loads than are ever on their way at one time: an encoder cache has no room for them."""
+_FORGOTTEN, _COUNTS = 0, 1
+_LOADS = _COUNTS + len(COUNTERS)
+_WORDS = _LOADS + SLOTS
+"""Of 8 bytes, for each rank: where its cache was emptied, its counts, and the loads it has done."""
+
+
+class Reports:
+    """The scheduler's side."""
+
+    def __init__(self, ranks: int) -> None:
+        """`ranks` is the number of workers that load every item."""
+        self._ranks = ranks
+        self._fd = os.memfd_create(NAME)
+        os.ftruncate(self._fd, 8 * _WORDS * ranks)
+        self._words = memoryview(mmap.mmap(self._fd, 8 * _WORDS * ranks)).cast("Q")
+        self._taken = [0] * len(COUNTERS)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def are_done(self, load: int) -> bool:
+        """Whether every rank has done a load. Ids count up."""
+        at = _LOADS + load % SLOTS
+        return all(self._words[at + rank * _WORDS] >= load for rank in range(self._ranks))
+
+    def forgotten(self) -> int:
+        """The last move in which a rank's cache was emptied, if not by the scheduler; or -1."""
+        return max(self._words[rank * _WORDS + _FORGOTTEN] for rank in range(self._ranks)) - 1
+
+    def take_counts(self) -> EcdStats:
+        """What the ranks have counted since the last call."""
+        before, self._taken = self._taken, [0] * len(COUNTERS)
+        for rank in range(self._ranks):
+            begin = rank * _WORDS + _COUNTS
+            for number, count in enumerate(self._words[begin : begin + len(COUNTERS)].tolist()):
+                self._taken[number] += count
+        added = zip(COUNTERS, self._taken, before, strict=True)
+        return EcdStats({name: now - was for name, now, was in added if now != was})
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class RankReports:
+    """One worker's side."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        """Map the scheduler's memory. Raises OSError: that is on another machine, or has ended."""
+        if not os.readlink(path).startswith(f"/memfd:{NAME} "):
+            raise FileNotFoundError(path)  # another process has the scheduler's pid here
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            words = memoryview(mmap.mmap(fd, 0)).cast("Q")
+        finally:
+            os.close(fd)
+        self._words = words[rank * _WORDS : (rank + 1) * _WORDS]
+
+    def done(self, load: int) -> None:
+        """Say that this rank needs the scheduler's hold of a load's item no more."""
+        self._words[_LOADS + load % SLOTS] = load
+
+    def forgot(self, move: int) -> None:
+        """Say in which move the cache was emptied, if not by the scheduler; or -1."""
+        self._words[_FORGOTTEN] = move + 1
+
+    def add(self, stats: EcdStats) -> None:
+        for number, name in enumerate(COUNTERS, _COUNTS):
+            self._words[number] += stats.data.get(name, 0)
