@@ -544,8 +544,8 @@ EDITED = {
         "unit/test_places.py",
         Edit(
             "client/ecd_client/vllm/places.py",
-            "due[0] if self._goes_by_age else min(due, key=lambda each: each[0].pictures)",
-            "due[0] if due else min(due, key=lambda each: each[0].pictures)",
+            "if self._goes_by_age or asker.pictures == 1:",
+            "if chosen:",
         ),
     ),
     "a large request waits for all small ones": Bug(
@@ -554,7 +554,7 @@ EDITED = {
         Edit(
             "client/ecd_client/vllm/places.py",
             "self._goes_by_age = not self._goes_by_age",
-            "self._goes_by_age = not due",
+            "self._goes_by_age = not after",
         ),
     ),
     "ECD_PIN=off pins": Bug(

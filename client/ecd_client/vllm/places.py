@@ -71,18 +71,24 @@ class Places:
         self._held[asker.caller] -= 1
         if not self._held[asker.caller]:
             del self._held[asker.caller]
-        due = [
-            (each, turn)
-            for each in self._waiting
-            if self._held[each.caller] < self._share and (turn := each.turn)
-        ]
-        if not due:
-            return
-        after, turn = due[0] if self._goes_by_age else min(due, key=lambda each: each[0].pictures)
-        self._goes_by_age = not self._goes_by_age
-        self._leave(after, turn)
-        self._take(after)
-        turn.set_result(None)
+        after = self._next()
+        if after is not None and (turn := after.turn):
+            self._goes_by_age = not self._goes_by_age
+            self._leave(after, turn)
+            self._take(after)
+            turn.set_result(None)
+
+    def _next(self) -> Asker | None:
+        """The request that is due: the oldest one, or the oldest of the smallest ones."""
+        chosen: Asker | None = None
+        for asker in self._waiting:
+            if chosen is not None and asker.pictures >= chosen.pictures:
+                continue
+            if self._held[asker.caller] < self._share and asker.turn:
+                chosen = asker
+                if self._goes_by_age or asker.pictures == 1:
+                    break
+        return chosen
 
     def _take(self, asker: Asker) -> None:
         self._free -= 1
