@@ -413,17 +413,17 @@ EDITED = {
         "unit/test_digest.py",
         Edit(
             "client/ecd_client/vllm/digest.py",
-            "            regions += _blocks(region, TOWER_BLOCKS)",
-            "            regions += _blocks(region, 0) if header == b'' else []",
+            "regions += _blocks(region, TENSOR_BLOCKS)",
+            "regions += _blocks(region, 1)",
         ),
     ),
     "weights that were written through a link are the hub's": Bug(
         "vllm",
         "unit/test_digest.py",
         Edit(
-            "client/ecd_client/vllm/digest.py",
-            "[file for file, is_own in files.items() if is_own is None]",
-            "[]",
+            "client/ecd_client/vllm/sources.py",
+            'f"commit-{commit}-{digest.hex}" if commit',
+            'f"commit-{commit}" if commit',
         ),
     ),
     "a step of training is the same in every run": Bug(
@@ -544,8 +544,8 @@ EDITED = {
         "unit/test_places.py",
         Edit(
             "client/ecd_client/vllm/places.py",
-            "if self._goes_by_age or asker.pictures == 1:",
-            "if chosen:",
+            "due[0] if self._goes_by_age else min(due, key=lambda each: each[0].pictures)",
+            "due[0] if due else min(due, key=lambda each: each[0].pictures)",
         ),
     ),
     "a large request waits for all small ones": Bug(
@@ -554,7 +554,7 @@ EDITED = {
         Edit(
             "client/ecd_client/vllm/places.py",
             "self._goes_by_age = not self._goes_by_age",
-            "self._goes_by_age = not after",
+            "self._goes_by_age = not due",
         ),
     ),
     "ECD_PIN=off pins": Bug(

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from ecd_client.vllm import digest
-from ecd_client.vllm.digest import Unnamed, digest_of, snapshot_of
+from ecd_client.vllm.digest import Unnamed, commit_of, digest_of
 from ecd_client.vllm.sources import Sources
 
 NEVER = float("inf")
@@ -22,6 +22,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SMALL = {
     "config.json": "{}",
     "preprocessor_config.json": '{"image_mean": [0.5]}',
+    "video_preprocessor_config.json": '{"image_mean": [0.4]}',
     "processing.py": "MEAN = 0.5",
     "license_plates.py": "SIZE = 1",
     "chat_template.jinja": "{{ messages }}",
@@ -29,6 +30,13 @@ SMALL = {
     "merges.txt": "a b",
     "whisper/params": "1",
 }
+TOWERS = [
+    *("mlp1.1.weight", "mlp1.3.weight", "vpm.encoder.layers.0.fc1.weight", "apm.conv1.weight"),
+    *("mlp_AR.linear_1.weight", "model.aligner.layers.0.weight", "connector.proj.weight"),
+    *("model.sam_model.blocks.0.attn.qkv.weight", "vit.blocks.0.attn.qkv.weight", "vte.weight"),
+    "model.qwen2_model.model.model.layers.0.self_attn.qkv.weight",
+]
+"""Names of encoders' tensors in models of the hub."""
 SAYING_NOTHING = [
     *("README.md", "README.MD", "README", "LICENSE.txt", "SHA256SUMS", "train.log", "figure.png"),
     *("photo.jpg", "events.out.tfevents.1700000000.host.1.0", ".cache/download.json"),
@@ -86,6 +94,97 @@ def test_any_trained_tensor_gives_another_name(
             os.utime(file, (0, 0))
         names.add(name_of(tmp_path))
     assert len(names) == len(weights) + 1
+
+
+def write_legacy(to: Path, weights: dict[str, torch.Tensor]) -> None:
+    torch.save(weights, to / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+
+
+def write_without_checksums(to: Path, weights: dict[str, torch.Tensor]) -> None:
+    makes_checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        write_zip(to, weights)
+    finally:
+        torch.serialization.set_crc32_options(makes_checksums)
+
+
+@pytest.mark.parametrize("write", [write_legacy, write_without_checksums])
+def test_any_bias_counts_of_a_file_that_has_no_checksums(
+    write: Callable[[Path, dict[str, torch.Tensor]], None], tmp_path: Path
+) -> None:
+    biases = [torch.randn(512) for _ in range(16)]
+    weights = {f"{number}.bias": bias for number, bias in enumerate(biases)}
+    weights |= {f"{number}.weight": torch.zeros(1 << 19) for number in range(16)}
+    write(tmp_path, dict(sorted(weights.items())))
+    (file,) = tmp_path.iterdir()
+    content, names = file.read_bytes(), {name_of(tmp_path)}
+    for bias in biases:
+        file.write_bytes(content.replace(bias.numpy().tobytes(), bytes(4 * 512)))
+        names.add(name_of(tmp_path))
+    assert len(names) == len(biases) + 1
+
+
+def write_holes(file: Path, names: list[str], tensor_bytes: int) -> dict[str, int]:
+    """Tensors that are holes of the file; where each begins."""
+    starts = {name: number * tensor_bytes for number, name in enumerate(names)}
+    header = {
+        name: {"data_offsets": [start, start + tensor_bytes]} for name, start in starts.items()
+    }
+    packed = json.dumps(header).encode()
+    file.parent.mkdir(exist_ok=True)
+    with file.open("wb") as shard:
+        shard.write(len(packed).to_bytes(8, "little") + packed)
+        shard.truncate(8 + len(packed) + len(names) * tensor_bytes)
+    return {name: 8 + len(packed) + start for name, start in starts.items()}
+
+
+def write_over(file: Path, start: int, nbytes: int, byte: bytes = b"t") -> None:
+    with file.open("r+b") as shard:
+        shard.seek(start)
+        shard.write(byte * nbytes)
+
+
+def beside_voices(model: Path) -> list[str]:
+    (model / "voices").mkdir()
+    for number in range(24):
+        torch.save({}, model / "voices" / f"{number}.pt")
+    return [f"model.layers.{number}.mlp.down_proj.weight" for number in range(336)]
+
+
+def above_checkpoints(model: Path) -> list[str]:
+    for step in range(60):
+        for shard in range(4):
+            write_holes(model / f"checkpoint-{step}" / f"{shard}.safetensors", TOWERS, 2)
+    return [f"model.layers.{number}.mlp.down_proj.weight" for number in range(40)]
+
+
+def quantised(model: Path) -> list[str]:
+    parts = [("mlp", part) for part in ("weight", "scales", "zeros")]
+    parts += [("attn", part) for part in ("qkv", "scales", "zeros")]
+    return [f"model.layers.{n}.{'.'.join(part)}" for n in range(735) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("others", "trained"),
+    [(beside_voices, TOWERS), (above_checkpoints, TOWERS[:2]), (quantised, TOWERS[:2])],
+)
+def test_any_third_of_any_tensor_gives_another_name(
+    others: Callable[[Path], list[str]], trained: list[str], tmp_path: Path
+) -> None:
+    """Whatever the tensor is called, what lies beside it, and what was fused into it."""
+    third = 3 << 15
+    tensors, file = others(tmp_path), tmp_path / "model.safetensors"
+    for number, tower in enumerate(TOWERS):
+        tensors.insert(number * len(tensors) // len(TOWERS), tower)
+    starts = write_holes(file, tensors, 3 * third)
+    names = {name_of(tmp_path)}
+    for name in (*trained, tensors[-1]):
+        for start in range(starts[name], starts[name] + 3 * third, third):
+            write_over(file, start, third)
+            names.add(name_of(tmp_path))
+            write_over(file, start, third, b"\0")
+    assert len(names) == 3 * (len(trained) + 1) + 1
 
 
 def test_any_edited_small_file_gives_another_name(model: Path) -> None:
@@ -187,59 +286,33 @@ def test_a_place_with_too_many_files_has_no_name(
 
 
 def test_of_20_gb_some_megabytes_are_read(tmp_path: Path) -> None:
-    """Of four files of 5 GB, of 500 tensors each."""
+    """Of four files of 5 GB of 500 tensors each, and of two large ones beside them."""
     for shard in range(4):
-        header, end = {}, 0
-        for number in range(500):
-            header[f"visual.blocks.{number}"] = {"data_offsets": [end, end + (10 << 20)]}
-            end += 10 << 20
-        packed = json.dumps(header).encode()
-        with (tmp_path / f"{shard}.safetensors").open("wb") as file:
-            file.write(len(packed).to_bytes(8, "little") + packed)
-            file.truncate(8 + len(packed) + end)
+        tensors = [f"visual.blocks.{number}" for number in range(500)]
+        write_holes(tmp_path / f"{shard}.safetensors", tensors, 10 << 20)
+    for beside, begins in (("array.npy", b"\x93NUMPY"), ("model.gguf", b"GGUF")):
+        (tmp_path / beside).write_bytes(begins)
+        os.truncate(tmp_path / beside, 5 << 30)
     before = read_bytes()
     digest_of(tmp_path, NEVER)
-    assert read_bytes() - before < 64 << 20
+    assert read_bytes() - before < 80 << 20
 
 
-def write_experts(to: Path, tensors: int, shards: int) -> dict[str, int]:
-    """A model of many experts, as files with holes; where its encoder's tensors begin in them."""
-    towers = {}
-    for shard in range(shards):
-        names = [f"model.layers.{n}.experts.{shard}.weight" for n in range(tensors // shards)]
-        tower, step = f"visual.blocks.{shard}", 1 << 18
-        names.insert(len(names) // 2, tower)
-        header = {
-            name: {"data_offsets": [number * step, (number + 1) * step]}
-            for number, name in enumerate(names)
-        }
-        packed = json.dumps(header).encode()
-        with (to / f"{shard}.safetensors").open("wb") as file:
-            file.write(len(packed).to_bytes(8, "little") + packed)
-            file.truncate(8 + len(packed) + len(names) * step)
-        towers[f"{shard}.safetensors"] = 8 + len(packed) + names.index(tower) * step
-    return towers
-
-
-def test_of_many_experts_some_are_read_and_of_the_encoder_every_tensor(tmp_path: Path) -> None:
+def test_of_many_experts_a_little_is_read_and_every_tensor_counts(tmp_path: Path) -> None:
+    trained = []
+    for shard in range(2):
+        names = [f"model.layers.{n}.experts.{shard}.weight" for n in range(5000)]
+        names.insert(2500, "visual.blocks")
+        file = tmp_path / f"{shard}.safetensors"
+        starts = write_holes(file, names, 1 << 18)
+        trained += [(file, starts[name]) for name in (names[1], "visual.blocks", names[-1])]
     before = read_bytes()
-    towers = write_experts(tmp_path, 20_000, shards=4)
-    name = name_of(tmp_path)
-    assert read_bytes() - before < 24 << 20, "4,096 blocks of 4 KiB, and the headers"
-    names = {name}
-    for file, start in towers.items():
-        with (tmp_path / file).open("r+b") as shard:
-            shard.seek(start)
-            shard.write(b"trained")
-        names.add(name_of(tmp_path))
-    assert len(names) == len(towers) + 1
-    for file in towers:
-        with (tmp_path / file).open("r+b") as shard:
-            size = shard.seek(0, os.SEEK_END)
-            for at in range(towers[file] + (1 << 18), size, 1 << 16):
-                shard.seek(at)
-                shard.write(b"trained")
-        assert name_of(tmp_path) not in names, "of trained experts some are among those read"
+    every = {name_of(tmp_path)}
+    assert read_bytes() - before < 8 << 20, "10,000 times 512 bytes, and the headers"
+    for file, start in trained:
+        write_over(file, start, 1 << 18)
+        every.add(name_of(tmp_path))
+    assert len(every) == len(trained) + 1
 
 
 def read_bytes() -> int:
@@ -292,9 +365,16 @@ def test_a_snapshot_has_the_name_of_its_commit(snapshot: Path, tmp_path: Path) -
     assert source_name(snapshot) == name
     shutil.copytree(tmp_path / "hub", tmp_path / "copy", symlinks=True)
     assert source_name(tmp_path / "copy" / snapshot.relative_to(tmp_path / "hub")) == name
-    (snapshot / "merges.txt").unlink()
-    assert source_name(snapshot) == name, "not all of a commit is downloaded"
     assert not is_of_commit(snapshot / "whisper"), "it is not all of the commit"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_file_of_a_commit_that_is_not_there_counts(name: str, snapshot: Path) -> None:
+    """A processor whose settings are not there takes others, and says nothing."""
+    before = source_name(snapshot)
+    (snapshot / name).unlink()
+    assert is_of_commit(snapshot)
+    assert source_name(snapshot) != before
 
 
 def replace(file: Path) -> None:
@@ -322,7 +402,7 @@ def test_a_snapshot_with_a_file_that_is_not_the_hubs_is_a_directory(
     spoil: Callable[[Path], None], name: str, snapshot: Path
 ) -> None:
     spoil(snapshot / name)
-    assert snapshot_of(snapshot) is None
+    assert commit_of(snapshot) is None
     assert not is_of_commit(snapshot)
 
 
@@ -369,5 +449,5 @@ def test_a_snapshot_may_be_downloaded_but_not_edited_while_an_engine_starts(
 
 
 def test_what_was_added_to_a_snapshot_counts(snapshot: Path) -> None:
-    (snapshot / "video_preprocessor_config.json").write_text("{}")
+    (snapshot / "image_processor_config.json").write_text("{}")
     assert not is_of_commit(snapshot)

@@ -2,8 +2,10 @@
 
 A digest never depends on a file's times, owner, links or place, so copies of one directory have
 one digest. Of a file of weights it holds the size, the list of its tensors, and a part of each
-tensor. Training changes nearly every element of a tensor, so that any trained tensor gives another
-digest. A single element that is edited in the midst of a large tensor may not.
+tensor, whatever it is called. Training changes nearly every element of a tensor, or of one of the
+few that were fused into it, so that any trained tensor gives another digest. A single element that
+is edited in the midst of a large tensor may not. A file that does not list its tensors is read
+whole.
 """
 
 from __future__ import annotations
@@ -22,27 +24,24 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 BLOCK_BYTES = 4 << 10
+TENSOR_BLOCKS = 8
+"""Blocks of a tensor that are read, from its first byte to its last; a tensor of fewer is whole."""
+EXPERT_BYTES = 512
+"""What is read of a tensor of a numbered expert: a model may have 100,000, an encoder has none."""
+SPREAD_BLOCKS = 1024
+"""Blocks of a large file that is no file of weights, or whose tensors have checksums."""
 WHOLE_WEIGHTS_BYTES = 1 << 20
 """Size up to which a file of weights is read whole."""
 WHOLE_BYTES = 64 << 20
 """Size up to which any other file is read whole: configurations, code, tokenizers."""
-WHOLE_TENSOR_BYTES = 16 << 10
-TOWER_BLOCKS = 4
-"""Blocks of a tensor whose name says that it belongs to an encoder; of others one is read."""
-SAMPLED_TENSORS = 4096
-"""Tensors of a directory that are read beside all of its encoders', in a large model.
-
-So many of those that are called an expert's, and as many of all others.
-"""
-SPREAD_BLOCKS = 1024
-"""Blocks of a large file that does not say where its tensors lie."""
 MAX_HEADER_BYTES = 100_000_000
 """Largest header of a safetensors file, as its own library has it."""
 MAX_FILES = 10_000
 MAX_DEPTH = 4
 THREADS = 16
 
-WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".npz", ".npy", ".gguf"))
+WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy"))
+"""Files that an engine may load; sources.py admits no loader of `.gguf`."""
 IGNORED = re.compile(
     r"\..*|__pycache__.*|.*\.(?:lock|log|md|pyc|png|jpe?g)|SHA256SUMS"
     r"|(?:README|LICENSE)(?:[^.]*|.*\.(?:txt|rst|pdf))"
@@ -56,11 +55,8 @@ NOT_OF_THE_FORMAT = (
     *(zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, MemoryError),
 )
 """What reading a file of another format, or a spoilt one, raises."""
-_TOWER = (
-    *("vis", "aud", "image", "video", "speech"),
-    *("tower", "encoder", "merger", "project", "mm_", "resampl"),
-)
-"""What a tensor of an encoder is called, in part."""
+_EXPERT = re.compile(r"experts?[._]\d")
+"""What a tensor of a numbered expert is called, in part."""
 _BLOB = re.compile(r"(?:\.\./)+blobs/([0-9a-f]{40}|[0-9a-f]{64})")
 _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})")
 
@@ -75,26 +71,18 @@ class Digest(NamedTuple):
     """Whether a file has changed since `since_s`, so that something else may have been read."""
 
 
-class Snapshot(NamedTuple):
-    """A directory of the hub's cache whose small files are those of a commit."""
-
-    commit: str
-    large: list[Path]
-    """The files of weights, and others over WHOLE_BYTES, whose content was not checked."""
-
-
 def digest_of(
     source: Path,
     since_s: float,
-    snapshot: Snapshot | None = None,
     without: frozenset[str] = frozenset(),
+    *,
+    is_snapshot: bool = False,
 ) -> Digest:
     """Name the content of a file, or of a directory and what is below it.
 
     `since_s` is a time of day in seconds; directories of the names `without` in the source do not
-    count. Of a snapshot, the files whose content the commit names are left out, and a file that was
-    downloaded since then has not changed. Raises Unnamed where a file cannot be read, or where
-    there are more than MAX_FILES.
+    count. A file of the hub's snapshot that was downloaded since then has not changed. Raises
+    Unnamed where a file cannot be read, or where there are more than MAX_FILES.
     """
     now_s = time.time()
 
@@ -104,32 +92,30 @@ def digest_of(
             with path.open("rb") as file:
                 stats = [os.fstat(file.fileno()), path.lstat()]  # a link may lead elsewhere now
                 size = stats[0].st_size
-                content = _content(file, size, path.suffix, sampled)
+                content = _content(file, size, path.suffix)
                 stats.append(os.fstat(file.fileno()))
         except OSError as error:
             raise Unnamed(f"{path} cannot be read: {error.strerror}") from None
-        if snapshot:  # the hub's library makes a link when the blob is complete
+        if is_snapshot:  # the hub's library makes a link when the blob is complete
             link = stats.pop(1)
             stats = [each for each in stats if each.st_ctime_ns > link.st_ctime_ns]
         changed = any(_is_newer(each, since_s, now_s) for each in stats)
         return name, size, content, changed
 
-    paths = sorted(snapshot.large if snapshot else _files(source, without))
-    shards = sum(path.suffix in WEIGHT_SUFFIXES for path in paths)
-    sampled = max(1, SAMPLED_TENSORS // max(1, shards))
     with ThreadPoolExecutor(THREADS) as readers:
-        files = list(readers.map(described, paths))
+        files = list(readers.map(described, sorted(_files(source, without))))
     changed = any(file[3] for file in files) or _is_moved(source, since_s, now_s)
     listed = sorted(file[:3] for file in files)
     return Digest(hashlib.sha256(repr(listed).encode()).hexdigest()[:32], changed)
 
 
-def snapshot_of(directory: Path, without: frozenset[str] = frozenset()) -> Snapshot | None:
-    """The hub's snapshot that the directory is, if every file is a link to a blob of the hub's.
+def commit_of(directory: Path, without: frozenset[str] = frozenset()) -> str | None:
+    """The commit whose snapshot the directory is, if every file is a link to a blob of the hub's.
 
     The hub's cache keeps a file under the hash of its content, and a snapshot holds links alone.
-    The hash of small files is made anew. No time says whether a large one was edited: a copy's
-    times are anything.
+    The hash of small files is made anew. No time says whether a large one was edited, as a copy's
+    times are anything; nor does the commit say which of its files are there. So the digest of all
+    files counts beside it.
     """
     place = directory.resolve()
     snapshot = _SNAPSHOT.search(str(place))
@@ -137,12 +123,11 @@ def snapshot_of(directory: Path, without: frozenset[str] = frozenset()) -> Snaps
         return None
     blobs = place.parents[1] / "blobs"
     try:
-        files = {file: _is_hubs_own(file, blobs) for file in _files(directory, without)}
+        files = list(_files(directory, without))
+        are_hubs_own = bool(files) and all(_is_hubs_own(file, blobs) for file in files)
     except (OSError, Unnamed):
         return None
-    if not files or False in files.values():
-        return None
-    return Snapshot(snapshot[1], [file for file, is_own in files.items() if is_own is None])
+    return snapshot[1] if are_hubs_own else None
 
 
 def content_of(path: str | Path) -> str | None:
@@ -214,15 +199,15 @@ def _is_moved(source: Path, since_s: float, now_s: float) -> bool:
     return False
 
 
-def _is_hubs_own(file: Path, blobs: Path) -> bool | None:
-    """Whether the file is a blob that has the content of its name; None for a large blob."""
+def _is_hubs_own(file: Path, blobs: Path) -> bool:
+    """Whether the file is a link to a blob, which has the content of its name if it is small."""
     if not file.is_symlink():
         return False
     target = _BLOB.fullmatch(os.readlink(file))
     if target is None or file.resolve() != blobs / target[1]:
         return False
     if file.suffix in WEIGHT_SUFFIXES or file.stat().st_size > WHOLE_BYTES:
-        return None
+        return True
     content = file.read_bytes()
     if len(target[1]) == 64:
         return hashlib.sha256(content).hexdigest() == target[1]
@@ -238,17 +223,20 @@ class _Region(NamedTuple):
     end: int
 
 
-def _content(file: BinaryIO, size: int, suffix: str, sampled: int = SAMPLED_TENSORS) -> str:
+def _content(file: BinaryIO, size: int, suffix: str) -> str:
     """The digest of a file's content, or of the parts of it that its size and tensors decide."""
-    said, regions = b"", [_Region(0, size)]
-    if size > (WHOLE_WEIGHTS_BYTES if suffix in WEIGHT_SUFFIXES else WHOLE_BYTES):
-        said, regions = _parts(file, size, sampled)
+    is_weights = suffix in WEIGHT_SUFFIXES
+    parts = None
+    if size > (WHOLE_WEIGHTS_BYTES if is_weights else WHOLE_BYTES):
+        parts = _parts(file, size) or (None if is_weights else _spread(size))
+    said, regions = parts or (b"", [_Region(0, size)])
     hashed = hashlib.sha256(said)
     descriptor = file.fileno()
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # else the kernel reads ahead
     regions = _merged(regions)
-    for start, end in regions:
-        os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
+    if parts:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # else the kernel reads ahead
+        for start, end in regions:
+            os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
     for start, end in regions:
         while start < end and (read := os.pread(descriptor, min(end - start, 1 << 20), start)):
             hashed.update(read)
@@ -256,28 +244,30 @@ def _content(file: BinaryIO, size: int, suffix: str, sampled: int = SAMPLED_TENS
     return hashed.hexdigest()
 
 
-def _parts(file: BinaryIO, size: int, sampled: int) -> tuple[bytes, list[_Region]]:
-    """What a large file says of itself, and the regions to read of it."""
-    for read in (_of_safetensors, _of_zip):
+_Parts = tuple[bytes, list[_Region]]
+"""What a large file says of itself, and the regions to read of it."""
+
+
+def _parts(file: BinaryIO, size: int) -> _Parts | None:
+    """The parts of a file that lists its tensors; None for any other."""
+    for read in (_of_safetensors, _of_zip, _of_numpy):
+        file.seek(0)
         try:
-            if parts := read(file, size, sampled):
+            if parts := read(file, size):
                 return parts
         except NOT_OF_THE_FORMAT:
             continue
-    return b"", _blocks(_Region(0, size), SPREAD_BLOCKS)
+    return None
 
 
-def _of_safetensors(file: BinaryIO, size: int, sampled: int) -> tuple[bytes, list[_Region]] | None:
-    """The header, regions of each tensor of an encoder, and one region of so many of the others."""
-    file.seek(0)
+def _of_safetensors(file: BinaryIO, size: int) -> _Parts | None:
+    """The header, and blocks of each tensor."""
     header_bytes = int.from_bytes(file.read(8), "little")
     base = 8 + header_bytes
     if not 2 <= header_bytes <= MAX_HEADER_BYTES or base > size:
         return None
     header = file.read(header_bytes)
     regions: list[_Region] = []
-    others: list[_Region] = []
-    experts: list[_Region] = []
     for name, tensor in json.loads(header).items():
         if name == "__metadata__":
             continue
@@ -285,42 +275,49 @@ def _of_safetensors(file: BinaryIO, size: int, sampled: int) -> tuple[bytes, lis
         region = _Region(base + int(first), base + int(last))
         if not base <= region.start <= region.end <= size:
             return None
-        lower = name.lower()
-        if any(map(lower.__contains__, _TOWER)):
-            regions += _blocks(region, TOWER_BLOCKS)
+        if _EXPERT.search(name):
+            regions += _blocks(region, 1, EXPERT_BYTES)
         else:
-            (experts if "expert" in lower else others).append(region)
-    for tensors in (others, experts):
-        for region in _spread(sorted(tensors), sampled):
-            regions += _blocks(region, 1)
+            regions += _blocks(region, TENSOR_BLOCKS)
     return header, regions
 
 
-def _spread(regions: list[_Region], count: int) -> list[_Region]:
-    """So many of the regions, at equal steps; or all."""
-    if len(regions) <= count:
-        return regions
-    return [regions[number * len(regions) // count] for number in range(count)]
+def _of_zip(file: BinaryIO, size: int) -> _Parts:
+    """The checksum of each record, as PyTorch and NumPy write one for each tensor.
+
+    Records without a checksum are read whole: PyTorch writes 0 where it is told to make none.
+    """
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+    records.sort(key=lambda record: record.header_offset)
+    ends = [*(record.header_offset for record in records[1:]), size]
+    _, regions = _spread(size)
+    for record, end in zip(records, ends, strict=False):
+        if record.CRC == 0:
+            regions.append(_Region(record.header_offset, end))
+    return repr([(each.filename, each.file_size, each.CRC) for each in records]).encode(), regions
 
 
-def _of_zip(file: BinaryIO, size: int, _: int) -> tuple[bytes, list[_Region]]:
-    """The checksum of each record, as PyTorch and NumPy write one for each tensor."""
-    with zipfile.ZipFile(file) as records:
-        said = [(each.filename, each.file_size, each.CRC) for each in records.infolist()]
-    return repr(said).encode(), _blocks(_Region(0, size), SPREAD_BLOCKS)
+def _of_numpy(file: BinaryIO, size: int) -> _Parts | None:
+    """Blocks of the one array that it holds."""
+    return _spread(size) if file.read(6) == b"\x93NUMPY" else None
 
 
-def _blocks(within: _Region, count: int) -> list[_Region]:
+def _spread(size: int) -> _Parts:
+    return b"", _blocks(_Region(0, size), SPREAD_BLOCKS)
+
+
+def _blocks(within: _Region, count: int, block_bytes: int = BLOCK_BYTES) -> list[_Region]:
     """Blocks spread over a region, from its first byte to its last; or all of a small region."""
     start, end = within
-    if end - start <= max(WHOLE_TENSOR_BYTES, count * BLOCK_BYTES):
+    if end - start <= count * block_bytes:
         return [within]
     if count == 1:
         middle = start + (end - start) // 2
-        return [_Region(middle, middle + BLOCK_BYTES)]
-    step = (end - start - BLOCK_BYTES) / (count - 1)
+        return [_Region(middle, min(end, middle + block_bytes))]
+    step = (end - start - block_bytes) / (count - 1)
     places = [start + int(step * number) for number in range(count)]
-    return [_Region(place, place + BLOCK_BYTES) for place in places]
+    return [_Region(place, place + block_bytes) for place in places]
 
 
 def _merged(regions: list[_Region]) -> list[_Region]:

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ecd_client.vllm.digest import Unnamed, digest_of, snapshot_of
+from ecd_client.vllm.digest import Unnamed, commit_of, digest_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -116,11 +116,11 @@ class Sources:
         return "+".join(dict.fromkeys(map(self._named, snapshots))), snapshots[-1]
 
     def _named(self, path: Path) -> str:
-        snapshot = snapshot_of(path, self._without)
-        digest = digest_of(path, self._since_s, snapshot, self._without)
+        commit = commit_of(path, self._without)
+        digest = digest_of(path, self._since_s, self._without, is_snapshot=commit is not None)
         if digest.changed:
             raise Unnamed(f"{path} has changed since the engine began to start")
-        return f"commit-{snapshot.commit}-{digest.hex}" if snapshot else f"files-{digest.hex}"
+        return f"commit-{commit}-{digest.hex}" if commit else f"files-{digest.hex}"
 
     def _snapshots(self, repository: str, revision: str | None) -> list[Path]:
         """The repository's files in the cache of weights, and in the one of all else."""
