@@ -517,8 +517,17 @@ EDITED = {
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
             "client/ecd_client/vllm/compat.py",
-            "if more and (optional or embeds in required):",
-            "if more and not data:",
+            "if refused:",
+            "if refused and not data:",
+        ),
+    ),
+    "nobody looks at what comes without media": Bug(
+        "security",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_vllm/__init__.py",
+            "transfer.ec_connector_module_path == CONNECTOR",
+            "transfer.ec_connector_module_path != CONNECTOR",
         ),
     ),
     "a place goes to one who leaves": Bug(
@@ -544,8 +553,8 @@ EDITED = {
         "unit/test_places.py",
         Edit(
             "client/ecd_client/vllm/places.py",
-            "due[0] if self._goes_by_age else min(due, key=lambda each: each[0].pictures)",
-            "due[0] if due else min(due, key=lambda each: each[0].pictures)",
+            "if self._goes_by_age or asker.pictures == 1:",
+            "if chosen:",
         ),
     ),
     "a large request waits for all small ones": Bug(
@@ -554,7 +563,7 @@ EDITED = {
         Edit(
             "client/ecd_client/vllm/places.py",
             "self._goes_by_age = not self._goes_by_age",
-            "self._goes_by_age = not due",
+            "self._goes_by_age = not after",
         ),
     ),
     "ECD_PIN=off pins": Bug(
