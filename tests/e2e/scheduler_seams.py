@@ -25,7 +25,7 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.media import MediaWithBytes
 
 from ecd_client import Client
-from ecd_client.vllm import loads
+from ecd_client.vllm import encodes, loads
 from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA
 from ecd_client.vllm.names import stored_name
 from ecd_client.vllm.pictures import IMAGE, Look, Pictures
@@ -153,6 +153,31 @@ loads.MAX_LOAD_S, max_load_s = 0.0, loads.MAX_LOAD_S
 done["a lost load ends without a step"] = value_of(lambda: not len(role._loads))
 loads.MAX_LOAD_S = max_load_s
 done["and lets go of its item"] = value_of(lambda: not len(role._items))
+
+encodes.MAKING_S, making_s = 0.0, encodes.MAKING_S
+new = request("new", feature("new", 4))
+assert settled(new) == "goes on"
+assert not connector.has_cache_item("new")
+connector.update_state_after_alloc(new, 0)
+step = connector.build_connector_meta(STEP).step
+with Client(address, namespace=role.namespace) as other:
+    role._client.lock("ends in time", 0.0)
+    value_of(lambda: not other.is_locked("ends in time"))
+    done["locked while its step runs"] = other.is_locked("new")
+    worker.end_step(step)
+    connector.build_connector_meta(STEP)
+    done["and not for long after that"] = value_of(lambda: not other.is_locked("new"))
+    connector.request_finished(new)
+    encodes.MAKING_S = making_s
+
+    other.lock("elsewhere", 10 * HANG_S)
+    late = request("late", feature("elsewhere", 4))
+    connector.ensure_cache_available(late, 0)
+    role._requests["late"].deadline_s = 0.0
+    done["goes on while another encodes"] = connector.ensure_cache_available(late, 0)
+    put("elsewhere", 4)
+    done["once that is stored"] = settled(late), connector.has_cache_item("elsewhere")
+    connector.request_finished(late)
 
 put("one name", 6)
 contested = [

@@ -11,7 +11,7 @@ import torch
 
 from e2e.engines import Engine
 from e2e.gates import Gate
-from e2e.shared import Pictures, Plain, constants, tokens
+from e2e.shared import PATIENT, Pictures, Plain, constants, tokens
 from ecd_client import Client, PoolFull
 from ecd_client.item import Item
 from ecd_proto.contract import MAKING_S
@@ -20,8 +20,12 @@ from support.waiting import HANG_S, stopped
 
 pytestmark = pytest.mark.timeout(600)
 Pair = tuple[Engine, Engine]
-HASTY = {"encodes__MAKING_S": MAKING_S, "encodes__RESTS_S": 10 * HANG_S}
-"""An engine waits for another as long as it does for users, and then no more within the test."""
+HASTY = {
+    "encodes__MAKING_S": MAKING_S,
+    "encodes__TIMES_WAITED": MAKING_S / PATIENT["ecd_load_timeout_s"],
+    "encodes__RESTS_S": 10 * HANG_S,
+}
+"""An engine waits for another for a while, and then no more within the test."""
 
 
 @pytest.fixture

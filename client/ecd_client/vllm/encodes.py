@@ -1,15 +1,19 @@
 """The choice of the one engine that encodes an item which nobody has stored, by locks of keys.
 
-An engine locks what its next step may encode; others wait until it is stored, a while at most. A
-request that waits holds no lock, so that no two wait for each other. Across nodes the directory
-decides: the engine that has the lock tells its daemon that it makes the item.
+An engine locks what its next step may encode, and keeps the lock while that step runs; others wait
+until the item is stored, a while at most. A request that waits holds no lock, so that no two wait
+for each other. Across nodes the directory decides: the engine that has the lock tells its daemon
+that it makes the item.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Sequence
+
+from vllm.envs import VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
 
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable
@@ -19,11 +23,15 @@ from ecd_client.vllm.wanted import WantedItem
 from ecd_proto.contract import MAKING_S
 
 SHARE_WAITED = 3 / 4
-"""Share of a request's time that it waits for other engines; the daemon has the rest to answer."""
+"""Share of a request's time that it waits for other nodes; the daemon has the rest to answer."""
 AGAIN_S = 0.002
 """Interval at which memory is looked at for an item that another engine encodes."""
 NOTICED_S = 0.4
 """An answer of the daemon that takes longer has waited for another node: a look-up has 0.25 s."""
+STEP_S = float(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+"""Longest step: one that takes longer ends the engine."""
+TIMES_WAITED = 5
+"""How often `ecd_load_timeout_s` a request waits for engines of its node that encode."""
 RESTS_S = 10.0
 """How long this engine waits for no other, after it has waited in vain: perhaps ecd is full."""
 
@@ -31,10 +39,18 @@ RESTS_S = 10.0
 class Encodes:
     """This engine's share in encoding what the cluster lacks."""
 
-    def __init__(self, client: Client, stats: EcdStats, *, is_producer: bool) -> None:
-        """An engine that stores nothing waits for others of its node, and nobody waits for it."""
+    def __init__(
+        self, client: Client, stats: EcdStats, wait_s: float, *, is_producer: bool
+    ) -> None:
+        """An engine that stores nothing waits for others of its node, and nobody waits for it.
+
+        `wait_s` is how long a request may be held for its items.
+        """
         self._client, self._stats, self._is_producer = client, stats, is_producer
+        self._wait_s = wait_s
         self._rests_until_s = 0.0
+        self._begun: list[str] = []  # in the step that is being scheduled
+        self._steps: deque[tuple[int, list[str]]] = deque()  # what each encodes, by its number
 
     def take_on(self, absent: Sequence[WantedItem], request: RequestItems) -> bool:
         """Whether this engine goes on with all of these items of a request, or waits for one."""
@@ -55,6 +71,25 @@ class Encodes:
             wanted.locked_until_s = now_s + MAKING_S
         return True
 
+    def begin(self, wanted: WantedItem) -> None:
+        """Note that the step which is being scheduled encodes the item: its lock outlasts that."""
+        wanted.encoded = True
+        if wanted.locked_until_s:
+            self._begun.append(wanted.identifier)
+            self._lock_for(wanted.identifier, STEP_S)
+
+    def begin_step(self, number: int) -> None:
+        """Note the number of the step that was scheduled."""
+        if self._begun:
+            self._steps.append((number, self._begun))
+            self._begun = []
+
+    def end_steps(self, done: int) -> None:
+        """Note that the workers have done the steps up to a number; saves are seen soon after."""
+        while self._steps and self._steps[0][0] <= done:
+            for identifier in self._steps.popleft()[1]:
+                self._lock_for(identifier, MAKING_S)
+
     def is_overdue(self, wanted: WantedItem) -> bool:
         """Whether the engine has not encoded an item for so long that its lock has ended."""
         until_s = wanted.locked_until_s
@@ -69,8 +104,9 @@ class Encodes:
         if not self._is_producer:
             return None
         now_s = time.monotonic()
-        waits = len(absent) == 1 and now_s >= self._rests_until_s
-        return max(0.0, _awaits_until_s(now_s, request) - now_s) if waits else 0.0
+        if len(absent) > 1 or now_s < self._rests_until_s:
+            return 0.0
+        return min(MAKING_S, SHARE_WAITED * max(0.0, request.deadline_s - now_s))
 
     def answered(self, wanted: WantedItem, *, found: bool) -> None:
         """Note that the daemon answered, or is given up: it may have waited for another node."""
@@ -92,6 +128,7 @@ class Encodes:
 
     def let_go(self) -> None:
         """Let others encode everything: what this engine encoded is not stored."""
+        self._steps.clear()
         with contextlib.suppress(DaemonUnavailable):
             self._client.unlock_all()
 
@@ -103,6 +140,10 @@ class Encodes:
         except DaemonUnavailable:
             return True
 
+    def _lock_for(self, identifier: str, seconds: float) -> None:
+        with contextlib.suppress(DaemonUnavailable):
+            self._client.lock(identifier, seconds)
+
     def _unlock(self, wanted: WantedItem) -> None:
         wanted.locked_until_s = 0.0
         with contextlib.suppress(DaemonUnavailable):  # then the lock has gone with the session
@@ -110,9 +151,10 @@ class Encodes:
 
     def _waits_for(self, wanted: WantedItem, now_s: float, request: RequestItems) -> bool:
         """Whether to wait for the engine that has the item's lock."""
-        if now_s < self._rests_until_s or now_s >= request.deadline_s:
+        if now_s < self._rests_until_s:
             return False
-        if now_s >= _awaits_until_s(now_s, request):
+        request.awaits_until_s = request.awaits_until_s or now_s + TIMES_WAITED * self._wait_s
+        if now_s >= request.awaits_until_s:
             if wanted.is_awaited:
                 self._waited(in_vain=True)
             return False
@@ -124,11 +166,3 @@ class Encodes:
         self._stats.count("awaited_in_vain" if in_vain else "awaited")
         if in_vain:
             self._rests_until_s = time.monotonic() + RESTS_S
-
-
-def _awaits_until_s(now_s: float, request: RequestItems) -> float:
-    """When the request stops waiting for other engines; the first wait sets it for all."""
-    if not request.awaits_until_s:
-        left_s = SHARE_WAITED * max(0.0, request.deadline_s - now_s)
-        request.awaits_until_s = now_s + min(MAKING_S, left_s)
-    return request.awaits_until_s

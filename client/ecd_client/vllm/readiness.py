@@ -110,8 +110,8 @@ class Readiness:
         """Judge an item that the engine can encode, unless it has no encoder."""
         if wanted.missing or wanted.serves_all(ENOUGH_LEFT):
             return _Verdict.READY
-        if wanted.absent and wanted.is_far:
-            return _Verdict.READY
+        if wanted.absent:  # else another engine encodes it, which is waited for
+            return _Verdict.READY if wanted.is_far else _Verdict.NOT_YET
         is_late = time.monotonic() >= state.deadline_s
         if wanted.item is not None:
             self._lookup.note_mismatch(wanted)

@@ -14,10 +14,11 @@ from ecd_client.vllm.stats import COUNTERS, EcdStats
 NAME = "ecd-reports"
 SLOTS = 1 << 14
 """More loads than are ever on their way at one time: an encoder cache has no room for them."""
-_FORGOTTEN, _COUNTS = 0, 1
+_FORGOTTEN, _STEP, _COUNTS = 0, 1, 2
 _LOADS = _COUNTS + len(COUNTERS)
 _WORDS = _LOADS + SLOTS
-"""Of 8 bytes, for each rank: where its cache was emptied, its counts, and the loads it has done."""
+"""Of 8 bytes, for each rank: where its cache was emptied, the step, counts, and loads it has done.
+"""
 
 
 class Reports:
@@ -36,6 +37,10 @@ class Reports:
         """Whether every rank has done a load. Ids count up."""
         at = _LOADS + load % SLOTS
         return all(self._words[at + rank * _WORDS] >= load for rank in range(self._ranks))
+
+    def step(self) -> int:
+        """The number of the last step that every rank has done; 0: none."""
+        return min(self._words[rank * _WORDS + _STEP] for rank in range(self._ranks))
 
     def forgotten(self) -> int:
         """The last move in which a rank's cache was emptied, if not by the scheduler; or -1."""
@@ -72,6 +77,9 @@ class RankReports:
     def done(self, load: int) -> None:
         """Say that this rank needs the scheduler's hold of a load's item no more."""
         self._words[_LOADS + load % SLOTS] = load
+
+    def end_step(self, number: int) -> None:
+        self._words[_STEP] = number
 
     def forgot(self, move: int) -> None:
         """Say in which move the cache was emptied, if not by the scheduler; or -1."""

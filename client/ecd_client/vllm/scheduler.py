@@ -100,7 +100,9 @@ class SchedulerRole:
             self._producer = Producer(
                 self._client, self._sharing, self._metadata, announces_node=announces_node
             )
-        self._encodes = Encodes(self._client, self.stats, is_producer=is_producer)
+        self._encodes = Encodes(
+            self._client, self.stats, settings.load_timeout_s, is_producer=is_producer
+        )
         how = settings, self._sharing, outputs, self.stats, self._producer, self._encodes
         self._lookup = Lookup(self._client, *how)
         self._items = WantedItems(outputs, self._encodes.left)
@@ -110,6 +112,7 @@ class SchedulerRole:
         )
         self._loads = Loads(self._items, self.reports, self._lock)
         self._encoded_rows = 0  # by the step being scheduled
+        self._steps = 0
         self._readiness = Readiness(
             settings,
             self._sharing,
@@ -283,7 +286,7 @@ class SchedulerRole:
             return
         if not wanted.promised:
             self.stats.count("misses")
-            wanted.encoded = True
+            self._encodes.begin(wanted)
             if self._producer is not None:
                 self._producer.describe(feature)
             return
@@ -311,12 +314,15 @@ class SchedulerRole:
             if not self._is_consumer or num_scheduled_tokens:
                 saves, keeps = self._producer.take_saves()
         encoded_rows, self._encoded_rows = self._encoded_rows, 0
+        self._steps += 1
+        self._encodes.begin_step(self._steps)
         return EcdMetadata(
             self.namespace,
             self.moves,
             self._loads.take_new(),
             saves,
             keeps,
+            self._steps,
             self.reports.path,
             {} if self._producer is None else self._producer.take_placeholders(),
             encoded_rows,
@@ -325,6 +331,7 @@ class SchedulerRole:
     def _hear(self) -> None:
         """Take in what the workers have reported."""
         self._loads.look()
+        self._encodes.end_steps(self.reports.step())
         by_workers = self.reports.take_counts()
         self.stats.aggregate(by_workers)
         if by_workers.data.get("dropped_saves"):

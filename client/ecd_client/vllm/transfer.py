@@ -39,6 +39,8 @@ class EcdMetadata(ECConnectorMetadata):
     """Items that ecd lacks: workers store those that are in their encoder cache."""
     keeps: list[str] = field(default_factory=list)
     """Items that an engine which only encodes found in ecd: workers copy them to their cache."""
+    step: int = 0
+    """The number of the step."""
     reports_path: str = ""
     """Where the workers report."""
     placeholders: dict[str, bytes] = field(default_factory=dict)

@@ -74,7 +74,7 @@ class WorkerRole:
         self._namespace: str | None = None
         self._encoder_cache: dict[str, torch.Tensor] | None = None
         self._reports: RankReports | None = None
-        self._reports_path = ""
+        self._reports_path, self._step = "", 0
         self._is_apart = False  # from the scheduler's machine
         self._move = -1
         self._marked = -1  # the move for which MARK was put there
@@ -99,6 +99,7 @@ class WorkerRole:
         if step.move != self._move:
             self._move, self.forgotten = step.move, -1
         self._namespace, self._reports_path = step.namespace, step.reports_path
+        self._step = step.step
         self._placeholders = step.placeholders
         if self._is_producer and not TELLS_WHAT_TO_SAVE and self._encoder_cache is not None:
             self.begin_saves(step, self._encoder_cache)
@@ -130,6 +131,7 @@ class WorkerRole:
         for load in self._loader.take_done():
             self._reports.done(load)
         self._reports.forgot(self.forgotten)
+        self._reports.end_step(self._step)
         if not self._stats.is_empty():
             self._reports.add(self._stats.take())
 
