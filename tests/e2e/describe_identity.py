@@ -81,6 +81,25 @@ parted = {
     if any(by_role[role]["fields"][name] != value for role in ROLES)
 }
 
+
+def reason(role: str = "ec_both", backend: str = "mp", nnodes: int = 1, **engine: object) -> str:
+    """Why an engine of this layout shares nothing."""
+    config = of_role(role, **engine)
+    config.parallel_config.distributed_executor_backend = backend
+    config.parallel_config.nnodes = nnodes
+    return str(why_nothing_is_shared(config))
+
+
+counters = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
+reasons = {
+    "one machine": reason(),
+    "two machines": reason(nnodes=2),
+    "ray": reason(backend="ray"),
+    "external_launcher": reason(backend="external_launcher"),
+    "counters": reason(**counters),
+    "counters of an encoder": reason("ec_producer", **counters),
+}
+
 namespaces = {
     "plain": namespace(),
     "device": namespace(mm_processor_kwargs={"device": "cpu"}),
@@ -121,6 +140,7 @@ print(
             "namespaces": namespaces,
             "by role": {role: said["namespaces"] for role, said in by_role.items()},
             "parted": sorted(parted),
+            "reasons": reasons,
             "load formats": typing.get_args(LoadFormats),
             "code": measured_name(EngineArgs(model=str(model)).create_engine_config()),
             "whisper": why_nothing_is_shared(EngineArgs(model=str(whisper)).create_engine_config()),

@@ -352,6 +352,24 @@ def test_equal_flags_give_each_role_one_namespace(
     assert parted - {"MultiModalConfig.media_io_kwargs"} <= known, "what parts roles by now?"
 
 
+@CONTRACT
+def test_an_engine_that_shares_nothing_says_why_and_what_helps(
+    version: str, described: Callable[[str], dict]
+) -> None:
+    reasons = described(version)["reasons"]
+    assert reasons.pop("one machine") == "None"
+    helps = {
+        "two machines": "an engine on each machine",
+        "ray": "--distributed-executor-backend mp",
+        "external_launcher": "--distributed-executor-backend mp",
+        "counters": "or give --enable-prefix-caching",
+        "counters of an encoder": "or let ec_role be ec_both",
+    }
+    assert {name: helps[name] in reason for name, reason in reasons.items()} == dict.fromkeys(
+        helps, True
+    ), reasons
+
+
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen2_audio"])
 def test_versions_of_vllm_share_only_where_their_embeddings_are_equal(
     kind: str, engines: Engines

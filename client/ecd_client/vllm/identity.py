@@ -52,6 +52,8 @@ reason for each field; tests/e2e/test_identity.py lists the fields that change n
 """
 CHOSEN_DECODER = {"backend": "torchcodec", "device": "cuda"}
 """What vLLM adds to a video's settings by role (`VllmConfig._resolve_mm_video_decode_device`)."""
+ONE_MACHINE = (None, "uni", "mp")
+"""Executors whose workers are on the scheduler's machine."""
 PRIVATE = "private-"
 _READABLE = re.compile(r"[A-Za-z0-9._+-]{1,128}")
 
@@ -129,19 +131,35 @@ def why_nothing_is_shared(vllm_config: VllmConfig) -> str | None:
     the request's processor settings into a value that looks like a digest of the content. vLLM
     reads these two fields whenever an item comes, so callers ask anew each time.
     """
-    model_config = vllm_config.model_config
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     if model_config.is_encoder_decoder:
         return "encoder-decoder models read their encoder's outputs past the encoder cache"
+    if model_config.is_multimodal_raw_input_only_model:
+        return "this model takes its inputs raw, past the encoder cache"
+    if parallel.nnodes > 1:
+        return (
+            f"this engine's workers are on {parallel.nnodes} machines, and the memory that its "
+            "scheduler promises is on one of them. Start an engine on each machine, or run without "
+            "the connector"
+        )
+    if (executor := parallel.distributed_executor_backend) not in ONE_MACHINE:
+        return (
+            f"the executor {executor} may have workers on other machines, or several schedulers "
+            "that must decide alike. Give --distributed-executor-backend mp"
+        )
     multimodal = model_config.multimodal_config
     if (
         multimodal is not None
         and multimodal.mm_processor_cache_gb == 0
         and not vllm_config.cache_config.enable_prefix_caching
     ):
+        transfer = vllm_config.ec_transfer_config
+        only_encodes = transfer.is_ec_producer and not transfer.is_ec_consumer
+        remedy = "let ec_role be ec_both" if only_encodes else "give --enable-prefix-caching"
         return (
-            "with --mm-processor-cache-gb 0 and without prefix caching vLLM names items by a "
-            "counter instead of their content. Leave --mm-processor-cache-gb at its default, or "
-            "give --enable-prefix-caching"
+            "with --mm-processor-cache-gb 0 and without prefix caching, which no engine has that "
+            "only encodes, vLLM names items by a counter instead of their content. Leave "
+            f"--mm-processor-cache-gb at its default, or {remedy}"
         )
     return None
 
