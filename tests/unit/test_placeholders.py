@@ -209,6 +209,8 @@ def test_items_may_come_with_what_sizes_them(name: str, said: Any) -> None:
         ("image_grid_thw", [[1, -(1 << 26), (1 << 38) - 1]]),
         ("image_grid_thw", [[1, 2048, 2048], [1, 2048, 2048]]),
         ("image_grid_thw", [[1.0, 16.0, 24.0]]),
+        ("image_grid_thw", [[1, 16.5, 24]]),
+        ("image_grid_thw", [[4, 8, 12]]),
         ("image_grid_thw", [[]]),
         ("image_grid_thw", [[1, 16, 24], 1]),
         ("image_grid_thw", []),
