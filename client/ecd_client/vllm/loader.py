@@ -26,6 +26,7 @@ from ecd_client.item import Handle, Item
 from ecd_client.pools import address_of
 from ecd_client.tensors import load as start_load
 from ecd_client.tensors import private_copy
+from ecd_client.vllm.names import shown
 from ecd_client.vllm.stats import EcdStats
 from ecd_client.vllm.transfer import Load
 from ecd_proto.mapping import Mapping
@@ -164,11 +165,12 @@ class Loader:
             item = self._client.get(load.identifier, self._timeout_s)
         except EcdError as error:
             raise RuntimeError(
-                f"ecd: {load.identifier} was promised, but {cause}; {error}"
+                f"ecd: {shown(load.identifier)} was promised, but {cause}; {error}"
             ) from error
         handle = load.handle
         if item is None or item.shape != handle.shape or item.dtype != handle.dtype:
-            raise RuntimeError(f"ecd: {load.identifier} was promised, but {cause} and it is gone")
+            gone = f"ecd: {shown(load.identifier)} was promised, but {cause} and it is gone"
+            raise RuntimeError(gone)
         with item:
             if not self._has_failed:
                 with contextlib.suppress(DeviceError):

@@ -16,6 +16,7 @@ from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.vllm.compat import TELLS_WHAT_TO_SAVE
 from ecd_client.vllm.encode_time import EncodeTime
 from ecd_client.vllm.loader import Loader
+from ecd_client.vllm.names import shown
 from ecd_client.vllm.reports import RankReports
 from ecd_client.vllm.settings import Settings
 from ecd_client.vllm.stats import EcdStats
@@ -268,7 +269,7 @@ class WorkerRole:
 
     def _drop(self, identifier: str, cause: object) -> None:
         self._stats.count("dropped_saves")
-        logger.debug("ecd: %s is not stored: %s", identifier, cause)
+        logger.debug("ecd: %s is not stored: %s", shown(identifier), cause)
 
     def _loading_rank(self) -> int:
         """This worker's number among those of the pipeline's first stage, which load and encode."""
