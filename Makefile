@@ -189,6 +189,10 @@ night: check vllm test-system $(STANDIN) $(KUBERNETES)  ## all tests, with many 
 	  $(BIN)/pytest -n 2 -m 'night or not night' --run-limit 28800
 	$(MAKE) bugs timing
 
+.PHONY: shake
+shake: $(VENV)/.ready vllm test-system $(STANDIN) $(KUBERNETES)  ## tests whose processes stand still at random, which shows those that tremble; as root. ONLY='tests/cluster -k locate' chooses
+	PYTHONPATH=tests $(BIN)/python tests/shake.py --seed $(SEED) -- -n 2 $(ONLY)
+
 SEED ?= 1
 MINUTES ?= 2
 .PHONY: campaign

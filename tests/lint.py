@@ -17,6 +17,7 @@ TESTS = Path(__file__).parent
 TIMED = "timing", "campaign", "simulation"
 """Real figures, faults at a pace drawn by lot, and virtual time."""
 PACED = {
+    "shake.py": "halts other programs",
     "support/citizen.py": "a client that goes on at a pace",
     "support/cuda/dma_stress.py": "a load of its own",
     "support/limits.py": "the limit of a run",
