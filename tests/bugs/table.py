@@ -490,7 +490,7 @@ EDITED = {
         "unit/test_item_names.py",
         Edit(
             "client/ecd_client/vllm/names.py",
-            "    if brings_embeddings(feature):\n",
+            "    if brought_with(feature) is not None:\n",
             "    if not named:\n",
         ),
     ),

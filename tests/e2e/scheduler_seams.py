@@ -258,6 +258,19 @@ if CAN_LEAVE_OUT_MEDIA:
                 asked.mm_features[0].identifier
             )
         connector.request_finished(asked)
+    misses = role.stats.data.get("misses", 0)
+    for name, value in {"right": 0.0, "not a number": float("nan")}.items():
+        said = {"embedding": torch.full((4, 128), value, dtype=dtype)}
+        asked = request(name, feature("a prompt's", 4, modality="prompt_embeds", said=said))
+        done[f"brought prompt: {name}"] = settled(asked)
+        connector.update_state_after_alloc(asked, 0)
+        if name == "right":
+            [item] = asked.mm_features
+            done["a prompt's embeddings are looked up"] = len(role._items)
+            done["a prompt's embeddings are stored"] = role._sharing.includes(item.identifier)
+        connector.request_finished(asked)
+    done["a prompt's embeddings are misses"] = role.stats.data.get("misses", 0) - misses
+    done["a prompt's embeddings are encoded rows"] = role._encoded_rows
 connector.build_connector_meta(STEP)
 
 

@@ -177,13 +177,17 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         assert done.pop("what was brought is looked up") is False
         assert done.pop("what was brought is stored") is False
         assert done.pop("fetched") == [[], "data:", "absen", "slow"]
+        prompts = {name: done.pop(name) for name in list(done) if "prompt's embeddings" in name}
+        assert len(prompts) == 4
+        assert not any(prompts.values()), prompts
         assert {name for name, end in described.items() if end == "goes on"} == {
             "metadata: right",
             "brought embeddings: right",
+            "brought prompt: right",
         }
         may_come = {name for name, may in described.items() if may is True}
         assert may_come == {"may come: right", "may come: embeddings"}
-        assert len(described) == 21
+        assert len(described) == 23
     assert done == {
         "a name alone, of None": "goes on",
         "a name alone, of one": "goes on",

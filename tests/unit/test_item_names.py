@@ -63,16 +63,18 @@ def test_no_two_items_have_one_identifier_whatever_a_client_calls_them() -> None
         names += given
 
 
-@pytest.mark.parametrize("modality", ["image", "video", "audio"])
+@pytest.mark.parametrize("modality", ["image", "video", "audio", "prompt_embeds"])
 @pytest.mark.parametrize("salt", [None, "one"])
 def test_embeddings_that_a_client_brought_have_no_pictures_name(
     modality: str, salt: str | None
 ) -> None:
-    brought = named(item("a", f"{modality}_embeds", modality=modality), salt)
+    """vLLM calls those of a prompt's part (`--enable-prompt-embeds`) otherwise."""
+    field = "embedding" if modality == "prompt_embeds" else f"{modality}_embeds"
+    brought = named(item("a", field, modality=modality), salt)
     assert is_alone(brought)
     assert brought not in ("a", stored_name("a", salt))
     assert outer_name(brought) == "a"
-    other = named(item("a", f"{modality}_embeds", modality=modality), "another")
+    other = named(item("a", field, modality=modality), "another")
     assert other != brought
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 SALTED, ALONE = "salt-", "alone-"
 _BROUGHT = f"{ALONE}brought-"
+PROMPT = "prompt_embeds"
+"""Modality of a part of the prompt that comes as embeddings (`--enable-prompt-embeds`)."""
 _DIGITS = 32
 _NAMED = "ecd_identifier"
 """Attribute of an item that has its name: what a client calls an item may look like one."""
@@ -51,16 +53,18 @@ def name_apart(feature: Any, salt: str | None) -> None:
     if getattr(feature, _NAMED, None) == feature.identifier:
         return
     named = stored_name(feature.identifier, salt)
-    if brings_embeddings(feature):
+    if brought_with(feature) is not None:
         named = f"{_BROUGHT}{named}"
     feature.identifier = named
     setattr(feature, _NAMED, named)
 
 
-def brings_embeddings(feature: Any) -> bool:
-    """Whether a client brought an item's embeddings, so that no encoder makes them."""
-    brought = (feature.data or {}).get(f"{feature.modality}_embeds")
-    return brought is not None and brought.data is not None
+def brought_with(feature: Any) -> Any:
+    """The embeddings of an item that a client brought, so that no encoder makes them; or None."""
+    modality = feature.modality
+    field = "embedding" if modality == PROMPT else f"{modality}_embeds"
+    brought = (feature.data or {}).get(field)
+    return None if brought is None else brought.data
 
 
 def shown(name: str) -> str:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ecd_client.vllm.names import PROMPT
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -67,7 +69,7 @@ class Outputs:
             return width == measured
         multiple, rest = divmod(width, self._width)
         # The features of a vision tower's layers stand behind each of its embeddings.
-        known = {1} if modality == "audio" else self._multiples
+        known = {1} if modality in ("audio", PROMPT) else self._multiples
         return rest == 0 and (multiple in known or (multiple > 0 and not self._is_known))
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ from ecd_client.vllm.encodes import Encodes
 from ecd_client.vllm.hints import consumers_in, hints_in
 from ecd_client.vllm.loads import Loads
 from ecd_client.vllm.lookup import Lookup
-from ecd_client.vllm.names import brings_embeddings, name_apart, outer_name
+from ecd_client.vllm.names import brought_with, name_apart, outer_name
 from ecd_client.vllm.outputs import Outputs
 from ecd_client.vllm.producer import Producer
 from ecd_client.vllm.readiness import Readiness
@@ -228,7 +228,8 @@ class SchedulerRole:
             is_bare = self._is_consumer and self._metadata.is_all_of(feature)
             placeholder = self._metadata.of_item(feature) if is_bare else None
             is_wrong = is_bare and bool(feature.data) and placeholder is None
-            if is_wrong or (brings_embeddings(feature) and not self._is_sensible(feature)):
+            brought = brought_with(feature)
+            if is_wrong or (brought is not None and not self._is_sensible(feature, brought)):
                 self._readiness.refuse(request, state, identifier)
             if is_bare or (may_load and self._sharing.includes(identifier)):
                 embeddings = position.get_num_embeds()
@@ -237,10 +238,9 @@ class SchedulerRole:
                 state.add(item, position.offset + position.length)
         state.seen = len(request.mm_features)
 
-    def _is_sensible(self, feature: Any) -> bool:
+    def _is_sensible(self, feature: Any, brought: Any) -> bool:
         """Whether embeddings that a client brought are what the model's language part takes."""
         modality, embeddings = feature.modality, feature.mm_position.get_num_embeds()
-        brought = feature.data[f"{modality}_embeds"].data
         return self._outputs.fit_brought(modality, brought, embeddings) and not (
             self._metadata.fields_for(modality) and self._metadata.of_item(feature) is None
         )
@@ -280,7 +280,7 @@ class SchedulerRole:
         """Load a promised item, for which the engine made room now; it encodes the others."""
         feature = request.mm_features[index]
         wanted = self._items.get(feature.identifier)
-        if wanted is None or not wanted.promised:
+        if (wanted is None or not wanted.promised) and brought_with(feature) is None:
             self._encoded_rows += feature.mm_position.get_num_embeds()
         if wanted is None:
             return
