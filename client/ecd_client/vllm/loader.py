@@ -161,16 +161,14 @@ class Loader:
         Raises RuntimeError.
         """
         self._stats.count("reloads")
+        name = shown(load.identifier)
         try:
             item = self._client.get(load.identifier, self._timeout_s)
         except EcdError as error:
-            raise RuntimeError(
-                f"ecd: {shown(load.identifier)} was promised, but {cause}; {error}"
-            ) from error
+            raise RuntimeError(f"ecd: {name} was promised, but {cause}; {error}") from error
         handle = load.handle
         if item is None or item.shape != handle.shape or item.dtype != handle.dtype:
-            gone = f"ecd: {shown(load.identifier)} was promised, but {cause} and it is gone"
-            raise RuntimeError(gone)
+            raise RuntimeError(f"ecd: {name} was promised, but {cause} and it is gone")
         with item:
             if not self._has_failed:
                 with contextlib.suppress(DeviceError):
