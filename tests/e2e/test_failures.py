@@ -130,6 +130,7 @@ def test_one_uuid_for_two_pictures_is_a_miss(
     reply = second.generate([{**large, **name}])
     assert (tokens(reply), reply["encoded"]) == (expected, 1)
     assert "one uuid to different media" in second.text()
+    assert "the model may encode a picture otherwise where others stand beside it" in second.text()
 
 
 def test_an_engine_without_an_encoder_fails_only_the_request_that_cannot_be_served(

@@ -196,8 +196,8 @@ class Lookup:
         wanted.cause = (
             f"the entry is {wanted.item.dtype} of shape {wanted.item.shape}, but "
             f"{set(wanted.expected.values())} embeddings of {self._outputs} are expected, or other "
-            "metadata came with it: a client may have given one uuid to different media, or stored "
-            "something else under it"
+            "metadata came with it: the model may encode a picture otherwise where others stand "
+            "beside it, or a client has given one uuid to different media or stored something else"
         )
         if not wanted.mismatched:
             wanted.mismatched = True
