@@ -179,6 +179,14 @@ with Client(address, namespace=role.namespace) as other:
     done["once that is stored"] = settled(late), connector.has_cache_item("elsewhere")
     connector.request_finished(late)
 
+put("said", 4)
+for name, more in {"whole": {}, "of a stream": {"resumable": True}}.items():
+    asked = request(name, feature("said", 4, modality="audio"))
+    vars(asked).update(more)
+    settled(asked)
+    done[f"sound that is {name} is had"] = connector.has_cache_item(asked.mm_features[0].identifier)
+    connector.request_finished(asked)
+
 put("one name", 6)
 contested = [
     request("with media", feature("one name", 4)),

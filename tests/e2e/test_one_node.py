@@ -202,6 +202,8 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         "a lost load ends without a step": True,
         "and lets go of its item": True,
         "locked while its step runs": True,
+        "sound that is whole is had": True,
+        "sound that is of a stream is had": False,
         "and not for long after that": True,
         "goes on while another encodes": False,
         "once that is stored": ["goes on", True],

@@ -37,6 +37,21 @@ def test_a_tenants_names_are_its_own() -> None:
     assert stored_name("a", "one") == names[2]
 
 
+def test_an_item_that_is_private_is_never_another_engines() -> None:
+    names = []
+    for salt in (None, "one"):
+        for fields in ((), ("image_embeds",)):
+            private = item("a", *fields)
+            name_apart(private, salt, is_private=True)
+            assert is_alone(private.identifier)
+            assert outer_name(private.identifier) == "a"
+            assert is_alone(named(item(private.identifier), None))
+            names += [private.identifier, named(item("a", *fields), salt)]
+    brought = [name for name in names if names.count(name) > 1]
+    assert len(set(names)) == 6, "what a client brought is named so, private or not"
+    assert all("brought" in name for name in brought)
+
+
 def test_no_name_that_a_client_chooses_is_a_tenants() -> None:
     guessed = stored_name("a", "one")
     assert is_alone(named(item(guessed), None))

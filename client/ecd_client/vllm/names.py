@@ -1,10 +1,11 @@
 """The names of items within an engine, where those that vLLM gives would say too little.
 
 vLLM names an item by its content, or by what the client calls it. That is the embedding's name in
-the engine's own encoder cache, and its mm_hash in ecd. Two kinds of items get another one, before
-they are scheduled: an item of a request with a `cache_salt` is named with its salt, as vLLM does
-with prefixes, and embeddings that a client brought are named as this engine's alone. No client can
-choose a name that another's item gets so: one that begins like that is named as this engine's, too.
+the engine's own encoder cache, and its mm_hash in ecd. Some items get another one, before they are
+scheduled: an item of a request with a `cache_salt` is named with its salt, as vLLM does with
+prefixes; embeddings that a client brought, and media that are not to be shared, are named as this
+engine's alone. No client can choose a name that another's item gets so: one that begins like that
+is named as this engine's, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 from typing import Any
 
 SALTED, ALONE = "salt-", "alone-"
-_BROUGHT = f"{ALONE}brought-"
+_BROUGHT, _PRIVATE = f"{ALONE}brought-", f"{ALONE}private-"
 PROMPT = "prompt_embeds"
 """Modality of a part of the prompt that comes as embeddings (`--enable-prompt-embeds`)."""
 _DIGITS = 32
@@ -33,7 +34,7 @@ def stored_name(name: str, salt: str | None) -> str:
 
 def outer_name(identifier: str) -> str:
     """The name that vLLM gave to an item of this identifier."""
-    identifier = identifier.removeprefix(_BROUGHT)
+    identifier = identifier.removeprefix(_BROUGHT).removeprefix(_PRIVATE)
     if identifier.startswith(SALTED):
         return identifier[len(SALTED) + _DIGITS + 1 :]
     return identifier.removeprefix(ALONE)
@@ -44,17 +45,19 @@ def is_alone(identifier: str) -> bool:
     return identifier.startswith(ALONE)
 
 
-def name_apart(feature: Any, salt: str | None) -> None:
+def name_apart(feature: Any, salt: str | None, *, is_private: bool = False) -> None:
     """Give a request's item the identifier that it has within the engine.
 
-    Requests that vLLM makes of one (`n` above 1) may share the item, or have copies of it: it has
-    its name then.
+    No other engine gets a private one. Requests that vLLM makes of one (`n` above 1) may share the
+    item, or have copies of it: it has its name then.
     """
     if getattr(feature, _NAMED, None) == feature.identifier:
         return
     named = stored_name(feature.identifier, salt)
     if brought_with(feature) is not None:
         named = f"{_BROUGHT}{named}"
+    elif is_private:
+        named = f"{_PRIVATE}{named}"
     feature.identifier = named
     setattr(feature, _NAMED, named)
 

@@ -75,7 +75,7 @@ class SchedulerRole:
                 "ecd_on_unavailable=fail needs a vLLM whose scheduler can fail a single request "
                 "for its connector (0.32 can, 0.28 cannot)"
             )
-        self._lock = threading.RLock()
+        self._settings, self._lock = settings, threading.RLock()
         self._wait_s = settings.load_timeout_s
         self._fails = settings.on_unavailable == FAIL
         self._is_consumer = is_consumer
@@ -123,7 +123,7 @@ class SchedulerRole:
         )
         self._requests: dict[str, RequestItems] = {}
         self._shown = SharedNamespace(vllm_config.instance_id)
-        self._shown.write(self.namespace)
+        self._show()
         self._sharing.log_start()
 
     @hook
@@ -144,6 +144,11 @@ class SchedulerRole:
     def moves(self) -> int:
         """How often the namespace was set anew."""
         return self._sharing.moves
+
+    def _show(self) -> None:
+        """Tell the API server's middleware the namespace of pictures, if they are shared."""
+        is_private = self._settings.keeps_private("image", is_streaming=False)
+        self._shown.write(None if is_private else self.namespace)
 
     @hook
     def weights_changed(self, cause: str) -> None:
@@ -171,7 +176,7 @@ class SchedulerRole:
     def _start_over(self) -> None:
         self._encodes.let_go()
         self._client.namespace = self._sharing.namespace
-        self._shown.write(self.namespace)
+        self._show()
         self._lookup.forget()
         if self._producer is not None:
             self._producer.forget()
@@ -223,7 +228,10 @@ class SchedulerRole:
         """
         may_load = self._fails or self._loads.are_reported
         for index, feature in enumerate(request.mm_features[state.seen :], state.seen):
-            name_apart(feature, request.cache_salt)
+            is_private = self._settings.keeps_private(
+                feature.modality, is_streaming=getattr(request, "resumable", False)
+            )
+            name_apart(feature, request.cache_salt, is_private=is_private)
             identifier, position = feature.identifier, feature.mm_position
             is_bare = self._is_consumer and self._metadata.is_all_of(feature)
             placeholder = self._metadata.of_item(feature) if is_bare else None

@@ -21,8 +21,9 @@ KEYS = (
     *("ecd_address", "ecd_namespace", "ecd_uuids"),
     *("ecd_weights_version", "ecd_weights_run", "ecd_code_version", "ecd_harmless_calls"),
     *("ecd_load_timeout_s", "ecd_on_unavailable", "ecd_announce_node"),
-    "ecd_device_views",
+    *("ecd_device_views", "ecd_modalities"),
 )
+MODALITIES = "audio", "image", "video"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Settings:
     weights_run: str | None = None
     code_version: str | None = None
     harmless_calls: frozenset[str] = frozenset()
+    modalities: frozenset[str] | None = None
+    """Those that are shared; None: all."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Settings:
@@ -88,6 +91,14 @@ class Settings:
         device_views = extra.pop("ecd_device_views", False)
         if not isinstance(device_views, bool):
             raise InvalidArgument(f"ecd_device_views is {device_views!r}; it must be true or false")
+        modalities = extra.pop("ecd_modalities", None)
+        if modalities is not None and not (
+            isinstance(modalities, list) and all(each in MODALITIES for each in modalities)
+        ):
+            raise InvalidArgument(
+                f"ecd_modalities is {modalities!r}; it must be a list of some of "
+                f"{', '.join(MODALITIES)}"
+            )
         if extra:
             raise InvalidArgument(
                 f"unknown in ec_connector_extra_config: {', '.join(map(str, extra))}; known are "
@@ -107,7 +118,14 @@ class Settings:
             trusts_uuids=uuids == TRUST,
             announces_node=announces_node,
             device_views=device_views,
+            modalities=None if modalities is None else frozenset(modalities),
         )
+
+    def keeps_private(self, modality: str, *, is_streaming: bool) -> bool:
+        """Whether media of this kind stay with this engine: those of a stream never come again."""
+        if self.modalities is not None and modality not in self.modalities:
+            return True
+        return is_streaming and modality == "audio"
 
     def shares(self, identifier: str) -> bool:
         """Whether the identifier means the same item on every engine of the namespace.
