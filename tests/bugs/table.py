@@ -512,6 +512,24 @@ EDITED = {
             "name.startswith(SALTED)",
         ),
     ),
+    "a video is announced without the rate of its frames": Bug(
+        "vllm",
+        "e2e/test_metadata.py",
+        Edit(
+            "client/ecd_client/vllm/compat.py",
+            "return name in ASSUMED and bool(",
+            "return name in ASSUMED or bool(",
+        ),
+    ),
+    "lists that no server takes are announced": Bug(
+        "vllm",
+        "e2e/test_metadata.py",
+        Edit(
+            "client/ecd_client/vllm/compat.py",
+            "and not any(isinstance(each, list) for",
+            "and not any(isinstance(each, str) for",
+        ),
+    ),
     "an item without media may have any field": Bug(
         "security",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",

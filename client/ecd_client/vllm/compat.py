@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +61,17 @@ CAN_LEAVE_OUT_MEDIA = ReceiverCache is not None
 TELLS_WHAT_TO_SAVE = hasattr(ECConnectorBase, "start_save_caches")
 """Whether a producer's worker is shown its encoder cache at the beginning of each step."""
 
+ENCODERS_OWN = {
+    *("pixel_values", "pixel_values_videos", "video_pixel_values", "patch_positions"),
+    *("tgt_sizes", "video_tgt_sizes", "input_features", "input_audio_features", "audio_features"),
+    *("feature_attention_mask", "chunk_counts"),
+    *("audio_lens", "audio_token_len", "audio_num_chunks"),
+}
+"""Fields of processed items that nothing but the model's encoder reads."""
+AUDIO_IN_VIDEO = "use_audio_in_video"
+ASSUMED = {"second_per_grid_ts": 1.0, AUDIO_IN_VIDEO: 0.0}
+"""What models that read such a field take it to be where an item has none."""
+
 
 def fail_by_itself(request: Any, cause: str) -> None:
     """Have the scheduler of vLLM 0.28 fail a request that it has not scheduled yet.
@@ -82,6 +94,7 @@ class PlaceholderMetadata:
     def __init__(self, model_config: Any) -> None:
         self._model_config = model_config
         self._fields: dict[str, set[str]] = {}
+        self._announces: dict[str, bool] = {}
         merges = (config.get("spatial_merge_size") for config in configs_in(model_config.hf_config))
         self._merge = next((merge for merge in merges if type(merge) is int and merge > 0), None)
 
@@ -93,7 +106,8 @@ class PlaceholderMetadata:
         """Describe the items by mm_hash, in the form of vLLM's own connectors since 0.32.
 
         Without metadata the media travel on to the consumer. A request may not mix the two, so
-        all items of a modality have metadata or none has. vLLM 0.28 reads none from JSON.
+        all items of a modality have metadata or none has; and no item has any where the audio of a
+        video lies between its frames. vLLM 0.28 reads none from JSON.
         """
         if not mm_features:
             return None
@@ -104,6 +118,11 @@ class PlaceholderMetadata:
                 item["item_indices"].append(index)
             return items
         items = collect_ec_item_metadata(mm_features, self)
+        are_apart = not any(map(_is_interleaved, mm_features))
+        for feature in mm_features:
+            item = items[feature.identifier]
+            if not (are_apart and self._may_announce(feature, item["metadata"])):
+                item["metadata"] = {}
         incomplete: set[str] = set()
         while (
             more := {
@@ -120,10 +139,55 @@ class PlaceholderMetadata:
         return items
 
     def packed(self, feature: Any) -> bytes:
-        """The item's fields as its entry carries them; empty unless all are known."""
+        """The item's fields as its entry carries them; empty unless a consumer needs no others."""
         placeholder = self.of_item(feature)
-        packed = b"" if placeholder is None else placeholder.packed
+        if placeholder is None or not self._may_announce(feature, placeholder.fields):
+            return b""
+        packed = placeholder.packed
         return packed if len(packed) <= MAX_PACKED_BYTES else b""
+
+    def _may_announce(self, feature: Any, fields: Mapping[str, Any]) -> bool:
+        """Whether these fields do for a consumer in place of the item's media.
+
+        Its server takes flat lists of numbers alone. Its model reads further fields of some items,
+        for the times of a video; none but ENCODERS_OWN are known not to matter.
+        """
+        return (
+            self.announces(feature.modality)
+            and fields.keys() == self.fields_for(feature.modality)
+            and not any(isinstance(each, list) for value in fields.values() for each in value)
+            and all(
+                name in fields or name in ENCODERS_OWN or _is_assumed(name, element.data)
+                for name, element in (feature.data or {}).items()
+            )
+        )
+
+    def announces(self, modality: str) -> bool:
+        """Whether items of the modality can have metadata, and consumers' servers take them.
+
+        MiniCPM-V 4.6 declares a field that its pictures lack, and MiniCPM-o asks for the media.
+        """
+        if modality not in self._announces:
+            self._announces[modality] = bool(self.fields_for(modality)) and self._takes(modality)
+        return self._announces[modality]
+
+    def _takes(self, modality: str) -> bool:
+        try:
+            from vllm.multimodal import MULTIMODAL_REGISTRY
+
+            processor = MULTIMODAL_REGISTRY.create_processor(self._model_config)
+            made = processor._get_mm_fields_config({}, {})
+            if not self.fields_for(modality) <= made.keys():
+                return False
+            if not CAN_LEAVE_OUT_MEDIA:
+                return True
+            kind = type(processor.info)
+            consumers = type("Consumers", (kind,), {"allow_missing_mm_embeddings": True})
+            parser = consumers(processor.info.ctx).get_data_parser()
+            return bool(parser.allow_missing_mm_embeddings)
+        except Exception:  # the model's own code
+            logger.warning("no placeholder metadata for %s", modality, exc_info=True)
+            return False
 
     def of_item(self, feature: Any) -> Placeholder | None:
         """The fields of a request's item. None: some are not known, or make no sense."""
@@ -245,6 +309,19 @@ def _is_long(value: Any) -> bool:
     """Whether a field has more numbers than one may have, so that it is not looked at."""
     count = value.numel() if isinstance(value, torch.Tensor) else len(value)
     return count > MAX_NUMBERS
+
+
+def _is_assumed(name: str, value: Any) -> bool:
+    """Whether an item's field is absent, or says what its model takes it to be without it."""
+    if value is None:
+        return True
+    return name in ASSUMED and bool((torch.as_tensor(value) == ASSUMED[name]).all())
+
+
+def _is_interleaved(feature: Any) -> bool:
+    """Whether an item is a video whose audio lies between its frames in the prompt."""
+    element = (feature.data or {}).get(AUDIO_IN_VIDEO)
+    return element is not None and not _is_assumed(AUDIO_IN_VIDEO, element.data)
 
 
 def _has_more(data: Any, fields: set[str]) -> bool:

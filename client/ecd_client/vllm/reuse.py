@@ -191,8 +191,8 @@ class Reuse:
         except FileNotFoundError:
             raise Unsuitable("its engine runs elsewhere, or as another user") from None
         metadata = PlaceholderMetadata(config.model_config)
-        if not metadata.fields_for("image"):
-            raise Unsuitable("the model has no placeholder metadata for pictures")
+        if not metadata.announces("image"):
+            raise Unsuitable("the model's pictures have no metadata that can take their place")
         adapters = [adapter.name for adapter in getattr(state.args, "lora_modules", None) or ()]
         models = [*(state.args.served_model_name or [state.args.model]), *adapters]
         client = Client(settings.address, name="vllm middleware", connect_timeout=0.0)

@@ -1,0 +1,38 @@
+"""What is announced of an item is all that a consumer needs of it, and what its server takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from e2e.engines import result_of
+
+
+def test_what_is_announced_does_for_a_consumer_and_its_server(version: str, tmp_path: Path) -> None:
+    said, taken, more, unclassified = result_of(version, "metadata_seams.py", str(tmp_path))
+    picture, video = {"image_grid_thw": [1, 6, 8]}, {"video_grid_thw": [4, 4, 6]}
+    assert said == {
+        "qwen2_5_vl: a picture": picture,
+        "qwen2_5_vl: a video, 1 frames a second": {},  # its positions need the rate
+        "qwen2_5_vl: a video, 2 frames a second": video,
+        "qwen2_5_vl: a video, 8 frames a second": {},
+        "a field that nobody knows": {},
+        "frames alone": video,
+        "two grids": {},
+        "beside a video with its sound": {},
+        "qwen3_vl: a picture": picture,
+        "qwen3_vl: a video, 1 frames a second": {**video, "timestamps": [0.5, 2.5, 4.5, 6.5]},
+        "qwen3_vl: a video, 2 frames a second": {**video, "timestamps": [0.25, 1.25, 2.25, 3.25]},
+        "qwen3_vl: a video, 8 frames a second": {
+            **video,
+            "timestamps": [0.0625, 0.3125, 0.5625, 0.8125],
+        },
+        "qwen2_audio: a sound": {"audio_num_tokens": [25]},
+        "minicpmv4_6: a picture": {},
+        "minicpmv4_6: a video": {},
+        "minicpmv4_6: announces pictures": False,
+    }
+    assert not any(taken.values()), taken
+    assert len(taken) == 7
+    assert all("may not come with such" in refusal for refusal in more.values()), more
+    assert len(more) == 11
+    assert not unclassified, "say in ENCODERS_OWN or READ who reads them"
