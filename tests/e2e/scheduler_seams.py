@@ -30,6 +30,7 @@ from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA
 from ecd_client.vllm.names import stored_name
 from ecd_client.vllm.pictures import IMAGE, Look, Pictures
 from ecd_client.vllm.reports import RankReports
+from ecd_client.vllm.reuse import ReuseMiddleware
 from support.waiting import HANG_S, value_of
 
 WAIT_S = 1.0
@@ -299,7 +300,19 @@ async def fetched() -> list[object]:
     return [await pictures._contents(look), *(part[IMAGE]["url"][:5] for part in parts)]
 
 
+async def connected() -> bool:
+    """Whether the middleware has a session when it says that it works."""
+    config.model_config.multimodal_config.enable_mm_embeds = True
+    args = SimpleNamespace(model=model, served_model_name=None, api_key=None)
+    middleware = ReuseMiddleware(None)
+    await middleware._start(SimpleNamespace(vllm_config=config, args=args))
+    is_connected = middleware._reuse._client._connection.current is not None
+    await middleware._reuse.close()
+    return is_connected
+
+
 if CAN_LEAVE_OUT_MEDIA:
+    done["the middleware is connected"] = asyncio.run(connected())
     done["fetched"] = asyncio.run(fetched())
     parser = MULTIMODAL_REGISTRY.create_processor(config.model_config).info.data_parser
     said = {

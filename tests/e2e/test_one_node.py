@@ -177,6 +177,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         assert done.pop("what was brought is looked up") is False
         assert done.pop("what was brought is stored") is False
         assert done.pop("fetched") == [[], "data:", "absen", "slow"]
+        assert done.pop("the middleware is connected") is True
         prompts = {name: done.pop(name) for name in list(done) if "prompt's embeddings" in name}
         assert len(prompts) == 4
         assert not any(prompts.values()), prompts

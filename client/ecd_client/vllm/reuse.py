@@ -22,7 +22,7 @@ from vllm import envs
 from vllm.logger import init_logger
 
 from ecd_client.client import Client
-from ecd_client.errors import InvalidArgument
+from ecd_client.errors import EcdError, InvalidArgument
 from ecd_client.vllm.answers import Answers
 from ecd_client.vllm.asgi import (
     Leaving,
@@ -45,6 +45,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 RESTS_S = (1.0, 60.0)
 """First and longest time for which nothing is rewritten after a rewritten request failed."""
+CONNECT_S = 2.0
+"""How long the start waits for the daemon."""
 _STREAMED_ERROR = b'data: {"error"'
 
 
@@ -114,8 +116,13 @@ class ReuseMiddleware:
 
     async def _start(self, state: Any) -> None:
         try:
-            self._reuse = await asyncio.to_thread(Reuse, state)
-            logger.info("ecd: pictures that are stored are not preprocessed")
+            reuse = await asyncio.to_thread(Reuse, state)
+            is_connected = await asyncio.to_thread(reuse.connect)
+            self._reuse = reuse
+            logger.info(
+                "ecd: pictures that are stored are not preprocessed%s",
+                "" if is_connected else ", once the daemon answers",
+            )
         except Unsuitable as error:
             logger.warning("ecd: pictures are preprocessed as ever: %s", error)
         except Exception:
@@ -216,6 +223,14 @@ class Reuse:
         self.answers = Answers(client, metadata, models[0], announces_node=announces_node)
         self._lets_in, self.has_keys = _key_check(keys), bool(keys)
         self._rests_until_s = self._rest_s = 0.0
+
+    def connect(self) -> bool:
+        """Wait for the daemon, so that the first requests find pictures; False: it is away."""
+        try:
+            self._client.wait_connected(CONNECT_S)
+        except EcdError:
+            return False
+        return True
 
     async def close(self) -> None:
         if self.hop is not None:
