@@ -14,7 +14,8 @@ from support.limits import RUN_LIMIT_S, RunLimit, TestLimits
 from support.processes import mark
 
 LONGEST = (
-    *("tests/e2e", "tests/cluster", "tests/gpu/test_device_pool.py", "tests/gpu/test_dma.py"),
+    *("tests/e2e", "tests/cluster", "tests/e2e/models"),
+    *("tests/gpu/test_device_pool.py", "tests/gpu/test_dma.py"),
     *("tests/campaign", "tests/fuzz", "tests/integration/test_install.py"),
     *("tests/integration/test_disk.py", "tests/integration/test_kill.py"),
     *("tests/integration/test_client.py", "tests/simulation"),

@@ -1,0 +1,144 @@
+"""Google's models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from e2e.models.sizes import SQUARE, TEXT, TOWER
+from e2e.models.table import architecture
+
+if TYPE_CHECKING:
+    from e2e.models.checkpoint import Checkpoint
+
+SIGLIP = {"model_type": "siglip_vision_model", **TOWER, "vision_use_head": False}
+
+
+TIMM = "timm", "its vision tower is timm's, which is not installed"
+
+
+@architecture("Gemma", "PaliGemmaForConditionalGeneration", "image", most=1)
+def paligemma(to: Checkpoint) -> None:
+    from transformers import PaliGemmaConfig, PaliGemmaProcessor, SiglipImageProcessor
+
+    tokens = to.tokens("\n", image_token="<image>")
+    config = PaliGemmaConfig(
+        vision_config=SIGLIP | {"projection_dim": 64, "num_image_tokens": 4},
+        text_config={"model_type": "gemma", **TEXT, "hidden_activation": "gelu_pytorch_tanh"},
+        image_token_index=to.id("<image>"),
+        projection_dim=64,
+    )
+    to.config(config)
+    images = SiglipImageProcessor(**SQUARE, image_seq_length=4)
+    PaliGemmaProcessor(images, tokens).save_pretrained(to.directory)
+
+
+@architecture("Gemma", "Gemma3ForConditionalGeneration", "image", quick=True)
+def gemma3(to: Checkpoint) -> None:
+    from transformers import Gemma3Config, Gemma3ImageProcessor, Gemma3Processor
+
+    named = {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }
+    tokens = to.tokens(*("\n" * count for count in (1, 2, 3, 4)), **named)
+    config = Gemma3Config(
+        vision_config=SIGLIP | {"image_size": 56},
+        text_config=TEXT | {"sliding_window": 64, "query_pre_attn_scalar": 32},
+        mm_tokens_per_image=4,
+        boi_token_index=to.id(named["boi_token"]),
+        eoi_token_index=to.id(named["eoi_token"]),
+        image_token_index=to.id(named["image_token"]),
+    )
+    to.config(config)
+    images = Gemma3ImageProcessor(size={"height": 56, "width": 56})
+    Gemma3Processor(images, tokens, image_seq_length=4).save_pretrained(to.directory)
+
+
+@architecture("Gemma", "Gemma4ForConditionalGeneration", "image video", quick=True)
+def gemma4(to: Checkpoint) -> None:
+    from transformers import (
+        Gemma4AudioFeatureExtractor,
+        Gemma4Config,
+        Gemma4ImageProcessor,
+        Gemma4Processor,
+        Gemma4VideoProcessor,
+    )
+
+    named = {
+        "image_token": "<|image|>",
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+        "video_token": "<|video|>",
+    }
+    tokens = to.tokens(**named)
+    text = {
+        **TEXT,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": TEXT["vocab_size"],
+        "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    vision = {**TOWER, "num_key_value_heads": 2, "head_dim": 32, "patch_size": 16}
+    config = Gemma4Config(
+        text_config=text,
+        vision_config=vision
+        | {"pooling_kernel_size": 2, "position_embedding_size": 64}
+        | {"default_output_length": 70},
+        audio_config=None,
+        image_token_id=to.id("<|image|>"),
+        video_token_id=to.id("<|video|>"),
+        audio_token_id=to.id("<|audio|>"),
+        boi_token_id=to.id("<|image>"),
+        eoi_token_id=to.id("<image|>"),
+        boa_token_id=to.id("<|audio>"),
+        eoa_token_index=to.id("<audio|>"),
+        vision_soft_tokens_per_image=70,
+    )
+    to.config(config)
+    size = {"patch_size": 16, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    Gemma4Processor(
+        Gemma4AudioFeatureExtractor(),
+        Gemma4ImageProcessor(**size),
+        tokens,
+        Gemma4VideoProcessor(**size),
+        image_seq_length=70,
+    ).save_pretrained(to.directory)
+
+
+@architecture("Gemma", "Gemma3nForConditionalGeneration", "audio", fails=TIMM)
+def gemma3n(to: Checkpoint) -> None:
+    from transformers import (
+        Gemma3nAudioFeatureExtractor,
+        Gemma3nConfig,
+        Gemma3nProcessor,
+        SiglipImageProcessor,
+    )
+
+    named = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "audio_token": "<audio_soft_token>",
+        "boa_token": "<start_of_audio>",
+        "eoa_token": "<end_of_audio>",
+    }
+    tokens = to.tokens(*("\n" * count for count in (1, 2, 3, 4)), **named)
+    config = Gemma3nConfig(
+        text_config=TEXT
+        | {"vocab_size_per_layer_input": TEXT["vocab_size"], "num_kv_shared_layers": 0},
+        audio_config={
+            "hidden_size": 64,
+            "conf_num_hidden_layers": 2,
+            "conf_num_attention_heads": 2,
+        },
+        image_token_id=to.id("<image_soft_token>"),
+        audio_token_id=to.id("<audio_soft_token>"),
+    )
+    to.config(config)
+    Gemma3nProcessor(
+        Gemma3nAudioFeatureExtractor(), SiglipImageProcessor(**SQUARE), tokens
+    ).save_pretrained(to.directory)

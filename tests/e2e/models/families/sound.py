@@ -1,0 +1,99 @@
+"""Models that hear."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from e2e.models.sizes import TEXT
+from e2e.models.table import architecture
+
+if TYPE_CHECKING:
+    from e2e.models.checkpoint import Checkpoint
+
+HEARING: dict[str, Any] = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
+    "num_mel_bins": 128,
+}
+"""Whisper's encoder."""
+HUB = "its processor is code of its repository, and no test downloads any"
+QWEN2 = {"model_type": "qwen2", **TEXT}
+LLAMA = {"model_type": "llama", **TEXT}
+
+
+@architecture(
+    "Qwen", "Qwen2AudioForConditionalGeneration", "audio", by_metadata="audio", quick=True
+)
+def qwen2_audio(to: Checkpoint) -> None:
+    from transformers import Qwen2AudioConfig, Qwen2AudioProcessor, WhisperFeatureExtractor
+
+    named = {"audio_token": "<|AUDIO|>"}
+    tokens = to.tokens("<|audio_bos|>", "<|audio_eos|>", **named)
+    config = Qwen2AudioConfig(
+        audio_config=HEARING, text_config=QWEN2, audio_token_index=to.id("<|AUDIO|>")
+    )
+    to.config(config)
+    extractor = WhisperFeatureExtractor(feature_size=128)
+    Qwen2AudioProcessor(extractor, tokens).save_pretrained(to.directory)
+
+
+@architecture(
+    "Audio Flamingo", "AudioFlamingo3ForConditionalGeneration", "audio", by_metadata="audio", most=1
+)
+def audio_flamingo3(to: Checkpoint) -> None:
+    from transformers import AudioFlamingo3Config, AudioFlamingo3Processor, WhisperFeatureExtractor
+
+    tokens = to.tokens("<sound>", audio_token="<sound>")
+    hearing = {**HEARING, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AudioFlamingo3Config(
+        audio_config=hearing | {"intermediate_size": 128},
+        text_config=QWEN2,
+        audio_token_id=to.id("<sound>"),
+    )
+    to.config(config)
+    extractor = WhisperFeatureExtractor(feature_size=128)
+    AudioFlamingo3Processor(extractor, tokens).save_pretrained(to.directory)
+
+
+@architecture(
+    "Ultravox",
+    "UltravoxModel",
+    "audio",
+    fails=("Invalid type of HuggingFace processor", HUB),
+)
+def ultravox(to: Checkpoint) -> None:
+    from transformers import WhisperFeatureExtractor
+    from vllm.transformers_utils.configs.ultravox import UltravoxConfig
+
+    to.tokens("<|audio|>", "<|reserved_special_token_0|>")
+    config = UltravoxConfig(
+        audio_config={"model_type": "whisper", **HEARING, "num_mel_bins": 80},
+        text_config=LLAMA,
+        audio_token_index=to.id("<|reserved_special_token_0|>"),
+        hidden_size=64,
+        stack_factor=8,
+    )
+    to.config(config)
+    WhisperFeatureExtractor().save_pretrained(to.directory)
+    to.json("processor_config", processor_class="UltravoxProcessor")
+
+
+@architecture("GLM", "GlmAsrForConditionalGeneration", "audio")
+def glm_asr(to: Checkpoint) -> None:
+    from transformers import GlmAsrConfig, GlmAsrProcessor, WhisperFeatureExtractor
+
+    tokens = to.tokens("<|begin_of_audio|>", "<|end_of_audio|>", audio_token="<|pad|>")
+    hearing = {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_mel_bins": 128,
+    }
+    config = GlmAsrConfig(audio_config=hearing, text_config=LLAMA, audio_token_id=to.id("<|pad|>"))
+    to.config(config)
+    extractor = WhisperFeatureExtractor(feature_size=128)
+    GlmAsrProcessor(extractor, tokens, audio_token="<|pad|>").save_pretrained(to.directory)

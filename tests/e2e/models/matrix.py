@@ -1,0 +1,299 @@
+"""One architecture of the matrix, in a vLLM environment: engines answer its rows.
+
+    python matrix.py ARCHITECTURE DIRECTORY ADDRESS ROW...
+
+The engines are forks of this process, so that what all need is imported once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config import ECTransferConfig
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.model_executor.models import registry
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.renderers.chat_utils import _get_embeds_data
+
+from e2e.engine_process import forget, picture, runner
+from e2e.models import families  # noqa: F401, as it fills the table
+from e2e.models.checkpoint import Checkpoint
+from e2e.models.table import ARCHITECTURES, MEDIA, Architecture
+from support.waiting import HANG_S
+
+TOKENS = 3
+FRAME = 56, 56
+
+
+# -- weights ---------------------------------------------------------------------------------
+
+
+def fill(loader: DummyModelLoader, model: torch.nn.Module, model_config: object) -> None:
+    """Give each parameter values by its name, so that every engine has the same.
+
+    What a layer multiplies with keeps the variance of what comes in: media reach the answer.
+    """
+    for name, tensor in model.state_dict().items():
+        if not torch.is_floating_point(tensor) or tensor.device.type == "meta":
+            continue
+        drawn = torch.Generator().manual_seed(crc32(name.encode()))
+        normal = torch.randn(tensor.shape, generator=drawn)
+        if tensor.ndim == 0:
+            continue
+        if tensor.ndim == 1:
+            grows = "bias" not in name and ("norm" in name or name.endswith(("weight", "_var")))
+            normal = 1 + 0.1 * normal if grows else 0.1 * normal
+        elif "embed" not in name:
+            inputs = tensor.shape[-1] if tensor.ndim == 3 else tensor[0].numel()
+            normal /= inputs**0.5
+        tensor.copy_(normal)
+
+
+DummyModelLoader.load_weights = fill
+registry._run_in_subprocess = lambda inspect: inspect()  # which imports vLLM anew: ten seconds
+
+
+# -- media -----------------------------------------------------------------------------------
+
+
+@cache
+def medium(item: str) -> Any:
+    kind, *how, seed = MEDIA[item]
+    if kind == "image":
+        return picture([*how[0], seed])
+    drawn = np.random.default_rng(seed)
+    if kind == "audio":
+        samples = int(16_000 * how[0])
+        steps = drawn.integers(100, 2000, 1 + samples // 1600).repeat(1600)[:samples]
+        return np.sin(np.cumsum(steps) * 2 * np.pi / 16_000).astype(np.float32), 16_000
+    count, rate = how
+    frames = np.stack([np.asarray(picture([*FRAME, 100 * seed + at])) for at in range(count)])
+    about = {
+        "fps": rate,
+        "duration": count / rate,
+        "total_num_frames": count,
+        "frames_indices": list(range(count)),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+    return frames, about
+
+
+def by_kind(items: list[str], values: list[Any]) -> dict[str, list[Any]]:
+    kinds: dict[str, list[Any]] = {}
+    for item, value in zip(items, values, strict=True):
+        kinds.setdefault(MEDIA[item][0], []).append(value)
+    return kinds
+
+
+# -- one engine ------------------------------------------------------------------------------
+
+
+class Engine:
+    def __init__(self, tried: Architecture, directory: Path, role: str, address: str) -> None:
+        self._tried, self.forwards = tried, 0
+        transfer = None
+        if role != "plain":
+            transfer = ECTransferConfig(
+                ec_connector="EcdConnector",
+                ec_connector_module_path="ecd_client.vllm",
+                ec_role=tried.encoder if role == "encoder" else role,
+                ec_connector_extra_config={
+                    "ecd_address": address,
+                    "ecd_load_timeout_s": HANG_S,
+                    **({"ecd_namespace": role} if role == "ec_both" else {}),
+                },
+            )
+        how: dict[str, Any] = {
+            "load_format": "dummy",
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 4,
+            "skip_mm_profiling": True,
+            "limit_mm_per_prompt": dict.fromkeys(tried.media, tried.most),
+            "runner": "pooling" if tried.pools else "generate",
+            **tried.engine,
+        }
+        self._llm = LLM(model=str(directory), ec_transfer_config=transfer, **how)
+        self._processor = MULTIMODAL_REGISTRY.create_processor(self._llm.model_config)
+        self._count()
+
+    def _count(self) -> None:
+        model = runner(self._llm).get_model()
+        encode = model.embed_multimodal
+
+        def counted(**items: Any) -> Any:
+            self.forwards += 1
+            return encode(**items)
+
+        model.embed_multimodal = counted
+
+    def prompt(self, items: list[str], names: dict[str, dict] | None) -> dict:
+        """A prompt with these items; with names by these, and their metadata, in place of media."""
+        marks = [self._processor.dummy_inputs.get_dummy_text({MEDIA[i][0]: 1}) for i in items]
+        made: dict[str, Any] = {"prompt": f"so {' '.join(marks)} what is it?"}
+        if items:
+            made["multi_modal_data"] = by_kind(items, [medium(item) for item in items])
+        rates = [MEDIA[item][2] for item in items if MEDIA[item][0] == "video"]
+        if rates and names is None and self._tried.rate_by_option:
+            made["mm_processor_kwargs"] = {"fps": rates[0]}
+        if names is not None:
+            uuids = [at for at, _ in sorted(indices(names), key=lambda each: each[1])]
+            said = by_kind(items, [names[uuid]["metadata"] for uuid in uuids])
+            made["multi_modal_uuids"] = by_kind(items, uuids)
+            made["multi_modal_data"] = {
+                kind: _get_embeds_data(kind, each, self._processor) for kind, each in said.items()
+            }
+        return made
+
+    def ask(self, items: list[str], names: dict[str, dict] | None = None) -> dict:
+        """The answer to these items, forgotten before, and the forwards that it took."""
+        forget(self._llm)
+        self.forwards = 0
+        try:
+            return self._answer(self.prompt(items, names)) | {"forwards": self.forwards}
+        except Exception as error:
+            if self._llm.llm_engine.has_unfinished_requests():
+                raise  # the engine has ended
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"[:300], "forwards": self.forwards}
+
+    def _answer(self, prompt: dict) -> dict:
+        if task := self._tried.pools:
+            [output] = self._llm.encode([prompt], pooling_task=task, use_tqdm=False)
+            vectors = output.outputs.data.flatten().tolist()
+            return {"values": vectors, "tokens": [], "names": names_in(output)}
+        sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=3)
+        [output] = self._llm.generate([prompt], sampling, use_tqdm=False)
+        [made] = output.outputs
+        best = [sorted(each.logprob for each in place.values()) for place in made.logprobs or ()]
+        return {
+            "reason": made.finish_reason,
+            "tokens": list(made.token_ids),
+            "values": [value for place in best for value in place],
+            "names": names_in(output),
+        }
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def names_in(output: Any) -> dict[str, dict] | None:
+    return getattr(output, "ec_transfer_params", None)
+
+
+def indices(names: dict[str, dict]) -> list[tuple[str, int]]:
+    return [(name, at) for name, about in names.items() for at in about["item_indices"]]
+
+
+# -- all engines -----------------------------------------------------------------------------
+
+
+class Fork:
+    """Work that a fork of this process does; its result is JSON."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        read, write = os.pipe()
+        self._child = os.fork()
+        if self._child == 0:
+            try:
+                result = work()
+            except BaseException:
+                traceback.print_exc()
+                result = {"ended": traceback.format_exc()[-3000:]}
+            with os.fdopen(write, "w") as out:
+                json.dump(result, out)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        os.close(write)
+        self._read = os.fdopen(read)
+
+    def result(self) -> Any:
+        """What the work returned, or how it `ended`."""
+        with self._read:
+            written = self._read.read()
+        _, status = os.waitpid(self._child, 0)
+        return json.loads(written) if written else {"ended": f"its process: status {status}"}
+
+
+def answers(
+    tried: Architecture,
+    directory: Path,
+    address: str,
+    role: str,
+    rows: dict[str, list[str]],
+    named: dict[str, dict] | None = None,
+) -> dict[str, dict]:
+    """The answers of an engine of this role; a consumer's also by what the encoder `named`."""
+    engine = Engine(tried, directory, role, address)
+    found = {}
+    for name, items in rows.items():
+        found[name] = engine.ask(items)
+        if role == "ec_both":
+            found[f"{name}, repeated"] = engine.ask(items)
+        if named is not None and (names := names_of(items, named.get(name, {}))):
+            found[f"{name}, by metadata"] = engine.ask(items, names)
+            if "unknown" not in found:
+                unknown = {f"unknown-{at}": about for at, about in enumerate(names.values())}
+                found["unknown"] = engine.ask(items, unknown)
+    found["the next"] = engine.ask([])
+    engine.close()
+    return found
+
+
+def names_of(items: list[str], answer: dict) -> dict[str, dict] | None:
+    """What the encoder's answer says of the items, if it has metadata of all."""
+    names = answer.get("names") or {}
+    all_named = len(indices(names)) == len(items) > 0
+    return names if all_named and all(each.get("metadata") for each in names.values()) else None
+
+
+def main(name: str, directory: str, address: str, *chosen: str) -> dict:
+    tried = ARCHITECTURES[name]
+    rows = tried.rows(chosen)
+    Path(directory).mkdir()
+    to = Checkpoint(Path(directory), tried.kind)
+    here = tried, to.directory, address
+    if tried.fails:
+
+        def fail() -> dict:
+            tried.make(to)
+            return answers(*here, "plain", rows)
+
+        return {"plain": Fork(fail).result()}
+    tried.make(to)
+    with contextlib.suppress(Exception):  # or each engine imports it anew, and fails
+        registry.ModelRegistry.models[tried.kind].load_model_cls()
+    plain = Fork(lambda: answers(*here, "plain", rows))
+    producer = Fork(lambda: answers(*here, "encoder", rows))
+    both = Fork(lambda: answers(*here, "ec_both", rows))
+    named = producer.result()
+    consumer = Fork(lambda: answers(*here, "ec_consumer", rows, named))
+    return {
+        "plain": plain.result(),
+        "encoder": named,
+        "ec_consumer": consumer.result(),
+        "ec_both": both.result(),
+    }
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    print("RESULT " + json.dumps(main(*sys.argv[1:])), flush=True)
+    os._exit(0)  # what is imported needs no end: seconds

@@ -1,0 +1,33 @@
+"""Tiny sizes that most families take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY = 512
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+"""A language model of most families."""
+TOWER: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+"""A vision tower of most families: CLIP's and SigLIP's."""
+SQUARE = {"size": {"height": 28, "width": 28}}
+"""What such a tower's image processor resizes to."""

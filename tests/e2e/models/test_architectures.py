@@ -1,0 +1,130 @@
+"""Every architecture that vLLM builds on a CPU: consumers answer as an engine without ecd does.
+
+Each test is one architecture of the table. An engine without a connector, a producer, a consumer
+and one that is both answer the same rows. Right are the plain engine's tokens and log-probabilities
+without a forward of the encoder, by the media and, where the producer's answer has it, by metadata.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.engines import result_of
+from e2e.models import families  # noqa: F401, as it fills the table
+from e2e.models.table import ARCHITECTURES, MEDIA, QUICK, ROWS, Architecture
+from support.daemon import Daemon
+
+pytestmark = pytest.mark.timeout(600)
+
+TOLERANCE = 0.002
+"""By how much log-probabilities may differ: sums of a batch of another shape."""
+DEPENDS = 0.01
+"""By how much they differ at least where media do."""
+TRIED = [
+    *(pytest.param(each, QUICK, id=each.name) for each in ARCHITECTURES.values() if each.quick),
+    *(
+        pytest.param(each, tuple(ROWS), id=f"{each.name}-all", marks=pytest.mark.night)
+        for each in ARCHITECTURES.values()
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def counts() -> Iterator[Counter[str]]:
+    counts: Counter[str] = Counter()
+    yield counts
+    print("\n" + ", ".join(f"{count} {what}" for what, count in counts.items()))
+
+
+@pytest.mark.parametrize(("tried", "rows"), TRIED)
+def test_an_architecture(
+    version: str,
+    unused_daemon: Daemon,
+    tmp_path: Path,
+    counts: Counter[str],
+    tried: Architecture,
+    rows: tuple[str, ...],
+) -> None:
+    arguments = tried.name, str(tmp_path / tried.name), unused_daemon.address, *rows
+    found = result_of(version, "models/matrix.py", *arguments)
+    plain = found.pop("plain")
+    if tried.fails:
+        assert tried.fails[0] in plain.get("ended", ""), f"vLLM can build it now: {plain}"
+        return
+    assert "ended" not in plain, plain["ended"]
+    failed = {row: answer["error"] for row, answer in plain.items() if "error" in answer}
+    assert failed.keys() == tried.without.keys() & plain.keys(), failed
+    assert all(tried.without[row] in error for row, error in failed.items()), failed
+    assert_media_matter(plain, tried)
+
+    ended = {role: answers.pop("ended") for role, answers in found.items() if "ended" in answers}
+    wrong = {
+        f"{role}, {row}": how
+        for role, answers in found.items()
+        for row, answer in answers.items()
+        if (how := fault(role, row, answer, plain))
+    }
+    consumed = found["ec_consumer"]
+    counts["architectures"] += 1
+    counts["rows"] += sum(map(len, found.values()))
+    counts["forwards at consumers"] += sum(a["forwards"] for a in consumed.values())
+    counts["wrong answers"] += len(wrong)
+    counts["engines ended"] += len(ended)
+    assert not ended, "\n".join(f"{role}: {how}" for role, how in ended.items())
+    assert wrong.keys() == {each for each in tried.wrong if each.split(", ")[1] in rows}, wrong
+    assert any(answer["forwards"] for answer in found["encoder"].values())
+    told = {row.partition(", ")[0] for row in consumed if row.endswith(", by metadata")}
+    kinds = {MEDIA[item][0] for row in told for item in ROWS[row].split()}
+    declared = set(tried.by_metadata.split())
+    assert kinds == declared or (rows == QUICK and kinds < declared), f"by metadata: {kinds}"
+
+
+def fault(role: str, row: str, answer: dict[str, Any], plain: dict[str, Any]) -> str:
+    """What is wrong with an answer, or nothing."""
+    if row == "unknown":
+        failed = answer.get("reason") == "error" or "error" in answer
+        return "" if failed and not answer["forwards"] else f"an unknown name: {answer}"
+    name, _, way = row.partition(", ")
+    if "error" in plain[name]:
+        return ""
+    if "error" in answer or answer.get("reason") == "error":
+        return answer.get("error", "the request failed")
+    if role == "encoder":
+        return ""
+    if not far(answer, plain[name]) <= TOLERANCE:
+        return f"{answer['tokens']} for {plain[name]['tokens']}, {far(answer, plain[name]):.4f} off"
+    must_load = role == "ec_consumer" or way == "repeated"
+    return f"{answer['forwards']} forwards" if must_load and answer["forwards"] else ""
+
+
+def far(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """How far the log-probabilities of two answers are from each other."""
+    ours, theirs = one["values"], other["values"]
+    if one["tokens"] != other["tokens"] or len(ours) != len(theirs):
+        return float("inf")
+    return max((abs(a - b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+
+
+def assert_media_matter(plain: dict[str, Any], tried: Architecture) -> None:
+    """Other media, or another order, give another answer; else equal ones would prove nothing."""
+
+    def content(items: list[str]) -> list[str]:
+        return ["2" if item in "18" else item for item in items]
+
+    def kinds(items: list[str]) -> list[str]:
+        return [MEDIA[item][0] for item in items]
+
+    rows = {row: items for row, items in tried.rows().items() if "values" in plain.get(row, {})}
+    alike = [
+        f"{one}, {other}"
+        for one, items in rows.items()
+        for other, others in rows.items()
+        if kinds(items) == kinds(others) and content(items) < content(others)
+        if not far(plain[one], plain[other]) >= DEPENDS
+    ]
+    assert not alike, alike
