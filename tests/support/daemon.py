@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import grpc
+import psutil
 
 from ecd_client import Client
 from ecd_client.calls import open_channel
@@ -98,7 +99,9 @@ class Daemon:
             try:
                 eventually(is_serving)
             except AssertionError:
-                raise AssertionError(f"not serving:\n{self.text()}") from None
+                took = psutil.Process(self.pid).cpu_times()
+                said = f"not serving, after {took.user + took.system:.1f} s of its CPU"
+                raise AssertionError(f"{said}:\n{self.text()}") from None
 
     def wait_for_clients(self, sessions: int) -> None:
         """Block until so many sessions are open, and each client has confirmed its own by a call.
