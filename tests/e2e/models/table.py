@@ -57,6 +57,8 @@ MEDIA = {
     "L": ("audio", 2.0, 7),
 }
 """Images have a size, videos frames and frames a second, sounds seconds; then comes a seed."""
+MOST = 2
+"""Items of a medium in a row."""
 QUICK = (
     *("text alone", "one image twice", "images in another order", "a video at 8 frames a second"),
     *("an image and a video", "sounds in another order"),
@@ -77,11 +79,11 @@ class Architecture:
     quick: bool = False
     """Whether `make test` tries it; `make night` tries all."""
     by_metadata: str = ""
-    """The media whose metadata a producer's answer has, so that these do in their place."""
-    most: int = 2
-    """Items of a medium that a prompt may have."""
+    """The media whose metadata the encoder's answer has, so that these do in their place."""
+    most: Mapping[str, int] = field(default_factory=dict)
+    """Items that a prompt may have, for media of which vLLM takes fewer than MOST."""
     wrong: Mapping[str, str] = field(default_factory=dict)
-    """Rows that ecd has wrong, by `row` or `row, by metadata`, and what is wrong."""
+    """Answers that ecd has wrong, as `ec_consumer, two images, by metadata`, and what is wrong."""
     without: Mapping[str, str] = field(default_factory=dict)
     """Rows that vLLM cannot answer on a CPU, and its error."""
     encoder: str = "ec_producer"
@@ -92,6 +94,9 @@ class Architecture:
     """Whether a video's frames a second are an option of the processor, not the video's own."""
     pools: str = ""
     """vLLM's task of a pooling model, which answers with vectors: "embed" or "token_embed"."""
+    tolerance: float = 0.002
+    """By how much log-probabilities may differ; more where vLLM's own depend on what is encoded
+    beside an item, so that those of a stored one do."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine."""
 
@@ -102,7 +107,12 @@ class Architecture:
 
     def _can_have(self, items: list[str]) -> bool:
         kinds = [MEDIA[item][0] for item in items]
-        return all(kind in self.media and kinds.count(kind) <= self.most for kind in kinds)
+        limits = self.limits()
+        return all(kinds.count(kind) <= limits.get(kind, 0) for kind in kinds)
+
+    def limits(self) -> dict[str, int]:
+        """How many items of each medium a prompt has at most."""
+        return dict.fromkeys(self.media, MOST) | dict(self.most)
 
 
 ARCHITECTURES: dict[str, Architecture] = {}

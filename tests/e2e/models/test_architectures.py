@@ -21,8 +21,6 @@ from support.daemon import Daemon
 
 pytestmark = pytest.mark.timeout(600)
 
-TOLERANCE = 0.002
-"""By how much log-probabilities may differ: sums of a batch of another shape."""
 DEPENDS = 0.01
 """By how much they differ at least where media do."""
 TRIED = [
@@ -67,7 +65,7 @@ def test_an_architecture(
         f"{role}, {row}": how
         for role, answers in found.items()
         for row, answer in answers.items()
-        if (how := fault(role, row, answer, plain))
+        if (how := fault(role, row, answer, plain, tried.tolerance))
     }
     consumed = found["ec_consumer"]
     counts["architectures"] += 1
@@ -84,7 +82,9 @@ def test_an_architecture(
     assert kinds == declared or (rows == QUICK and kinds < declared), f"by metadata: {kinds}"
 
 
-def fault(role: str, row: str, answer: dict[str, Any], plain: dict[str, Any]) -> str:
+def fault(
+    role: str, row: str, answer: dict[str, Any], plain: dict[str, Any], tolerance: float
+) -> str:
     """What is wrong with an answer, or nothing."""
     if row == "unknown":
         failed = answer.get("reason") == "error" or "error" in answer
@@ -96,7 +96,7 @@ def fault(role: str, row: str, answer: dict[str, Any], plain: dict[str, Any]) ->
         return answer.get("error", "the request failed")
     if role == "encoder":
         return ""
-    if not far(answer, plain[name]) <= TOLERANCE:
+    if not far(answer, plain[name]) <= tolerance:
         return f"{answer['tokens']} for {plain[name]['tokens']}, {far(answer, plain[name]):.4f} off"
     must_load = role == "ec_consumer" or way == "repeated"
     return f"{answer['forwards']} forwards" if must_load and answer["forwards"] else ""

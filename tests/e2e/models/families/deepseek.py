@@ -69,22 +69,6 @@ def deepseek_vl2(to: Checkpoint) -> None:
     )
 
 
-@architecture("DeepSeek", "DeepseekOCRForCausalLM", "image")
-def deepseek_ocr(to: Checkpoint) -> None:
-    """Its tower of SAM and CLIP has the sizes of the real one."""
-    to.tokens("<image>")
-    to.json(
-        "config",
-        model_type="deepseek_vl_v2",
-        architectures=[to.kind],
-        vision_config={"model_type": "vision", "image_size": 1024, "model_name": "deeplip_b_l"},
-        projector_config={"input_dim": 2048, "n_embed": 64, "projector_type": "linear"},
-        language_config=MHA,
-        tile_tag="2D",
-    )
-    to.json("processor_config", processor_class="DeepseekOCRProcessor", pad_token="<pad>")
-
-
 @architecture(
     "MiniCPM", "MiniCPMV4_6ForConditionalGeneration", "image video", quick=True, engine=BF16
 )

@@ -1,4 +1,4 @@
-"""Google's models."""
+"""Google's models, and Llama 4."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGLIP = {"model_type": "siglip_vision_model", **TOWER, "vision_use_head": False
 TIMM = "timm", "its vision tower is timm's, which is not installed"
 
 
-@architecture("Gemma", "PaliGemmaForConditionalGeneration", "image", most=1)
+@architecture("Gemma", "PaliGemmaForConditionalGeneration", "image", most={"image": 1})
 def paligemma(to: Checkpoint) -> None:
     from transformers import PaliGemmaConfig, PaliGemmaProcessor, SiglipImageProcessor
 
@@ -55,7 +55,7 @@ def gemma3(to: Checkpoint) -> None:
     Gemma3Processor(images, tokens, image_seq_length=4).save_pretrained(to.directory)
 
 
-@architecture("Gemma", "Gemma4ForConditionalGeneration", "image video", quick=True)
+@architecture("Gemma", "Gemma4ForConditionalGeneration", "image video")
 def gemma4(to: Checkpoint) -> None:
     from transformers import (
         Gemma4AudioFeatureExtractor,
@@ -141,4 +141,42 @@ def gemma3n(to: Checkpoint) -> None:
     to.config(config)
     Gemma3nProcessor(
         Gemma3nAudioFeatureExtractor(), SiglipImageProcessor(**SQUARE), tokens
+    ).save_pretrained(to.directory)
+
+
+@architecture("Llama", "Llama4ForConditionalGeneration", "image", quick=True)
+def llama4(to: Checkpoint) -> None:
+    from transformers import Llama4Config, Llama4ImageProcessor, Llama4Processor
+
+    begin_and_end = "<|image_start|>", "<|image_end|>"
+    separators = "<|tile_x_separator|>", "<|tile_y_separator|>"
+    tokens = to.tokens("<|image|>", "<|patch|>", *begin_and_end, *separators)
+    vision = {
+        **TOWER,
+        "image_size": 56,
+        "intermediate_size": 256,
+        "vision_output_dim": 64,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+        "pixel_shuffle_ratio": 0.5,
+    }
+    text = TEXT | {"intermediate_size_mlp": 128, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = Llama4Config(
+        vision_config=vision,
+        text_config=text,
+        boi_token_index=to.id("<|image_start|>"),
+        eoi_token_index=to.id("<|image_end|>"),
+        image_token_index=to.id("<|patch|>"),
+    )
+    to.config(config)
+    images = Llama4ImageProcessor(size={"height": 56, "width": 56}, max_patches=4)
+    Llama4Processor(
+        images,
+        tokens,
+        patch_size=14,
+        pixel_shuffle_ratio=0.5,
+        fake_image_token="<|image|>",
+        start_of_img_token="<|image_start|>",
+        end_of_img_token="<|image_end|>",
+        patch_token="<|patch|>",
     ).save_pretrained(to.directory)

@@ -53,7 +53,7 @@ def processor(to: Checkpoint, kind: str) -> None:
 GLM_ROPE = {"rope_theta": 10000.0, **MROPE, "mrope_section": [2, 3, 3]}
 
 
-@architecture("GLM", "Glm4vForConditionalGeneration", "image video", quick=True)
+@architecture("GLM", "Glm4vForConditionalGeneration", "image video", most={"video": 1}, quick=True)
 def glm4_1v(to: Checkpoint) -> None:
     from transformers import Glm4vConfig
 
@@ -64,7 +64,7 @@ def glm4_1v(to: Checkpoint) -> None:
     processor(to, "Glm4vProcessor")
 
 
-@architecture("GLM", "Glm4vMoeForConditionalGeneration", "image video")
+@architecture("GLM", "Glm4vMoeForConditionalGeneration", "image video", most={"video": 1})
 def glm4_5v(to: Checkpoint) -> None:
     from transformers import Glm4vMoeConfig
 
@@ -78,7 +78,7 @@ def glm4_5v(to: Checkpoint) -> None:
     processor(to, "Glm4vProcessor")
 
 
-@architecture("GLM", "GlmOcrForConditionalGeneration", "image video")
+@architecture("GLM", "GlmOcrForConditionalGeneration", "image video", most={"video": 1})
 def glm_ocr(to: Checkpoint) -> None:
     from transformers import GlmOcrConfig
 
@@ -89,7 +89,7 @@ def glm_ocr(to: Checkpoint) -> None:
     processor(to, "Glm46VProcessor")
 
 
-@architecture("GLM", "GLM4VForCausalLM", "image", most=1)
+@architecture("GLM", "GLM4VForCausalLM", "image", most={"image": 1})
 def glm4v(to: Checkpoint) -> None:
     """GLM-4V-9B."""
     to.tokens("<|begin_of_image|>", "<|endoftext|>", "<|end_of_image|>")

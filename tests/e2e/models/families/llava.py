@@ -51,7 +51,7 @@ def llava_next(to: Checkpoint) -> None:
     LlavaNextProcessor(images, tokens, patch_size=14, **more).save_pretrained(to.directory)
 
 
-@architecture("LLaVA", "LlavaNextVideoForConditionalGeneration", "video")
+@architecture("LLaVA", "LlavaNextVideoForConditionalGeneration", "video", most={"video": 1})
 def llava_next_video(to: Checkpoint) -> None:
     from transformers import (
         LlavaNextImageProcessor,
@@ -75,7 +75,13 @@ def llava_next_video(to: Checkpoint) -> None:
     ).save_pretrained(to.directory)
 
 
-@architecture("LLaVA", "LlavaOnevisionForConditionalGeneration", "image video", quick=True)
+@architecture(
+    "LLaVA",
+    "LlavaOnevisionForConditionalGeneration",
+    "image video",
+    most={"video": 1},  # over two of other lengths vLLM's engine ends
+    quick=True,
+)
 def llava_onevision(to: Checkpoint) -> None:
     from transformers import (
         LlavaOnevisionConfig,
@@ -191,7 +197,7 @@ def smolvlm(to: Checkpoint) -> None:
     idefics(to, SmolVLMConfig, SmolVLMImageProcessor, processor)
 
 
-@architecture("BLIP", "Blip2ForConditionalGeneration", "image", most=1)
+@architecture("BLIP", "Blip2ForConditionalGeneration", "image", most={"image": 1})
 def blip2(to: Checkpoint) -> None:
     from transformers import Blip2Config, Blip2Processor, BlipImageProcessor
 

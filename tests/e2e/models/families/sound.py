@@ -40,7 +40,11 @@ def qwen2_audio(to: Checkpoint) -> None:
 
 
 @architecture(
-    "Audio Flamingo", "AudioFlamingo3ForConditionalGeneration", "audio", by_metadata="audio", most=1
+    "Audio Flamingo",
+    "AudioFlamingo3ForConditionalGeneration",
+    "audio",
+    by_metadata="audio",
+    most={"audio": 1},
 )
 def audio_flamingo3(to: Checkpoint) -> None:
     from transformers import AudioFlamingo3Config, AudioFlamingo3Processor, WhisperFeatureExtractor
