@@ -2,7 +2,7 @@
 
 A maker writes a tiny checkpoint into a `Checkpoint`. This is an architecture in ten lines:
 
-    @architecture("GLM", "GlmAsrForConditionalGeneration", "audio", by_metadata="audio")
+    @architecture("GLM", "GlmAsrForConditionalGeneration", "audio")
     def glm_asr(to: Checkpoint) -> None:
         from transformers import GlmAsrConfig, GlmAsrProcessor, WhisperFeatureExtractor
 
