@@ -124,7 +124,7 @@ class Engine:
             "max_model_len": 2048,
             "max_num_batched_tokens": 2048,
             "max_num_seqs": 4,
-            "num_gpu_blocks_override": 256,  # or a GiB is zeroed at each start
+            "kv_cache_memory_bytes": 64 << 20,  # else a GiB, zeroed at each start
             "skip_mm_profiling": True,
             "limit_mm_per_prompt": tried.limits(),
             "runner": "pooling" if tried.pools else "generate",
