@@ -35,6 +35,12 @@ EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Else an engine's first request compiles what counts logprobs: 15 s."""
 
 
+def last_words(log: str) -> str:
+    """The end of a log, after its lines of errors: a child's stand far before its parent's."""
+    errors = [line for line in log.splitlines() if re.search(r"ERROR|Error: ", line)]
+    return "\n".join([*errors[:40], "[...]", log[-6000:]])
+
+
 def python_of(version: str) -> Path:
     return ROOT / ".venvs" / f"vllm-{version}" / "bin" / "python"
 
@@ -312,14 +318,16 @@ class Engine:
         self._replies.close()
         for file in shared:  # vLLM's ranks leave theirs behind
             file.unlink(missing_ok=True)
-        assert ended == 0 or not self._ready, f"the engine's end: {ended}\n{self.text()[-6000:]}"
+        assert ended == 0 or not self._ready, (
+            f"the engine's end: {ended}\n{last_words(self.text())}"
+        )
 
     def _read(self, timeout: float) -> dict:
         """The next reply. An engine that ends closes its end of the pipe."""
         is_there = select.select([self._replies], [], [], timeout)[0]
-        assert is_there, f"no answer within {timeout:.0f} s:\n{self.text()[-6000:]}"
+        assert is_there, f"no answer within {timeout:.0f} s:\n{last_words(self.text())}"
         line = self._replies.readline()
-        assert line, f"the engine ended:\n{self.text()[-6000:]}"
+        assert line, f"the engine ended:\n{last_words(self.text())}"
         return json.loads(line)
 
 

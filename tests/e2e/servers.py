@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import pytest
 
-from e2e.engines import HERE, ROOT, START_S, Fork, end_of, python_of, shared_memory_of
+from e2e.engines import HERE, ROOT, START_S, Fork, end_of, last_words, python_of, shared_memory_of
 from support.processes import GRACE_S, Command, child
 from support.waiting import HANG_S, stopped, value_of
 
@@ -104,7 +104,7 @@ class Server:
             with contextlib.suppress(AssertionError):  # not within HANG_S
                 state = value_of(self._state, "an answer or an end")
                 break
-        assert state == "answers", f"{state or 'not ready'}:\n{self.text()[-6000:]}"
+        assert state == "answers", f"{state or 'not ready'}:\n{last_words(self.text())}"
         return self
 
     def _state(self) -> str:

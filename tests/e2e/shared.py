@@ -17,7 +17,7 @@ from zlib import crc32
 
 import pytest
 
-from e2e.engines import EAGER, HERE, ROOT, VERSIONS, Engine, make_model, python_of
+from e2e.engines import EAGER, HERE, ROOT, VERSIONS, Engine, last_words, make_model, python_of
 from e2e.servers import Server, api_server, picture_url
 from support.daemon import Daemon
 from support.waiting import HANG_S, eventually
@@ -114,7 +114,7 @@ class Engines:
 
     def check_alive(self) -> None:
         for engine in self._shared.values():
-            assert engine.alive, f"{engine.log.name} ended:\n{engine.text()[-6000:]}"
+            assert engine.alive, f"{engine.log.name} ended:\n{last_words(engine.text())}"
 
     def close(self) -> None:
         with ThreadPoolExecutor() as side:
