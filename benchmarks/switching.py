@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import inspect
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata
@@ -43,6 +44,15 @@ class Nothing(ECConnectorBase):
         return ECConnectorMetadata()
 
 
+def _of_ecd(vllm_config: Any) -> Any:
+    """The configuration with the settings of ecd alone, which takes no others."""
+    told, transfer = copy(vllm_config), copy(vllm_config.ec_transfer_config)
+    said = transfer.ec_connector_extra_config.items()
+    transfer.ec_connector_extra_config = {key: each for key, each in said if key[:4] == "ecd_"}
+    told.ec_transfer_config = transfer
+    return told
+
+
 class Switching(ECConnectorBase):
     """Forwards to the connector that the last request named in `ec_transfer_params`.
 
@@ -54,8 +64,14 @@ class Switching(ECConnectorBase):
 
     def __init__(self, vllm_config: Any, role: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
-        kinds = (EcdConnector, ECExampleConnector, Nothing)
-        self._ways: dict[str, Any] = {kind.__name__: kind(vllm_config, role) for kind in kinds}
+        self._ways: dict[str, Any] = {
+            kind.__name__: kind(told, role)
+            for kind, told in (
+                (EcdConnector, _of_ecd(vllm_config)),
+                (ECExampleConnector, vllm_config),
+                (Nothing, vllm_config),
+            )
+        }
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         if request.ec_transfer_params is not None:
