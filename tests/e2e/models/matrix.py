@@ -23,16 +23,17 @@ import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config import ECTransferConfig
+from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models import registry
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.renderers.chat_utils import _get_embeds_data
 
-from e2e.engine_process import forget, picture, runner
+from e2e.engine_process import daemons, forget, picture, runner
 from e2e.models import families  # noqa: F401, as it fills the table
 from e2e.models.checkpoint import Checkpoint
 from e2e.models.table import ARCHITECTURES, MEDIA, Architecture
-from support.waiting import HANG_S
+from support.waiting import HANG_S, eventually
 
 TOKENS = 3
 FRAME = 56, 56
@@ -133,6 +134,8 @@ class Engine:
         self._llm = LLM(model=str(directory), ec_transfer_config=transfer, **how)
         self._processor = MULTIMODAL_REGISTRY.create_processor(self._llm.model_config)
         self._count()
+        if has_ec_transfer():
+            eventually(lambda: all(daemons(self._llm)), "both roles have a session")
 
     def _count(self) -> None:
         model = runner(self._llm).get_model()
@@ -167,12 +170,20 @@ class Engine:
         forget(self._llm)
         self.forwards = 0
         try:
-            return self._answer(self.prompt(items, names)) | {"forwards": self.forwards}
+            answer = self._answer(self.prompt(items, names)) | {"forwards": self.forwards}
+            self._await_saves()
+            return answer
         except Exception as error:
             if self._llm.llm_engine.has_unfinished_requests():
                 raise  # the engine has ended
             traceback.print_exc()
             return {"error": f"{type(error).__name__}: {error}"[:300], "forwards": self.forwards}
+
+    def _await_saves(self) -> None:
+        """Wait until what the encoder made is stored, for whoever asks next."""
+        if has_ec_transfer():
+            saves = get_ec_transfer()._worker._saves
+            eventually(lambda: all(future.done() for _, future, _ in saves), "it is stored")
 
     def _answer(self, prompt: dict) -> dict:
         if task := self._tried.pools:
