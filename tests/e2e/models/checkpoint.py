@@ -44,6 +44,10 @@ class Checkpoint:
         assert found != self.tokenizer.unk_token_id, f"the tokenizer has no {token}"
         return found
 
+    def ids(self, **named: str) -> dict[str, int]:
+        """The ids of tokens, as most configurations name them."""
+        return {f"{name}_id": self.id(token) for name, token in named.items()}
+
     def config(self, config: Any) -> None:
         config.architectures = [self.kind]
         config.save_pretrained(self.directory)

@@ -60,7 +60,6 @@ def remarks(each: Architecture) -> str:
         said.append("what is encoded beside an item changes it slightly, as in vLLM itself")
     said += [f"{count} {medium} a prompt" for medium, count in each.most.items()]
     said += [f"*{row}*: {error}" for row, error in each.without.items()]
-    said += [f"**wrong**: {row}: {what}" for row, what in each.wrong.items()]
     return "; ".join(said)
 
 

@@ -29,5 +29,13 @@ TOWER: dict[str, Any] = {
     "patch_size": 14,
 }
 """A vision tower of most families: CLIP's and SigLIP's."""
+HEARING: dict[str, Any] = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
+    "num_mel_bins": 128,
+}
+"""An encoder of sounds: Whisper's."""
 SQUARE = {"size": {"height": 28, "width": 28}}
 """What such a tower's image processor resizes to."""

@@ -82,8 +82,6 @@ class Architecture:
     """The media whose metadata the encoder's answer has, so that these do in their place."""
     most: Mapping[str, int] = field(default_factory=dict)
     """Items that a prompt may have, for media of which vLLM takes fewer than MOST."""
-    wrong: Mapping[str, str] = field(default_factory=dict)
-    """Answers that ecd has wrong, as `ec_consumer, two images, by metadata`, and what is wrong."""
     without: Mapping[str, str] = field(default_factory=dict)
     """Rows that vLLM cannot answer on a CPU, and its error."""
     encoder: str = "ec_producer"

@@ -74,7 +74,7 @@ def test_an_architecture(
     counts["wrong answers"] += len(wrong)
     counts["engines ended"] += len(ended)
     assert not ended, "\n".join(f"{role}: {how}" for role, how in ended.items())
-    assert wrong.keys() == {each for each in tried.wrong if each.split(", ")[1] in rows}, wrong
+    assert not wrong, wrong
     assert any(answer["forwards"] for answer in found["encoder"].values())
     told = {row.partition(", ")[0] for row in consumed if row.endswith(", by metadata")}
     kinds = {MEDIA[item][0] for row in told for item in ROWS[row].split()}

@@ -50,16 +50,15 @@ def processor(to: Checkpoint, kind: str) -> None:
     to.json("video_preprocessor_config", video_processor_type="Glm4vVideoProcessor", **about)
 
 
-GLM_ROPE = {"rope_theta": 10000.0, **MROPE, "mrope_section": [2, 3, 3]}
+ROPE = {"rope_theta": 10000.0, **MROPE, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
+TEXT_4V = TEXT | {"rope_parameters": ROPE, "partial_rotary_factor": 0.5}
 
 
 @architecture("GLM", "Glm4vForConditionalGeneration", "image video", most={"video": 1}, quick=True)
 def glm4_1v(to: Checkpoint) -> None:
     from transformers import Glm4vConfig
 
-    rope = GLM_ROPE | {"partial_rotary_factor": 0.5}
-    text = TEXT | {"rope_parameters": rope, "partial_rotary_factor": 0.5}
-    config = Glm4vConfig(text_config=text, vision_config=GLM_TOWER, **tokens(to))
+    config = Glm4vConfig(text_config=TEXT_4V, vision_config=GLM_TOWER, **tokens(to))
     to.config(config)
     processor(to, "Glm4vProcessor")
 
@@ -68,11 +67,9 @@ def glm4_1v(to: Checkpoint) -> None:
 def glm4_5v(to: Checkpoint) -> None:
     from transformers import Glm4vMoeConfig
 
-    rope = GLM_ROPE | {"partial_rotary_factor": 0.5}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     more = {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-    text = TEXT | {"rope_parameters": rope, "partial_rotary_factor": 0.5} | experts | more
-    text |= {"use_qk_norm": False}
+    text = TEXT_4V | experts | more | {"use_qk_norm": False}
     config = Glm4vMoeConfig(text_config=text, vision_config=GLM_TOWER, **tokens(to))
     to.config(config)
     processor(to, "Glm4vProcessor")
@@ -82,8 +79,7 @@ def glm4_5v(to: Checkpoint) -> None:
 def glm_ocr(to: Checkpoint) -> None:
     from transformers import GlmOcrConfig
 
-    rope = GLM_ROPE | {"partial_rotary_factor": 0.5}
-    text = TEXT | {"rope_parameters": rope}
+    text = TEXT | {"rope_parameters": ROPE}
     config = GlmOcrConfig(text_config=text, vision_config=GLM_TOWER, **tokens(to))
     to.config(config)
     processor(to, "Glm46VProcessor")
@@ -142,16 +138,7 @@ def exaone4_5(to: Checkpoint) -> None:
     from e2e.models.families import qwen
 
     ids = qwen.tokens(to)
-    tower = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "num_key_value_heads": 2,
-        "out_hidden_size": 64,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-    }
+    tower = qwen.TOWER_2_5 | {"num_key_value_heads": 2}
     text = {"model_type": "exaone4", **TEXT, "sliding_window": 64, "sliding_window_pattern": 2}
     config = Exaone4_5_Config(text_config=text, vision_config=tower, **ids)
     to.config(config)
@@ -198,25 +185,21 @@ def ernie4_5_vl(to: Checkpoint) -> None:
         Ernie4_5_VLMoeVideoProcessor,
     )
 
-    made = to.tokens(
-        image_token="<|IMAGE_PLACEHOLDER|>",
-        image_start_token="<|IMAGE_START|>",
-        image_end_token="<|IMAGE_END|>",
-        video_token="<|VIDEO_PLACEHOLDER|>",
-        video_start_token="<|VIDEO_START|>",
-        video_end_token="<|VIDEO_END|>",
-    )
+    named = {
+        "image_token": "<|IMAGE_PLACEHOLDER|>",
+        "image_start_token": "<|IMAGE_START|>",
+        "image_end_token": "<|IMAGE_END|>",
+        "video_token": "<|VIDEO_PLACEHOLDER|>",
+        "video_start_token": "<|VIDEO_START|>",
+        "video_end_token": "<|VIDEO_END|>",
+    }
+    made = to.tokens(**named)
     experts = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}
     text = TEXT | experts | {"moe_intermediate_size": [64, 64]}
     config = Ernie4_5_VLMoeConfig(
         text_config=text,
         vision_config={"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128},
-        image_token_id=to.id("<|IMAGE_PLACEHOLDER|>"),
-        image_start_token_id=to.id("<|IMAGE_START|>"),
-        image_end_token_id=to.id("<|IMAGE_END|>"),
-        video_token_id=to.id("<|VIDEO_PLACEHOLDER|>"),
-        video_start_token_id=to.id("<|VIDEO_START|>"),
-        video_end_token_id=to.id("<|VIDEO_END|>"),
+        **to.ids(**named),
     )
     to.config(config)
     size = {"size": {"shortest_edge": 28 * 28, "longest_edge": 1 << 16}}

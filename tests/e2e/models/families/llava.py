@@ -60,8 +60,8 @@ def llava_next_video(to: Checkpoint) -> None:
         LlavaNextVideoVideoProcessor,
     )
 
-    tokens = to.tokens(image_token="<image>", video_token="<video>")
-    ids = {"image_token_id": to.id("<image>"), "video_token_id": to.id("<video>")}
+    named = {"image_token": "<image>", "video_token": "<video>"}
+    tokens, ids = to.tokens(**named), to.ids(**named)
     config = LlavaNextVideoConfig(**parts(CLIP | {"image_size": 224}, LLAMA), **ids)
     to.config(config)
     size = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
@@ -90,8 +90,8 @@ def llava_onevision(to: Checkpoint) -> None:
         LlavaOnevisionVideoProcessor,
     )
 
-    tokens = to.tokens(image_token="<image>", video_token="<video>")
-    ids = {"image_token_id": to.id("<image>"), "video_token_id": to.id("<video>")}
+    named = {"image_token": "<image>", "video_token": "<video>"}
+    tokens, ids = to.tokens(**named), to.ids(**named)
     config = LlavaOnevisionConfig(**parts(SIGLIP, QWEN2), image_grid_pinpoints=PINPOINTS, **ids)
     to.config(config)
     LlavaOnevisionProcessor(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from e2e.models.sizes import TEXT
+from e2e.models.sizes import HEARING, TEXT
 from e2e.models.table import architecture
 
 if TYPE_CHECKING:
@@ -44,11 +44,25 @@ def processor(to: Checkpoint, kind: str, images: str, videos: str, patch: int = 
     to.json("video_preprocessor_config", video_processor_type=videos, **about)
 
 
+def processor_3(to: Checkpoint) -> None:
+    """Qwen3-VL's, which several models have."""
+    processor(to, "Qwen3VLProcessor", "Qwen2VLImageProcessorFast", "Qwen3VLVideoProcessor", 16)
+
+
 def text(**more: Any) -> dict[str, Any]:
     return TEXT | {"rope_parameters": {"rope_theta": 10000.0, **MROPE}} | more
 
 
 MROPE = {"rope_type": "default", "mrope_section": [4, 6, 6]}
+TOWER_2_5 = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "window_size": 56,
+    "fullatt_block_indexes": [1],
+}
 
 
 @architecture("Qwen", "Qwen2VLForConditionalGeneration", "image video", by_metadata="image video")
@@ -73,16 +87,7 @@ def qwen2_vl(to: Checkpoint) -> None:
 def qwen2_5_vl(to: Checkpoint) -> None:
     from transformers import Qwen2_5_VLConfig
 
-    tower = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-    }
-    config = Qwen2_5_VLConfig(text_config=text(), vision_config=tower, **tokens(to))
+    config = Qwen2_5_VLConfig(text_config=text(), vision_config=TOWER_2_5, **tokens(to))
     to.config(config)
     processor(to, "Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")
 
@@ -95,11 +100,11 @@ def qwen3_vl(to: Checkpoint) -> None:
 
     config = Qwen3VLConfig(
         text_config=text(rope_parameters=ROPE_3),
-        vision_config=TOWER_3 | {"deepstack_visual_indexes": [0]},
+        vision_config=TOWER_3_DEEP,
         **tokens(to),
     )
     to.config(config)
-    processor(to, "Qwen3VLProcessor", "Qwen2VLImageProcessorFast", "Qwen3VLVideoProcessor", 16)
+    processor_3(to)
 
 
 TOWER_3 = {
@@ -110,12 +115,14 @@ TOWER_3 = {
     "out_hidden_size": 64,
     "num_position_embeddings": 64,
 }
+TOWER_3_DEEP = TOWER_3 | {"deepstack_visual_indexes": [0]}
 ROPE_3 = {
     "rope_type": "default",
     "rope_theta": 10000.0,
     "mrope_section": [6, 5, 5],
     "mrope_interleaved": True,
 }
+ROPE_3_5 = ROPE_3 | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
 EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -132,11 +139,11 @@ def qwen3_vl_moe(to: Checkpoint) -> None:
 
     config = Qwen3VLMoeConfig(
         text_config=text(rope_parameters=ROPE_3, **EXPERTS),
-        vision_config=TOWER_3 | {"deepstack_visual_indexes": [0]},
+        vision_config=TOWER_3_DEEP,
         **tokens(to),
     )
     to.config(config)
-    processor(to, "Qwen3VLProcessor", "Qwen2VLImageProcessorFast", "Qwen3VLVideoProcessor", 16)
+    processor_3(to)
 
 
 BF16 = {"dtype": "bfloat16"}
@@ -161,11 +168,10 @@ LINEAR = {
 def qwen3_5(to: Checkpoint) -> None:
     from transformers import Qwen3_5Config
 
-    rope = ROPE_3 | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
-    of_text = text(rope_parameters=rope, **LINEAR)
+    of_text = text(rope_parameters=ROPE_3_5, **LINEAR)
     config = Qwen3_5Config(text_config=of_text, vision_config=TOWER_3, **tokens(to))
     to.config(config)
-    processor(to, "Qwen3VLProcessor", "Qwen2VLImageProcessorFast", "Qwen3VLVideoProcessor", 16)
+    processor_3(to)
 
 
 @architecture(
@@ -178,12 +184,11 @@ def qwen3_5(to: Checkpoint) -> None:
 def qwen3_5_moe(to: Checkpoint) -> None:
     from transformers import Qwen3_5MoeConfig
 
-    rope = ROPE_3 | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
     experts = EXPERTS | {"shared_expert_intermediate_size": 64}
-    of_text = text(rope_parameters=rope, **LINEAR, **experts)
+    of_text = text(rope_parameters=ROPE_3_5, **LINEAR, **experts)
     config = Qwen3_5MoeConfig(text_config=of_text, vision_config=TOWER_3, **tokens(to))
     to.config(config)
-    processor(to, "Qwen3VLProcessor", "Qwen2VLImageProcessorFast", "Qwen3VLVideoProcessor", 16)
+    processor_3(to)
 
 
 def omni(to: Checkpoint, kind: str, begin: str, end: str, audio: str, **processing: Any) -> dict:
@@ -215,16 +220,6 @@ def omni(to: Checkpoint, kind: str, begin: str, end: str, audio: str, **processi
     }
 
 
-HEARING = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 128,
-    "num_mel_bins": 128,
-    "output_dim": 64,
-}
-
-
 @architecture(
     "Qwen",
     "Qwen2_5OmniForConditionalGeneration",
@@ -242,16 +237,8 @@ def qwen2_5_omni(to: Checkpoint) -> None:
         **ids,
         **{k.replace("_id", "_index"): v for k, v in ids.items() if k.count("_") == 2},
         "text_config": text(),
-        "audio_config": HEARING,
-        "vision_config": {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "window_size": 56,
-            "fullatt_block_indexes": [1],
-        },
+        "audio_config": HEARING | {"output_dim": 64},
+        "vision_config": TOWER_2_5,
     }
     config = Qwen2_5OmniConfig(thinker_config=thinker, enable_audio_output=False)
     to.config(config)
@@ -272,9 +259,8 @@ def qwen3_omni(to: Checkpoint) -> None:
     thinker = {
         **ids,
         "text_config": text(rope_parameters=ROPE_3, **EXPERTS),
-        "audio_config": HEARING | {"downsample_hidden_size": 32},
-        "vision_config": TOWER_3
-        | {"deepstack_visual_indexes": [0], "image_size": 56, "apply_vit_abs_pos_embed": True},
+        "audio_config": HEARING | {"output_dim": 64, "downsample_hidden_size": 32},
+        "vision_config": TOWER_3_DEEP | {"image_size": 56, "apply_vit_abs_pos_embed": True},
     }
     config = Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False)
     to.config(config)
@@ -291,12 +277,12 @@ def colqwen3(to: Checkpoint) -> None:
 
     config = ColQwen3Config(
         text_config=text(rope_parameters=ROPE_3),
-        vision_config=TOWER_3 | {"deepstack_visual_indexes": [0]},
+        vision_config=TOWER_3_DEEP,
         embed_dim=32,
         **tokens(to),
     )
     to.config(config)
-    processor(to, "Qwen3VLProcessor", "Qwen2VLImageProcessorFast", "Qwen3VLVideoProcessor", 16)
+    processor_3(to)
 
 
 @architecture(

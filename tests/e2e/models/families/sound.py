@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from e2e.models.sizes import TEXT
+from e2e.models.sizes import HEARING, TEXT
 from e2e.models.table import architecture
 
 if TYPE_CHECKING:
     from e2e.models.checkpoint import Checkpoint
 
-HEARING: dict[str, Any] = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 128,
-    "num_mel_bins": 128,
-}
-"""Whisper's encoder."""
 HUB = "its processor is code of its repository, and no test downloads any"
 QWEN2 = {"model_type": "qwen2", **TEXT}
 LLAMA = {"model_type": "llama", **TEXT}
