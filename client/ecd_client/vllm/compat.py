@@ -70,7 +70,7 @@ ENCODERS_OWN = {
 """Fields of processed items that nothing but the model's encoder reads."""
 AUDIO_IN_VIDEO = "use_audio_in_video"
 ASSUMED = {"second_per_grid_ts": 1.0, AUDIO_IN_VIDEO: 0.0}
-"""What models that read such a field take it to be where an item has none."""
+"""Fields that some items have, and the value that models assume for items without the field."""
 
 
 def fail_by_itself(request: Any, cause: str) -> None:
@@ -171,11 +171,16 @@ class PlaceholderMetadata:
             self._announces[modality] = bool(self.fields_for(modality)) and self._takes(modality)
         return self._announces[modality]
 
+    @functools.cached_property
+    def _processor(self) -> Any:
+        """vLLM's processor of the model, whose own code may raise anything."""
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+
+        return MULTIMODAL_REGISTRY.create_processor(self._model_config)
+
     def _takes(self, modality: str) -> bool:
         try:
-            from vllm.multimodal import MULTIMODAL_REGISTRY
-
-            processor = MULTIMODAL_REGISTRY.create_processor(self._model_config)
+            processor = self._processor
             made = processor._get_mm_fields_config({}, {})
             if not self.fields_for(modality) <= made.keys():
                 return False
@@ -233,10 +238,8 @@ class PlaceholderMetadata:
         if modality not in self._fields:
             self._fields[modality] = set()
             try:
-                from vllm.multimodal import MULTIMODAL_REGISTRY
-
-                info = MULTIMODAL_REGISTRY.create_processor(self._model_config).info
-                self._fields[modality] = info.data_parser.placeholder_metadata_fields(modality)
+                parser = self._processor.info.data_parser
+                self._fields[modality] = parser.placeholder_metadata_fields(modality)
             except Exception:  # the model's own code: its consumers preprocess for themselves
                 logger.warning("no placeholder metadata for %s", modality, exc_info=True)
         return self._fields[modality]
