@@ -80,6 +80,7 @@ def request(
         num_preemptions=0,
         cache_salt=salt,
         ec_transfer_params=params,
+        resumable=False,
         structured_output_request=None,
         status=None,
     )

@@ -229,7 +229,7 @@ class SchedulerRole:
         may_load = self._fails or self._loads.are_reported
         for index, feature in enumerate(request.mm_features[state.seen :], state.seen):
             is_private = self._settings.keeps_private(
-                feature.modality, is_streaming=getattr(request, "resumable", False)
+                feature.modality, is_streaming=request.resumable
             )
             name_apart(feature, request.cache_salt, is_private=is_private)
             identifier, position = feature.identifier, feature.mm_position
