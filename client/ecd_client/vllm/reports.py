@@ -17,8 +17,8 @@ SLOTS = 1 << 14
 _FORGOTTEN, _STEP, _COUNTS = 0, 1, 2
 _LOADS = _COUNTS + len(COUNTERS)
 _WORDS = _LOADS + SLOTS
-"""Of 8 bytes, for each rank: where its cache was emptied, the step, counts, and loads it has done.
-"""
+"""Words of 8 bytes that a rank writes, in this order: the move in which its cache was emptied, the
+last step that it has done, its counts, and the loads that it has done."""
 
 
 class Reports:
@@ -47,7 +47,7 @@ class Reports:
         return max(self._words[rank * _WORDS + _FORGOTTEN] for rank in range(self._ranks)) - 1
 
     def take_counts(self) -> EcdStats:
-        """What the ranks have counted since the last call."""
+        """The counts that all ranks together have added since the last call."""
         before, self._taken = self._taken, [0] * len(COUNTERS)
         for rank in range(self._ranks):
             begin = rank * _WORDS + _COUNTS
