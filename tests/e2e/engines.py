@@ -34,6 +34,9 @@ START_S = 480.0
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Else an engine's first request compiles what counts logprobs: 15 s."""
 
+SPREAD = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""An engine with workers in processes of their own, which share the cores."""
+
 
 def last_words(log: str) -> str:
     """The end of a log, after its lines of errors: a child's stand far before its parent's."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from e2e.engines import Engine
+from e2e.engines import SPREAD, Engine
 from e2e.shared import Engines, Pictures
 from support.daemon import Daemon
 from support.waiting import eventually
@@ -14,7 +14,6 @@ from support.waiting import eventually
 pytestmark = pytest.mark.timeout(600)
 
 PICTURES = 30
-SPREAD = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 @pytest.fixture

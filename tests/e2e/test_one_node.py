@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.engines import Engine, python_of, result_of
+from e2e.engines import SPREAD, Engine, python_of, result_of
 from e2e.shared import CONTRACT, WORDS, Engines, Pictures, Plain, settle, tokens
 from ecd_proto.placeholders import Placeholder
 from support.daemon import Daemon
@@ -109,7 +109,7 @@ def test_one_copy_on_the_node_for_engines_and_tensor_parallel_ranks(
     engine = start_engine(
         "ec_both",
         tensor_parallel_size=2,
-        environ={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        environ=SPREAD,
     ).wait_ready()
     eventually(lambda: daemon.status().sessions == before.sessions + 3, "a session of each part")
     reply = engine.generate([*requests, new.request()])
