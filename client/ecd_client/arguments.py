@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ecd_client.errors import InvalidArgument
 from ecd_proto.contract import DTYPES, MAX_DIMENSIONS, MAX_HINTS, MAX_LENGTH, Hint, nbytes_of
+from ecd_proto.engines import MAX_PARTS, MAX_TEXT_BYTES, Engine
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,22 @@ def many(values: Any, call: str) -> list[Any]:
         return list(values)
     except TypeError:
         raise InvalidArgument(f"{call} takes a list of strings, not {_shown(values)}") from None
+
+
+def engine(value: Any) -> Engine:
+    """A description of an engine that daemons take."""
+    if not isinstance(value, Engine):
+        raise InvalidArgument(f"an engine is an ecd_proto.engines.Engine, not {_shown(value)}")
+    try:
+        is_taken = Engine.of(value.message) is not None
+    except (TypeError, ValueError):  # what no message holds
+        is_taken = False
+    if not is_taken:
+        raise InvalidArgument(
+            "an engine's description has an id of letters and digits, a namespace, printable texts "
+            f"of at most {MAX_TEXT_BYTES} bytes, and up to {MAX_PARTS} parts with words or digests"
+        )
+    return value
 
 
 def seconds(value: Any, what: str) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from importlib import import_module
 from types import TracebackType
@@ -30,6 +30,7 @@ from ecd_client.pools import Extent, MappedPool
 from ecd_client.reader import Reader
 from ecd_client.writer import Writer, describe_entry
 from ecd_proto.contract import BENCH_NAMESPACE, Hint
+from ecd_proto.engines import Engine
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -112,6 +113,17 @@ class Client:
     def wait_connected(self, timeout: float) -> None:
         """Wait until the daemon answers. Raises DaemonUnavailable after `timeout` seconds."""
         self._connection.session(arguments.seconds(timeout, "timeout"))
+
+    def describe(self, engine: Engine, on_apart: Callable[[Engine], None] | None = None) -> None:
+        """Tell operators, and other engines of its model, which engine this client is of.
+
+        Every client of the daemon can read it. A later call takes the place of an earlier one.
+        `on_apart` is called, on another thread and once a session, with an engine of the same model
+        that stores under another namespace, where no other engine stores under this one's. Raises
+        InvalidArgument for a description that is too long or of another form.
+        """
+        arguments.engine(engine)
+        self._connection.describe(engine, on_apart)
 
     def pin(self, device: torch.device | str = "cuda") -> None:
         """Pin the daemon's pools in this process now, for copies of this GPU.

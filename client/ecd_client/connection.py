@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -30,6 +30,7 @@ from ecd_client.calls import (
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.session import Outbox, Session
 from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, POPULATING
+from ecd_proto.engines import Engine
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
@@ -74,6 +75,8 @@ class Connection:
         self._calls: Calls | None = None
         self._threads = GrpcThreads()
         self._gpu: int | None = None
+        self._engine: Engine | None = None
+        self._on_apart: Callable[[Engine], None] | None = None
         self.is_cut_off = False
         self._thread = threading.Thread(target=self._run, name="ecd-connection", daemon=True)
         forks.add(self, last=True)
@@ -139,6 +142,14 @@ class Connection:
             session = self._session
         if session is not None:
             session.pools.pin(device)
+
+    def describe(self, engine: Engine, on_apart: Callable[[Engine], None] | None) -> None:
+        """Tell the daemon of this session, and of all later ones, which engine the client is of."""
+        with self._changed:
+            self._engine, self._on_apart = engine, on_apart
+            session = self._session
+            if session is not None:
+                session.describe(engine, on_apart)
 
     def cut_off(self) -> None:
         """In a forked child: gRPC's objects here are not touched again, not even to end them."""
@@ -238,6 +249,8 @@ class Connection:
     def _announce(self, session: Session | None) -> None:
         with self._changed:
             self._session, device = session, self._gpu
+            if session is not None and self._engine is not None:
+                session.describe(self._engine, self._on_apart)
             self._changed.notify_all()
         if session is not None and device is not None:
             session.pools.pin(device)

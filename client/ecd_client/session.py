@@ -7,6 +7,7 @@ an item or a put refers to them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -25,12 +26,15 @@ from ecd_client.shared.index import AskDaemon, IndexReader, OnMiss
 from ecd_client.shared.key_locks import KeyLocks
 from ecd_client.shared.puts import PutWriter
 from ecd_proto.contract import MAX_BATCH
+from ecd_proto.engines import Engine
 from ecd_proto.shm.files import lock_byte
 from ecd_proto.shm.rows import Row
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
     from ecd_client.device.pool import DevicePool
+
+logger = logging.getLogger(__name__)
 
 Outbox = queue.SimpleQueue[Any]
 WaitEnded = Callable[[pb.AcquireOutcome | None], None]
@@ -63,6 +67,8 @@ class Session:
         self.node = welcome.node
         self.may_bring = bool(welcome.node) or welcome.has_disk
         """Whether the daemon may know of entries that are not in its memory."""
+        self._takes_engine = welcome.takes_engine
+        self._on_apart: Callable[[Engine], None] | None = None
         self.calls = calls
         self._stream, self._outbox = stream, outbox
         # Added to the daemon's times it makes them ours, early by the time Welcome took.
@@ -293,6 +299,22 @@ class Session:
         """Tell the daemon that the client does not make these keys after all."""
         self._outbox.put(pb.SessionRequest(stop_making=pb.StopMaking(keys=keys)))
 
+    # -- the engine ----------------------------------------------------------------------------
+
+    def describe(self, engine: Engine, on_apart: Callable[[Engine], None] | None) -> None:
+        """Tell the daemon which engine this client is of; one of before such messages is not."""
+        self._on_apart = on_apart
+        if self._takes_engine:
+            self._outbox.put(pb.SessionRequest(engine=engine.message))
+
+    def _engine_apart(self, status: pb.EngineStatus) -> None:
+        other, on_apart = Engine.of(status.engine, status.pid), self._on_apart
+        if other is not None and on_apart is not None:
+            try:
+                on_apart(other)
+            except Exception:  # the caller's: the stream goes on
+                logger.exception("what Client.describe was given failed")
+
     # -- the stream ----------------------------------------------------------------------------
 
     def renewal(self) -> pb.SessionRequest | None:
@@ -321,6 +343,8 @@ class Session:
             case "waits_ended":
                 for each in event.waits_ended.ended:
                     self._end_wait(each)
+            case "engine_apart":
+                self._engine_apart(event.engine_apart)
 
     def _end_wait(self, event: pb.WaitEnded) -> None:
         with self._lock:

@@ -22,6 +22,7 @@ CAUSES = (
     "leases",
     "waits",
     "makings",
+    "engines",
 )
 """Why requests are refused."""
 IDLE_BOUNDS_S = (1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0)

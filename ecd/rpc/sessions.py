@@ -24,9 +24,11 @@ from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.rpc.attach import DmaProcesses
 from ecd.rpc.convert import SessionOver, to_acquire_outcome
+from ecd.rpc.engines import Engines
 from ecd.rpc.held import HeldAnswers
 from ecd.wire import InvalidRequest, key_from
 from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH
+from ecd_proto.engines import MAX_ENGINES, Engine
 from ecd_proto.v1 import cache_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -70,8 +72,11 @@ class Stream:
     session: SessionId
     token: str
     client: str
+    pid: int  # as the client says
     outbox: asyncio.Queue[Event] = field(default_factory=lambda: asyncio.Queue(MAX_UNREAD_EVENTS))
     attached: bool = False  # its client was seen to hold the session's lock
+    is_described: bool = False  # by its client, as an engine
+    is_misread: bool = False  # what its client says that its engine is
 
 
 class SessionStreams:
@@ -81,6 +86,7 @@ class SessionStreams:
         self.identity = identity
         self.has_disk = False
         self.held = HeldAnswers(live)
+        self.engines = Engines()
         self._live, self._files = live, files
         self._by_token: dict[str, Stream] = {}
         self._by_session: dict[SessionId, Stream] = {}
@@ -143,7 +149,7 @@ class SessionStreams:
     async def run(self, requests: SessionIterator, context: Context) -> None:
         """Serve one stream until it ends."""
         hello = await self._hello(requests, context)
-        stream = self.open(f"{hello.client} pid {hello.pid}")
+        stream = self.open(f"{hello.client} pid {hello.pid}", hello.pid)
         if isinstance(stream, LimitReached):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -156,12 +162,12 @@ class SessionStreams:
         finally:
             self.end(stream)
 
-    def open(self, client: str) -> Stream | LimitReached:
+    def open(self, client: str, pid: int = 0) -> Stream | LimitReached:
         """Open a session and its stream's books."""
         opened = self._live.open_session()
         if isinstance(opened, LimitReached):
             return opened
-        stream = Stream(opened, secrets.token_hex(16), client)
+        stream = Stream(opened, secrets.token_hex(16), client, pid)
         self._by_token[stream.token] = self._by_session[opened] = stream
         self._live.subscribe(opened, self)
         logger.debug("session %d opened by %s", opened, client)
@@ -207,6 +213,7 @@ class SessionStreams:
             node=self.identity.node,
             attach_path="" if index is None else self._files.attach_path(),
             has_disk=self.has_disk,
+            takes_engine=True,
         )
 
     async def _read(self, stream: Stream, requests: SessionIterator) -> None:
@@ -224,9 +231,25 @@ class SessionStreams:
                     pace = self._live.turns.pace()
                     keys = await pace.each(key_from, request.stop_making.keys)
                     self._live.stop_making(stream.session, keys)
+                case "engine":
+                    self._describe(stream, request.engine)
                 case _:
                     logger.warning("%s broke the session's protocol", stream.client)
                     return
+
+    def _describe(self, stream: Stream, message: pb.Engine) -> None:
+        """Note what an engine says it is; tell it, or others, where it is apart by mistake."""
+        engine = Engine.of(message, stream.pid)
+        if engine is None:  # a newer client may say more than this daemon knows
+            if not stream.is_misread:
+                logger.warning("%s describes its engine in a form that is not known", stream.client)
+            stream.is_misread = True
+        elif not self.engines.describe(stream.session, engine):
+            self._live.refuse("engines", MAX_ENGINES)
+        elif not stream.is_described:
+            stream.is_described = True
+            for session, apart in self.engines.told_by_arrival(stream.session):
+                self._post(session, pb.SessionEvent(engine_apart=apart.status))
 
     async def _renew(self, stream: Stream, renew: pb.Renew) -> None:
         leases, lost = list(map(LeaseId, renew.leases)), []
@@ -276,6 +299,7 @@ class SessionStreams:
         """End the stream's session, and take back its memory once its lock is free."""
         del self._by_token[stream.token]
         del self._by_session[stream.session]
+        self.engines.forget(stream.session)
         self._live.leave_session(stream.session)
         self._leaving += 1
         self._take_back(stream.session, RECHECK_S[0])

@@ -121,6 +121,7 @@ class Status:
             other_namespaces=pb.NamespaceStatus(**others._asdict()),
             disk=None if self.disk is None else self.disk(),
             idle=None if self.idle is None else self.idle(),
+            engines=self._streams.engines.statuses(),
         )
 
     def figures(self) -> Figures:

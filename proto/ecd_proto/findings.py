@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecd_proto.contract import count_text, duration_text, size_text
+from ecd_proto.engines import Engine, advice, difference, lonely, nearest
 from ecd_proto.mapping import HUGE_BYTES, HUGE_SHARE
 from ecd_proto.v1 import cache_pb2 as pb
 
 GOOD, DOUBTFUL, BAD = "ok", "look", "fix"
 MAX_AWAY = 8
 """Unreachable peers that have a finding each."""
+MAX_ENGINE_FINDINGS = 8
 SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 COLLAPSES_SINCE = (6, 1)
 """The version of Linux that first moves pages of shared memory to huge ones when asked to."""
@@ -79,6 +81,9 @@ REFUSALS = {
     "makings": Refusal(
         "encode", "not announced to other nodes: too many were", "nothing: it may be made twice"
     ),
+    "engines": Refusal(
+        "engine", "not shown or compared: there were too many", "nothing: it shares all the same"
+    ),
 }
 """The words for each cause in `Counters.refused`."""
 POOL_CAUSES = "entry_too_large", "pool_full"
@@ -107,6 +112,7 @@ def examine(status: pb.StatusReply, peers: pb.PeersReply) -> Iterator[Finding]:
         yield from (device_pool(each) for each in status.pools if each.kind == "device")
     if status.HasField("disk"):
         yield disk(status.disk)
+    yield from engines(status)
     if peers.node:
         yield from nodes(peers)
 
@@ -183,6 +189,30 @@ def disk(status: pb.DiskStatus) -> Finding:
     advice = f"the log says why; check the disk that has {status.path}"
     found += f"; {' and '.join(resting)} rest after failures"
     return Finding("disk tier", DOUBTFUL, found, advice)
+
+
+def engines(status: pb.StatusReply) -> Iterator[Finding]:
+    """Check that engines share, and none is kept from what another one of its model stores."""
+    known = [Engine.of(each.engine, each.pid) for each in status.engines]
+    described = [engine for engine in known if engine is not None]
+    found: dict[object, Finding] = {}
+    for engine in lonely(described):
+        other = nearest(engine, described)
+        if other is not None:
+            text = (
+                f"pid {engine.pid} finds nothing of what pid {other.pid} stores for one model "
+                f"({engine.model}): their namespaces differ in {difference(engine, other)}"
+            )
+            pair = frozenset((engine.namespace, other.namespace))
+            found.setdefault(pair, Finding("engines", DOUBTFUL, text, advice(engine, other)))
+    for engine in described:
+        if not (engine.stores or engine.loads):
+            text, log = f"pid {engine.pid} shares {engine.shares}", "its log says what helps"
+            found.setdefault(engine.id, Finding("engines", DOUBTFUL, text, log))
+    yield from list(found.values())[:MAX_ENGINE_FINDINGS]
+    if described and not found:
+        count = count_text(len({each.id for each in described}), "engine")
+        yield Finding("engines", GOOD, f"{count}: none is kept from what another one stores")
 
 
 def nodes(peers: pb.PeersReply) -> Iterator[Finding]:

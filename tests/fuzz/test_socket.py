@@ -35,6 +35,15 @@ METHODS: dict[str, tuple[type[Message], type[Message]]] = {
     method.name: tuple(getattr(pb, side.name) for side in (method.input_type, method.output_type))
     for method in pb.DESCRIPTOR.services_by_name["Cache"].methods
 }
+ENGINE = pb.Engine(
+    id="e",
+    model="m",
+    namespace="fuzz",
+    stores=True,
+    loads=True,
+    parts={"dtype": "x"},
+    shares="image",
+)
 EXCHANGED = {field.name for field in pb.ExchangeRequest.DESCRIPTOR.fields}
 
 
@@ -204,11 +213,12 @@ class _Session:
     def tell(self, chance: Random) -> bool:
         """Something on the session's stream. False: it is over."""
         known = self._intruder.known()
-        kind = chance.randrange(3)
+        kind = chance.randrange(4)
         request = (
             pb.SessionRequest(renew=pb.Renew(leases=known["leases"])),
             pb.SessionRequest(cancel_waits=pb.CancelWaits(tickets=known["tickets"])),
             pb.SessionRequest(hello=pb.Hello(contract_version=CONTRACT_VERSION)),
+            pb.SessionRequest(engine=ENGINE),
         )[kind]
         self.send(mutated(request, chance, known))
         return not self.is_over

@@ -110,7 +110,9 @@ def mutated(message: Message, chance: Random, known: Known) -> bytes:
 
 def _alter(message: Message, chance: Random, known: Known) -> None:
     """Alter one field of the message, or of a message within it."""
-    present = [field for field, _ in message.ListFields() if field.message_type]
+    present = [
+        field for field, _ in message.ListFields() if field.message_type and not _is_map(field)
+    ]
     if present and chance.random() < 0.7:
         inner = getattr(message, chance.choice(present).name)
         if hasattr(inner, "add"):
@@ -124,6 +126,9 @@ def _alter(message: Message, chance: Random, known: Known) -> None:
     inner = getattr(message, field.name)
     if chance.random() < 0.15:
         message.ClearField(field.name)
+    elif _is_map(field):
+        for number in range(chance.choice((1, 1, 1, *COUNTS))):
+            inner[f"{chance.choice(TEXTS[:6])}{number or ''}"] = chance.choice(TEXTS[:6])
     elif hasattr(inner, "add"):
         added = inner.add()
         if len(inner) > 1 and chance.random() < 0.7:
@@ -143,6 +148,10 @@ def _alter(message: Message, chance: Random, known: Known) -> None:
         _alter(inner, chance, known)
     else:
         setattr(message, field.name, _value(field, chance, known))
+
+
+def _is_map(field: Any) -> bool:
+    return bool(field.message_type) and bool(field.message_type.GetOptions().map_entry)
 
 
 def _value(field: Any, chance: Random, known: Known) -> Any:

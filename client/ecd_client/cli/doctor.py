@@ -60,6 +60,7 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
             yield _locked_memory(status, peers)
         if status.HasField("disk"):
             yield findings.disk(status.disk)
+        yield from findings.engines(status)
         yield from _nodes(peers)
     yield _shared_memory(status)
     yield _leftovers(status)

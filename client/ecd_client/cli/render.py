@@ -59,6 +59,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("entries", f"{reply.entries:,}" + _recovered(counters)),
         *(_disk(reply.disk) if reply.HasField("disk") else ()),
         ("clients", ", ".join(count_text(*each) for each in _held(reply))),
+        *_engines(reply),
         *_gpus(reply),
         (
             "hits",
@@ -100,6 +101,19 @@ def _recovered(counters: pb.Counters) -> str:
 
 def _held(reply: pb.StatusReply) -> list[tuple[int, str]]:
     return [(reply.sessions, "session"), (reply.leases, "lease"), (reply.waits, "wait")]
+
+
+def _engines(reply: pb.StatusReply) -> list[tuple[str, str]]:
+    """A row for each engine that has said what it is, whatever number of sessions it has."""
+    rows: dict[str, tuple[str, str]] = {}
+    for each in reply.engines:
+        engine = each.engine
+        verb = "shares" if engine.stores == engine.loads else "stores" if engine.stores else "loads"
+        said = (
+            f"pid {each.pid}, {engine.model}: {verb} {engine.shares}; namespace {engine.namespace}"
+        )
+        rows.setdefault(engine.id, ("engine", said))
+    return list(rows.values())
 
 
 def _apart(reply: pb.StatusReply) -> list[tuple[str, str]]:

@@ -108,6 +108,7 @@ class SessionRequest(google.protobuf.message.Message):
     RENEW_FIELD_NUMBER: builtins.int
     CANCEL_WAITS_FIELD_NUMBER: builtins.int
     STOP_MAKING_FIELD_NUMBER: builtins.int
+    ENGINE_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -116,6 +117,10 @@ class SessionRequest(google.protobuf.message.Message):
     def cancel_waits(self) -> global___CancelWaits: ...
     @property
     def stop_making(self) -> global___StopMaking: ...
+    @property
+    def engine(self) -> global___Engine:
+        """if Welcome.takes_engine: once at the start, and again when it changes"""
+
     def __init__(
         self,
         *,
@@ -123,10 +128,11 @@ class SessionRequest(google.protobuf.message.Message):
         renew: global___Renew | None = ...,
         cancel_waits: global___CancelWaits | None = ...,
         stop_making: global___StopMaking | None = ...,
+        engine: global___Engine | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel_waits", b"cancel_waits", "hello", b"hello", "renew", b"renew", "request", b"request", "stop_making", b"stop_making"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel_waits", b"cancel_waits", "hello", b"hello", "renew", b"renew", "request", b"request", "stop_making", b"stop_making"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "renew", "cancel_waits", "stop_making"] | None: ...
+    def HasField(self, field_name: typing.Literal["cancel_waits", b"cancel_waits", "engine", b"engine", "hello", b"hello", "renew", b"renew", "request", b"request", "stop_making", b"stop_making"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel_waits", b"cancel_waits", "engine", b"engine", "hello", b"hello", "renew", b"renew", "request", b"request", "stop_making", b"stop_making"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "renew", "cancel_waits", "stop_making", "engine"] | None: ...
 
 global___SessionRequest = SessionRequest
 
@@ -208,6 +214,88 @@ class StopMaking(google.protobuf.message.Message):
 global___StopMaking = StopMaking
 
 @typing.final
+class Engine(google.protobuf.message.Message):
+    """What an engine says of itself, for operators and for other engines of its model. Every client of the
+    daemon can read it, so parts are short words or digests.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class PartsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    ID_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    STORES_FIELD_NUMBER: builtins.int
+    LOADS_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """the same in each of the engine's sessions"""
+    model: builtins.str
+    """as its users name it"""
+    namespace: builtins.str
+    stores: builtins.bool
+    """what it encodes"""
+    loads: builtins.bool
+    """what other engines have stored"""
+    shares: builtins.str
+    """the media that it shares, and why not others: for people"""
+    @property
+    def parts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """what the namespace is made of"""
+
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        model: builtins.str = ...,
+        namespace: builtins.str = ...,
+        stores: builtins.bool = ...,
+        loads: builtins.bool = ...,
+        parts: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        shares: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id", "loads", b"loads", "model", b"model", "namespace", b"namespace", "parts", b"parts", "shares", b"shares", "stores", b"stores"]) -> None: ...
+
+global___Engine = Engine
+
+@typing.final
+class EngineStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    pid: builtins.int
+    """as its client says"""
+    @property
+    def engine(self) -> global___Engine: ...
+    def __init__(
+        self,
+        *,
+        engine: global___Engine | None = ...,
+        pid: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine", b"engine"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine", b"engine", "pid", b"pid"]) -> None: ...
+
+global___EngineStatus = EngineStatus
+
+@typing.final
 class SessionEvent(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -216,6 +304,7 @@ class SessionEvent(google.protobuf.message.Message):
     RENEWED_FIELD_NUMBER: builtins.int
     LEASES_ENDED_FIELD_NUMBER: builtins.int
     WAITS_ENDED_FIELD_NUMBER: builtins.int
+    ENGINE_APART_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     @property
     def welcome(self) -> global___Welcome: ...
@@ -225,6 +314,12 @@ class SessionEvent(google.protobuf.message.Message):
     def leases_ended(self) -> global___LeasesEnded: ...
     @property
     def waits_ended(self) -> global___WaitsEnded: ...
+    @property
+    def engine_apart(self) -> global___EngineStatus:
+        """No other engine stores in the namespace of the session's, and this one of the same model stores
+        in another. At most once a session.
+        """
+
     def __init__(
         self,
         *,
@@ -233,10 +328,11 @@ class SessionEvent(google.protobuf.message.Message):
         renewed: global___Renewed | None = ...,
         leases_ended: global___LeasesEnded | None = ...,
         waits_ended: global___WaitsEnded | None = ...,
+        engine_apart: global___EngineStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["event", b"event", "leases_ended", b"leases_ended", "renewed", b"renewed", "waits_ended", b"waits_ended", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["event", b"event", "incarnation", b"incarnation", "leases_ended", b"leases_ended", "renewed", b"renewed", "waits_ended", b"waits_ended", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["welcome", "renewed", "leases_ended", "waits_ended"] | None: ...
+    def HasField(self, field_name: typing.Literal["engine_apart", b"engine_apart", "event", b"event", "leases_ended", b"leases_ended", "renewed", b"renewed", "waits_ended", b"waits_ended", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine_apart", b"engine_apart", "event", b"event", "incarnation", b"incarnation", "leases_ended", b"leases_ended", "renewed", b"renewed", "waits_ended", b"waits_ended", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["welcome", "renewed", "leases_ended", "waits_ended", "engine_apart"] | None: ...
 
 global___SessionEvent = SessionEvent
 
@@ -256,6 +352,7 @@ class Welcome(google.protobuf.message.Message):
     INDEX_FIELD_NUMBER: builtins.int
     ATTACH_PATH_FIELD_NUMBER: builtins.int
     HAS_DISK_FIELD_NUMBER: builtins.int
+    TAKES_ENGINE_FIELD_NUMBER: builtins.int
     session: builtins.str
     """names the session in every batch call"""
     contract_version: builtins.int
@@ -280,6 +377,8 @@ class Welcome(google.protobuf.message.Message):
     """
     has_disk: builtins.bool
     """Whether entries may lie on the daemon's disk: an Acquire that waits brings them."""
+    takes_engine: builtins.bool
+    """an older daemon would end the session"""
     @property
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolFile]:
         """those that clients map"""
@@ -303,9 +402,10 @@ class Welcome(google.protobuf.message.Message):
         index: global___IndexFile | None = ...,
         attach_path: builtins.str = ...,
         has_disk: builtins.bool = ...,
+        takes_engine: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["index", b"index"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach_path", b"attach_path", "contract_version", b"contract_version", "daemon", b"daemon", "has_disk", b"has_disk", "index", b"index", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pools", b"pools", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attach_path", b"attach_path", "contract_version", b"contract_version", "daemon", b"daemon", "has_disk", b"has_disk", "index", b"index", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pools", b"pools", "session", b"session", "takes_engine", b"takes_engine"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -1496,6 +1596,7 @@ class StatusReply(google.protobuf.message.Message):
     OTHER_NAMESPACES_FIELD_NUMBER: builtins.int
     DISK_FIELD_NUMBER: builtins.int
     IDLE_FIELD_NUMBER: builtins.int
+    ENGINES_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     name: builtins.str
     version: builtins.str
@@ -1541,6 +1642,10 @@ class StatusReply(google.protobuf.message.Message):
 
     @property
     def idle(self) -> global___Idle: ...
+    @property
+    def engines(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EngineStatus]:
+        """that have said what they are"""
+
     def __init__(
         self,
         *,
@@ -1568,9 +1673,10 @@ class StatusReply(google.protobuf.message.Message):
         other_namespaces: global___NamespaceStatus | None = ...,
         disk: global___DiskStatus | None = ...,
         idle: global___Idle | None = ...,
+        engines: collections.abc.Iterable[global___EngineStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["bench", b"bench", "counters", b"counters", "disk", b"disk", "idle", b"idle", "other_namespaces", b"other_namespaces"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bench", b"bench", "contract_version", b"contract_version", "counters", b"counters", "disk", b"disk", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "idle", b"idle", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "namespaces", b"namespaces", "node", b"node", "other_namespaces", b"other_namespaces", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bench", b"bench", "contract_version", b"contract_version", "counters", b"counters", "disk", b"disk", "engines", b"engines", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "idle", b"idle", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "namespaces", b"namespaces", "node", b"node", "other_namespaces", b"other_namespaces", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
 
 global___StatusReply = StatusReply
 

@@ -1,0 +1,47 @@
+"""The engines of this node, as they describe themselves, and who is to be told of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ecd.core.types import SessionId
+from ecd_proto.engines import MAX_ENGINES, Engine, lonely, nearest
+from ecd_proto.v1 import cache_pb2 as pb
+
+
+class Engines:
+    """The descriptions of open sessions, MAX_ENGINES at most."""
+
+    def __init__(self) -> None:
+        self._by_session: dict[SessionId, Engine] = {}
+        self._told: set[SessionId] = set()
+
+    def describe(self, session: SessionId, engine: Engine) -> bool:
+        """Note what a session's engine says it is. False: there are too many."""
+        if session not in self._by_session and len(self._by_session) >= MAX_ENGINES:
+            return False
+        self._by_session[session] = engine
+        return True
+
+    def forget(self, session: SessionId) -> None:
+        self._by_session.pop(session, None)
+        self._told.discard(session)
+
+    def statuses(self) -> list[pb.EngineStatus]:
+        return [engine.status for engine in self._by_session.values()]
+
+    def told_by_arrival(self, came: SessionId) -> Iterator[tuple[SessionId, Engine]]:
+        """The sessions that are apart now that this one has come, and from which engine each is.
+
+        A session is named once. The one that came may be apart from any engine, each other one
+        from it alone: of those that came earlier it has been told.
+        """
+        engines = self._by_session
+        alone = lonely(list(engines.values()))
+        for session in engines.keys() - self._told:
+            engine = engines[session]
+            if any(engine is each for each in alone):
+                those = engines.values() if session == came else [engines[came]]
+                if (apart := nearest(engine, those)) is not None:
+                    self._told.add(session)
+                    yield session, apart
