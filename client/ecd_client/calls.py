@@ -70,6 +70,7 @@ def open_channel(address: str) -> grpc.Channel:
             ("grpc.min_reconnect_backoff_ms", 2000),  # it is how long an attempt may take
             ("grpc.max_reconnect_backoff_ms", 400),
             ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_retries", 0),  # a call that gRPC tries again may never end
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ],

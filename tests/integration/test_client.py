@@ -362,6 +362,61 @@ HASTY = changed("import ecd.memory.leftovers as taken_over", "taken_over.WAIT_S 
 """A daemon whose start does not wait for clients to let go of the last one's pool: it is lost."""
 
 
+ENDS_AMID_A_CALL = """
+import os, socket, struct, sys, threading
+from ecd_client import Client, DaemonUnavailable
+path, answers_until = sys.argv[1], int(sys.argv[2])
+SETTINGS, GOAWAY, INTERNAL_ERROR, ACK = 4, 7, 2, 1  # RFC 9113
+
+def frame(kind, payload=b"", flags=0):
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + bytes(4) + payload
+
+def take(file):
+    head = file.read(9)
+    file.read(int.from_bytes(head[:3], "big"))
+    return head[3], head[4]
+
+def end_amid_a_call(listener):
+    with listener.accept()[0] as connection, connection.makefile("rwb") as file:
+        file.read(24)  # the client's preface
+        file.write(frame(SETTINGS))
+        file.flush()
+        while (got := take(file))[0] != answers_until:
+            if got == (SETTINGS, 0):
+                file.write(frame(SETTINGS, flags=ACK))
+                file.flush()
+        listener.close()
+        os.unlink(path)
+        file.write(frame(GOAWAY, struct.pack(">II", 0, INTERNAL_ERROR)))
+
+for _ in range(6):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        server = threading.Thread(target=end_amid_a_call, args=(listener,), daemon=True)
+        server.start()
+        try:
+            Client("unix://" + path, connect_timeout=0.2)
+        except DaemonUnavailable:
+            server.join()
+        else:
+            raise SystemExit("it has a session with nobody")
+"""
+
+
+@BY_CALLS
+@pytest.mark.parametrize("answers_until", [1, 0], ids=["HEADERS", "DATA"])
+def test_a_client_can_be_closed_whose_daemon_ended_amid_its_first_call(
+    tmp_path: Path, answers_until: int
+) -> None:
+    """gRPC would try that call again; the call would never end, and the client would wait for it.
+
+    The server speaks as one of gRPC's does that ends: it refuses the call that is on its way.
+    """
+    command = [sys.executable, "-c", ENDS_AMID_A_CALL, str(tmp_path / "s"), str(answers_until)]
+    run(command, check=True)
+
+
 def test_a_restart_is_noticed_and_survived(own_daemon: Daemon) -> None:
     with Client(own_daemon.address) as client:
         before = client.incarnation
