@@ -155,6 +155,7 @@ class PlaceholderMetadata:
         return (
             self.announces(feature.modality)
             and fields.keys() == self.fields_for(feature.modality)
+            and Placeholder.of(feature.modality, fields) is not None
             and not any(isinstance(each, list) for value in fields.values() for each in value)
             and all(
                 name in fields or name in ENCODERS_OWN or _is_assumed(name, element.data)
@@ -177,6 +178,23 @@ class PlaceholderMetadata:
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
         return MULTIMODAL_REGISTRY.create_processor(self._model_config)
+
+    @property
+    def media(self) -> dict[str, bool] | None:
+        """The model's modalities, and whether the engine's limits let requests bring each.
+
+        With a limit of 0 they may bring metadata alone, if anything. None: not known.
+        """
+        config = self._model_config.multimodal_config
+        try:
+            supported = () if config is None else self._processor.info.supported_mm_limits
+            return {
+                modality: bool(config.enable_mm_embeds or config.get_limit_per_prompt(modality))
+                for modality in sorted(supported)
+            }
+        except Exception:  # the model's own code
+            logger.warning("the media that the model takes are not known", exc_info=True)
+            return None
 
     def _takes(self, modality: str) -> bool:
         try:

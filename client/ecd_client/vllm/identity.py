@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ecd_client.vllm.code_name import code_of
 from ecd_client.vllm.digest import Unnamed, content_of
 from ecd_client.vllm.sources import weights_of
 from ecd_proto.contract import MAX_NAMESPACE_BYTES
+from ecd_proto.engines import NAMESPACE, SHOWN, is_value
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,6 +56,7 @@ CHOSEN_DECODER = {"backend": "torchcodec", "device": "cuda"}
 ONE_MACHINE = (None, "uni", "mp")
 """Executors whose workers are on the scheduler's machine."""
 PRIVATE = "private-"
+PART_DIGITS = 8
 _READABLE = re.compile(r"[A-Za-z0-9._+-]{1,128}")
 
 
@@ -66,6 +68,8 @@ class Identity:
     weights: str
     why_private: str = ""
     """Why no other engine can have this namespace, and what helps; "" if one can."""
+    settings_parts: Mapping[str, str] = field(default_factory=dict)
+    """What the settings are made of, in short words or digests (`ecd_proto.engines`)."""
 
     @property
     def is_private(self) -> bool:
@@ -79,13 +83,21 @@ class Identity:
             return hashlib.sha256(namespace.encode()).hexdigest()
         return namespace
 
+    @property
+    def parts(self) -> dict[str, str]:
+        """What the namespace is made of, in short words or digests (`ecd_proto.engines`)."""
+        is_versioned = self.weights.startswith(("version-", "run-"))
+        name = "ecd_weights_version" if is_versioned else "weights"
+        weights = {name: _digest(self.weights)} if self.weights else {}
+        return {**self.settings_parts, **weights}
+
     def with_version(self, version: str, run: str) -> Identity:
         """The same settings, with the weights that had this version in a run of training."""
-        return Identity(self.settings, _version(version, run))
+        return replace(self, weights=_version(version, run), why_private="")
 
     def alone(self) -> Identity:
         """The same settings, with weights that no other engine has."""
-        return Identity(self.settings, _private())
+        return replace(self, weights=_private(), why_private="")
 
     @classmethod
     def of(
@@ -98,19 +110,26 @@ class Identity:
         code_version: str | None = None,
     ) -> Identity:
         """Derive both parts; what is given takes the place of what would be found."""
-        settings = _settings_of(vllm_config) if namespace is None else namespace
+        if namespace is None:
+            settings, parts = _settings_of(vllm_config)
+        else:
+            settings, parts = namespace, {NAMESPACE: _digest(namespace)}
         weights = _version(weights_version, weights_run) if weights_version else ""
         if code_version:
             settings += f"|{_readable(code_version)}"
+            parts["ecd_code_version"] = _digest(code_version)
         elif namespace is None:
             try:
-                settings += f"|{code_of(vllm_config)}"
+                code = code_of(vllm_config)
             except Unnamed as unnamed:
                 return cls(
                     settings,
                     _private(),
                     f"{unnamed}. Engines of equal code may be given one ecd_code_version",
+                    parts,
                 )
+            settings += f"|{code}"
+            parts |= _parts_of_code(code)
         if namespace is None and not weights_version:
             try:
                 weights = weights_of(vllm_config, _started_s())
@@ -120,8 +139,9 @@ class Identity:
                     _private(),
                     f"what its weights are is unknown, as {unnamed}. Give engines of equal weights "
                     "the same ecd_weights_version",
+                    parts,
                 )
-        return cls(settings, weights)
+        return cls(settings, weights, "", parts)
 
 
 def why_nothing_is_shared(vllm_config: VllmConfig) -> str | None:
@@ -132,6 +152,8 @@ def why_nothing_is_shared(vllm_config: VllmConfig) -> str | None:
     reads these two fields whenever an item comes, so callers ask anew each time.
     """
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model_config.multimodal_config is None:
+        return "the model takes no media"
     if model_config.is_encoder_decoder:
         return "encoder-decoder models read their encoder's outputs past the encoder cache"
     if model_config.is_multimodal_raw_input_only_model:
@@ -167,7 +189,8 @@ def why_nothing_is_shared(vllm_config: VllmConfig) -> str | None:
 # -- what is configured ----------------------------------------------------------------------------
 
 
-def _settings_of(vllm_config: VllmConfig) -> str:
+def _settings_of(vllm_config: VllmConfig) -> tuple[str, dict[str, str]]:
+    """The settings as the namespace has them, and their parts."""
     model = vllm_config.model_config
     configs: dict[str, Any] = {
         "ModelConfig": model,
@@ -181,14 +204,34 @@ def _settings_of(vllm_config: VllmConfig) -> str:
         if (value := _said(name, getattr(configs[config], name, None))) not in (None, {}, [], "")
     }
     described = json.dumps(said, sort_keys=True, default=_shown)
-    parts = (
-        model.model,
-        str(model.revision or "main"),
-        str(model.dtype).removeprefix("torch."),
-        str(model.quantization or "none"),
-        hashlib.sha256(described.encode()).hexdigest()[:16],
-    )
-    return "|".join(parts)
+    clear = {
+        "model": model.model,
+        "revision": str(model.revision or "main"),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": str(model.quantization or "none"),
+    }
+    digest = hashlib.sha256(described.encode()).hexdigest()[:16]
+    parts = {name: _short(name, value) for name, value in clear.items()}
+    for name, value in said.items():
+        parts[name.partition(".")[2]] = _digest(json.dumps(value, sort_keys=True, default=_shown))
+    return "|".join((*clear.values(), digest)), parts
+
+
+def _parts_of_code(code: str) -> dict[str, str]:
+    """The parts of the name of an engine's code, which code_name.py gives it."""
+    named = re.fullmatch(r"vllm-(?P<vllm>.+)-transformers-(?P<transformers>.+)-(?P<code>.+)", code)
+    said = named.groupdict() if named else {"code": code}
+    return {name: _short(name, value) for name, value in said.items()}
+
+
+def _short(name: str, value: str) -> str:
+    """A part's value, if it is a word for people, else its digest."""
+    return value if name in SHOWN and is_value(value) else _digest(value)
+
+
+def _digest(value: str) -> str:
+    """Enough of a digest to tell two values apart, and too little to find one."""
+    return hashlib.sha256(value.encode(errors="surrogatepass")).hexdigest()[:PART_DIGITS]
 
 
 def _said(name: str, value: Any) -> Any:

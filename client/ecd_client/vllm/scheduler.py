@@ -18,6 +18,7 @@ from ecd_client.calls import CALL_TIMEOUT_S
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST, PlaceholderMetadata, keep_media
+from ecd_client.vllm.description import Description
 from ecd_client.vllm.encodes import Encodes
 from ecd_client.vllm.hints import consumers_in, hints_in
 from ecd_client.vllm.loads import Loads
@@ -123,8 +124,14 @@ class SchedulerRole:
         )
         self._requests: dict[str, RequestItems] = {}
         self._shown = SharedNamespace(vllm_config.instance_id)
+        self._description = Description(
+            *(vllm_config, settings, self._sharing, self._metadata.media),
+            is_producer=is_producer,
+            is_consumer=is_consumer,
+        )
         self._show()
         self._sharing.log_start()
+        self._description.log()
 
     @hook
     def close(self) -> None:
@@ -146,9 +153,13 @@ class SchedulerRole:
         return self._sharing.moves
 
     def _show(self) -> None:
-        """Tell the API server's middleware the namespace of pictures, if they are shared."""
+        """Tell where this engine shares: its API server's middleware, and other engines.
+
+        The middleware gets the namespace of pictures, if they are shared.
+        """
         is_private = self._settings.keeps_private("image", is_streaming=False)
         self._shown.write(None if is_private else self.namespace)
+        self._client.describe(self._description.engine, self._description.log_apart)
 
     @hook
     def weights_changed(self, cause: str) -> None:

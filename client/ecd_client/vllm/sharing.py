@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm.envs import VLLM_PLUGINS
@@ -22,6 +23,10 @@ TOLD = (
 UNTOLD = (
     "A weight version that vLLM is told later lets it share if ecd_weights_run names the training "
     "run. Calls to the workers that leave the weights alone can be named in ecd_harmless_calls"
+)
+REFUSED = (
+    "ecd_uuids is refuse, and no version of vLLM tells the connector a client's uuid from a hash "
+    "of content. To share, have the gateway remove uuids and let ecd_uuids be trust"
 )
 
 
@@ -51,15 +56,26 @@ class Sharing:
     @property
     def namespace_to_store_in(self) -> str | None:
         """The namespace; None while no item is shared."""
-        return self.namespace if self._shares else None
+        return self.namespace if self.why_nothing is None else None
 
     @property
-    def _shares(self) -> bool:
-        return self._settings.trusts_uuids and why_nothing_is_shared(self._vllm_config) is None
+    def parts(self) -> Mapping[str, str]:
+        """What the namespace is made of (`ecd_proto.engines`)."""
+        return self._identity.parts
+
+    @property
+    def is_private(self) -> bool:
+        """Whether no other engine can have the namespace."""
+        return self._identity.is_private
+
+    @property
+    def why_nothing(self) -> str | None:
+        """Why no item is shared, and the remedy; None if items are shared."""
+        return why_nothing_is_shared(self._vllm_config) if self._settings.trusts_uuids else REFUSED
 
     def includes(self, identifier: str) -> bool:
         """Whether the item of this name is shared."""
-        return self._shares and self._settings.shares(identifier)
+        return self.why_nothing is None and self._settings.shares(identifier)
 
     def log_start(self) -> None:
         logger.info("ecd: namespace %s on %s", self.namespace, self._settings.address)
@@ -70,14 +86,6 @@ class Sharing:
                 "ecd: VLLM_PLUGINS leaves out ecd, which checks in the API server what clients say "
                 "of items without media: one request can end this engine. Add ecd to the list"
             )
-        if not self._settings.trusts_uuids:
-            logger.warning(
-                "ecd: nothing is shared: ecd_uuids is refuse, and no version of vLLM tells the "
-                "connector a client's uuid from a hash of content. To share, have the gateway "
-                "remove uuids and let ecd_uuids be trust"
-            )
-        elif why := why_nothing_is_shared(self._vllm_config):
-            logger.warning("ecd: nothing is shared: %s", why)
 
     def move_alone(self, cause: str) -> None:
         """Move to a namespace that no other engine has: the weights may have changed."""

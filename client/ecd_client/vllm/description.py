@@ -1,0 +1,132 @@
+"""What an engine says of itself at its start: the media that it shares, and its namespace's parts.
+
+Its log gets it, and its daemon, which shows it to operators and compares engines of one model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from ecd_client.vllm.settings import Settings
+from ecd_client.vllm.sharing import Sharing
+from ecd_proto.engines import MAX_TEXT_BYTES, Engine, advice, difference
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(f"vllm.{__name__}")
+
+ALL_MEDIA = "all media"
+_RANK = re.compile(r"_dp\d+$")
+"""What vLLM adds to the instance of an engine for each rank of data parallelism."""
+_ID_DIGITS = 12
+
+
+class Description:
+    """One engine, by its flags and its model; its namespace may move while it runs."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        settings: Settings,
+        sharing: Sharing,
+        media: Mapping[str, bool] | None,
+        *,
+        is_producer: bool,
+        is_consumer: bool,
+    ) -> None:
+        """`media` are the model's, with whether the engine's limits let requests bring each.
+
+        None: they are not known.
+        """
+        self._settings, self._sharing = settings, sharing
+        self._is_producer, self._is_consumer = is_producer, is_consumer
+        self._told_of = ""
+        self._is_known, media = media is not None, media or {}
+        allowed = [each for each, may_come in media.items() if may_come]
+        self._limited = [each for each in media if each not in allowed]
+        self._shared = [
+            each for each in allowed if not settings.keeps_private(each, is_streaming=False)
+        ]
+        self._left_out = [each for each in allowed if each not in self._shared]
+        instance = _RANK.sub("", vllm_config.instance_id)
+        self._id = hashlib.sha256(instance.encode()).hexdigest()[:_ID_DIGITS]
+        self._model = _one_line(str(vllm_config.model_config.served_model_name))
+
+    @property
+    def shares(self) -> str:
+        """The media that are shared, and why not the others."""
+        if why := self._why_nothing:
+            return f"nothing: {why.partition('. ')[0]}"
+        said = [_in_words(self._shared) or ALL_MEDIA]
+        if self._limited:
+            said.append(f"not {_in_words(self._limited)}, left out by --limit-mm-per-prompt")
+        if self._left_out:
+            said.append(f"not {_in_words(self._left_out)}, left out by ecd_modalities")
+        if "audio" in self._shared:
+            said.append("not the audio of a session that streams")
+        if self._settings.private_adapters:
+            said.append("not items of adapters of the tower, as ecd_namespace is not set")
+        if self._sharing.is_private:
+            said.append("but with no other engine: its log says why")
+        return "; ".join(said)
+
+    @property
+    def _why_nothing(self) -> str | None:
+        """Why no item is shared, and the remedy."""
+        if why := self._sharing.why_nothing:
+            return why
+        if self._is_known and not self._shared:
+            left_out = _in_words([*self._limited, *self._left_out])
+            return f"--limit-mm-per-prompt or ecd_modalities leaves out {left_out}"
+        return None
+
+    @property
+    def engine(self) -> Engine:
+        """The description as it is now."""
+        is_sharing = self._why_nothing is None
+        return Engine(
+            self._id,
+            self._model,
+            self._sharing.namespace,
+            is_sharing and self._is_producer,
+            is_sharing and self._is_consumer,
+            self._sharing.parts,
+            _one_line(self.shares),
+        )
+
+    def log(self) -> None:
+        if why := self._why_nothing:
+            logger.warning("ecd: nothing is shared: %s", why)
+        else:
+            logger.info("ecd: this engine shares %s", self.shares)
+
+    def log_apart(self, other: Engine) -> None:
+        """Tell, once for each other engine, that what it stores is not found here."""
+        mine = self.engine
+        if (
+            other.id != self._told_of
+            and not self._sharing.is_private  # which its log says already
+            and mine.may_be_apart_from(other)
+        ):
+            self._told_of = other.id
+            logger.warning(
+                "ecd: this engine finds nothing of what the engine of pid %d stores for the same "
+                "model at this daemon, as their namespaces differ in %s: %s",
+                *(other.pid, difference(mine, other), advice(mine, other)),
+            )
+
+
+def _in_words(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def _one_line(text: str) -> str:
+    """The text as a daemon takes it: printable, and not too long."""
+    shown = "".join(each if each.isprintable() else "?" for each in text)
+    return shown.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore")
