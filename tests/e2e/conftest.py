@@ -15,7 +15,7 @@ from support.daemon import Daemon
 
 @pytest.fixture(scope="session", params=VERSIONS[:1])
 def version(request: pytest.FixtureRequest) -> str:
-    """The newest vLLM, or both in tests of the CONTRACT.
+    """The newest vLLM, or all in tests of the CONTRACT.
 
     Where one is not installed, its tests are skipped, or fail if it is required.
     """
@@ -93,9 +93,9 @@ def plain(version: str, engines: Engines) -> Plain:
 
 @pytest.fixture(scope="session")
 def plain_server(
-    engines: Engines, tmp_path_factory: pytest.TempPathFactory
+    version: str, engines: Engines, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PlainServer]:
-    server = PlainServer(engines, tmp_path_factory.mktemp("plain"))
+    server = PlainServer(engines, version, tmp_path_factory.mktemp("plain"))
     yield server
     server.close()
 

@@ -29,6 +29,9 @@ from support.waiting import HANG_S
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 VERSIONS = ("0.32.0", "0.28.0")
+NEXT = "0.33.0"
+"""The vLLM that has no build for CPUs: its Python runs over the kernels of VERSIONS[0]."""
+NIGHTLY = pytest.param(NEXT, marks=pytest.mark.night)
 START_S = 480.0
 """How long vLLM may take to start: its processes import it anew, beside other tests' processes."""
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}

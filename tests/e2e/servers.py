@@ -90,13 +90,20 @@ def describes(body: dict) -> bool:
 class Server:
     """One process that serves HTTP. Starts at once, `wait_ready` waits."""
 
-    def __init__(self, version: str, log: Path, command: list[str], **environ: str) -> None:
+    def __init__(
+        self,
+        version: str,
+        log: Path,
+        command: list[str],
+        spares: Sequence[int] = (1, 1),
+        **environ: str,
+    ) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.log = log
         command = [*command, "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
         with log.open("wb") as out:
             environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environ}
-            self._process = Fork(version, command, out, spares=[1, 1], **environ)
+            self._process = Fork(version, command, out, spares=spares, **environ)
 
     def wait_ready(self) -> Server:
         state = ""
@@ -225,13 +232,17 @@ def api_server(
     counting: bool = False,
     environ: Mapping[str, str] | None = None,
     kv: Path | None = None,
+    processes: int = 1,
     **extra: object,
 ) -> Server:
     """With `counting` its log tells of each time that media are preprocessed, and encoded.
 
-    Engines with one directory `kv` share the KV of prompts, by vLLM's example connector.
+    Engines with one directory `kv` share the KV of prompts, by vLLM's example connector. With
+    `processes` it is the command `vllm serve`, which may start so many.
     """
     command = ["-m", "vllm.entrypoints.openai.api_server"]
+    if processes > 1:
+        command = [str(HERE / "several_servers.py")]
     if counting:
         command = [str(HERE / "counting_server.py")]
         flags = [*flags, "--worker-extension-cls", "counting_worker.Counting"]
@@ -255,7 +266,8 @@ def api_server(
             "kv_connector_extra_config": {"shared_storage_path": str(kv)},
         }
         command += ["--kv-transfer-config", json.dumps(transfer), "--block-size", "32"]
-    return Server(version, log, [*command, *flags], **(environ or {}))
+    spares = processes, 1
+    return Server(version, log, [*command, *flags], spares, **(environ or {}))
 
 
 def proxy(
@@ -271,12 +283,15 @@ def proxy(
     return Server(PROXY_VERSION, log, command)
 
 
-def picture_url(seed: int, width: int = 336, height: int = 224) -> str:
-    """A picture of coarse blocks of random colours, as a data: URL."""
+def picture_url(
+    seed: int, width: int = 336, height: int = 224, *, transparent: bool = False
+) -> str:
+    """A picture of coarse blocks of random colours, one of them transparent, as a data: URL."""
     random = Random(seed)
     rows = [[random.randbytes(3) for _ in range(6)] for _ in range(6)]
     lines = [b"".join(block * (width // 6) for block in row) for row in rows]
-    return _png(width // 6 * 6, [line for line in lines for _ in range(height // 6)])
+    clear = rows[0][0] if transparent else b""
+    return _png(width // 6 * 6, [line for line in lines for _ in range(height // 6)], clear)
 
 
 def noise_url(seed: int, side: int = 592) -> str:
@@ -285,7 +300,9 @@ def noise_url(seed: int, side: int = 592) -> str:
     return _png(side, [random.randbytes(3 * side) for _ in range(side)])
 
 
-def _png(width: int, lines: list[bytes]) -> str:
+def _png(width: int, lines: list[bytes], clear: bytes = b"") -> str:
+    """`clear` is the colour that is transparent."""
+
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -293,5 +310,7 @@ def _png(width: int, lines: list[bytes]) -> str:
 
     size = struct.pack(">IIBBBBB", width, len(lines), 8, 2, 0, 0, 0)
     pixels = zlib.compress(b"".join(b"\0" + line for line in lines))
-    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", pixels)
+    levels = b"".join(bytes((0, level)) for level in clear)
+    more = chunk(b"tRNS", levels) if levels else b""
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + more + chunk(b"IDAT", pixels)
     return "data:image/png;base64," + b64encode(png + chunk(b"IEND", b"")).decode()

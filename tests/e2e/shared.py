@@ -17,13 +17,24 @@ from zlib import crc32
 
 import pytest
 
-from e2e.engines import EAGER, HERE, ROOT, VERSIONS, Engine, last_words, make_model, python_of
+from e2e.engines import (
+    EAGER,
+    HERE,
+    NIGHTLY,
+    ROOT,
+    VERSIONS,
+    Engine,
+    last_words,
+    make_model,
+    python_of,
+)
 from e2e.servers import Server, api_server, picture_url
 from support.daemon import Daemon
 from support.waiting import HANG_S, eventually
 
-CONTRACT = pytest.mark.parametrize("version", VERSIONS, indirect=True, scope="session")
-"""A test of what both versions of vLLM keep to; the others run with the newest one."""
+EVERY = [*VERSIONS, NIGHTLY]
+CONTRACT = pytest.mark.parametrize("version", EVERY, indirect=True, scope="session")
+"""A test of what all versions of vLLM keep to; the others run with the newest one."""
 PATIENT = {"ecd_load_timeout_s": 10 * HANG_S}
 """A setting of all engines, unless a test says otherwise: no wait that a test is there for ends."""
 CALM = {"worker.SEEN_WITHIN_S": HANG_S}
@@ -199,8 +210,8 @@ class Pictures:
                 new.setdefault((*size, number), self.image(size))
         return [{**r, "images": [new[tuple(image)] for image in r["images"]]} for r in requests]
 
-    def url(self) -> str:
-        return picture_url(next(self._numbers))
+    def url(self, *, transparent: bool = False) -> str:
+        return picture_url(next(self._numbers), transparent=transparent)
 
 
 @cache
@@ -265,24 +276,26 @@ PLAIN = [TRUST, *EXACT]
 class PlainServer:
     """vLLM's server without ecd; its answers are remembered as those of Plain."""
 
-    def __init__(self, engines: Engines, directory: Path) -> None:
-        self._engines, self._log = engines, directory / "plain.log"
+    def __init__(self, engines: Engines, version: str, directory: Path) -> None:
+        self._engines, self._version, self._log = engines, version, directory / "plain.log"
         self._server: Server | None = None
 
     def chat(self, content: list[dict], **options: object) -> dict:
         """The body of a chat completion."""
         asked = [*PLAIN, "chat", content, options]
-        return _remembered(VERSIONS[0], asked, lambda: self._started().chat(content, **options)[1])
+        return _remembered(
+            self._version, asked, lambda: self._started().chat(content, **options)[1]
+        )
 
     def stream(self, content: list[dict], **options: object) -> list[str]:
         asked = [*PLAIN, "stream", content, options]
         said = lambda: {"lines": self._started().stream(content, **options)}  # noqa: E731
-        return _remembered(VERSIONS[0], asked, said)["lines"]
+        return _remembered(self._version, asked, said)["lines"]
 
     def _started(self) -> Server:
         if self._server is None:
-            model = self._engines.model(VERSIONS[0])
-            self._server = api_server(VERSIONS[0], self._log, model, None, PLAIN)
+            model = self._engines.model(self._version)
+            self._server = api_server(self._version, self._log, model, None, PLAIN)
         return self._server.wait_ready()
 
     def close(self) -> None:

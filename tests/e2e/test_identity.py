@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from e2e.engines import VERSIONS, Engine, installed, result_of
+from e2e.engines import NEXT, VERSIONS, Engine, installed, result_of
 from e2e.shared import CONTRACT, Engines, Pictures, Plain
 from ecd_client import Client
 from ecd_client.vllm.code_name import EQUAL_ON_CPUS
@@ -288,6 +288,9 @@ A field that is neither here nor in `ecd_client.vllm.identity.CHANGING` has to b
 """
 
 
+DESCRIBED = pytest.mark.parametrize("version", [*VERSIONS, NEXT], indirect=True, scope="session")
+
+
 @pytest.fixture(scope="module")
 def described(engines: Engines) -> Callable[[str], dict]:
     """The fields and namespaces that engines of a version have, read without their weights."""
@@ -304,7 +307,7 @@ def described(engines: Engines) -> Callable[[str], dict]:
     return describe
 
 
-@CONTRACT
+@DESCRIBED
 def test_somebody_has_classified_every_field_of_the_configuration(
     version: str, described: Callable[[str], dict]
 ) -> None:
@@ -313,7 +316,7 @@ def test_somebody_has_classified_every_field_of_the_configuration(
         assert set(fields) <= known, f"{config}: do these change an encoder's output?"
 
 
-@CONTRACT
+@DESCRIBED
 def test_somebody_has_said_where_every_load_format_has_its_weights_from(
     version: str, described: Callable[[str], dict]
 ) -> None:
@@ -321,12 +324,14 @@ def test_somebody_has_said_where_every_load_format_has_its_weights_from(
     assert formats <= FROM_THE_MODEL | FROM_ELSEWHERE | {FROM_A_SEED}
 
 
-@CONTRACT
+@DESCRIBED
 def test_the_namespace_holds_what_changes_embeddings_and_not_where_work_is_done(
     version: str, described: Callable[[str], dict]
 ) -> None:
     namespaces = described(version)["namespaces"]
-    code = EQUAL_ON_CPUS.get(described(version)["code"], described(version)["code"])
+    measured = described(version)["code"]
+    assert measured.startswith(f"vllm-{version}-"), "versions share by no accident"
+    code = EQUAL_ON_CPUS.get(measured, measured)
     same = {name for name, namespace in namespaces.items() if namespace == namespaces["plain"]}
     assert same == {"plain", "device", "device of images", "limits", "empty media"}
     assert len(set(namespaces.values())) == len(namespaces) - len(same) + 1
@@ -337,7 +342,7 @@ def test_the_namespace_holds_what_changes_embeddings_and_not_where_work_is_done(
     assert described(version)["whisper"].startswith("encoder-decoder")
 
 
-@CONTRACT
+@DESCRIBED
 def test_equal_flags_give_each_role_one_namespace(
     version: str, described: Callable[[str], dict]
 ) -> None:
@@ -352,7 +357,7 @@ def test_equal_flags_give_each_role_one_namespace(
     assert parted - {"MultiModalConfig.media_io_kwargs"} <= known, "what parts roles by now?"
 
 
-@CONTRACT
+@DESCRIBED
 def test_an_engine_that_shares_nothing_says_why_and_what_helps(
     version: str, described: Callable[[str], dict]
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.engines import SPREAD, Engine, python_of, result_of
+from e2e.engines import SPREAD, VERSIONS, Engine, python_of, result_of
 from e2e.shared import CONTRACT, WORDS, Engines, Pictures, Plain, settle, tokens
 from ecd_proto.placeholders import Placeholder
 from support.daemon import Daemon
@@ -208,6 +208,11 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         "and not for long after that": True,
         "goes on while another encodes": False,
         "once that is stored": ["goes on", True],
+        "another node encodes it, known after the question": [False, False],
+        "once that has ended": ["goes on", True],
+        "another node encodes it, known before the question": [False, False],
+        "once it has waited long enough": "goes on",
+        "items that came in vain": 1,
         "media of another size than the entry": "goes on",
         "one request with both": "fails",
         "names that are no text": "fails",
@@ -228,7 +233,7 @@ def test_a_step_waits_for_no_save_after_a_late_one_until_one_is_in_time(version:
     }
 
 
-@CONTRACT
+@pytest.mark.parametrize("version", VERSIONS, indirect=True, scope="session")
 def test_the_client_changes_no_package_of_vllm(version: str) -> None:
     python = python_of(version)
     before = (python.parents[1] / "before-ecd.txt").read_text().splitlines()
