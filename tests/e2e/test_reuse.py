@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from e2e.engines import VERSIONS, installed
+from e2e.engines import NIGHTLY, VERSIONS, installed
 from e2e.gates import Gate
 from e2e.servers import Server, api_server
 from e2e.shared import EXACT, TRUST, Engines, Pictures, PlainServer
@@ -84,6 +84,11 @@ def forwards(server: Server) -> int:
     return server.text().count("pictures are encoded")
 
 
+@pytest.fixture(scope="session", params=[VERSIONS[0], NIGHTLY])
+def version(request: pytest.FixtureRequest) -> str:
+    return installed(request.param)
+
+
 @pytest.fixture(scope="module")
 def running(
     version: str, engines: Engines, tmp_path_factory: pytest.TempPathFactory
@@ -139,6 +144,16 @@ def test_a_picture_that_is_stored_is_neither_preprocessed_nor_encoded(
     servers.right(shown(stored, "is this the other picture?"))
     both = [*shown(stored)[:1], *shown(stored, "are these the same?")]
     servers.right(both)
+    assert (preprocessed(servers.server), forwards(servers.server)) == before
+
+
+def test_a_picture_with_a_transparent_colour_is_reused_as_others_are(
+    servers: Servers, new: Pictures
+) -> None:
+    """Since 0.33 vLLM lays it on a background, and names it by that, too."""
+    stored = store(servers, new.url(transparent=True))
+    before = preprocessed(servers.server), forwards(servers.server)
+    servers.right(shown(stored, "and now?"))
     assert (preprocessed(servers.server), forwards(servers.server)) == before
 
 

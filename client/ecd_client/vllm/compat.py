@@ -32,17 +32,27 @@ try:  # since 0.32
 except ImportError:
     collect_ec_item_metadata = ReceiverCache = open_image = None
 
+try:  # since 0.33
+    from vllm.connections import MediaRequestDownloadBudget as DownloadBudget
+    from vllm.connections import MediaRequestDownloadSizeExceededError as DownloadsTooLarge
+    from vllm.multimodal.media import MediaDecodedBudget as DecodedBudget
+except ImportError:
+    DownloadBudget = DecodedBudget = None
+    DownloadsTooLarge = ()  # no error is one
+
 __all__ = [
     "ASKS_OF_RUNNING",
     "CAN_FAIL_ONE_REQUEST",
     "CAN_LEAVE_OUT_MEDIA",
     "TELLS_WHAT_TO_SAVE",
+    "DownloadsTooLarge",
     "ECConnectorPromMetrics",
     "ECConnectorStats",
     "PlaceholderMetadata",
     "collect_ec_item_metadata",
     "fail_by_itself",
     "keep_media",
+    "media_budgets",
     "open_image",
 ]
 
@@ -155,7 +165,6 @@ class PlaceholderMetadata:
         return (
             self.announces(feature.modality)
             and fields.keys() == self.fields_for(feature.modality)
-            and Placeholder.of(feature.modality, fields) is not None
             and not any(isinstance(each, list) for value in fields.values() for each in value)
             and all(
                 name in fields or name in ENCODERS_OWN or _is_assumed(name, element.data)
@@ -178,23 +187,6 @@ class PlaceholderMetadata:
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
         return MULTIMODAL_REGISTRY.create_processor(self._model_config)
-
-    @property
-    def media(self) -> dict[str, bool] | None:
-        """The model's modalities, and whether the engine's limits let requests bring each.
-
-        With a limit of 0 they may bring metadata alone, if anything. None: not known.
-        """
-        config = self._model_config.multimodal_config
-        try:
-            supported = () if config is None else self._processor.info.supported_mm_limits
-            return {
-                modality: bool(config.enable_mm_embeds or config.get_limit_per_prompt(modality))
-                for modality in sorted(supported)
-            }
-        except Exception:  # the model's own code
-            logger.warning("the media that the model takes are not known", exc_info=True)
-            return None
 
     def _takes(self, modality: str) -> bool:
         try:
@@ -324,6 +316,13 @@ def keep_media(metadata: PlaceholderMetadata) -> None:
         return update(cache, mm_item, mm_hash)
 
     ReceiverCache.get_and_update_item = kept
+
+
+def media_budgets() -> dict[str, Any]:
+    """How many bytes one request may download and decode, as vLLM's media connectors take it."""
+    if DecodedBudget is None:
+        return {}
+    return {"decoded_budget": DecodedBudget(), "download_budget": DownloadBudget()}
 
 
 def _is_long(value: Any) -> bool:

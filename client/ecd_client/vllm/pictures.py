@@ -20,7 +20,12 @@ from vllm.multimodal.media.image import ImageMediaIO
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.item import Item
-from ecd_client.vllm.compat import PlaceholderMetadata, open_image
+from ecd_client.vllm.compat import (
+    DownloadsTooLarge,
+    PlaceholderMetadata,
+    media_budgets,
+    open_image,
+)
 from ecd_client.vllm.encoders import UNKNOWN_TOKENS, Missing, tokens_of
 from ecd_client.vllm.hints import add_hints, hints_in
 from ecd_client.vllm.identity import PRIVATE
@@ -40,6 +45,8 @@ REMOTE_WAIT_S = 0.05
 """How long a request waits for pictures that are being written, or that other nodes may have."""
 _UNNAMED = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields of a request that change its pictures' names."""
+BYTES_OF_A_PIXEL = 4
+"""What vLLM counts a decoded picture's pixel for (`ImageMediaIO.load_bytes`)."""
 IMAGE, EMBEDS = "image_url", "image_embeds"
 """Types of parts with a picture, and with its name and metadata."""
 _PLAIN = frozenset(("text", "input_text", "output_text", "refusal", "thinking", IMAGE))
@@ -127,12 +134,6 @@ class Pictures:
         self._algorithm = multimodal.mm_hasher_algorithm
         self._limit = min(multimodal.get_limit_per_prompt("image") or MAX_PICTURES, MAX_PICTURES)
         self._metadata = metadata
-        self._media = MEDIA_CONNECTOR_REGISTRY.load(
-            envs.VLLM_MEDIA_CONNECTOR,
-            media_io_kwargs=None,
-            allowed_local_media_path=model_config.allowed_local_media_path,
-            allowed_media_domains=model_config.allowed_media_domains,
-        )
 
     async def look(self, body: bytes) -> Look:
         """Find all pictures of a request, or none of them; vLLM refuses what is mixed.
@@ -168,9 +169,19 @@ class Pictures:
     async def _contents(self, look: Look) -> list[Any]:
         """The contents of all parts; none if one of them cannot be had, which vLLM will say.
 
-        What was fetched by then goes on with the request, and is not fetched again.
+        What was fetched by then goes on with the request, and is not fetched again. But all of
+        them count where vLLM refuses the request, as its pictures are too large together.
         """
-        fetches = [asyncio.ensure_future(self._content(part)) for part in look.parts]
+        budgets = media_budgets()
+        media = MEDIA_CONNECTOR_REGISTRY.load(
+            envs.VLLM_MEDIA_CONNECTOR,
+            media_io_kwargs=None,
+            allowed_local_media_path=self._model_config.allowed_local_media_path,
+            allowed_media_domains=self._model_config.allowed_media_domains,
+            **budgets,
+        )
+        unread = _Unread(budgets.get("decoded_budget"))
+        fetches = [asyncio.ensure_future(_content(part, media, unread)) for part in look.parts]
         try:
             done, _ = await asyncio.wait(fetches, return_when=asyncio.FIRST_EXCEPTION)
         finally:
@@ -182,7 +193,9 @@ class Pictures:
         ]
         if all(had):
             return contents
-        await asyncio.to_thread(self._put_in, look, contents)
+        errors = [fetch.exception() for fetch in fetches if fetch in done]
+        if not any(error and isinstance(error.__cause__, DownloadsTooLarge) for error in errors):
+            await asyncio.to_thread(self._put_in, look, contents)
         return []
 
     @staticmethod
@@ -190,17 +203,6 @@ class Pictures:
         put_in = [_put_in(*each) for each in zip(look.parts, contents, strict=True)]
         if any(put_in):
             look.body = _packed(look.request)
-
-    async def _content(self, part: dict[str, Any]) -> Any:
-        """The picture as vLLM's hasher takes it. None: the client has named it.
-
-        Raises what vLLM does for a picture that it cannot load.
-        """
-        url = _url(part)
-        if part.get("uuid") or not isinstance(url, str):
-            return None
-        timeout_s = envs.VLLM_IMAGE_FETCH_TIMEOUT
-        return await self._media.load_from_url_async(url, _Unread(), fetch_timeout=timeout_s)
 
     def _find_all(self, look: Look, contents: list[Any]) -> None:
         namespace = self._namespace.read()
@@ -281,6 +283,18 @@ def _pictures(request: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+async def _content(part: dict[str, Any], media: Any, unread: _Unread) -> Any:
+    """The picture as vLLM's hasher takes it. None: the client has named it.
+
+    Raises what vLLM does for a picture that it cannot load.
+    """
+    url = _url(part)
+    if part.get("uuid") or not isinstance(url, str):
+        return None
+    timeout_s = envs.VLLM_IMAGE_FETCH_TIMEOUT
+    return await media.load_from_url_async(url, unread, fetch_timeout=timeout_s)
+
+
 def _url(part: dict[str, Any]) -> Any:
     return part[IMAGE].get("url")
 
@@ -321,10 +335,17 @@ def _packed(request: dict[str, Any]) -> bytes:
 class _Unread(ImageMediaIO):
     """Loads a picture as vLLM's does, but for the pixels of one that needs no conversion."""
 
+    def __init__(self, budget: Any = None) -> None:
+        super().__init__()
+        self.decoded_budget = budget  # vLLM's own attribute since 0.33
+
     def load_bytes(self, data: bytes) -> Any:
         image = open_image(BytesIO(data))
-        most = envs.VLLM_MAX_IMAGE_PIXELS
-        is_small = not most or image.width * image.height <= most
-        if is_small and image.mode == self.image_mode:
+        pixels, most = image.width * image.height, envs.VLLM_MAX_IMAGE_PIXELS
+        # Since 0.33 vLLM lays what is transparent on a background, in pictures without alpha, too.
+        is_opaque = "transparency" not in image.info
+        if image.mode == self.image_mode and is_opaque and (not most or pixels <= most):
+            if self.decoded_budget is not None:
+                self.decoded_budget.charge(pixels * BYTES_OF_A_PIXEL)
             return MediaWithBytes(image, data)
         return super().load_bytes(data)
