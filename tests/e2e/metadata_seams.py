@@ -21,14 +21,21 @@ from PIL import Image
 from transformers import MiniCPMV4_6Config
 from vllm.config import ECTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFieldElem,
     MultiModalKwargsItem,
 )
-from vllm.renderers.chat_utils import _get_embeds_data
 
+try:
+    from vllm.renderers.chat_utils.item_tracker import _get_embeds_data
+except ImportError:  # before 0.33
+    from vllm.renderers.chat_utils import _get_embeds_data
+
+from e2e.models.checkpoint import Checkpoint
+from e2e.models.families.qwen import qwen2_5_omni
 from e2e.tiny_models import MODELS, token_ids, write_tokenizer
 from ecd_client.vllm.compat import (
     ASSUMED,
@@ -47,6 +54,7 @@ MARK = {
     "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
 }
 directory = Path(sys.argv[1])
+registry._run_in_subprocess = lambda inspect: inspect()  # which imports vLLM anew
 
 
 def minicpmv4_6(to: Path) -> None:
@@ -59,13 +67,17 @@ def minicpmv4_6(to: Path) -> None:
     config.save_pretrained(to)
 
 
+def omni(to: Path) -> None:
+    qwen2_5_omni(Checkpoint(to, "Qwen2_5OmniForConditionalGeneration"))
+
+
 class Model:
     """A tiny model's processor, and what an engine of it announces."""
 
     def __init__(self, kind: str) -> None:
         path = directory / kind
         path.mkdir()
-        MODELS.get(kind, minicpmv4_6)(path)
+        {**MODELS, "minicpmv4_6": minicpmv4_6, "qwen2_5_omni": omni}[kind](path)
         transfer = ECTransferConfig(ec_connector="ExampleConnector", ec_role="ec_consumer")
         args = EngineArgs(model=str(path), ec_transfer_config=transfer, enable_mm_embeds=True)
         config = args.create_engine_config().model_config
@@ -137,7 +149,8 @@ def unclassified() -> Iterator[str]:
             modalities = modalities | set(re.findall(r'"(image|video|audio)": ?\{', declared))
             fields |= set(re.findall(r'"(\w+)": "(?:values|metadata)"', declared))
         made = re.findall(r'\b(?!field=)(\w+)=MultiModalFieldConfig\.\w+\(\s*"(\w+)"', text)
-        inherited = {f"{modality}_embeds" for modality in modalities} | {"video_image_sizes"}
+        inherited = {f"{modality}_embeds" for modality in modalities}
+        inherited |= {"video_image_sizes", "video_grid_thw"}
         for name, modality in made:
             if modality in modalities and name not in fields | inherited:
                 yield f"{source.stem}: {name}"
@@ -188,6 +201,10 @@ taken["qwen2_audio: a sound"] = model.takes("audio", said["qwen2_audio: a sound"
 for field in ("input_features", "feature_attention_mask"):
     fields = {"audio_num_tokens": [25], field: torch.zeros(0, 3000)}
     more[f"qwen2_audio: audio and {field}"] = model.takes("audio", fields)
+
+model = Model("qwen2_5_omni")
+clip = item("video", video_grid_thw=grid, second_per_grid_ts=torch.tensor([2.0]))
+said["qwen2_5_omni: a video, 1 frame a second"] = model.announced(clip)
 
 model = Model("minicpmv4_6")
 sizes = torch.tensor([[84, 56], [84, 56]])

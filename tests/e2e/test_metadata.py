@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from e2e.engines import result_of
+import pytest
+
+from e2e.engines import NEXT, VERSIONS, result_of
+
+pytestmark = pytest.mark.timeout(600)
+NEWEST = pytest.mark.parametrize("version", [VERSIONS[0], NEXT], indirect=True, scope="session")
 
 
+@NEWEST
 def test_what_is_announced_does_for_a_consumer_and_its_server(version: str, tmp_path: Path) -> None:
     said, taken, more, unclassified = result_of(version, "metadata_seams.py", str(tmp_path))
     picture, video = {"image_grid_thw": [1, 6, 8]}, {"video_grid_thw": [4, 4, 6]}
@@ -27,6 +33,7 @@ def test_what_is_announced_does_for_a_consumer_and_its_server(version: str, tmp_
             "timestamps": [0.0625, 0.3125, 0.5625, 0.8125],
         },
         "qwen2_audio: a sound": {"audio_num_tokens": [25]},
+        "qwen2_5_omni: a video, 1 frame a second": {},
         "minicpmv4_6: a picture": {},
         "minicpmv4_6: a video": {},
         "minicpmv4_6: announces pictures": False,
@@ -36,3 +43,19 @@ def test_what_is_announced_does_for_a_consumer_and_its_server(version: str, tmp_
     assert all("may not come with such" in refusal for refusal in more.values()), more
     assert len(more) == 11
     assert not unclassified, "say in ENCODERS_OWN or READ who reads them"
+
+
+@NEWEST
+def test_a_picture_that_nobody_has_read_has_the_name_that_the_server_gives_it(
+    version: str, tmp_path: Path
+) -> None:
+    named, unread, limits = result_of(version, "picture_seams.py", str(tmp_path))
+    assert all(named.values()), named
+    assert len(named) == 10
+    assert unread == ["RGB, turned", "RGB, as WebP"]
+    takes = {"1": [True, True, True]}
+    if version == NEXT:  # which has limits: a request that it would refuse passes as it came
+        takes["2"] = [False, False, True]
+    else:
+        takes["2"] = [True, True, True]
+    assert limits == dict.fromkeys(("decoded RGB", "decoded RGBA", "downloaded"), takes)

@@ -165,6 +165,7 @@ class PlaceholderMetadata:
         return (
             self.announces(feature.modality)
             and fields.keys() == self.fields_for(feature.modality)
+            and Placeholder.of(feature.modality, fields) is not None
             and not any(isinstance(each, list) for value in fields.values() for each in value)
             and all(
                 name in fields or name in ENCODERS_OWN or _is_assumed(name, element.data)
