@@ -189,6 +189,23 @@ class PlaceholderMetadata:
 
         return MULTIMODAL_REGISTRY.create_processor(self._model_config)
 
+    @property
+    def media(self) -> dict[str, bool] | None:
+        """The model's modalities, and whether the engine's limits let requests bring each.
+
+        With a limit of 0 they may bring metadata alone, if anything. None: not known.
+        """
+        config = self._model_config.multimodal_config
+        try:
+            supported = () if config is None else self._processor.info.supported_mm_limits
+            return {
+                modality: bool(config.enable_mm_embeds or config.get_limit_per_prompt(modality))
+                for modality in sorted(supported)
+            }
+        except Exception:  # the model's own code
+            logger.warning("the media that the model takes are not known", exc_info=True)
+            return None
+
     def _takes(self, modality: str) -> bool:
         try:
             processor = self._processor
