@@ -64,6 +64,22 @@ class Flight:
     nbytes: int = 0  # as far as known
     impatient: list[tuple[SessionId, Ticket]] = field(default_factory=list)
     """Waits that are to end when another node is waited for."""
+    deadline: asyncio.TimerHandle | None = None
+    until_s: float = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Until its deadline."""
+        return self.until_s - time.perf_counter()
+
+    def end_within(self, seconds: float) -> None:
+        """Set its deadline, so long after its start."""
+        self.until_s = self.started_s + seconds
+        if self.deadline is not None:
+            self.deadline.cancel()
+        assert self.task is not None
+        loop = asyncio.get_running_loop()
+        self.deadline = loop.call_later(self.left_s, self.task.cancel)
 
     def let_go(self, live: LiveCache) -> None:
         """End the waits that are not for what another node makes."""
@@ -166,9 +182,7 @@ class Flights:
     async def _fly(self, flight: Flight) -> None:
         outcome = LATE
         time_stages()
-        task = flight.task
-        assert task is not None
-        deadline = asyncio.get_running_loop().call_later(self._timeout_s, task.cancel)
+        flight.end_within(self._timeout_s)
         try:
             outcome = await self._bring(flight)
         except asyncio.CancelledError:
@@ -177,7 +191,8 @@ class Flights:
             outcome = ERROR
             logger.exception("%s was not fetched", flight.key.mm_hash)
         finally:
-            deadline.cancel()
+            assert flight.deadline is not None
+            flight.deadline.cancel()
             del self._flights[flight.key]
             self.outcomes[outcome] += 1
             took_s = time.perf_counter() - flight.started_s

@@ -54,6 +54,7 @@ from ecd.intake import Intake, NoPuts, Taken
 from ecd.makings import MAX_MAKINGS, Makings, Wait
 from ecd.slow_log import Stage
 from ecd.turns import Pace, Turns
+from ecd_proto.contract import MAKING_S
 
 SCAN_S = 0.25
 """Longest pause between two scans of what clients read without a call."""
@@ -92,6 +93,14 @@ class LiveCache:
             while not settled:
                 await self.turns.next()
                 settled = self.cache.scan_pins()
+            await self.turns.pace().each(self._end_making, list(self.makings.lasting(MAKING_S)))
+
+    def _end_making(self, key: Key) -> None:
+        """End a making that has lasted for a while, unless a client works on it still."""
+        if self.cache.contains(key):
+            self.makings.take([key])  # whoever waited has the key
+        else:
+            self._unmade(self.makings.take_past(key))
 
     def scan(self) -> bool:
         """Count entries that were read without a call, and scan some pins. False: pins are left."""

@@ -1,15 +1,18 @@
 """Makings: keys that clients have said they make, for nodes that wait instead of making them.
 
-A making promises nothing. It ends with the session that said it, when that says so, when there is
-no room for what it made, and in time. Then the nodes that wait are told that the key is missing.
+A making promises nothing. It lasts MAKING_S, and from then on for as long as a client of the node
+has locked the key, as one does that works on it. It ends with the session that said it, when that
+says so, and when there is no room for what it made. Then the nodes that wait are told that the key
+is missing.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ecd.core.types import Key, SessionId, Ticket
 from ecd_proto.contract import MAKING_S
@@ -22,17 +25,39 @@ MAX_TAKEN_BACK = 1024
 Wait = tuple[SessionId, Ticket]
 
 
+class KeyLocks(Protocol):
+    """Advice among this node's clients and its daemon about who makes a key."""
+
+    def is_key_locked(self, key: Key) -> bool:
+        """Whether a client has locked the key."""
+
+    def note_elsewhere(self, key: Key, *, is_made: bool) -> None:
+        """Show clients that another node makes the key, and is waited for here; or no longer."""
+
+
+class NoLocks:
+    """Those of a node whose clients share no files."""
+
+    def is_key_locked(self, key: Key) -> bool:  # noqa: ARG002
+        return False
+
+    def note_elsewhere(self, key: Key, *, is_made: bool) -> None: ...
+
+
 @dataclass
 class _Making:
     session: SessionId
-    until_s: float
+    begun_s: float
     waits: list[Wait] = field(default_factory=list)
 
 
 class Makings:
-    """The makings of one daemon. All last MAKING_S, so they end in the order of their start."""
+    """The makings of one daemon, in the order of their start."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, now_s: Callable[[], float] = time.monotonic, locks: KeyLocks | None = None
+    ) -> None:
+        self.locks: KeyLocks = locks or NoLocks()
         self._now_s = now_s
         self._makings: OrderedDict[Key, _Making] = OrderedDict()
         self._by_session: dict[SessionId, set[Key]] = {}
@@ -41,7 +66,6 @@ class Makings:
 
     def begin(self, session: SessionId, key: Key) -> bool:
         """Note that the session makes the key. False: it makes too many."""
-        self._forget_past()
         own = self._by_session.get(session, set())
         if key not in own and len(own) >= MAX_MAKINGS:
             return False
@@ -49,12 +73,22 @@ class Makings:
         waits = self._early.pop(key, []) + ([] if before is None else before.waits)
         self._remove(key)
         self._by_session.setdefault(session, set()).add(key)
-        self._makings[key] = _Making(session, self._now_s() + MAKING_S, waits)
+        self._makings[key] = _Making(session, self._now_s(), waits)
         return True
 
     def __contains__(self, key: Key) -> bool:
         making = self._makings.get(key)
-        return making is not None and self._now_s() < making.until_s
+        return making is not None and (
+            self._now_s() < making.begun_s + MAKING_S or self.locks.is_key_locked(key)
+        )
+
+    def lasting(self, for_s: float) -> Iterator[Key]:
+        """The keys that have been made for so long, or longer, the oldest first."""
+        now_s = self._now_s()
+        for key, making in self._makings.items():
+            if now_s < making.begun_s + for_s:
+                return
+            yield key
 
     def note_wait(self, key: Key, session: SessionId, ticket: Ticket) -> None:
         """Have a wait for the key told when its making is taken; its own end is not told here.
@@ -90,18 +124,13 @@ class Makings:
         """Whether the session took the making back before it began; asked once."""
         return self._now_s() < self._taken_back.pop((session, key), 0.0)
 
+    def take_past(self, key: Key) -> list[Wait]:
+        """End the making unless it lasts; the waits for it."""
+        return [] if key in self else self.take([key])
+
     def take_session(self, session: SessionId) -> list[Wait]:
         """End all makings of the session; the waits for them."""
         return self.take(list(self._by_session.get(session, ())))
-
-    def _forget_past(self) -> None:
-        """Drop what has ended in time: each wait for it is no longer than it was."""
-        now_s = self._now_s()
-        while self._makings:
-            key, making = next(iter(self._makings.items()))
-            if now_s < making.until_s:
-                return
-            self._remove(key)
 
     def _remove(self, key: Key) -> None:
         making = self._makings.pop(key, None)

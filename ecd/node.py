@@ -96,7 +96,7 @@ class Node:
         identity: NodeIdentity,
         slow_log: SlowLog | None = None,
     ) -> None:
-        self.live = live
+        self.live, live.makings.locks = live, files
         self.flights = Flights(live, slow_log=slow_log)
         self.streams = SessionStreams(live, files, identity)
 

@@ -279,9 +279,9 @@ class Client:
         With `only_if_written`, waits only for keys that are being written, or fetched from another
         node. `nodes`, if given, has the likely nodes of each key. `makes`, if given, has a number
         for each key that this client makes if no node has it, else None: the seconds that it waits
-        if another node makes the key. With several keys it must be 0, as two clients that each make
-        one would wait for each other. Cancelling a future ends its wait. Raises InvalidArgument and
-        DaemonUnavailable.
+        if another node makes the key. The daemon waits so long even if `timeout` is shorter. With
+        several keys it must be 0, as two clients that each make one would wait for each other.
+        Cancelling a future ends its wait. Raises InvalidArgument and DaemonUnavailable.
         """
         names = arguments.many(mm_hashes, "get_async")
         keys = [(self._namespace(namespace), arguments.string(name, "key")) for name in names]
@@ -335,7 +335,8 @@ class Client:
 
         False: another client has locked it. The lock is advice: it keeps nobody from putting the
         key. It ends after `seconds`, some tenths of a second late, or with this client. A client
-        has MAX_LOCKS; with more, its oldest ends. No call is made. Raises DaemonUnavailable.
+        has MAX_LOCKS; with more, its oldest ends. Meanwhile other nodes wait for a key that this
+        node has said it makes (`makes`). No call is made. Raises DaemonUnavailable.
         """
         key, seconds = self._key(mm_hash, namespace), arguments.seconds(seconds, "seconds")
         return self._connection.session().key_locks.take(*key, seconds)
@@ -343,6 +344,15 @@ class Client:
     def is_locked(self, mm_hash: str, *, namespace: str | None = None) -> bool:
         """Whether another client of this node has locked the key. Raises DaemonUnavailable."""
         return self._connection.session().key_locks.is_taken(*self._key(mm_hash, namespace))
+
+    def is_made_elsewhere(self, mm_hash: str, *, namespace: str | None = None) -> bool:
+        """Whether the daemon waits for another node that makes the key, for a client (`makes`).
+
+        No call is made. Raises DaemonUnavailable.
+        """
+        return self._connection.session().key_locks.is_made_elsewhere(
+            *self._key(mm_hash, namespace)
+        )
 
     def unlock(self, mm_hash: str, *, namespace: str | None = None) -> None:
         """End this client's lock of the key, if it has one. Raises DaemonUnavailable."""

@@ -163,7 +163,7 @@ class Cluster:
                 return StaticDirectory(self._other_nodes(), self._ask)
             case _:
                 about = self._config, self._identity, self._live.cache
-                return RedisDirectory(*about, outside.redis)
+                return RedisDirectory(*about, outside.redis, self._live.makings.lasting)
 
     async def _ask(self, node: str, keys: Sequence[Key]) -> Sequence[Candidate | None]:
         try:

@@ -10,7 +10,8 @@ An entry that takes longer to read, at the peer's measured rate, than to encode 
 clients here, if all that want it can make it.
 
 A key that no node has, and that a client here makes, is claimed in the directory. If another node
-claimed it first, the flight asks that node for a lease, and so waits until it is stored there.
+claimed it first, the flight asks that node for a lease, and so waits until it is stored there. Its
+deadline is later then by as long as the client waits.
 An extent that a read may still write to is set aside until the read is over.
 """
 
@@ -197,13 +198,20 @@ class Fetcher:
             void = claimed.incarnation
 
     async def _wait_for(self, maker: Candidate, flight: Flight, wait_s: float) -> str:
-        """Wait for what another node makes, and bring it; the outcome."""
+        """Wait for what another node makes, and bring it; the outcome. Clients here can see it."""
         self._awaited += 1
         flight.is_awaited = True
+        assert flight.maker is not None
+        flight.end_within(self._timeout_s + flight.maker.wait_s)
+        self._live.makings.locks.note_elsewhere(flight.key, is_made=True)
         flight.let_go(self._live)
         try:
-            return await self._try(Admitted(maker.hint), flight, made_within_s=wait_s)
+            found = await self._try(Admitted(maker.hint), flight, made_within_s=wait_s)
+            if found == STALE:
+                found = await self._try(Admitted(maker.hint), flight)
+            return found
         finally:
+            self._live.makings.locks.note_elsewhere(flight.key, is_made=False)
             self._awaited -= 1
             flight.is_awaited = False
 
@@ -221,7 +229,7 @@ class Fetcher:
             if self._pausing >= MAX_PAUSING:
                 break
             pause_s = random.uniform(shortest_s, 2 * shortest_s)
-            if pause_s >= self._left_s(flight):
+            if pause_s >= flight.left_s:
                 break
             self._pausing += 1
             flight.is_pausing = True
@@ -237,9 +245,6 @@ class Fetcher:
             self._live.expect(flight.key)
             outcome, may_come = await self._ask_nodes(flight, 0)
         return outcome
-
-    def _left_s(self, flight: Flight) -> float:
-        return self._timeout_s - (time.perf_counter() - flight.started_s)
 
     async def _ask_nodes(self, flight: Flight, first: int) -> tuple[str, bool]:
         """Ask so many hinted nodes, those of the directory, the other hinted ones.
@@ -282,7 +287,7 @@ class Fetcher:
         while True:
             patience_s = None
             if asked is not candidate:  # or one that has stopped takes all the time that is left
-                patience_s = max(0.0, self._left_s(flight) * PATIENCE)
+                patience_s = max(0.0, flight.left_s * PATIENCE)
             terms = _Terms(made_within_s, sent_on < MAX_SENT_ON, patience_s)
             found = await self._try_one(asked, flight, terms)
             if isinstance(found, Elsewhere):
@@ -332,6 +337,8 @@ class Fetcher:
                 return lease
             if lease is None or self._live.cache.is_expired(flight.key.namespace, lease.age_s):
                 return MISSING
+            if if_made and lease.is_late:
+                return STALE
             content = lease.content
             flight.nbytes = content.nbytes
             if arrival is not None and not arrival.is_of(lease):

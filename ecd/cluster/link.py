@@ -74,6 +74,7 @@ class PeerLease:
     until_s: float
     data: bytes
     """The entry's bytes; none if they did not come with the lease."""
+    ttl_s: float
     put_s: float
     """When the entry was put, on this node's clock; as the lease came, where the peer is silent."""
 
@@ -81,6 +82,11 @@ class PeerLease:
     def age_s(self) -> float:
         """Since the entry was put."""
         return time.monotonic() - self.put_s
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it came so late that it may run out soon: nothing says when it was granted."""
+        return time.monotonic() >= self.until_s - self.ttl_s / 2
 
     @property
     def ran_out(self) -> bool:
@@ -171,9 +177,10 @@ class Link:
                 raise InvalidRequest(f"{len(data)} bytes of {content.nbytes} came with it")
         except InvalidRequest as error:
             raise PeerUnavailable(f"{self.peer.node} leased what cannot be: {error}") from None
-        until_s = question.asked_s + self.description.lease_ttl_s
+        ttl_s = self.description.lease_ttl_s
+        until_s = question.asked_s + ttl_s
         put_s = time.monotonic() - age_s
-        return PeerLease(content, leased.address, leased.checksum, until_s, data, put_s)
+        return PeerLease(content, leased.address, leased.checksum, until_s, data, ttl_s, put_s)
 
     def end(self, question: Question, is_stored: bool) -> None:
         """Give the lease back, if it was granted or will be; the entry `is_stored` here now."""

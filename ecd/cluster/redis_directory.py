@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Mapping as MappingOf
 from itertools import islice
 from typing import Any
@@ -38,7 +38,7 @@ from ecd.core.cache import Cache
 from ecd.core.types import EntryId, Key
 from ecd.identity import NodeIdentity
 from ecd.redaction import answer_without_password
-from ecd_proto.contract import MAKING_S, Hint
+from ecd_proto.contract import Hint
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ HICCUP_S = 5.0
 WRITE_TIMEOUT_S = 2.0
 PAUSE_S = (1.0, 5.0)
 """Pauses between attempts to write: the first for HICCUP_S, then each twice the one before."""
+BEAT_S = NODE_TTL_S / 3
+"""How often a node's record is written, and each claim of what it makes for longer."""
 NODE_CACHE_S = 2.0
 BATCH = 512
 MAX_UNPUBLISHED = 1 << 18
@@ -68,14 +70,18 @@ class RedisDirectory:
         identity: NodeIdentity,
         cache: Cache,
         connect: Callable[[str, float], Any] = connect,
+        lasting: Callable[[float], Iterable[Key]] = lambda _: (),
     ) -> None:
-        """`connect` makes a client of the Redis at a URL, with a timeout in seconds."""
+        """`connect` makes a client of the Redis at a URL, with a timeout in seconds.
+
+        `lasting` has the keys that this node has been making for some seconds, and still makes.
+        """
         assert config.directory is not None
         self.state = DirectoryState("redis", up=False)
         self._names = RowNames(config.cluster)
         self._node, self._incarnation = identity.node, identity.incarnation
         self._zone, self._cache = config.zone, cache
-        self._url = config.directory
+        self._url, self._lasting = config.directory, lasting
         self._redis: Any = connect(config.directory, WRITE_TIMEOUT_S)
         self._unpublished: dict[Key, bool] = {}
         self._oldest_s: float | None = None
@@ -187,7 +193,7 @@ class RedisDirectory:
     async def _claim(self, keys: MappingOf[Key, str]) -> MappingOf[Key, Claimed]:
         pipeline = self._redis.pipeline(transaction=False)
         for key, void in keys.items():
-            how = self._incarnation, void, round(1000 * MAKING_S)
+            how = self._incarnation, void, 1000 * NODE_TTL_S
             pipeline.eval(CLAIM, 1, self._names.claim(key), *how)
         makers = {
             key: by.decode()
@@ -269,7 +275,10 @@ class RedisDirectory:
         await self._redis.aclose()
 
     async def _beat(self) -> None:
-        """Renew this node's record. If Redis had lost it, it has lost our entries too."""
+        """Renew this node's record, and its claims.
+
+        If Redis had lost the record, it has lost our entries too.
+        """
         now_s = time.monotonic()
         if now_s - self._swept_s > ROW_TTL_S / 2:
             self._sweeping, self._swept_s = EntryId(0), now_s
@@ -288,7 +297,9 @@ class RedisDirectory:
                 self._sweeping = EntryId(0)
             await self._redis.set(name, record, ex=NODE_TTL_S)
         self._known = True
-        self._beat_s = now_s + NODE_TTL_S / 3
+        self._beat_s = now_s + BEAT_S
+        if made := dict.fromkeys(islice(self._lasting(BEAT_S), BATCH), ""):
+            await self.claim(made)  # again, before the claims expire
 
     async def _write(self) -> None:
         """Write one batch of changes, or of all entries if they are to be told again."""

@@ -8,7 +8,8 @@
 `ecd:<cluster>:n:<incarnation>`        the node's record, as JSON. Expires after NODE_TTL_S: with it
                                        every row of the node is void.
 `ecd:<cluster>:m:<digest of the key>`  the incarnation of the node that makes the key now. Expires
-                                       after MAKING_S.
+                                       after NODE_TTL_S, and is written again while the node still
+                                       makes the key.
 `ecd:<cluster>:a:<host:port>`          the incarnation of the node that is reached there. Expires
                                        with the node's record.
 

@@ -21,7 +21,13 @@ from ecd.memory import holders
 from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find
 from ecd.memory.pool_dir import PoolDir, PoolError
 from ecd_proto.mapping import CHUNK_BYTES, HUGE_BYTES, Mapping
-from ecd_proto.shm.files import POOL_SUFFIX, SESSIONS_SUFFIX, is_byte_locked
+from ecd_proto.shm.files import (
+    POOL_SUFFIX,
+    SESSIONS_SUFFIX,
+    is_byte_locked,
+    lock_byte,
+    unlock_byte,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -173,9 +179,13 @@ class HostPool:
                 view[page] = 0
         self.readable.populate(offset, nbytes)
 
-    def is_session_locked(self, offset: int) -> bool:
-        """Whether the client of this session may still touch the pool."""
+    def is_locked(self, offset: int) -> bool:
+        """Whether a client has locked this byte of the file of locks."""
         return is_byte_locked(self._sessions_fd, offset)
+
+    def lock(self, offset: int, *, is_held: bool) -> None:
+        """Hold the lock of such a byte, for clients to see, or end it. Raises OSError."""
+        (lock_byte if is_held else unlock_byte)(self._sessions_fd, offset)
 
     def close(self, keep: bool = False, was_served: bool = False) -> None:
         """Let go of the directory, and unlink the files unless the next daemon is to find them.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from ecd.core.types import SessionId
+from ecd.core.types import Key, SessionId
 from ecd.memory.device import DevicePool
 from ecd.memory.host import HostPool
 from ecd.memory.shared_index import SharedIndex
+from ecd_proto.shm.files import elsewhere_offset, key_offset
 from ecd_proto.shm.session_page import GRANTED_POOL
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -71,7 +73,16 @@ class SessionFiles:
         return str(self._locks.sessions_path)
 
     def is_session_locked(self, offset: int) -> bool:
-        return self._locks.is_session_locked(offset)
+        return self._locks.is_locked(offset)
+
+    def is_key_locked(self, key: Key) -> bool:
+        with contextlib.suppress(OSError):
+            return self._locks.is_locked(key_offset(*key))
+        return False
+
+    def note_elsewhere(self, key: Key, *, is_made: bool) -> None:
+        with contextlib.suppress(OSError):  # the kernel has no room for it: nobody knows
+            self._locks.lock(elsewhere_offset(*key), is_held=is_made)
 
     def copies_by_dma(self, session: SessionId) -> bool:
         return self._index is not None and self._index.copies_by_dma(session)

@@ -25,7 +25,7 @@ from ecd.wire import (
     to_extents,
     told_metadata,
 )
-from ecd_proto.contract import MAKING_S, Hint
+from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
 
@@ -208,7 +208,7 @@ class InboundLink:
                 if not (asked.if_made and self._is_made(key)):
                     known.append(pb.LeaseOutcome(ticket=asked.ticket, missing=cache_pb2.Missing()))
                     continue
-                wait_for, wait_s = WaitFor.ANY, min(wait_s, MAKING_S)
+                wait_for = WaitFor.ANY
             elif self._memory.is_near(key):
                 self._memory.want_near(key)
             outcome = self._live.acquire(self.session, key, wait_s, wait_for, Answer.PEER)

@@ -22,6 +22,7 @@ from ecd.core.outcomes import LimitReached, Wakeup
 from ecd.core.types import LeaseId, SessionId, Ticket
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
+from ecd.makings import KeyLocks
 from ecd.rpc.attach import DmaProcesses
 from ecd.rpc.convert import SessionOver, to_acquire_outcome
 from ecd.rpc.engines import Engines
@@ -49,7 +50,7 @@ Event = pb.SessionEvent | pb.WaitEnded | None
 """An event to write; None ends the stream."""
 
 
-class OpenedFiles(Protocol):
+class OpenedFiles(KeyLocks, Protocol):
     """The files that a client opens at the start of its session."""
 
     def pool_files(self) -> list[pb.PoolFile]: ...

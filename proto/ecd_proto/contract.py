@@ -51,7 +51,7 @@ NODE_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}):\d{1,5}$"
 """A node's name: the host:port of its Peer service, an IPv4 address or a host name."""
 MAX_NODE_LENGTH = 259
 MAKING_S = 1.5
-"""How long others wait for a client that makes a key, at most: it may have ended in vain."""
+"""How long a client makes a key that none of its node has locked: it may have ended in vain."""
 
 
 MAX_POOLS = 64

@@ -343,6 +343,26 @@ EDITED = {
             "candidate.zone == self._zone",
         ),
     ),
+    "a making ends while its encoder works on it": Bug(
+        "nodes",
+        "simulation/test_makers.py",
+        Edit("ecd/makings.py", " or self.locks.is_key_locked(key)", ""),
+    ),
+    "a making ends with nobody but its session": Bug(
+        "nodes",
+        "simulation/test_makers.py",
+        Edit("ecd/makings.py", "return [] if key in self else self.take([key])", "return []"),
+    ),
+    "a claim is not renewed": Bug(
+        "nodes",
+        "simulation/test_makers.py",
+        Edit("ecd/cluster/redis_directory.py", "await self.claim(made)", "assert made"),
+    ),
+    "a flight that waits for a maker ends as any other": Bug(
+        "nodes",
+        "simulation/test_makers.py",
+        Edit("ecd/cluster/fetcher.py", "self._timeout_s + flight.maker.wait_s", "self._timeout_s"),
+    ),
     "a client without an encoder is told to encode": Bug(
         "nodes",
         "cluster/test_fetch_or_encode.py",
@@ -424,6 +444,29 @@ EDITED = {
             "client/ecd_client/vllm/sources.py",
             'f"commit-{commit}-{digest.hex}" if commit',
             'f"commit-{commit}" if commit',
+        ),
+    ),
+    "an engine is told of another one with each that comes": Bug(
+        "vllm",
+        "unit/test_descriptions.py",
+        Edit("ecd/rpc/engines.py", "self._told.add(session)", "self._told.discard(session)"),
+    ),
+    "engines that an operator keeps apart are told of each other": Bug(
+        "vllm",
+        "unit/test_descriptions.py",
+        Edit(
+            "proto/ecd_proto/engines.py",
+            "not (NAMESPACE in self.parts and NAMESPACE in other.parts)",
+            "self.parts != other.parts",
+        ),
+    ),
+    "a part of a namespace is shown as it came": Bug(
+        "security",
+        "unit/test_descriptions.py",
+        Edit(
+            "proto/ecd_proto/engines.py",
+            "all(map(is_value, message.parts.values()))",
+            "all(message.parts.values())",
         ),
     ),
     "a step of training is the same in every run": Bug(

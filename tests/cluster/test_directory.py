@@ -23,6 +23,7 @@ from ecd.cluster.directory import Found, NoDirectory
 from ecd.cluster.fetcher import Fetcher
 from ecd.cluster.peers import Peers
 from ecd.cluster.redis_directory import RedisDirectory
+from ecd.cluster.redis_rows import NODE_TTL_S, RowNames
 from ecd.config import Config
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
@@ -249,6 +250,28 @@ def test_no_question_waits_for_a_redis_that_stands_still(
             await directory.close()
 
     asyncio.run(ask())
+
+
+def test_what_is_made_for_long_is_claimed_again_unless_another_node_makes_it(
+    empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_directory, "LOOKUP_TIMEOUT_S", LONG_S)
+    lasting = [Key("default", name) for name in ("own", "lost", "another's")]
+    names = [RowNames("default").claim(key) for key in lasting]
+
+    async def claim() -> None:
+        one, other = directory_at(empty_redis.url, "1"), directory_at(empty_redis.url, "2")
+        assert await one.claim({lasting[0]: ""}) == await other.claim({lasting[2]: ""}) == {}
+        empty_redis.ask("pexpire", names[0], "600000")
+        one._lasting = lambda _: lasting
+        await one._beat()
+        await one.close()
+        await other.close()
+
+    asyncio.run(claim())
+    by = [empty_redis.ask("get", name) for name in names]
+    assert by == ["1" * 32, "1" * 32, "2" * 32]
+    assert 0 < int(empty_redis.ask("pttl", names[0])) <= 1000 * NODE_TTL_S
 
 
 # -- rows that are wrong ---------------------------------------------------------------------------

@@ -6,6 +6,8 @@ Unless a test says so, no wait for a maker ends by time: the maker ends it, or t
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -16,13 +18,24 @@ import torch
 from ecd_client import Client, EntryTooLarge
 from support.daemon import Daemon
 from support.pairs import start_all
-from support.redis import PATIENT, UNHURRIED, RedisServer
+from support.processes import child
+from support.redis import LONG_PATIENT, UNHURRIED, RedisServer
 from support.waiting import HANG_S, eventually
 
 MakePeer = Callable[..., Daemon]
 ClientOf = Callable[[Daemon], Client]
 Answer = Future["Item | None"]
 LONG_S = 600.0
+MAKER = """
+import signal, sys
+from ecd_client import Client
+
+client = Client(sys.argv[1], namespace=sys.argv[2], connect_timeout=60)
+assert client.lock("k", 600)
+[answer] = client.get_async(["k"], 600, only_if_written=True, makes=[600])
+print(answer.result(), flush=True)
+signal.pause()
+"""
 
 
 @pytest.fixture
@@ -158,12 +171,63 @@ def test_a_dead_node_is_waited_for_no_more(
     assert is_missing(answer)
 
 
-def test_a_maker_that_stores_nothing_is_waited_for_no_longer_than_it_may_take(
+def test_a_maker_is_waited_for_as_long_as_it_locks_the_key(
     make_peer: MakePeer, redis: RedisServer, client_of: ClientOf
 ) -> None:
-    a, b = map(client_of, with_directory(make_peer, redis, PATIENT))  # MAKING_S as it is shipped
+    """MAKING_S is as shipped: makers that lock nothing and store nothing let it pass."""
+    peers = with_directory(make_peer, redis, LONG_PATIENT)
+    a, b = map(client_of, peers)
+    for key in ("stored", "unlocked"):
+        assert a.lock(key, LONG_S)
+        assert is_missing(ask(a, key)[0])
+    stored, unlocked = ask(b, "stored")[0], ask(b, "unlocked")[0]
+    for number in range(4):
+        assert is_missing(ask(a, f"passing {number}")[0])
+        assert is_missing(ask(b, f"passing {number}")[0])
+    assert waits_at(peers[0], stored, unlocked)
+    assert all(map(b.is_made_elsewhere, ("stored", "unlocked")))
+    assert not a.is_made_elsewhere("stored")
+    store(a, "stored")
+    assert is_right(stored, "stored")
+    a.unlock("unlocked")
+    assert is_missing(unlocked)
+    assert not any(map(b.is_made_elsewhere, ("stored", "unlocked")))
+
+
+def test_a_maker_that_is_killed_is_waited_for_no_more(
+    make_peer: MakePeer, redis: RedisServer, client_of: ClientOf
+) -> None:
+    peers = with_directory(make_peer, redis, LONG_PATIENT)
+    a, b = map(client_of, peers)
+    command = [sys.executable, "-c", MAKER, a.address, a.namespace]
+    with child(command, stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout.readline() == "None\n"
+        [answer] = ask(b, "k")
+        assert is_missing(ask(a, "passing")[0])
+        assert is_missing(ask(b, "passing")[0])
+        assert waits_at(peers[0], answer)
+        assert b.lock("k", LONG_S)
+        maker.kill()
+        assert is_missing(answer)
+    [third] = ask(a, "k")
+    assert waits_at(peers[1], third), "the second makes it now"
+    store(b, "k")
+    assert is_right(third, "k")
+
+
+def test_a_call_may_end_before_the_maker_and_its_client_sees_that(
+    peers: Sequence[Daemon], clients: tuple[Client, Client], client_of: ClientOf
+) -> None:
+    a, b = clients
     assert is_missing(ask(a, "k")[0])
-    assert is_missing(ask(b, "k")[0])
+    [answer] = b.get_async(["k"], 0.2, only_if_written=True, makes=[LONG_S])
+    assert is_missing(answer)
+    eventually(lambda: b.is_made_elsewhere("k"), "its daemon waits on")
+    assert client_of(peers[1]).is_made_elsewhere("k")
+    assert is_missing(ask(b, "k", waits_s=0.0)[0]), "it makes the key in any case"
+    store(a, "k")
+    eventually(lambda: b.is_shown("k"), "it comes to who has waited")
+    eventually(lambda: not b.is_made_elsewhere("k"), "the end of the wait")
 
 
 def test_who_makes_a_key_in_any_case_waits_for_nobody(

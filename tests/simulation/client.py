@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from ecd.core.types import Key
 from ecd.memory.disk_files import KNOWN_S, REMOVAL_S
 from ecd.rpc.cache_service import MAKING_ROOM_S
 from ecd.rpc.convert import SessionOver
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 SLACK_S = 0.25
 """How much later than it should a call may end: turns of the loop, and what runs beside it."""
 ENCODE_S = 0.1
+LONG_ENCODE_S = 4.0
 EVICT_S = KNOWN_S + 2 * REMOVAL_S
 """How long files on disk may hold an eviction up."""
 
@@ -39,6 +41,7 @@ class Session:
         self.waits: dict[int, asyncio.Future[pb.AcquireOutcome]] = {}
         self.lost: set[int] = set()  # leases that have ended, as the daemon said
         self.calls: set[asyncio.Task[Any]] = set()
+        self.locked: set[Key] = set()
         daemon.files.locked.add(stream.session)
         OUTSIDE.run(asyncio.get_running_loop().create_task, self._follow())
 
@@ -72,6 +75,22 @@ class Session:
         lock = self.stream.session
         loop = asyncio.get_running_loop()
         loop.call_later(0.003, self.daemon.files.locked.discard, lock, context=OUTSIDE)
+        for key in self.locked:
+            loop.call_later(0.003, self.daemon.files.locked_keys.discard, key, context=OUTSIDE)
+
+    def lock(self, key: Key) -> bool:
+        """As `Client.lock`; for as long as the session lasts."""
+        taken = self.daemon.files.locked_keys
+        if key in taken and key not in self.locked:
+            return False
+        taken.add(key)
+        self.locked.add(key)
+        return True
+
+    def unlock(self, key: Key) -> None:
+        if key in self.locked:
+            self.locked.discard(key)
+            self.daemon.files.locked_keys.discard(key)
 
     async def call(self, work: Coroutine[Any, Any, Any], within_s: float) -> Any:
         """One call of the service. Raises DaemonGone."""
@@ -259,8 +278,12 @@ class Client:
             stop = session.daemon.live.stop_making
             session.daemon.context.run(stop, session.stream.session, [key_of(action.key)])
             return
-        await asyncio.sleep(ENCODE_S * action.choice)
+        key = key_of(action.key)
+        session.lock(key)
+        is_long = action.choice > 0.8
+        await asyncio.sleep(LONG_ENCODE_S if is_long else ENCODE_S * action.choice)
         await self.put(action.key, action.seconds, 0.0)
+        session.unlock(key)
 
     # -- the rest ------------------------------------------------------------------------------
 

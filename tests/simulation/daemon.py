@@ -206,6 +206,8 @@ class Daemon(Process):
             "turns of peers": len(self.peers.serving.lines),
             "questions": sum(link.is_asked for link in links),
             "waits for makings": len(self.live.makings._early),
+            "makings": len(self.live.makings._makings),
+            "keys made elsewhere": len(self.files.made_elsewhere),
             "expected keys": len(cache._readers._expected),
             "reserved bytes": self.pool.reserved_bytes,
             "reads from disk": 0 if self.disk is None else READERS - self.disk.reads._free,

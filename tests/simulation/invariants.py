@@ -73,9 +73,15 @@ class Watch:
     def _check_flights(self, daemon: Daemon) -> None:
         now_s = self._run.loop.now_s
         most_s = daemon.config.fetch_timeout_s + LATE_S
+        awaited = set()
         for flight in daemon.flights._flights.values():
-            if now_s - flight.started_s - daemon.paused_s > most_s:
+            waited_s = 0.0 if flight.maker is None else flight.maker.wait_s
+            if now_s - flight.started_s - daemon.paused_s > most_s + waited_s:
                 self._fail(daemon, f"the flight of {flight.key.mm_hash} is past its deadline")
+            if flight.is_awaited:
+                awaited.add(flight.key)
+        if awaited != daemon.files.made_elsewhere:
+            self._fail(daemon, "clients are not told the truth about what other nodes make")
 
     def _fail(self, daemon: Daemon, what: str) -> None:
         self._run.fail(f"{daemon.place.node}: {what}")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ecd.core.board import Uses
+from ecd.core.types import Key
 from ecd.flights import Flight, Source
 from ecd.memory.leftovers import LeftoverEntry
 from ecd_proto.v1 import cache_pb2 as pb
@@ -16,6 +17,8 @@ class Files:
 
     def __init__(self) -> None:
         self.locked: set[int] = set()
+        self.locked_keys: set[Key] = set()
+        self.made_elsewhere: set[Key] = set()
 
     def pool_files(self) -> list[pb.PoolFile]:
         return []
@@ -31,6 +34,12 @@ class Files:
 
     def is_session_locked(self, offset: int) -> bool:
         return offset in self.locked
+
+    def is_key_locked(self, key: Key) -> bool:
+        return key in self.locked_keys
+
+    def note_elsewhere(self, key: Key, *, is_made: bool) -> None:
+        (self.made_elsewhere.add if is_made else self.made_elsewhere.discard)(key)
 
     def copies_by_dma(self, session: int) -> bool:
         return False

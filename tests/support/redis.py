@@ -22,11 +22,16 @@ PATIENCE = (
 )
 PATIENT = changed(*PATIENCE)
 """A daemon that takes a halt of this machine for no silence of Redis, which costs misses."""
-UNHURRIED = changed(
-    *("from ecd_proto import contract", "contract.MAKING_S = 600.0"),
+LONG_PATIENCE = (
     *(*PATIENCE, *pairs.PATIENCE),
+    *("from ecd.rpc import inbound_link", "inbound_link.MAX_WAIT_S = 600.0"),
 )
-"""As PATIENT, and no wait for a peer, or for a client that makes a key, ends by time."""
+LONG_PATIENT = changed(*LONG_PATIENCE)
+"""As PATIENT, and no wait for a peer ends by time."""
+UNHURRIED = changed(
+    *("from ecd_proto import contract", "contract.MAKING_S = 600.0"), *LONG_PATIENCE
+)
+"""As LONG_PATIENT, and a client makes a key for as long as it does not say otherwise."""
 _ports = itertools.count(16400)
 
 

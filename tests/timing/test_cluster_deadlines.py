@@ -7,6 +7,7 @@ from collections.abc import Callable
 from statistics import median
 
 from cluster import conftest
+from ecd.live import SCAN_S
 from ecd_client import Client
 from ecd_proto.contract import MAKING_S
 from support.daemon import Daemon
@@ -109,7 +110,7 @@ def test_makers_that_store_nothing(
     clients = [client_of(daemon) for daemon in peers(make_peer, redis, 4, PATIENT)]
     miss(clients[0], "alone", makes=MAKING_S)
     seconds = miss(clients[1], "alone", makes=HANG_S)
-    figure("a wait for one", seconds, "s", f"{MAKING_S}: as long as a client may make a key")
+    figure("a wait for one", seconds, "s", f"{MAKING_S}, or {SCAN_S} more: it locks no key")
     miss(clients[0], "k", makes=MAKING_S)
     started_s = time.monotonic()
     answers = [

@@ -1,4 +1,4 @@
-"""Makings: ended by their session, by its word, for want of room, and in time."""
+"""Makings: ended by their session, by its word, for want of room, and without their lock."""
 
 from ecd.core.types import Key, SessionId, Ticket
 from ecd.makings import MAX_MAKINGS, MAX_TAKEN_BACK, Makings
@@ -13,6 +13,18 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+class Locks:
+    """The keys that clients have locked."""
+
+    def __init__(self) -> None:
+        self.keys: set[Key] = set()
+
+    def is_key_locked(self, key: Key) -> bool:
+        return key in self.keys
+
+    def note_elsewhere(self, key: Key, *, is_made: bool) -> None: ...
 
 
 def peer_wait(number: int) -> tuple[SessionId, Ticket]:
@@ -51,17 +63,28 @@ def test_a_making_that_begins_anew_keeps_its_waits() -> None:
     assert makings.take_session(TWO) == [peer_wait(1)]
 
 
-def test_a_making_ends_in_time_and_leaves_nothing() -> None:
-    clock = Clock()
-    makings = Makings(clock)
-    for number in range(10):
-        makings.begin(ONE, Key("n", str(number)))
+def test_a_making_lasts_for_a_moment_and_then_while_its_key_is_locked() -> None:
+    clock, locks = Clock(), Locks()
+    makings = Makings(clock, locks)
+    keys = [Key("n", str(number)) for number in range(4)]
+    for key in keys:
+        makings.begin(ONE, key)
+        makings.note_wait(key, *peer_wait(int(key.mm_hash)))
+    assert list(makings.lasting(MAKING_S)) == []
+    assert makings.take_past(keys[0]) == []
     clock.now_s = MAKING_S
-    assert Key("n", "3") not in makings
-    makings.begin(TWO, KEY)
-    assert KEY in makings
-    assert list(makings._makings) == [KEY]
-    assert makings._by_session == {TWO: {KEY}}
+    makings.begin(ONE, keys[1])
+    locks.keys = {keys[2]}
+    assert list(makings.lasting(MAKING_S)) == [keys[0], keys[2], keys[3]]
+    assert [key in makings for key in keys] == [False, True, True, False]
+    assert [makings.take_past(key) for key in keys] == [[peer_wait(0)], [], [], [peer_wait(3)]]
+    assert list(makings._makings) == [keys[2], keys[1]]
+    clock.now_s = 100 * MAKING_S
+    assert keys[2] in makings, "it has not ended by time"
+    locks.keys.clear()
+    waits = [makings.take_past(key) for key in list(makings.lasting(MAKING_S))]
+    assert waits == [[peer_wait(2)], [peer_wait(1)]]
+    assert (makings._makings, makings._by_session) == ({}, {})
 
 
 def test_a_session_makes_no_more_than_it_may() -> None:
@@ -73,6 +96,7 @@ def test_a_session_makes_no_more_than_it_may() -> None:
     assert makings.begin(ONE, keys[0]), "it makes this one already"
     assert makings.begin(TWO, keys[-1])
     clock.now_s = MAKING_S
+    makings.take_past(keys[0])
     assert makings.begin(ONE, keys[-1])
 
 

@@ -11,7 +11,13 @@ import contextlib
 import threading
 import time
 
-from ecd_proto.shm.files import is_byte_locked, key_offset, lock_byte, unlock_byte
+from ecd_proto.shm.files import (
+    elsewhere_offset,
+    is_byte_locked,
+    key_offset,
+    lock_byte,
+    unlock_byte,
+)
 
 MAX_LOCKS = 256
 """Locks of one session; with more, the oldest ends: the kernel walks through all of a file."""
@@ -46,9 +52,16 @@ class KeyLocks:
 
     def is_taken(self, namespace: str, mm_hash: str) -> bool:
         """Whether another session has locked the key."""
+        return self._is_locked(key_offset(namespace, mm_hash))
+
+    def is_made_elsewhere(self, namespace: str, mm_hash: str) -> bool:
+        """Whether the daemon waits for another node that makes the key."""
+        return self._is_locked(elsewhere_offset(namespace, mm_hash))
+
+    def _is_locked(self, offset: int) -> bool:
         with self._lock:
             try:
-                return self._fd >= 0 and is_byte_locked(self._fd, key_offset(namespace, mm_hash))
+                return self._fd >= 0 and is_byte_locked(self._fd, offset)
             except OSError:
                 return False
 

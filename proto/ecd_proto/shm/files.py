@@ -4,7 +4,8 @@ lock                    the daemon's for its life (flock): one daemon per direct
 <incarnation>.pool      the host pool; extents start and end on granules
 <incarnation>.sessions  one byte per session, locked by the client that owns the session; beyond
                         KEY_LOCKS, at a place that follows from the key, one byte per key that a
-                        client has locked among those of its node (advice, for clients alone)
+                        client has locked among those of its node (advice), and beyond ELSEWHERE,
+                        one per key that the daemon waits for, as another node makes it
 <incarnation>.index     where each stored entry lies: written by the daemon, read by clients
 <incarnation>.pins      one page per session (pins, claims), which its client writes
 <incarnation>.puts      the same file under the name that a recovering daemon gives it, so that no
@@ -48,6 +49,8 @@ SUFFIXES = (
 
 KEY_LOCKS = 1 << 62
 """The first of the bytes that stand for keys in the file of locks: far beyond its end."""
+ELSEWHERE = KEY_LOCKS | 1 << 61
+"""The first of those that the daemon locks while it waits for a key that another node makes."""
 
 IN_MEMORY = "tmpfs", "ramfs"
 """Filesystems whose files lie in memory."""
@@ -92,6 +95,11 @@ def key_offset(namespace: str, mm_hash: str) -> int:
     """The byte that stands for the key. Two keys have the same once in 2**61 pairs."""
     name = f"{namespace}\0{mm_hash}".encode()
     return KEY_LOCKS + (int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> 3)
+
+
+def elsewhere_offset(namespace: str, mm_hash: str) -> int:
+    """The byte that says of the key that another node makes it."""
+    return key_offset(namespace, mm_hash) | ELSEWHERE
 
 
 def is_byte_locked(fd: int, offset: int) -> bool:

@@ -1,0 +1,198 @@
+"""A node is waited for as long as a client of it works on a key, on the simulated clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from ecd.cluster.redis_rows import NODE_TTL_S
+from ecd.live import SCAN_S
+from ecd_proto.contract import MAKING_S
+from ecd_proto.v1 import cache_pb2 as pb
+from simulation.client import Client, Session
+from simulation.scenario import SIZES, key_of
+from simulation.test_full import has, play
+from simulation.world import Run
+
+NUMBER = 0
+KEY = key_of(NUMBER)
+LONG_S = 50.0
+AT_ONCE_S = 0.1
+
+
+class Engine:
+    """An engine that makes the key if no node has it."""
+
+    def __init__(self, run: Run, node: int) -> None:
+        self.run, self.node, self.session = run, node, Session(run, run.daemons[node])
+
+    async def ask(self, makes_s: float = LONG_S, wait_s: float = LONG_S) -> tuple[str, float]:
+        """Ask for the key: the outcome, and the seconds it took."""
+        request = pb.AcquireRequest(
+            session=self.session.stream.token,
+            keys=[pb.Key(namespace=KEY.namespace, mm_hash=KEY.mm_hash)],
+            wait_s=wait_s,
+            only_if_written=True,
+        )
+        request.makes.add(index=0, wait_s=makes_s)
+        begun_s = self.run.loop.now_s
+        service = self.session.daemon.service
+        [outcome] = (await self.session.call(service.Acquire(request, None), 0.0)).outcomes
+        if outcome.HasField("waiting"):
+            outcome = await self.session.wait(outcome.waiting.ticket)
+        return outcome.WhichOneof("outcome"), self.run.loop.now_s - begun_s
+
+    async def begin(self) -> None:
+        """Be the one that makes the key, and work on it."""
+        assert self.session.lock(KEY)
+        outcome, took_s = await self.ask()
+        assert outcome == "missing"
+        assert took_s < AT_ONCE_S
+
+    async def store(self) -> None:
+        await Client(self.run, self.node).put(NUMBER, 0.001, 0.0)
+
+    @property
+    def sees_it_made_elsewhere(self) -> bool:
+        return KEY in self.session.daemon.files.made_elsewhere
+
+
+def engines(run: Run) -> list[Engine]:
+    return [Engine(run, node) for node in range(len(run.daemons))]
+
+
+def test_others_wait_for_as_long_as_the_maker_works_on_it() -> None:
+    """The claim expires twice meanwhile, for a node that comes late."""
+
+    async def act(run: Run) -> None:
+        maker, early, late = engines(run)
+        await maker.begin()
+        waiting = [asyncio.ensure_future(early.ask())]
+        await asyncio.sleep(2.5 * NODE_TTL_S)
+        waiting.append(asyncio.ensure_future(late.ask()))
+        await asyncio.sleep(1.0)
+        assert early.sees_it_made_elsewhere
+        assert late.sees_it_made_elsewhere
+        assert not any(each.done() for each in waiting)
+        await maker.store()
+        assert [outcome for outcome, _ in await asyncio.gather(*waiting)] == ["leased"] * 2
+        assert has(run, NUMBER) == [0, 1, 2]
+        assert not early.sees_it_made_elsewhere
+        await asyncio.sleep(MAKING_S)
+        assert not list(run.daemons[0].live.makings.lasting(0.0)), "it is stored"
+
+    play(3, 8, act)
+
+
+async def kill(maker: Engine) -> None:
+    maker.session.end()
+
+
+async def kill_daemon(maker: Engine) -> None:
+    maker.session.daemon.die(silently=False)
+
+
+async def take_back(maker: Engine) -> None:
+    daemon = maker.session.daemon
+    daemon.context.run(daemon.live.stop_making, maker.session.stream.session, [KEY])
+
+
+async def find_no_room(maker: Engine) -> None:
+    content = pb.Content(dtype="uint8", shape=[1 << 30], nbytes=1 << 30)
+    key = pb.Key(namespace=KEY.namespace, mm_hash=KEY.mm_hash)
+    request = pb.ReserveRequest(
+        session=maker.session.stream.token, items=[pb.ReserveItem(key=key, content=content)]
+    )
+    reply = await maker.session.call(maker.session.daemon.service.Reserve(request, None), 1.0)
+    assert reply.outcomes[0].HasField("entry_too_large")
+
+
+async def unlock(maker: Engine) -> None:
+    maker.session.unlock(KEY)
+
+
+@pytest.mark.parametrize(
+    ("stop", "within_s"),
+    [
+        (kill, AT_ONCE_S),
+        (kill_daemon, AT_ONCE_S),
+        (take_back, AT_ONCE_S),
+        (find_no_room, AT_ONCE_S),
+        (unlock, SCAN_S + AT_ONCE_S),
+    ],
+)
+def test_who_works_on_it_no_more_is_waited_for_no_more(
+    stop: Callable[[Engine], object], within_s: float
+) -> None:
+    async def act(run: Run) -> None:
+        maker, other, third = engines(run)
+        await maker.begin()
+        waiting = asyncio.ensure_future(other.ask())
+        await asyncio.sleep(5.0)
+        assert not waiting.done()
+        await stop(maker)
+        outcome, took_s = await waiting
+        assert outcome == "missing"
+        assert took_s < 5.0 + within_s
+        assert not other.sees_it_made_elsewhere
+        again = asyncio.ensure_future(third.ask())
+        await asyncio.sleep(MAKING_S / 2)
+        assert third.sees_it_made_elsewhere, "the second makes it now"
+        await other.store()
+        assert (await again)[0] == "leased"
+
+    play(3, 8, act)
+
+
+def test_a_key_that_nobody_works_on_is_waited_for_a_moment() -> None:
+    async def act(run: Run) -> None:
+        maker, other = engines(run)
+        assert (await maker.ask())[0] == "missing"
+        outcome, took_s = await other.ask()
+        assert outcome == "missing"
+        assert took_s < MAKING_S + SCAN_S + AT_ONCE_S
+
+    play(2, 8, act)
+
+
+def test_a_maker_that_never_ends_is_waited_for_as_long_as_was_asked_for() -> None:
+    """A call ends before, and its client sees why it found nothing."""
+
+    async def act(run: Run) -> None:
+        maker, other, third = engines(run)
+        await maker.begin()
+        outcome, took_s = await other.ask(makes_s=10.0, wait_s=2.0)
+        assert outcome == "missing"
+        assert took_s < 2.0 + AT_ONCE_S
+        assert other.sees_it_made_elsewhere
+        again, took_s = await other.ask(makes_s=0.0, wait_s=2.0)
+        assert again == "missing"
+        assert took_s < AT_ONCE_S, "it makes the key in any case"
+        await asyncio.sleep(7.5)
+        assert other.sees_it_made_elsewhere
+        await asyncio.sleep(0.6)
+        assert not other.sees_it_made_elsewhere
+        assert not len(other.session.daemon.flights)
+        waiting = asyncio.ensure_future(third.ask())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await other.store()
+        assert (await waiting)[0] == "leased", "the second had taken it over"
+
+    play(3, 8, act)
+
+
+def test_what_comes_late_from_a_maker_has_the_time_of_any_fetch() -> None:
+    async def act(run: Run) -> None:
+        maker, other = engines(run)
+        await maker.begin()
+        fetch_s = run.scenario.fetch_timeout_s
+        waiting = asyncio.ensure_future(other.ask(makes_s=2 * fetch_s, wait_s=2 * fetch_s))
+        await asyncio.sleep(1.5 * fetch_s)
+        await maker.store()
+        assert (await waiting)[0] == "leased"
+        assert SIZES[NUMBER] == run.daemons[1].cache.info(KEY).content.nbytes
+
+    play(2, 8, act)
