@@ -127,6 +127,9 @@ def spare(spares: list[int]) -> tuple[int, socket.socket]:
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environ)
+    if "PROMETHEUS_MULTIPROC_DIR" in environ:  # which is read when this is imported
+        values = importlib.import_module("prometheus_client.values")
+        values.ValueClass = values.get_value_class()
     keep_spares(spares)
     gc.enable()
     sys.argv = ["-c", "--multiprocessing-fork"]
