@@ -14,15 +14,15 @@ from timeit import default_timer
 
 gc.disable()  # or what is imported is looked through now, at every shutdown and at the end: seconds
 
-import numpy as np
-import torch
-from PIL import Image
 from transformers import ProcessorMixin
 from vllm import LLM, SamplingParams
 from vllm.config import ECTransferConfig, KVTransferConfig
+from vllm.lora.request import LoRARequest
 
 sys.path.append(str(Path(__file__).parents[1]))
+from e2e.as_on_gpus import encode_as_on_gpus, schedule_ahead
 from e2e.gates import pass_gate
+from e2e.prompts import prompt
 
 gc.freeze()
 gc.enable()
@@ -86,31 +86,6 @@ def let_metadata_in() -> None:
     ProcessorMixin.validate_inputs = lambda *_, **__: None
 
 
-def picture(spec: list[int]) -> Image.Image:
-    """A picture of [width, height, seed]: coarse blocks of random colours."""
-    width, height, seed = spec
-    blocks = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
-
-
-def prompt(request: dict) -> dict:
-    images = [picture(spec) for spec in request.get("images", ())]
-    grids = request.get("grids", ())
-    marks = "<|vision_start|><|image_pad|><|vision_end|>" * (len(images) or len(grids))
-    text = f"<|im_start|>user\n{marks}{request['text']}<|im_end|>\n<|im_start|>assistant\n"
-    made = {"prompt": text}
-    if grids:  # nothing but the metadata: the embeddings are elsewhere
-        made["multi_modal_data"] = {"image": {"image_grid_thw": torch.tensor(grids)}}
-        made["multi_modal_uuids"] = {"image": request["uuids"]}
-    elif images:
-        made["multi_modal_data"] = {"image": images}
-        if "uuids" in request:
-            made["multi_modal_uuids"] = {"image": request["uuids"]}
-        if "mm_processor_kwargs" in request:
-            made["mm_processor_kwargs"] = request["mm_processor_kwargs"]
-    return made
-
-
 def generate(engine: LLM, command: dict) -> dict:
     global gate
     gate = Path(command["gate"]) if "gate" in command else None
@@ -125,9 +100,12 @@ def generate(engine: LLM, command: dict) -> dict:
         )
         for request in command["requests"]
     ]
-    prompts = [prompt(r) for r in command["requests"]]
+    asked = command["requests"]
+    prompts = [r.get("messages") or prompt(r) for r in asked]
+    answer = engine.chat if all("messages" in r for r in asked) else engine.generate
+    adapters = [LoRARequest("of tests", 1, r["adapter"]) for r in asked if r.get("adapter")]
     started = default_timer()
-    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    outputs = answer(prompts, sampling, use_tqdm=False, lora_request=adapters or None)
     return {
         "seconds": default_timer() - started,
         "outputs": [
@@ -241,11 +219,19 @@ def main() -> None:
             kv_role="kv_both",
             kv_connector_extra_config={"shared_storage_path": setup["kv"]},
         )
+    if "kv_cache_memory_bytes" in kwargs:
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE")  # which comes first
     let_metadata_in()
+    if kwargs.get("async_scheduling"):
+        schedule_ahead()
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
+        encode_as_on_gpus()
     if "role" in setup:
         tell_of_waits()
         set_constants(setup.get("constants", {}))
     engine = LLM(model=setup["model"], **kwargs)
+    if kwargs.get("pipeline_parallel_size", 1) > 1:
+        RESETS["warm up"](engine)  # which makes the second stage's buffers
     global may_encode
     may_encode = not setup.get("encoder_less", False)
     print(json.dumps({"ready": True}), file=replies)

@@ -217,7 +217,7 @@ class Pictures:
 @cache
 def _about(version: str) -> str:
     """What the answers of an engine without ecd depend on, but for what it is asked."""
-    sources = (HERE / name for name in ("tiny_models.py", "engine_process.py"))
+    sources = (HERE / name for name in ("tiny_models.py", "engine_process.py", "prompts.py"))
     packages = python_of(version).parents[1] / "before-ecd.txt"
     found = [each.read_text() for each in (*sources, packages)]
     cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]

@@ -237,11 +237,55 @@ def whisper(directory: Path) -> None:
     WhisperFeatureExtractor().save_pretrained(directory)
 
 
+def drafter(directory: Path) -> None:
+    """Write a small language model that guesses what Qwen2.5-VL says."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = write_tokenizer(directory)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+    config.architectures = ["Qwen2ForCausalLM"]
+    write_weights(Qwen2ForCausalLM(config), directory, 0.08)
+
+
+def adapter(directory: Path, *modules: str) -> None:
+    """Write a LoRA adapter of these modules of Qwen2.5-VL, each square and given with its width."""
+    rank, generator = 4, torch.Generator().manual_seed(7)
+    weights = {}
+    for name, width in (module.split("=") for module in modules):
+        for part, shape in (("A", (rank, int(width))), ("B", (int(width), rank))):
+            drawn = torch.randn(shape, generator=generator).bfloat16()
+            weights[f"base_model.model.{name}.lora_{part}.weight"] = drawn
+    save_file(weights, directory / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank}
+    about["target_modules"] = sorted({module.split("=")[0].split(".")[-1] for module in modules})
+    (directory / "adapter_config.json").write_text(json.dumps(about))
+
+
+def language_adapter(directory: Path) -> None:
+    adapter(directory, "model.language_model.layers.0.self_attn.o_proj=128")
+
+
+def tower_adapter(directory: Path) -> None:
+    adapter(directory, "model.visual.blocks.0.attn.proj=64")
+
+
 MODELS = {
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
     "qwen2_audio": qwen2_audio,
     "whisper": whisper,
+    "drafter": drafter,
+    "language_adapter": language_adapter,
+    "tower_adapter": tower_adapter,
 }
 
 if __name__ == "__main__":

@@ -29,10 +29,11 @@ from vllm.model_executor.models import registry
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.renderers.chat_utils import _get_embeds_data
 
-from e2e.engine_process import daemons, forget, picture, runner
+from e2e.engine_process import daemons, forget, runner
 from e2e.models import families  # noqa: F401, as it fills the table
 from e2e.models.checkpoint import Checkpoint
 from e2e.models.table import ARCHITECTURES, MEDIA, Architecture
+from e2e.prompts import picture
 from support.waiting import HANG_S, eventually
 
 TOKENS = 3

@@ -1,11 +1,15 @@
 """On the path of every vLLM process of these tests: makes torchvision importable without CUDA.
 
+With TRITON_INTERPRET=1 there is a Triton for CPUs, which vLLM's second model runner asks for: the
+interpreter runs its kernels, and no compiler is called.
+
 The torchvision that vLLM's CPU build depends on is a CUDA build; importing it needs two
 operators that its library, which does not load, would define. No test calls them.
 """
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 
 
@@ -27,3 +31,18 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())
+
+
+def have_triton_for_cpus():
+    from triton.backends import Backend, backends
+    from triton.backends.driver import DriverBase
+
+    class Driver(DriverBase):
+        is_active = staticmethod(lambda: True)
+
+    backends.clear()
+    backends["cpu"] = Backend(None, Driver)
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    have_triton_for_cpus()
