@@ -436,6 +436,31 @@ def test_doctor_says_that_a_daemon_is_of_another_version(daemon: Daemon, tmp_pat
     assert "client ecd 0.0.9" in found["versions"]["found"]
 
 
+@pytest.mark.parametrize(
+    ("version", "state", "advised"),
+    [
+        ("0.27.1", "look", "look for a newer vLLM"),
+        ("0.33.0+cpu", "ok", ""),
+        ("0.34.0", "look", "look for a newer ecd"),
+    ],
+)
+def test_doctor_says_of_a_vllm_that_nobody_has_tried(
+    daemon: Daemon,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    state: str,
+    advised: str,
+) -> None:
+    about = tmp_path / f"vllm-{version}.dist-info/METADATA"
+    about.parent.mkdir()
+    about.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = findings(daemon)[1]["vLLM"]
+    assert (found["found"], found["state"]) == (version, state)
+    assert found["advice"].endswith(advised)
+
+
 def test_doctor_says_that_the_pool_is_too_small(own_daemon: Daemon) -> None:
     with Client(own_daemon.address) as client, pytest.raises(EntryTooLarge):
         client.put_bytes("k", bytes(100 << 20), "uint8", (100 << 20,))

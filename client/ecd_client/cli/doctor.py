@@ -222,8 +222,10 @@ def _vllm() -> Finding:
         return Finding("vLLM", GOOD, found)
     first, last = VLLM_VERSIONS
     numbers = re.match(r"(\d+)\.(\d+)", installed)
-    if numbers and first <= (int(numbers[1]), int(numbers[2])) <= last:
+    release = (int(numbers[1]), int(numbers[2])) if numbers else last
+    if numbers and first <= release <= last:
         return Finding("vLLM", GOOD, installed)
     known = " to ".join(".".join(map(str, numbers)) for numbers in VLLM_VERSIONS)
-    advice = f"the connector is made for {known}: look for a newer ecd"
+    look = "a newer vLLM" if release < first else "a newer ecd"
+    advice = f"the connector is made for {known}: look for {look}"
     return Finding("vLLM", DOUBTFUL, installed, advice)
