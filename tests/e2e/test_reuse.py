@@ -151,9 +151,11 @@ def test_a_picture_with_a_transparent_colour_is_reused_as_others_are(
     servers: Servers, new: Pictures
 ) -> None:
     """Since 0.33 vLLM lays it on a background, and names it by that, too."""
-    stored = store(servers, new.url(transparent=True))
+    puts, url = servers.daemon.status().counters.puts, new.url(transparent=True)
+    assert servers.encoder.chat(shown(url), CALLER, max_tokens=1)[0] == 200
+    eventually(lambda: servers.daemon.status().counters.puts == puts + 1)
     before = preprocessed(servers.server), forwards(servers.server)
-    servers.right(shown(stored, "and now?"))
+    servers.right(shown(url))
     assert (preprocessed(servers.server), forwards(servers.server)) == before
 
 
