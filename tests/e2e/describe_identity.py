@@ -90,12 +90,21 @@ def reason(role: str = "ec_both", backend: str = "mp", nnodes: int = 1, **engine
     return str(why_nothing_is_shared(config))
 
 
+def reason_of_raw_inputs() -> str:
+    """The same of a model that takes its inputs raw: none is small enough for a test."""
+    taken = patch.object(ModelConfig, "is_multimodal_raw_input_only_model", True)
+    config = of_role("ec_both")
+    with taken:
+        return str(why_nothing_is_shared(config))
+
+
 counters = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
 reasons = {
     "one machine": reason(),
     "two machines": reason(nnodes=2),
     "ray": reason(backend="ray"),
     "external_launcher": reason(backend="external_launcher"),
+    "raw inputs": reason_of_raw_inputs(),
     "counters": reason(**counters),
     "counters of an encoder": reason("ec_producer", **counters),
 }

@@ -367,6 +367,7 @@ def test_an_engine_that_shares_nothing_says_why_and_what_helps(
         "two machines": "an engine on each machine",
         "ray": "--distributed-executor-backend mp",
         "external_launcher": "--distributed-executor-backend mp",
+        "raw inputs": "takes its inputs raw",
         "counters": "or give --enable-prefix-caching",
         "counters of an encoder": "or let ec_role be ec_both",
     }

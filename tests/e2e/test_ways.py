@@ -17,6 +17,7 @@ import torch
 
 from e2e.chats import WIDTH, packed, tensor, uploaded
 from e2e.engines import HERE, ROOT, SPREAD, VERSIONS, Engine, result_of
+from e2e.servers import free_port
 from e2e.shared import Engines, Pictures, Plain, tokens
 from e2e.test_reuse import shown
 from support.daemon import Daemon
@@ -266,3 +267,28 @@ def test_a_session_loads_what_comes_later(
     assert found["counted"].get("misses", 0) == 0
     assert daemon.status().entries == 2
     eventually(lambda: daemon.status().leases == 0, "leases of the session")
+
+
+@pytest.mark.night
+def test_an_engine_that_an_external_launcher_starts_shares_nothing_and_says_why(
+    version: str,
+    daemon: Daemon,
+    engines: Engines,
+    shared: Callable[..., Engine],
+    start_engine: Callable[..., Engine],
+    new: Pictures,
+) -> None:
+    requests = new.requests(2)
+    right = Plain(engines, version, **EXACT).generate(requests)
+    shared("ec_producer", **EXACT).generate(requests, max_tokens=1)
+    eventually(lambda: daemon.status().entries == 2, "both stored")
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environ = {**launched, "MASTER_PORT": str(free_port())}
+    how = {"distributed_executor_backend": "external_launcher", "environ": environ}
+    engine = start_engine("ec_both", **EXACT, **how).wait_ready()
+    assert "nothing is shared: the executor external_launcher may have" in engine.text()
+    puts = daemon.status().counters.puts
+    same(answer := engine.generate([*requests, *requests]), {"outputs": right["outputs"] * 2})
+    assert answer["encoded"] == 2
+    assert engine.metrics().get("loads", 0) == 0
+    assert daemon.status().counters.puts == puts
