@@ -7,19 +7,30 @@ prints JSON. All are directories of tiny models; that of WORDS takes no media.
 
 import json
 import sys
+from dataclasses import replace
+from logging.handlers import BufferingHandler
+from typing import Any
 
 from vllm.config import ECTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from ecd_client.vllm import description
 from ecd_client.vllm.compat import PlaceholderMetadata
 from ecd_client.vllm.description import Description
 from ecd_client.vllm.settings import Settings
 from ecd_client.vllm.sharing import Sharing
+from ecd_proto.engines import Engine
 
 qwen, audio, whisper, words = sys.argv[1:]
 
 
-def said(model: str = qwen, role: str = "ec_both", extra: dict | None = None, **engine: object):
+def described(
+    model: str = qwen,
+    role: str = "ec_both",
+    extra: dict | None = None,
+    rank: str = "",
+    **engine: object,
+) -> Description:
     transfer = ECTransferConfig(
         ec_connector="EcdConnector",
         ec_connector_module_path="ecd_client.vllm",
@@ -28,13 +39,31 @@ def said(model: str = qwen, role: str = "ec_both", extra: dict | None = None, **
     )
     arguments = {"model": model, "max_model_len": 256, "ec_transfer_config": transfer, **engine}
     config = EngineArgs(**arguments).create_engine_config()
+    config.instance_id = f"an instance{rank}"
     settings = Settings.of(config)
     how = {"is_producer": transfer.is_ec_producer, "is_consumer": transfer.is_ec_consumer}
     metadata = PlaceholderMetadata(config.model_config)
     sharing = Sharing(settings, config)
-    description = Description(config, settings, sharing, metadata.media, **how)
-    description.log()
-    return {**vars(description.engine), "id": ""}
+    return Description(config, settings, sharing, metadata.media, **how)
+
+
+def said(*model: str, **how: Any) -> dict:
+    return vars(described(*model, **how).engine)
+
+
+def told_of(*others: Engine, **how: Any) -> int:
+    """How often the log of an engine tells of others from which it is apart."""
+    engine = described(**how)
+    logged = BufferingHandler(100)
+    description.logger.addHandler(logged)
+    for other in others:
+        engine.log_apart(other)
+    description.logger.removeHandler(logged)
+    return len(logged.buffer)
+
+
+def another(name: str, **how: Any) -> Engine:
+    return replace(described(dtype="float32", **how).engine, id=name)
 
 
 COUNTERS = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
@@ -57,4 +86,11 @@ engines = {
     "run": said(extra={"ecd_weights_version": "7", "ecd_weights_run": "r"}),
     "namespace": said(extra={"ecd_namespace": "chosen by /an operator/"}),
 }
-print("RESULT", json.dumps(engines))
+told = {
+    "once for each": told_of(another("a"), another("a"), another("b")),
+    "of one that loads": told_of(another("a", role="ec_consumer")),
+    "who looks for nothing": told_of(another("a"), role="ec_producer"),
+    "who shares with no other": told_of(another("a"), load_format="tensorizer"),
+}
+ranks = {described(rank=rank).engine.id for rank in ("", "_dp0", "_dp1")}
+print("RESULT", json.dumps({"engines": engines, "told": told, "ranks": len(ranks)}))

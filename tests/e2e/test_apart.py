@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,7 +94,7 @@ def test_an_engine_says_what_it_shares_and_of_what_its_namespace_is_made(
     kinds = "qwen2_5_vl", "qwen2_audio", "whisper", "drafter"
     models = [str(engines.model(VERSIONS[0], kind)) for kind in kinds]
     reply = result_of(version, "describe_sharing.py", *models)
-    said = {name: Engine(**described) for name, described in reply.items()}
+    said = {name: Engine(**described) for name, described in reply["engines"].items()}
     assert {name: said[name].shares for name in SHARES} == SHARES
     for name, why in WHY_NOTHING.items():
         assert said[name].shares.startswith(f"nothing: {why}")
@@ -107,5 +106,11 @@ def test_an_engine_says_what_it_shares_and_of_what_its_namespace_is_made(
     assert "weights" in plain.differs_from(said["no weights"])
     assert said["name"].model == "tiny"
     for each in said.values():
-        assert Engine.of(replace(each, id="i").message), "its daemon takes it"
-        assert not any("/" in value for value in each.parts.values())
+        assert Engine.of(each.message) == each, "its daemon takes it"
+    assert reply["ranks"] == 1, "those of data parallelism are one engine"
+    assert reply["told"] == {
+        "once for each": 2,
+        "of one that loads": 0,
+        "who looks for nothing": 0,
+        "who shares with no other": 0,
+    }
