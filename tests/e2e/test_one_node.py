@@ -147,7 +147,7 @@ def test_deepstack_embeddings_are_wider_than_the_hidden_size(
 def test_the_order_of_the_second_model_runner(
     daemon: Daemon, version: str, model_of: Callable[[str], Path]
 ) -> None:
-    """V2 runs only on GPUs; its connector code is driven here as it is."""
+    """Its connector code, as it is; `test_ways.py` runs whole engines of 0.32 with it."""
     before = daemon.status().counters.puts
     encoded, stored, reused, resumed, private, counted = result_of(
         version, "v2_order.py", daemon.address, str(model_of("qwen2_5_vl"))

@@ -1,4 +1,4 @@
-"""Drives vLLM's own V2 connector code, which no CPU engine runs. In a vLLM environment.
+"""Drives the connector code of vLLM's second model runner, hook by hook. In a vLLM environment.
 
     python v2_order.py ADDRESS MODEL
 
