@@ -31,6 +31,7 @@ from ecd_client.vllm.names import stored_name
 from ecd_client.vllm.pictures import IMAGE, Look, Pictures
 from ecd_client.vllm.reports import RankReports
 from ecd_client.vllm.reuse import ReuseMiddleware
+from ecd_proto.shm.files import elsewhere_offset, lock_byte, unlock_byte
 from support.waiting import HANG_S, value_of
 
 WAIT_S = 1.0
@@ -180,6 +181,44 @@ with Client(address, namespace=role.namespace) as other:
     put("elsewhere", 4)
     done["once that is stored"] = settled(late), connector.has_cache_item("elsewhere")
     connector.request_finished(late)
+
+    role._client._connection.session().may_bring = True  # as that of a daemon with peers
+    just = request("just", feature("just stored", 4))
+    connector.ensure_cache_available(just, 0)
+    connector.build_connector_meta(STEP)
+    value_of(lambda: role._items.get("just stored").answer.done())
+    put("just stored", 4)  # by the daemon, which had waited for another node until then
+    done["stored after the answer"] = settled(just), connector.has_cache_item("just stored")
+    connector.request_finished(just)
+
+    byte = elsewhere_offset(role.namespace, "far away")
+    held = other._connection.session().key_locks._fd, byte  # by a daemon that waits for a node
+    for when in ("after", "before"):
+        asked = request(when, feature("far away", 4))
+        if when == "before":
+            lock_byte(*held)
+        connector.ensure_cache_available(asked, 0)
+        connector.build_connector_meta(STEP)
+        if when == "after":
+            lock_byte(*held)
+        wanted, state = role._items.get("far away"), role._requests[when]
+        value_of(lambda wanted=wanted: wanted.answer is None or wanted.answer.done())
+        state.deadline_s = 0.0
+        done[f"another node encodes it, known {when} the question"] = (
+            connector.ensure_cache_available(asked, 0),
+            other.is_locked("far away"),
+        )
+        if when == "after":
+            unlock_byte(*held)
+            done["once that has ended"] = settled(asked), other.is_locked("far away")
+        else:
+            state.awaits_until_s = 0.1
+            done["once it has waited long enough"] = settled(asked)
+            unlock_byte(*held)
+        connector.request_finished(asked)
+    role._client._connection.session().may_bring = False
+    done["items that came in vain"] = role.stats.data.get("awaited_in_vain")
+    role._encodes._rests_until_s = 0.0
 
 put("said", 4)
 for name, more in {"whole": {}, "of a stream": {"resumable": True}}.items():

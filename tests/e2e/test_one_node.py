@@ -208,6 +208,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         "and not for long after that": True,
         "goes on while another encodes": False,
         "once that is stored": ["goes on", True],
+        "stored after the answer": ["goes on", True],
         "another node encodes it, known after the question": [False, False],
         "once that has ended": ["goes on", True],
         "another node encodes it, known before the question": [False, False],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +14,8 @@ from e2e.engines import Engine
 from e2e.gates import Gate
 from e2e.shared import Engines, Pictures, Plain, await_sessions, constants, tokens
 from e2e.test_one_node import PICTURES, REQUESTS, ask
-from support.nodes import Node, NodeDaemon
-from support.redis import UNHURRIED, RedisServer
+from support.nodes import Node, NodeClient, NodeDaemon
+from support.redis import LONG_PATIENT, UNHURRIED, RedisServer
 from support.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.timeout(600)
@@ -289,23 +290,35 @@ def test_two_machines_that_need_a_new_picture_at_one_time_encode_it_once(
     new: Pictures,
     gate: Gate,
 ) -> None:
+    """However long that takes, and however soon a request is late; makings last as shipped."""
     for daemon in daemons:
         daemon.close()
+        daemon.command = LONG_PATIENT
         daemon._settings.pop("ECD_PEERS", None)
         daemon._settings["ECD_DIRECTORY"] = f"redis://{redis.host}:{redis.port}/0"
         daemon.start()
-    near, far = (start_there("ec_both", daemon) for daemon in daemons)
+    hasty = {"ecd_load_timeout_s": 5.0}
+    near, far = (start_there("ec_both", daemon, extra=hasty) for daemon in daemons)
     for engine, daemon in zip((near, far), daemons, strict=True):
         await_sessions(engine, daemon)
         eventually(lambda daemon=daemon: daemon.peers().directory.up, "the directory")
-    with constants(near, far, encodes__MAKING_S=10 * HANG_S):
+    with constants(near, far, encodes__TIMES_WAITED=20 * HANG_S):
         [request] = new.requests(1)
         requests = [{**request, "text": f"what is in picture {number}?"} for number in range(4)]
         expected = tokens(plain.generate(requests))
         near.send({"do": "generate", "requests": requests, "gate": str(gate.path)})
-        eventually(lambda: gate.here() == 1, "one encodes")
+        gate.await_seen(here=1)
         far.send({"do": "generate", "requests": requests, "gate": str(gate.path)})
-        eventually(lambda: daemons[1].status().waits > 0, "the other one waits for it")
+        gate.await_seen(here=1, waiting=1)
+        with (
+            contextlib.closing(NodeClient(daemons[0])) as maker,
+            contextlib.closing(NodeClient(daemons[1])) as other,
+        ):
+            for number in range(2):  # a client that makes a key, and does not work on it
+                asked = {"key": f"passing {number}", "timeout": HANG_S, "nodes": []}
+                for client in (maker, other):
+                    assert not client.ask("get", **asked, makes=HANG_S, seed=0)["found"]
+        gate.await_seen(here=1, waiting=1)
         gate.open()
         replies = [engine.receive() for engine in (near, far)]
         assert [tokens(reply) for reply in replies] == [expected, expected]
@@ -318,3 +331,14 @@ def test_two_machines_that_need_a_new_picture_at_one_time_encode_it_once(
         for engine, asked in zip((near, far), (several, turned), strict=True):
             # Two that waited for each other would do so for longer than a reply is waited for.
             assert tokens(engine.receive()) == tokens(plain.generate(asked))
+
+        last = new.requests(1)
+        gate.shut()
+        near.send({"do": "generate", "requests": last, "gate": str(gate.path)})
+        gate.await_seen(here=1)
+        far.send({"do": "generate", "requests": last, "gate": str(gate.path)})
+        gate.await_seen(here=1, waiting=1)
+        near.kill()
+        gate.open()
+        reply = far.receive()
+        assert (tokens(reply), reply["encoded"]) == (tokens(plain.generate(last)), 1)

@@ -3,7 +3,8 @@
 An engine locks what its next step may encode, and keeps the lock while that step runs; others wait
 until the item is stored, a while at most. A request that waits holds no lock, so that no two wait
 for each other. Across nodes the directory decides: the engine that has the lock tells its daemon
-that it makes the item.
+that it makes the item, and makes it for as long as it has the lock. A daemon that waits for another
+node shows that, and its engines wait as for one of their own node.
 """
 
 from __future__ import annotations
@@ -12,28 +13,39 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from vllm.envs import VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
 
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable
+from ecd_client.shared.key_locks import MAX_LOCKS
 from ecd_client.vllm.request_items import RequestItems
 from ecd_client.vllm.stats import EcdStats
 from ecd_client.vllm.wanted import WantedItem
 from ecd_proto.contract import MAKING_S
 
 SHARE_WAITED = 3 / 4
-"""Share of a request's time that it waits for other nodes; the daemon has the rest to answer."""
+"""Share of the daemon's wait for another node for which a request waits: it is to know the end."""
 AGAIN_S = 0.002
 """Interval at which memory is looked at for an item that another engine encodes."""
 NOTICED_S = 0.4
-"""An answer of the daemon that takes longer has waited for another node: a look-up has 0.25 s."""
+"""An answer of the daemon that takes longer has waited for another node: a look-up has 0.25 s. A
+request whose time is over waits for one so long."""
 STEP_S = float(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
 """Longest step: one that takes longer ends the engine."""
 TIMES_WAITED = 5
-"""How often `ecd_load_timeout_s` a request waits for engines of its node that encode."""
+"""How often `ecd_load_timeout_s` a request waits for other engines that encode."""
 RESTS_S = 10.0
 """How long this engine waits for no other, after it has waited in vain: perhaps ecd is full."""
+
+
+class _Step(NamedTuple):
+    """What a step encodes, and what the daemon was asked for before it."""
+
+    number: int
+    begun: list[str]
+    asked: list[WantedItem]
 
 
 class Encodes:
@@ -50,12 +62,15 @@ class Encodes:
         self._wait_s = wait_s
         self._rests_until_s = 0.0
         self._begun: list[str] = []  # in the step that is being scheduled
-        self._steps: deque[tuple[int, list[str]]] = deque()  # what each encodes, by its number
+        self._asked: list[WantedItem] = []
+        self._steps: deque[_Step] = deque()
 
     def take_on(self, absent: Sequence[WantedItem], request: RequestItems) -> bool:
         """Whether this engine goes on with all of these items of a request, or waits for one."""
         now_s = time.monotonic()
         if any(wanted.is_awaited and now_s < wanted.ask_again_s for wanted in absent):
+            return False
+        if len(absent) == 1 and self._waits_for_node(absent[0], now_s, request):
             return False
         locked = []
         for wanted in absent:
@@ -78,16 +93,26 @@ class Encodes:
             self._begun.append(wanted.identifier)
             self._lock_for(wanted.identifier, STEP_S)
 
+    def ask(self, wanted: WantedItem) -> None:
+        """Note that the daemon is asked: its answer is looked at when the next step has ended."""
+        if wanted.locked_until_s and self._is_producer:
+            self._asked.append(wanted)
+
     def begin_step(self, number: int) -> None:
         """Note the number of the step that was scheduled."""
-        if self._begun:
-            self._steps.append((number, self._begun))
-            self._begun = []
+        if self._begun or self._asked:
+            for wanted in self._asked:
+                self._lock_asked(wanted, STEP_S)
+            self._steps.append(_Step(number, self._begun, self._asked))
+            self._begun, self._asked = [], []
 
     def end_steps(self, done: int) -> None:
         """Note that the workers have done the steps up to a number; saves are seen soon after."""
-        while self._steps and self._steps[0][0] <= done:
-            for identifier in self._steps.popleft()[1]:
+        while self._steps and self._steps[0].number <= done:
+            step = self._steps.popleft()
+            for wanted in step.asked:
+                self._lock_asked(wanted, MAKING_S)
+            for identifier in step.begun:
                 self._lock_for(identifier, MAKING_S)
 
     def is_overdue(self, wanted: WantedItem) -> bool:
@@ -98,20 +123,34 @@ class Encodes:
     def makes_s(self, absent: Sequence[WantedItem], request: RequestItems) -> float | None:
         """How long the daemon is to wait for another node that makes these items of a request.
 
-        None: this engine stores nothing, and so makes nothing for others. Several items are not
-        waited for: two engines that each have some would wait for each other.
+        That is longer than the request waits. None: this engine stores nothing, and so makes
+        nothing for others. Several items are not waited for: two engines that each have some would
+        wait for each other.
         """
         if not self._is_producer:
             return None
         now_s = time.monotonic()
         if len(absent) > 1 or now_s < self._rests_until_s:
             return 0.0
-        return min(MAKING_S, SHARE_WAITED * max(0.0, request.deadline_s - now_s))
+        until_s = request.awaits_until_s or now_s + TIMES_WAITED * self._wait_s
+        return max(0.0, until_s - now_s) / SHARE_WAITED
 
-    def answered(self, wanted: WantedItem, *, found: bool) -> None:
-        """Note that the daemon answered, or is given up: it may have waited for another node."""
+    def found(self, wanted: WantedItem) -> None:
+        """Note that the daemon has found the item: it may have waited for another node."""
         if wanted.makes_s and time.monotonic() - wanted.asked_s > NOTICED_S:
-            self._waited(in_vain=not found)
+            self._waited(in_vain=False)
+
+    def is_made_elsewhere(self, wanted: WantedItem) -> bool:
+        """Whether the daemon waits for another node that encodes the item."""
+        with contextlib.suppress(DaemonUnavailable):
+            return self._client.is_made_elsewhere(wanted.identifier)
+        return False
+
+    def wait_on(self, wanted: WantedItem) -> None:
+        """Have memory looked at for the item, which this engine does not encode for now."""
+        self._unlock(wanted)
+        wanted.start_over("another node encodes it")
+        wanted.is_awaited = True
 
     def stored(self, wanted: WantedItem) -> None:
         """Note that memory shows the item: it may have been waited for."""
@@ -128,9 +167,13 @@ class Encodes:
 
     def let_go(self) -> None:
         """Let others encode everything: what this engine encoded is not stored."""
+        begun = [*self._begun, *(each for step in self._steps for each in step.begun)]
         self._steps.clear()
+        self._asked.clear()
         with contextlib.suppress(DaemonUnavailable):
             self._client.unlock_all()
+            if begun and self._is_producer:
+                self._client.stop_making(begun[-MAX_LOCKS:])
 
     def _lock(self, wanted: WantedItem) -> bool:
         try:
@@ -144,13 +187,23 @@ class Encodes:
         with contextlib.suppress(DaemonUnavailable):
             self._client.lock(identifier, seconds)
 
+    def _lock_asked(self, wanted: WantedItem, seconds: float) -> None:
+        if wanted.locked_until_s and not wanted.encoded:  # else it was left, or has begun
+            wanted.locked_until_s = time.monotonic() + seconds
+            self._lock_for(wanted.identifier, seconds)
+
     def _unlock(self, wanted: WantedItem) -> None:
         wanted.locked_until_s = 0.0
         with contextlib.suppress(DaemonUnavailable):  # then the lock has gone with the session
             self._client.unlock(wanted.identifier)
 
+    def _waits_for_node(self, wanted: WantedItem, now_s: float, request: RequestItems) -> bool:
+        """Whether to wait for another node that makes the item."""
+        may_be = wanted.may_come and not wanted.encoded
+        return may_be and self.is_made_elsewhere(wanted) and self._waits_for(wanted, now_s, request)
+
     def _waits_for(self, wanted: WantedItem, now_s: float, request: RequestItems) -> bool:
-        """Whether to wait for the engine that has the item's lock."""
+        """Whether to wait for the engine that encodes the item."""
         if now_s < self._rests_until_s:
             return False
         request.awaits_until_s = request.awaits_until_s or now_s + TIMES_WAITED * self._wait_s

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.vllm.compat import ASKS_OF_RUNNING
-from ecd_client.vllm.encodes import Encodes
+from ecd_client.vllm.encodes import NOTICED_S, Encodes
 from ecd_client.vllm.names import shown
 from ecd_client.vllm.outputs import Outputs
 from ecd_client.vllm.producer import Producer
@@ -100,7 +100,7 @@ class Lookup:
         if not self._encodes.take_on(absent, request):
             return
         makes_s = self._encodes.makes_s(absent, request)
-        has_time = time.monotonic() < request.deadline_s
+        has_time = makes_s is not None or time.monotonic() < request.deadline_s
         for wanted in absent:
             may_come = self._read(wanted)  # again: another engine may have stored it meanwhile
             if may_come is not None:
@@ -128,8 +128,9 @@ class Lookup:
     def _ask_later(self, wanted: WantedItem, may_come: bool, makes_s: float | None = None) -> None:
         wanted.absent = False
         if may_come:
-            wanted.makes_s = makes_s
+            wanted.makes_s, wanted.asked_s = makes_s, time.monotonic()
             self._to_ask[wanted.identifier] = wanted
+            self._encodes.ask(wanted)
         else:
             self._note_miss(wanted, "nobody has stored it")
 
@@ -174,19 +175,46 @@ class Lookup:
             self._note_failure(wanted, error)
             return
         item = answer.result()
-        self._encodes.answered(wanted, found=item is not None)
         if item is None:
-            self._note_miss(wanted, wanted.cause)
+            if not self.goes_on(wanted):
+                self._note_miss(wanted, wanted.cause)
             return
+        self._encodes.found(wanted)
         wanted.take(item, self._outputs)
         self._away = False
 
     # -- outcomes ------------------------------------------------------------------------------
 
+    def goes_on(self, wanted: WantedItem) -> bool:
+        """Whether the item is waited for on, as another node makes it, or has just made it.
+
+        It is looked up again then, and to be taken on by this engine if the daemon waits no more.
+        """
+        if not (wanted.makes_s and self._comes(wanted)):
+            return False
+        self._encodes.wait_on(wanted)
+        return True
+
+    def _comes(self, wanted: WantedItem) -> bool:
+        """Whether another node makes the item; the daemon stores it before it says no longer so."""
+        if self._encodes.is_made_elsewhere(wanted):
+            return True
+        with contextlib.suppress(EcdError):
+            return self._client.is_shown(wanted.identifier)
+        return False
+
+    def is_late(self, wanted: WantedItem, deadline_s: float) -> bool:
+        """Whether a request's time for the item is over; a question of late has a moment."""
+        if wanted.makes_s is not None and self.is_asking(wanted):
+            deadline_s = max(deadline_s, wanted.asked_s + NOTICED_S)
+        return time.monotonic() >= deadline_s
+
     def note_late(self, wanted: WantedItem) -> None:
-        """Count a daemon that did not answer in time, and give the item up."""
+        """Give the item up, and count a daemon that did not answer in time."""
+        if self._encodes.is_made_elsewhere(wanted):
+            wanted.give_up("another node encodes it still")
+            return
         self._stats.count("failures")
-        self._encodes.answered(wanted, found=False)
         self._note_away("it did not answer in time")
         wanted.give_up("ecd did not answer in time")
 

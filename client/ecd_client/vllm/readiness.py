@@ -112,7 +112,7 @@ class Readiness:
             return _Verdict.READY
         if wanted.absent:  # else another engine encodes it, which is waited for
             return _Verdict.READY if wanted.is_far else _Verdict.NOT_YET
-        is_late = time.monotonic() >= state.deadline_s
+        is_late = self._lookup.is_late(wanted, state.deadline_s)
         if wanted.item is not None:
             self._lookup.note_mismatch(wanted)
             serves = wanted.serves(user, ENOUGH_LEFT)
@@ -125,6 +125,8 @@ class Readiness:
             return _Verdict.NOT_YET
         if self._fails:
             return _Verdict.FAILS
+        if self._lookup.goes_on(wanted):
+            return _Verdict.NOT_YET
         self._lookup.note_late(wanted)
         wanted.missing = True
         return _Verdict.READY
