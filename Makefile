@@ -150,6 +150,14 @@ KERNELS := .venvs/vllm-$(firstword $(VLLM_VERSIONS))
 	  ln -s $$kernels/vllm/*.so vllm && echo "import site; site.addsitedir('$$kernels')" > kernels.pth
 	@touch $@
 
+# What some models of the matrix need and vLLM does not bring. torchaudio's own libraries do not load
+# beside the CPU build of torch, and nothing here calls them.
+.venvs/models/.ready: Makefile
+	@rm -rf $(@D)
+	$(PYTHON) -m $(INSTALL) --no-deps --target $(@D) timm==1.0.31 num2words==0.5.14 torchaudio==2.11.0
+	@rm -f $(@D)/torchaudio/lib/*.so
+	@touch $@
+
 # SGLang's interface to a global embedding cache, from its wheel: with what importing that needs, and
 # without the kernels, which need CUDA.
 .venvs/sglang/.ready: pyproject.toml
@@ -167,7 +175,7 @@ vllm:  ## build the environments of vLLM and SGLang; without ECD_REQUIRE_VLLM=1 
 	@built() { $(MAKE) --no-print-directory .venvs/$$1/.ready || { \
 	    echo "*** $$1 CANNOT BE INSTALLED HERE: its tests will NOT run ***"; \
 	    test -z "$$ECD_REQUIRE_VLLM"; }; }; \
-	  for engine in $(VLLM_VERSIONS:%=vllm-%) sglang; do built $$engine & builds="$$builds $$!"; done; \
+	  for engine in $(VLLM_VERSIONS:%=vllm-%) models sglang; do built $$engine & builds="$$builds $$!"; done; \
 	  for build in $$builds; do wait $$build || exit 1; done; built vllm-$(VLLM_NEXT)
 
 # LMCache's engine, for the benchmark alone: without what it needs CUDA or a cloud for.

@@ -32,6 +32,8 @@ VERSIONS = ("0.32.0", "0.28.0")
 NEXT = "0.33.0"
 """The vLLM that has no build for CPUs: its Python runs over the kernels of VERSIONS[0]."""
 NIGHTLY = pytest.param(NEXT, marks=pytest.mark.night)
+PATHS = HERE / "site", HERE.parent, ROOT / "client", ROOT / "proto", ROOT / ".venvs/models"
+"""What vLLM's processes import besides; the last has what some models need and vLLM lacks."""
 START_S = 480.0
 """How long vLLM may take to start: its processes import it anew, beside other tests' processes."""
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
@@ -53,11 +55,16 @@ def python_of(version: str) -> Path:
 
 def installed(version: str) -> str:
     """The version, if it is installed. A missing one skips the test, or fails it if required."""
-    if not (python_of(version).parents[1] / ".ready").exists():
-        if os.environ.get("ECD_REQUIRE_VLLM"):
-            pytest.fail(f"vLLM {version} is not installed, and ECD_REQUIRE_VLLM is set")
-        pytest.skip(f"vLLM {version} IS NOT INSTALLED: `make vllm` says why")
+    require(f"vllm-{version}")
     return version
+
+
+def require(name: str) -> None:
+    """Skip the test, or fail it if all are required, unless an environment is there."""
+    if not (ROOT / ".venvs" / name / ".ready").exists():
+        if os.environ.get("ECD_REQUIRE_VLLM"):
+            pytest.fail(f"{name} is not installed, and ECD_REQUIRE_VLLM is set")
+        pytest.skip(f"{name} IS NOT INSTALLED: `make vllm` says why")
 
 
 @cache
@@ -71,7 +78,7 @@ def scratch() -> str:
 def environment(version: str, **extra: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ECD_", "PYTHON", "VLLM"))}
     return kept | {
-        "PYTHONPATH": f"{HERE / 'site'}:{HERE.parent}:{ROOT / 'client'}:{ROOT / 'proto'}",
+        "PYTHONPATH": ":".join(map(str, PATHS)),
         "TMPDIR": scratch(),
         "VLLM_CACHE_ROOT": str(python_of(version).parents[1] / "cache"),
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -37,10 +37,10 @@ they would not work on a GPU.
 | --- | --- |
 """
 UNTRIED = {
-    "DeepSeek-OCR": "its tower of SAM has one size, which takes more memory than tests have",
-    "Granite Speech": "needs torchaudio, which does not load beside the CPU build of torch",
-    "Keye, Molmo, Ovis, Phi-3.5 and 4, Step3, MiniCPM-V before 4.6, Kimi-VL": "their processors "
-    "are code of their repositories, and no test downloads any",
+    "DeepSeek-VL2, DeepSeek-OCR": "their towers have one size each, of 0.4 billion weights, which "
+    "takes more memory than tests have",
+    "Keye, Kimi-VL, MiniCPM-V before 4.6, Molmo, Phi-3.5, Phi-4": "`Invalid type of HuggingFace "
+    "processor`: theirs is code of their repositories, and no test downloads any",
     "Nemotron Nano VL": "needs kernels of Mamba-2",
     "Pixtral and Voxtral in Mistral's format": "need a tokenizer of Mistral's",
     "Whisper": "shares nothing, and says so; on a CPU vLLM's log-probabilities are no numbers",

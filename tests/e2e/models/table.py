@@ -88,6 +88,8 @@ class Architecture:
     """The role of the engine that encodes; vLLM cannot run some models as encoders alone."""
     fails: tuple[str, str] | None = None
     """What vLLM's error says where no engine answers on a CPU, and why, for the reader."""
+    needs_more: bool = False
+    """Whether it needs packages that vLLM does not bring, which are in .venvs/models."""
     rate_by_option: bool = False
     """Whether a video's frames a second are an option of the processor, not the video's own."""
     pools: str = ""

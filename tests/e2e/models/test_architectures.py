@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from e2e.engines import result_of
+from e2e.engines import require, result_of
 from e2e.models import families  # noqa: F401, as it fills the table
 from e2e.models.table import ARCHITECTURES, MEDIA, QUICK, ROWS, Architecture
 from support.daemon import Daemon
@@ -48,6 +48,8 @@ def test_an_architecture(
     tried: Architecture,
     rows: tuple[str, ...],
 ) -> None:
+    if tried.needs_more:
+        require("models")
     arguments = tried.name, str(tmp_path / tried.name), unused_daemon.address, *rows
     found = result_of(version, "models/matrix.py", *arguments)
     plain = found.pop("plain")

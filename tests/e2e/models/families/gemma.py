@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 SIGLIP = {"model_type": "siglip_vision_model", **TOWER, "vision_use_head": False}
 
 
-TIMM = "timm", "its vision tower is timm's, which is not installed"
-
-
 @architecture("Gemma", "PaliGemmaForConditionalGeneration", "image", most={"image": 1})
 def paligemma(to: Checkpoint) -> None:
     from transformers import PaliGemmaConfig, PaliGemmaProcessor, SiglipImageProcessor
@@ -109,7 +106,7 @@ def gemma4(to: Checkpoint) -> None:
     ).save_pretrained(to.directory)
 
 
-@architecture("Gemma", "Gemma3nForConditionalGeneration", "audio", fails=TIMM)
+@architecture("Gemma", "Gemma3nForConditionalGeneration", "image audio", needs_more=True)
 def gemma3n(to: Checkpoint) -> None:
     from transformers import (
         Gemma3nAudioFeatureExtractor,
@@ -134,13 +131,21 @@ def gemma3n(to: Checkpoint) -> None:
             "hidden_size": 64,
             "conf_num_hidden_layers": 2,
             "conf_num_attention_heads": 2,
+            "vocab_offset": TEXT["vocab_size"] - 128,  # of the last tokens, as in Gemma 3n
+        },
+        vision_config={
+            "architecture": "test_convnext",
+            "hidden_size": 64,
+            "vocab_offset": TEXT["vocab_size"] - 256,
         },
         image_token_id=to.id("<image_soft_token>"),
         audio_token_id=to.id("<audio_soft_token>"),
     )
     to.config(config)
     Gemma3nProcessor(
-        Gemma3nAudioFeatureExtractor(), SiglipImageProcessor(**SQUARE), tokens
+        Gemma3nAudioFeatureExtractor(),
+        SiglipImageProcessor(size={"height": 512, "width": 512}),
+        tokens,
     ).save_pretrained(to.directory)
 
 

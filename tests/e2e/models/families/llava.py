@@ -181,7 +181,7 @@ def idefics3(to: Checkpoint) -> None:
     "Idefics",
     "SmolVLMForConditionalGeneration",
     "image",
-    fails=("num2words", "its processor needs num2words, which is not installed"),
+    needs_more=True,
 )
 def smolvlm(to: Checkpoint) -> None:
     from transformers import (
@@ -328,3 +328,21 @@ def lfm2_vl(to: Checkpoint) -> None:
         encoder_patch_size=14, tile_size=56, min_image_tokens=4, max_image_tokens=16, max_tiles=4
     )
     Lfm2VlProcessor(images, tokens).save_pretrained(to.directory)
+
+
+@architecture("Ovis", "Ovis", "image", encoder="ec_both")
+def ovis2(to: Checkpoint) -> None:
+    from transformers import SiglipImageProcessor
+
+    to.tokens(*(f"<unused{n}>" for n in (1, 2, 3, 0)))  # the last one is 7, as in vLLM's table
+    visual = {"model_type": "siglip_visual_tokenizer", "vocab_size": 64}
+    to.json(
+        "config",
+        model_type="ovis",
+        architectures=[to.kind],
+        llm_config={"model_type": "gemma2", **TEXT, "sliding_window": 64},
+        visual_tokenizer_config=visual | {"backbone_config": SIGLIP},
+        hidden_size=64,
+        conversation_formatter_class="GemmaConversationFormatter",
+    )
+    SiglipImageProcessor(**SQUARE).save_pretrained(to.directory)

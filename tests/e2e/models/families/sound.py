@@ -93,3 +93,27 @@ def glm_asr(to: Checkpoint) -> None:
     to.config(config)
     extractor = WhisperFeatureExtractor(feature_size=128)
     GlmAsrProcessor(extractor, tokens, audio_token="<|pad|>").save_pretrained(to.directory)
+
+
+@architecture(
+    "Granite", "GraniteSpeechForConditionalGeneration", "audio", most={"audio": 1}, needs_more=True
+)
+def granite_speech(to: Checkpoint) -> None:
+    from transformers import (
+        GraniteSpeechConfig,
+        GraniteSpeechFeatureExtractor,
+        GraniteSpeechProcessor,
+    )
+
+    tokens = to.tokens(audio_token="<|audio|>")
+    encoder = {"num_layers": 2, "hidden_dim": 64, "num_heads": 2, "output_dim": 16}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    config = GraniteSpeechConfig(
+        encoder_config=encoder,
+        text_config={"model_type": "granite", **TEXT},
+        projector_config={**sizes, "num_attention_heads": 2, "encoder_hidden_size": 64},
+        audio_token_index=to.id("<|audio|>"),
+        has_lora_adapter=False,
+    )
+    to.config(config)
+    GraniteSpeechProcessor(GraniteSpeechFeatureExtractor(), tokens).save_pretrained(to.directory)
