@@ -90,6 +90,18 @@ def test_an_engine_says_what_it_is_anew_and_to_each_daemon(daemon: Daemon) -> No
         assert consumer.told[-1].namespace == "moved"
 
 
+def test_nobody_is_told_of_an_engine_that_moves(daemon: Daemon) -> None:
+    """Weights change in one engine after the other, which parts them for a while."""
+    ours = replace(ENCODER, namespace=CONSUMER.namespace)
+    with described(daemon, ours) as encoder, described(daemon, CONSUMER) as consumer:
+        await_known(daemon, "consumer", "encoder")
+        encoder.client.describe(replace(ours, namespace="moved"))
+        eventually(lambda: "moved" in {each.engine.namespace for each in daemon.status().engines})
+        with described(daemon, replace(ENCODER, id="third")):
+            assert consumer.is_told.wait(HANG_S)
+        assert [other.id for other in consumer.told] == ["third"]
+
+
 def test_operators_see_engines_and_what_parts_them(daemon: Daemon) -> None:
     with described(daemon, ENCODER), described(daemon, CONSUMER) as consumer:
         assert consumer.is_told.wait(HANG_S)
