@@ -336,7 +336,7 @@ async def fetched() -> list[object]:
 
     parts = [{"name": name, IMAGE: {"url": name}} for name in ("whole", "absent", "slow")]
     look, pictures = Look(b"", parts=parts), object.__new__(Pictures)
-    pictures._content = content
+    pictures._fetcher = lambda: content
     return [await pictures._contents(look), *(part[IMAGE]["url"][:5] for part in parts)]
 
 

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -172,16 +174,8 @@ class Pictures:
         What was fetched by then goes on with the request, and is not fetched again. But all of
         them count where vLLM refuses the request, as its pictures are too large together.
         """
-        budgets = media_budgets()
-        media = MEDIA_CONNECTOR_REGISTRY.load(
-            envs.VLLM_MEDIA_CONNECTOR,
-            media_io_kwargs=None,
-            allowed_local_media_path=self._model_config.allowed_local_media_path,
-            allowed_media_domains=self._model_config.allowed_media_domains,
-            **budgets,
-        )
-        unread = _Unread(budgets.get("decoded_budget"))
-        fetches = [asyncio.ensure_future(_content(part, media, unread)) for part in look.parts]
+        content = self._fetcher()
+        fetches = [asyncio.ensure_future(content(part)) for part in look.parts]
         try:
             done, _ = await asyncio.wait(fetches, return_when=asyncio.FIRST_EXCEPTION)
         finally:
@@ -197,6 +191,18 @@ class Pictures:
         if not any(error and isinstance(error.__cause__, DownloadsTooLarge) for error in errors):
             await asyncio.to_thread(self._put_in, look, contents)
         return []
+
+    def _fetcher(self) -> Callable[[dict[str, Any]], Coroutine[Any, Any, Any]]:
+        """What loads the pictures of one request, within the limits that vLLM has for it."""
+        budgets = media_budgets()
+        media = MEDIA_CONNECTOR_REGISTRY.load(
+            envs.VLLM_MEDIA_CONNECTOR,
+            media_io_kwargs=None,
+            allowed_local_media_path=self._model_config.allowed_local_media_path,
+            allowed_media_domains=self._model_config.allowed_media_domains,
+            **budgets,
+        )
+        return partial(_content, media, _Unread(budgets.get("decoded_budget")))
 
     @staticmethod
     def _put_in(look: Look, contents: list[Any]) -> None:
@@ -283,7 +289,7 @@ def _pictures(request: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-async def _content(part: dict[str, Any], media: Any, unread: _Unread) -> Any:
+async def _content(media: Any, unread: _Unread, part: dict[str, Any]) -> Any:
     """The picture as vLLM's hasher takes it. None: the client has named it.
 
     Raises what vLLM does for a picture that it cannot load.
