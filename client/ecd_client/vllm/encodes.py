@@ -132,8 +132,7 @@ class Encodes:
         now_s = time.monotonic()
         if len(absent) > 1 or now_s < self._rests_until_s:
             return 0.0
-        until_s = request.awaits_until_s or now_s + TIMES_WAITED * self._wait_s
-        return max(0.0, until_s - now_s) / SHARE_WAITED
+        return max(0.0, self._awaits_until_s(request, now_s) - now_s) / SHARE_WAITED
 
     def found(self, wanted: WantedItem) -> None:
         """Note that the daemon has found the item: it may have waited for another node."""
@@ -206,14 +205,18 @@ class Encodes:
         """Whether to wait for the engine that encodes the item."""
         if now_s < self._rests_until_s:
             return False
-        request.awaits_until_s = request.awaits_until_s or now_s + TIMES_WAITED * self._wait_s
-        if now_s >= request.awaits_until_s:
+        if now_s >= self._awaits_until_s(request, now_s):
             if wanted.is_awaited:
                 self._waited(in_vain=True)
             return False
         wanted.is_awaited = True
         wanted.ask_again_s = now_s + AGAIN_S
         return True
+
+    def _awaits_until_s(self, request: RequestItems, now_s: float) -> float:
+        """When the request's patience with other engines ends, from its first question or wait."""
+        request.awaits_until_s = request.awaits_until_s or now_s + TIMES_WAITED * self._wait_s
+        return request.awaits_until_s
 
     def _waited(self, *, in_vain: bool) -> None:
         self._stats.count("awaited_in_vain" if in_vain else "awaited")
