@@ -201,9 +201,11 @@ class RedisDirectory:
             if INCARNATION.fullmatch(by) and by.decode() != self._incarnation
         }
         nodes = await self._learn(set(makers.values()))
-        return {
+        claimed = {
             key: Claimed(node, by) for key, by in makers.items() if (node := nodes[by]) is not None
         }
+        dead = {key: by for key, by in makers.items() if nodes[by] is None and keys[key] != by}
+        return {**claimed, **await self._claim(dead)} if dead else claimed
 
     async def _learn(self, incarnations: set[str]) -> MappingOf[str, Candidate | None]:
         """The node of each incarnation; None for one that is dead."""

@@ -94,6 +94,11 @@ async def kill_daemon(maker: Engine) -> None:
     maker.session.daemon.die(silently=False)
 
 
+async def stop_daemon(maker: Engine) -> None:
+    """In order: its record goes from the directory, and its claims stay."""
+    await maker.session.daemon.stop()
+
+
 async def take_back(maker: Engine) -> None:
     daemon = maker.session.daemon
     daemon.context.run(daemon.live.stop_making, maker.session.stream.session, [KEY])
@@ -142,6 +147,27 @@ def test_who_works_on_it_no_more_is_waited_for_no_more(
         assert third.sees_it_made_elsewhere, "the second makes it now"
         await other.store()
         assert (await again)[0] == "leased"
+
+    play(3, 8, act)
+
+
+@pytest.mark.parametrize("stop", [kill_daemon, stop_daemon])
+def test_what_a_daemon_that_has_gone_made_is_taken_over_by_one(
+    stop: Callable[[Engine], object],
+) -> None:
+    """Nobody waited for it, so nobody knows that it has gone."""
+
+    async def act(run: Run) -> None:
+        maker, second, third = engines(run)
+        await maker.begin()
+        await stop(maker)
+        await asyncio.sleep(NODE_TTL_S - 2 * MAKING_S)
+        await second.begin()
+        waiting = asyncio.ensure_future(third.ask())
+        await asyncio.sleep(MAKING_S / 2)
+        assert third.sees_it_made_elsewhere
+        await second.store()
+        assert (await waiting)[0] == "leased"
 
     play(3, 8, act)
 
