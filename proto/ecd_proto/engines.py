@@ -64,8 +64,9 @@ class Engine:
         texts = message.model, message.shares
         if not (
             _ID.fullmatch(message.id)
-            and 0 < len(message.namespace.encode()) <= MAX_NAMESPACE_BYTES
-            and all(each.isprintable() and len(each.encode()) <= MAX_TEXT_BYTES for each in texts)
+            and 0 < _nbytes(message.namespace, MAX_NAMESPACE_BYTES) <= MAX_NAMESPACE_BYTES
+            and all(_nbytes(each, MAX_TEXT_BYTES) <= MAX_TEXT_BYTES for each in texts)
+            and all(each.isprintable() for each in texts)
             and len(message.parts) <= MAX_PARTS
             and all(_PART.fullmatch(name) for name in message.parts)
             and all(map(is_value, message.parts.values()))
@@ -123,6 +124,11 @@ class Engine:
         for chosen in IN_PLACE_OF.keys() & set(names):
             names = [name for name in names if name not in IN_PLACE_OF[chosen]]
         return names
+
+
+def _nbytes(text: str, most: int) -> int:
+    """The text's length in bytes; of one that is too long anyway, in characters."""
+    return len(text) if len(text) > most else len(text.encode())
 
 
 def is_value(text: str) -> bool:
