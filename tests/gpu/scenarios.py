@@ -855,10 +855,9 @@ def view_dropped_amid_a_capture(address: str) -> dict:
             else:
                 views.clear()
             eventually(lambda asked=asked: sum(calls.count for calls in asked) > 3 or not held())
-            is_early = not held()
+            is_early, waits = not held(), Calls("cuEventSynchronize")
             with driver.on(gpu.device):
                 [code, _] = cuda.cuStreamEndCapture(stream)
-            waits = Calls("cuEventSynchronize")
             eventually(lambda waits=waits: waits.count or not held())
             found.append([str(code.name), is_early, not held()])
             control.hold = Hold.NOTHING

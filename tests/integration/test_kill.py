@@ -187,15 +187,20 @@ def processes(*commands: tuple[str, ...], logs: list[Path]) -> Iterator[list[sub
         started = []
         for command, log in zip(commands, logs, strict=True):
             output, errors = (
-                stack.enter_context(path.open("ab")) for path in (log, log.with_suffix(".errors"))
+                stack.enter_context(path.open("ab")) for path in (log, errors_of(log))
             )
             about = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
             started.append(stack.enter_context(child([sys.executable, "-c", *command], **about)))
         yield started
 
 
+def errors_of(log: Path) -> Path:
+    """What the process of a log has said of its errors, beside the log."""
+    return log.with_name(f"{log.name}.errors")
+
+
 def check_alive(running: list[subprocess.Popen], logs: list[Path]) -> None:
-    errors = [log.with_suffix(".errors").read_text()[-2000:] for log in logs]
+    errors = [errors_of(log).read_text()[-2000:] for log in logs]
     assert all(process.poll() is None for process in running), errors
 
 
