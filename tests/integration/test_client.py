@@ -406,7 +406,7 @@ for _ in range(6):
 
 @BY_CALLS
 @pytest.mark.parametrize("answers_until", [1, 0], ids=["HEADERS", "DATA"])
-def test_a_client_can_be_closed_whose_daemon_ended_amid_its_first_call(
+def test_a_daemon_that_ends_amid_a_first_call_holds_nobody(
     tmp_path: Path, answers_until: int
 ) -> None:
     """gRPC would try that call again; the call would never end, and the client would wait for it.
