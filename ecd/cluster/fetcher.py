@@ -202,10 +202,10 @@ class Fetcher:
         self._awaited += 1
         flight.is_awaited = True
         assert flight.maker is not None
-        flight.end_within(self._timeout_s + flight.maker.wait_s)
-        self._live.makings.locks.note_elsewhere(flight.key, is_made=True)
-        flight.let_go(self._live)
         try:
+            flight.end_within(self._timeout_s + flight.maker.wait_s)
+            self._live.makings.locks.note_elsewhere(flight.key, is_made=True)
+            flight.let_go(self._live)
             found = await self._try(Admitted(maker.hint), flight, made_within_s=wait_s)
             if found == STALE:
                 found = await self._try(Admitted(maker.hint), flight)

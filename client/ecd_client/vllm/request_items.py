@@ -42,7 +42,7 @@ class RequestItems:
     request_id: str
     deadline_s: float
     preemptions: int
-    awaits_until_s: float = 0.0  # other engines, since the first wait; 0: none was needed
+    awaits_until_s: float = 0.0  # other engines, since the first question or wait; 0: none yet
     needed: list[NeededItem] = field(default_factory=list)
     hints: dict[str, list[Hint]] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
