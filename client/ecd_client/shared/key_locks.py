@@ -38,13 +38,13 @@ class KeyLocks:
         with self._lock:
             if self._fd < 0:
                 return True
-            try:
-                lock_byte(self._fd, offset)
-            except BlockingIOError:
-                return False
-            except OSError:  # the kernel has no room for it: as if there were no locks
-                return True
-            self._until_s.pop(offset, None)
+            if self._until_s.pop(offset, None) is None:  # else the kernel knows of it already
+                try:
+                    lock_byte(self._fd, offset)
+                except BlockingIOError:
+                    return False
+                except OSError:  # the kernel has no room for it: as if there were no locks
+                    return True
             self._until_s[offset] = until_s
             if len(self._until_s) > MAX_LOCKS:
                 self._release(next(iter(self._until_s)))
