@@ -20,6 +20,7 @@ from typing import Any
 from ecd_proto.contract import MAX_METADATA_BYTES
 
 _VERSION = b"\x01"
+_JSON = json.JSONEncoder(separators=(",", ":"), sort_keys=True)
 MAX_FIELDS = 4
 MAX_NUMBERS = 1024
 """Most numbers of a field: a video has a timestamp for two of its frames."""
@@ -56,7 +57,7 @@ class Placeholder:
         ):
             return None
         said = {modality: {name: _as_said(name, value) for name, value in fields.items()}}
-        packed = _VERSION + json.dumps(said, separators=(",", ":"), sort_keys=True).encode()
+        packed = _VERSION + _JSON.encode(said).encode()
         if len(packed) > MAX_METADATA_BYTES:
             return None
         return cls(str(modality), said[modality], packed)

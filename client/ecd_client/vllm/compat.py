@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,7 +130,8 @@ class PlaceholderMetadata:
         are_apart = not any(map(_is_interleaved, mm_features))
         for feature in mm_features:
             item = items[feature.identifier]
-            if not (are_apart and self._may_announce(feature, item["metadata"])):
+            said = are_apart and Placeholder.of(feature.modality, item["metadata"])
+            if not (said and self._may_announce(feature, said)):
                 item["metadata"] = {}
         incomplete: set[str] = set()
         while (
@@ -151,21 +151,21 @@ class PlaceholderMetadata:
     def packed(self, feature: Any) -> bytes:
         """The item's fields as its entry carries them; empty unless a consumer needs no others."""
         placeholder = self.of_item(feature)
-        if placeholder is None or not self._may_announce(feature, placeholder.fields):
+        if placeholder is None or not self._may_announce(feature, placeholder):
             return b""
         packed = placeholder.packed
         return packed if len(packed) <= MAX_PACKED_BYTES else b""
 
-    def _may_announce(self, feature: Any, fields: Mapping[str, Any]) -> bool:
-        """Whether these fields do for a consumer in place of the item's media.
+    def _may_announce(self, feature: Any, said: Placeholder) -> bool:
+        """Whether an item's metadata do for a consumer in place of the item's media.
 
         Its server takes flat lists of numbers alone. Its model reads further fields of some items,
         for the times of a video; none but ENCODERS_OWN are known not to matter.
         """
+        fields = said.fields
         return (
             self.announces(feature.modality)
             and fields.keys() == self.fields_for(feature.modality)
-            and Placeholder.of(feature.modality, fields) is not None
             and not any(isinstance(each, list) for value in fields.values() for each in value)
             and all(
                 name in fields or name in ENCODERS_OWN or _is_assumed(name, element.data)
