@@ -127,9 +127,11 @@ worker.done(1)
 
 moves = role.moves
 worker.forgot(moves - 1)
+worker.end_step(1)
 connector.build_connector_meta(STEP)
 done["a report of before the last move is ignored"] = role.moves == moves
 worker.forgot(moves)
+worker.end_step(2)
 connector.build_connector_meta(STEP)
 done["a report of this move is not"] = role.moves == moves + 1
 

@@ -15,6 +15,7 @@ NAME = "ecd-reports"
 SLOTS = 1 << 14
 """More loads than are ever on their way at one time: an encoder cache has no room for them."""
 _FORGOTTEN, _STEP, _COUNTS = 0, 1, 2
+_WORD_OF = {name: number for number, name in enumerate(COUNTERS, _COUNTS)}
 _LOADS = _COUNTS + len(COUNTERS)
 _WORDS = _LOADS + SLOTS
 """Words of 8 bytes that a rank writes, in this order: the move in which its cache was emptied, the
@@ -30,8 +31,15 @@ class Reports:
         self._fd = os.memfd_create(NAME)
         os.ftruncate(self._fd, 8 * _WORDS * ranks)
         self._words = memoryview(mmap.mmap(self._fd, 8 * _WORDS * ranks)).cast("Q")
-        self._taken = [0] * len(COUNTERS)
+        self._taken = [[0] * len(COUNTERS) for _ in range(ranks)]
+        self._heard = [0] * ranks
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def have_news(self) -> bool:
+        """Whether a rank has ended a step since the last call: it reports at no other time."""
+        steps = [self._words[rank * _WORDS + _STEP] for rank in range(self._ranks)]
+        before, self._heard = self._heard, steps
+        return steps != before
 
     def are_done(self, load: int) -> bool:
         """Whether every rank has done a load. Ids count up."""
@@ -48,13 +56,16 @@ class Reports:
 
     def take_counts(self) -> EcdStats:
         """The counts that all ranks together have added since the last call."""
-        before, self._taken = self._taken, [0] * len(COUNTERS)
-        for rank in range(self._ranks):
+        added = EcdStats()
+        for rank, taken in enumerate(self._taken):
             begin = rank * _WORDS + _COUNTS
-            for number, count in enumerate(self._words[begin : begin + len(COUNTERS)].tolist()):
-                self._taken[number] += count
-        added = zip(COUNTERS, self._taken, before, strict=True)
-        return EcdStats({name: now - was for name, now, was in added if now != was})
+            counts = self._words[begin : begin + len(COUNTERS)].tolist()
+            if counts != taken:
+                for name, now, was in zip(COUNTERS, counts, taken, strict=True):
+                    if now != was:
+                        added.count(name, now - was)
+                self._taken[rank] = counts
+        return added
 
     def close(self) -> None:
         os.close(self._fd)
@@ -79,6 +90,7 @@ class RankReports:
         self._words[_LOADS + load % SLOTS] = load
 
     def end_step(self, number: int) -> None:
+        """Show what was reported since the last step."""
         self._words[_STEP] = number
 
     def forgot(self, move: int) -> None:
@@ -86,5 +98,5 @@ class RankReports:
         self._words[_FORGOTTEN] = move + 1
 
     def add(self, stats: EcdStats) -> None:
-        for number, name in enumerate(COUNTERS, _COUNTS):
-            self._words[number] += stats.data.get(name, 0)
+        for name, count in stats.data.items():
+            self._words[_WORD_OF[name]] += count

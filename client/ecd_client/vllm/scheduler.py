@@ -348,7 +348,9 @@ class SchedulerRole:
         )
 
     def _hear(self) -> None:
-        """Take in what the workers have reported."""
+        """Take in what the workers have reported, once a step."""
+        if not self.reports.have_news():
+            return
         self._loads.look()
         self._encodes.end_steps(self.reports.step())
         by_workers = self.reports.take_counts()

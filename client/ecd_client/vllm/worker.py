@@ -132,9 +132,9 @@ class WorkerRole:
         for load in self._loader.take_done():
             self._reports.done(load)
         self._reports.forgot(self.forgotten)
-        self._reports.end_step(self._step)
         if not self._stats.is_empty():
             self._reports.add(self._stats.take())
+        self._reports.end_step(self._step)
 
     def _check_mark(self, encoder_cache: dict[str, torch.Tensor]) -> None:
         """Note whether the cache was emptied, which means that the weights changed.
