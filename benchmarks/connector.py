@@ -123,11 +123,11 @@ def start(model: Path, directory: Path, daemon: str, *, plain: bool) -> Engine:
 
 
 def found_in(directory: Path) -> Iterator[dict[str, Any]]:
-    """The steps of an engine that has ended, each with what its hooks took."""
+    """The steps of an engine that has ended, each with what its hooks took, if it had any."""
     hooks = {
         role: json.loads((directory / f"{role}.json").read_text())
         for role in ROLES
-        if (directory / f"{role}.json").exists()
+        if role == "scheduler" or (directory / "files").exists()
     }
     for step in json.loads((directory / "steps.json").read_text()):
         for role in ROLES:

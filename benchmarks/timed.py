@@ -41,6 +41,7 @@ class Steps:
     def __init__(self) -> None:
         self.all: list[dict[str, Any]] = []
         self.number = 0
+        self.took: dict[int, dict[str, int]] = {}  # by the scheduler's hooks
         self.stored = self.encoded = self.tokens = self.requests = 0
 
     def schedule(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,6 +82,7 @@ class Steps:
         @functools.wraps(call)
         def told(*args: Any, **kwargs: Any) -> Any:
             write("steps", self.all)
+            write("scheduler", self.took)
             return call(*args, **kwargs)
 
         return told
@@ -115,6 +117,8 @@ class Timed(Switching):
         self._is_worker = role is ECConnectorRole.WORKER
         self._step = 0  # the worker's
         self._took: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        if not self._is_worker:
+            steps.took = self._took
         for way, connector in self._ways.items():
             hooks = {hook: self._timed(hook, getattr(connector, hook)) for hook in HOOKS}
             self._ways[way] = SimpleNamespace(**hooks, shutdown=connector.shutdown)
@@ -136,15 +140,16 @@ class Timed(Switching):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata: Any = super().build_connector_meta(scheduler_output)
         steps.stored = len(getattr(metadata, "loads", getattr(metadata, "mm_datas", ())))
-        metadata.step = steps.number
+        metadata.timed_step = steps.number
         return metadata
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        self._step = connector_metadata.step
+        self._step = connector_metadata.timed_step
         super().bind_connector_metadata(connector_metadata)
 
     def shutdown(self) -> None:
-        write("worker" if self._is_worker else "scheduler", self._took)
+        if self._is_worker:
+            write("worker", self._took)
         super().shutdown()
 
 
