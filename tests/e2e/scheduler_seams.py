@@ -151,6 +151,8 @@ begun = [load("a first")]
 loads.UNSURE_S, unsure_s = 0.0, loads.UNSURE_S
 begun.append(load("while no worker reports"))
 worker.done(2)
+worker.end_step(3)
+connector.build_connector_meta(STEP)
 begun.append(load("after that"))
 loads.UNSURE_S = unsure_s
 done["loads while none is reported"] = begun

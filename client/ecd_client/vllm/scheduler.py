@@ -270,7 +270,7 @@ class SchedulerRole:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._items.leave_all(state, state.needed)
-        self._loads.look()
+        self._hear()
         if self._producer is None:
             return None
         needed = state.needed if state is not None else ()
