@@ -154,7 +154,8 @@ KERNELS := .venvs/vllm-$(firstword $(VLLM_VERSIONS))
 # beside the CPU build of torch, and nothing here calls them.
 .venvs/models/.ready: Makefile
 	@rm -rf $(@D)
-	$(PYTHON) -m $(INSTALL) --no-deps --target $(@D) timm==1.0.31 num2words==0.5.14 torchaudio==2.11.0
+	$(PYTHON) -m $(INSTALL) --no-deps --target $(@D) timm==1.0.31 num2words==0.5.14 torchaudio==2.11.0 \
+	  soundfile==0.14.0
 	@rm -f $(@D)/torchaudio/lib/*.so
 	@touch $@
 

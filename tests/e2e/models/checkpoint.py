@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
+from mistral_common.tokens.tokenizers.base import SpecialTokens
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
@@ -38,6 +40,24 @@ class Checkpoint:
         self.tokenizer.chat_template = CHAT
         self.tokenizer.save_pretrained(self.directory)
         return self.tokenizer
+
+    def tekken(self, **media: dict[str, Any]) -> int:
+        """Write a tokenizer of bytes in Mistral's format, and how it takes images or audio.
+
+        Returns how many tokens it has.
+        """
+        special = [
+            {"rank": at, "token_str": each.value, "is_control": True}
+            for at, each in enumerate(SpecialTokens)
+        ]
+        vocabulary = [
+            {"rank": byte, "token_bytes": b64encode(bytes([byte])).decode(), "token_str": None}
+            for byte in range(256)
+        ]
+        sizes = {"num_vocab_tokens": 256, "default_vocab_size": 320}
+        config = {"pattern": ".", "version": "v13", "default_num_special_tokens": 64, **sizes}
+        self.json("tekken", vocab=vocabulary, special_tokens=special, config=config, **media)
+        return sizes["default_vocab_size"]
 
     def id(self, token: str) -> int:
         found = self.tokenizer.convert_tokens_to_ids(token)

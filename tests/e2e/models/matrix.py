@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -154,6 +155,11 @@ class Engine:
         made: dict[str, Any] = {"prompt": f"so {' '.join(marks)} what is it?"}
         if items:
             made["multi_modal_data"] = by_kind(items, [medium(item) for item in items])
+        if self._tried.engine.get("tokenizer_mode") == "mistral":  # marks are tokens, not text
+            kinds = Counter(MEDIA[item][0] for item in items)
+            media = made.get("multi_modal_data", {})
+            said = self._processor.get_dummy_inputs(2048, kinds, {}, media)
+            return {"prompt_token_ids": said.prompt, "multi_modal_data": media}
         rates = [MEDIA[item][2] for item in items if MEDIA[item][0] == "video"]
         if rates and names is None and self._tried.rate_by_option:
             made["mm_processor_kwargs"] = {"fps": rates[0]}

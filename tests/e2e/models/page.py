@@ -37,19 +37,16 @@ they would not work on a GPU.
 | --- | --- |
 """
 UNTRIED = {
-    "DeepSeek-VL2, DeepSeek-OCR": "their towers have one size each, of 0.4 billion weights, which "
-    "takes more memory than tests have",
     "Keye, Kimi-VL, MiniCPM-V before 4.6, Molmo, Phi-3.5, Phi-4": "`Invalid type of HuggingFace "
     "processor`: theirs is code of their repositories, and no test downloads any",
     "Nemotron Nano VL": "needs kernels of Mamba-2",
-    "Pixtral and Voxtral in Mistral's format": "need a tokenizer of Mistral's",
     "Whisper": "shares nothing, and says so; on a CPU vLLM's log-probabilities are no numbers",
 }
 
 
 def remarks(each: Architecture) -> str:
     """What a reader has to know besides."""
-    said = []
+    said = [each.remark] if each.remark else []
     if each.pools:
         said.append("as a pooling model")
     if each.encoder != "ec_producer":

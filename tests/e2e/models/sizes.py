@@ -39,3 +39,25 @@ HEARING: dict[str, Any] = {
 """An encoder of sounds: Whisper's."""
 SQUARE = {"size": {"height": 28, "width": 28}}
 """What such a tower's image processor resizes to."""
+MISTRAL_FORMAT: dict[str, Any] = {
+    "engine": {"tokenizer_mode": "mistral", "config_format": "mistral"},
+    "remark": "in Mistral's format",
+}
+"""What the table says of a checkpoint in Mistral's own format."""
+
+
+def mistral_params(vocabulary: int) -> dict[str, Any]:
+    """A language model in Mistral's own format."""
+    return {
+        "dim": 64,
+        "n_layers": 2,
+        "head_dim": 32,
+        "hidden_dim": 128,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 8192,
+        "dtype": "float32",
+    }

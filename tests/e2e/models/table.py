@@ -99,6 +99,8 @@ class Architecture:
     beside an item, so that those of a stored one do."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine."""
+    remark: str = ""
+    """What a reader has to know besides."""
 
     def rows(self, names: Iterator[str] | tuple[str, ...] = tuple(ROWS)) -> dict[str, list[str]]:
         """The items of each of these rows that the architecture can have."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from e2e.models.sizes import SQUARE, TEXT, TOWER
+from e2e.models.sizes import MISTRAL_FORMAT, SQUARE, TEXT, TOWER, mistral_params
 from e2e.models.table import architecture
 
 if TYPE_CHECKING:
@@ -149,6 +149,17 @@ def lighton_ocr(to: Checkpoint) -> None:
     config = Mistral3Config(**parts(PIXTRAL, text), spatial_merge_size=2, **ids)
     config.vision_feature_layer = -1
     to.config(config)
+
+
+@architecture("Pixtral", "PixtralForConditionalGeneration", "image", **MISTRAL_FORMAT)
+def pixtral_in_mistrals_format(to: Checkpoint) -> None:
+    from mistral_common.tokens.tokenizers.base import SpecialTokens
+
+    size = to.tekken(image={"image_patch_size": 14, "max_image_size": 112})
+    more = {"num_channels": 3, "rope_theta": 10000.0}
+    image = list(SpecialTokens).index(SpecialTokens.img)
+    tower = TOWER | {"image_size": 112, "image_token_id": image, **more}
+    to.json("params", **mistral_params(size), vision_encoder=tower)
 
 
 def idefics(to: Checkpoint, config: type, images: Any, processor: type) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from e2e.models.sizes import HEARING, TEXT
+from e2e.models.sizes import HEARING, MISTRAL_FORMAT, TEXT, mistral_params
 from e2e.models.table import architecture
 
 if TYPE_CHECKING:
@@ -117,3 +117,24 @@ def granite_speech(to: Checkpoint) -> None:
     )
     to.config(config)
     GraniteSpeechProcessor(GraniteSpeechFeatureExtractor(), tokens).save_pretrained(to.directory)
+
+
+@architecture(
+    "Voxtral", "VoxtralForConditionalGeneration", "audio", needs_more=True, **MISTRAL_FORMAT
+)
+def voxtral(to: Checkpoint) -> None:
+    spectrum = {"num_mel_bins": 128, "hop_length": 160, "window_size": 400}
+    rates = {"sampling_rate": 16_000, "frame_rate": 12.5, "chunk_length_s": 1.0}
+    size = to.tekken(audio={**rates, "audio_encoding_config": spectrum})
+    encoder = {
+        "audio_encoding_args": {**spectrum, **rates},
+        "dim": 64,
+        "n_layers": 2,
+        "head_dim": 32,
+        "hidden_dim": 128,
+        "n_heads": 2,
+        "vocab_size": size,
+        "max_source_positions": 50,  # of a second
+    }
+    hears = {"encoder_args": encoder, "downsample_args": {"downsample_factor": 4}}
+    to.json("params", **mistral_params(size), multimodal={"whisper_model_args": hears})
