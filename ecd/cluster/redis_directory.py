@@ -300,8 +300,9 @@ class RedisDirectory:
             await self._redis.set(name, record, ex=NODE_TTL_S)
         self._known = True
         self._beat_s = now_s + BEAT_S
-        if made := dict.fromkeys(islice(self._lasting(BEAT_S), BATCH), ""):
-            await self.claim(made)  # again, before the claims expire
+        made = list(self._lasting(BEAT_S))
+        for start in range(0, len(made), BATCH):  # claim them again, before their claims expire
+            await self.claim(dict.fromkeys(made[start : start + BATCH], ""))
 
     async def _write(self) -> None:
         """Write one batch of changes, or of all entries if they are to be told again."""

@@ -256,7 +256,9 @@ def test_what_is_made_for_long_is_claimed_again_unless_another_node_makes_it(
     empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_directory, "LOOKUP_TIMEOUT_S", LONG_S)
-    lasting = [Key("default", name) for name in ("own", "lost", "another's")]
+    """However many that are."""
+    many = [f"one of many {number}" for number in range(redis_directory.BATCH)]
+    lasting = [Key("default", name) for name in ("own", "lost", "another's", *many)]
     names = [RowNames("default").claim(key) for key in lasting]
 
     async def claim() -> None:
@@ -270,8 +272,8 @@ def test_what_is_made_for_long_is_claimed_again_unless_another_node_makes_it(
         await other.close()
 
     asyncio.run(claim())
-    by = [empty_redis.ask("get", name) for name in names]
-    assert by == ["1" * 32, "1" * 32, "2" * 32]
+    by = empty_redis.ask("mget", *names).split()
+    assert by == ["1" * 32, "1" * 32, "2" * 32, *["1" * 32] * len(many)]
     assert 0 < int(empty_redis.ask("pttl", names[0])) <= 1000 * NODE_TTL_S
 
 
