@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from ecd.background import Background
+from ecd.background import Background, first_of
 from ecd.core.cache import Cache
 from ecd.core.outcomes import (
     Aborted,
@@ -58,6 +58,8 @@ from ecd_proto.contract import MAKING_S
 
 SCAN_S = 0.25
 """Longest pause between two scans of what clients read without a call."""
+LOOKING_SHARE = 0.05
+"""Share of a core that looking at lasting makings may take, however many locks the kernel has."""
 
 Reserve = Callable[[Key, Content], Awaitable[Reservation]]
 """Reserves space for one entry, within `LiveCache.reserving`."""
@@ -85,15 +87,34 @@ class LiveCache:
         self._background = Background()
 
     async def run(self) -> None:
-        """Store puts as clients ring, and scan what they read, until cancelled."""
+        """Store puts as clients ring, and look at what they do without a call, until cancelled."""
         self._intake.listen(self.drain)
+        for ended in await first_of(self._scan_on(), self._look_on()):
+            ended.result()
+
+    async def _scan_on(self) -> None:
         while True:
             await asyncio.sleep(SCAN_S)
             settled = self.scan()
             while not settled:
                 await self.turns.next()
                 settled = self.cache.scan_pins()
-            await self.turns.pace().each(self._end_making, list(self.makings.lasting(MAKING_S)))
+
+    async def _look_on(self) -> None:
+        """End makings that nobody works on any more, SCAN_S later or where looking takes long more.
+
+        For each the kernel walks through the locks of all clients.
+        """
+        pause_s = SCAN_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pace, looked_s = self.turns.pace(), 0.0
+            for key in list(self.makings.lasting(MAKING_S)):
+                await pace.step()
+                begun_s = self.now_s()
+                self._end_making(key)
+                looked_s += self.now_s() - begun_s
+            pause_s = max(SCAN_S, looked_s / LOOKING_SHARE)
 
     def _end_making(self, key: Key) -> None:
         """End a making that has lasted for a while, unless a client works on it still."""
