@@ -12,6 +12,8 @@ from ecd_proto import contract
 from ecd_proto.placeholders import Placeholder, is_claimed
 from ecd_proto.v1 import cache_pb2 as pb
 
+MAX_WAIT_S = 60.0
+"""Longest wait of one node for what another makes or writes, however long a client would wait."""
 TOLD_METADATA_BYTES = 128
 """Longest metadata that directories tell; a picture's has some 40 bytes."""
 BYTES_WITH_LEASE = 64 << 10

@@ -32,6 +32,7 @@ from ecd.rpc.origins import Disk, OtherNodes, Recovering
 from ecd.rpc.sessions import Context, SessionStreams
 from ecd.slow_log import SlowLog, Stage, time_stages
 from ecd.wire import (
+    MAX_WAIT_S,
     InvalidRequest,
     check_batch,
     content_from,
@@ -155,9 +156,7 @@ class CacheService(pb_grpc.CacheServicer):
         session = self._streams.attached(request.session)
         check_batch(request.keys)
         check_batch(request.hints)
-        check_batch(request.makes)
-        wait_s = seconds_from(request.wait_s, "wait_s")
-        makes = {make.index: seconds_from(make.wait_s, "wait_s") for make in request.makes}
+        wait_s, makes = seconds_from(request.wait_s, "wait_s"), _makes_of(request)
         pace = await self._live.begin()
         keys = await pace.each(key_from, request.keys)
         await self._settle(keys)
@@ -353,6 +352,18 @@ def _wanted(item: pb.ReserveItem) -> tuple[Key, Content]:
 
 def _hints_of(message: pb.Hint) -> tuple[int, list[Hint]]:
     return message.index, hints_from(message)
+
+
+def _makes_of(request: pb.AcquireRequest) -> dict[int, float]:
+    """How long the client waits for another node, by the index of each key that it makes."""
+    makes: dict[int, float] = {}
+    for make in request.makes:
+        if make.index >= len(request.keys):
+            raise InvalidRequest(f"makes names key {make.index} of {len(request.keys)} keys")
+        if make.index in makes:
+            raise InvalidRequest(f"makes names key {make.index} twice")
+        makes[make.index] = min(seconds_from(make.wait_s, "wait_s"), MAX_WAIT_S)
+    return makes
 
 
 def _is_listed(key: Key, request: pb.ListRequest) -> bool:

@@ -15,6 +15,7 @@ from ecd.rpc.serving import MAX_WAITING, Serving, Turn
 from ecd.turns import Pace
 from ecd.wire import (
     BYTES_WITH_LEASE,
+    MAX_WAIT_S,
     SPECULATIVE_BYTES,
     InvalidRequest,
     check_batch,
@@ -31,7 +32,6 @@ from ecd_proto.v1 import peer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-MAX_WAIT_S = 60.0
 MAX_UNREAD_REPLIES = 10_000
 """Replies a peer may leave unread before its link is ended."""
 TURN = 64

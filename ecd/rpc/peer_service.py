@@ -15,11 +15,11 @@ from ecd.background import first_of, within
 from ecd.core.outcomes import LimitReached
 from ecd.core.types import SessionId
 from ecd.live import LiveCache
-from ecd.rpc.inbound_link import MAX_WAIT_S, InboundLink, Memory
+from ecd.rpc.inbound_link import InboundLink, Memory
 from ecd.rpc.peer_token import TokenCheck
 from ecd.rpc.serving import Serving
 from ecd.rpc.sessions import HELLO_TIMEOUT_S
-from ecd.wire import InvalidRequest
+from ecd.wire import MAX_WAIT_S, InvalidRequest
 from ecd_proto.contract import CONTRACT_VERSION, NODE_PATTERN
 from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc

@@ -23,8 +23,8 @@ PATIENCE = (
 PATIENT = changed(*PATIENCE)
 """A daemon that takes a halt of this machine for no silence of Redis, which costs misses."""
 LONG_PATIENCE = (
+    *("from ecd import wire", "wire.MAX_WAIT_S = 600.0"),
     *(*PATIENCE, *pairs.PATIENCE),
-    *("from ecd.rpc import inbound_link", "inbound_link.MAX_WAIT_S = 600.0"),
 )
 LONG_PATIENT = changed(*LONG_PATIENCE)
 """As PATIENT, and no wait for a peer ends by time."""
