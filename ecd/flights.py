@@ -11,14 +11,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ecd.background import Background
 from ecd.core.types import Key, SessionId, Ticket
 from ecd.live import LiveCache
-from ecd.slow_log import DISK_READ, FETCH, SlowLog, time_stages
+from ecd.slow_log import DISK_READ, FETCH, SlowLog, Stage, time_stages
 from ecd_proto.contract import Hint
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ FINAL = {FETCHED, LOCAL, READ, NO_ROOM}
 
 
 class Maker(NamedTuple):
-    """The session that makes a key which no node has; it waits for another node that makes it."""
+    """A session that makes a key which no node has; it waits for another node that makes it."""
 
     session: SessionId
     wait_s: float
@@ -51,15 +51,20 @@ class Flight:
 
     key: Key
     hints: Sequence[Hint]
-    maker: Maker | None
     is_near: bool  # only this node's own sources are asked
     started_s: float
+    makers: dict[SessionId, None] = field(default_factory=dict)
+    """Sessions that make the key if no node has it, in the order in which they said so."""
+    patience_s: float = 0.0  # from its start, until no maker waits for another node any more
     task: asyncio.Task[None] | None = None
     is_needed: bool = False  # by a client that has not said that it makes the key
     is_patient: bool = False  # a client waits until anybody has the key
     is_pausing: bool = False  # before nodes are asked again: the key is not expected
     is_far: bool = False  # other nodes are asked
-    is_awaited: bool = False  # another node makes the key
+    is_awaited: bool = False  # another node makes the key, or has just made it
+    is_waiting: bool = False  # for that node's encode
+    is_left: bool = False  # by its last maker, as it waited so
+    awaited_s: float = 0.0  # it has waited so: no time of a fetch
     peer: str = ""  # the node that was asked last
     nbytes: int = 0  # as far as known
     impatient: list[tuple[SessionId, Ticket]] = field(default_factory=list)
@@ -71,6 +76,32 @@ class Flight:
     def left_s(self) -> float:
         """Until its deadline."""
         return self.until_s - time.perf_counter()
+
+    @property
+    def patience_left_s(self) -> float:
+        """For how long a maker still waits for another node."""
+        return self.started_s + self.patience_s - time.perf_counter()
+
+    def join(self, maker: Maker | None) -> None:
+        """Note who wants the key: a client that makes it if no node has it, or one that cannot."""
+        if maker is None:
+            self.is_needed = True
+        else:
+            self.makers[maker.session] = None
+            waited_s = time.perf_counter() - self.started_s
+            self.patience_s = max(self.patience_s, waited_s + maker.wait_s)
+
+    def leave(self, session: SessionId) -> None:
+        """Note that the session makes the key no more.
+
+        Without a maker the flight waits for no other node's encode, and ends.
+        """
+        if session in self.makers:
+            del self.makers[session]
+            if not self.makers and self.is_waiting:
+                assert self.task is not None
+                self.is_left = True
+                self.task.cancel()
 
     def end_within(self, seconds: float) -> None:
         """Set its deadline, so long after its start."""
@@ -86,6 +117,25 @@ class Flight:
         waits, self.impatient = self.impatient, []
         for session, ticket in waits:
             live.cancel_wait(session, ticket)
+
+
+class MadeElsewhere(Stage):
+    """A stage in which a flight waits for the encode of another node."""
+
+    __slots__ = ("_flight",)
+
+    def __init__(self, flight: Flight) -> None:
+        super().__init__("made elsewhere")
+        self._flight = flight
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._flight.is_waiting = True
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._flight.is_waiting = False
+        self._flight.awaited_s += time.perf_counter() - self._started_s
 
 
 class Source(Protocol):
@@ -149,13 +199,13 @@ class Flights:
         """
         flight = self._flights.get(key)
         if flight is not None:
-            flight.is_needed |= maker is None
             flight.is_patient |= is_patient
             flight.hints = flight.hints or hints
             flight.is_near = flight.is_near and is_near
+            if maker is None or not flight.is_pausing:
+                flight.join(maker)
             if flight.is_pausing:
                 return
-            flight.maker = flight.maker or maker
         if not self._live.cache.wants(key):
             return
         if not any(s.may_have(key) for s in self.sources if s.is_near or not is_near):
@@ -164,8 +214,9 @@ class Flights:
             self.outcomes[REFUSED] += 1
             return
         self._live.expect(key)
-        flight = self._flights[key] = Flight(key, hints, maker, is_near, time.perf_counter())
-        flight.is_needed, flight.is_patient = maker is None, is_patient
+        flight = self._flights[key] = Flight(key, hints, is_near, time.perf_counter())
+        flight.join(maker)
+        flight.is_patient = is_patient
         flight.task = self._background.spawn(self._fly(flight))
 
     def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:
@@ -175,6 +226,19 @@ class Flights:
             flight.impatient.append((session, ticket))
             if flight.is_awaited:
                 flight.let_go(self._live)
+
+    def stop_making(self, session: SessionId, keys: Iterable[Key]) -> None:
+        """Note that the session does not make these keys after all, or not any more."""
+        keys = list(keys)
+        for key in keys:
+            if (flight := self._flights.get(key)) is not None:
+                flight.leave(session)
+        self._live.stop_making(session, keys)
+
+    def leave_session(self, session: SessionId) -> None:
+        """Note that the session, which has ended, makes no key."""
+        for flight in self._flights.values():
+            flight.leave(session)
 
     async def close(self) -> None:
         await self._background.close()
@@ -186,7 +250,10 @@ class Flights:
         try:
             outcome = await self._bring(flight)
         except asyncio.CancelledError:
-            logger.warning("%s was not fetched in time", flight.key.mm_hash)
+            if flight.is_left:
+                outcome = MISSING
+            else:
+                logger.warning("%s was not fetched in time", flight.key.mm_hash)
         except Exception:
             outcome = ERROR
             logger.exception("%s was not fetched", flight.key.mm_hash)

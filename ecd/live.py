@@ -347,9 +347,9 @@ class LiveCache:
     def make(self, session: SessionId, key: Key) -> None:
         """Note that the session makes the key, for other nodes to wait for it.
 
-        It does not if it has ended meanwhile, or taken it back.
+        It does not if it has ended meanwhile.
         """
-        if not self.cache.is_open(session) or self.makings.is_taken_back(session, key):
+        if not self.cache.is_open(session):
             self.not_made(key)
         elif not self.makings.begin(session, key):
             self.not_made(key)

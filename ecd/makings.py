@@ -19,9 +19,6 @@ from ecd_proto.contract import MAKING_S
 
 MAX_MAKINGS = 256
 """Makings of one session; keys beyond are made by every node that needs them."""
-MAX_TAKEN_BACK = 1024
-"""Makings that are remembered as taken back before they began."""
-
 Wait = tuple[SessionId, Ticket]
 
 
@@ -48,7 +45,7 @@ class NoLocks:
 class _Making:
     session: SessionId
     begun_s: float
-    waits: list[Wait] = field(default_factory=list)
+    waits: dict[Wait, None] = field(default_factory=dict)
 
 
 class Makings:
@@ -61,8 +58,7 @@ class Makings:
         self._now_s = now_s
         self._makings: OrderedDict[Key, _Making] = OrderedDict()
         self._by_session: dict[SessionId, set[Key]] = {}
-        self._early: dict[Key, list[Wait]] = {}
-        self._taken_back: OrderedDict[tuple[SessionId, Key], float] = OrderedDict()
+        self._early: dict[Key, dict[Wait, None]] = {}
 
     def begin(self, session: SessionId, key: Key) -> bool:
         """Note that the session makes the key. False: it makes too many."""
@@ -70,7 +66,7 @@ class Makings:
         if key not in own and len(own) >= MAX_MAKINGS:
             return False
         before = self._makings.get(key)
-        waits = self._early.pop(key, []) + ([] if before is None else before.waits)
+        waits = self._early.pop(key, {}) | ({} if before is None else before.waits)
         self._remove(key)
         self._by_session.setdefault(session, set()).add(key)
         self._makings[key] = _Making(session, self._now_s(), waits)
@@ -96,33 +92,32 @@ class Makings:
         The making may be about to begin, or not (`take_early`).
         """
         making = self._makings.get(key)
-        waits = self._early.setdefault(key, []) if making is None else making.waits
-        waits.append((session, ticket))
+        waits = self._early.setdefault(key, {}) if making is None else making.waits
+        waits[session, ticket] = None
+
+    def forget_wait(self, key: Key, session: SessionId, ticket: Ticket) -> None:
+        """Note that a wait for the key has ended by itself, if it was one for a making."""
+        making = self._makings.get(key)
+        if making is not None:
+            making.waits.pop((session, ticket), None)
+        if (early := self._early.get(key)) is not None:
+            early.pop((session, ticket), None)
+            if not early:
+                del self._early[key]
 
     def take_early(self, key: Key) -> list[Wait]:
         """The waits for a making that does not begin."""
-        return self._early.pop(key, [])
+        return list(self._early.pop(key, ()))
 
     def take(self, keys: Iterable[Key], session: SessionId | None = None) -> list[Wait]:
-        """End these makings, if they are the session's or none is given; the waits for them.
-
-        A session may take back what is about to begin.
-        """
-        waits = []
+        """End these makings, if they are the session's or none is given; the waits for them."""
+        waits: list[Wait] = []
         for key in keys:
             making = self._makings.get(key)
             if making is not None and session in (None, making.session):
                 self._remove(key)
                 waits += making.waits
-            elif session is not None:
-                self._taken_back[session, key] = self._now_s() + MAKING_S
-                if len(self._taken_back) > MAX_TAKEN_BACK:
-                    self._taken_back.popitem(last=False)
         return waits
-
-    def is_taken_back(self, session: SessionId, key: Key) -> bool:
-        """Whether the session took the making back before it began; asked once."""
-        return self._now_s() < self._taken_back.pop((session, key), 0.0)
 
     def take_past(self, key: Key) -> list[Wait]:
         """End the making unless it lasts; the waits for it."""

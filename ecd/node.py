@@ -98,7 +98,7 @@ class Node:
     ) -> None:
         self.live, live.makings.locks = live, files
         self.flights = Flights(live, slow_log=slow_log)
-        self.streams = SessionStreams(live, files, identity)
+        self.streams = SessionStreams(live, self.flights, files, identity)
 
     def service(
         self, others: OtherNodes, recovery: Recovering, monitor: Monitor, disk: Disk | None = None

@@ -365,7 +365,8 @@ class Client:
     def stop_making(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> None:
         """Tell other nodes that wait that these keys are not made (`makes`) after all.
 
-        Nobody waits for this. Raises DaemonUnavailable.
+        The daemon waits for no other node any more that makes them, unless another client has it
+        wait. Nobody waits for this. Raises DaemonUnavailable.
         """
         keys = self._keys(mm_hashes, namespace, "stop_making")
         self._connection.session().stop_making(map(to_key, keys))

@@ -11,7 +11,8 @@ clients here, if all that want it can make it.
 
 A key that no node has, and that a client here makes, is claimed in the directory. If another node
 claimed it first, the flight asks that node for a lease, and so waits until it is stored there. Its
-deadline is later then by as long as the client waits.
+deadline is later then by as long as the client waits. It waits no longer than a client that makes
+the key is left.
 An extent that a read may still write to is set aside until the read is over.
 """
 
@@ -59,6 +60,7 @@ from ecd.flights import (
     STALE,
     UNREACHABLE,
     Flight,
+    MadeElsewhere,
 )
 from ecd.live import LiveCache
 from ecd.slow_log import Stage, waited
@@ -173,13 +175,12 @@ class Fetcher:
     # -- one flight ----------------------------------------------------------------------------
 
     async def bring(self, flight: Flight) -> str:
-        """Bring what a node has, or makes, or leave it to the flight's maker; the outcome."""
+        """Bring what a node has, or makes, or leave it to the flight's makers; the outcome."""
         outcome = await self._bring_stored(flight)
-        if flight.maker is None or outcome in (*FINAL, SLOWER):
+        if outcome in (*FINAL, SLOWER):
             return outcome
-        until_s = time.monotonic() + flight.maker.wait_s
         void = ""
-        while True:
+        while flight.makers:
             self._claiming.add(flight.key)
             try:
                 with Stage("directory"):
@@ -187,23 +188,26 @@ class Fetcher:
             finally:
                 self._claiming.discard(flight.key)
             if claimed is None:
-                return MADE
+                return MADE if flight.makers else outcome
             self._live.not_made(flight.key)
-            left_s = until_s - time.monotonic()
+            left_s = flight.patience_left_s
             if left_s <= 0.0 or self._awaited >= MAX_AWAITED:
                 return outcome
             found = await self._wait_for(claimed.node, flight, left_s)
             if found in (*FINAL, SLOWER):
                 return found
-            void = claimed.incarnation
+            begun_s = time.perf_counter()
+            is_by_time = found == MISSING and time.perf_counter() - begun_s >= left_s
+            if not (is_by_time and flight.patience_left_s > 0.0):  # of a maker that came meanwhile
+                void = claimed.incarnation
+        return outcome
 
     async def _wait_for(self, maker: Candidate, flight: Flight, wait_s: float) -> str:
         """Wait for what another node makes, and bring it; the outcome. Clients here can see it."""
         self._awaited += 1
         flight.is_awaited = True
-        assert flight.maker is not None
         try:
-            flight.end_within(self._timeout_s + flight.maker.wait_s)
+            flight.end_within(self._timeout_s + flight.patience_s)
             self._live.makings.locks.note_elsewhere(flight.key, is_made=True)
             flight.let_go(self._live)
             found = await self._try(Admitted(maker.hint), flight, made_within_s=wait_s)
@@ -224,7 +228,7 @@ class Fetcher:
         """
         outcome, may_come = await self._ask_nodes(flight, MAX_HINTED)
         for shortest_s in PAUSES_S:
-            if not (may_come and flight.is_patient) or flight.maker is not None:
+            if not (may_come and flight.is_patient) or flight.makers:
                 break
             if self._pausing >= MAX_PAUSING:
                 break
@@ -324,13 +328,15 @@ class Fetcher:
         bounds_s = (terms.patience_s, terms.made_within_s, self._timeout_s)
         wait_s = next(each for each in bounds_s if each is not None)
         question = link.ask_lease(
+        if if_made and not flight.makers:
+            return MISSING  # they left while it connected
             flight.key, wait_s, bytes_up_to, if_made=if_made, or_elsewhere=terms.or_elsewhere
         )
         arrival: _Arrival | None = None
         is_stored = False
         try:
             arrival = await self._read_speculatively(link, candidate.hint, flight, question.asked_s)
-            with Stage("made elsewhere" if if_made else "lease"):
+            with MadeElsewhere(flight) if if_made else Stage("lease"):
                 lease = await self._lease(link, question, terms.patience_s)
             self._speculative.discard(flight.key)
             if isinstance(lease, Elsewhere):

@@ -73,12 +73,13 @@ class Memory(Protocol):
 
 
 class _Asked(NamedTuple):
-    """A question for a lease: its ticket, and the largest entry that may come with the lease.
+    """A question for a key's lease: its ticket, and the largest entry that may come with the lease.
 
     `if_made`: the peer waits for a key that is made here, too. It waits until `until_s`, unless it
     is sent to another node, `or_elsewhere`.
     """
 
+    key: Key
     ticket: int
     bytes_up_to: int
     if_made: bool
@@ -107,6 +108,8 @@ class InboundLink:
         """End the peer's session: peers never write to this memory."""
         self._is_over = True
         self._end_turns(list(self._turns))
+        for ticket, asked in self._waits.items():
+            self._forget(ticket, asked)
         self._live.leave_session(self.session)
         self._live.close_session(self.session)
         self._hashing.cancel()
@@ -176,34 +179,32 @@ class InboundLink:
         asked = [
             (
                 _Asked(
+                    key_from(item.key),
                     item.ticket,
                     item.bytes_up_to,
                     item.if_made,
                     item.or_elsewhere,
                     self._live.now_s() + wait_s,
                 ),
-                key_from(item.key),
                 wait_s,
             )
             for item in request.keys
             for wait_s in (min(seconds_from(item.wait_s, "wait_s"), MAX_WAIT_S),)
         ]
         pace = self._live.turns.pace()
-        await self._live.learn([key for _, key, _ in asked], pace)
-        some = TURN_WITH_BYTES if any(each.bytes_up_to for each, _, _ in asked) else TURN
+        await self._live.learn([each.key for each, _ in asked], pace)
+        some = TURN_WITH_BYTES if any(each.bytes_up_to for each, _ in asked) else TURN
         for start in range(0, len(asked), some):
             if start > 0:
                 await pace.turn()
             await self._lease_in_turn(asked[start : start + some], pace)
 
-    async def _lease_in_turn(
-        self, questions: Sequence[tuple[_Asked, Key, float]], pace: Pace
-    ) -> None:
+    async def _lease_in_turn(self, questions: Sequence[tuple[_Asked, float]], pace: Pace) -> None:
         """Lease stored keys before the event loop gets a turn; hash their entries after it."""
         known: list[pb.LeaseOutcome] = []
         unhashed: list[tuple[_Asked, Leased]] = []
-        for asked, key, wait_s in questions:
-            wait_for = WaitFor.WRITER
+        for asked, wait_s in questions:
+            key, wait_for = asked.key, WaitFor.WRITER
             if not self._has(key):
                 if not (asked.if_made and self._is_made(key)):
                     known.append(pb.LeaseOutcome(ticket=asked.ticket, missing=cache_pb2.Missing()))
@@ -243,10 +244,15 @@ class InboundLink:
 
     def wait_ended(self, wakeup: Wakeup) -> None:
         asked = self._waits.pop(wakeup.ticket)
+        self._forget(wakeup.ticket, asked)
         if isinstance(wakeup.outcome, Leased):
             self._say(self._granted(asked, wakeup.outcome))
         else:
             self._say([_refused(asked.ticket, wakeup.outcome)])
+
+    def _forget(self, ticket: Ticket, asked: _Asked) -> None:
+        if asked.if_made:
+            self._live.makings.forget_wait(asked.key, self.session, ticket)
 
     def _say(self, outcomes: Sequence[pb.LeaseOutcome]) -> None:
         if outcomes:

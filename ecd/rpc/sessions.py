@@ -20,6 +20,7 @@ import grpc
 from ecd.background import first_of
 from ecd.core.outcomes import LimitReached, Wakeup
 from ecd.core.types import LeaseId, SessionId, Ticket
+from ecd.flights import Flights
 from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.makings import KeyLocks
@@ -83,12 +84,14 @@ class Stream:
 class SessionStreams:
     """All open streams, and the sessions whose stream has ended while their process lives on."""
 
-    def __init__(self, live: LiveCache, files: OpenedFiles, identity: NodeIdentity) -> None:
+    def __init__(
+        self, live: LiveCache, flights: Flights, files: OpenedFiles, identity: NodeIdentity
+    ) -> None:
         self.identity = identity
         self.has_disk = False
         self.held = HeldAnswers(live)
         self.engines = Engines()
-        self._live, self._files = live, files
+        self._live, self._flights, self._files = live, flights, files
         self._by_token: dict[str, Stream] = {}
         self._by_session: dict[SessionId, Stream] = {}
         self._processes = DmaProcesses()
@@ -231,7 +234,7 @@ class SessionStreams:
                 case "stop_making" if len(request.stop_making.keys) <= MAX_BATCH:
                     pace = self._live.turns.pace()
                     keys = await pace.each(key_from, request.stop_making.keys)
-                    self._live.stop_making(stream.session, keys)
+                    self._flights.stop_making(stream.session, keys)
                 case "engine":
                     self._describe(stream, request.engine)
                 case _:
@@ -301,6 +304,7 @@ class SessionStreams:
         del self._by_token[stream.token]
         del self._by_session[stream.session]
         self.engines.forget(stream.session)
+        self._flights.leave_session(stream.session)
         self._live.leave_session(stream.session)
         self._leaving += 1
         self._take_back(stream.session, RECHECK_S[0])

@@ -289,7 +289,8 @@ def test_a_scrape_never_fails() -> None:
     """Its thread reads what the event loop changes all the time."""
     cache = Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))])
     identity = NodeIdentity("default", "a" * 32, "a test")
-    streams = SessionStreams(LiveCache(cache), None, identity)
+    live = LiveCache(cache)
+    streams = SessionStreams(live, Flights(live), None, identity)
     pool = SimpleNamespace(
         path="a pool", nbytes=1 << 24, populated_bytes=1 << 24, huge_bytes=0, problem=""
     )

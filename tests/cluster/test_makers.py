@@ -256,17 +256,33 @@ def test_a_wait_is_no_longer_than_it_was_asked_for(clients: tuple[Client, Client
 
 
 def test_a_client_takes_back_that_it_makes_a_key(
-    peers: Sequence[Daemon], clients: tuple[Client, Client]
+    peers: Sequence[Daemon], clients: tuple[Client, Client], client_of: ClientOf
 ) -> None:
-    a, b = clients
+    (a, b), other = clients, client_of(peers[1])
     assert is_missing(ask(a, "k")[0])
     [answer] = ask(b, "k")
     assert waits_at(peers[0], answer)
-    b.stop_making(["k"])  # which it has not said
-    assert b.locate(["k"]).holders == [[]]  # answered after it
+    other.stop_making(["k"])  # which it has not said
+    assert other.locate(["k"]).holders == [[]]  # answered after it
     assert waits_at(peers[0], answer)
     a.stop_making(["another", "k"])
     assert is_missing(answer)
+
+
+def test_a_node_waits_no_longer_than_its_client_makes_the_key(
+    peers: Sequence[Daemon], clients: tuple[Client, Client], client_of: ClientOf
+) -> None:
+    (a, b), leaves = clients, client_of(peers[1])
+    for key, client in (("taken back", b), ("left", leaves)):
+        assert is_missing(ask(a, key)[0])
+        [answer] = ask(client, key)
+        eventually(lambda key=key: b.is_made_elsewhere(key), "its node waits")
+        if client is b:
+            b.stop_making([key])
+            assert is_missing(answer)
+        else:
+            leaves.close()
+        eventually(lambda key=key: not b.is_made_elsewhere(key), "its node waits no more")
 
 
 def test_what_finds_no_room_is_waited_for_no_more(

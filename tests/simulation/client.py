@@ -275,7 +275,7 @@ class Client:
 
     async def _make(self, session: Session, action: Action) -> None:
         if action.choice > 0.9:
-            stop = session.daemon.live.stop_making
+            stop = session.daemon.flights.stop_making
             session.daemon.context.run(stop, session.stream.session, [key_of(action.key)])
             return
         key = key_of(action.key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ecd.core.states import EntryState
 from ecd.flights import CORRUPT, ERROR
+from ecd.wire import MAX_WAIT_S
 from simulation.daemon import Daemon
 from simulation.world import Run
 
@@ -75,8 +76,8 @@ class Watch:
         most_s = daemon.config.fetch_timeout_s + LATE_S
         awaited = set()
         for flight in daemon.flights._flights.values():
-            waited_s = 0.0 if flight.maker is None else flight.maker.wait_s
-            if now_s - flight.started_s - daemon.paused_s > most_s + waited_s:
+            late_s = most_s + min(flight.patience_s, MAX_WAIT_S)
+            if now_s - flight.started_s - daemon.paused_s > late_s:
                 self._fail(daemon, f"the flight of {flight.key.mm_hash} is past its deadline")
             if flight.is_awaited:
                 awaited.add(flight.key)

@@ -1,7 +1,7 @@
 """Makings: ended by their session, by its word, for want of room, and without their lock."""
 
 from ecd.core.types import Key, SessionId, Ticket
-from ecd.makings import MAX_MAKINGS, MAX_TAKEN_BACK, Makings
+from ecd.makings import MAX_MAKINGS, Makings
 from ecd_proto.contract import MAKING_S
 
 ONE, TWO, PEER = SessionId(1), SessionId(2), SessionId(3)
@@ -110,16 +110,16 @@ def test_waits_that_come_before_their_making_are_told_too() -> None:
     assert makings.take_early(OTHER) == []
 
 
-def test_a_session_takes_back_what_is_about_to_begin() -> None:
-    clock = Clock()
-    makings = Makings(clock)
-    assert makings.take([KEY], ONE) == []
-    assert not makings.is_taken_back(TWO, KEY)
-    assert makings.is_taken_back(ONE, KEY)
-    assert not makings.is_taken_back(ONE, KEY), "it was asked once"
-    makings.take([KEY], ONE)
-    clock.now_s = MAKING_S
-    assert not makings.is_taken_back(ONE, KEY)
-    for number in range(MAX_TAKEN_BACK + 10):
-        makings.take([Key("n", str(number))], ONE)
-    assert len(makings._taken_back) == MAX_TAKEN_BACK
+def test_waits_that_have_ended_by_themselves_are_forgotten() -> None:
+    makings = Makings()
+    makings.begin(ONE, KEY)
+    for number in (1, 2):
+        makings.note_wait(KEY, *peer_wait(number))
+        makings.note_wait(OTHER, *peer_wait(number))  # which nobody makes yet
+    makings.forget_wait(KEY, *peer_wait(1))
+    makings.forget_wait(OTHER, *peer_wait(1))
+    makings.forget_wait(OTHER, *peer_wait(3))
+    assert makings.take([KEY]) == makings.take_early(OTHER) == [peer_wait(2)]
+    makings.note_wait(OTHER, *peer_wait(1))
+    makings.forget_wait(OTHER, *peer_wait(1))
+    assert makings._early == {}
