@@ -265,9 +265,9 @@ class Flights:
             took_s = time.perf_counter() - flight.started_s
             about = flight.key, flight.nbytes, flight.peer, outcome
             kind = FETCH if flight.is_far else DISK_READ
-            self._slow_log.flight(kind, took_s, *about)
-            if outcome == MADE and flight.maker is not None:
-                self._live.make(flight.maker.session, flight.key)
+            self._slow_log.flight(kind, took_s, *about, awaited_s=flight.awaited_s)
+            if outcome == MADE:
+                self._live.make(next(iter(flight.makers)), flight.key)
             else:
                 self._live.not_made(flight.key)
             self._live.stop_expecting(flight.key)

@@ -437,7 +437,7 @@ class Metrics:
         )
         self._fetch_seconds = Histogram(
             "ecd_fetch_seconds",
-            "Time from wanting an entry of another node to having it.",
+            "Time from wanting an entry of another node to having it, but for its encode.",
             buckets=LATENCY_BUCKETS_S,
             registry=None,
         )

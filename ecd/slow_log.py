@@ -95,10 +95,20 @@ class SlowLog:
         self._keep(event)
 
     def flight(
-        self, kind: str, seconds: float, key: Key, nbytes: int, peer: str, outcome: str
+        self,
+        kind: str,
+        seconds: float,
+        key: Key,
+        nbytes: int,
+        peer: str,
+        outcome: str,
+        awaited_s: float = 0.0,
     ) -> None:
-        """Keep a flight of this task, a FETCH or a DISK_READ, if it was slow."""
-        if seconds < (self.slow_fetch_s if kind == FETCH else self.slow_s):
+        """Keep a flight of this task, a FETCH or a DISK_READ, if it was slow.
+
+        The part of it in which it waited for an encode elsewhere, `awaited_s`, makes it no slower.
+        """
+        if seconds - awaited_s < (self.slow_fetch_s if kind == FETCH else self.slow_s):
             return
         event = pb.SlowEvent(kind=kind, seconds=seconds, keys=1)
         _name(event, *key)

@@ -145,7 +145,10 @@ class Fetcher:
         observe: Callable[[float, int], None],
         timeout_s: float,
     ) -> None:
-        """`observe` is told the seconds and bytes of each entry that is brought."""
+        """`observe` is told the seconds and bytes of each entry that is brought.
+
+        The seconds are without the wait for its encode.
+        """
         self.counters = FetchCounters()
         self._live, self._reads, self._candidates = live, reads, candidates
         self._observe, self._timeout_s = observe, timeout_s
@@ -193,10 +196,10 @@ class Fetcher:
             left_s = flight.patience_left_s
             if left_s <= 0.0 or self._awaited >= MAX_AWAITED:
                 return outcome
+            begun_s = time.perf_counter()
             found = await self._wait_for(claimed.node, flight, left_s)
             if found in (*FINAL, SLOWER):
                 return found
-            begun_s = time.perf_counter()
             is_by_time = found == MISSING and time.perf_counter() - begun_s >= left_s
             if not (is_by_time and flight.patience_left_s > 0.0):  # of a maker that came meanwhile
                 void = claimed.incarnation
@@ -325,11 +328,11 @@ class Fetcher:
             link = await self._candidates.link(candidate)
         bytes_up_to = 0 if candidate.hint.nbytes else BYTES_WITH_LEASE
         if_made = terms.made_within_s is not None
+        if if_made and not flight.makers:
+            return MISSING  # they left while it connected
         bounds_s = (terms.patience_s, terms.made_within_s, self._timeout_s)
         wait_s = next(each for each in bounds_s if each is not None)
         question = link.ask_lease(
-        if if_made and not flight.makers:
-            return MISSING  # they left while it connected
             flight.key, wait_s, bytes_up_to, if_made=if_made, or_elsewhere=terms.or_elsewhere
         )
         arrival: _Arrival | None = None
@@ -363,7 +366,8 @@ class Fetcher:
             if self._live.cache.is_expired(flight.key.namespace, lease.age_s):
                 return MISSING  # its time ended on the way
             self._commit(arrival, link, lease)
-            self._observe(time.perf_counter() - flight.started_s, content.nbytes)
+            took_s = time.perf_counter() - flight.started_s - flight.awaited_s
+            self._observe(took_s, content.nbytes)
             arrival, is_stored = None, True
             return FETCHED
         finally:

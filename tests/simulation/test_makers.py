@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from ecd.cluster.redis_rows import NODE_TTL_S
-from ecd.live import SCAN_S
+from ecd.core.types import Key, SessionId
+from ecd.live import LOOKING_SHARE, SCAN_S
+from ecd.makings import MAX_MAKINGS
+from ecd.wire import MAX_WAIT_S, InvalidRequest
 from ecd_proto.contract import MAKING_S
 from ecd_proto.v1 import cache_pb2 as pb
 from simulation.client import Client, Session
@@ -28,15 +31,18 @@ class Engine:
     def __init__(self, run: Run, node: int) -> None:
         self.run, self.node, self.session = run, node, Session(run, run.daemons[node])
 
-    async def ask(self, makes_s: float = LONG_S, wait_s: float = LONG_S) -> tuple[str, float]:
-        """Ask for the key: the outcome, and the seconds it took."""
-        request = pb.AcquireRequest(
+    def request(self, *makes: pb.Make, wait_s: float = LONG_S) -> pb.AcquireRequest:
+        return pb.AcquireRequest(
             session=self.session.stream.token,
             keys=[pb.Key(namespace=KEY.namespace, mm_hash=KEY.mm_hash)],
             wait_s=wait_s,
             only_if_written=True,
+            makes=makes,
         )
-        request.makes.add(index=0, wait_s=makes_s)
+
+    async def ask(self, makes_s: float = LONG_S, wait_s: float = LONG_S) -> tuple[str, float]:
+        """Ask for the key: the outcome, and the seconds it took."""
+        request = self.request(pb.Make(index=0, wait_s=makes_s), wait_s=wait_s)
         begun_s = self.run.loop.now_s
         service = self.session.daemon.service
         [outcome] = (await self.session.call(service.Acquire(request, None), 0.0)).outcomes
@@ -101,7 +107,7 @@ async def stop_daemon(maker: Engine) -> None:
 
 async def take_back(maker: Engine) -> None:
     daemon = maker.session.daemon
-    daemon.context.run(daemon.live.stop_making, maker.session.stream.session, [KEY])
+    daemon.context.run(daemon.flights.stop_making, maker.session.stream.session, [KEY])
 
 
 async def find_no_room(maker: Engine) -> None:
@@ -222,3 +228,155 @@ def test_what_comes_late_from_a_maker_has_the_time_of_any_fetch() -> None:
         assert SIZES[NUMBER] == run.daemons[1].cache.info(KEY).content.nbytes
 
     play(2, 8, act)
+
+
+@pytest.mark.parametrize("leave", [take_back, kill])
+def test_a_node_waits_no_longer_than_an_engine_of_it_makes_the_key(
+    leave: Callable[[Engine], object],
+) -> None:
+    """However long it has waited: it makes the key no more, and nobody waits for it."""
+
+    async def act(run: Run) -> None:
+        maker, other, third = engines(run)
+        await maker.begin()
+        waiting = asyncio.ensure_future(other.ask())
+        await asyncio.sleep(5.0)
+        await leave(other)
+        await asyncio.sleep(AT_ONCE_S)
+        assert waiting.done()
+        assert not len(other.session.daemon.flights)
+        assert not other.sees_it_made_elsewhere
+        await asyncio.sleep(2 * MAKING_S)
+        await kill(maker)
+        outcome, took_s = await third.ask()
+        assert outcome == "missing"
+        assert took_s < AT_ONCE_S, "the second does not make it"
+
+    play(3, 8, act)
+
+
+def test_a_node_waits_for_as_long_as_the_most_patient_of_its_engines_that_is_left() -> None:
+    async def act(run: Run) -> None:
+        maker, hasty, patient = *engines(run), Engine(run, 1)
+        await maker.begin()
+        first = asyncio.ensure_future(hasty.ask(makes_s=3.0))
+        await asyncio.sleep(1.0)
+        then = asyncio.ensure_future(patient.ask(makes_s=30.0))
+        await asyncio.sleep(10.0)
+        assert hasty.sees_it_made_elsewhere
+        await take_back(hasty)
+        await asyncio.sleep(MAKING_S)
+        assert hasty.sees_it_made_elsewhere
+        assert not any(each.done() for each in (first, then))
+        await unlock(maker)
+        assert [(await each)[0] for each in (first, then)] == ["missing"] * 2
+        await take_back(hasty)
+        assert KEY in run.daemons[1].live.makings, "the other makes it"
+        await take_back(patient)
+        assert KEY not in run.daemons[1].live.makings
+
+    play(2, 8, act)
+
+
+def test_no_node_waits_longer_than_a_minute_whoever_makes_the_key_by_then() -> None:
+    async def act(run: Run) -> None:
+        maker, *others = engines(run)
+        await maker.begin()
+        waiting = [asyncio.ensure_future(each.ask(1e9, 1e9)) for each in others]
+        await asyncio.sleep(0.7 * MAX_WAIT_S)
+        for each in others:
+            each.session.lock(KEY)
+        await kill(maker)
+        outcomes = await asyncio.gather(*waiting)
+        assert [outcome for outcome, _ in outcomes] == ["missing"] * 2
+        assert max(took_s for _, took_s in outcomes) < MAX_WAIT_S + AT_ONCE_S
+
+    play(3, 8, act)
+
+
+@pytest.mark.parametrize("wrong", [[(1, 0.0)], [(0, 0.0), (0, 1.0)], [(0, -1.0)], [(0, 1e999)]])
+def test_makes_that_make_no_sense_are_refused(wrong: list[tuple[int, float]]) -> None:
+    async def act(run: Run) -> None:
+        [engine] = engines(run)
+        await engine.begin()
+        request = engine.request(*(pb.Make(index=index, wait_s=wait_s) for index, wait_s in wrong))
+        with pytest.raises(InvalidRequest):
+            await engine.session.call(engine.session.daemon.service.Acquire(request, None), 0.0)
+
+    play(1, 8, act)
+
+
+def test_a_wait_for_an_encode_is_no_slow_fetch() -> None:
+    async def act(run: Run) -> None:
+        maker, other, third = engines(run)
+        fetched_s: list[float] = []
+        for each in (other, third):
+            each.session.daemon.fetcher._observe = lambda seconds, _: fetched_s.append(seconds)
+        await maker.begin()
+        waiting = [asyncio.ensure_future(each.ask()) for each in (other, third)]
+        await asyncio.sleep(20.0)
+        await take_back(third)
+        await maker.store()
+        outcomes = [(await each)[0] for each in waiting]
+        assert fetched_s[0] < AT_ONCE_S
+        assert outcomes == ["leased", "missing"]
+        assert len(fetched_s) == 1
+        for each in (other, third):
+            assert not each.session.daemon.flights._slow_log.newest(clear=False)
+
+    play(3, 8, act)
+
+
+async def run_out(other: Engine, waiting: asyncio.Task[tuple[str, float]]) -> None:
+    await waiting
+
+
+async def break_link(other: Engine, waiting: asyncio.Task[tuple[str, float]]) -> None:
+    await kill_daemon(other)
+
+
+@pytest.mark.parametrize("end", [run_out, break_link])
+def test_a_wait_that_has_ended_is_forgotten_where_the_key_is_made(
+    end: Callable[[Engine, asyncio.Task[tuple[str, float]]], Awaitable[None]],
+) -> None:
+    async def act(run: Run) -> None:
+        maker, other = engines(run)
+        await maker.begin()
+        waiting = asyncio.ensure_future(other.ask(makes_s=10.0))
+        await asyncio.sleep(5.0)
+        making = run.daemons[0].live.makings._makings[KEY]
+        assert len(making.waits) == 1
+        await end(other, waiting)
+        await asyncio.sleep(AT_ONCE_S)
+        assert not making.waits
+
+    play(2, 8, act)
+
+
+def test_looking_at_many_makings_takes_little_and_delays_no_scan() -> None:
+    """Each look walks through the locks of all engines: these have as many as 16 may."""
+    look_s, makings, for_s = 30e-6, 16 * MAX_MAKINGS, 60.0
+
+    async def act(run: Run) -> None:
+        live, files, looks, scans = run.daemons[0].live, run.daemons[0].files, 0, 0
+        scan = live.scan
+
+        def is_key_locked(key: Key) -> bool:
+            nonlocal looks
+            looks += 1
+            run.loop.now_s += look_s
+            return True
+
+        def scan_once() -> bool:
+            nonlocal scans
+            scans += 1
+            return scan()
+
+        files.is_key_locked, live.scan = is_key_locked, scan_once
+        for number in range(makings):
+            live.makings.begin(SessionId(1000 + number // MAX_MAKINGS), Key("n", f"made {number}"))
+        await asyncio.sleep(for_s)
+        assert makings < looks < (LOOKING_SHARE * for_s + SCAN_S) / look_s
+        assert scans > (1.0 - 2 * LOOKING_SHARE) * for_s / SCAN_S
+
+    play(1, 8, act)
