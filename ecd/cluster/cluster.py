@@ -21,8 +21,6 @@ from ecd.cluster.offers import Offers
 from ecd.cluster.peer import PeerUnavailable
 from ecd.cluster.peers import Peers, open_channel
 from ecd.cluster.pool_reads import PoolReads
-from ecd.cluster.redis_directory import RedisDirectory
-from ecd.cluster.redis_rows import connect
 from ecd.cluster.tls import credentials
 from ecd.config import Config
 from ecd.core.outcomes import Leased
@@ -69,6 +67,13 @@ class PoolMemory(NamedTuple):
 
     pools: MappingOf[int, SharedPool]
     checksums: EntryChecksums
+
+
+def connect(url: str, timeout_s: float) -> Any:
+    """A client of Redis, whose import takes a fifth of a daemon's start."""
+    from ecd.cluster.redis_rows import connect
+
+    return connect(url, timeout_s)
 
 
 class Outside(NamedTuple):
@@ -162,6 +167,8 @@ class Cluster:
             case "static":
                 return StaticDirectory(self._other_nodes(), self._ask)
             case _:
+                from ecd.cluster.redis_directory import RedisDirectory  # see `connect`
+
                 about = self._config, self._identity, self._live.cache
                 return RedisDirectory(*about, outside.redis, self._live.makings.lasting)
 
