@@ -14,6 +14,7 @@ from typing import Any
 from vllm.config import ECTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from ecd_client.errors import InvalidArgument
 from ecd_client.vllm import description
 from ecd_client.vllm.compat import PlaceholderMetadata
 from ecd_client.vllm.description import Description
@@ -66,6 +67,14 @@ def another(name: str, **how: Any) -> Engine:
     return replace(described(dtype="float32", **how).engine, id=name)
 
 
+def start_line(role: str, **engine: Any) -> str:
+    """What an engine of this role and layout says at its start."""
+    try:
+        return described(role=role, **engine).engine.shares
+    except InvalidArgument as error:
+        return f"refused: {error}"
+
+
 COUNTERS = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
 engines = {
     "plain": said(),
@@ -92,5 +101,27 @@ told = {
     "who looks for nothing": told_of(another("a"), role="ec_producer"),
     "who shares with no other": told_of(another("a"), load_format="tensorizer"),
 }
+OWN = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one worker": {},
+    "tensor": {"tensor_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2},
+    "tensor and stages": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "data": {"data_parallel_size": 2},
+    "pooling": {"runner": "pooling"},
+    "pooling in stages": {"runner": "pooling", "pipeline_parallel_size": 2},
+    "machines": {"tensor_parallel_size": 2, "nnodes": 2},
+    "stages on machines": {"pipeline_parallel_size": 2, "nnodes": 2},
+    "launcher": {"distributed_executor_backend": "external_launcher"},
+    "own executor": {
+        "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    },
+}
+ways = {
+    f"{layout}, {role}": start_line(role, **engine)
+    for layout, engine in LAYOUTS.items()
+    for role in ("ec_producer", "ec_consumer", "ec_both")
+}
 ranks = {described(rank=rank).engine.id for rank in ("", "_dp0", "_dp1")}
-print("RESULT", json.dumps({"engines": engines, "told": told, "ranks": len(ranks)}))
+done = {"engines": engines, "told": told, "ways": ways, "ranks": len(ranks)}
+print("RESULT", json.dumps(done))

@@ -84,6 +84,32 @@ DIFFER = {
     "namespace": ["ecd_namespace"],
 }
 """The parts in which the namespaces of engines differ from that of the plain one."""
+NO_ANSWER = "refused: ec_role is 'ec_producer', and vLLM answers no request of such an engine with"
+ELSEWHERE = (
+    "nothing: this engine's workers are on 2 machines, and the memory that its scheduler promises "
+    "is on one of them"
+)
+UNKNOWN = (
+    "nothing: the executor {} may have workers on other machines, or several schedulers that must "
+    "decide alike"
+)
+SHARE = (
+    "one worker",
+    "tensor",
+    "stages",
+    "tensor and stages",
+    "data",
+    "pooling",
+    "pooling in stages",
+)
+REFUSED = {
+    "stages": "--pipeline-parallel-size 2; let ec_role be 'ec_both'",
+    "tensor and stages": "--pipeline-parallel-size 2; let ec_role be 'ec_both'",
+    "stages on machines": "--pipeline-parallel-size 2; let ec_role be 'ec_both'",
+    "pooling": "the pooling runner; let ec_role be 'ec_both'",
+    "pooling in stages": "the pooling runner; let ec_role be 'ec_both'",
+}
+"""The layouts that an `ec_producer` cannot have."""
 
 
 @CONTRACT
@@ -107,6 +133,16 @@ def test_an_engine_says_what_it_shares_and_of_what_its_namespace_is_made(
     assert said["name"].model == "tiny"
     for each in said.values():
         assert Engine.of(each.message) == each, "its daemon takes it"
+    assert reply["ways"] == {
+        f"{layout}, {role}": line
+        for layout, line in {
+            **dict.fromkeys(SHARE, "image and video"),
+            **dict.fromkeys(("machines", "stages on machines"), ELSEWHERE),
+            "launcher": UNKNOWN.format("external_launcher"),
+            "own executor": UNKNOWN.format("vllm.v1.executor.uniproc_executor.UniProcExecutor"),
+        }.items()
+        for role in ("ec_producer", "ec_consumer", "ec_both")
+    } | {f"{layout}, ec_producer": f"{NO_ANSWER} {why}" for layout, why in REFUSED.items()}
     assert reply["ranks"] == 1, "those of data parallelism are one engine"
     assert reply["told"] == {
         "once for each": 2,

@@ -12,7 +12,7 @@ from ecd_client.vllm.settings import Settings
 
 
 def settings(**extra: Any) -> Settings:
-    transfer = SimpleNamespace(ec_connector_extra_config=extra)
+    transfer = SimpleNamespace(ec_connector_extra_config=extra, is_encode_only=False)
     config: Any = SimpleNamespace(ec_transfer_config=transfer, lora_config=None)
     return Settings.of(config)
 

@@ -47,9 +47,14 @@ class Settings:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Settings:
-        """Check the values. Raises InvalidArgument, which names the key and its allowed values."""
+        """Check the values. Raises InvalidArgument, which names the key and its allowed values.
+
+        An engine of this role and layout may not answer at all; then it says what to change.
+        """
         transfer_config = vllm_config.ec_transfer_config
         assert transfer_config is not None
+        if transfer_config.is_encode_only:
+            _refuse_unanswering(vllm_config)
         extra = dict(transfer_config.ec_connector_extra_config or {})
         address = extra.pop("ecd_address", None)
         namespace = extra.pop("ecd_namespace", None)
@@ -140,3 +145,22 @@ class Settings:
         if is_alone(identifier) or (self.private_adapters and ":" in identifier):
             return False
         return 0 < nbytes <= MAX_MM_HASH_BYTES
+
+
+def _refuse_unanswering(vllm_config: VllmConfig) -> None:
+    """Raise InvalidArgument where vLLM starts an engine that only encodes, and ends with a request.
+
+    Such an engine runs no language model: nothing comes out of it that could be pooled, and
+    nothing goes to the next stage, which waits for it.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if vllm_config.model_config.runner_type == "pooling":
+        flag = "the pooling runner"
+    elif stages > 1:
+        flag = f"--pipeline-parallel-size {stages}"
+    else:
+        return
+    raise InvalidArgument(
+        f"ec_role is 'ec_producer', and vLLM answers no request of such an engine with {flag}; "
+        "let ec_role be 'ec_both'"
+    )
