@@ -225,6 +225,21 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
 
 
 @CONTRACT
+def test_what_a_step_encodes_is_left_to_this_engine_by_others(
+    daemon: Daemon, version: str, model_of: Callable[[str], Path]
+) -> None:
+    models = str(model_of("qwen2_5_vl")), str(model_of("eagle"))
+    done = result_of(version, "scheduler_reach.py", daemon.address, *models)
+    assert done == {
+        "behind a step": {"encoded": [], "locked": []},
+        "behind a step, with EAGLE": {"encoded": [0], "locked": [0]},
+        "further behind it": {"encoded": [], "locked": []},
+        "further, with modules of MTP": {"encoded": [0], "locked": [0]},
+        "more embeddings than a step's tokens": {"encoded": [0, 1], "locked": [0, 1]},
+    }
+
+
+@CONTRACT
 def test_a_step_waits_for_no_save_after_a_late_one_until_one_is_in_time(version: str) -> None:
     """In seconds of a clock that the script holds: a step waits for 0.1 s at most."""
     assert result_of(version, "worker_seams.py") == {

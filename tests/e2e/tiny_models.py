@@ -256,6 +256,41 @@ def drafter(directory: Path) -> None:
     write_weights(Qwen2ForCausalLM(config), directory, 0.08)
 
 
+def eagle(directory: Path) -> None:
+    """Write a head that guesses what Qwen2.5-VL says from its hidden states, as EAGLE-3 has."""
+    from transformers import LlamaConfig
+
+    tokenizer, width = write_tokenizer(directory), 128
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        draft_vocab_size=len(tokenizer),
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1]},
+        architectures=["Eagle3LlamaForCausalLM"],
+    )
+    config.save_pretrained(directory)
+    mlp = (f"midlayer.mlp.{part}_proj" for part in ("gate", "up", "down"))
+    shapes = dict.fromkeys(("midlayer.self_attn.o_proj", *mlp), (width, width))
+    for part, size in (("q", 128), ("k", 64), ("v", 64)):
+        shapes[f"midlayer.self_attn.{part}_proj"] = size, 2 * width
+    shapes["fc"] = width, 2 * width
+    shapes |= dict.fromkeys(("lm_head", "embed_tokens"), (len(tokenizer), width))
+    norms = "input_layernorm", "hidden_norm", "post_attention_layernorm"
+    generator = torch.Generator().manual_seed(7)
+    weights = {
+        f"{name}.weight": (torch.randn(shape, generator=generator) * 0.08).bfloat16()
+        for name, shape in shapes.items()
+    }
+    for name in ("norm", *(f"midlayer.{norm}" for norm in norms)):
+        weights[f"{name}.weight"] = torch.ones(width).bfloat16()
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+
 def adapter(directory: Path, *modules: str) -> None:
     """Write a LoRA adapter of these modules of Qwen2.5-VL, each square and given with its width."""
     rank, generator = 4, torch.Generator().manual_seed(7)
@@ -284,6 +319,7 @@ MODELS = {
     "qwen2_audio": qwen2_audio,
     "whisper": whisper,
     "drafter": drafter,
+    "eagle": eagle,
     "language_adapter": language_adapter,
     "tower_adapter": tower_adapter,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
@@ -15,6 +15,9 @@ from vllm.multimodal.parse import DictEmbeddingItems
 from ecd_client.errors import EcdError
 from ecd_client.vllm.outputs import configs_in
 from ecd_proto.placeholders import MAX_NUMBERS, Placeholder, may_be_said
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 try:  # since 0.32
     from vllm.distributed.ec_transfer.ec_connector.metrics import (
@@ -53,6 +56,7 @@ __all__ = [
     "keep_media",
     "media_budgets",
     "open_image",
+    "reach_of_step",
 ]
 
 logger = init_logger(f"vllm.{__name__}")
@@ -92,6 +96,24 @@ def fail_by_itself(request: Any, cause: str) -> None:
 
     request.structured_output_request = SimpleNamespace(grammar=EcdError(cause))
     request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+
+
+def reach_of_step(vllm_config: VllmConfig) -> tuple[int, int]:
+    """How many tokens of a request one step looks for items in, and embeddings that it encodes.
+
+    A drafter that has the model's hidden states reads further than the step computes, and an item
+    that is larger than a step's tokens makes room for several small ones.
+    """
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.encoder_budget import MultiModalBudget  # of an engine core
+
+    scheduler, drafts = vllm_config.scheduler_config, vllm_config.speculative_config
+    tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    if drafts is not None and drafts.use_eagle():
+        tokens += drafts.num_speculative_tokens if drafts.use_multi_module_mtp() else 1
+    if vllm_config.model_config.multimodal_config is None:
+        return tokens, 0
+    return tokens, MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY).encoder_compute_budget
 
 
 class PlaceholderMetadata:

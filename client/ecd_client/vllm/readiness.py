@@ -19,7 +19,6 @@ from ecd_client.vllm.stats import EcdStats
 from ecd_client.vllm.wanted import User, WantedItem, WantedItems
 
 if TYPE_CHECKING:
-    from vllm.config import SchedulerConfig
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
@@ -46,15 +45,15 @@ class Readiness:
         items: WantedItems,
         lookup: Lookup,
         stats: EcdStats,
-        scheduler_config: SchedulerConfig,
+        step_tokens: int,
+        step_embeddings: int,
     ) -> None:
-        """`scheduler_config` tells how much one step computes and encodes."""
+        """A step asks for items within so many tokens, and encodes so many embeddings at most."""
         self._sharing, self._items, self._lookup = sharing, items, lookup
         self._wait_s = settings.load_timeout_s
         self._fails = settings.on_unavailable == FAIL
         self._stats = stats
-        self._step_tokens = scheduler_config.max_num_batched_tokens
-        self._step_embeddings = scheduler_config.max_num_encoder_input_tokens
+        self._step_tokens, self._step_embeddings = step_tokens, step_embeddings
         self.failed: set[str] = set()
         """Ids of failed requests, for vLLM's scheduler to end; vLLM 0.28 ends them by itself."""
 

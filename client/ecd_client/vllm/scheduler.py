@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from ecd_client.calls import CALL_TIMEOUT_S
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
-from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST, PlaceholderMetadata, keep_media
+from ecd_client.vllm.compat import (
+    CAN_FAIL_ONE_REQUEST,
+    PlaceholderMetadata,
+    keep_media,
+    reach_of_step,
+)
 from ecd_client.vllm.description import Description
 from ecd_client.vllm.encodes import Encodes
 from ecd_client.vllm.hints import consumers_in, hints_in
@@ -120,7 +125,7 @@ class SchedulerRole:
             self._items,
             self._lookup,
             self.stats,
-            vllm_config.scheduler_config,
+            *reach_of_step(vllm_config),
         )
         self._requests: dict[str, RequestItems] = {}
         self._shown = SharedNamespace(vllm_config.instance_id)
