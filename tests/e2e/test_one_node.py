@@ -240,6 +240,26 @@ def test_what_a_step_encodes_is_left_to_this_engine_by_others(
 
 
 @CONTRACT
+def test_each_worker_that_loads_has_a_number_of_its_own(version: str) -> None:
+    """In tensor, pipeline, prefill context, decode context and data parallelism of such sizes."""
+    assert result_of(version, "rank_layout.py") == {
+        sizes: [[list(range(loading))] * engines, loading]
+        for sizes, (loading, engines) in {
+            "1 1 1 1 1": (1, 1),
+            "4 1 1 1 1": (4, 1),
+            "2 2 1 1 1": (2, 1),
+            "2 2 1 1 2": (2, 2),
+            "4 1 1 2 1": (4, 1),
+            "4 2 1 4 1": (4, 1),
+            "1 1 2 1 1": (2, 1),
+            "2 2 2 1 1": (4, 1),
+            "2 1 4 4 1": (8, 1),
+            "2 2 2 4 1": (4, 1),
+        }.items()
+    }
+
+
+@CONTRACT
 def test_a_step_waits_for_no_save_after_a_late_one_until_one_is_in_time(version: str) -> None:
     """In seconds of a clock that the script holds: a step waits for 0.1 s at most."""
     assert result_of(version, "worker_seams.py") == {

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import TYPE_CHECKING
 
 from ecd_client.vllm.stats import COUNTERS, EcdStats
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
 
 NAME = "ecd-reports"
 SLOTS = 1 << 14
@@ -20,6 +24,15 @@ _LOADS = _COUNTS + len(COUNTERS)
 _WORDS = _LOADS + SLOTS
 """Words of 8 bytes that a rank writes, in this order: the move in which its cache was emptied, the
 last step that it has done, its counts, and the loads that it has done."""
+
+
+def loading_ranks(parallel: ParallelConfig) -> int:
+    """The number of workers that load every item: those of the first pipeline stage.
+
+    Decode context parallelism adds none: its groups are made of these.
+    """
+    ranks: int = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+    return ranks
 
 
 class Reports:

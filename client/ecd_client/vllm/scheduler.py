@@ -32,7 +32,7 @@ from ecd_client.vllm.names import brought_with, name_apart, outer_name
 from ecd_client.vllm.outputs import Outputs
 from ecd_client.vllm.producer import Producer
 from ecd_client.vllm.readiness import Readiness
-from ecd_client.vllm.reports import Reports
+from ecd_client.vllm.reports import Reports, loading_ranks
 from ecd_client.vllm.request_items import NeededItem, RequestItems
 from ecd_client.vllm.settings import FAIL, Settings
 from ecd_client.vllm.shared_namespace import SharedNamespace
@@ -112,10 +112,7 @@ class SchedulerRole:
         how = settings, self._sharing, outputs, self.stats, self._producer, self._encodes
         self._lookup = Lookup(self._client, *how)
         self._items = WantedItems(outputs, self._encodes.left)
-        parallel = vllm_config.parallel_config
-        self.reports = Reports(
-            parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
-        )
+        self.reports = Reports(loading_ranks(vllm_config.parallel_config))
         self._loads = Loads(self._items, self.reports, self._lock)
         self._encoded_rows = 0  # by the step being scheduled
         self._steps = 0
