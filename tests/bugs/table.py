@@ -527,6 +527,42 @@ EDITED = {
             "is_wrong = False",
         ),
     ),
+    "what a drafter reads further on is not locked": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_what_a_step_encodes_is_left_to_this_engine_by_others",
+        Edit(
+            "client/ecd_client/vllm/compat.py",
+            "if drafts is not None and drafts.use_eagle():",
+            "if drafts is not None and not drafts.use_eagle():",
+        ),
+    ),
+    "a step is taken to encode no more than it computes": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_what_a_step_encodes_is_left_to_this_engine_by_others",
+        Edit(
+            "client/ecd_client/vllm/compat.py",
+            "MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY).encoder_compute_budget",
+            "scheduler.max_num_encoder_input_tokens",
+        ),
+    ),
+    "workers of two context ranks report as one": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_each_worker_that_loads_has_a_number_of_its_own",
+        Edit(
+            "client/ecd_client/vllm/worker.py",
+            "context.rank_in_group * tensor.world_size + tensor.rank_in_group",
+            "tensor.rank_in_group",
+        ),
+    ),
+    "an engine starts that vLLM never answers with": Bug(
+        "vllm",
+        "e2e/test_apart.py",
+        Edit(
+            "client/ecd_client/vllm/settings.py",
+            "if transfer_config.is_encode_only:",
+            "if not transfer_config.ec_connector:",
+        ),
+    ),
     "a salt counts for nothing": Bug(
         "vllm",
         "unit/test_item_names.py",
