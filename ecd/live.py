@@ -101,9 +101,9 @@ class LiveCache:
                 settled = self.cache.scan_pins()
 
     async def _look_on(self) -> None:
-        """End makings that nobody works on any more, SCAN_S later or where looking takes long more.
+        """End makings that nobody works on any more, SCAN_S later or more where looking takes long.
 
-        For each the kernel walks through the locks of all clients.
+        The kernel walks through the locks of all clients for each.
         """
         pause_s = SCAN_S
         while True:
