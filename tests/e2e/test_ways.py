@@ -47,6 +47,7 @@ NGRAM = {
 DRAFTS = {
     "speculative_config": {"method": "draft_model", "model": "drafter", "num_speculative_tokens": 3}
 }
+EAGLE = {"speculative_config": {"method": "eagle3", "model": "eagle", "num_speculative_tokens": 2}}
 VIDEOS = {"limit_mm_per_prompt": {"image": 4, "video": 1}}
 ADAPTS = {"enable_lora": True, "max_lora_rank": 8}
 
@@ -82,6 +83,7 @@ WARMS_UP = {"ecd_harmless_calls": ["execute_dummy_batch"]}
 QUICK = {
     "second runner, scheduled ahead, items cut": Way({**AHEAD, **CUTS}, V2, shows="Using V2 Model"),
     "draft model": Way(DRAFTS, shows="Loading drafter model"),
+    "EAGLE, items cut": Way({**EAGLE, **CUTS}, shows="Using auxiliary layers"),
     "n-grams": Way(NGRAM, shows="method='ngram'"),
     "shared-memory processor cache": Way(
         {"mm_processor_cache_type": "shm"}, SPREAD, items=20, shows="'mm_processor_cache_type'"
