@@ -29,7 +29,7 @@ from ecd_client.vllm import encodes, loads
 from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA
 from ecd_client.vllm.names import stored_name
 from ecd_client.vllm.pictures import IMAGE, Look, Pictures
-from ecd_client.vllm.reports import RankReports
+from ecd_client.vllm.reports import RankReports, Reports
 from ecd_client.vllm.reuse import ReuseMiddleware
 from ecd_proto.shm.files import elsewhere_offset, lock_byte, unlock_byte
 from support.waiting import HANG_S, value_of
@@ -122,8 +122,14 @@ connector.build_connector_meta(STEP)
 connector.weights_changed("a reset")
 done["given to a load before weights changed"] = settled(half, 4)
 connector.request_finished(half)
-worker = RankReports(role.reports.path, 0)
+worker = RankReports(role.reports.place, 0)
 worker.done(1)
+(_, ours), (theirs, _) = role.reports.place, Reports(1).place
+try:
+    RankReports((theirs, ours), 0)
+    done["reports go to another engine"] = True
+except FileNotFoundError:
+    done["reports go to another engine"] = False
 
 moves = role.moves
 worker.forgot(moves - 1)

@@ -199,6 +199,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         "given to a load before weights changed": "fails",
         "a report of before the last move is ignored": True,
         "a report of this move is not": True,
+        "reports go to another engine": False,
         "loads while none is reported": [True, False, True],
         "a lost load ends without a step": True,
         "and lets go of its item": True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 from typing import TYPE_CHECKING
 
 from ecd_client.vllm.stats import COUNTERS, EcdStats
@@ -41,12 +42,15 @@ class Reports:
     def __init__(self, ranks: int) -> None:
         """`ranks` is the number of workers that load every item."""
         self._ranks = ranks
-        self._fd = os.memfd_create(NAME)
+        name = f"{NAME}-{secrets.token_hex(8)}"
+        self._fd = os.memfd_create(name)
         os.ftruncate(self._fd, 8 * _WORDS * ranks)
         self._words = memoryview(mmap.mmap(self._fd, 8 * _WORDS * ranks)).cast("Q")
         self._taken = [[0] * len(COUNTERS) for _ in range(ranks)]
         self._heard = [0] * ranks
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.place = f"/proc/{os.getpid()}/fd/{self._fd}", f"/memfd:{name} (deleted)"
+        """The path for this engine's workers, and where it leads to: on another machine, or in a
+        container, the process of this id may be another engine's."""
 
     def have_news(self) -> bool:
         """Whether a rank has ended a step since the last call: it reports at no other time."""
@@ -87,10 +91,11 @@ class Reports:
 class RankReports:
     """One worker's side."""
 
-    def __init__(self, path: str, rank: int) -> None:
+    def __init__(self, place: tuple[str, str], rank: int) -> None:
         """Map the scheduler's memory. Raises OSError: that is on another machine, or has ended."""
-        if not os.readlink(path).startswith(f"/memfd:{NAME} "):
-            raise FileNotFoundError(path)  # another process has the scheduler's pid here
+        path, file = place
+        if os.readlink(path) != file:
+            raise FileNotFoundError(path)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             words = memoryview(mmap.mmap(fd, 0)).cast("Q")

@@ -344,7 +344,7 @@ class SchedulerRole:
             saves,
             keeps,
             self._steps,
-            self.reports.path,
+            self.reports.place,
             {} if self._producer is None else self._producer.take_placeholders(),
             encoded_rows,
         )

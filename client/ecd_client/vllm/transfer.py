@@ -41,8 +41,8 @@ class EcdMetadata(ECConnectorMetadata):
     """Items that an engine which only encodes found in ecd: workers copy them to their cache."""
     step: int = 0
     """The number of the step."""
-    reports_path: str = ""
-    """Where the workers report."""
+    reports: tuple[str, str] = "", ""
+    """Where the workers report (`Reports.place`)."""
     placeholders: dict[str, bytes] = field(default_factory=dict)
     """The metadata of the entries of this step's outputs, by item."""
     encoded_rows: int = 0

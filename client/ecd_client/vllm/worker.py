@@ -75,7 +75,7 @@ class WorkerRole:
         self._namespace: str | None = None
         self._encoder_cache: dict[str, torch.Tensor] | None = None
         self._reports: RankReports | None = None
-        self._reports_path, self._step = "", 0
+        self._place, self._step = ("", ""), 0
         self._is_apart = False  # from the scheduler's machine
         self._move = -1
         self._marked = -1  # the move for which MARK was put there
@@ -99,7 +99,7 @@ class WorkerRole:
             self._client.namespace = step.namespace
         if step.move != self._move:
             self._move, self.forgotten = step.move, -1
-        self._namespace, self._reports_path = step.namespace, step.reports_path
+        self._namespace, self._place = step.namespace, step.reports
         self._step = step.step
         self._placeholders = step.placeholders
         if self._is_producer and not TELLS_WHAT_TO_SAVE and self._encoder_cache is not None:
@@ -119,7 +119,7 @@ class WorkerRole:
         self._reap()
         if self._reports is None and not self._is_apart:
             try:
-                self._reports = RankReports(self._reports_path, self._loading_rank())
+                self._reports = RankReports(self._place, self._loading_rank())
             except OSError as error:
                 self._is_apart = True
                 logger.warning(
