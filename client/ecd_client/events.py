@@ -131,6 +131,8 @@ class Feed:
     def _parse(self, frames: Sequence[bytes]) -> _Message:
         """Raises ValueError for a message that breaks the protocol."""
         topic, sequence, said = frames
+        if len(sequence) != len(END):
+            raise ValueError(f"a sequence of {len(sequence)} bytes")
         batch = self._decode(said)
         for event in batch.events:
             if isinstance(event, EncodingStored) and len(event.keys) != len(event.nbytes):

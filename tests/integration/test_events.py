@@ -413,9 +413,11 @@ def test_messages_that_break_the_protocol_change_nothing(clock: Clock) -> None:
             ):
                 router.send_multipart([asker, b"", b"ec@node@n", bytes(8), said])
             router.send_multipart([asker, b"", b"no topic", bytes(8), b""])
+            cleared = msgspec.msgpack.encode([0.0, [{"type": "AllCleared"}], None, "e"])
+            router.send_multipart([asker, b"", b"ec@node@n", b"\xff" * 9, cleared])
             router.send_multipart([asker, b"", b"ec@node@n"])
             router.send_multipart([asker, b"", b"", END, b""])
-            eventually(lambda: (subscriber.changes(), feed.malformed)[1] == 7)
+            eventually(lambda: (subscriber.changes(), feed.malformed)[1] == 8)
             assert (feed.entries, subscriber.is_current) == ({}, False)
             clock.now_s += ASK_S + 0.1
             eventually(lambda: (subscriber.changes(), router.poll(0))[1], "asked again")
