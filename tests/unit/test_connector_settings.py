@@ -31,6 +31,27 @@ def test_a_name_is_a_string(key: str, value: Any) -> None:
         settings(**{key: value})
 
 
+@pytest.mark.parametrize("key", ["ecd_namespace", "ecd_weights_run", "ecd_code_version"])
+def test_a_name_is_text(key: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"the {key} .* is not text"):
+        settings(**{key: "half a \ud83d"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ecd_namespace", 5),
+        *(("ecd_on_unavailable", value) for value in ([], {}, True, "wait")),
+        *(("ecd_load_timeout_s", value) for value in (True, "2", 0, -1.0, float("nan"), 10**400)),
+        *(("ecd_uuids", value) for value in ([], True, "no")),
+        *(("ecd_announce_node", value) for value in (1, "true", [])),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=key):
+        settings(**{key: value})
+
+
 @pytest.mark.parametrize("value", ["reload_weights", [""], [1], {"a": 1}, None, True])
 def test_harmless_calls_are_a_list_of_names(value: Any) -> None:
     with pytest.raises(InvalidArgument, match="ecd_harmless_calls is"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ecd_client.arguments import text
 from ecd_client.calls import resolve
 from ecd_client.errors import InvalidArgument
 from ecd_client.vllm.names import is_alone
@@ -59,18 +60,19 @@ class Settings:
         address = extra.pop("ecd_address", None)
         namespace = extra.pop("ecd_namespace", None)
         on_unavailable = extra.pop("ecd_on_unavailable", ENCODE)
-        if on_unavailable not in LOAD_TIMEOUT_S:
+        if on_unavailable not in tuple(LOAD_TIMEOUT_S):
             raise InvalidArgument(
                 f"ecd_on_unavailable is {on_unavailable!r}; it must be {ENCODE!r}, or {FAIL!r} for "
                 "an engine that has no encoder"
             )
         load_timeout_s = extra.pop("ecd_load_timeout_s", LOAD_TIMEOUT_S[on_unavailable])
-        if not isinstance(load_timeout_s, int | float) or not 0 < load_timeout_s <= 3600:
+        if type(load_timeout_s) not in (int, float) or not 0 < load_timeout_s <= 3600:
             raise InvalidArgument(
                 f"ecd_load_timeout_s is {load_timeout_s!r}; it must be seconds, above 0"
             )
-        if namespace is not None and (
-            not isinstance(namespace, str) or not 0 < len(namespace.encode()) <= MAX_NAMESPACE_BYTES
+        if namespace is not None and not (
+            isinstance(namespace, str)
+            and 0 < len(text(namespace, "ecd_namespace").encode()) <= MAX_NAMESPACE_BYTES
         ):
             raise InvalidArgument(
                 f"ecd_namespace must be a string of 1 to {MAX_NAMESPACE_BYTES} bytes"
@@ -78,7 +80,7 @@ class Settings:
         versions = {}
         for key in ("ecd_weights_version", "ecd_weights_run", "ecd_code_version"):
             versions[key] = value = extra.pop(key, None)
-            if value is not None and not (isinstance(value, str) and value):
+            if value is not None and not (isinstance(value, str) and text(value, key)):
                 raise InvalidArgument(f"{key} is {value!r}; it must be a string, and not empty")
         harmless = extra.pop("ecd_harmless_calls", [])
         if not isinstance(harmless, list) or not all(isinstance(n, str) and n for n in harmless):
