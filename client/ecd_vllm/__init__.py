@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-CONNECTOR = "ecd_client.vllm"
+CONNECTOR = ["ecd_client", "vllm"]
+"""The package of `ec_connector_module_path`, which may name a module in it."""
 
 
 def register() -> None:
@@ -21,7 +22,8 @@ def register() -> None:
     def configured(*args: Any, **kwargs: Any) -> Any:
         config = configure(*args, **kwargs)
         transfer = config.ec_transfer_config
-        if transfer is not None and transfer.ec_connector_module_path == CONNECTOR:
+        path = "" if transfer is None else transfer.ec_connector_module_path or ""
+        if path.split(".")[:2] == CONNECTOR:
             from ecd_client.vllm.compat import refuse_undeclared
 
             refuse_undeclared(config.model_config)

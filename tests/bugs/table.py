@@ -627,8 +627,8 @@ EDITED = {
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
             "client/ecd_vllm/__init__.py",
-            "transfer.ec_connector_module_path == CONNECTOR",
-            "transfer.ec_connector_module_path != CONNECTOR",
+            'path.split(".")[:2] == CONNECTOR',
+            'path.split(".")[:2] != CONNECTOR',
         ),
     ),
     "a place goes to one who leaves": Bug(
