@@ -38,7 +38,7 @@ WAIT_S = 1.0
 address, model = sys.argv[1:]
 transfer_config = ECTransferConfig(
     ec_connector="EcdConnector",
-    ec_connector_module_path="ecd_client.vllm",
+    ec_connector_module_path="ecd_client.vllm.connector",
     ec_role="ec_both",
     ec_connector_extra_config={"ecd_address": address, "ecd_load_timeout_s": WAIT_S},
 )

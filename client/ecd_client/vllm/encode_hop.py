@@ -19,7 +19,7 @@ import aiohttp
 from prometheus_client import Counter, Gauge
 
 from ecd_client.client import Client
-from ecd_client.errors import DaemonUnavailable
+from ecd_client.errors import EcdError
 from ecd_client.vllm.encoders import Encoder, Encoders, Missing
 from ecd_client.vllm.hints import CONSUMERS, hints_in
 from ecd_client.vllm.places import Asker, Places
@@ -266,7 +266,7 @@ class EncodeHop:
             "max_tokens": 1,
         }
         params: dict[str, Any] = {IS_HOP_PARAM: True}
-        with contextlib.suppress(DaemonUnavailable):
+        with contextlib.suppress(EcdError):
             if node := self._client.node:
                 params[CONSUMERS] = [node]
         request["ec_transfer_params"] = params

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from vllm.envs import VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
 
+from ecd_client.arguments import MAX_SECONDS
 from ecd_client.client import Client
-from ecd_client.errors import DaemonUnavailable
+from ecd_client.errors import EcdError
 from ecd_client.shared.key_locks import MAX_LOCKS
 from ecd_client.vllm.request_items import RequestItems
 from ecd_client.vllm.stats import EcdStats
@@ -32,7 +33,7 @@ AGAIN_S = 0.002
 NOTICED_S = 0.4
 """An answer of the daemon that takes longer has waited for another node: a look-up has 0.25 s. A
 request whose time is over waits for one so long."""
-STEP_S = float(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+STEP_S = min(float(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS), MAX_SECONDS)
 """Longest step: one that takes longer ends the engine."""
 TIMES_WAITED = 5
 """How often `ecd_load_timeout_s` a request waits for other engines that encode."""
@@ -141,7 +142,7 @@ class Encodes:
 
     def is_made_elsewhere(self, wanted: WantedItem) -> bool:
         """Whether the daemon waits for another node that encodes the item."""
-        with contextlib.suppress(DaemonUnavailable):
+        with contextlib.suppress(EcdError):
             return self._client.is_made_elsewhere(wanted.identifier)
         return False
 
@@ -161,7 +162,7 @@ class Encodes:
         if wanted.locked_until_s and not wanted.encoded:
             self._unlock(wanted)
             if wanted.makes_s is not None:
-                with contextlib.suppress(DaemonUnavailable):
+                with contextlib.suppress(EcdError):
                     self._client.stop_making([wanted.identifier])
 
     def let_go(self) -> None:
@@ -169,7 +170,7 @@ class Encodes:
         begun = [*self._begun, *(each for step in self._steps for each in step.begun)]
         self._steps.clear()
         self._asked.clear()
-        with contextlib.suppress(DaemonUnavailable):
+        with contextlib.suppress(EcdError):
             self._client.unlock_all()
             if begun and self._is_producer:
                 self._client.stop_making(begun[-MAX_LOCKS:])
@@ -179,11 +180,11 @@ class Encodes:
             if self._is_producer:
                 return self._client.lock(wanted.identifier, MAKING_S)
             return not self._client.is_locked(wanted.identifier)
-        except DaemonUnavailable:
+        except EcdError:
             return True
 
     def _lock_for(self, identifier: str, seconds: float) -> None:
-        with contextlib.suppress(DaemonUnavailable):
+        with contextlib.suppress(EcdError):
             self._client.lock(identifier, seconds)
 
     def _lock_asked(self, wanted: WantedItem, seconds: float) -> None:
@@ -193,7 +194,7 @@ class Encodes:
 
     def _unlock(self, wanted: WantedItem) -> None:
         wanted.locked_until_s = 0.0
-        with contextlib.suppress(DaemonUnavailable):  # then the lock has gone with the session
+        with contextlib.suppress(EcdError):  # then the lock has gone with the session
             self._client.unlock(wanted.identifier)
 
     def _waits_for_node(self, wanted: WantedItem, now_s: float, request: RequestItems) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ecd_client.client import Client
-from ecd_client.errors import DaemonUnavailable
+from ecd_client.errors import EcdError
 from ecd_client.vllm.compat import PlaceholderMetadata
 from ecd_client.vllm.hints import add_hints
 from ecd_client.vllm.names import outer_name
@@ -75,7 +75,7 @@ class Producer:
 
     def _stored(self, identifiers: Iterable[str]) -> set[str]:
         """The items that memory shows stored, or being copied to where they will lie."""
-        with contextlib.suppress(DaemonUnavailable):
+        with contextlib.suppress(EcdError):
             return {
                 identifier
                 for identifier in identifiers
@@ -93,7 +93,7 @@ class Producer:
         """Send one message for each group of consumers."""
         offers, self._to_offer = self._to_offer, {}
         for consumers, identifiers in offers.items():
-            with contextlib.suppress(DaemonUnavailable):  # then there is nothing to offer
+            with contextlib.suppress(EcdError):  # then there is nothing to offer
                 self._client.offer(identifiers, consumers)
 
     # -- answers -------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Producer:
         return params and {outer_name(name): item for name, item in params.items()}
 
     def _hints(self, identifiers: Iterable[str]) -> dict[str, Hint]:
-        with contextlib.suppress(DaemonUnavailable):
+        with contextlib.suppress(EcdError):
             found = {identifier: self._client.hint(identifier) for identifier in identifiers}
             return {identifier: hint for identifier, hint in found.items() if hint}
         return {}

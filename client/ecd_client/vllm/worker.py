@@ -12,7 +12,7 @@ import torch
 from vllm.logger import init_logger
 
 from ecd_client.client import Client
-from ecd_client.errors import DaemonUnavailable, EcdError
+from ecd_client.errors import EcdError
 from ecd_client.vllm.compat import TELLS_WHAT_TO_SAVE
 from ecd_client.vllm.encode_time import EncodeTime
 from ecd_client.vllm.loader import Loader
@@ -223,7 +223,7 @@ class WorkerRole:
             self._is_answered = True
 
     def _is_shown(self, identifier: str) -> bool:
-        with contextlib.suppress(DaemonUnavailable):
+        with contextlib.suppress(EcdError):
             return self._client.is_shown(identifier)
         return False
 
