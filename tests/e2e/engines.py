@@ -9,19 +9,17 @@ import os
 import re
 import select
 import shutil
-import signal
-import socket
-import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
+from support import warm
 from support.daemon import Daemon
 from support.processes import end, start
 from support.waiting import HANG_S
@@ -32,13 +30,19 @@ VERSIONS = ("0.32.0", "0.28.0")
 NEXT = "0.33.0"
 """The vLLM that has no build for CPUs: its Python runs over the kernels of VERSIONS[0]."""
 NIGHTLY = pytest.param(NEXT, marks=pytest.mark.night)
-PATHS = HERE / "site", HERE.parent, ROOT / "client", ROOT / "proto", ROOT / ".venvs/models"
+PATHS = HERE / "site", HERE.parent, HERE, ROOT / "client", ROOT / "proto", ROOT / ".venvs/models"
 """What vLLM's processes import besides; the last has what some models need and vLLM lacks."""
 START_S = 480.0
 """How long vLLM may take to start: its processes import it anew, beside other tests' processes."""
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Else an engine's first request compiles what counts logprobs: 15 s."""
 
+IMPORTED = (
+    *("vllm.entrypoints.llm", "vllm.engine.arg_utils", "vllm.v1.engine.llm_engine"),
+    *("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.entrypoints.openai.api_server"),
+    *("vllm.model_executor.models.qwen2_5_vl", "vllm.model_executor.models.qwen3_vl"),
+)
+"""By the Python that is forked for engines, which takes ten seconds."""
 SPREAD = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """An engine with workers in processes of their own, which share the cores."""
 
@@ -91,35 +95,7 @@ def environment(version: str, **extra: str) -> dict[str, str]:
     }
 
 
-class WarmInterpreter:
-    """The process that forks others with this vLLM imported.
-
-    It ends with the last of them, or with `kept_warm`, and in any case with this process.
-    """
-
-    def __init__(self, version: str) -> None:
-        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.log = Path(scratch()) / f"warm-{version}.log"
-        self.forks = 0
-        command = [python_of(version), HERE / "warm_interpreter.py", str(theirs.fileno())]
-        with theirs, self.log.open("wb") as log:
-            self._process = start(
-                command,
-                env=environment(version, **EAGER),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-            )
-
-    def close(self) -> None:
-        self.line.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(HANG_S)
-        end(self._process)
-
-
-_warm: dict[str, WarmInterpreter] = {}
+_warm: dict[str, warm.Interpreter] = {}
 _keepers = 0
 
 
@@ -141,69 +117,19 @@ def _cool() -> None:
             _warm.pop(version).close()
 
 
-class Fork:
-    """A script run by a fork of a warm interpreter, with the part of Popen that is used here."""
+class Fork(warm.Fork):
+    """A script run by a fork of a Python which has imported this vLLM."""
 
-    def __init__(
-        self,
-        version: str,
-        command: Sequence[str],
-        out: IO[bytes],
-        *passed: int,
-        node: int = 0,
-        spares: Sequence[int] = (),
-        **environ: str,
-    ) -> None:
-        """The numbers of the descriptors `passed` become the script's first arguments.
-
-        `node` is a process whose network and mounts the script shares. The first `spares[0]`
-        processes that the script spawns are forks as well, with the rest of `spares` for theirs.
-        """
+    def __init__(self, version: str, *args: Any, **how: Any) -> None:
         if version not in _warm:
-            _warm[version] = WarmInterpreter(version)
-        self._warm = _warm[version]
-        self._warm.forks += 1
-        self._code: int | None = None
-        self._ended, tell = os.pipe()
-        read, write = os.pipe()
-        self.stdin = os.fdopen(write, "wb")
-        message = json.dumps([command, environ, node, spares]).encode()
-        try:
-            descriptors = [read, out.fileno(), tell, *passed]
-            socket.send_fds(self._warm.line, [message], descriptors)
-        finally:
-            os.close(read)
-            os.close(tell)
-        assert select.select([self._ended], [], [], START_S)[0], self._warm.log.read_text()[-6000:]
-        told = os.read(self._ended, 4)
-        assert told, self._warm.log.read_text()[-6000:]
-        (self.pid,) = struct.unpack("i", told)
-
-    def poll(self) -> int | None:
-        if self._code is None and select.select([self._ended], [], [], 0)[0]:
-            self.wait()
-        return self._code
+            python, log = python_of(version), Path(scratch()) / f"warm-{version}.log"
+            _warm[version] = warm.Interpreter(python, IMPORTED, log, environment(version, **EAGER))
+        super().__init__(_warm[version], *args, **how)
 
     def wait(self, timeout: float = HANG_S) -> int:
-        if self._code is None:
-            if not select.select([self._ended], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            told = os.read(self._ended, 4)
-            (self._code,) = struct.unpack("i", told) if told else (-signal.SIGKILL,)
-            os.close(self._ended)
-            self._warm.forks -= 1
-            _cool()
-        return self._code
-
-    def end(self, grace_s: float = 0.0) -> int:
-        """Have the script end within `grace_s` of its input's end, or kill it and its group."""
-        with contextlib.suppress(BrokenPipeError):
-            self.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(grace_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        return self.wait(HANG_S)
+        code = super().wait(timeout)
+        _cool()
+        return code
 
 
 def output_of(version: str, script: str, *arguments: str, **environ: str) -> str:

@@ -80,7 +80,7 @@ def scenario(cuda: Cuda, control: Control, daemon: Daemon) -> Scenario:
     def run(name: str, **variables: str) -> dict:
         done = cuda.run(SCENARIOS, name, daemon.address, **variables)
         daemon.check_nothing_leaked()
-        return json.loads(done.stdout)
+        return json.loads(done.stdout.splitlines()[-1])
 
     return run
 

@@ -6,24 +6,59 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.cuda.standin import Control, Hold, NotBuilt, environment, physical_bytes
+from support import warm
+from support.cuda.standin import (
+    Control,
+    Hold,
+    NotBuilt,
+    environment,
+    library_path,
+    physical_bytes,
+)
 from support.processes import child
 from support.waiting import HANG_S, eventually
 
 TESTS = Path(__file__).parents[2]
+IMPORTED = "torch.utils.dlpack", "grpc", "ecd_client.tensors", "ecd_proto.v1.cache_pb2_grpc"
+"""By the Python that is forked for scripts: nothing that looks for a driver."""
 LOST = 999  # CUDA_ERROR_UNKNOWN
+
+
+@contextlib.contextmanager
+def warm_interpreter(directory: Path) -> Iterator[warm.Interpreter | None]:
+    """A Python that has imported torch, which takes 2 s, and whose forks find the stand-in."""
+    if os.environ.get("ECD_TEST_CUDA") == "device":
+        yield None
+        return
+    environ = scripts_environment() | {"LD_LIBRARY_PATH": library_path(), "OMP_NUM_THREADS": "1"}
+    interpreter = warm.Interpreter(sys.executable, IMPORTED, directory / "warm.log", environ)
+    yield interpreter
+    interpreter.close()
+
+
+def scripts_environment() -> dict[str, str]:
+    """This process's, without ecd's variables, and with what tests import."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("ECD_")}
+    paths = [str(TESTS), *filter(None, [own.get("PYTHONPATH")])]
+    return own | {"PYTHONPATH": ":".join(paths)}
 
 
 class Cuda:
     """Runs a test's scripts where CUDA's driver is found; all of them end with the test."""
 
-    def __init__(self, directory: Path) -> None:
-        """Fails the test where the stand-in is to be used and is not built."""
+    def __init__(self, directory: Path, interpreter: warm.Interpreter | None = None) -> None:
+        """Fails the test where the stand-in is to be used and is not built.
+
+        The interpreter, if there is one, is forked for scripts that are files.
+        """
+        self._interpreter = interpreter
         kind = os.environ.get("ECD_TEST_CUDA", "standin")
         if kind not in ("standin", "device"):
             pytest.fail(f"ECD_TEST_CUDA is standin or device, not {kind}")
@@ -58,8 +93,17 @@ class Cuda:
         """Run a script, which is a file or its text, to its end; its output is captured.
 
         Fails the test if the script fails, unless `check` is false. `variables` are added to the
-        environment.
+        environment. What a file's script says on both outputs may stand in one.
         """
+        if self._interpreter is not None and isinstance(script, Path):
+            command = [str(script), *map(str, arguments)]
+            with tempfile.TemporaryFile() as out:
+                environ = {**self.environment(), **variables}
+                code = warm.Fork(self._interpreter, command, out, **environ).end(HANG_S)
+                out.seek(0)
+                text = out.read().decode()
+            assert not check or code == 0, text
+            return subprocess.CompletedProcess(command, code, text, text)
         process = self._popen(script, arguments, variables, stderr=subprocess.PIPE)
         output, errors = process.communicate(timeout=HANG_S)
         done = subprocess.CompletedProcess(process.args, process.returncode, output, errors)
@@ -79,12 +123,10 @@ class Cuda:
         variables: dict[str, str],
         **kw: Any,
     ) -> subprocess.Popen[str]:
-        own = {name: value for name, value in os.environ.items() if not name.startswith("ECD_")}
-        paths = [str(TESTS), *filter(None, [own.get("PYTHONPATH")])]
         what = [str(script)] if isinstance(script, Path) else ["-c", script]
         running = child(
             [sys.executable, *what, *map(str, arguments)],
-            env={**own, "PYTHONPATH": ":".join(paths), **self.environment(), **variables},
+            env={**scripts_environment(), **self.environment(), **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -179,13 +179,17 @@ def environment(control: Control, devices: int = 1, afterlife: bool = False) -> 
     if not LIBRARY.exists() or LIBRARY.stat().st_mtime < SOURCE.stat().st_mtime:
         library = LIBRARY.relative_to(ROOT)
         raise NotBuilt(f"{library} is missing or older than its source. Run: make {library}")
-    paths = [str(LIBRARY.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return {
-        "LD_LIBRARY_PATH": ":".join(paths),
+        "LD_LIBRARY_PATH": library_path(),
         "CUDA_STANDIN_CONTROL": str(control.path),
         "CUDA_STANDIN_DEVICES": str(devices),
         **({"CUDA_STANDIN_AFTERLIFE": "1"} if afterlife else {}),
     }
+
+
+def library_path() -> str:
+    """Where a process looks for the stand-in; it is read as a process starts."""
+    return ":".join([str(LIBRARY.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
 
 
 def physical_bytes(control: Control) -> int:

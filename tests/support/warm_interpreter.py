@@ -1,6 +1,6 @@
-"""A Python that has imported vLLM, which takes ten seconds, and forks for each script.
+"""A Python that has imported what takes long, and forks for each script.
 
-    python warm_interpreter.py SOCKET
+    python warm_interpreter.py SOCKET MODULE ...
 
 A message on SOCKET is JSON: a command line as Python's, changes of the environment, a process
 whose network and mounts the script shares or 0, and the spares to keep (see `keep_spares`). With
@@ -22,11 +22,6 @@ import sys
 from multiprocessing import util
 from pathlib import Path
 
-WARM = (
-    *("vllm.entrypoints.llm", "vllm.engine.arg_utils", "vllm.v1.engine.llm_engine"),
-    *("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.entrypoints.openai.api_server"),
-    *("vllm.model_executor.models.qwen2_5_vl", "vllm.model_executor.models.qwen3_vl"),
-)
 OUT_OF_THE_WAY = 900
 """A descriptor above those that a process hands to one that it spawns."""
 
@@ -138,7 +133,8 @@ def spare(spares: list[int]) -> tuple[int, socket.socket]:
 
 if __name__ == "__main__":
     gc.disable()
-    for module in WARM:
+    del sys.path[0]  # where this file lies
+    for module in sys.argv[2:]:
         importlib.import_module(module)
     gc.freeze()
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -150,4 +146,5 @@ if __name__ == "__main__":
         del sys.argv[0]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
         runpy.run_path(sys.argv[0], run_name="__main__")
