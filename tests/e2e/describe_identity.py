@@ -107,6 +107,7 @@ reasons = {
     "raw inputs": reason_of_raw_inputs(),
     "counters": reason(**counters),
     "counters of an encoder": reason("ec_producer", **counters),
+    "no processor cache": reason(**counters | {"enable_prefix_caching": True}),
 }
 
 namespaces = {
