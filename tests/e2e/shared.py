@@ -35,6 +35,10 @@ from support.waiting import HANG_S, eventually
 EVERY = [*VERSIONS, NIGHTLY]
 CONTRACT = pytest.mark.parametrize("version", EVERY, indirect=True, scope="session")
 """A test of what all versions of vLLM keep to; the others run with the newest one."""
+AND_NEXT = pytest.mark.parametrize(
+    "version", [VERSIONS[0], NIGHTLY], indirect=True, scope="session"
+)
+"""A test of the newest vLLM that runs at night with the one without a build for CPUs, too."""
 PATIENT = {"ecd_load_timeout_s": 10 * HANG_S}
 """A setting of all engines, unless a test says otherwise: no wait that a test is there for ends."""
 CALM = {"worker.SEEN_WITHIN_S": HANG_S}

@@ -11,14 +11,14 @@ import torch
 
 from e2e.engines import Engine
 from e2e.gates import Gate
-from e2e.shared import PATIENT, Pictures, Plain, constants, tokens
+from e2e.shared import AND_NEXT, PATIENT, Pictures, Plain, constants, tokens
 from ecd_client import Client, PoolFull
 from ecd_client.item import Item
 from ecd_proto.contract import MAKING_S
 from support.daemon import Daemon
 from support.waiting import HANG_S, stopped
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), AND_NEXT]
 Pair = tuple[Engine, Engine]
 HASTY = {
     "encodes__MAKING_S": MAKING_S,
