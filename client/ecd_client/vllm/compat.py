@@ -36,18 +36,15 @@ except ImportError:
 
 try:  # since 0.33
     from vllm.connections import MediaRequestDownloadBudget as DownloadBudget
-    from vllm.connections import MediaRequestDownloadSizeExceededError as DownloadsTooLarge
     from vllm.multimodal.media import MediaDecodedBudget as DecodedBudget
 except ImportError:
     DownloadBudget = DecodedBudget = None
-    DownloadsTooLarge = ()  # no error is one
 
 __all__ = [
     "ASKS_OF_RUNNING",
     "CAN_FAIL_ONE_REQUEST",
     "CAN_LEAVE_OUT_MEDIA",
     "TELLS_WHAT_TO_SAVE",
-    "DownloadsTooLarge",
     "ECConnectorPromMetrics",
     "ECConnectorStats",
     "PlaceholderMetadata",

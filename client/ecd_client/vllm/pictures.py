@@ -23,7 +23,6 @@ from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.item import Item
 from ecd_client.vllm.compat import (
-    DownloadsTooLarge,
     PlaceholderMetadata,
     media_budgets,
     open_image,
@@ -171,8 +170,8 @@ class Pictures:
     async def _contents(self, look: Look) -> list[Any]:
         """The contents of all parts; none if one of them cannot be had, which vLLM will say.
 
-        What was fetched by then goes on with the request, and is not fetched again. But all of
-        them count where vLLM refuses the request, as its pictures are too large together.
+        What was fetched by then goes on with the request, and is not fetched again. But where vLLM
+        counts what a request fetches, the request goes on as it came: vLLM counts from nothing.
         """
         content = self._fetcher()
         fetches = [asyncio.ensure_future(content(part)) for part in look.parts]
@@ -187,8 +186,7 @@ class Pictures:
         ]
         if all(had):
             return contents
-        errors = [fetch.exception() for fetch in fetches if fetch in done]
-        if not any(error and isinstance(error.__cause__, DownloadsTooLarge) for error in errors):
+        if not media_budgets():
             await asyncio.to_thread(self._put_in, look, contents)
         return []
 
