@@ -25,6 +25,7 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.media import MediaWithBytes
 
 from ecd_client import Client
+from ecd_client.shared.puts import Claim, NewEntry
 from ecd_client.vllm import encodes, loads
 from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA
 from ecd_client.vllm.names import stored_name
@@ -200,6 +201,47 @@ with Client(address, namespace=role.namespace) as other:
     put("just stored", 4)  # by the daemon, which had waited for another node until then
     done["stored after the answer"] = settled(just), connector.has_cache_item("just stored")
     connector.request_finished(just)
+
+    other.put("another", torch.zeros(4, 128, dtype=config.model_config.dtype))
+    vain = request("vain", feature("put in vain", 4))
+    connector.ensure_cache_available(vain, 0)
+    connector.build_connector_meta(STEP)
+    value_of(lambda: role._items.get("put in vain").answer.done())
+    puts = other._connection.session().puts
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    nbytes = 4 * 128 * config.model_config.dtype.itemsize
+    entry = NewEntry(role.namespace, "put in vain", dtype, (4, 128), nbytes, b"", 0.0)
+
+    def claimed() -> Claim | None:
+        claim = puts.claim(entry)
+        return claim if isinstance(claim, Claim) else None
+
+    unfinished = value_of(claimed)
+    done["shown, and not stored"] = other.is_shown("put in vain")
+    done["goes on without it"] = connector.ensure_cache_available(vain, 0)
+    puts.leave(unfinished)
+    connector.request_finished(vain)
+
+    taken_back: list[str] = []
+    stop_making = role._client.stop_making
+
+    def stop(names: list[str]) -> None:
+        taken_back.extend(names)
+        stop_making(names)
+
+    role._client.stop_making = stop
+    left = request("left", feature("left alone", 4))
+    byte = elsewhere_offset(role.namespace, "left alone")
+    held = other._connection.session().key_locks._fd, byte  # by a daemon that waits for a node
+    connector.ensure_cache_available(left, 0)
+    connector.build_connector_meta(STEP)
+    lock_byte(*held)
+    value_of(lambda: role._items.get("left alone").answer.done())
+    done["waits for another node"] = not connector.ensure_cache_available(left, 0)
+    connector.request_finished(left)
+    done["what it said is taken back with its request"] = taken_back
+    unlock_byte(*held)
+    role._client.stop_making = stop_making
 
     byte = elsewhere_offset(role.namespace, "far away")
     held = other._connection.session().key_locks._fd, byte  # by a daemon that waits for a node

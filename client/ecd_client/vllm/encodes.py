@@ -89,7 +89,7 @@ class Encodes:
 
     def begin(self, wanted: WantedItem) -> None:
         """Note that the step which is being scheduled encodes the item: its lock outlasts that."""
-        wanted.encoded = True
+        wanted.encoded, wanted.is_told = True, False
         if wanted.locked_until_s:
             self._begun.append(wanted.identifier)
             self._lock_for(wanted.identifier, STEP_S)
@@ -159,11 +159,14 @@ class Encodes:
 
     def left(self, wanted: WantedItem) -> None:
         """Let others encode an item that no request needs any more."""
-        if wanted.locked_until_s and not wanted.encoded:
+        if wanted.encoded:
+            return
+        if wanted.locked_until_s:
             self._unlock(wanted)
-            if wanted.makes_s is not None:
-                with contextlib.suppress(EcdError):
-                    self._client.stop_making([wanted.identifier])
+        if wanted.is_told:
+            wanted.is_told = False
+            with contextlib.suppress(EcdError):
+                self._client.stop_making([wanted.identifier])
 
     def let_go(self) -> None:
         """Let others encode everything: what this engine encoded is not stored."""

@@ -163,6 +163,7 @@ class Lookup:
             wanted.answer = answer
             wanted.asked_s = asked_s
             wanted.cause = "nobody has stored it"
+            wanted.is_told |= wanted.makes_s is not None
 
     def _take_answer(self, wanted: WantedItem) -> None:
         answer = wanted.answer
@@ -189,18 +190,21 @@ class Lookup:
         """Whether the item is waited for on, as another node makes it, or has just made it.
 
         It is looked up again then, and to be taken on by this engine if the daemon waits no more.
+        An item that a client of this node has not put to the end is not waited for.
         """
-        if not (wanted.makes_s and self._comes(wanted)):
+        if not wanted.makes_s:
             return False
-        self._encodes.wait_on(wanted)
-        return True
-
-    def _comes(self, wanted: WantedItem) -> bool:
-        """Whether another node makes the item; the daemon stores it before it says no longer so."""
         if self._encodes.is_made_elsewhere(wanted):
+            self._encodes.wait_on(wanted)
             return True
         with contextlib.suppress(EcdError):
-            return self._client.is_shown(wanted.identifier)
+            # The daemon stores it before it says that no other node makes it.
+            item, _ = self._client.get_now(wanted.identifier)
+            if item is not None:
+                self._encodes.wait_on(wanted)
+                self._encodes.stored(wanted)
+                wanted.take(item, self._outputs)
+                return True
         return False
 
     def is_late(self, wanted: WantedItem, deadline_s: float) -> bool:

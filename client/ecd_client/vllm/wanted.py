@@ -59,13 +59,14 @@ class WantedItem:
     is_awaited: bool = False  # another engine encodes it
     asked_s: float = 0.0  # when the daemon was asked
     makes_s: float | None = None  # what it was told: how long another node is waited for
+    is_told: bool = False  # the daemon, that this engine makes it, and nothing came of that yet
 
     def take(self, item: Item, outputs: Outputs) -> None:
         """Hold a leased item from now on."""
         self.item = item
         self.measure(outputs)
         self.missing = self.denied = self.absent = False
-        self.is_awaited = False
+        self.is_awaited = self.is_told = False
 
     def measure(self, outputs: Outputs) -> None:
         """Compare the item with what this engine's encoder makes of each modality."""
