@@ -28,7 +28,11 @@ from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models import registry
 from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.renderers.chat_utils import _get_embeds_data
+
+try:
+    from vllm.renderers.chat_utils.item_tracker import _get_embeds_data
+except ImportError:  # before 0.33
+    from vllm.renderers.chat_utils import _get_embeds_data
 
 from e2e.engine_process import daemons, forget, runner
 from e2e.models import families  # noqa: F401, as it fills the table

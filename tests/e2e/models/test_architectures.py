@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from e2e.engines import require, result_of
+from e2e.engines import NEXT, VERSIONS, require, result_of
 from e2e.models import families  # noqa: F401, as it fills the table
 from e2e.models.table import ARCHITECTURES, MEDIA, QUICK, ROWS, Architecture
 from support.daemon import Daemon
@@ -23,11 +23,18 @@ pytestmark = pytest.mark.timeout(600)
 
 DEPENDS = 0.01
 """By how much they differ at least where media do."""
+OF_NEXT = "qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_audio", "voxtral", "colqwen3"
+"""Those that the vLLM without a build for CPUs is asked, too."""
 TRIED = [
-    *(pytest.param(each, QUICK, id=each.name) for each in ARCHITECTURES.values() if each.quick),
     *(
-        pytest.param(each, tuple(ROWS), id=f"{each.name}-all", marks=pytest.mark.night)
+        pytest.param(VERSIONS[0], each, QUICK, id=each.name)
         for each in ARCHITECTURES.values()
+        if each.quick
+    ),
+    *(
+        pytest.param(version, each, tuple(ROWS), id=f"{each.name}-{told}", marks=pytest.mark.night)
+        for version, told, names in ((VERSIONS[0], "all", ARCHITECTURES), (NEXT, NEXT, OF_NEXT))
+        for each in map(ARCHITECTURES.__getitem__, names)
     ),
 ]
 
@@ -39,7 +46,7 @@ def counts() -> Iterator[Counter[str]]:
     print("\n" + ", ".join(f"{count} {what}" for what, count in counts.items()))
 
 
-@pytest.mark.parametrize(("tried", "rows"), TRIED)
+@pytest.mark.parametrize(("version", "tried", "rows"), TRIED, indirect=["version"], scope="session")
 def test_an_architecture(
     version: str,
     unused_daemon: Daemon,
