@@ -16,7 +16,7 @@ import pytest
 
 from e2e.gates import Gate
 from e2e.servers import Server, api_server
-from e2e.shared import EXACT, Engines, Pictures, PlainServer
+from e2e.shared import AND_NEXT, EXACT, Engines, Pictures, PlainServer
 from e2e.test_reuse import (
     CALLER,
     CALM,
@@ -33,7 +33,7 @@ from support.daemon import Daemon, close_all
 from support.pairs import PATIENT
 from support.waiting import HANG_S, eventually
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), AND_NEXT]
 WORDS = [{"type": "text", "text": "what is what?"}]
 
 
