@@ -19,7 +19,7 @@ from ecd_client import forks
 from ecd_client.calls import Calls, open_file
 from ecd_client.device.dma import SessionDma
 from ecd_client.errors import DaemonUnavailable, EcdError
-from ecd_client.leases import Lease, Pin
+from ecd_client.leases import Hold, Lease, Pin
 from ecd_client.pools import Extent, MappedPools
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.index import AskDaemon, IndexReader, OnMiss
@@ -193,10 +193,11 @@ class Session:
 
     # -- leases and pins -----------------------------------------------------------------------
 
-    def lease(self, leased: pb.Leased) -> Lease | None:
-        """Keep a lease that was granted. None: the stream ended meanwhile.
+    def lease(self, leased: pb.Leased) -> Hold | None:
+        """Hold an entry that was leased, by a pin if one is to be had: it outlives the daemon.
 
-        Raises EcdError where this process has not mapped the entry's pool.
+        None: the stream ended meanwhile. Raises EcdError where this process has not mapped the
+        entry's pool.
         """
         try:
             pool = self.pools.of(leased.extent)
@@ -209,7 +210,41 @@ class Session:
         lease = Lease(leased.lease, self, pool, leased.content, leased.extent, expires_s)
         with self._lock:
             self._leases[lease.id] = lease
-        return lease
+        return self._pin_leased(lease, leased.entry) or lease
+
+    def _pin_leased(self, lease: Lease, entry: int) -> Pin | None:
+        """Pin a leased entry in place of its lease. None: the lease stays."""
+        index = self.index
+        if index is None or not entry or not self.ref():
+            return None
+        try:
+            pin = index.pin_leased(entry)
+        except AskDaemon:
+            self.unref()
+            return None
+        extent, content = lease.extent, lease.content
+        try:
+            row = Row(
+                0,
+                extent.pool,
+                extent.offset,
+                extent.nbytes,
+                content.dtype,
+                tuple(content.shape),
+                content.metadata,
+                content.cost_s,
+                False,
+            )
+            held = Pin(self, index, row, pin, lease.pool)
+            if lease.holds:  # or the daemon may have looked for pins before this one
+                lease.end()
+                return held
+        except BaseException:  # Ctrl-C
+            index.unpin(pin)
+            self.unref()
+            raise
+        held.end()
+        return None
 
     def pin(self, namespace: str, mm_hash: str, on_miss: OnMiss, is_use: bool = True) -> Pin | None:
         """Hold an entry without a call. None: it is not stored. Raises AskDaemon."""

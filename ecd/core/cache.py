@@ -393,7 +393,7 @@ class Cache:
         taken = self._readers.leases.take(session, lease)
         if taken is None:
             return False
-        self._pins.let_go(taken.entry)
+        self._pins.end_lease(taken.entry)
         return True
 
     def contains(self, key: Key) -> bool:

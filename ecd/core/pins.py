@@ -7,6 +7,10 @@ reads some sessions' pages in each step: a thousand pages take longer than one t
 A put that is not listed yet has no entry: its reader pins the start of its extent. No such pin
 holds that a scan begun after the put was taken does not find, so starts are known until then, and
 for as long as they are pinned or their entries retired.
+
+A reader may pin by its number the entry that it has leased, listed or not, and then end the lease.
+So an evicted entry whose lease ends is retired anew: no scan that began before can have to have
+found that pin.
 """
 
 from __future__ import annotations
@@ -65,8 +69,14 @@ class Pins:
             self._read_on()
         return self.is_settled
 
+    def end_lease(self, entry: Entry) -> None:
+        """End one lease of the entry, whose reader may have pinned it meanwhile."""
+        if entry.state is EntryState.DOOMED:
+            self._retired[entry.id] = entry
+        self.let_go(entry)
+
     def let_go(self, entry: Entry) -> None:
-        """End one lease or pin of the entry, and reclaim its extent if no reader can be left."""
+        """End one hold of the entry, and reclaim its extent if no reader can be left."""
         self._entries.pool_of(entry).let_go(entry)
         if entry.leases == 0 and entry.state is EntryState.DOOMED and not self.keeps(entry.id):
             self._reclaim(entry)
@@ -95,7 +105,8 @@ class Pins:
             self._ended = list(self.held - self._seen)
             self._end_some()
             for entry in decided.values():
-                if entry.leases == 0 and entry.state is EntryState.DOOMED:
+                is_over = entry.leases == 0 and entry.state is EntryState.DOOMED
+                if is_over and not self.keeps(entry.id):
                     self._reclaim(entry)
 
     def _end_some(self) -> None:

@@ -107,7 +107,7 @@ class Readers:
         """End leases and waits that are due; `next_deadline_s` is past if some are left."""
         due = self.leases.take_due(now_s, DUE_AT_A_TIME)
         for lease in due:
-            self._pins.let_go(lease.entry)
+            self._pins.end_lease(lease.entry)
             self._counters.of(lease.entry.namespace).leases_expired += 1
         overdue = self.waits.take_due(now_s, DUE_AT_A_TIME)
         for wait in overdue:

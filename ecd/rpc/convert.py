@@ -106,12 +106,13 @@ def to_promote_reply(outcome: Reservation | Missing, incarnation: str) -> pb.Pro
 
 def to_acquire_outcome(outcome: Acquisition) -> pb.AcquireOutcome:
     match outcome:
-        case Leased(lease, _, content, extent, expires_s):
+        case Leased(lease, _, content, extent, expires_s, entry):
             leased = pb.Leased(
                 lease=lease,
                 content=to_content(content),
                 extent=to_extent(extent),
                 expires_s=expires_s,
+                entry=entry,
             )
             return pb.AcquireOutcome(leased=leased)
         case Stored():

@@ -60,6 +60,20 @@ EDITED = {
             "return entry in self._scanned",
         ),
     ),
+    "an evicted entry whose lease ends is free at once": Bug(
+        "reading-without-a-call",
+        CACHE,
+        Edit(
+            "ecd/core/pins.py",
+            "            self._retired[entry.id] = entry\n        self.let",
+            "            pass\n        self.let",
+        ),
+    ),
+    "an entry that a lease's end has retired anew is decided by the scan before": Bug(
+        "reading-without-a-call",
+        CACHE,
+        Edit("ecd/core/pins.py", "if is_over and not self.keeps(entry.id):", "if is_over:"),
+    ),
     "the start of a put that was just taken is forgotten": Bug(
         "reading-without-a-call",
         CACHE,

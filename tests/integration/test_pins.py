@@ -14,6 +14,7 @@ import torch
 
 from ecd_client import Client, EcdError
 from ecd_client.connection import Connection
+from ecd_client.leases import Lease
 from ecd_client.session import Session
 from ecd_client.shared.index import AskDaemon
 from ecd_proto.shm.session_page import DMA_WORD, MAX_PINS
@@ -133,7 +134,7 @@ def test_what_no_row_can_hold_is_asked_for(client: Client) -> None:
         assert item.metadata == metadata
 
 
-def test_who_waits_for_what_no_row_can_hold_gets_a_lease(daemon: Daemon) -> None:
+def test_who_waits_for_what_no_row_can_hold_pins_it(daemon: Daemon) -> None:
     metadata = bytes(4096)
     with Client(daemon.address) as writer, Client(daemon.address) as reader:
         plain, large = reader.get_async(["plain", "large"], HANG_S)
@@ -143,7 +144,42 @@ def test_who_waits_for_what_no_row_can_hold_gets_a_lease(daemon: Daemon) -> None
             assert item.handle().expires_s == float("inf"), "pinned, when the wait was over"
         with large.result(HANG_S) as item:
             assert item.metadata == metadata
-            assert item.handle().expires_s < float("inf")
+            assert item.handle().expires_s == float("inf")
+            eventually(lambda: daemon.status().leases == 1, "the lease is over, the pin is seen")
+        eventually(lambda: daemon.status().leases == 0)
+
+
+def test_what_no_row_can_hold_stays_right_for_who_has_pinned_it(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    """It is evicted, its memory is wanted, and the daemon dies, with no lease that may run out."""
+    daemon = make_daemon("4MiB").start()
+    with Client(daemon.address) as client, Client(daemon.address) as writer:
+        writer.put("h" * 200, torch.ones(1 << 20, dtype=torch.uint8))
+        with client.get("h" * 200) as item:
+            assert daemon.evict_all().entries == 1
+            for number in range(12):
+                writer.put(f"{number}", torch.zeros(1 << 20, dtype=torch.uint8))
+            assert (item.tensor == 1).all()
+            daemon.kill()
+            eventually(lambda: not client.connected)
+            assert item.handle().expires_s == float("inf")
+            assert (item.tensor == 1).all()
+
+
+def test_a_lease_that_has_run_out_is_no_reason_to_pin(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry may have been evicted, and the pins looked at, before this one was announced."""
+    client.put("h" * 200, torch.ones(1))
+    session = client._connection.session()
+    free, refs = list(session.index._free), session._refs
+    with monkeypatch.context() as late:
+        late.setattr(Lease, "holds", False)
+        item = client.get("h" * 200)
+    assert item.handle().expires_s < float("inf")
+    item.close()
+    assert (session.index._free, session._refs) == (free, refs)
 
 
 def test_a_client_that_cannot_use_the_index_asks(

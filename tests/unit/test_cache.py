@@ -81,6 +81,7 @@ class Reader:
     extent: Extent
     key: Key
     until_s: float
+    info: EntryInfo
 
 
 @dataclass
@@ -392,7 +393,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert leased.checksum == self.checksums[tag]
         assert self.reads(extent, tag), "the bytes are not those that were committed"
         self.counted.update(hits=1, bytes_out=extent.nbytes)
-        reader = Reader(tag, extent, key, leased.expires_s)
+        info = self.cache.info(key)
+        assert info is not None
+        assert info.entry == leased.entry
+        reader = Reader(tag, extent, key, leased.expires_s, info)
         self.open[session].readers[leased.lease] = reader
         self.stored[place] = (tag, extent, content, self.now_s)
 
@@ -911,14 +915,19 @@ class CacheMachine(RuleBasedStateMachine):
                 raise AssertionError(outcome)
 
     @precondition(lambda self: any(m.readers for m in self.open.values()))
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), pins=st.booleans())
+    def release(self, data: st.DataObject, pins: bool) -> None:
+        """With `pins`, the reader has pinned the entry while it was leased, and reads on."""
         session = data.draw(st.sampled_from([s for s, m in self.open.items() if m.readers]))
         lease = data.draw(st.sampled_from(sorted(self.open[session].readers)))
         for other in self.open:
             if other != session:
                 assert not self.cache.release(other, lease), "another session's lease"
-        self.lease_ended(self.open[session].readers.pop(lease))
+        reader = self.open[session].readers.pop(lease)
+        if pins:
+            info, late = reader.info, self.board.slow
+            self.board.pins.append(Pin(session, info, set=True, blocks=True, late=late, held=True))
+        self.lease_ended(reader)
         assert self.cache.release(session, lease)
         assert not self.cache.release(session, lease)
 
@@ -1413,4 +1422,44 @@ def test_an_entry_hidden_during_a_scan_is_kept_for_who_pinned_it_behind_the_scan
     while not cache.scan_pins():
         pass
     assert cache.pools[0].used_bytes == GRANULE_BYTES
+    cache.check()
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+@pytest.mark.parametrize("runs_out", [False, True])
+def test_a_pin_of_a_leased_entry_holds_when_the_lease_has_ended(
+    runs_out: bool, under_way: bool
+) -> None:
+    """Also that of an entry that was evicted before, which no scan decides that began before."""
+    board = Board()
+    cache = Cache([Pool(Allocator(0, 64 * GRANULE_BYTES, GRANULE_BYTES))], TTL_S, board=board)
+    session, other = cache.open_session(), cache.open_session()
+    assert not isinstance(session, LimitReached)
+    assert not isinstance(other, LimitReached)
+    reserved = cache.reserve(session, KEYS[0], Content("int8", (1,), 1), 0.0)
+    assert isinstance(reserved, Reserved)
+    cache.commit(session, reserved.entry, 0.0)
+    info = cache.info(KEYS[0])
+    lease = cache.acquire(session, KEYS[0], 0.0)
+    assert info is not None
+    assert isinstance(lease, Leased)
+    board.pins = [Pin(other, info, set=under_way)]
+    cache.evict(Selection(key=KEYS[0]), 0.0, 1)
+    assert cache.scan_pins(), "decided: it is leased, and perhaps pinned by another reader"
+    if under_way:  # a scan that has read the session's page, and finds that reader gone
+        board.pins, board.slow = [Pin(session, info)], True
+        assert not cache.scan_pins()
+    pin = Pin(session, info, set=True)
+    board.pins = [pin]
+    if runs_out:
+        cache.expire(TTL_S)
+    else:
+        cache.release(session, lease.lease)
+    while not cache.scan_pins():
+        pass
+    assert cache.pools[0].used_bytes == GRANULE_BYTES
+    board.pins = []
+    while not cache.scan_pins():
+        pass
+    assert cache.pools[0].used_bytes == 0
     cache.check()

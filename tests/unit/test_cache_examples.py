@@ -128,4 +128,6 @@ def test_a_leased_entry_is_evicted_but_its_bytes_stay(cache: Cache, client: Sess
     assert cache.scan_pins(), "one step: nobody reads without a call here"
     assert cache.pools[0].free_bytes == 0, "its reader still reads"
     cache.release(client, leased.lease)
+    assert cache.pools[0].free_bytes == 0, "its reader may have pinned it meanwhile"
+    assert cache.scan_pins()
     assert cache.pools[0].free_bytes == 4 * PAGE

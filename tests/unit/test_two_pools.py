@@ -86,6 +86,7 @@ def test_a_copy_lives_in_the_second_pool_from_reservation_to_eviction(
     cache.scan_pins()
     assert figures(far) == (2, 0, 2), "it is leased"
     assert cache.release(session, woken.outcome.lease)
+    cache.scan_pins()
     assert (figures(near), figures(far)) == ((0, 0, 0), (0, 0, 0))
     assert (near.evictions["requested"], far.evictions["requested"]) == (0, 1)
     cache.check()

@@ -210,6 +210,13 @@ class IndexReader:
         """
         return self._announce(pack_extent_pin(pool, offset))
 
+    def pin_leased(self, entry: int) -> int:
+        """The pin that holds an entry, listed or not, if its lease holds after this returns.
+
+        The daemon scans the pins anew after a lease's end. Raises AskDaemon.
+        """
+        return self._announce(entry)
+
     def record(self, namespace: str, mm_hash: str) -> bytes | None:
         """The key as rows hold it. None: its namespace has no row at all. Raises AskDaemon."""
         number = self._numbers.get(namespace)

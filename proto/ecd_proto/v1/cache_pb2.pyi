@@ -1054,8 +1054,13 @@ class Leased(google.protobuf.message.Message):
     CONTENT_FIELD_NUMBER: builtins.int
     EXTENT_FIELD_NUMBER: builtins.int
     EXPIRES_S_FIELD_NUMBER: builtins.int
+    ENTRY_FIELD_NUMBER: builtins.int
     lease: builtins.int
     expires_s: builtins.float
+    entry: builtins.int
+    """The entry's number. A client that announces it in its page while the lease holds has pinned the
+    entry, and may end the lease. 0: it may not.
+    """
     @property
     def content(self) -> global___Content: ...
     @property
@@ -1067,9 +1072,10 @@ class Leased(google.protobuf.message.Message):
         content: global___Content | None = ...,
         extent: global___Extent | None = ...,
         expires_s: builtins.float = ...,
+        entry: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["content", b"content", "extent", b"extent"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "expires_s", b"expires_s", "extent", b"extent", "lease", b"lease"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "entry", b"entry", "expires_s", b"expires_s", "extent", b"extent", "lease", b"lease"]) -> None: ...
 
 global___Leased = Leased
 
