@@ -816,6 +816,7 @@ def view_dropped_by_another_thread(address: str) -> dict:
             views.clear()
 
         was_held = held()
+        asked.clear()  # of the copies before
         control.hold = Hold.FILLS
         gpu.encode((16,), torch.uint8, 1)  # work that may use the view
         dropping = threading.Thread(target=drop)
