@@ -13,7 +13,16 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from ecd_client.errors import InvalidArgument
-from ecd_proto.contract import DTYPES, MAX_DIMENSIONS, MAX_HINTS, MAX_LENGTH, Hint, nbytes_of
+from ecd_proto.contract import (
+    DTYPES,
+    MAX_DIMENSIONS,
+    MAX_HINTS,
+    MAX_LENGTH,
+    MAX_MM_HASH_BYTES,
+    MAX_NAMESPACE_BYTES,
+    Hint,
+    nbytes_of,
+)
 from ecd_proto.engines import MAX_PARTS, MAX_TEXT_BYTES, Engine
 
 if TYPE_CHECKING:
@@ -44,6 +53,19 @@ def text(value: Any, what: str) -> str:
     return checked
 
 
+def key(namespace: Any, mm_hash: Any) -> tuple[str, str]:
+    """A key that daemons take."""
+    for what, value, limit in (
+        ("namespace", namespace, MAX_NAMESPACE_BYTES),
+        ("mm_hash", mm_hash, MAX_MM_HASH_BYTES),
+    ):
+        text(value, what)
+        nbytes = len(value.encode()) if len(value) <= limit else len(value)
+        if not 0 < nbytes <= limit:
+            raise InvalidArgument(f"a {what} of {nbytes} bytes; 1 to {limit} are allowed")
+    return namespace, mm_hash
+
+
 def many(values: Any, call: str) -> list[Any]:
     """A list of several things, for the method `call`, where one string would be several too."""
     if isinstance(values, str | bytes):
@@ -60,7 +82,7 @@ def engine(value: Any) -> Engine:
         raise InvalidArgument(f"an engine is an ecd_proto.engines.Engine, not {_shown(value)}")
     try:
         is_taken = Engine.of(value.message) is not None
-    except (TypeError, ValueError):  # what no message holds
+    except (ArithmeticError, AttributeError, TypeError, ValueError):  # what no message holds
         is_taken = False
     if not is_taken:
         raise InvalidArgument(

@@ -29,7 +29,7 @@ from ecd_client.locate import Located, locate
 from ecd_client.pools import Extent, MappedPool
 from ecd_client.reader import Reader
 from ecd_client.writer import Writer, describe_entry
-from ecd_proto.contract import BENCH_NAMESPACE, Hint
+from ecd_proto.contract import BENCH_NAMESPACE, MAX_BATCH, Hint
 from ecd_proto.engines import Engine
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -258,11 +258,11 @@ class Client:
         """An item of this process's own, of an entry that another process holds by `handle`.
 
         Makes no call and counts no use. None: the entry lies elsewhere by now, or this process
-        cannot hold it without a call.
+        cannot hold it without a call. Raises InvalidArgument.
         """
         if not isinstance(handle, Handle):
             raise InvalidArgument(f"a handle is what Item.handle returns, not {handle!r:.80}")
-        return self._reader.hold(self._key(mm_hash, namespace), handle)
+        return self._reader.hold(arguments.key(*self._key(mm_hash, namespace)), handle)
 
     def get_async(
         self,
@@ -296,12 +296,14 @@ class Client:
         daemon forgets a key that is not stored within a minute. Raises InvalidArgument and
         DaemonUnavailable.
         """
-        keys = self._keys(mm_hashes, namespace, "offer")
+        keys = list(map(to_key, self._whole_keys(mm_hashes, namespace, "offer")))
         if isinstance(nodes, str):
             raise InvalidArgument(f"nodes is a list: nodes=[{nodes!r}]")
         names = [arguments.text(node, "node") for node in arguments.many(nodes, "offer")]
-        request = pb.OfferRequest(keys=map(to_key, keys), nodes=names)
-        self._connection.session().calls.later("offer", request)
+        calls = self._connection.session().calls
+        for start in range(0, len(keys), MAX_BATCH):
+            batch = keys[start : start + MAX_BATCH]
+            calls.later("offer", pb.OfferRequest(keys=batch, nodes=names))
 
     def contains(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> list[bool]:
         """Which of the keys are stored on this node now.
@@ -336,27 +338,29 @@ class Client:
         False: another client has locked it. The lock is advice: it keeps nobody from putting the
         key. It ends after `seconds`, some tenths of a second late, or with this client. A client
         has MAX_LOCKS; with more, its oldest ends. Meanwhile other nodes wait for a key that this
-        node has said it makes (`makes`). No call is made. Raises DaemonUnavailable.
+        node has said it makes (`makes`). No call is made. Raises EcdError.
         """
-        key, seconds = self._key(mm_hash, namespace), arguments.seconds(seconds, "seconds")
+        key = arguments.key(*self._key(mm_hash, namespace))
+        seconds = arguments.seconds(seconds, "seconds")
         return self._connection.session().key_locks.take(*key, seconds)
 
     def is_locked(self, mm_hash: str, *, namespace: str | None = None) -> bool:
-        """Whether another client of this node has locked the key. Raises DaemonUnavailable."""
-        return self._connection.session().key_locks.is_taken(*self._key(mm_hash, namespace))
+        """Whether another client of this node has locked the key. Raises EcdError."""
+        key = arguments.key(*self._key(mm_hash, namespace))
+        return self._connection.session().key_locks.is_taken(*key)
 
     def is_made_elsewhere(self, mm_hash: str, *, namespace: str | None = None) -> bool:
         """Whether the daemon waits for another node that makes the key, for a client (`makes`).
 
-        No call is made. Raises DaemonUnavailable.
+        No call is made. Raises EcdError.
         """
-        return self._connection.session().key_locks.is_made_elsewhere(
-            *self._key(mm_hash, namespace)
-        )
+        key = arguments.key(*self._key(mm_hash, namespace))
+        return self._connection.session().key_locks.is_made_elsewhere(*key)
 
     def unlock(self, mm_hash: str, *, namespace: str | None = None) -> None:
-        """End this client's lock of the key, if it has one. Raises DaemonUnavailable."""
-        self._connection.session().key_locks.release(*self._key(mm_hash, namespace))
+        """End this client's lock of the key, if it has one. Raises EcdError."""
+        key = arguments.key(*self._key(mm_hash, namespace))
+        self._connection.session().key_locks.release(*key)
 
     def unlock_all(self) -> None:
         """End all of this client's locks. Raises DaemonUnavailable."""
@@ -366,10 +370,10 @@ class Client:
         """Tell other nodes that wait that these keys are not made (`makes`) after all.
 
         The daemon waits for no other node any more that makes them, unless another client has it
-        wait. Nobody waits for this. Raises DaemonUnavailable.
+        wait. Nobody waits for this. Raises InvalidArgument and DaemonUnavailable.
         """
-        keys = self._keys(mm_hashes, namespace, "stop_making")
-        self._connection.session().stop_making(map(to_key, keys))
+        keys = self._whole_keys(mm_hashes, namespace, "stop_making")
+        self._connection.session().stop_making(list(map(to_key, keys)))
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -405,3 +409,7 @@ class Client:
 
     def _keys(self, mm_hashes: Sequence[str], namespace: str | None, call: str) -> list[Key]:
         return [self._key(name, namespace) for name in arguments.many(mm_hashes, call)]
+
+    def _whole_keys(self, mm_hashes: Sequence[str], namespace: str | None, call: str) -> list[Key]:
+        """Keys for a message that nobody answers: they are such as the daemon takes."""
+        return [arguments.key(*key) for key in self._keys(mm_hashes, namespace, call)]

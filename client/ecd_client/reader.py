@@ -15,10 +15,9 @@ from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.item import Handle, Item
 from ecd_client.session import Session
 from ecd_client.shared.index import AskDaemon, OnMiss
-from ecd_proto.contract import MAX_BATCH, MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES, Hint
+from ecd_proto.contract import MAX_BATCH, Hint
 from ecd_proto.v1 import cache_pb2 as pb
 
-KEY_LIMITS = MAX_NAMESPACE_BYTES, MAX_MM_HASH_BYTES
 _COUNT, _GO_ON = OnMiss.COUNT, OnMiss.GO_ON
 
 
@@ -94,7 +93,7 @@ class Reader:
         open_ = []
         for index, key in enumerate(keys):
             try:
-                _check_key(key)
+                arguments.key(*key)
                 item = pinned(session, key, on_miss, is_use)
             except AskDaemon:
                 open_.append(index)
@@ -171,15 +170,6 @@ def _extent(session: Session, key: Key) -> tuple[int, int, int] | None:
         if session.index is not None:
             return session.index.extent(*key)
     return None
-
-
-def _check_key(key: Key) -> None:
-    """Raise InvalidArgument for a key that would have the daemon refuse the whole call."""
-    for name, value, limit in zip(("namespace", "mm_hash"), key, KEY_LIMITS, strict=True):
-        arguments.text(value, name)
-        nbytes = len(value.encode()) if len(value) <= limit else len(value)
-        if not 0 < nbytes <= limit:
-            raise InvalidArgument(f"a {name} of {nbytes} bytes; 1 to {limit} are allowed")
 
 
 def _result(session: Session, future: ItemFuture, wait_s: float) -> Item | None:

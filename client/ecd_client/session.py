@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ecd_client import forks
@@ -330,9 +330,11 @@ class Session:
         """End a wait early; its outcome still comes as every wait's does."""
         self._outbox.put(pb.SessionRequest(cancel_waits=pb.CancelWaits(tickets=[ticket])))
 
-    def stop_making(self, keys: Iterable[pb.Key]) -> None:
+    def stop_making(self, keys: Sequence[pb.Key]) -> None:
         """Tell the daemon that the client does not make these keys after all."""
-        self._outbox.put(pb.SessionRequest(stop_making=pb.StopMaking(keys=keys)))
+        for start in range(0, len(keys), MAX_BATCH):
+            message = pb.StopMaking(keys=keys[start : start + MAX_BATCH])
+            self._outbox.put(pb.SessionRequest(stop_making=message))
 
     # -- the engine ----------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ class Stream:
     attached: bool = False  # its client was seen to hold the session's lock
     is_described: bool = False  # by its client, as an engine
     is_misread: bool = False  # what its client says that its engine is
+    has_erred: bool = False  # a message of its client was passed over
 
 
 class SessionStreams:
@@ -233,13 +234,25 @@ class SessionStreams:
                         self._live.cancel_wait(stream.session, ticket)
                 case "stop_making" if len(request.stop_making.keys) <= MAX_BATCH:
                     pace = self._live.turns.pace()
-                    keys = await pace.each(key_from, request.stop_making.keys)
-                    self._flights.stop_making(stream.session, keys)
+                    try:
+                        keys = await pace.each(key_from, request.stop_making.keys)
+                    except InvalidRequest as error:
+                        self._pass_over(stream, error)
+                    else:
+                        self._flights.stop_making(stream.session, keys)
                 case "engine":
                     self._describe(stream, request.engine)
-                case _:
+                case "hello" | "renew":  # whose answer the client would take for another's
                     logger.warning("%s broke the session's protocol", stream.client)
                     return
+                case kind:
+                    self._pass_over(stream, f"{kind or 'a request'} is too long, or not known here")
+
+    def _pass_over(self, stream: Stream, cause: object) -> None:
+        """Note that a message of the client's has no effect: its session does not end for that."""
+        if not stream.has_erred:
+            stream.has_erred = True
+            logger.warning("%s sends what is passed over: %s", stream.client, cause)
 
     def _describe(self, stream: Stream, message: pb.Engine) -> None:
         """Note what an engine says it is; tell it, or others, where it is apart by mistake."""

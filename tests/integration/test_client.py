@@ -13,7 +13,9 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -37,6 +39,8 @@ from ecd_client.session import Outbox, Session
 from ecd_client.shared.puts import NewEntry
 from ecd_client.tensors import TensorSource
 from ecd_client.writer import describe_entry
+from ecd_proto.contract import MAX_BATCH
+from ecd_proto.engines import Engine
 from ecd_proto.shm.session_page import MAX_CLAIMS
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon, changed
@@ -748,6 +752,16 @@ def freed(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
 HALF = "half a character: \ud800"
 LARGE = 10**5000  # Python writes no integer of so many digits
 ONES = torch.ones(4)
+ENGINE = Engine("a", "m", "n", stores=True, loads=True, parts={}, shares="")
+TAKE_A_KEY: dict[str, Callable[..., object]] = {
+    "hold": lambda c, key, **of: c.hold(key, c.get("before").handle(), **of),
+    "offer": lambda c, key, **of: c.offer(["k", key], ["host:1"], **of),
+    "lock": lambda c, key, **of: c.lock(key, 60.0, **of),
+    "is_locked": lambda c, key, **of: c.is_locked(key, **of),
+    "is_made_elsewhere": lambda c, key, **of: c.is_made_elsewhere(key, **of),
+    "unlock": lambda c, key, **of: c.unlock(key, **of),
+    "stop_making": lambda c, key, **of: c.stop_making(["k", key], **of),
+}
 MISTAKES: dict[str, Callable[[Client], object]] = {
     "name: put": lambda c: c.put(HALF, ONES),
     "name: put_async": lambda c: c.put_async(HALF, ONES),
@@ -821,7 +835,50 @@ MISTAKES: dict[str, Callable[[Client], object]] = {
     "device: to": lambda c: c.get("before").to("nonsense"),
     "device: view": lambda c: c.get("before").device_view(None),
     "handle": lambda c: c.hold("before", "handle"),
+    **{
+        f"key: {odd}, {call}": partial(mistake, key=key)
+        for odd, key in {"empty": "", "long": "x" * 1025, "wide": "\u2713" * 342}.items()
+        for call, mistake in TAKE_A_KEY.items()
+    },
+    **{
+        f"namespace: empty, {call}": partial(mistake, key="k", namespace="")
+        for call, mistake in TAKE_A_KEY.items()
+    },
+    **{
+        f"engine: {name}": lambda c, odd=odd: c.describe(replace(ENGINE, **odd))
+        for name, odd in {
+            "large": {"stores": LARGE},
+            "text": {"loads": "yes"},
+            "parts": {"parts": 5},
+            "half": {"model": HALF},
+        }.items()
+    },
 }
+
+
+def test_a_message_that_makes_no_sense_does_not_end_the_session(
+    daemon: Daemon, client: Client
+) -> None:
+    many = range(MAX_BATCH + 1)
+    named = [pb.Key(namespace="n", mm_hash=f"{number}") for number in many]
+    with Client(daemon.address, name=f"odd {client.namespace}") as odd:
+        session = odd._connection.session()
+        for request in (
+            pb.SessionRequest(),
+            pb.SessionRequest(cancel_waits=pb.CancelWaits(tickets=many)),
+            pb.SessionRequest(stop_making=pb.StopMaking(keys=[pb.Key(namespace="n")])),
+            pb.SessionRequest(stop_making=pb.StopMaking(keys=named)),
+        ):
+            session._outbox.put(request)
+        odd.stop_making([f"{number}" for number in many])
+        [waited] = odd.get_async(["nothing"], HANG_S)
+        eventually(lambda: daemon.status().waits == 1)
+        waited.cancel()
+        eventually(lambda: daemon.status().waits == 0, "it was read after all of these")
+        assert odd._connection.current is session
+    said = [line for line in daemon.text().splitlines() if f"odd {client.namespace}" in line]
+    [passed_over] = [line for line in said if "passed over" in line]
+    assert "a request is too long, or not known here" in passed_over
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
