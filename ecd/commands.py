@@ -124,7 +124,19 @@ def _load(file: Path | None, **flags: object) -> tuple[Config, dict[str, str]]:
         raise typer.Exit(2) from None
 
 
-class _ToJournal(logging.Formatter):
+class _ToStderr(logging.Formatter):
+    """Lines that no text from outside can break, forge or colour; a traceback has more than one."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        line = super().formatMessage(record)
+        return line if line.isprintable() else "".join(map(_printable, line))
+
+
+def _printable(char: str) -> str:
+    return char if char.isprintable() else ascii(char)[1:-1]
+
+
+class _ToJournal(_ToStderr):
     """Lines as journald takes them: their severity before them (sd-daemon(3)), and no time."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -162,7 +174,7 @@ def _log_to_stderr(settings: Config) -> None:
     elif os.environ.get("JOURNAL_STREAM") == f"{stderr.st_dev}:{stderr.st_ino}":
         handler.setFormatter(_ToJournal("%(name)s: %(message)s"))
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_ToStderr("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
     logging.getLogger("grpc").setLevel(logging.WARNING)
     for name in ("grpc._cython.cygrpc", "grpc._common"):

@@ -19,7 +19,7 @@ from ecd.background import Background
 from ecd.core.types import Key, SessionId, Ticket
 from ecd.live import LiveCache
 from ecd.slow_log import DISK_READ, FETCH, SlowLog, Stage, time_stages
-from ecd_proto.contract import Hint
+from ecd_proto.contract import Hint, shown
 
 logger = logging.getLogger(__name__)
 
@@ -253,10 +253,10 @@ class Flights:
             if flight.is_left:
                 outcome = MISSING
             else:
-                logger.warning("%s was not fetched in time", flight.key.mm_hash)
+                logger.warning("%s was not fetched in time", shown(flight.key.mm_hash))
         except Exception:
             outcome = ERROR
-            logger.exception("%s was not fetched", flight.key.mm_hash)
+            logger.exception("%s was not fetched", shown(flight.key.mm_hash))
         finally:
             assert flight.deadline is not None
             flight.deadline.cancel()

@@ -66,7 +66,7 @@ from ecd.live import LiveCache
 from ecd.slow_log import Stage, waited
 from ecd.turns import Turns
 from ecd.wire import BYTES_WITH_LEASE, SPECULATIVE_BYTES
-from ecd_proto.contract import Hint
+from ecd_proto.contract import Hint, shown
 
 logger = logging.getLogger(__name__)
 
@@ -313,10 +313,11 @@ class Fetcher:
         try:
             return await self._bring_from(candidate, flight, terms)
         except PeerUnavailable as error:
-            logger.debug("%s: %s", flight.key.mm_hash, error)
+            logger.debug("%s: %s", shown(flight.key.mm_hash), error)
             return FULL if isinstance(error, PeerFull) else UNREACHABLE
         except _Failed as error:
-            logger.warning("%s from %s: %s", flight.key.mm_hash, candidate.hint.node, error)
+            name = shown(flight.key.mm_hash)
+            logger.warning("%s from %s: %s", name, candidate.hint.node, error)
             return str(error)
 
     async def _bring_from(

@@ -24,6 +24,7 @@ from ecd.memory.disk_format import CorruptFile, Header, file_name
 from ecd.memory.disk_limits import Breaker
 from ecd.memory.threads import Threads
 from ecd.slow_log import Stage
+from ecd_proto.contract import shown
 from ecd_proto.mapping import Mapping
 
 logger = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class DiskReads:
             if self._files.shelf.get(key) is not shelved:
                 return MISSING  # removed for room meanwhile
             self._counters.failures["corrupt"] += 1
-            logger.warning("%s on disk is removed: %s", key.mm_hash, error)
+            logger.warning("%s on disk is removed: %s", shown(key.mm_hash), error)
             self._files.remove(shelved)
             return CORRUPT
         except OSError as error:

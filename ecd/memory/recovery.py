@@ -19,7 +19,7 @@ from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.memory.leftovers import LeftoverEntry, Leftovers
 from ecd.memory.shared_index import SharedIndex
-from ecd_proto.contract import count_text
+from ecd_proto.contract import count_text, shown
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,8 @@ class Recovery:
                 return
             self._live.abort(self._session, entry)
             self._dropped += 1
-            logger.warning("the bytes of %s are not what they were: dropped", leftover.key.mm_hash)
+            name = shown(leftover.key.mm_hash)
+            logger.warning("the bytes of %s are not what they were: dropped", name)
         finally:
             del self._verifying[leftover.key]
             self._index.note_unseen(len(self._unseen) + len(self._verifying))

@@ -29,7 +29,7 @@ from ecd.rpc.convert import SessionOver, to_acquire_outcome
 from ecd.rpc.engines import Engines
 from ecd.rpc.held import HeldAnswers
 from ecd.wire import InvalidRequest, key_from
-from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH
+from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH, shown
 from ecd_proto.engines import MAX_ENGINES, Engine
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -154,7 +154,7 @@ class SessionStreams:
     async def run(self, requests: SessionIterator, context: Context) -> None:
         """Serve one stream until it ends."""
         hello = await self._hello(requests, context)
-        stream = self.open(f"{hello.client} pid {hello.pid}", hello.pid)
+        stream = self.open(f"{shown(hello.client)} pid {hello.pid}", hello.pid)
         if isinstance(stream, LimitReached):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -194,7 +194,7 @@ class SessionStreams:
         hello = first.hello
         if hello.contract_version != CONTRACT_VERSION:
             refusal = (
-                f"{hello.client[:256] or 'the client'} speaks contract {hello.contract_version}, "
+                f"{shown(hello.client) or 'the client'} speaks contract {hello.contract_version}, "
                 f"{self.identity.daemon} speaks contract {CONTRACT_VERSION}: upgrade the older one"
             )
             if refusal not in self._refusals and len(self._refusals) < MAX_REFUSALS:

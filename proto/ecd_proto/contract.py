@@ -50,6 +50,8 @@ MAX_HINTS = 8
 NODE_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}):\d{1,5}$"
 """A node's name: the host:port of its Peer service, an IPv4 address or a host name."""
 MAX_NODE_LENGTH = 259
+MAX_SHOWN = 128
+"""Characters of a name from outside that a line of log has."""
 MAKING_S = 1.5
 """How long a client makes a key that none of its node has locked: it may have ended in vain."""
 
@@ -84,6 +86,12 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     for length in shape:
         nbytes *= length
     return nbytes
+
+
+def shown(name: str) -> str:
+    """A name or a text from outside, for a message: short, in one line and ASCII."""
+    more = f"... ({len(name):,} characters)" if len(name) > MAX_SHOWN else ""
+    return ascii(name[:MAX_SHOWN])[1:-1] + more
 
 
 def size_text(nbytes: float) -> str:

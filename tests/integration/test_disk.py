@@ -331,6 +331,23 @@ def test_a_file_that_is_not_what_was_written_is_a_miss(make_disk: DiskDaemon, wh
     assert (place / "not ours").exists()
 
 
+def test_a_name_is_short_and_in_one_line_in_the_log(make_disk: DiskDaemon) -> None:
+    daemon = make_disk(ECD_EVICTION="lru").start()
+    forged = "\n2026-11-27 ERROR ecd.daemon: forged \x1b[31m" + "x" * 300
+    with Client(daemon.address, name=forged) as client:
+        put_all(daemon, client, [forged])
+        fill(daemon)
+        damage(directory(daemon) / file_name(Key("default", forged)), BLOCK_BYTES + 5)
+        assert not found(client, {forged: LARGE})
+        client._connection.session()._outbox.put(pb.SessionRequest())
+        eventually(lambda: "passed over" in daemon.text())
+    assert all(map(str.isprintable, daemon.text().splitlines()))
+    for what in ("on disk is removed", "passed over"):
+        [line] = [line for line in daemon.text().splitlines() if what in line]
+        assert "\\n2026-11-27 ERROR ecd.daemon: forged \\x1b[31mx" in line
+        assert "x" * 129 not in line
+
+
 def damage(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ecd_client.vllm.names import is_alone, name_apart, outer_name, shown, stored_name
+from ecd_client.vllm.names import is_alone, name_apart, outer_name, stored_name
+from ecd_proto.contract import shown
 
 
 def item(name: str, *fields: str, modality: str = "image") -> SimpleNamespace:

@@ -22,6 +22,7 @@ from ecd_client.device import driver, ends
 from ecd_client.device.copies import Copies
 from ecd_client.errors import DeviceBusy, DeviceError, EcdError
 from ecd_client.shared.index import AskDaemon, OnMiss
+from ecd_proto.contract import shown
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class DevicePool:
             if not self._is_quiet:  # as it was when this began to wait
                 self._promote(session, key, entry, just_put)
         except DeviceBusy as error:
-            logger.debug("%s was not promoted: %s", key, error)
+            logger.debug("%s was not promoted: %s", shown(key[1]), error)
         except DeviceError as error:
             self.fail(error)
         except Exception as error:  # a call that was not answered may have reserved: no more

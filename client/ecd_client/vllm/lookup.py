@@ -12,7 +12,6 @@ from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.vllm.compat import ASKS_OF_RUNNING
 from ecd_client.vllm.encodes import NOTICED_S, Encodes
-from ecd_client.vllm.names import shown
 from ecd_client.vllm.outputs import Outputs
 from ecd_client.vllm.producer import Producer
 from ecd_client.vllm.request_items import RequestItems
@@ -20,6 +19,7 @@ from ecd_client.vllm.settings import FAIL, Settings
 from ecd_client.vllm.sharing import Sharing
 from ecd_client.vllm.stats import EcdStats
 from ecd_client.vllm.wanted import WantedItem
+from ecd_proto.contract import shown
 
 logger = init_logger(f"vllm.{__name__}")
 

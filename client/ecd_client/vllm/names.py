@@ -20,8 +20,6 @@ PROMPT = "prompt_embeds"
 _DIGITS = 32
 _NAMED = "ecd_identifier"
 """Attribute of an item that has its name: what a client calls an item may look like one."""
-_SHOWN = 128
-"""Characters of a name that a message has."""
 
 
 def stored_name(name: str, salt: str | None) -> str:
@@ -68,9 +66,3 @@ def brought_with(feature: Any) -> Any:
     field = "embedding" if modality == PROMPT else f"{modality}_embeds"
     brought = (feature.data or {}).get(field)
     return None if brought is None else brought.data
-
-
-def shown(name: str) -> str:
-    """A name that a client may have chosen, for a message: short, in one line and ASCII."""
-    more = f"... ({len(name):,} characters)" if len(name) > _SHOWN else ""
-    return ascii(name[:_SHOWN])[1:-1] + more
