@@ -187,7 +187,8 @@ def test_a_question_that_is_too_large_ends_no_session(daemon: Daemon, client_of:
         client.get(long, 1.0)
     with pytest.raises(InvalidArgument):
         client.put_async("metadata", torch.ones(1), metadata=b"m" * BODY_BYTES).result(HANG_S)
-    client.offer([long], ["10.0.0.1:9465"])
+    with pytest.raises(InvalidArgument):
+        client.offer([long], ["10.0.0.1:9465"])
     client.put("later", torch.ones(10))
     with bystander.result(HANG_S) as found:
         assert (found.tensor == 1).all()
