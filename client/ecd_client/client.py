@@ -262,7 +262,7 @@ class Client:
         """
         if not isinstance(handle, Handle):
             raise InvalidArgument(f"a handle is what Item.handle returns, not {handle!r:.80}")
-        return self._reader.hold(arguments.key(*self._key(mm_hash, namespace)), handle)
+        return self._reader.hold(self._whole_key(mm_hash, namespace), handle)
 
     def get_async(
         self,
@@ -340,13 +340,13 @@ class Client:
         has MAX_LOCKS; with more, its oldest ends. Meanwhile other nodes wait for a key that this
         node has said it makes (`makes`). No call is made. Raises EcdError.
         """
-        key = arguments.key(*self._key(mm_hash, namespace))
+        key = self._whole_key(mm_hash, namespace)
         seconds = arguments.seconds(seconds, "seconds")
         return self._connection.session().key_locks.take(*key, seconds)
 
     def is_locked(self, mm_hash: str, *, namespace: str | None = None) -> bool:
         """Whether another client of this node has locked the key. Raises EcdError."""
-        key = arguments.key(*self._key(mm_hash, namespace))
+        key = self._whole_key(mm_hash, namespace)
         return self._connection.session().key_locks.is_taken(*key)
 
     def is_made_elsewhere(self, mm_hash: str, *, namespace: str | None = None) -> bool:
@@ -354,12 +354,12 @@ class Client:
 
         No call is made. Raises EcdError.
         """
-        key = arguments.key(*self._key(mm_hash, namespace))
+        key = self._whole_key(mm_hash, namespace)
         return self._connection.session().key_locks.is_made_elsewhere(*key)
 
     def unlock(self, mm_hash: str, *, namespace: str | None = None) -> None:
         """End this client's lock of the key, if it has one. Raises EcdError."""
-        key = arguments.key(*self._key(mm_hash, namespace))
+        key = self._whole_key(mm_hash, namespace)
         self._connection.session().key_locks.release(*key)
 
     def unlock_all(self) -> None:
@@ -407,9 +407,12 @@ class Client:
             return self.namespace, mm_hash  # as below, without its calls: every hit is here
         return self._namespace(namespace), arguments.text(mm_hash, "key")
 
+    def _whole_key(self, mm_hash: str, namespace: str | None) -> Key:
+        """A key such as the daemon takes, where no answer would tell of another."""
+        return arguments.key(*self._key(mm_hash, namespace))
+
     def _keys(self, mm_hashes: Sequence[str], namespace: str | None, call: str) -> list[Key]:
         return [self._key(name, namespace) for name in arguments.many(mm_hashes, call)]
 
     def _whole_keys(self, mm_hashes: Sequence[str], namespace: str | None, call: str) -> list[Key]:
-        """Keys for a message that nobody answers: they are such as the daemon takes."""
-        return [arguments.key(*key) for key in self._keys(mm_hashes, namespace, call)]
+        return [self._whole_key(name, namespace) for name in arguments.many(mm_hashes, call)]
