@@ -64,8 +64,8 @@ class Reports:
         return all(self._words[at + rank * _WORDS] >= load for rank in range(self._ranks))
 
     def step(self) -> int:
-        """The number of the last step that every rank has done; 0: none."""
-        return min(self._words[rank * _WORDS + _STEP] for rank in range(self._ranks))
+        """The last step that every rank had done when news were asked for; 0: none."""
+        return min(self._heard)
 
     def forgotten(self) -> int:
         """The last move in which a rank's cache was emptied, if not by the scheduler; or -1."""
