@@ -79,7 +79,7 @@ class Flight:
 
     @property
     def patience_left_s(self) -> float:
-        """For how long a maker still waits for another node."""
+        """Seconds that a maker still waits for another node's encode, at most; 0 or less: none."""
         return self.started_s + self.patience_s - time.perf_counter()
 
     def join(self, maker: Maker | None) -> None:

@@ -70,7 +70,7 @@ class PoolMemory(NamedTuple):
 
 
 def connect(url: str, timeout_s: float) -> Any:
-    """A client of Redis, whose import takes a fifth of a daemon's start."""
+    """A client of Redis, whose import takes a sixth of a daemon's start."""
     from ecd.cluster.redis_rows import connect
 
     return connect(url, timeout_s)
