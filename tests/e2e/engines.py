@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from support import warm
-from support.daemon import Daemon
+from support.daemon import Daemon, node_of
 from support.processes import end, start
 from support.waiting import HANG_S
 
@@ -41,6 +41,7 @@ IMPORTED = (
     *("vllm.entrypoints.llm", "vllm.engine.arg_utils", "vllm.v1.engine.llm_engine"),
     *("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.entrypoints.openai.api_server"),
     *("vllm.model_executor.models.qwen2_5_vl", "vllm.model_executor.models.qwen3_vl"),
+    *("e2e.preload", "ecd_client.vllm"),
 )
 """By the Python that is forked for engines, which takes ten seconds."""
 SPREAD = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -190,7 +191,8 @@ class Engine:
                     pass_fds=[writer],
                 )
             else:
-                node = int(prefix[prefix.index("-t") + 1]) if prefix else 0
+                node = node_of(prefix)
+                assert node is not None, prefix
                 spares = [1, ranks] if ranks > 1 else []
                 how = {"node": node, "spares": spares}
                 self._process = Fork(version, [script, told], out, writer, **how, **environ)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import urllib.request
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
+from typing import IO
 
 import grpc
 import psutil
@@ -21,6 +27,7 @@ from ecd_client import Client
 from ecd_client.calls import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+from support import warm
 from support.processes import end
 from support.waiting import HANG_S, eventually, stopped
 
@@ -40,6 +47,41 @@ def changed(*lines: str) -> tuple[str, ...]:
     return sys.executable, "-c", script, "serve"
 
 
+IMPORTED = (
+    *("grpc.aio", "grpc_health.v1.health_pb2_grpc", "grpc_reflection.v1alpha.reflection"),
+    *(
+        "msgspec.inspect",
+        "prometheus_client.exposition",
+        "pydantic_settings",
+        "pythonjsonlogger.json",
+    ),
+    *("rich.progress", "rich.table", "systemd_watchdog", "typer", "uvloop", "xxhash", "zmq"),
+)
+"""By the Python that is forked for daemons: what of a start is not ecd's, half a second."""
+_one_at_a_time = threading.Lock()
+
+
+def node_of(prefix: Sequence[str]) -> int | None:
+    """The process whose network and mounts a Node's prefix enters, 0 without one, else None."""
+    match [*prefix]:
+        case []:
+            return 0
+        case ["nsenter", "-t", process, "-n", "-m", "--"]:
+            return int(process)
+        case _:
+            return None
+
+
+@cache
+def _interpreter() -> warm.Interpreter:
+    directory = Path(tempfile.mkdtemp(prefix="ecd-warm-"))
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("ECD_")}
+    made = warm.Interpreter(sys.executable, IMPORTED, directory / "log", environ)
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    atexit.register(made.close)
+    return made
+
+
 class Daemon:
     """`ecd serve` in a directory of its own, with a name that no other test uses."""
 
@@ -56,7 +98,7 @@ class Daemon:
         self.shm = Path("/dev/shm") / f"ecd-{self.name}"
         self.pool = pool
         self._settings = settings
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | warm.Fork | None = None
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -71,7 +113,7 @@ class Daemon:
             **self._settings,
         }
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = self._forked(environment, log) or subprocess.Popen(
                 [*self.prefix, *self.command],
                 env=environment,
                 stdout=log,
@@ -81,6 +123,15 @@ class Daemon:
         if wait:
             self.wait_serving()
         return self
+
+    def _forked(self, environment: dict[str, str], log: IO[bytes]) -> warm.Fork | None:
+        """The daemon as a fork of a warm Python; None if it has to begin as a program does."""
+        node, (python, *arguments) = node_of(self.prefix), self.command
+        of_ecd = all(name.startswith("ECD_") for name in self._settings)  # libraries read others
+        if node is None or python != sys.executable or not of_ecd:
+            return None
+        with _one_at_a_time:
+            return warm.Fork(_interpreter(), arguments, log, node=node, **environment)
 
     def wait_serving(self) -> None:
         """Block until the daemon serves; its own channel does the waiting."""

@@ -53,6 +53,8 @@ class Interpreter:
 class Fork:
     """A script run by a fork, with the part of Popen that is used here."""
 
+    stdout = stderr = None
+
     def __init__(
         self,
         warm: Interpreter,
@@ -63,7 +65,9 @@ class Fork:
         spares: Sequence[int] = (),
         **environ: str,
     ) -> None:
-        """The numbers of the descriptors `passed` become the script's first arguments.
+        """`command` is Python's: a script or -m or -c, and arguments.
+
+        The numbers of the descriptors `passed` become the script's first arguments.
 
         `node` is a process whose network and mounts the script shares. The first `spares[0]`
         processes that the script spawns are forks as well, with the rest of `spares` for theirs.
@@ -86,6 +90,10 @@ class Fork:
         assert told, self._warm.log.read_text()[-6000:]
         (self.pid,) = struct.unpack("i", told)
 
+    @property
+    def returncode(self) -> int | None:
+        return self._code
+
     def poll(self) -> int | None:
         if self._code is None and select.select([self._ended], [], [], 0)[0]:
             self.wait()
@@ -100,6 +108,16 @@ class Fork:
             os.close(self._ended)
             self._warm.forks -= 1
         return self._code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def end(self, grace_s: float = 0.0) -> int:
         """Have the script end within `grace_s` of its input's end, or kill it and its group."""

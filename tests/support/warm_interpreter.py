@@ -142,7 +142,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     sys.argv = next_command(socket.socket(fileno=int(sys.argv[1])))
     gc.enable()
-    if sys.argv[0] == "-m":
+    if sys.argv[0] == "-c":
+        exec(sys.argv.pop(1), {"__name__": "__main__"})
+    elif sys.argv[0] == "-m":
         del sys.argv[0]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
