@@ -16,6 +16,8 @@ must find wrong bytes or a fault of the device: that it does is what makes the o
 something. Prints one line of JSON; exits with 0 if no byte was wrong and nothing leaked.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import json
@@ -27,6 +29,10 @@ import tempfile
 import time
 from collections import deque
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from support.warm import Interpreter
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
@@ -325,19 +331,19 @@ class Engine:
 
 
 class Worker:
-    def __init__(self, address: str, role: str, without: str, env: dict[str, str]) -> None:
-        self.role, self.env = role, env
-        self.command = [sys.executable, __file__, f"--{role}", address, "--without", without]
+    def __init__(
+        self, warm: Interpreter, address: str, role: str, without: str, env: dict[str, str]
+    ) -> None:
+        self.role, self._warm, self._env = role, warm, env
+        self._command = [__file__, f"--{role}", address, "--without", without]
         self.counts: dict[str, int] = {}
         self.start()
 
     def start(self) -> None:
-        from support.processes import child
+        from support.warm import Fork
 
-        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        about = {"stdout": self.output, "stderr": self.output, "env": {**os.environ, **self.env}}
-        self._life = contextlib.ExitStack()
-        self.process = self._life.enter_context(child(self.command, **about))
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = Fork(self._warm, self._command, self.output, **self._env)
 
     def collect(self) -> dict[str, int]:
         lines = [line for line in self.said().splitlines() if line.endswith("}")]
@@ -349,13 +355,14 @@ class Worker:
         return os.pread(fd, os.fstat(fd).st_size, 0).decode()
 
     def end(self) -> None:
-        self._life.close()
+        self.process.end()
         for name, count in self.collect().items():
             self.counts[name] = self.counts.get(name, 0) + count
         self.output.close()
 
 
 def run(kind: str, seconds: float, without: str) -> dict:
+    from support.cuda.processes import warm_interpreter
     from support.cuda.standin import Control, environment
     from support.daemon import Daemon
 
@@ -381,8 +388,9 @@ def run(kind: str, seconds: float, without: str) -> dict:
         daemon.command = (sys.executable, __file__, "--daemon", "--without", without)
         stack.callback(daemon.close)
         daemon.start()
+        warm = stack.enter_context(warm_interpreter(Path(directory)))
         workers = [
-            Worker(daemon.address, role, without, env)
+            Worker(warm, daemon.address, role, without, env)
             for role, env in zip(roles[kind], envs, strict=True)
         ]
 
