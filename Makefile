@@ -196,7 +196,7 @@ unit: $(VENV)/.ready  ## the core's tests alone, with fewer random examples: the
 
 .PHONY: test
 test: check vllm test-system $(STANDIN) $(KUBERNETES)  ## everything that can run without a GPU, real vLLM included
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 3
 
 .PHONY: timing
 timing: $(VENV)/.ready vllm test-system $(STANDIN)  ## figures that go by a real clock, beside the last ones; none of them fails

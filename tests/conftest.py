@@ -9,7 +9,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from ecd_client import Client
-from support.daemon import Daemon, close_all
+from support.daemon import Daemon, close_all, cool
 from support.limits import RUN_LIMIT_S, RunLimit, TestLimits
 from support.processes import mark
 
@@ -65,6 +65,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
     config.option.loadscopereorder = False  # what takes longest comes first
     return Scheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_daemons() -> Iterator[None]:
+    yield
+    cool()
 
 
 @pytest.fixture

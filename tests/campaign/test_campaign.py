@@ -44,6 +44,7 @@ def campaign(
     return process.returncode, printed, json.loads(result.read_text())
 
 
+@pytest.mark.night  # when it is found is a matter of luck
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(bug: str, tmp_path: Path) -> None:
     code, printed, said = campaign(tmp_path, BUG_SEED, BUG_SECONDS, "--bug", bug)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import shutil
@@ -77,9 +78,23 @@ def _interpreter() -> warm.Interpreter:
     directory = Path(tempfile.mkdtemp(prefix="ecd-warm-"))
     environ = {k: v for k, v in os.environ.items() if not k.startswith("ECD_")}
     made = warm.Interpreter(sys.executable, IMPORTED, directory / "log", environ)
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    atexit.register(made.close)
+
+    def close() -> None:
+        made.close()
+        shutil.rmtree(directory)
+
+    _closing.callback(close)
     return made
+
+
+_closing = contextlib.ExitStack()
+atexit.register(_closing.close)
+
+
+def cool() -> None:
+    """End the Python that was forked for daemons, which have ended."""
+    _closing.close()
+    _interpreter.cache_clear()
 
 
 class Daemon:
