@@ -24,7 +24,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm() -> Iterator[None]:
-    with kept_warm():
+    with kept_warm("e2e.pauses"):
         yield
 
 

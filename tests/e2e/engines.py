@@ -97,18 +97,20 @@ def environment(version: str, **extra: str) -> dict[str, str]:
 
 
 _warm: dict[str, warm.Interpreter] = {}
-_keepers = 0
+_keepers: list[Sequence[str]] = []
 
 
 @contextlib.contextmanager
-def kept_warm() -> Iterator[None]:
-    """Within the block each version's interpreter, once started, stays for further forks."""
-    global _keepers
-    _keepers += 1
+def kept_warm(*more: str) -> Iterator[None]:
+    """Within the block each version's interpreter, once started, stays for further forks.
+
+    One that starts there imports `more` modules.
+    """
+    _keepers.append(more)
     try:
         yield
     finally:
-        _keepers -= 1
+        _keepers.pop()
         _cool()
 
 
@@ -124,7 +126,8 @@ class Fork(warm.Fork):
     def __init__(self, version: str, *args: Any, **how: Any) -> None:
         if version not in _warm:
             python, log = python_of(version), Path(scratch()) / f"warm-{version}.log"
-            _warm[version] = warm.Interpreter(python, IMPORTED, log, environment(version, **EAGER))
+            modules = [*IMPORTED, *(each for more in _keepers for each in more)]
+            _warm[version] = warm.Interpreter(python, modules, log, environment(version, **EAGER))
         super().__init__(_warm[version], *args, **how)
 
     def wait(self, timeout: float = HANG_S) -> int:
