@@ -27,8 +27,7 @@ OUT_OF_THE_WAY = 900
 
 
 def supervise(child: int, tell: int) -> None:
-    """Tell the tests which process it is, and how it ended."""
-    os.write(tell, struct.pack("i", child))
+    """Tell the tests how the process ended, which has told them its id."""
     _, status = os.waitpid(child, 0)
     os.write(tell, struct.pack("i", os.waitstatus_to_exitcode(status)))
     os._exit(0)
@@ -52,6 +51,7 @@ def next_command(requests: socket.socket) -> list[str]:
                 os.close(descriptor)
             supervise(child, tell)
         os.setsid()
+        os.write(tell, struct.pack("i", os.getpid()))  # now, as its group can be ended
         os.close(tell)
         os.dup2(read, 0)
         os.dup2(write, 1)
