@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from e2e.engines import Engine
+from e2e.engines import EAGER, HERE, SPREAD, Engine, Fork
 from e2e.gates import Gate
+from e2e.servers import free_port
 from e2e.shared import Engines, Pictures, Plain, await_sessions, constants, tokens
 from e2e.test_one_node import PICTURES, REQUESTS, ask
 from support.nodes import Node, NodeClient, NodeDaemon
@@ -342,3 +344,72 @@ def test_two_machines_that_need_a_new_picture_at_one_time_encode_it_once(
         gate.open()
         reply = far.receive()
         assert (tokens(reply), reply["encoded"]) == (tokens(plain.generate(last)), 1)
+
+
+@pytest.fixture
+def follower(
+    nodes: tuple[Node, Node], version: str, engines: Engines, tmp_path: Path
+) -> Iterator[Callable[..., Path]]:
+    """The second machine of an engine, whose log is returned; it has its workers alone."""
+    started: list[Fork] = []
+
+    def start(flags: Sequence[str], extra: dict[str, str], **environ: str) -> Path:
+        transfer = {
+            "ec_connector": "EcdConnector",
+            "ec_connector_module_path": "ecd_client.vllm",
+            "ec_role": "ec_both",
+            "ec_connector_extra_config": extra,
+        }
+        log = tmp_path / "follower.log"
+        command = [str(HERE / "several_servers.py"), str(engines.model(version)), "--headless"]
+        command += ["--node-rank=1", *flags, "--ec-transfer-config", json.dumps(transfer)]
+        # The rest is as in `engine_process.py`: both machines warm up with one shape.
+        command += ["--max-model-len=2048", "--max-num-seqs=8", "--enforce-eager"]
+        command += ["--limit-mm-per-prompt", json.dumps({"image": 4, "video": 0})]
+        holder = int(nodes[1].prefix[nodes[1].prefix.index("-t") + 1])
+        with log.open("wb") as out:
+            started.append(Fork(version, command, out, node=holder, spares=(1,), **environ))
+        return log
+
+    yield start
+    for each in started:
+        each.end()
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_an_engine_on_two_machines_shares_nothing_and_says_why(
+    layout: str,
+    version: str,
+    daemons: tuple[NodeDaemon, NodeDaemon],
+    nodes: tuple[Node, Node],
+    engines: Engines,
+    follower: Callable[..., Path],
+    start_engine: Start,
+    new: Pictures,
+) -> None:
+    near, far = daemons
+    for daemon in daemons:
+        daemon.close()
+        daemon.start()
+    requests = new.requests(2)
+    size = f"{layout}_parallel_size"
+    one = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
+    right = Plain(engines, version, **one, **{size: 2}, environ=SPREAD).generate(requests)
+    start_engine("ec_producer", daemon=near, environ=ENVIRON, **one, **ENGINE).generate(requests)
+    eventually(lambda: near.status().entries == 2, "both stored")
+
+    port = free_port()
+    both = {**one, size: 2, "nnodes": 2, "master_addr": nodes[0].address, "master_port": port}
+    environ = {**SPREAD, "GLOO_SOCKET_IFNAME": "eth0"}
+    leads, follows = ({**environ, "VLLM_HOST_IP": node.address} for node in nodes)
+    engine = start_engine("ec_both", daemon=near, environ=leads, node_rank=0, **both)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in both.items()]
+    log = follower(flags, {"ecd_address": far.address}, **EAGER, **follows)
+    engine.wait_ready()
+    assert "nothing is shared: this engine's workers are on 2 machines" in engine.text()
+    assert tokens(engine.generate(requests)) == tokens(right)
+    assert (near.status().entries, far.status().entries) == (2, 0)
+    assert engine.metrics().get("loads", 0) == engine.metrics().get("saves", 0) == 0
+    eventually(lambda: near.status().leases == 0, "leases of finished requests")
+    assert "Traceback" not in log.read_text(errors="replace")

@@ -94,6 +94,8 @@ SLOW = {
     "scheduled ahead": Way(AHEAD),
     "second runner": Way(environ=V2, encoder={"environ": V2}, shows="Using V2 Model"),
     "second runner, draft model": Way(DRAFTS, V2, shows="Using V2 Model"),
+    "EAGLE": Way(EAGLE, shows="Using auxiliary layers"),
+    "second runner, EAGLE": Way(EAGLE, V2, shows="Using V2 Model"),
     "no prefix caching": Way({"enable_prefix_caching": False}),
     "tensor parallel": Way(splits=TWO_RANKS, ranks=2),
     "tensor parallel, encoder by data": Way(
