@@ -48,6 +48,7 @@ class _Open:
     """A question that the peer has not answered yet, whether or not somebody still waits."""
 
     kind: type[Any]  # of the answer
+    keys: int
     answer: asyncio.Future[Any]
     asked_s: float
     waits: bool  # the peer is asked to wait for an encoder first
@@ -142,7 +143,7 @@ class Link:
         With `or_elsewhere` a busy peer may name another one instead. Raises PeerUnavailable.
         """
         asked_s = time.monotonic()
-        ticket, answer = self._ask(pb.LeaseOutcome, wait_s, waits=if_made)
+        ticket, answer = self._ask(pb.LeaseOutcome, 1, wait_s, waits=if_made)
         self._leases.append(
             pb.LeaseKey(
                 ticket=ticket,
@@ -193,8 +194,8 @@ class Link:
         """The peer, for each key that is there or on its way; else None. Raises PeerUnavailable."""
         found: list[Candidate | None] = []
         for start in range(0, len(keys), MAX_BATCH):
-            ticket, answer = self._ask(pb.FoundKeys)
-            batch = map(to_key, keys[start : start + MAX_BATCH])
+            batch = [to_key(key) for key in keys[start : start + MAX_BATCH]]
+            ticket, answer = self._ask(pb.FoundKeys, len(batch))
             self._send(pb.LinkRequest(find=pb.FindKeys(ticket=ticket, keys=batch)))
             reply = await answer
             places = places_from(reply.extents, len(reply.found))
@@ -248,9 +249,9 @@ class Link:
             await self._channel.close()
 
     def _ask(
-        self, kind: type[Any], wait_s: float = 0.0, waits: bool = False
+        self, kind: type[Any], keys: int, wait_s: float = 0.0, waits: bool = False
     ) -> tuple[int, asyncio.Future[Any]]:
-        """Open a question: its ticket, and its answer, which is a message of that kind.
+        """Open a question about so many keys: its ticket, and its answer, a message of that kind.
 
         The peer has `wait_s` and ANSWER_TIMEOUT_S for it. `waits`: it is asked to wait for an
         encoder first. Raises PeerUnavailable.
@@ -261,7 +262,7 @@ class Link:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         late = loop.call_later(wait_s + ANSWER_TIMEOUT_S, self._give_up, answer)
-        self._open[ticket] = _Open(kind, answer, time.monotonic(), waits, late)
+        self._open[ticket] = _Open(kind, keys, answer, time.monotonic(), waits, late)
         return ticket, answer
 
     def _give_up(self, answer: asyncio.Future[Any]) -> None:
@@ -305,13 +306,9 @@ class Link:
                 if reply is None:  # what gRPC could not decode
                     cause = "it sent what is no message"
                     break
-                match reply.WhichOneof("reply"):
-                    case "leases":
-                        for outcome in reply.leases.outcomes:
-                            if not self._settle(outcome.ticket, outcome):
-                                self._give_back(outcome)
-                    case "found":
-                        self._settle(reply.found.ticket, reply.found)
+                if not self._take(reply):
+                    cause = "it answered what it was not asked"
+                    break
             was_idle = reply is grpc.aio.EOF and not self._open
         except grpc.RpcError as error:
             cause = error.details() or error.code().name
@@ -325,21 +322,40 @@ class Link:
                 self.peer.failed(cause)
             await self.close()
 
-    def _settle(self, ticket: int, result: object) -> bool:
-        opened = self._open.pop(ticket, None)
-        if opened is None:
+    def _take(self, reply: pb.LinkReply) -> bool:
+        """Settle the questions that the reply answers; False if it answers any other."""
+        match reply.WhichOneof("reply"):
+            case "leases":
+                outcomes = reply.leases.outcomes
+                return len(outcomes) <= MAX_BATCH and all(
+                    self._settle(outcome.ticket, outcome) for outcome in outcomes
+                )
+            case "found":
+                return self._settle(reply.found.ticket, reply.found)
+        return True
+
+    def _settle(self, ticket: int, result: pb.LeaseOutcome | pb.FoundKeys) -> bool:
+        """End the question with its answer; False, and the question stays, if it is none."""
+        opened = self._open.get(ticket)
+        if opened is None or opened.kind is not type(result) or not _is_of(opened.keys, result):
             return False
+        del self._open[ticket]
         opened.late.cancel()
-        if opened.answer.done():
-            return False  # nobody waits for it any more
-        if opened.kind is not type(result):
-            why = f"{self.peer.node} answered another question"
-            opened.answer.set_exception(PeerUnavailable(why))
-            return False
+        if opened.answer.done():  # nobody waits for it any more
+            if isinstance(result, pb.LeaseOutcome):
+                self._give_back(result)
+            return True
         if not (opened.waits or _may_have_waited(result)):  # or it says nothing of the way
             self.peer.answered(time.monotonic() - opened.asked_s)
         opened.answer.set_result(result)
         return True
+
+
+def _is_of(keys: int, answer: pb.LeaseOutcome | pb.FoundKeys) -> bool:
+    """Whether the answer is about so many keys; it may leave out where they are."""
+    if isinstance(answer, pb.LeaseOutcome):
+        return True
+    return len(answer.found) == keys >= max(len(answer.extents), len(answer.metadata))
 
 
 def _may_have_waited(answer: object) -> bool:

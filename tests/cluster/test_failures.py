@@ -324,7 +324,7 @@ ALL_LIES = [(lie, False) for lie in (*LIES, *OTHER_LIES)]
 ALL_LIES += [(lie, True) for lie in LIES_TO_THOSE_AHEAD]
 ENDLESS = {
     *("memory of others", "beyond the end", "another incarnation", "an identity nowhere"),
-    *("no answer", "an answer to nobody"),
+    "no answer",
 }
 """Lies that the deadline of the fetch alone ends."""
 REFUSED = {

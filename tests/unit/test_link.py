@@ -8,11 +8,13 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from ecd.cluster.link import Link
-from ecd.cluster.peer import Peer
+from ecd.cluster.peer import Peer, PeerUnavailable
 from ecd.core.types import Key
 from ecd.wire import SPECULATIVE_BYTES
+from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
+from support.waiting import within_hang
 
 
 def leased(nbytes: int) -> pb.LeaseOutcome:
@@ -44,5 +46,55 @@ def test_an_answer_that_may_have_waited_for_others_says_nothing_of_the_way(
         await link.lease(question)
         assert (peer.round_trip_s > 0.0) == is_measured
         await link.close()
+
+    asyncio.run(ask())
+
+
+def outcomes(*tickets: int) -> pb.LinkReply:
+    missing = [pb.LeaseOutcome(ticket=n, missing=cache_pb2.Missing()) for n in tickets]
+    return pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=missing))
+
+
+def found(ticket: int, count: int, **about: list[object]) -> pb.LinkReply:
+    return pb.LinkReply(found=pb.FoundKeys(ticket=ticket, found=[True] * count, **about))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        outcomes(3),
+        outcomes(1, 1),
+        outcomes(2),
+        outcomes(*[1] * (MAX_BATCH + 1)),
+        found(1, 1),
+        found(3, 2),
+        found(2, 3),
+        found(2, 1),
+        found(2, 2, extents=[cache_pb2.Extent()] * 3),
+        found(2, 2, metadata=[b"m"] * 3),
+    ],
+    ids=[
+        *("a lease of no question", "a second lease", "a lease where keys are looked for"),
+        *("more leases than a batch has", "keys where a lease is asked for"),
+        *("keys of no question", "more keys", "fewer keys", "more places", "more metadata"),
+    ],
+)
+def test_an_answer_to_what_was_not_asked_ends_the_link(reply: pb.LinkReply) -> None:
+    """Question 1 is for a lease, question 2 looks for two keys."""
+
+    async def ask() -> None:
+        answers: asyncio.Queue[pb.LinkReply] = asyncio.Queue()
+        call = Mock(read=answers.get, write=AsyncMock())
+        peer = Peer("127.0.77.2:9465")
+        link = Link(peer, AsyncMock(), call, pb.NodeDescription(lease_ttl_s=30.0))
+        link.ask_lease(Key("default", "k"), 20.0, 0)
+        finding = asyncio.ensure_future(link.find([Key("default", "k"), Key("default", "l")]))
+        await asyncio.sleep(0)
+        answers.put_nowait(reply)
+        answers.put_nowait(found(2, 2))  # too late, if the link is over
+        with pytest.raises(PeerUnavailable):
+            await within_hang(finding)
+        assert not link.alive
+        assert "what it was not asked" in peer.last_error
 
     asyncio.run(ask())
