@@ -41,6 +41,8 @@ RELEASE_PAUSE_S = 0.05
 """How long ends of leases are collected before they are sent."""
 MAX_UNSENT = 1024
 """Requests that may wait for the peer to read; offers beyond are dropped."""
+MAX_UNREAD = 8 * MAX_UNSENT
+"""Requests that a peer may leave unread before the link is given up, each key's lease counted."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Link:
                 or_elsewhere=or_elsewhere,
             )
         )
-        self._something.set()
+        self._wake_writer()
         return Question(asked_s, bytes_up_to, or_elsewhere, answer)
 
     async def lease(self, question: Question) -> PeerLease | Elsewhere | None:
@@ -273,13 +275,21 @@ class Link:
         if not answer.done():
             answer.set_exception(PeerUnavailable(f"{self.peer.node} does not answer"))
             answer.exception()  # the asking task may have gone
+        self._fail("it did not answer in time")
+
+    def _fail(self, why: str) -> None:
         if self.alive:
-            self.peer.failed("it did not answer in time")
+            self.peer.failed(why)
             self._background.spawn(self.close())
 
     def _send(self, request: pb.LinkRequest) -> None:
         self._others.append(request)
+        self._wake_writer()
+
+    def _wake_writer(self) -> None:
         self._something.set()
+        if len(self._leases) + len(self._others) > MAX_UNREAD:
+            self._fail("it does not read what it is asked")
 
     async def _write(self) -> None:
         try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from ecd.cluster.link import Link
+from ecd.cluster.link import MAX_UNREAD, Link
 from ecd.cluster.peer import Peer, PeerUnavailable
 from ecd.core.types import Key
 from ecd.wire import SPECULATIVE_BYTES
@@ -96,5 +97,35 @@ def test_an_answer_to_what_was_not_asked_ends_the_link(reply: pb.LinkReply) -> N
             await within_hang(finding)
         assert not link.alive
         assert "what it was not asked" in peer.last_error
+
+    asyncio.run(ask())
+
+
+def test_a_peer_that_answers_and_reads_nothing_costs_bounded_memory() -> None:
+    """It guesses the questions' tickets, so that no question is late."""
+
+    async def ask() -> None:
+        answers: asyncio.Queue[pb.LinkReply] = asyncio.Queue()
+        call = Mock(read=answers.get, write=lambda _: asyncio.Event().wait())
+        peer = Peer("127.0.77.2:9465")
+        link = Link(peer, AsyncMock(), call, pb.NodeDescription(lease_ttl_s=30.0))
+        asked = 0
+
+        async def one() -> None:
+            nonlocal asked
+            question = link.ask_lease(Key("default", "k"), 20.0, 0)
+            asked += 1
+            outcome = leased(SPECULATIVE_BYTES + 1)
+            outcome.ticket = asked
+            answers.put_nowait(pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=[outcome])))
+            await link.lease(question)
+            link.end(question, is_stored=False)
+
+        while link.alive and asked < 10 * MAX_UNREAD:
+            with contextlib.suppress(PeerUnavailable):
+                await one()
+        assert MAX_UNREAD / 2 < asked < 2 * MAX_UNREAD
+        assert "does not read" in peer.last_error
+        await link.close()
 
     asyncio.run(ask())
