@@ -68,7 +68,7 @@ class Config(BaseSettings):
     shm_dir: str = Field(default="/dev/shm", description="A tmpfs directory for the host pool.")
     host_pool_bytes: (
         Annotated[ByteSize, Field(ge=1 << 20)]
-        | Annotated[str, Field(pattern=r"^[1-9]\d?%$")]
+        | Annotated[str, Field(pattern=r"^[1-9][0-9]?%$")]
         | None
     ) = Field(
         default=None,
@@ -148,12 +148,12 @@ class Config(BaseSettings):
     )
     metrics_address: str = Field(
         default="127.0.0.1:9464",
-        pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):\d{1,5}$",
+        pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):[0-9]{1,5}$",
         description="host:port of the status page, /metrics and /v1/locate. Port 0: any free one.",
     )
     events_address: str | None = Field(
         default=None,
-        pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):\d{1,5}$",
+        pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):[0-9]{1,5}$",
         description="host:port (an IP address) where changes are published for routers. The next "
         "port replays them. Port 0: any two free ones. By default nothing is published.",
     )
@@ -218,7 +218,7 @@ class Config(BaseSettings):
     )
     engine_ports: str = Field(
         default="18200-18231",
-        pattern=r"^\d{1,5}-\d{1,5}$",
+        pattern=r"^[0-9]{1,5}-[0-9]{1,5}$",
         description="Ports that Mooncake may listen on, as first-last. With fewer than 32, the "
         "previous daemon may still hold all of them after a quick restart: each start takes two, "
         "which rest for a minute after its end.",

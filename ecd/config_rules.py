@@ -55,10 +55,10 @@ def _by_pattern(value: object, parse: Callable[[str, str], T], form: str) -> obj
 
 
 def _quota(pattern: str, text: str) -> int | str:
-    if re.fullmatch(r"\d+(\.\d+)?%", text) and 0 < float(text[:-1]) <= 100:
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?%", text) and 0 < float(text[:-1]) <= 100:
         return text
     nbytes = 0
-    if re.fullmatch(r"\d+(\.\d+)? ?\w*", text):  # or what follows would be passed over
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)? ?[A-Za-z]*", text):  # or what follows would be passed over
         with contextlib.suppress(ValidationError):
             nbytes = int(_size.validate_python(f"{text}B" if text.endswith("i") else text))
     if not 0 < nbytes <= MAX_QUOTA_BYTES:

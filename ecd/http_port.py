@@ -40,7 +40,7 @@ FULL = (
 )
 
 
-HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+)(:\d+)?")
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+)(:[0-9]+)?")
 """The header of a request that a browser or a scraper makes: a host, and its port."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 HIDDEN = "***"
-_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _REPEATED = re.compile("(with args beginning with:).*", re.DOTALL)
 _SECRET_NAME = re.compile("PASS|SECRET|TOKEN|KEY|AUTH|CRED", re.IGNORECASE)
 

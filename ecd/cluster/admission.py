@@ -85,7 +85,7 @@ class Admission:
 
     def _standing_of_address(self, node: str) -> _Standing:
         host, _, port = node.rpartition(":")
-        if not (re.fullmatch(NODE_PATTERN, node) and port.isascii() and 0 < int(port) < 65536):
+        if not (re.fullmatch(NODE_PATTERN, node) and 0 < int(port) < 65536):
             return _Standing.NOBODY
         return _Standing.HINTED if _is_within(host, self._networks) else _Standing.UNKNOWN
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import hmac
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +73,8 @@ class TokenCheck:
                 f"no proof of the cluster's token for {self._node}: set the same ECD_PEER_TOKEN on "
                 "every node, and name nodes as their ECD_PEER_ADDRESS does",
             )
-        made_s, now_s = int(when) if when.isdecimal() and len(when) < 20 else 0, time.time()
+        made_s = int(when) if re.fullmatch(r"[0-9]{1,19}", when) else 0
+        now_s = time.time()
         if abs(now_s - made_s) > CLOCKS_APART_S:
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,

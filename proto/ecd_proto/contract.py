@@ -47,7 +47,7 @@ MAX_PAGE = 1000
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_HINTS = 8
 """Nodes named for one key."""
-NODE_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}):\d{1,5}$"
+NODE_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}):[0-9]{1,5}$"
 """A node's name: the host:port of its Peer service, an IPv4 address or a host name."""
 MAX_NODE_LENGTH = 259
 MAX_SHOWN = 128
@@ -119,7 +119,7 @@ def duration_text(seconds: float) -> str:
 
 def seconds_of(text: str) -> float | None:
     """The seconds of a time as people type it, 30s, 10m, 2h or 1d; None if it is none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else None
 
 

@@ -329,6 +329,7 @@ ENDLESS = {
 """Lies that the deadline of the fetch alone ends."""
 REFUSED = {
     "an engine elsewhere": "another machine",
+    "an engine whose port is of other digits": "as no node does",
     "a lease for ever": "as no node does",
     "a lease of no number": "as no node does",
     "a lease of no time": "as no node does",

@@ -48,7 +48,8 @@ OTHER_LIES = (
     *("a dead engine", "no engine"),
     *("another protocol", "another contract", "no answer", "an answer to nobody", "hangs up"),
     *("dies with the lease", "refuses", "a lease for ever", "a lease of no number"),
-    *("an engine elsewhere", "a pool beyond all", "an answer to another question"),
+    *("an engine elsewhere", "an engine whose port is of other digits", "a pool beyond all"),
+    "an answer to another question",
     *("other bytes with the lease", "some bytes with the lease", "bytes from nowhere"),
     *("late bytes", "more bytes than asked for"),
     *("elsewhere is here", "elsewhere is the asker", "elsewhere is nowhere"),
@@ -107,6 +108,9 @@ class LyingPeer(pb_grpc.PeerServicer):
                 told.lease_ttl_s = float("nan")
             case "an engine elsewhere":
                 told.engine = "127.0.99.99:" + self.engine.endpoint.partition(":")[2]
+            case "an engine whose port is of other digits":
+                host, _, port = told.engine.partition(":")
+                told.engine = f"{host}:{chr(0xFF10 + int(port[0]))}{port[1:]}"
             case "a pool beyond all":
                 told.pools[0].address, told.pools[0].nbytes = (1 << 64) - 4096, 1 << 40
             case "a dead engine":

@@ -18,6 +18,7 @@ from ecd.commands import app
 from ecd.config import ConfigError
 from ecd.config_sources import load, unknown_variables
 from ecd.redaction import answer_without_password, without_password
+from ecd_proto.contract import NODE_PATTERN
 from support.processes import run
 
 SECRET = "hunter2"
@@ -165,6 +166,18 @@ def test_a_url_in_the_wrong_setting_is_refused_unquoted(name: str, url: str) -> 
 def test_a_node_that_is_none_is_quoted() -> None:
     with pytest.raises(ConfigError, match=r"peers \(from flag\).*host:port, got .*nowhere"):
         load({"peers": "h:1,nowhere"}, None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["peer_address", "peers", "metrics_address", "events_address", "health_address"],
+)
+def test_a_port_has_ascii_digits(name: str) -> None:
+    """Python reads any script's digits as a number; Mooncake and gRPC do not."""
+    with pytest.raises(ConfigError, match=name):
+        load({name: "127.0.0.1:\uff11\uff12\uff13"}, None)
+    assert re.fullmatch(NODE_PATTERN, "127.0.0.1:9465")
+    assert not re.fullmatch(NODE_PATTERN, "127.0.0.1:\uff19465")
 
 
 def test_values_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:

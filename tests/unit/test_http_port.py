@@ -67,6 +67,7 @@ FOREIGN = [
     "localhost/evil",
     "localhost,evil",
     "localhost:",
+    "localhost:\uff11",
     "[localhost]",
     "[::1]evil",
 ]
