@@ -382,5 +382,11 @@ def _is_interleaved(feature: Any) -> bool:
 
 
 def _has_more(data: Any, fields: set[str]) -> bool:
-    """Whether a processed item has something besides these fields."""
-    return any(element.data is not None and name not in fields for name, element in data.items())
+    """Whether a processed item has something besides these fields.
+
+    vLLM says AUDIO_IN_VIDEO of each video of Qwen2.5-Omni, with media or without.
+    """
+    return any(
+        element.data is not None and name not in fields and name != AUDIO_IN_VIDEO
+        for name, element in data.items()
+    )

@@ -272,9 +272,10 @@ def answers(
             found[f"{name}, repeated"] = engine.ask(items)
         if named is not None and (names := names_of(items, named.get(name, {}))):
             found[f"{name}, by metadata"] = engine.ask(items, names)
-            if "unknown" not in found:
+            kinds = "unknown: " + " ".join(sorted({MEDIA[item][0] for item in items}))
+            if kinds not in found:
                 unknown = {f"unknown-{at}": about for at, about in enumerate(names.values())}
-                found["unknown"] = engine.ask(items, unknown)
+                found[kinds] = engine.ask(items, unknown)
     found["the next"] = engine.ask([])
     engine.close()
     return found

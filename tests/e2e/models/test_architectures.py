@@ -95,7 +95,7 @@ def fault(
     role: str, row: str, answer: dict[str, Any], plain: dict[str, Any], tolerance: float
 ) -> str:
     """What is wrong with an answer, or nothing."""
-    if row == "unknown":
+    if row.startswith("unknown: "):
         failed = answer.get("reason") == "error" or "error" in answer
         return "" if failed and not answer["forwards"] else f"an unknown name: {answer}"
     name, _, way = row.partition(", ")
