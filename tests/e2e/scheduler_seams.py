@@ -193,6 +193,21 @@ with Client(address, namespace=role.namespace) as other:
     done["once that is stored"] = settled(late), connector.has_cache_item("elsewhere")
     connector.request_finished(late)
 
+    full = request("full", feature("not begun", 4))  # as its KV finds no room
+    assert settled(full) == "goes on"
+
+    def goes_on() -> bool:
+        ready = connector.ensure_cache_available(full, 0)
+        connector.build_connector_meta(STEP)
+        return ready
+
+    done["locked by one that does not begin"] = other.is_locked("not begun")
+    took = value_of(lambda: goes_on() and other.lock("not begun", 10 * HANG_S))
+    done["another takes over from it"] = took, value_of(lambda: not goes_on())
+    put("not begun", 4)
+    done["and stores for it"] = settled(full), connector.has_cache_item("not begun")
+    connector.request_finished(full)
+
     role._client._connection.session().may_bring = True  # as that of a daemon with peers
     just = request("just", feature("just stored", 4))
     connector.ensure_cache_available(just, 0)

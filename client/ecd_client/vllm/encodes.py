@@ -89,14 +89,14 @@ class Encodes:
 
     def begin(self, wanted: WantedItem) -> None:
         """Note that the step which is being scheduled encodes the item: its lock outlasts that."""
-        wanted.encoded, wanted.is_told = True, False
+        wanted.encoded, wanted.is_told, wanted.gave_way = True, False, False
         if wanted.locked_until_s:
             self._begun.append(wanted.identifier)
             self._lock_for(wanted.identifier, STEP_S)
 
     def ask(self, wanted: WantedItem) -> None:
         """Note that the daemon is asked: its answer is looked at when the next step has ended."""
-        if wanted.locked_until_s and self._is_producer:
+        if wanted.locked_until_s and self._is_producer and not wanted.gave_way:
             self._asked.append(wanted)
 
     def begin_step(self, number: int) -> None:
@@ -116,10 +116,18 @@ class Encodes:
             for identifier in step.begun:
                 self._lock_for(identifier, MAKING_S)
 
-    def is_overdue(self, wanted: WantedItem) -> bool:
-        """Whether the engine has not encoded an item for so long that its lock has ended."""
+    def gives_way(self, wanted: WantedItem) -> bool:
+        """Whether the engine has not encoded an item for as long as its lock lasts.
+
+        Then others may: until it begins, as where memory for its KV is there again, it takes no
+        lock of the item.
+        """
         until_s = wanted.locked_until_s
-        return bool(until_s) and not wanted.encoded and time.monotonic() >= until_s
+        if not until_s or wanted.encoded or time.monotonic() < until_s:
+            return False
+        self._unlock(wanted)
+        wanted.gave_way = True
+        return True
 
     def makes_s(self, absent: Sequence[WantedItem], request: RequestItems) -> float | None:
         """How long the daemon is to wait for another node that makes these items of a request.
@@ -180,7 +188,7 @@ class Encodes:
 
     def _lock(self, wanted: WantedItem) -> bool:
         try:
-            if self._is_producer:
+            if self._is_producer and not wanted.gave_way:
                 return self._client.lock(wanted.identifier, MAKING_S)
             return not self._client.is_locked(wanted.identifier)
         except EcdError:

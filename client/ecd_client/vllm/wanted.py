@@ -48,7 +48,8 @@ class WantedItem:
     absent: bool = False  # not in memory, and it was not decided yet who encodes it
     is_far: bool = False  # an absent item: the next step cannot encode it
     may_come: bool = False  # an absent item: a call could find it
-    locked_until_s: float = 0.0  # by this engine, which is to encode it
+    locked_until_s: float = 0.0  # by this engine, which is to encode it; looked at again then
+    gave_way: bool = False  # this engine did not encode it in time: it locks it as it begins
     missing: bool = False  # the engine is to encode it
     encoded: bool = False  # by this engine, for one of the users
     denied: bool = False  # the last answer: no node has it
