@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader import LoadFormats
 
 from ecd_client.vllm.code_name import measured_name
 from ecd_client.vllm.identity import CHANGING, Identity, why_nothing_is_shared
+from ecd_client.vllm.weights import HARMLESS
 
 model, whisper = map(Path, sys.argv[1:])
 other = Path(tempfile.mkdtemp(), "other")
@@ -151,6 +152,7 @@ print(
             "by role": {role: said["namespaces"] for role, said in by_role.items()},
             "parted": sorted(parted),
             "reasons": reasons,
+            "harmless": sorted(HARMLESS),
             "load formats": typing.get_args(LoadFormats),
             "code": measured_name(EngineArgs(model=str(model)).create_engine_config()),
             "whisper": why_nothing_is_shared(EngineArgs(model=str(whisper)).create_engine_config()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from e2e.engines import NEXT, VERSIONS, Engine, installed, result_of
+from e2e.engines import NEXT, VERSIONS, Engine, installed, python_of, result_of
 from e2e.shared import CONTRACT, Engines, Pictures, Plain
 from ecd_client import Client
 from ecd_client.vllm.code_name import EQUAL_ON_CPUS
@@ -20,6 +21,12 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)
 
+CHANGES_WEIGHTS = {
+    *("apply_model", "checkpoint_prepare", "checkpoint_restore", "reset_weights"),
+    *("start_weight_update", "start_draft_weight_update", "update_weights"),
+    "finish_weight_update",
+}
+"""Calls of vLLM's front ends to its workers after which the weights may be others."""
 COUNTERS = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
 FACTOR = -3.0
 
@@ -314,6 +321,19 @@ def test_somebody_has_classified_every_field_of_the_configuration(
     for config, fields in described(version)["fields"].items():
         known = {*UNRELATED[config].split(), *described(version)["changing"][config]}
         assert set(fields) <= known, f"{config}: do these change an encoder's output?"
+
+
+@DESCRIBED
+def test_somebody_has_classified_every_call_of_vllms_own_to_its_workers(
+    version: str, described: Callable[[str], dict]
+) -> None:
+    """Those of its servers and its engine's front ends; one is taken for new weights."""
+    [vllm] = python_of(version).parents[1].glob("lib/*/site-packages/vllm")
+    files = [file for part in ("entrypoints", "v1/engine") for file in (vllm / part).rglob("*.py")]
+    call = re.compile(r'(?<!def )collective_rpc\(\s*"(\w+)"')
+    calls = {name for file in files for name in call.findall(file.read_text())}
+    assert "update_weights" in calls
+    assert calls <= CHANGES_WEIGHTS | set(described(version)["harmless"])
 
 
 @DESCRIBED

@@ -21,7 +21,13 @@ HARMLESS = frozenset(
         *("check_health", "compute_weight_checksums", "execute_dummy_batch", "profile"),
         *("get_encoder_timing_stats", "get_model_inspection", "get_supported_tasks"),
         *("init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
-        *("reset_mm_cache", "save_sharded_state", "save_tensorized_model", "synchronize_device"),
+        *(
+            "release_late_interaction_query_cache",
+            "reset_mm_cache",
+            "save_sharded_state",
+            "save_tensorized_model",
+            "synchronize_device",
+        ),
         *("take_draft_token_ids", "update_max_model_len"),
     )
 )
