@@ -14,7 +14,7 @@ import pytest
 
 from e2e.engines import NIGHTLY, VERSIONS, installed
 from e2e.gates import Gate
-from e2e.servers import Server, api_server
+from e2e.servers import Server, api_server, picture_url
 from e2e.shared import EXACT, TRUST, Engines, Pictures, PlainServer
 from ecd_client import Client
 from support.daemon import Daemon
@@ -79,6 +79,11 @@ def encoded(server: Server) -> float:
     return server.metrics().get("misses", 0)
 
 
+def failures(servers: Servers) -> int:
+    said = "a request without its pictures failed, and was made with them"
+    return servers.server.text().count(said)
+
+
 def forwards(server: Server) -> int:
     """Of the vision tower, those at the start included."""
     return server.text().count("pictures are encoded")
@@ -137,6 +142,14 @@ def store(servers: Servers, url: str) -> str:
     return url
 
 
+def store_elsewhere(servers: Servers, url: str) -> str:
+    """The same, of a picture that the server itself has not seen."""
+    before = servers.daemon.status().counters.puts
+    assert servers.encoder.chat(shown(url), CALLER, max_tokens=1)[0] == 200
+    eventually(lambda: servers.daemon.status().counters.puts == before + 1)
+    return url
+
+
 def test_a_picture_that_is_stored_is_neither_preprocessed_nor_encoded(
     servers: Servers, stored: str
 ) -> None:
@@ -151,9 +164,7 @@ def test_a_picture_with_a_transparent_colour_is_reused_as_others_are(
     servers: Servers, new: Pictures
 ) -> None:
     """Since 0.33 vLLM lays it on a background, and names it by that, too."""
-    puts, url = servers.daemon.status().counters.puts, new.url(transparent=True)
-    assert servers.encoder.chat(shown(url), CALLER, max_tokens=1)[0] == 200
-    eventually(lambda: servers.daemon.status().counters.puts == puts + 1)
+    url = store_elsewhere(servers, new.url(transparent=True))
     before = preprocessed(servers.server), forwards(servers.server)
     servers.right(shown(url))
     assert (preprocessed(servers.server), forwards(servers.server)) == before
@@ -308,13 +319,44 @@ def test_a_request_that_fails_without_its_pictures_is_made_with_them(
             metadata=entry.content.metadata,
         )
         assert put
-    said = "a request without its pictures failed, and was made with them"
-    before = servers.server.text().count(said)
+    bystander, before = store_elsewhere(servers, new.url()), failures(servers)
     if streams:
         servers.right_streamed(shown(url, "what is it?"))
     else:
         servers.right(shown(url, "what is it?"))
-    assert servers.server.text().count(said) == before + 1
+    assert failures(servers) == before + 1
+    servers.right(shown(url, "and again?"))
+    assert failures(servers) == before + 1, "it rests"
+    seen = preprocessed(servers.server)
+    servers.right(shown(bystander, "and this?"))
+    assert preprocessed(servers.server) == seen, "it alone"
+
+
+def test_a_name_that_a_client_has_chosen_keeps_no_other_picture_in_its_requests(
+    servers: Servers, new: Pictures
+) -> None:
+    """A small picture is called like a large one: the text has room beside the small one alone."""
+    large, small = picture_url(0, 1008, 756), picture_url(0, 84, 84)
+
+    def named(url: str, words: int) -> list[dict]:
+        [part, text] = shown(url, "word " * words)
+        return [{**part, "uuid": "a name that a client has chosen"}, text]
+
+    def tokens(words: int) -> int:
+        status, body = servers.server.chat(named(small, words)[1:], max_tokens=1)
+        assert status == 200
+        return body["usage"]["prompt_tokens"]
+
+    words = 1500 * 100 // (tokens(200) - tokens(100))
+    assert servers.encoder.chat(named(large, 1), CALLER, max_tokens=1)[0] == 200
+    bystander, before = store_elsewhere(servers, new.url()), failures(servers)
+    assert servers.server.chat(named(small, words), max_tokens=1)[0] == 200
+    assert failures(servers) == before + 1
+    seen = preprocessed(servers.server)
+    servers.right(shown(bystander, "and this?"))
+    assert preprocessed(servers.server) == seen
+    assert servers.server.chat(named(large, 1), max_tokens=1)[0] == 200
+    assert preprocessed(servers.server) == seen, "nor that of its name"
 
 
 def answering(servers: Servers, url: str, lines: int) -> Any:

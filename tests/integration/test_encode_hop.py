@@ -317,11 +317,27 @@ def test_an_encoder_that_has_just_served_is_late_and_not_left_out(
 def test_an_encoder_whose_promise_was_empty_is_left_out(client: Client) -> None:
     async def run() -> None:
         async with hop_to(client, encodes, encodes) as (hop, [first, other], _):
-            promise = await hop.promise(picture("a"))
-            hop.blame([(picture("a"), promise)])
+            promised = look(picture("a"))
+            await hop.complete(promised, "caller")
+            hop.blame(promised)
             for name in "bcd":
                 await hop.promise(picture(name))
             assert sorted((len(first.asked), len(other.asked))) == [1, 3]
+
+    asyncio.run(run())
+
+
+def test_a_name_that_a_client_has_chosen_leaves_no_encoder_out(client: Client) -> None:
+    async def run() -> None:
+        async with hop_to(client, encodes, encodes) as (hop, [first, other], _):
+            for name in "ab":
+                promised = look(picture(name), pictures=None)
+                await hop.complete(promised, "caller")
+                assert promised.promised
+                hop.blame(promised)
+            for name in "cd":
+                await hop.promise(picture(name))
+            assert [len(first.asked), len(other.asked)] == [2, 2]
 
     asyncio.run(run())
 
@@ -433,9 +449,10 @@ def test_pictures_on_their_way_are_bounded(
     asyncio.run(run())
 
 
-def look(*missing: Missing) -> Any:
+def look(*missing: Missing, **known: Any) -> Any:
     """A request's pictures, as far as the hop looks at them."""
-    return SimpleNamespace(missing=list(missing), promised=[])
+    names = frozenset(each.stored_name for each in missing)
+    return SimpleNamespace(**{"missing": missing, "promised": [], "pictures": names, **known})
 
 
 def test_one_requests_pictures_come_in_turns(

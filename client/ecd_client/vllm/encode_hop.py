@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,10 +126,15 @@ class EncodeHop:
             isinstance(params, dict) and IS_HOP_PARAM in params
         )
 
-    def blame(self, promised: Iterable[tuple[Missing, Promise]]) -> None:
-        """Leave out the encoders whose promises made a request fail."""
+    def blame(self, look: Look) -> None:
+        """Leave out the encoders whose promises made a request fail.
+
+        None is left out where a client has named a picture: it can give one name to two pictures.
+        """
+        if look.pictures is None:
+            return
         now_s = time.monotonic()
-        for encoder in {promise.encoder for _, promise in promised}:
+        for encoder in {promise.encoder for _, promise in look.promised}:
             self._note_failed(encoder, now_s, _Failed("what it promised cannot be loaded"))
 
     async def complete(self, look: Look, caller: str) -> None:

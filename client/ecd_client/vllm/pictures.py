@@ -67,7 +67,8 @@ class Found(NamedTuple):
 class Look:
     """A request's body, fetched pictures in it, and all of its pictures if ecd has all.
 
-    An encode hop gets those that are `missing`, and has them `promised`, all or none.
+    An encode hop gets those that are `missing`, and has them `promised`, all or none. `pictures`
+    are the stored names of all; None: they are not known, or a client has chosen one.
     """
 
     body: bytes
@@ -76,6 +77,7 @@ class Look:
     found: list[Found] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
     promised: list[tuple[Missing, Promise]] = field(default_factory=list)
+    pictures: frozenset[str] | None = None
 
     @property
     def salt(self) -> str | None:
@@ -215,10 +217,12 @@ class Pictures:
         is_alone = (namespace or "").rpartition("|")[2].startswith(PRIVATE)
         has_hop = self._has_hop and not is_alone
         until_s = time.monotonic() + REMOTE_WAIT_S
+        names = []
         with contextlib.suppress(EcdError):
             for part, content in zip(look.parts, contents, strict=True):
                 name = self._name(part, content)
                 stored = stored_name(name, look.salt)
+                names.append(stored)
                 if namespace is None or not self._settings.shares(stored):
                     break
                 nodes = hints.get(name, ())
@@ -232,6 +236,8 @@ class Pictures:
                     break
         if len(look.found) + len(look.missing) < len(look.parts):
             look.close()
+        elif all(content is not None for content in contents):
+            look.pictures = frozenset(names)
         if not look.is_whole:
             self._put_in(look, contents)
 

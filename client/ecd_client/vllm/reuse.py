@@ -35,6 +35,7 @@ from ecd_client.vllm.asgi import (
 from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA, PlaceholderMetadata
 from ecd_client.vllm.encoders import VARIABLE, Encoders, urls_in
 from ecd_client.vllm.pictures import IMAGE, Look, Pictures
+from ecd_client.vllm.rests import Rests
 from ecd_client.vllm.settings import FAIL, Settings
 from ecd_client.vllm.shared_namespace import SeenNamespace
 
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-RESTS_S = (1.0, 60.0)
-"""First and longest time for which nothing is rewritten after a rewritten request failed."""
 CONNECT_S = 2.0
 """How long the start waits for the daemon."""
 _STREAMED_ERROR = b'data: {"error"'
@@ -70,10 +69,12 @@ class ReuseMiddleware:
             await self._app(scope, receive, send)  # vLLM answers those that it does not let in
             return
         body, again = await whole_body(receive)
-        if body is None or IMAGE.encode() not in body or reuse.is_resting:
+        if body is None or IMAGE.encode() not in body:
             await self._app(scope, again, send)
             return
         look = await reuse.pictures.look(body)
+        if reuse.rests.are_resting(look.pictures, time.monotonic()):
+            look.close()
         if reuse.hop is None or not look.missing:
             await self._serve(reuse, look, scope, receive, send)
             return
@@ -104,12 +105,12 @@ class ReuseMiddleware:
         finally:
             look.close()
         if not attempt.has_failed:
-            reuse.note_served()
+            reuse.rests.note_served(look.pictures)
             return
 
         def begun() -> None:
             if not second.has_failed:  # the request itself is right
-                reuse.note_failed(look)
+                reuse.note_failed(look, is_refused=400 <= attempt.status < 500)
 
         second = _Attempt(send, begun=begun)
         await self._app(*with_body(scope, look.body, receive), second.send)
@@ -153,10 +154,12 @@ class _Attempt:
         self._send, self._fails_from, self._begun = send, fails_from, begun
         self._held: list[Message] = []
         self.has_failed = self.has_begun = False
+        self.status = 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.has_failed = message["status"] >= (self._fails_from or 500)
+            self.status = message["status"]
+            self.has_failed = self.status >= (self._fails_from or 500)
             if is_stream(message):
                 self._held = [message]
                 return
@@ -179,7 +182,7 @@ class Unsuitable(Exception):
 
 
 class Reuse:
-    """One server's pictures and answers, and for how long none are reused after a failure."""
+    """One server's pictures and answers, and which are not reused for a while after a failure."""
 
     def __init__(self, state: Any) -> None:
         """Take the settings of a server by its application's state. Raises Unsuitable."""
@@ -222,7 +225,7 @@ class Reuse:
         announces_node = settings.announces_node
         self.answers = Answers(client, metadata, models[0], announces_node=announces_node)
         self._lets_in, self.has_keys = _key_check(keys), bool(keys)
-        self._rests_until_s = self._rest_s = 0.0
+        self.rests = Rests()
 
     def connect(self) -> bool:
         """Wait for the daemon, so that the first requests find pictures; False: it is away."""
@@ -241,26 +244,16 @@ class Reuse:
         """Whether vLLM will serve a request with these headers."""
         return self._lets_in(headers) and "json" in headers.get("content-type", "")
 
-    # -- failures ------------------------------------------------------------------------------
+    def note_failed(self, look: Look, *, is_refused: bool) -> None:
+        """Hold it against a request's pictures that it failed without them, and is right with them.
 
-    @property
-    def is_resting(self) -> bool:
-        return time.monotonic() < self._rests_until_s
-
-    def note_served(self) -> None:
-        self._rest_s = 0.0
-
-    def note_failed(self, look: Look) -> None:
-        """Rest for a while after a rewritten request failed, each time for longer.
-
-        Where encoders have promised some of its pictures, they rest.
+        Where the engine did not refuse the request, but failed with what encoders had promised,
+        these rest instead.
         """
-        if look.promised and self.hop is not None:
-            self.hop.blame(look.promised)
-            return
-        first_s, longest_s = RESTS_S
-        self._rest_s = min(max(first_s, 2 * self._rest_s), longest_s)
-        self._rests_until_s = time.monotonic() + self._rest_s
+        if self.hop is not None and look.promised and not is_refused:
+            self.hop.blame(look)
+        else:
+            self.rests.note_failed(look.pictures, time.monotonic())
         logger.warning("ecd: a request without its pictures failed, and was made with them")
 
 
