@@ -33,6 +33,7 @@ REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 KERNEL_PORTS = range(32768, 61000)
 """Linux' ports for outgoing connections; Mooncake ignores a port range that lies among them."""
 MIN_ENGINE_PORTS = 2
+MAX_ZONE_LENGTH = 64
 SECRETS = ("peer_token",)
 """Settings without a flag: every user of the machine can read a process's arguments."""
 RULES = ("namespace_quotas", "namespace_ttls", "kept_share")
@@ -205,7 +206,7 @@ class Config(BaseSettings):
     )
     zone: str = Field(
         default="",
-        max_length=64,
+        max_length=MAX_ZONE_LENGTH,
         description="A label: of several nodes that hold a key, one in the same zone is preferred.",
     )
     protocol: str = Field(

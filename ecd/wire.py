@@ -104,7 +104,12 @@ def hints_from(message: pb.Hint) -> list[contract.Hint]:
 
 def told_metadata(content: Content) -> bytes:
     """An entry's metadata where it is told beside the entry's place; none if it is long."""
-    return content.metadata if len(content.metadata) <= TOLD_METADATA_BYTES else b""
+    return metadata_told(content.metadata)
+
+
+def metadata_told(metadata: bytes) -> bytes:
+    """Metadata as others may tell them; none if they are long."""
+    return metadata if len(metadata) <= TOLD_METADATA_BYTES else b""
 
 
 def places_from(extents: Sequence[pb.Extent], count: int) -> list[Extent]:

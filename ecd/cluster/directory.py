@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ecd.cluster.peer import MAX_ERROR_CHARS
 from ecd.core.types import Key
 from ecd_proto.contract import Hint
 
@@ -46,7 +47,7 @@ class DirectoryState:
 
     def failed(self, error: object) -> None:
         self.errors += 1
-        self.last_error = str(error)
+        self.last_error = str(error)[:MAX_ERROR_CHARS]
 
 
 Found = Mapping[Key, Sequence[Candidate]]

@@ -23,6 +23,7 @@ from ecd.wire import (
     SPECULATIVE_BYTES,
     InvalidRequest,
     content_from,
+    metadata_told,
     places_from,
     seconds_from,
     to_extents,
@@ -201,7 +202,7 @@ class Link:
             self._send(pb.LinkRequest(find=pb.FindKeys(ticket=ticket, keys=batch)))
             reply = await answer
             places = places_from(reply.extents, len(reply.found))
-            metadata = [*reply.metadata[: len(places)], *[b""] * len(places)]
+            metadata = [*map(metadata_told, reply.metadata), *[b""] * len(places)]
             found.extend(
                 Candidate(Hint(self.peer.node, *place), metadata=said) if has else None
                 for has, place, said in zip(reply.found, places, metadata, strict=False)

@@ -18,7 +18,7 @@ from ecd.background import Background, within
 from ecd.cluster.handshake import probe
 from ecd.cluster.link import ADDRESSES, Link
 from ecd.cluster.peer import Peer, PeerUnavailable
-from ecd.config import Config
+from ecd.config import MAX_ZONE_LENGTH, Config
 from ecd.identity import NodeIdentity
 from ecd_proto.contract import CONTRACT_VERSION, MAX_MESSAGE_BYTES, MAX_POOLS, NODE_PATTERN, proof
 from ecd_proto.v1 import peer_pb2 as pb
@@ -37,6 +37,8 @@ MAX_WAITING_FOR_STRANGERS = 256
 """Flights, of 1,024, that wait for such links."""
 MAX_LEASE_TTL_S = 3600.0
 """The longest time to live of leases that the settings allow."""
+MAX_DESCRIPTION_BYTES = 16 << 10
+"""Of a node's description, which is kept: its own has some 200, and 30 for each pool."""
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
@@ -60,6 +62,8 @@ async def _check(node: str, said: pb.NodeDescription) -> None:
         re.fullmatch(r"[0-9a-f]{32}", said.incarnation)
         and re.fullmatch(NODE_PATTERN, said.engine)
         and said.identity_address
+        and len(said.zone) <= MAX_ZONE_LENGTH
+        and said.ByteSize() <= MAX_DESCRIPTION_BYTES
         and len(said.pools) <= MAX_POOLS
         and all(pool.address + pool.nbytes <= ADDRESSES for pool in said.pools)
         and 0.0 < said.lease_ttl_s <= MAX_LEASE_TTL_S

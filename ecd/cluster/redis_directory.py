@@ -341,7 +341,7 @@ class RedisDirectory:
         if not isinstance(error, DOWN):
             logger.error("the directory cannot be understood", exc_info=error)
         elif was_quiet:
-            logger.warning("the directory does not answer: %s", said)
+            logger.warning("the directory does not answer: %s", self.state.last_error)
         self.state.up = False
         now_s, (first_s, longest_s) = time.monotonic(), PAUSE_S
         if self._down_since_s is None:

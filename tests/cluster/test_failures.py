@@ -331,6 +331,8 @@ REFUSED = {
     "an engine elsewhere": "another machine",
     "an engine whose port is of other digits": "as no node does",
     "a lease for ever": "as no node does",
+    "a zone of 65 characters": "as no node does",
+    "a description of 16 KiB": "as no node does",
     "a lease of no number": "as no node does",
     "a lease of no time": "as no node does",
     "a pool beyond all": "as no node does",

@@ -49,7 +49,7 @@ OTHER_LIES = (
     *("another protocol", "another contract", "no answer", "an answer to nobody", "hangs up"),
     *("dies with the lease", "refuses", "a lease for ever", "a lease of no number"),
     *("an engine elsewhere", "an engine whose port is of other digits", "a pool beyond all"),
-    "an answer to another question",
+    *("a zone of 65 characters", "a description of 16 KiB", "an answer to another question"),
     *("other bytes with the lease", "some bytes with the lease", "bytes from nowhere"),
     *("late bytes", "more bytes than asked for"),
     *("elsewhere is here", "elsewhere is the asker", "elsewhere is nowhere"),
@@ -111,6 +111,10 @@ class LyingPeer(pb_grpc.PeerServicer):
             case "an engine whose port is of other digits":
                 host, _, port = told.engine.partition(":")
                 told.engine = f"{host}:{chr(0xFF10 + int(port[0]))}{port[1:]}"
+            case "a zone of 65 characters":
+                told.zone = "z" * 65
+            case "a description of 16 KiB":
+                told.daemon = "d" * (16 << 10)
             case "a pool beyond all":
                 told.pools[0].address, told.pools[0].nbytes = (1 << 64) - 4096, 1 << 40
             case "a dead engine":

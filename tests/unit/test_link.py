@@ -8,10 +8,11 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from ecd.cluster.directory import DirectoryState
 from ecd.cluster.link import MAX_UNREAD, Link
-from ecd.cluster.peer import Peer, PeerUnavailable
+from ecd.cluster.peer import MAX_ERROR_CHARS, Peer, PeerUnavailable
 from ecd.core.types import Key
-from ecd.wire import SPECULATIVE_BYTES
+from ecd.wire import SPECULATIVE_BYTES, TOLD_METADATA_BYTES
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
@@ -129,3 +130,23 @@ def test_a_peer_that_answers_and_reads_nothing_costs_bounded_memory() -> None:
         await link.close()
 
     asyncio.run(ask())
+
+
+def test_metadata_that_a_peer_tells_are_short() -> None:
+    async def ask() -> None:
+        answers: asyncio.Queue[pb.LinkReply] = asyncio.Queue()
+        call = Mock(read=answers.get, write=AsyncMock())
+        link = Link(Peer("127.0.77.2:9465"), AsyncMock(), call, pb.NodeDescription())
+        metadata = [b"m" * TOLD_METADATA_BYTES, b"m" * (TOLD_METADATA_BYTES + 1)]
+        answers.put_nowait(found(1, 3, metadata=metadata))
+        candidates = await link.find([Key("default", key) for key in "abc"])
+        assert [each and each.metadata for each in candidates] == [metadata[0], b"", b""]
+        await link.close()
+
+    asyncio.run(ask())
+
+
+def test_an_error_of_a_directory_is_kept_short() -> None:
+    state = DirectoryState("redis")
+    state.failed("x" * 100_000)
+    assert len(state.last_error) == MAX_ERROR_CHARS
