@@ -37,6 +37,8 @@ def prompt(request: dict) -> dict:
     marks += MARKS.format("video") * len(videos)
     text = f"<|im_start|>user\n{marks}{request['text']}<|im_end|>\n<|im_start|>assistant\n"
     made: dict = {"prompt": text}
+    if "cache_salt" in request:
+        made["cache_salt"] = request["cache_salt"]
     if grids:  # nothing but the metadata: the embeddings are elsewhere
         made["multi_modal_data"] = {"image": {"image_grid_thw": torch.tensor(grids)}}
         made["multi_modal_uuids"] = {"image": request["uuids"]}

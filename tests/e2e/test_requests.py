@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -380,3 +381,19 @@ def test_the_answers_of_two_producers_are_merged(
         reply = consumer.generate(requests)
         assert tokens(reply) == expected * len(requests)
         assert reply["encoded"] == 0
+
+
+def test_a_salted_request_beside_a_connector_for_kv_is_answered(
+    daemon: Daemon,
+    start_engine: Callable[..., Engine],
+    plain: Plain,
+    new: Pictures,
+    tmp_path: Path,
+) -> None:
+    """That connector asks for a prompt's KV by its items' names, and loads it by them later."""
+    request = {**new.request(), "text": "what is in this picture? " * 40}
+    right = tokens(plain.generate([request]))
+    engine = start_engine("ec_both", kv=str(tmp_path / "kv")).wait_ready()
+    for asked in (request, *[{**request, "cache_salt": "of a tenant"}] * 2):
+        assert tokens(engine.generate([asked])) == right
+        engine.do("reset", calls=[])  # of vLLM's own cache of prefixes

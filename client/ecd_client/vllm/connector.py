@@ -114,7 +114,11 @@ class EcdConnector(ECConnectorBase):
         assert self._scheduler is not None
         return False, self._scheduler.finished(request)
 
-    # -- weights (weights.py) ------------------------------------------------------------------
+    # -- told by the engine core (weights.py) --------------------------------------------------
+
+    def request_comes(self, request: Request) -> None:
+        assert self._scheduler is not None
+        self._scheduler.name_items(request)
 
     def weights_changed(self, cause: str) -> None:
         assert self._scheduler is not None

@@ -200,6 +200,15 @@ class SchedulerRole:
     # -- requests ------------------------------------------------------------------------------
 
     @hook
+    def name_items(self, request: Request) -> None:
+        """Give the items of a request the names that they have in this engine, as it comes."""
+        for feature in request.mm_features:
+            is_private = self._settings.keeps_private(
+                feature.modality, is_streaming=request.resumable
+            )
+            name_apart(feature, request.cache_salt, is_private=is_private)
+
+    @hook
     def ensure(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the request may be scheduled: every item it still needs is leased or missing."""
         state = self._requests.get(request.request_id)
@@ -239,12 +248,9 @@ class SchedulerRole:
         While workers seem to report no loads, none is, unless the engine has no encoder. The
         request fails if what it says of one makes no sense: vLLM ends over some of that.
         """
+        self.name_items(request)
         may_load = self._fails or self._loads.are_reported
         for index, feature in enumerate(request.mm_features[state.seen :], state.seen):
-            is_private = self._settings.keeps_private(
-                feature.modality, is_streaming=request.resumable
-            )
-            name_apart(feature, request.cache_salt, is_private=is_private)
             identifier, position = feature.identifier, feature.mm_position
             is_bare = self._is_consumer and self._metadata.is_all_of(feature)
             placeholder = self._metadata.of_item(feature) if is_bare else None

@@ -1,9 +1,11 @@
-"""Weights that change in a running engine: vLLM tells no connector, so its engine core is watched.
+"""What vLLM tells no connector, so that its engine core is watched: weights that change, requests.
 
 Every front end talks to `EngineCore`, in its own process or in theirs. It owns the scheduler and
 the scheduler's connector. `reset_encoder_cache` is vLLM's sign that earlier embeddings are stale;
 another is a call to the workers that is not known to leave the weights alone. A sleep of level 1
 moves the weights aside, and waking up restores them.
+
+A request's items get their names as it comes: a connector for KV reads them before ecd is asked.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.engine.core import EngineCore
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 HARMLESS = frozenset(
     (
@@ -38,7 +43,9 @@ KEEPS_WEIGHTS = 1
 
 
 class Watcher(Protocol):
-    """The scheduler's connector, told of calls that may change weights."""
+    """The scheduler's connector, told of requests, and of calls that may change weights."""
+
+    def request_comes(self, request: Request) -> None: ...
 
     def is_harmless(self, call: str) -> bool: ...
 
@@ -83,6 +90,7 @@ def watch(kind: type) -> None:
     def nothing(*_: Any) -> None:
         pass
 
+    told_by("add_request", lambda to, _, call: to.request_comes(call["request"]), nothing)
     told_by("collective_rpc", _called, nothing)
     told_by("set_weight_version", _version_set, nothing)
     told_by("reset_encoder_cache", lambda to, *_: to.weights_changed("a reset"), nothing)
