@@ -11,7 +11,8 @@ that its model does not expect. So only a `Placeholder` goes on, and only this m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
@@ -28,7 +29,8 @@ MAX_NAME_LENGTH = 32
 MAX_SIDE = 1 << 16
 """Largest side of a picture, in patches or pixels."""
 MAX_PRODUCT = 1 << 22
-"""Most patches of an item, and most embeddings of an audio: beyond any model's context."""
+"""Most patches, and most embeddings of audio, of an item and of all items of a request that come
+without their media: beyond any model's context."""
 MAX_TIME_S = 1e7
 MAX_MERGED = 64
 """Most patches that become one embedding, where a model does not say how many do."""
@@ -106,10 +108,16 @@ def may_be_said(name: str, said: object) -> bool:
     items = said
     if not any(isinstance(each, list) for each in said):
         items = [[each] for each in said] if name in _LENGTHS else [said]
-    if not all(_is_value(name, item) for item in items):
-        return False
-    sized = (row for item in items for row in _rows(item) if name not in (*_SIZES, _TIMES))
-    return sum(map(prod, sized)) <= MAX_PRODUCT
+    return all(_is_value(name, item) for item in items) and _is_bounded(name, items)
+
+
+def may_be_together(placeholders: Collection[Placeholder]) -> bool:
+    """Whether one request may have items with these metadata, without their media."""
+    said = defaultdict(list)
+    for placeholder in placeholders:
+        for name, value in placeholder.fields.items():
+            said[name].append(value)
+    return all(_is_bounded(name, items) for name, items in said.items())
 
 
 def is_claimed(metadata: bytes) -> bool:
@@ -154,6 +162,12 @@ def _is_value(name: str, value: object) -> bool:
     if name == _IMAGE and any(row[0] != 1 for row in rows):
         return False  # an image has one frame
     return sum(map(prod, rows)) <= MAX_PRODUCT
+
+
+def _is_bounded(name: str, items: list[list[Any]]) -> bool:
+    """Whether a field says no more of all items of a request than it may say of one."""
+    sized = (row for item in items for row in _rows(item) if name not in (*_SIZES, _TIMES))
+    return sum(map(prod, sized)) <= MAX_PRODUCT
 
 
 def _as_said(name: str, value: list[Any]) -> list[Any]:

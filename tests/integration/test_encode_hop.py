@@ -452,7 +452,26 @@ def test_pictures_on_their_way_are_bounded(
 def look(*missing: Missing, **known: Any) -> Any:
     """A request's pictures, as far as the hop looks at them."""
     names = frozenset(each.stored_name for each in missing)
-    return SimpleNamespace(**{"missing": missing, "promised": [], "pictures": names, **known})
+    here = {"missing": missing, "found": [], "promised": [], "pictures": names}
+    return SimpleNamespace(**{**here, **known})
+
+
+def test_promises_of_one_request_are_bounded_together(client: Client) -> None:
+    async def huge(_: SmallServer, body: dict) -> web.Response:
+        name = body["messages"][0]["content"][0]["uuid"]
+        metadata = {"image_grid_thw": [1, 1024, 1024]}
+        return web.json_response({"ec_transfer_params": {name: {"metadata": metadata}}})
+
+    async def run() -> None:
+        async with hop_to(client, huge) as (hop, _, _):
+            names = "abcd"
+            most, more = (look(*map(picture, names[:count])) for count in (3, 4))
+            for each in (most, more):
+                each.found = [SimpleNamespace(placeholder=known("image", GRID))]
+                await hop.complete(each, "caller")
+            assert [len(each.promised) for each in (most, more)] == [3, 0]
+
+    asyncio.run(run())
 
 
 def test_one_requests_pictures_come_in_turns(

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecd_proto.contract import MAX_METADATA_BYTES
-from ecd_proto.placeholders import MAX_NUMBERS, Placeholder, is_claimed, may_be_said
+from ecd_proto.placeholders import (
+    MAX_NUMBERS,
+    Placeholder,
+    is_claimed,
+    may_be_said,
+    may_be_together,
+)
 from support.examples import draws
 
 GRID = {"image_grid_thw": [1, 16, 24]}
@@ -227,3 +233,27 @@ def test_items_may_come_with_what_sizes_them(name: str, said: Any) -> None:
 )
 def test_nothing_else_is_said_of_items_without_media(name: str, said: Any) -> None:
     assert not may_be_said(name, said)
+
+
+@pytest.mark.parametrize(
+    ("modality", "fields", "most"),
+    [
+        ("image", {"image_grid_thw": [1, 1024, 1024]}, 4),
+        ("image", {"image_grid_thw": [1, 2048, 2048]}, 1),
+        ("video", {"timestamps": [1e6], "video_grid_thw": [[1, 1024, 1024], [1, 2, 2]]}, 3),
+        ("audio", {"audio_num_tokens": [1 << 20]}, 4),
+    ],
+)
+def test_items_of_one_request_are_bounded_together(modality: str, fields: Any, most: int) -> None:
+    placeholder = Placeholder.of(modality, fields)
+    assert placeholder is not None
+    assert may_be_together([placeholder] * most)
+    assert not may_be_together([placeholder] * (most + 1))
+    [name] = fields.keys() - {"timestamps"}
+    assert not may_be_said(name, [fields[name]] * (most + 1)), "nor may a client say so"
+
+
+def test_sizes_in_pixels_are_not_added_up() -> None:
+    placeholder = Placeholder.of("image", {"image_sizes": [4096, 4096]})
+    assert placeholder is not None
+    assert may_be_together([placeholder] * 64)

@@ -24,7 +24,7 @@ from ecd_client.vllm.encoders import Encoder, Encoders, Missing
 from ecd_client.vllm.hints import CONSUMERS, hints_in
 from ecd_client.vllm.places import Asker, Places
 from ecd_proto.contract import Hint
-from ecd_proto.placeholders import Placeholder
+from ecd_proto.placeholders import Placeholder, may_be_together
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -157,7 +157,9 @@ class EncodeHop:
         finally:
             for flight in flights:
                 flight.cancel()
-        look.promised = list(zip(look.missing, promises, strict=True))
+        placeholders = [promise.placeholder for promise in promises]
+        if may_be_together([*(picture.placeholder for picture in look.found), *placeholders]):
+            look.promised = list(zip(look.missing, promises, strict=True))
 
     async def promise(
         self, missing: Missing, asker: Asker | None = None, until_s: float | None = None
