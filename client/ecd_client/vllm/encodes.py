@@ -35,6 +35,8 @@ NOTICED_S = 0.4
 request whose time is over waits for one so long."""
 STEP_S = min(float(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS), MAX_SECONDS)
 """Longest step: one that takes longer ends the engine."""
+MAX_STEPS = 1024
+"""Steps that encode and have not ended: more where workers report none, whose locks end by time."""
 TIMES_WAITED = 5
 """How often `ecd_load_timeout_s` a request waits for other engines that encode."""
 RESTS_S = 10.0
@@ -64,7 +66,7 @@ class Encodes:
         self._rests_until_s = 0.0
         self._begun: list[str] = []  # in the step that is being scheduled
         self._asked: list[WantedItem] = []
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
 
     def take_on(self, absent: Sequence[WantedItem], request: RequestItems) -> bool:
         """Whether this engine goes on with all of these items of a request, or waits for one."""
