@@ -4,8 +4,8 @@
 
 It tells of each call of a model's processor for media, which then passes the gate if there is one
 (`e2e.gates.Gate`), when ecd's middleware gets a request, and how long it had it before the next
-one got it. With CALM pictures rest for longer after a request that failed without them, and it
-holds for longer what it has told of.
+one got it. With CALM pictures rest for longer after a request that failed without them, it holds
+for longer what it has told of, and a call has no bound but what ecd gives it.
 """
 
 import os
@@ -16,6 +16,7 @@ from timeit import default_timer
 from vllm.multimodal.processing import InputProcessingContext
 
 from e2e.gates import pass_gate
+from ecd_client import Client
 from ecd_client.vllm import answers, rests
 from ecd_client.vllm.reuse import ReuseMiddleware
 from support.waiting import HANG_S
@@ -53,5 +54,6 @@ InputProcessingContext.call_hf_processor = call_and_say
 ReuseMiddleware.__init__ = begin_before_a_clock
 ReuseMiddleware.__call__ = serve_with_a_clock
 if os.environ.get("CALM"):
+    Client.__init__.__kwdefaults__["call_timeout"] = 10 * HANG_S
     rests.RESTS_S, answers.STAYS_S = (10 * HANG_S, 10 * HANG_S), HANG_S
 runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

@@ -420,6 +420,24 @@ def held_bytes(servers: Servers) -> int:
     return servers.daemon.status().pools[0].leased_bytes
 
 
+def test_a_daemon_that_stands_still_costs_a_request_the_connectors_time(
+    servers: Servers, new: Pictures
+) -> None:
+    """The hint has the middleware ask the daemon; a call has no other bound here."""
+    [part, text] = shown(new.url())
+    hinted = {"ec_transfer_params": {"a": {"ecd_node": "127.0.0.1:9465"}}}
+    with servers.daemon.stopped():
+        servers.right([{**part, "uuid": "a"}, text], **hinted)
+    stored = store_elsewhere(servers, new.url())
+    eventually(lambda: is_left_out(servers, stored))
+
+
+def is_left_out(servers: Servers, stored: str) -> bool:
+    before = preprocessed(servers.server)
+    servers.right(shown(stored))
+    return preprocessed(servers.server) == before
+
+
 def test_vllm_0_28_serves_as_ever_and_is_told_why(
     engines: Engines, make_daemon: Callable[..., Daemon], tmp_path: Path, new: Pictures
 ) -> None:

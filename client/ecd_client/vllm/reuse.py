@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.logger import init_logger
 
+from ecd_client.calls import CALL_TIMEOUT_S
 from ecd_client.client import Client
 from ecd_client.errors import EcdError, InvalidArgument
 from ecd_client.vllm.answers import Answers
@@ -205,7 +206,12 @@ class Reuse:
             raise Unsuitable("the model's pictures have no metadata that can take their place")
         adapters = [adapter.name for adapter in getattr(state.args, "lora_modules", None) or ()]
         models = [*(state.args.served_model_name or [state.args.model]), *adapters]
-        client = Client(settings.address, name="vllm middleware", connect_timeout=0.0)
+        client = Client(
+            settings.address,
+            name="vllm middleware",
+            connect_timeout=0.0,
+            call_timeout=min(CALL_TIMEOUT_S, settings.load_timeout_s),
+        )
         self._client = client
         keys = _keys(state.args)
         key = keys[0] if keys else None
