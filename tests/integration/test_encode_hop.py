@@ -382,6 +382,39 @@ def test_a_picture_that_is_refused_blames_no_encoder(client: Client) -> None:
     asyncio.run(run())
 
 
+def raw(status: str) -> Behaviour:
+    """An answer that is written by hand, of which aiohttp's message has a part."""
+
+    async def answer(engine: SmallServer, _: dict) -> web.Response:
+        assert engine.transport is not None
+        engine.transport.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    return answer
+
+
+async def refuses(_: SmallServer, body: dict) -> web.Response:
+    return web.Response(text="two\nlines \x1b[31m\u202e" + "x" * 500, status=400)
+
+
+@pytest.mark.parametrize("says", [refuses, raw("200 OK\r\nA\x1b[31m" + "\u202e" * 300 + ": b")])
+def test_what_an_encoder_says_is_logged_in_a_short_line_that_no_terminal_acts_on(
+    client: Client, caplog: pytest.LogCaptureFixture, says: Behaviour
+) -> None:
+    async def run() -> None:
+        async with hop_to(client, says) as (hop, _, [url]):
+            with pytest.raises(NotEncoded):
+                await hop.promise(picture("a"))
+            [record] = caplog.records
+            said = record.getMessage().replace(url, "")
+            assert said.isascii()
+            assert said.isprintable()
+            assert len(said) < 300
+
+    asyncio.run(run())
+
+
 def test_an_encoder_that_ends_in_the_middle_of_a_call(client: Client) -> None:
     async def cut(engine: SmallServer, body: dict) -> web.Response:
         assert engine.transport is not None

@@ -23,7 +23,7 @@ from ecd_client.errors import EcdError
 from ecd_client.vllm.encoders import Encoder, Encoders, Missing
 from ecd_client.vllm.hints import CONSUMERS, hints_in
 from ecd_client.vllm.places import Asker, Places
-from ecd_proto.contract import Hint
+from ecd_proto.contract import Hint, shown
 from ecd_proto.placeholders import Placeholder, may_be_together
 
 if TYPE_CHECKING:
@@ -256,14 +256,16 @@ class EncodeHop:
     def _note_failed(self, encoder: Encoder, began_s: float, error: _Failed) -> None:
         if self._encoders.note_failed(encoder, began_s, time.monotonic()):
             logger.warning(
-                "ecd: encoder %s is left out for %g s: %s", encoder.url, encoder.rest_s, error
+                "ecd: encoder %s is left out for %g s: %s",
+                *(encoder.url, encoder.rest_s, shown(str(error))),
             )
 
     def _note_refused(self, encoder: Encoder, error: _Refused) -> None:
         now_s = time.monotonic()
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = now_s + SAID_EVERY_S
-            logger.warning("ecd: encoder %s refuses a picture: %s", encoder.url, error)
+            said = shown(str(error))
+            logger.warning("ecd: encoder %s refuses a picture: %s", encoder.url, said)
 
     def _body(self, missing: Missing) -> bytes:
         picture = {"type": "image_url", "image_url": {"url": missing.url}}
