@@ -61,7 +61,7 @@ class Engine:
     @classmethod
     def of(cls, message: pb.Engine, pid: int = 0) -> Engine | None:
         """The description that a message has; None if it has another form, or is too long."""
-        texts = message.model, message.shares
+        texts = message.model, message.namespace, message.shares
         if not (
             _ID.fullmatch(message.id)
             and 0 < _nbytes(message.namespace, MAX_NAMESPACE_BYTES) <= MAX_NAMESPACE_BYTES

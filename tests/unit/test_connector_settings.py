@@ -40,7 +40,7 @@ def test_a_name_is_text(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("ecd_namespace", 5),
+        *(("ecd_namespace", value) for value in (5, "", "two\nlines", "\x1b[31mred")),
         *(("ecd_on_unavailable", value) for value in ([], {}, True, "wait")),
         *(("ecd_load_timeout_s", value) for value in (True, "2", 0, -1.0, float("nan"), 10**400)),
         *(("ecd_uuids", value) for value in ([], True, "no")),

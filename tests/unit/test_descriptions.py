@@ -114,6 +114,8 @@ def test_a_description_survives_its_message() -> None:
         {"model": "m" * 1025},
         {"namespace": ""},
         {"namespace": "n" * 1025},
+        {"namespace": "two\nlines"},
+        {"namespace": "\x1b[31mred"},
         {"shares": "s" * 1025},
         {"shares": "\u202eback"},
         {"parts": {"": "x"}},

@@ -188,6 +188,14 @@ def test_a_branch_that_moved_while_the_engine_started_has_no_name(
 # -- versions --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("path", ["/two\nlines", "/\x1b[31mred", "/no\xa0break", "/" + "x" * 2000])
+def test_a_namespace_is_a_line_whatever_the_models_path(path: str) -> None:
+    namespace = Identity(path, "files-1").namespace
+    assert len(namespace) == 64
+    assert namespace.isalnum()
+    assert namespace != Identity(path, "files-2").namespace
+
+
 def test_a_version_is_a_name_within_its_run() -> None:
     said = Identity("settings", "files-1")
     names = [

@@ -79,7 +79,7 @@ class Identity:
     @cached_property
     def namespace(self) -> str:
         namespace = "|".join(filter(None, (self.settings, self.weights)))
-        if len(namespace.encode()) > MAX_NAMESPACE_BYTES:
+        if len(namespace.encode()) > MAX_NAMESPACE_BYTES or not namespace.isprintable():
             return hashlib.sha256(namespace.encode()).hexdigest()
         return namespace
 

@@ -73,9 +73,10 @@ class Settings:
         if namespace is not None and not (
             isinstance(namespace, str)
             and 0 < len(text(namespace, "ecd_namespace").encode()) <= MAX_NAMESPACE_BYTES
+            and namespace.isprintable()
         ):
             raise InvalidArgument(
-                f"ecd_namespace must be a string of 1 to {MAX_NAMESPACE_BYTES} bytes"
+                f"ecd_namespace must be a printable string of 1 to {MAX_NAMESPACE_BYTES} bytes"
             )
         versions = {}
         for key in ("ecd_weights_version", "ecd_weights_run", "ecd_code_version"):
