@@ -269,6 +269,20 @@ class LiveCache:
         finally:
             self._followups.after_filling()
 
+    async def reserve_spare(
+        self, session: SessionId, key: Key, content: Content, pace: Pace
+    ) -> Reservation | None:
+        """Reserve for a fetch that may be in vain; None if something were evicted for it."""
+        try:
+            with self.cache.reserving() as scan:
+                self._intake.hurry()
+                await pace.through(scan)
+                if not self.cache.has_spare(key.namespace, content.nbytes):
+                    return None
+                return await self._reserve(session, key, content, None, pace, -math.inf)
+        finally:
+            self._followups.after_filling()
+
     async def _reserve(
         self,
         session: SessionId,

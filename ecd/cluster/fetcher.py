@@ -96,6 +96,21 @@ class _Failed(Exception):
     """One node did not deliver; the argument is the outcome."""
 
 
+class _Place(NamedTuple):
+    """Where a hint says that an entry lies in the peer's memory."""
+
+    address: int
+    nbytes: int
+
+
+def _place(link: Link, hint: Hint) -> _Place | None:
+    pools = {pool.pool: pool for pool in link.description.pools}
+    pool = pools.get(hint.pool)
+    if pool is None or hint.offset + hint.nbytes > pool.nbytes:
+        return None
+    return _Place(pool.address + hint.offset, hint.nbytes)
+
+
 @dataclass
 class _Arrival:
     """A reservation, and the read from the peer's memory that fills it."""
@@ -327,6 +342,7 @@ class Fetcher:
         flight.peer = candidate.hint.node
         with Stage("connecting"):
             link = await self._candidates.link(candidate)
+        place = _place(link, candidate.hint)
         bytes_up_to = 0 if candidate.hint.nbytes else BYTES_WITH_LEASE
         if_made = terms.made_within_s is not None
         if if_made and not flight.makers:
@@ -339,7 +355,7 @@ class Fetcher:
         arrival: _Arrival | None = None
         is_stored = False
         try:
-            arrival = await self._read_speculatively(link, candidate.hint, flight, question.asked_s)
+            arrival = await self._read_speculatively(link, place, flight, question.asked_s)
             with MadeElsewhere(flight) if if_made else Stage("lease"):
                 lease = await self._lease(link, question, terms.patience_s)
             self._speculative.discard(flight.key)
@@ -351,6 +367,8 @@ class Fetcher:
                 return STALE
             content = lease.content
             flight.nbytes = content.nbytes
+            if place == _Place(lease.address, content.nbytes):
+                link.peer.prove_hint()
             if arrival is not None and not arrival.is_of(lease):
                 self._give_up(arrival)
                 arrival = None
@@ -392,31 +410,33 @@ class Fetcher:
     # -- one entry -----------------------------------------------------------------------------
 
     async def _read_speculatively(
-        self, link: Link, hint: Hint, flight: Flight, asked_s: float
+        self, link: Link, place: _Place | None, flight: Flight, asked_s: float
     ) -> _Arrival | None:
         """Begin to read the hinted place: of a small entry once the question has gone out.
 
-        An entry that might be left to be encoded is leased first.
+        An entry that might be left to be encoded is leased first. Nothing is evicted: whoever
+        sends requests may have made the place up.
         """
         key = flight.key
-        described = link.description
-        pool = next((pool for pool in described.pools if pool.pool == hint.pool), None)
-        if pool is None or hint.offset + hint.nbytes > pool.nbytes:
+        if place is None or not 0 < place.nbytes <= SPECULATIVE_BYTES:
             return None
-        if not 0 < hint.nbytes <= SPECULATIVE_BYTES:
+        if not flight.is_needed and link.peer.is_slow(place.nbytes):
             return None
-        if not flight.is_needed and link.peer.is_slow(hint.nbytes):
+        if not link.peer.read_ahead(place.nbytes):
             return None
-        is_first = hint.nbytes >= READ_FIRST_BYTES
+        is_first = place.nbytes >= READ_FIRST_BYTES
         for _ in range(0 if is_first else TURNS_TO_ASK):
             await asyncio.sleep(0)
-        unknown = Content("uint8", (hint.nbytes,), hint.nbytes)
-        outcome = await self._reserve(key, unknown)
+        unknown = Content("uint8", (place.nbytes,), place.nbytes)
+        with Stage("turns"):
+            await self._turns.any()
+        pace = self._turns.pace()
+        outcome = await self._live.reserve_spare(self._session, key, unknown, pace)
         if not isinstance(outcome, Reserved):
             return None
         self.counters.speculative += 1
         self._speculative.add(key)
-        arrival = _Arrival(outcome, pool.address + hint.offset, asked_s)
+        arrival = _Arrival(outcome, place.address, asked_s)
         self._begin(arrival, link)
         if is_first:
             time.sleep(0)  # or the thread that reads waits until the question has gone out

@@ -12,6 +12,8 @@ BACKOFF_S = (0.25, 10.0)
 """First and longest time for which a peer that did not answer is not asked again."""
 
 
+MAX_UNPROVEN_BYTES, LEAST_UNPROVEN_BYTES = 64 << 20, 64 << 10
+"""What may be read by hints before a lease proves one right, and what the smallest counts."""
 MAX_ERROR_CHARS = 500
 """Characters of a node's error message that are kept and shown."""
 
@@ -40,6 +42,7 @@ class Peer:
     read_bytes: int = 0
     failed_reads: int = 0
     in_flight: int = 0
+    unproven_bytes: int = 0  # of places that hints named, since a lease proved one right
     rate: ReadRate = field(default_factory=ReadRate)
 
     @property
@@ -70,6 +73,19 @@ class Peer:
     def blame(self, why: object) -> None:
         """Note an error of the node that is no reason to avoid it."""
         self.last_error = str(why)[:MAX_ERROR_CHARS]
+
+    def read_ahead(self, nbytes: int) -> bool:
+        """Count a place that a hint names; whether it may be read before it is leased.
+
+        Anybody may name places: made-up ones cost this node and that one reads in vain.
+        """
+        is_allowed = self.unproven_bytes < MAX_UNPROVEN_BYTES
+        self.unproven_bytes += max(nbytes, LEAST_UNPROVEN_BYTES) * is_allowed
+        return is_allowed
+
+    def prove_hint(self) -> None:
+        """Note that an entry was leased at the place that its hint named."""
+        self.unproven_bytes = 0
 
     def answered(self, took_s: float) -> None:
         self.round_trip_s = took_s

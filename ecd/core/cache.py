@@ -208,6 +208,12 @@ class Cache:
             return self.counters.refuse("reservations", self.limits.reservations_per_session)
         return self._writers.reserve_copy(pool, owner, key, original, now_s)
 
+    def has_spare(self, namespace: str, nbytes: int) -> bool:
+        """Whether `reserve` finds room in the first pool for which nothing is ever evicted."""
+        pool = self.pools[0]
+        is_within = self._book.excess_bytes(namespace, pool.rounded_bytes(nbytes)) <= 0
+        return is_within and pool.has_spare(nbytes)
+
     def no_room(self, nbytes: int, pool: Pool | None = None) -> PoolFull:
         """Refuse a reservation: no room can be made, or the caller stops trying."""
         return self._writers.no_room(pool or self.pools[0], nbytes)

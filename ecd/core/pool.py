@@ -102,6 +102,12 @@ class Pool:
         """The bytes that an extent of `nbytes` takes from the pool."""
         return self.allocator.rounded_bytes(nbytes)
 
+    def has_spare(self, nbytes: int) -> bool:
+        """Whether an extent of `nbytes` has nothing evicted for it, neither now nor by `trim`."""
+        used_bytes = self.allocator.used_bytes + self.rounded_bytes(nbytes)
+        is_below = used_bytes <= self.limits.high_watermark * self.nbytes
+        return is_below and self.rounded_bytes(nbytes) <= self.largest_free_bytes
+
     # -- writers -------------------------------------------------------------------------------
 
     def begin_write(self, entry: Entry) -> None:

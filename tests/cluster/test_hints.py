@@ -15,6 +15,7 @@ import torch
 
 from ecd.cluster.admission import MAX_TOLD, Admission
 from ecd.cluster.directory import NoDirectory
+from ecd.cluster.peer import MAX_UNPROVEN_BYTES
 from ecd.cluster.peers import Peers
 from ecd.config import Config
 from ecd.identity import NodeIdentity
@@ -140,6 +141,39 @@ def test_made_up_nodes_displace_no_real_one(peers: Pair, make_peer: MakePeer) ->
     metrics = asking.metrics()
     assert f'ecd_peer_connected{{peer="{dead}"}} 0.0' in metrics, "operators are told of those"
     assert "127.91." not in metrics
+
+
+def test_made_up_places_displace_nothing(peers: Pair) -> None:
+    """Together they have twice the bytes of the pool, and nobody has their keys."""
+    there = peers.there
+    keys = [f"mine {n}" for n in range(40)]
+    for key in keys:
+        assert there.put_bytes(key, bytes(1 << 20), "uint8", (1 << 20,))
+    place = Hint(peers.a.peer, 0, 0, 8 << 20)
+    made_up = [f"nobody has {n}" for n in range(16)]
+    for found in there.get_async(made_up, HANG_S, only_if_written=True, nodes=[[place]] * 16):
+        assert found.result(HANG_S) is None
+    assert there.contains(keys) == [True] * len(keys)
+
+
+def test_made_up_places_are_read_no_more_until_one_is_right(peers: Pair) -> None:
+    here, there = peers.here, peers.there
+
+    def is_found(key: str) -> bool:
+        here.put_bytes(key, bytes(1 << 20), "uint8", (1 << 20,))
+        return not missed(there, key, [here.hint(key)])
+
+    assert is_found("first")
+    before = peers.counted["speculative"]
+    for number in range(12):
+        assert missed(there, f"nobody has {number}", [Hint(here.node, 0, 0, 8 << 20)])
+    read = peers.counted["speculative"] - before
+    assert 0 < read <= MAX_UNPROVEN_BYTES // (8 << 20), "those whose reads go on take room"
+    used = peers.counted["speculative used"]
+    assert is_found("right")
+    assert peers.counted["speculative used"] == used, "it was leased first"
+    assert is_found("right again")
+    assert peers.counted["speculative used"] == used + 1
 
 
 # -- in the client ---------------------------------------------------------------------------------
