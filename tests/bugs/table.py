@@ -627,6 +627,33 @@ EDITED = {
             "and not any(isinstance(each, str) for",
         ),
     ),
+    "an engine keeps its lock of what it does not encode": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/encodes.py",
+            "            if self._is_producer and not wanted.gave_way:",
+            "            if self._is_producer:",
+        ),
+    ),
+    "a connector for KV sees names without the salt": Bug(
+        "vllm",
+        "e2e/test_requests.py::test_a_salted_request_beside_a_connector_for_kv_is_answered",
+        Edit(
+            "client/ecd_client/vllm/connector.py",
+            "        self._scheduler.name_items(request)",
+            "        assert request is not None",
+        ),
+    ),
+    "a video of Qwen2.5-Omni without its media is a whole one": Bug(
+        "vllm",
+        "e2e/models/test_architectures.py::test_an_architecture",
+        Edit(
+            "client/ecd_client/vllm/compat.py",
+            "name not in fields and name != AUDIO_IN_VIDEO",
+            "name not in fields",
+        ),
+    ),
     "an item without media may have any field": Bug(
         "security",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
