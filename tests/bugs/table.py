@@ -708,6 +708,33 @@ EDITED = {
             "self._goes_by_age = not after",
         ),
     ),
+    "a name that a client chose leaves encoders out": Bug(
+        "vllm",
+        "integration/test_encode_hop.py",
+        Edit(
+            "client/ecd_client/vllm/encode_hop.py",
+            "        if look.pictures is None:",
+            "        if not look.promised:",
+        ),
+    ),
+    "what encoders promise of one request has no bound in all": Bug(
+        "vllm",
+        "integration/test_encode_hop.py",
+        Edit(
+            "client/ecd_client/vllm/encode_hop.py",
+            "if may_be_together([*(",
+            "if placeholders or may_be_together([*(",
+        ),
+    ),
+    "a request that failed without its pictures is held against others": Bug(
+        "vllm",
+        "unit/test_rests.py",
+        Edit(
+            "client/ecd_client/vllm/rests.py",
+            "self._rests.get(pictures, (0.0, 0.0))",
+            "next(iter(self._rests.values()), (0.0, 0.0))",
+        ),
+    ),
     "ECD_PIN=off pins": Bug(
         "gpu",
         "gpu/test_dma.py",
