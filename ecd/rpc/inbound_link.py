@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 MAX_UNREAD_REPLIES = 10_000
 """Replies a peer may leave unread before its link is ended."""
+MAX_UNREAD_BYTES = 4 << 20
+"""Bytes of unread replies beyond which no further request of the link is read."""
 TURN = 64
 """Keys of one request before the event loop gets its turn."""
 HASHED_IN_TURN = 8
@@ -87,6 +89,41 @@ class _Asked(NamedTuple):
     until_s: float
 
 
+class Outbox(asyncio.Queue[pb.LinkReply]):
+    """The replies that the peer has not read."""
+
+    def __init__(self) -> None:
+        super().__init__(MAX_UNREAD_REPLIES)
+        self._nbytes = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the peer is to read before a further request is answered."""
+        return not self._has_room.is_set()
+
+    async def room(self) -> None:
+        """Wait until it is not full."""
+        await self._has_room.wait()
+
+    def _put(self, item: pb.LinkReply) -> None:
+        super()._put(item)
+        self._count(item.ByteSize())
+
+    def _get(self) -> pb.LinkReply:
+        item = super()._get()
+        self._count(-item.ByteSize())
+        return item
+
+    def _count(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        if self._nbytes > MAX_UNREAD_BYTES:
+            self._has_room.clear()
+        else:
+            self._has_room.set()
+
+
 class InboundLink:
     """One peer's link, from its hello to its end."""
 
@@ -96,7 +133,7 @@ class InboundLink:
         self.session, self.node = session, node
         self._serving = serving
         self._turns: dict[LeaseId, Turn] = {}
-        self.outbox: asyncio.Queue[pb.LinkReply] = asyncio.Queue(MAX_UNREAD_REPLIES)
+        self.outbox = Outbox()
         self.hung_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._live, self._memory = live, memory
         self._waits: dict[Ticket, _Asked] = {}

@@ -101,6 +101,7 @@ class PeerService(pb_grpc.PeerServicer):
             self._use(link)
             try:
                 await link.take(request)
+                await link.outbox.room()
             except InvalidRequest as error:
                 logger.warning("peer %s broke the protocol: %s", link.node, error)
                 return

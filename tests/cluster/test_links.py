@@ -476,3 +476,33 @@ def test_a_peer_that_reads_nothing_keeps_no_session(
             await server.stop(0)
 
     asyncio.run(within_hang(run()))
+
+
+def test_a_peer_that_reads_nothing_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replies would take any memory. Once it reads, every question of its is answered."""
+    monkeypatch.setattr(inbound_link, "MAX_UNREAD_BYTES", 64 << 10)
+    asked: list[int] = []
+
+    async def requests() -> AsyncIterator[pb.LinkRequest]:
+        for ticket in range(100):
+            asked.append(ticket)
+            keys = [key(n) for n in range(1024)]  # of which a reply has 5 KiB
+            yield pb.LinkRequest(find=pb.FindKeys(ticket=ticket, keys=keys))
+
+    async def run() -> None:
+        async with links_that_take_turns(monkeypatch) as (live, [link, other]):
+            node = "127.0.88.6:9465"
+            service = PeerService(live, link._memory, TokenCheck(node, TOKEN), 1)
+            reading = asyncio.ensure_future(service._read(link, requests()))
+            await eventually_async(lambda: link.outbox.is_full)
+            so_far = len(asked)
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert len(asked) == so_far < 30
+            for ticket in range(100):
+                assert (await within_hang(link.outbox.get())).found.ticket == ticket
+            await reading
+            for each in (link, other):
+                each.end()
+
+    asyncio.run(run())
