@@ -23,6 +23,8 @@ from ecd_proto.contract import Hint, shown
 
 logger = logging.getLogger(__name__)
 
+MAX_JOINED = 8
+"""Clients whose hints one flight follows, besides those that it began with."""
 MAX_FLIGHTS = 1024
 """Keys on their way here; more of them are misses."""
 
@@ -69,6 +71,9 @@ class Flight:
     nbytes: int = 0  # as far as known
     impatient: list[tuple[SessionId, Ticket]] = field(default_factory=list)
     """Waits that are to end when another node is waited for."""
+    joined: list[Sequence[Hint]] = field(default_factory=list)
+    """Hints of clients that came later, to be followed before the flight ends."""
+    followed: int = 0  # of those
     deadline: asyncio.TimerHandle | None = None
     until_s: float = 0.0
 
@@ -90,6 +95,11 @@ class Flight:
             self.makers[maker.session] = None
             waited_s = time.perf_counter() - self.started_s
             self.patience_s = max(self.patience_s, waited_s + maker.wait_s)
+
+    def join_hints(self, hints: Sequence[Hint]) -> None:
+        """Note where a further client has the key from: the first one's hints may be made up."""
+        if hints and len(self.joined) < MAX_JOINED:
+            self.joined.append(hints)
 
     def leave(self, session: SessionId) -> None:
         """Note that the session makes the key no more.
@@ -200,7 +210,7 @@ class Flights:
         flight = self._flights.get(key)
         if flight is not None:
             flight.is_patient |= is_patient
-            flight.hints = flight.hints or hints
+            flight.join_hints(hints)
             flight.is_near = flight.is_near and is_near
             if maker is None or not flight.is_pausing:
                 flight.join(maker)
@@ -274,8 +284,10 @@ class Flights:
 
     async def _bring(self, flight: Flight) -> str:
         outcome = await self._ask(flight)
-        if outcome == SLOWER and flight.is_needed:  # since it was found to be slower
-            outcome = await self._ask(flight)
+        is_over = outcome in FINAL or outcome == MADE
+        has_hints = len(flight.joined) > flight.followed
+        if (outcome == SLOWER and flight.is_needed) or (has_hints and not is_over):
+            outcome = await self._ask(flight)  # somebody came who needs it, or knows where it is
         return outcome
 
     async def _ask(self, flight: Flight) -> str:

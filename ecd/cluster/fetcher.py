@@ -22,6 +22,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
@@ -271,30 +272,44 @@ class Fetcher:
     async def _ask_nodes(self, flight: Flight, first: int) -> tuple[str, bool]:
         """Ask so many hinted nodes, those of the directory, the other hinted ones.
 
-        The outcome, and whether to ask again is of use: FULL if a node took no more links, SILENT
-        if the directory may answer soon. SLOWER if a node would deliver it more slowly than clients
-        here encode it.
+        Where clients come meanwhile, nodes that they name are next; those that only requests name
+        are last, as they may be made up, and silent. The outcome, and whether to ask again is of
+        use: FULL if a node took no more links, SILENT if the directory may answer soon. SLOWER if a
+        node would deliver it more slowly than clients here encode it.
         """
         asked: set[str] = set()
+        joined: set[str] = set()
         outcome, is_silent = MISSING, False
         with Stage("directory"):
             hinted = await self._candidates.hinted(flight.hints)
-        for some in (hinted[:first], None, hinted[first:]):
-            if some is None:
+        left: deque[Admitted | None] = deque([*hinted[:first], None, *hinted[first:]])
+        flight.followed = 0
+        while left or flight.followed < len(flight.joined):
+            if flight.followed < len(flight.joined):
+                hints = flight.joined[flight.followed]
+                flight.followed += 1
                 with Stage("directory"):
-                    some = await self._candidates.known(flight.key)
-                is_silent = some is None
-            for each in some or ():
-                if each.hint.node in asked:
-                    continue
-                if len(asked) == MAX_SOURCES:
-                    break
-                asked.add(each.hint.node)
-                found = await self._try(each, flight)
-                if found in FINAL:
-                    return found, False
-                if found == SLOWER or (found != MISSING and outcome not in (SLOWER, FULL)):
-                    outcome = found
+                    hinted = await self._candidates.hinted(hints)
+                joined.update(each.hint.node for each in hinted[:MAX_SOURCES])
+                left.extendleft(each for each in hinted if not each.hinted)
+                left.extend(each for each in hinted if each.hinted)
+                continue
+            each = left.popleft()
+            if each is None:
+                with Stage("directory"):
+                    known = await self._candidates.known(flight.key)
+                is_silent = known is None
+                left.extendleft(reversed(known or ()))
+                continue
+            node = each.hint.node
+            if node in asked or (node not in joined and len(asked - joined) == MAX_SOURCES):
+                continue
+            asked.add(node)
+            found = await self._try(each, flight)
+            if found in FINAL:
+                return found, False
+            if found == SLOWER or (found != MISSING and outcome not in (SLOWER, FULL)):
+                outcome = found
         may_come = outcome != SLOWER and (is_silent or outcome == FULL)
         return (SILENT if is_silent and outcome == MISSING else outcome), may_come
 

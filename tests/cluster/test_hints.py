@@ -143,6 +143,27 @@ def test_made_up_nodes_displace_no_real_one(peers: Pair, make_peer: MakePeer) ->
     assert "127.91." not in metrics
 
 
+def test_made_up_nodes_hide_no_right_hint(peers: Pair, make_peer: MakePeer) -> None:
+    """Two clients want a key at one time, and only the second one knows where it is.
+
+    Of the first one's hints so many are made up that the right one is not followed.
+    """
+    asking = make_peer(ECD_DIRECTORY="none").start()
+    first, second = peers.client_of(asking), peers.client_of(asking)
+    peers.here.put("k", torch.ones(100))
+    about = {"only_if_written": True}
+    with socket.create_server(("0.0.0.0", 0), backlog=64) as silent:
+        made_up = [f"127.0.91.{n}:{silent.getsockname()[1]}" for n in range(1, 8)]
+        nodes = [[*made_up, peers.a.peer]]
+        founds = first.get_async(["k"], 10 * HANG_S, **about, nodes=nodes)
+        eventually(lambda: asking.status().waits == 1)
+        founds += second.get_async(["k"], 10 * HANG_S, **about, nodes=[[peers.a.peer]])
+        eventually(lambda: asking.status().waits == 2)
+    for found in founds:
+        with found.result(HANG_S) as item:
+            assert (item.tensor == 1).all()
+
+
 def test_made_up_places_displace_nothing(peers: Pair) -> None:
     """Together they have twice the bytes of the pool, and nobody has their keys."""
     there = peers.there
