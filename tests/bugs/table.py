@@ -654,6 +654,33 @@ EDITED = {
             "name not in fields",
         ),
     ),
+    "a peer's answer may be about more keys than were asked for": Bug(
+        "security",
+        "unit/test_link.py",
+        Edit(
+            "ecd/cluster/link.py",
+            "return len(answer.found) == keys >= max(",
+            "return len(answer.found) >= max(",
+        ),
+    ),
+    "entries are evicted for a place that a hint names": Bug(
+        "security",
+        "cluster/test_hints.py",
+        Edit(
+            "ecd/core/pool.py",
+            "return is_below and self.rounded_bytes(nbytes) <= self.largest_free_bytes",
+            "return is_below or nbytes <= self.nbytes",
+        ),
+    ),
+    "a peer is answered that reads nothing": Bug(
+        "security",
+        "cluster/test_links.py",
+        Edit(
+            "ecd/rpc/peer_service.py",
+            "await link.outbox.room()",
+            "assert link.outbox is not None",
+        ),
+    ),
     "an item without media may have any field": Bug(
         "security",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
