@@ -261,25 +261,26 @@ class LiveCache:
         self, session: SessionId, key: Key, content: Content, pace: Pace, pool: Pool | None = None
     ) -> Reservation:
         """Reserve for a fetch, making room until its flight ends."""
-        try:
-            with self.cache.reserving() as scan:
-                self._intake.hurry()
-                await pace.through(scan)
-                return await self._reserve(session, key, content, pool, pace, math.inf)
-        finally:
-            self._followups.after_filling()
+        async with self._reserving(pace):
+            return await self._reserve(session, key, content, pool, pace, math.inf)
 
     async def reserve_spare(
         self, session: SessionId, key: Key, content: Content, pace: Pace
     ) -> Reservation | None:
         """Reserve for a fetch that may be in vain; None if something were evicted for it."""
+        async with self._reserving(pace):
+            if not self.cache.has_spare(key.namespace, content.nbytes):
+                return None
+            return await self._reserve(session, key, content, None, pace, -math.inf)
+
+    @asynccontextmanager
+    async def _reserving(self, pace: Pace) -> AsyncIterator[None]:
+        """For a block that reserves: what readers hold is known, and what follows is done."""
         try:
             with self.cache.reserving() as scan:
                 self._intake.hurry()
                 await pace.through(scan)
-                if not self.cache.has_spare(key.namespace, content.nbytes):
-                    return None
-                return await self._reserve(session, key, content, None, pace, -math.inf)
+                yield
         finally:
             self._followups.after_filling()
 

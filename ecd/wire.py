@@ -102,13 +102,8 @@ def hints_from(message: pb.Hint) -> list[contract.Hint]:
     return [contract.Hint(node, *place) for node, place in zip(nodes, places, strict=True)]
 
 
-def told_metadata(content: Content) -> bytes:
-    """An entry's metadata where it is told beside the entry's place; none if it is long."""
-    return metadata_told(content.metadata)
-
-
-def metadata_told(metadata: bytes) -> bytes:
-    """Metadata as others may tell them; none if they are long."""
+def told_metadata(metadata: bytes) -> bytes:
+    """An entry's metadata where they are told beside the entry's place; none if they are long."""
     return metadata if len(metadata) <= TOLD_METADATA_BYTES else b""
 
 

@@ -65,7 +65,7 @@ from ecd.flights import (
 )
 from ecd.live import LiveCache
 from ecd.slow_log import Stage, waited
-from ecd.turns import Turns
+from ecd.turns import Pace, Turns
 from ecd.wire import BYTES_WITH_LEASE, SPECULATIVE_BYTES
 from ecd_proto.contract import Hint, shown
 
@@ -443,9 +443,7 @@ class Fetcher:
         for _ in range(0 if is_first else TURNS_TO_ASK):
             await asyncio.sleep(0)
         unknown = Content("uint8", (place.nbytes,), place.nbytes)
-        with Stage("turns"):
-            await self._turns.any()
-        pace = self._turns.pace()
+        pace = await self._pace()
         outcome = await self._live.reserve_spare(self._session, key, unknown, pace)
         if not isinstance(outcome, Reserved):
             return None
@@ -466,10 +464,13 @@ class Fetcher:
         return cost_s > 0.0 and link.peer.is_slower(lease.content.nbytes, cost_s)
 
     async def _reserve(self, key: Key, content: Content) -> Reservation:
-        """Reserve, in turns: a thousand flights may have been answered in one message."""
+        return await self._live.reserve(self._session, key, content, await self._pace())
+
+    async def _pace(self) -> Pace:
+        """The pace of a reservation, in its turn: one message may answer a thousand flights."""
         with Stage("turns"):
             await self._turns.any()
-        return await self._live.reserve(self._session, key, content, self._turns.pace())
+        return self._turns.pace()
 
     async def _take_in(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
         """Read and verify what was leased; to be committed before another turn. Raises _Failed."""

@@ -23,11 +23,11 @@ from ecd.wire import (
     SPECULATIVE_BYTES,
     InvalidRequest,
     content_from,
-    metadata_told,
     places_from,
     seconds_from,
     to_extents,
     to_key,
+    told_metadata,
 )
 from ecd_proto.contract import MAX_BATCH, NODE_PATTERN, Hint
 from ecd_proto.v1 import peer_pb2 as pb
@@ -202,7 +202,7 @@ class Link:
             self._send(pb.LinkRequest(find=pb.FindKeys(ticket=ticket, keys=batch)))
             reply = await answer
             places = places_from(reply.extents, len(reply.found))
-            metadata = [*map(metadata_told, reply.metadata), *[b""] * len(places)]
+            metadata = [*map(told_metadata, reply.metadata), *[b""] * len(places)]
             found.extend(
                 Candidate(Hint(self.peer.node, *place), metadata=said) if has else None
                 for has, place, said in zip(reply.found, places, metadata, strict=False)

@@ -13,7 +13,8 @@ BACKOFF_S = (0.25, 10.0)
 
 
 MAX_UNPROVEN_BYTES, LEAST_UNPROVEN_BYTES = 64 << 20, 64 << 10
-"""What may be read by hints before a lease proves one right, and what the smallest counts."""
+"""Most bytes that are read from a node at hinted places until a lease names one of them, and the
+bytes for which a smaller place counts."""
 MAX_ERROR_CHARS = 500
 """Characters of a node's error message that are kept and shown."""
 

@@ -38,7 +38,8 @@ MAX_WAITING_FOR_STRANGERS = 256
 MAX_LEASE_TTL_S = 3600.0
 """The longest time to live of leases that the settings allow."""
 MAX_DESCRIPTION_BYTES = 16 << 10
-"""Of a node's description, which is kept: its own has some 200, and 30 for each pool."""
+"""Longest description that a node may give of itself. An honest one has some 200 bytes, and 30 for
+each pool."""
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),

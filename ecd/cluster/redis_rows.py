@@ -87,7 +87,7 @@ def _digest(key: Key) -> str:
 def pack_place(info: EntryInfo | None) -> bytes:
     if info is None:
         return b""
-    extent, metadata = info.extent, told_metadata(info.content)
+    extent, metadata = info.extent, told_metadata(info.content.metadata)
     place = f"{extent.pool}:{extent.offset}+{extent.nbytes}".encode()
     return place + b" " + metadata if metadata else place
 

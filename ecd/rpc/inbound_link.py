@@ -194,7 +194,9 @@ class InboundLink:
             reply.found.extend(map(self._has, turn))
             reply.extents.extend(to_extents(map(self._live.cache.extent, turn)))
             infos = map(self._live.cache.info, turn)
-            reply.metadata.extend(told_metadata(info.content) if info else b"" for info in infos)
+            reply.metadata.extend(
+                told_metadata(info.content.metadata) if info else b"" for info in infos
+            )
         self._post(pb.LinkReply(found=reply))
 
     def _has(self, key: Key) -> bool:
