@@ -16,6 +16,7 @@ from e2e.gates import Gate
 from e2e.servers import free_port
 from e2e.shared import Engines, Pictures, Plain, await_sessions, constants, tokens
 from e2e.test_one_node import PICTURES, REQUESTS, ask
+from support.daemon import node_of
 from support.nodes import Node, NodeClient, NodeDaemon
 from support.redis import LONG_PATIENT, UNHURRIED, RedisServer
 from support.waiting import HANG_S, eventually
@@ -366,7 +367,8 @@ def follower(
         # The rest is as in `engine_process.py`: both machines warm up with one shape.
         command += ["--max-model-len=2048", "--max-num-seqs=8", "--enforce-eager"]
         command += ["--limit-mm-per-prompt", json.dumps({"image": 4, "video": 0})]
-        holder = int(nodes[1].prefix[nodes[1].prefix.index("-t") + 1])
+        holder = node_of(nodes[1].prefix)
+        assert holder is not None
         with log.open("wb") as out:
             started.append(Fork(version, command, out, node=holder, spares=(1,), **environ))
         return log

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -50,16 +49,12 @@ def changed(*lines: str) -> tuple[str, ...]:
 
 IMPORTED = (
     *("grpc.aio", "grpc_health.v1.health_pb2_grpc", "grpc_reflection.v1alpha.reflection"),
-    *(
-        "msgspec.inspect",
-        "prometheus_client.exposition",
-        "pydantic_settings",
-        "pythonjsonlogger.json",
-    ),
-    *("rich.progress", "rich.table", "systemd_watchdog", "typer", "uvloop", "xxhash", "zmq"),
+    *("msgspec.inspect", "prometheus_client.exposition", "pydantic_settings"),
+    *("pythonjsonlogger.json", "rich.progress", "rich.table", "systemd_watchdog", "typer"),
+    *("uvloop", "xxhash", "zmq"),
 )
 """By the Python that is forked for daemons: what of a start is not ecd's, half a second."""
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.Lock()  # of those that tests start from several threads
 
 
 def node_of(prefix: Sequence[str]) -> int | None:
@@ -73,22 +68,16 @@ def node_of(prefix: Sequence[str]) -> int | None:
             return None
 
 
-@cache
-def _interpreter() -> warm.Interpreter:
-    directory = Path(tempfile.mkdtemp(prefix="ecd-warm-"))
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("ECD_")}
-    made = warm.Interpreter(sys.executable, IMPORTED, directory / "log", environ)
-
-    def close() -> None:
-        made.close()
-        shutil.rmtree(directory)
-
-    _closing.callback(close)
-    return made
-
-
 _closing = contextlib.ExitStack()
 atexit.register(_closing.close)
+
+
+@cache
+def _interpreter() -> warm.Interpreter:
+    directory = _closing.enter_context(tempfile.TemporaryDirectory(prefix="ecd-warm-"))
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("ECD_")}
+    made = warm.Interpreter(sys.executable, IMPORTED, Path(directory, "log"), environ)
+    return _closing.enter_context(contextlib.closing(made))
 
 
 def cool() -> None:
