@@ -500,7 +500,7 @@ EDITED = {
         "vllm",
         "e2e/test_identity.py::test_engines_share_on_after_what_leaves_their_weights_alone",
         Edit(
-            "client/ecd_client/vllm/weights.py",
+            "client/ecd_client/vllm/engine_core.py",
             'call["level"] == KEEPS_WEIGHTS and is_awake',
             'call["level"] > 0 and is_awake',
         ),

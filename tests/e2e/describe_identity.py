@@ -20,8 +20,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import LoadFormats
 
 from ecd_client.vllm.code_name import measured_name
+from ecd_client.vllm.engine_core import HARMLESS
 from ecd_client.vllm.identity import CHANGING, Identity, why_nothing_is_shared
-from ecd_client.vllm.weights import HARMLESS
 
 model, whisper = map(Path, sys.argv[1:])
 other = Path(tempfile.mkdtemp(), "other")

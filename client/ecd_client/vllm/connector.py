@@ -36,7 +36,7 @@ class EcdConnector(ECConnectorBase):
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         if role is ECConnectorRole.SCHEDULER:
-            from ecd_client.vllm.weights import watch  # which only an engine core can import
+            from ecd_client.vllm.engine_core import watch  # which only an engine core can import
 
             watch(EcdConnector)
             self._scheduler = SchedulerRole(
@@ -114,7 +114,7 @@ class EcdConnector(ECConnectorBase):
         assert self._scheduler is not None
         return False, self._scheduler.finished(request)
 
-    # -- told by the engine core (weights.py) --------------------------------------------------
+    # -- told by the engine core (engine_core.py) ----------------------------------------------
 
     def request_comes(self, request: Request) -> None:
         assert self._scheduler is not None

@@ -255,10 +255,8 @@ class EncodeHop:
 
     def _note_failed(self, encoder: Encoder, began_s: float, error: _Failed) -> None:
         if self._encoders.note_failed(encoder, began_s, time.monotonic()):
-            logger.warning(
-                "ecd: encoder %s is left out for %g s: %s",
-                *(encoder.url, encoder.rest_s, shown(str(error))),
-            )
+            rest_s, said = encoder.rest_s, shown(str(error))
+            logger.warning("ecd: encoder %s is left out for %g s: %s", encoder.url, rest_s, said)
 
     def _note_refused(self, encoder: Encoder, error: _Refused) -> None:
         now_s = time.monotonic()

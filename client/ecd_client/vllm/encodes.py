@@ -36,7 +36,8 @@ request whose time is over waits for one so long."""
 STEP_S = min(float(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS), MAX_SECONDS)
 """Longest step: one that takes longer ends the engine."""
 MAX_STEPS = 1024
-"""Steps that encode and have not ended: more where workers report none, whose locks end by time."""
+"""Most steps whose end is waited for. Where workers report none the oldest are forgotten: the locks
+of what they encode end by time."""
 TIMES_WAITED = 5
 """How often `ecd_load_timeout_s` a request waits for other engines that encode."""
 RESTS_S = 10.0
@@ -118,11 +119,11 @@ class Encodes:
             for identifier in step.begun:
                 self._lock_for(identifier, MAKING_S)
 
-    def gives_way(self, wanted: WantedItem) -> bool:
-        """Whether the engine has not encoded an item for as long as its lock lasts.
+    def give_way(self, wanted: WantedItem) -> bool:
+        """Let others encode an item that this engine has not encoded for as long as its lock lasts.
 
-        Then others may: until it begins, as where memory for its KV is there again, it takes no
-        lock of the item.
+        Whether it did so. It takes no lock of the item until it begins, as where there is room for
+        the request's KV again.
         """
         until_s = wanted.locked_until_s
         if not until_s or wanted.encoded or time.monotonic() < until_s:

@@ -73,7 +73,7 @@ class Lookup:
         """
         if wanted.answer is not None:
             self._take_answer(wanted)
-        if wanted.missing and self._encodes.gives_way(wanted):
+        if wanted.missing and self._encodes.give_way(wanted):
             wanted.start_over(wanted.cause)  # others may have encoded it while this engine did not
         if wanted.item is not None and not wanted.has_left(ENOUGH_LEFT):
             wanted.give_up("its lease ran out: the daemon is away")

@@ -21,7 +21,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.logger import init_logger
 
-from ecd_client.calls import CALL_TIMEOUT_S
 from ecd_client.client import Client
 from ecd_client.errors import EcdError, InvalidArgument
 from ecd_client.vllm.answers import Answers
@@ -210,7 +209,7 @@ class Reuse:
             settings.address,
             name="vllm middleware",
             connect_timeout=0.0,
-            call_timeout=min(CALL_TIMEOUT_S, settings.load_timeout_s),
+            call_timeout=settings.call_timeout_s,
         )
         self._client = client
         keys = _keys(state.args)

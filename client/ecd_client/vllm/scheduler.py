@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ecd_client.calls import CALL_TIMEOUT_S
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.vllm.compat import (
@@ -95,7 +94,7 @@ class SchedulerRole:
             namespace=self._sharing.namespace,
             name="vllm scheduler",
             connect_timeout=0.0,
-            call_timeout=min(CALL_TIMEOUT_S, settings.load_timeout_s),
+            call_timeout=settings.call_timeout_s,
         )
         with contextlib.suppress(DaemonUnavailable):  # it may come later
             self._client.wait_connected(CONNECT_S)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ecd_client.arguments import text
-from ecd_client.calls import resolve
+from ecd_client.calls import CALL_TIMEOUT_S, resolve
 from ecd_client.errors import InvalidArgument
 from ecd_client.vllm.names import is_alone
 from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES
@@ -45,6 +45,11 @@ class Settings:
     harmless_calls: frozenset[str] = frozenset()
     modalities: frozenset[str] | None = None
     """Those that are shared; None: all."""
+
+    @property
+    def call_timeout_s(self) -> float:
+        """Seconds that a call to the daemon may take: no longer than a request is held for one."""
+        return min(CALL_TIMEOUT_S, self.load_timeout_s)
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Settings:

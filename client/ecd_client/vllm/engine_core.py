@@ -1,4 +1,4 @@
-"""What vLLM tells no connector, so that its engine core is watched: weights that change, requests.
+"""Watches vLLM's engine core for what it tells no connector: requests, and weights that change.
 
 Every front end talks to `EngineCore`, in its own process or in theirs. It owns the scheduler and
 the scheduler's connector. `reset_encoder_cache` is vLLM's sign that earlier embeddings are stale;
@@ -26,14 +26,9 @@ HARMLESS = frozenset(
         *("check_health", "compute_weight_checksums", "execute_dummy_batch", "profile"),
         *("get_encoder_timing_stats", "get_model_inspection", "get_supported_tasks"),
         *("init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
-        *(
-            "release_late_interaction_query_cache",
-            "reset_mm_cache",
-            "save_sharded_state",
-            "save_tensorized_model",
-            "synchronize_device",
-        ),
-        *("take_draft_token_ids", "update_max_model_len"),
+        *("release_late_interaction_query_cache", "reset_mm_cache", "save_sharded_state"),
+        *("save_tensorized_model", "synchronize_device", "take_draft_token_ids"),
+        "update_max_model_len",
     )
 )
 """Calls to the workers that leave the encoder's weights as they are."""
