@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -32,8 +33,29 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_NOEXEC_SEAL = 8
+"""MFD_NOEXEC_SEAL, without which a hardened machine makes no memfd (`vm.memfd_noexec` = 2)."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def memory_file(name: str, nbytes: int) -> int:
+    """The descriptor of new memory, whose size nobody can change. Raises OSError."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create(name, flags | _NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create(name, flags)  # Linux before 6.3
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 class Mapping:
@@ -65,9 +87,8 @@ class Mapping:
     @classmethod
     def of_memory(cls, nbytes: int, content: bytes = b"", writable: bool = True) -> Mapping:
         """New memory that begins with `content`. Raises OSError."""
-        fd = os.memfd_create("ecd", os.MFD_CLOEXEC)
+        fd = memory_file("ecd", nbytes)
         try:
-            os.ftruncate(fd, nbytes)
             os.write(fd, content)
             return cls(fd, nbytes, writable)
         finally:

@@ -9,13 +9,17 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ecd_client.vllm.shared_namespace import SeenNamespace, SharedNamespace
+from ecd_proto.mapping import memory_file
 from support.processes import child
 from support.users import MALLORY, acting_as, needs_root
 
+SEAL_EXEC = 0x20
+"""F_SEAL_EXEC of Linux 6.3."""
 MAKE = """
 import os, sys
 fd = os.memfd_create(sys.argv[1], os.MFD_ALLOW_SEALING)
@@ -83,3 +87,14 @@ def test_memory_that_may_shrink_is_not_read(instance: str) -> None:
         assert maker.stdout.readline() == "made\n"
         with pytest.raises(FileNotFoundError):
             SeenNamespace(instance)
+
+
+def test_memory_keeps_its_size_and_cannot_be_executed() -> None:
+    """Linux 6.3 to 6.5 refuse any other where `vm.memfd_noexec` is 2."""
+    fd = memory_file("of a test", mmap.PAGESIZE)
+    if Path("/proc/sys/vm/memfd_noexec").exists():
+        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEAL_EXEC
+    for nbytes in (0, 2 * mmap.PAGESIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, nbytes)
+    os.close(fd)

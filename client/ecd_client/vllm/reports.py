@@ -12,6 +12,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from ecd_client.vllm.stats import COUNTERS, EcdStats
+from ecd_proto.mapping import memory_file
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -43,8 +44,7 @@ class Reports:
         """`ranks` is the number of workers that load every item."""
         self._ranks = ranks
         name = f"{NAME}-{secrets.token_hex(8)}"
-        self._fd = os.memfd_create(name)
-        os.ftruncate(self._fd, 8 * _WORDS * ranks)
+        self._fd = memory_file(name, 8 * _WORDS * ranks)
         self._words = memoryview(mmap.mmap(self._fd, 8 * _WORDS * ranks)).cast("Q")
         self._taken = [[0] * len(COUNTERS) for _ in range(ranks)]
         self._heard = [0] * ranks

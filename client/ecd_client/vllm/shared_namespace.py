@@ -17,15 +17,14 @@ import stat
 import struct
 from zlib import crc32
 
+from ecd_proto.mapping import memory_file
+
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _NAME = "ecd-namespace-"
 _HEADER = struct.Struct("<IH")
 """crc of the rest, and the bytes that follow: none where nothing is shared."""
 _TRIES = 3
-_NOEXEC_SEAL = 8
-"""MFD_NOEXEC_SEAL (Linux 6.3), without which a hardened machine makes no memfd."""
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedNamespace:
@@ -33,20 +32,15 @@ class SharedNamespace:
 
     def __init__(self, instance_id: str) -> None:
         self._fd = -1
-        sealable = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        for flags in (sealable | _NOEXEC_SEAL, sealable):
-            with contextlib.suppress(OSError):
-                fd = os.memfd_create(_NAME + instance_id, flags)
-                try:
-                    os.ftruncate(fd, mmap.PAGESIZE)
-                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-                    self._page = mmap.mmap(fd, mmap.PAGESIZE)
-                except BaseException:
-                    os.close(fd)
-                    raise
-                self._fd = fd
-                return
-        logger.warning("ecd: no memfd can be made: the API server will preprocess every picture")
+        try:
+            self._fd = memory_file(_NAME + instance_id, mmap.PAGESIZE)
+        except OSError as error:
+            logger.warning(
+                "ecd: no memfd can be made (%s): the API server will preprocess every picture",
+                error,
+            )
+            return
+        self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
 
     def write(self, namespace: str | None) -> None:
         if self._fd < 0:
