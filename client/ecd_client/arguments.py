@@ -113,6 +113,24 @@ def nodes(values: Any) -> Sequence[Hint]:
     return [_hint(node) for node in some]
 
 
+def daemons(values: Any) -> list[tuple[str, str]]:
+    """Where each of some daemons publishes its events, and where it replays them."""
+    try:
+        return [(text(events, "address"), text(replay, "address")) for events, replay in values]
+    except (TypeError, ValueError):
+        raise InvalidArgument(
+            "daemons is a list of pairs of host:port, where one publishes and where it replays, "
+            f"not {_shown(values)}"
+        ) from None
+
+
+def number(value: Any, what: str) -> int:
+    """A count of 1 or more, as 32 bits hold it."""
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise InvalidArgument(f"{what} is {_shown(value)}; it must be a number of 1 or more")
+    return value
+
+
 def each(values: Any, count: int, what: str) -> Sequence[Any]:
     """A list with something for each of `count` keys, or an empty one."""
     try:

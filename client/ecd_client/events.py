@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from ecd_client import arguments
+from ecd_client.errors import InvalidArgument
 from ecd_proto.events import (
     END,
     SIGN_S,
@@ -241,10 +243,17 @@ class Subscriber:
         """`daemons` are pairs of host:port: where one publishes, and where it replays.
 
         At most `unread` messages of each wait between two calls of `changes`; if more come, the
-        lost ones are asked for again.
+        lost ones are asked for again. Raises InvalidArgument.
         """
+        pairs, unread = arguments.daemons(daemons), arguments.number(unread, "unread")
         self._context: zmq.Context[Any] = zmq.Context()
-        self.feeds = [Feed(self._context, *daemon, unread) for daemon in daemons]
+        self.feeds: list[Feed] = []
+        for pair in pairs:
+            try:
+                self.feeds.append(Feed(self._context, *pair, unread))
+            except (zmq.ZMQError, ValueError) as error:
+                self._context.destroy(linger=0)
+                raise InvalidArgument(f"{pair} are not two host:port: {error}") from None
 
     @property
     def is_current(self) -> bool:
@@ -254,9 +263,9 @@ class Subscriber:
     def changes(self, timeout: float = 0.0) -> list[Change]:
         """The changes since the last call; waits at most `timeout` seconds for the first.
 
-        The first of a daemon are all entries that it holds.
+        The first of a daemon are all entries that it holds. Raises InvalidArgument.
         """
-        until_s = time.monotonic() + timeout
+        until_s = time.monotonic() + arguments.seconds(timeout, "timeout")
         while True:
             found = [change for feed in self.feeds for change in feed.take()]
             left_s = until_s - time.monotonic()

@@ -14,13 +14,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ecd_client import Client
+from ecd_client import Client, InvalidArgument
 from ecd_client.calls import open_channel
 from ecd_client.events import ASK_S, SILENT_S, Change, Subscriber
 from ecd_proto.events import END, SNAPSHOT
@@ -434,6 +435,29 @@ def test_a_port_that_is_taken_is_named_in_the_error(make_daemon: MakeDaemon) -> 
     assert address in daemon.text()
     assert "ECD_EVENTS_ADDRESS" in daemon.text()
     assert "Traceback" not in daemon.text()
+
+
+@pytest.mark.parametrize(
+    "daemons",
+    [
+        *("127.0.0.1:1", None, [5], [("127.0.0.1:1",)], [(1, 2)], [("\ud800", "127.0.0.1:1")]),
+        *([("nowhere", "127.0.0.1:1")], [("127.0.0.1:1", "")]),
+    ],
+)
+def test_what_is_no_daemons_address_is_told(daemons: Any) -> None:
+    with pytest.raises(InvalidArgument, match="host:port"):
+        Subscriber(daemons)
+
+
+def test_odd_limits_of_a_subscriber_are_told() -> None:
+    for unread in (0, -1, None, True, 1.0, 1 << 40):
+        with pytest.raises(InvalidArgument, match="unread is"):
+            Subscriber([], unread=unread)  # type: ignore[arg-type]
+    with Subscriber([]) as subscriber:
+        for timeout in (None, "1", -1.0, float("nan"), float("inf")):
+            with pytest.raises(InvalidArgument, match="timeout is"):
+                subscriber.changes(timeout)  # type: ignore[arg-type]
+        assert subscriber.changes() == []
 
 
 def watching(daemon: Daemon, *options: str) -> AbstractContextManager[subprocess.Popen[str]]:
