@@ -103,8 +103,13 @@ def hints_from(message: pb.Hint) -> list[contract.Hint]:
 
 
 def told_metadata(metadata: bytes) -> bytes:
-    """An entry's metadata where they are told beside the entry's place; none if they are long."""
-    return metadata if len(metadata) <= TOLD_METADATA_BYTES else b""
+    """An entry's metadata where they are told beside the entry's place.
+
+    There are none if they are long, or make no sense, as a peer or a directory may have told.
+    """
+    if len(metadata) > TOLD_METADATA_BYTES:
+        return b""
+    return b"" if is_claimed(metadata) and not _is_placeholder(metadata) else metadata
 
 
 def places_from(extents: Sequence[pb.Extent], count: int) -> list[Extent]:

@@ -98,7 +98,7 @@ def unpack_place(value: bytes) -> tuple[Extent, bytes]:
     found = re.fullmatch(rb"([0-9]{1,4}):([0-9]{1,18})\+([0-9]{1,18})", place)
     if found is None or len(metadata) > TOLD_METADATA_BYTES:
         return Extent(0, 0, 0), b""
-    return Extent(*map(int, found.groups())), metadata
+    return Extent(*map(int, found.groups())), told_metadata(metadata)
 
 
 def pack_record(node: str, zone: str, load: int) -> str:

@@ -11,7 +11,8 @@ import pytest
 from ecd.cluster.directory import DirectoryState
 from ecd.cluster.link import MAX_UNREAD, Link
 from ecd.cluster.peer import MAX_ERROR_CHARS, Peer, PeerUnavailable
-from ecd.core.types import Key
+from ecd.cluster.redis_rows import unpack_place
+from ecd.core.types import Extent, Key
 from ecd.wire import SPECULATIVE_BYTES, TOLD_METADATA_BYTES
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2
@@ -132,18 +133,32 @@ def test_a_peer_that_answers_and_reads_nothing_costs_bounded_memory() -> None:
     asyncio.run(ask())
 
 
-def test_metadata_that_a_peer_tells_are_short() -> None:
+SENSE = b'\x01{"image":{"image_grid_thw":[1,16,24]}}'
+NONSENSE = SENSE.replace(b"16", b"-16")
+
+
+def test_metadata_that_a_peer_tells_are_short_and_make_sense() -> None:
     async def ask() -> None:
         answers: asyncio.Queue[pb.LinkReply] = asyncio.Queue()
         call = Mock(read=answers.get, write=AsyncMock())
         link = Link(Peer("127.0.77.2:9465"), AsyncMock(), call, pb.NodeDescription())
-        metadata = [b"m" * TOLD_METADATA_BYTES, b"m" * (TOLD_METADATA_BYTES + 1)]
-        answers.put_nowait(found(1, 3, metadata=metadata))
-        candidates = await link.find([Key("default", key) for key in "abc"])
-        assert [each and each.metadata for each in candidates] == [metadata[0], b"", b""]
+        metadata = [b"m" * TOLD_METADATA_BYTES, b"m" * (TOLD_METADATA_BYTES + 1), SENSE, NONSENSE]
+        answers.put_nowait(found(1, 5, metadata=metadata))
+        candidates = await link.find([Key("default", key) for key in "abcde"])
+        told = [each and each.metadata for each in candidates]
+        assert told == [metadata[0], b"", SENSE, b"", b""]
         await link.close()
 
     asyncio.run(ask())
+
+
+def test_metadata_in_a_directory_make_sense() -> None:
+    for metadata, told in {
+        SENSE: SENSE,
+        NONSENSE: b"",
+        b"of another form": b"of another form",
+    }.items():
+        assert unpack_place(b"0:4096+100 " + metadata) == (Extent(0, 4096, 100), told)
 
 
 def test_an_error_of_a_directory_is_kept_short() -> None:
