@@ -24,7 +24,8 @@ KEYS = (
     *("ecd_load_timeout_s", "ecd_on_unavailable", "ecd_announce_node"),
     *("ecd_device_views", "ecd_modalities"),
 )
-MODALITIES = "audio", "image", "video"
+MODALITIES = "audio", "image", "video", "vision_chunk"
+"""Those that vLLM's models have; the last is Kimi-K2.5's one medium, of pictures and videos."""
 
 
 @dataclass(frozen=True)
