@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -11,11 +13,12 @@ import pytest
 from e2e.engines import VERSIONS, installed, kept_warm
 from e2e.gates import Gate
 from e2e.servers import api_server, noise_url
-from e2e.shared import Engines, Pictures, await_sessions, constants
+from e2e.shared import Engines, Pictures, await_sessions, constants, tokens
 from e2e.test_failures import FAIL, IMPATIENT
 from e2e.test_one_encode import HASTY
 from e2e.test_requests import bare
 from e2e.test_reuse import MIDDLEWARE, READY, preprocessed, shown
+from ecd_client.vllm.settings import ENCODE, LOAD_TIMEOUT_S
 from ecd_proto.contract import MAKING_S
 from support.daemon import Daemon
 from support.waiting import eventually, stopped
@@ -23,6 +26,8 @@ from support.waiting import eventually, stopped
 pytestmark = pytest.mark.timeout(600)
 Figure = Callable[[str, float, str, str], None]
 ROUNDS = 11
+PICTURES = 20
+FORWARD_S = 2.0
 
 
 @pytest.fixture
@@ -96,3 +101,26 @@ def test_a_stopped_engine_is_waited_for(
     gate.open()
     one.receive()
     figure("one stands still", waited["seconds"], "s", f"{MAKING_S}, and a little")
+
+
+def test_many_pictures_are_new_to_two_engines(
+    version: str, engines: Engines, new: Pictures, tmp_path: Path, figure: Figure
+) -> None:
+    """Both are asked at once, with the patience of the default setting and a slow tower."""
+    how = {"extra": {"ecd_load_timeout_s": LOAD_TIMEOUT_S[ENCODE]}}
+    pair = [engines.shared(version, "ec_both", which, **how) for which in range(2)]
+    gate = Gate(tmp_path / "gate")
+    gate.shut()
+    requests = new.requests(PICTURES)
+    for engine in pair:
+        engine.send({"do": "generate", "requests": requests, "gate": str(gate.path)})
+    with ThreadPoolExecutor() as side:
+        waits = [side.submit(engine.receive) for engine in pair]
+        while not all(each.done() for each in waits):
+            here = gate.here()
+            time.sleep(FORWARD_S if here else FORWARD_S / 100)
+            gate.let(here)
+    replies = [each.result() for each in waits]
+    assert tokens(replies[0]) == tokens(replies[1])
+    encoded = sum(reply["encoded"] for reply in replies)
+    figure("encodes", encoded, "pictures", f"{PICTURES}, or one more")
