@@ -541,6 +541,47 @@ EDITED = {
             "is_wrong = False",
         ),
     ),
+    "the lock of what a step encodes ends amid the step": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/encodes.py",
+            "            self._lock_for(wanted.identifier, STEP_S)\n",
+            "",
+        ),
+    ),
+    "a lost load is looked at by steps alone": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit("client/ecd_client/vllm/loads.py", "                self.look()\n", ""),
+    ),
+    "the decoder of a role is part of its namespace": Bug(
+        "vllm",
+        "e2e/test_identity.py::test_equal_flags_give_each_role_one_namespace",
+        Edit(
+            "client/ecd_client/vllm/identity.py",
+            "_without_device(_without_chosen_decoder(value))",
+            "_without_device(value)",
+        ),
+    ),
+    "scales of fp8 are named by their path": Bug(
+        "vllm",
+        "e2e/test_identity.py::test_the_namespace_holds_what_changes_embeddings_and_not_where_work_is_done",
+        Edit(
+            "client/ecd_client/vllm/identity.py",
+            "return content_of(value) or value",
+            "return value",
+        ),
+    ),
+    "metadata of a directory are told as they came": Bug(
+        "security",
+        "unit/test_link.py",
+        Edit(
+            "ecd/wire.py",
+            'return b"" if is_claimed(metadata) and not _is_placeholder(metadata) else metadata',
+            "return metadata",
+        ),
+    ),
     "what a drafter reads further on is not locked": Bug(
         "vllm",
         "e2e/test_one_node.py::test_what_a_step_encodes_is_left_to_this_engine_by_others",

@@ -40,6 +40,13 @@ def namespace(
     return Identity.of(config, said, version, code_version=code).namespace
 
 
+def scaled(content: str) -> str:
+    """The namespace with scales of fp8 from a file of this content."""
+    scales = other.with_name("scales.json")
+    scales.write_text(content)
+    return namespace(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales))
+
+
 ROLES = "ec_producer", "ec_consumer", "ec_both"
 
 
@@ -121,6 +128,8 @@ namespaces = {
     "decoder": namespace(media_io_kwargs={"video": {"backend": "torchcodec"}}),
     "media": namespace(media_io_kwargs={"image": {"rgba_background_color": [0, 0, 0]}}),
     "fp8": namespace(mm_encoder_attn_dtype="fp8"),
+    "fp8 scales": scaled("{}"),
+    "other fp8 scales": scaled('{"a": 1.0}'),
     "backend": namespace(mm_encoder_attn_backend="TORCH_SDPA"),
     "overrides": namespace(hf_overrides={"vision_config": {"window_size": 56}}),
     "implementation": namespace(model_impl="transformers"),

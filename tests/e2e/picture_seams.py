@@ -1,4 +1,4 @@
-"""Names pictures that nobody has read, and looks at requests with too many. In a vLLM environment.
+"""Drives parts of the middleware: names of pictures, limits, what is held. In a vLLM environment.
 
     python picture_seams.py DIRECTORY
 
@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.media import MediaConnector
 
 from e2e.tiny_models import MODELS
+from ecd_client.vllm import answers
+from ecd_client.vllm.answers import Answers
 from ecd_client.vllm.compat import PlaceholderMetadata, media_budgets
 from ecd_client.vllm.pictures import Look, Pictures
 from support.web import site
@@ -140,4 +143,22 @@ with site() as (url, page):
         1,
     )
 
-print("RESULT", json.dumps([named, unread, limits]))
+let_go: list[str] = []
+
+
+def entry(name: str) -> SimpleNamespace:
+    item = SimpleNamespace(namespace="n", mm_hash=name, close=lambda: let_go.append(name))
+    return SimpleNamespace(item=item)
+
+
+async def stay() -> None:
+    """More entries than are held are named for one caller, and some for another one."""
+    held = Answers(None, None, model.name, announces_node=False)
+    for caller, names in (("one", "a"), ("many", "bcdef"), ("one", "g")):
+        for each in names:
+            held._have_stay([entry(each)], caller)
+
+
+answers.MAX_STAYING = 4
+loop.run_until_complete(stay())
+print("RESULT", json.dumps([named, unread, limits, let_go]))

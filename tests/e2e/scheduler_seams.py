@@ -8,6 +8,7 @@ them. Prints what came of each case, as JSON.
 
 import asyncio
 import json
+import logging
 import sys
 from types import SimpleNamespace
 
@@ -154,9 +155,14 @@ def load(name: str) -> bool:
     return begins
 
 
+said = logging.Handler()
+logged: list[str] = []
+said.emit = lambda record: logged.append(record.getMessage())
+loads.logger.addHandler(said)
 begun = [load("a first")]
 loads.UNSURE_S, unsure_s = 0.0, loads.UNSURE_S
 begun.append(load("while no worker reports"))
+done["and that is said"] = "no worker has reported a load" in value_of(lambda: logged)[0]
 worker.done(2)
 worker.end_step(3)
 connector.build_connector_meta(STEP)
@@ -369,10 +375,26 @@ if CAN_LEAVE_OUT_MEDIA:
         asked = request(name, feature("described", 8, said=said))
         done[f"brought embeddings: {name}"] = settled(asked)
         if name == "right":
+            failing = role, role._lookup, role._readiness
+            for each in failing:
+                each._fails = True
+            again = request("brought to one that fails", feature("described", 8, said=said))
+            done["brought embeddings: right, without an encoder"] = settled(again)
+            connector.request_finished(again)
+            for each in failing:
+                each._fails = False
             done["what was brought is looked up"] = connector.has_cache_item("described")
             done["what was brought is stored"] = role._sharing.includes(
                 asked.mm_features[0].identifier
             )
+        connector.request_finished(asked)
+    for name, rows in {"right, a video": 8, "of more rows, a video": 9}.items():
+        said = {
+            "video_embeds": torch.zeros(rows, 128, dtype=dtype),
+            "video_grid_thw": torch.tensor([1, 4, 8]),
+        }
+        asked = request(name, feature("described", 8, modality="video", said=said))
+        done[f"brought embeddings: {name}"] = settled(asked)
         connector.request_finished(asked)
     misses = role.stats.data.get("misses", 0)
     for name, value in {"right": 0.0, "not a number": float("nan")}.items():

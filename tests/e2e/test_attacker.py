@@ -428,6 +428,14 @@ def salted(number: int, part_of: Callable[[Content], Any]) -> list[list[Request]
     return [kept(content, "encoder", **mine), *stolen, asks(part_of(content), **mine)]
 
 
+def rated(field: str) -> list[list[Request]]:
+    """A video that nobody has stored, by metadata of which one says when its frames were."""
+    said = {"video_grid_thw": [2, 8, 8], field: packed(torch.tensor(1.0))}
+    return [
+        asks({"type": "video_embeds", "uuid": f"nobody's {field}", "video_embeds": said}, FAILS)
+    ]
+
+
 SEEN = of_grid(300).url
 NO_PICTURE = ("type", "image_url"), ("image_url", {"url": "data:,"})
 NAMED: dict[str, list[list[Request]]] = {
@@ -436,6 +444,7 @@ NAMED: dict[str, list[list[Request]]] = {
     "grid of a tensor of int32": metadata(packed(torch.tensor(GRID, dtype=torch.int32)), 101),
     "other tenant's name": salted(200, described),
     "other tenant's name and no picture": salted(201, lambda each: bare(each, *NO_PICTURE)),
+    **{f"video with {field}": rated(field) for field in ("second_per_grid_ts", "timestamps")},
     "URL as text": [
         [Request(chat(part), "both")]
         for part in (picture(SEEN), {"type": "image_url", "image_url": SEEN})

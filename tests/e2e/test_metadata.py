@@ -49,7 +49,8 @@ def test_what_is_announced_does_for_a_consumer_and_its_server(version: str, tmp_
 def test_a_picture_that_nobody_has_read_has_the_name_that_the_server_gives_it(
     version: str, tmp_path: Path
 ) -> None:
-    named, unread, limits = result_of(version, "picture_seams.py", str(tmp_path))
+    """In one process, which takes long to start: vLLM's limits of a request, and what is held."""
+    named, unread, limits, let_go = result_of(version, "picture_seams.py", str(tmp_path))
     assert all(named.values()), named
     assert len(named) == 10
     assert unread == ["RGB, turned", "RGB, as WebP"]
@@ -59,3 +60,4 @@ def test_a_picture_that_nobody_has_read_has_the_name_that_the_server_gives_it(
     else:
         takes["2"] = [True, True, True]
     assert limits == dict.fromkeys(("decoded RGB", "decoded RGBA", "downloaded"), takes)
+    assert let_go == ["b", "c", "d"], "who has most held loses the oldest"

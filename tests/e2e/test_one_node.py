@@ -187,11 +187,13 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         assert {name for name, end in described.items() if end == "goes on"} == {
             "metadata: right",
             "brought embeddings: right",
+            "brought embeddings: right, a video",
+            "brought embeddings: right, without an encoder",
             "brought prompt: right",
         }
         may_come = {name for name, may in described.items() if may is True}
         assert may_come == {"may come: right", "may come: embeddings"}
-        assert len(described) == 23
+        assert len(described) == 26
     assert done == {
         "a name alone, of None": "goes on",
         "a name alone, of one": "goes on",
@@ -204,6 +206,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         "a report of this move is not": True,
         "reports go to another engine": False,
         "loads while none is reported": [True, False, True],
+        "and that is said": True,
         "a lost load ends without a step": True,
         "and lets go of its item": True,
         "locked while its step runs": True,

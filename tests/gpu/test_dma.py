@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ecd_client import Client
+from ecd_proto.cuda import CudaError, result_of
 from support.cuda.dma_stress import COPY_STEPS, KINDS, RULES
 from support.cuda.processes import Cuda
 from support.cuda.standin import Control, Hold
@@ -159,6 +161,19 @@ def test_a_code_that_the_bindings_do_not_know_is_a_failed_call(scenario: Scenari
     found = scenario("codes_are_unknown")
     assert re.search("^cuEventSynchronize: unknown: .*123456", found.pop("says"))
     assert found == {"save": "DeviceError", "right": True, "put again": True}
+
+
+@pytest.mark.parametrize("kind", [KeyError, ValueError])
+def test_bindings_of_every_version_tell_of_a_code_that_they_do_not_know(
+    kind: type[Exception],
+) -> None:
+    """cuda-bindings 12.9 and 13.0 raise KeyError, later ones ValueError."""
+
+    def cuEventQuery(_: int) -> tuple[Any, ...]:  # noqa: N802
+        raise kind(123456)
+
+    with pytest.raises(CudaError, match="cuEventQuery: unknown: 123456"):
+        result_of(cuEventQuery, 1)
 
 
 def test_a_save_that_cannot_be_waited_for_keeps_its_memory(scenario: Scenario) -> None:

@@ -278,6 +278,8 @@ def test_another_encoder_is_tried_and_the_failed_one_left_out(
             await hop.promise(picture("c"))
             await hop.promise(picture("d"))
             assert (len(bad.asked), len(good.asked)) == (1, 3)
+            asked_for = {each["Accept-Encoding"] for each in bad.headers + good.headers}
+            assert asked_for == {"identity"}
             assert count("encoder_calls_total", encoder=url, outcome="failed") == 1
 
     asyncio.run(run())
