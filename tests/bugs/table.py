@@ -541,6 +541,15 @@ EDITED = {
             "is_wrong = False",
         ),
     ),
+    "a put that is listed between two looks is not shown": Bug(
+        "reading-without-a-call",
+        "integration/test_puts.py",
+        Edit(
+            "client/ecd_client/shared/index.py",
+            "listed = self._find(record)  # perhaps since before the claims were read",
+            "listed = None",
+        ),
+    ),
     "the lock of what a step encodes ends amid the step": Bug(
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",

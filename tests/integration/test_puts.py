@@ -288,6 +288,37 @@ def test_whoever_looks_after_a_put_sees_it(
     assert other.contains(["last"]) == [True]
 
 
+@pytest.mark.parametrize("look", ["is_shown", "contains", "get_now"])
+def test_a_put_that_is_listed_between_two_looks_is_seen(
+    make_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    """No row yet, as the index is read; then no claim any more."""
+    daemon = make_daemon().start()
+    with Client(daemon.address) as client, ExitStack() as halt:
+        client.put("first", filled(5000, 1))
+        claims = client._connection.session().index.claims
+        claims_of = claims.of
+
+        def of(*arguments: object) -> object:
+            halt.close()
+            eventually(lambda: daemon.status().entries == 2)
+            return claims_of(*arguments)
+
+        halt.enter_context(daemon.stopped())
+        client.put("k", filled(5000, 2))
+        monkeypatch.setattr(claims, "of", of)
+        match look:
+            case "is_shown":
+                assert client.is_shown("k")
+            case "contains":
+                assert client.contains(["k"]) == [True]
+            case "get_now":
+                item, _ = client.get_now("k")
+                with item:
+                    assert (item.tensor == 2).all()
+    daemon.check_nothing_leaked()
+
+
 def test_what_is_put_while_the_daemon_is_stopped_is_bounded_and_kept(
     make_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:

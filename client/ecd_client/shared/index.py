@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from ecd_client.shared.board import MappedBoard
@@ -81,6 +81,15 @@ class OnMiss(Enum):
 _COUNT, _ASK_IF_CLAIMED = OnMiss.COUNT, OnMiss.ASK_IF_CLAIMED
 
 
+def _extent_of(rows: Iterable[bytes]) -> tuple[int, int, int] | None:
+    """The extent in the first of these rows that is one; None: there is none."""
+    for row in filter(row_is_whole, rows):
+        with contextlib.suppress(struct.error, IndexError):  # a claim is another client's
+            said = unpack_row(row)
+            return said.pool, said.offset, said.nbytes
+    return None
+
+
 class IndexReader:
     """Finds entries in the daemon's index and pins them in this session's page. Thread-safe."""
 
@@ -121,13 +130,14 @@ class IndexReader:
         record = self.record(namespace, mm_hash)
         if record is None:
             return None
-        listed = self._find(record)
-        rows = [claim.row for claim in self.claims.of(record)] if listed is None else [listed[1]]
-        for row in filter(row_is_whole, rows):
-            with contextlib.suppress(struct.error, IndexError):  # a claim is another client's
-                said = unpack_row(row)
-                return said.pool, said.offset, said.nbytes
-        return None
+        with contextlib.suppress(AskDaemon):  # a claim may be there all the same
+            if (listed := self._find(record)) is not None:
+                return _extent_of([listed[1]])
+        claimed = _extent_of(claim.row for claim in self.claims.of(record))
+        if claimed is not None:
+            return claimed
+        listed = self._find(record)  # perhaps since before the claims were read
+        return None if listed is None else _extent_of([listed[1]])
 
     def is_listed(self, record: bytes) -> bool:
         """Whether the key has a row; puts without one do not count. Raises AskDaemon."""
