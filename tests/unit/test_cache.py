@@ -1463,3 +1463,46 @@ def test_a_pin_of_a_leased_entry_holds_when_the_lease_has_ended(
         pass
     assert cache.pools[0].used_bytes == 0
     cache.check()
+
+
+def test_a_lease_that_ends_amid_a_scan_leaves_its_entry_to_the_next_one() -> None:
+    """The scan has read the page of a reader who pins then what it has leased."""
+    board = Board()
+    cache = Cache([Pool(Allocator(0, 64 * GRANULE_BYTES, GRANULE_BYTES))], TTL_S, board=board)
+    session, other = cache.open_session(), cache.open_session()
+    assert not isinstance(session, LimitReached)
+    assert not isinstance(other, LimitReached)
+    reserved = cache.reserve(session, KEYS[0], Content("int8", (1,), 1), 0.0)
+    assert isinstance(reserved, Reserved)
+    cache.commit(session, reserved.entry, 0.0)
+    info = cache.info(KEYS[0])
+    lease = cache.acquire(session, KEYS[0], 0.0)
+    assert info is not None
+    assert isinstance(lease, Leased)
+    cache.evict(Selection(key=KEYS[0]), 0.0, 1)
+    board.pins, board.slow = [Pin(session, info), Pin(other, info)], True
+    assert not cache.scan_pins(), "the page of the first session has been read, no other"
+    board.pins[0].set = True
+    cache.release(session, lease.lease)
+    while cache._pins._scan is not None:
+        cache.scan_pins()
+    assert cache.pools[0].used_bytes == GRANULE_BYTES
+    board.pins = []
+    while not cache.scan_pins():
+        pass
+    assert cache.pools[0].used_bytes == 0
+    cache.check()
+
+
+def test_a_key_that_a_put_without_a_call_has_claimed_is_not_reserved() -> None:
+    board = Board()
+    cache = Cache([Pool(Allocator(0, 64 * GRANULE_BYTES, GRANULE_BYTES))], TTL_S, board=board)
+    session, other = cache.open_session(), cache.open_session()
+    assert not isinstance(session, LimitReached)
+    assert not isinstance(other, LimitReached)
+    board.begun[session] = [Writer(0, KEYS[0], Extent(0, 0, GRANULE_BYTES))]
+    content = Content("int8", (1,), 1)
+    assert cache.reserve(other, KEYS[0], content, 0.0) == BeingWritten()
+    del board.begun[session]
+    assert isinstance(cache.reserve(other, KEYS[0], content, 0.0), Reserved)
+    cache.check()
