@@ -45,6 +45,8 @@ MIDDLEWARE, CONNECTOR, EXAMPLE, NOTHING = (
 )
 SAVE_S = 0.3
 """Between the encoders' answers and the first question: no save is waited for."""
+SPINS_S = 1.2
+"""vLLM's processes spin for a second after a message, and leave the next server too few cores."""
 
 
 def picture(size: tuple[int, int], seed: int) -> str:
@@ -143,6 +145,7 @@ def main(
             time.sleep(SAVE_S)
             for way in random.sample(list(servers), len(servers)):
                 before = servers[way].text().count("media are preprocessed")
+                time.sleep(SPINS_S)
                 took_s = ask(servers[way], url)
                 if number >= 2:  # the first ones warm the servers up
                     took[way].append(took_s)
