@@ -33,29 +33,35 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_NOEXEC_SEAL = 8
-"""MFD_NOEXEC_SEAL, without which a hardened machine makes no memfd (`vm.memfd_noexec` = 2)."""
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_NOEXEC_SEAL = 1, 2, 8
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEAL, _SHRINK, _GROW = 1, 2, 4
+"""As in Linux's headers. Some builds of Python have neither these names nor `os.memfd_create`."""
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def memory_file(name: str, nbytes: int) -> int:
     """The descriptor of new memory, whose size nobody can change. Raises OSError."""
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        fd = os.memfd_create(name, flags | _NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fd = os.memfd_create(name, flags)  # Linux before 6.3
+    flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
+    # Without this flag a hardened machine makes none (`vm.memfd_noexec` = 2).
+    fd: int = _libc.memfd_create(name.encode(), flags | _MFD_NOEXEC_SEAL)
+    if fd < 0 and ctypes.get_errno() == errno.EINVAL:  # Linux before 6.3
+        fd = _libc.memfd_create(name.encode(), flags)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), f"memfd_create: {os.strerror(ctypes.get_errno())}")
     try:
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL | _SHRINK | _GROW)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def keeps_size(fd: int) -> bool:
+    """Whether the file is memory that cannot shrink any more. Raises OSError: it is no memory."""
+    return bool(fcntl.fcntl(fd, _F_GET_SEALS) & _SHRINK)
 
 
 class Mapping:

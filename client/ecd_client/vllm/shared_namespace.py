@@ -9,7 +9,6 @@ under its mapping.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import mmap
 import os
@@ -17,7 +16,7 @@ import stat
 import struct
 from zlib import crc32
 
-from ecd_proto.mapping import memory_file
+from ecd_proto.mapping import keeps_size, memory_file
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -28,19 +27,24 @@ _TRIES = 3
 
 
 class SharedNamespace:
-    """One engine's namespace; the scheduler writes it. Does nothing where there is no memfd."""
+    """One engine's namespace; the scheduler writes it. Does nothing where no memory can be made."""
 
     def __init__(self, instance_id: str) -> None:
         self._fd = -1
         try:
-            self._fd = memory_file(_NAME + instance_id, mmap.PAGESIZE)
+            fd = memory_file(_NAME + instance_id, mmap.PAGESIZE)
+            try:
+                self._page = mmap.mmap(fd, mmap.PAGESIZE)
+            except BaseException:
+                os.close(fd)
+                raise
         except OSError as error:
             logger.warning(
-                "ecd: no memfd can be made (%s): the API server will preprocess every picture",
+                "ecd: no memory can be made (%s): the API server will preprocess every picture",
                 error,
             )
             return
-        self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
+        self._fd = fd
 
     def write(self, namespace: str | None) -> None:
         if self._fd < 0:
@@ -69,11 +73,6 @@ def _is_own(found: os.stat_result) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
-def _is_sealed(fd: int) -> bool:
-    """Whether it cannot shrink any more. Raises OSError for what is no memfd."""
-    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-
-
 class SeenNamespace:
     """An engine's namespace as another process of its user reads it."""
 
@@ -87,7 +86,7 @@ class SeenNamespace:
                         # The process may have put another file there meanwhile.
                         fd = os.open(link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                         try:
-                            if _is_own(os.fstat(fd)) and _is_sealed(fd):
+                            if _is_own(os.fstat(fd)) and keeps_size(fd):
                                 self._page = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)
                                 return
                         finally:
