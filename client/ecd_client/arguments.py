@@ -6,6 +6,7 @@ what to pass instead. Nothing has been asked for or taken by then.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import islice
 from numbers import Real
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_SECONDS = 1e9
 """Longest time that may be given: the kernel's and Python's clocks take no infinite one."""
+MAX_NUMBER = (1 << 31) - 1
+_ADDRESS = re.compile(r"(?:\[[0-9A-Za-z:.%]{1,64}\]|[0-9A-Za-z_.-]{1,255}):([0-9]{1,5})")
 MAX_POOL, MAX_PLACE = (1 << 32) - 1, (1 << 64) - 1
 """Largest numbers of a hint that a message holds; one without such an extent is a node's alone."""
 
@@ -116,18 +119,21 @@ def nodes(values: Any) -> Sequence[Hint]:
 def daemons(values: Any) -> list[tuple[str, str]]:
     """Where each of some daemons publishes its events, and where it replays them."""
     try:
-        return [(text(events, "address"), text(replay, "address")) for events, replay in values]
-    except (TypeError, ValueError):
+        pairs = [() if isinstance(pair, str) else tuple(pair) for pair in values]
+    except TypeError:
+        pairs = [()]
+    if not all(len(pair) == 2 and all(map(_is_address, pair)) for pair in pairs):
         raise InvalidArgument(
             "daemons is a list of pairs of host:port, where one publishes and where it replays, "
             f"not {_shown(values)}"
-        ) from None
+        )
+    return [(events, replay) for events, replay in pairs]
 
 
 def number(value: Any, what: str) -> int:
     """A count of 1 or more, as 32 bits hold it."""
-    if type(value) is not int or not 0 < value < 1 << 31:
-        raise InvalidArgument(f"{what} is {_shown(value)}; it must be a number of 1 or more")
+    if type(value) is not int or not 0 < value <= MAX_NUMBER:
+        raise InvalidArgument(f"{what} is {_shown(value)}; it must be a number, 1 to {MAX_NUMBER}")
     return value
 
 
@@ -191,6 +197,12 @@ def device(value: Any) -> torch.device:
         return torch.device(value)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(f"{_shown(value)} is no device of torch's: {error}") from None
+
+
+def _is_address(value: Any) -> bool:
+    """Whether it is host:port; a host of numbers with colons stands in brackets."""
+    found = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
+    return found is not None and 0 < int(found[1]) < 1 << 16
 
 
 def _number(value: Any) -> float | None:

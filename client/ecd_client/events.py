@@ -21,7 +21,6 @@ import msgspec
 import zmq
 
 from ecd_client import arguments
-from ecd_client.errors import InvalidArgument
 from ecd_proto.events import (
     END,
     SIGN_S,
@@ -243,17 +242,17 @@ class Subscriber:
         """`daemons` are pairs of host:port: where one publishes, and where it replays.
 
         At most `unread` messages of each wait between two calls of `changes`; if more come, the
-        lost ones are asked for again. Raises InvalidArgument.
+        lost ones are asked for again. Raises InvalidArgument, and zmq's own error where it has no
+        socket left.
         """
         pairs, unread = arguments.daemons(daemons), arguments.number(unread, "unread")
         self._context: zmq.Context[Any] = zmq.Context()
         self.feeds: list[Feed] = []
-        for pair in pairs:
-            try:
-                self.feeds.append(Feed(self._context, *pair, unread))
-            except (zmq.ZMQError, ValueError) as error:
-                self._context.destroy(linger=0)
-                raise InvalidArgument(f"{pair} are not two host:port: {error}") from None
+        try:
+            self.feeds += [Feed(self._context, *pair, unread) for pair in pairs]
+        except BaseException:  # too many sockets, say
+            self._context.destroy(linger=0)
+            raise
 
     @property
     def is_current(self) -> bool:
@@ -263,7 +262,8 @@ class Subscriber:
     def changes(self, timeout: float = 0.0) -> list[Change]:
         """The changes since the last call; waits at most `timeout` seconds for the first.
 
-        The first of a daemon are all entries that it holds. Raises InvalidArgument.
+        The first of a daemon are all entries that it holds. Raises InvalidArgument for a time that
+        is not finite, or below 0.
         """
         until_s = time.monotonic() + arguments.seconds(timeout, "timeout")
         while True:

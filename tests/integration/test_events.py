@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import re
 import signal
@@ -441,12 +442,21 @@ def test_a_port_that_is_taken_is_named_in_the_error(make_daemon: MakeDaemon) -> 
     "daemons",
     [
         *("127.0.0.1:1", None, [5], [("127.0.0.1:1",)], [(1, 2)], [("\ud800", "127.0.0.1:1")]),
-        *([("nowhere", "127.0.0.1:1")], [("127.0.0.1:1", "")]),
+        *([("nowhere", "127.0.0.1:1")], [("127.0.0.1:1", "")], ["ab"], [("127.0.0.1:1",) * 3]),
+        *([("127.0.0.1:1", f"127.0.0.1:{port}")] for port in (0, 65536, 99999, "1\0x", "\u0661")),
+        [("127.0.0.1:1", "a;127.0.0.1:1")],
     ],
 )
 def test_what_is_no_daemons_address_is_told(daemons: Any) -> None:
     with pytest.raises(InvalidArgument, match="host:port"):
         Subscriber(daemons)
+
+
+def test_a_subscriber_without_a_socket_keeps_none() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(zmq.ZMQError, match="open files"):
+        Subscriber([("127.0.0.1:1", "[::1]:1")] * 600)  # a context has 1,023
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_odd_limits_of_a_subscriber_are_told() -> None:
