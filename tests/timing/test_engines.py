@@ -116,10 +116,13 @@ def test_many_pictures_are_new_to_two_engines(
         engine.send({"do": "generate", "requests": requests, "gate": str(gate.path)})
     with ThreadPoolExecutor() as side:
         waits = [side.submit(engine.receive) for engine in pair]
-        while not all(each.done() for each in waits):
-            here = gate.here()
-            time.sleep(FORWARD_S if here else FORWARD_S / 100)
-            gate.let(here)
+        try:
+            while not all(each.done() for each in waits):
+                here = gate.here()
+                time.sleep(FORWARD_S if here else FORWARD_S / 100)
+                gate.let(here)
+        finally:
+            gate.open()
     replies = [each.result() for each in waits]
     assert tokens(replies[0]) == tokens(replies[1])
     encoded = sum(reply["encoded"] for reply in replies)

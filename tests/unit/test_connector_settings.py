@@ -60,19 +60,22 @@ def test_harmless_calls_are_a_list_of_names(value: Any) -> None:
 
 @pytest.mark.parametrize("value", ["image", ["picture"], [1], {"image": 1}, True, [["image"]]])
 def test_modalities_are_a_list_of_known_ones(value: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"ecd_modalities is .*audio, image, video"):
+    with pytest.raises(
+        InvalidArgument, match=r"ecd_modalities is .*audio, image, video, vision_chunk$"
+    ):
         settings(ecd_modalities=value)
 
 
 def test_what_is_left_out_and_what_streams_stays_with_the_engine() -> None:
     def private(told: Settings, is_streaming: bool) -> list[str]:
-        kinds = "audio", "image", "video"
+        kinds = "audio", "image", "video", "vision_chunk"
         return [each for each in kinds if told.keeps_private(each, is_streaming=is_streaming)]
 
     assert private(settings(), False) == []
     assert private(settings(), True) == ["audio"]
-    assert private(settings(ecd_modalities=["image", "audio"]), False) == ["video"]
-    assert private(settings(ecd_modalities=[]), False) == ["audio", "image", "video"]
+    assert private(settings(ecd_modalities=["image", "audio"]), False) == ["video", "vision_chunk"]
+    assert "vision_chunk" not in private(settings(ecd_modalities=["vision_chunk"]), False)
+    assert len(private(settings(ecd_modalities=[]), False)) == 4
 
 
 @pytest.mark.parametrize("key", ["address", "on_unavailable", "ecd-address", "ECD_NAMESPACE"])
