@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,6 +61,20 @@ class Scheduling(LoadScopeScheduling):
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (*LONGEST, place(item.nodeid)).index(place(item.nodeid)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the sums of what tests have counted (`record_property`), in whichever process."""
+    counted: Counter[str] = Counter()
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            if report.when == "call":
+                for what, count in report.user_properties:
+                    assert isinstance(count, int)
+                    counted[what] += count
+    if counted:
+        terminalreporter.section("counted")
+        terminalreporter.line(", ".join(f"{count:,} {what}" for what, count in counted.items()))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:

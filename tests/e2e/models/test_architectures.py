@@ -7,8 +7,7 @@ without a forward of the encoder, by the media and, where the producer's answer 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +38,12 @@ TRIED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def counts() -> Iterator[Counter[str]]:
-    counts: Counter[str] = Counter()
-    yield counts
-    print("\n" + ", ".join(f"{count} {what}" for what, count in counts.items()))
-
-
 @pytest.mark.parametrize(("version", "tried", "rows"), TRIED, indirect=["version"], scope="session")
 def test_an_architecture(
     version: str,
     unused_daemon: Daemon,
     tmp_path: Path,
-    counts: Counter[str],
+    record_property: Callable[[str, object], None],
     tried: Architecture,
     rows: tuple[str, ...],
 ) -> None:
@@ -77,11 +69,11 @@ def test_an_architecture(
         if (how := fault(role, row, answer, plain, tried.tolerance))
     }
     consumed = found["ec_consumer"]
-    counts["architectures"] += 1
-    counts["rows"] += sum(map(len, found.values()))
-    counts["forwards at consumers"] += sum(a["forwards"] for a in consumed.values())
-    counts["wrong answers"] += len(wrong)
-    counts["engines ended"] += len(ended)
+    record_property("architectures", 1)
+    record_property("rows", sum(map(len, found.values())))
+    record_property("forwards at consumers", sum(a["forwards"] for a in consumed.values()))
+    record_property("wrong answers", len(wrong))
+    record_property("engines ended", len(ended))
     assert not ended, "\n".join(f"{role}: {how}" for role, how in ended.items())
     assert not wrong, wrong
     assert any(answer["forwards"] for answer in found["encoder"].values())
