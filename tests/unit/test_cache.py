@@ -1425,6 +1425,18 @@ def test_an_entry_hidden_during_a_scan_is_kept_for_who_pinned_it_behind_the_scan
     cache.check()
 
 
+def stored_and_leased(cache: Cache, session: SessionId) -> tuple[EntryInfo, Leased]:
+    """An entry of KEYS[0], and the session's lease of it."""
+    reserved = cache.reserve(session, KEYS[0], Content("int8", (1,), 1), 0.0)
+    assert isinstance(reserved, Reserved)
+    cache.commit(session, reserved.entry, 0.0)
+    info = cache.info(KEYS[0])
+    lease = cache.acquire(session, KEYS[0], 0.0)
+    assert info is not None
+    assert isinstance(lease, Leased)
+    return info, lease
+
+
 @pytest.mark.parametrize("under_way", [False, True])
 @pytest.mark.parametrize("runs_out", [False, True])
 def test_a_pin_of_a_leased_entry_holds_when_the_lease_has_ended(
@@ -1436,13 +1448,7 @@ def test_a_pin_of_a_leased_entry_holds_when_the_lease_has_ended(
     session, other = cache.open_session(), cache.open_session()
     assert not isinstance(session, LimitReached)
     assert not isinstance(other, LimitReached)
-    reserved = cache.reserve(session, KEYS[0], Content("int8", (1,), 1), 0.0)
-    assert isinstance(reserved, Reserved)
-    cache.commit(session, reserved.entry, 0.0)
-    info = cache.info(KEYS[0])
-    lease = cache.acquire(session, KEYS[0], 0.0)
-    assert info is not None
-    assert isinstance(lease, Leased)
+    info, lease = stored_and_leased(cache, session)
     board.pins = [Pin(other, info, set=under_way)]
     cache.evict(Selection(key=KEYS[0]), 0.0, 1)
     assert cache.scan_pins(), "decided: it is leased, and perhaps pinned by another reader"
@@ -1472,13 +1478,7 @@ def test_a_lease_that_ends_amid_a_scan_leaves_its_entry_to_the_next_one() -> Non
     session, other = cache.open_session(), cache.open_session()
     assert not isinstance(session, LimitReached)
     assert not isinstance(other, LimitReached)
-    reserved = cache.reserve(session, KEYS[0], Content("int8", (1,), 1), 0.0)
-    assert isinstance(reserved, Reserved)
-    cache.commit(session, reserved.entry, 0.0)
-    info = cache.info(KEYS[0])
-    lease = cache.acquire(session, KEYS[0], 0.0)
-    assert info is not None
-    assert isinstance(lease, Leased)
+    info, lease = stored_and_leased(cache, session)
     cache.evict(Selection(key=KEYS[0]), 0.0, 1)
     board.pins, board.slow = [Pin(session, info), Pin(other, info)], True
     assert not cache.scan_pins(), "the page of the first session has been read, no other"
