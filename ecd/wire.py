@@ -69,7 +69,7 @@ def check_content(content: Content) -> Content:
         raise InvalidRequest(
             f"{len(content.metadata)} bytes of metadata; at most {contract.MAX_METADATA_BYTES}"
         )
-    if is_claimed(content.metadata) and not _is_placeholder(content.metadata):
+    if _is_nonsense(content.metadata):
         raise InvalidRequest(
             "metadata that begin with b'\\x01{', as placeholder metadata do, and make no sense"
         )
@@ -91,6 +91,11 @@ def _tensor(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], i
     return dtype, shape, contract.nbytes_of(dtype, shape)
 
 
+def _is_nonsense(metadata: bytes) -> bool:
+    """Whether they begin as placeholder metadata do, and are none."""
+    return is_claimed(metadata) and not _is_placeholder(metadata)
+
+
 @lru_cache(maxsize=8192)
 def _is_placeholder(metadata: bytes) -> bool:
     return Placeholder.unpack(metadata) is not None
@@ -109,7 +114,7 @@ def told_metadata(metadata: bytes) -> bytes:
     """
     if len(metadata) > TOLD_METADATA_BYTES:
         return b""
-    return b"" if is_claimed(metadata) and not _is_placeholder(metadata) else metadata
+    return b"" if _is_nonsense(metadata) else metadata
 
 
 def places_from(extents: Sequence[pb.Extent], count: int) -> list[Extent]:
