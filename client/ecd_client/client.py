@@ -330,6 +330,14 @@ class Client:
         """
         return self._reader.is_shown(self._key(mm_hash, namespace))
 
+    def shown_metadata(self, mm_hash: str, *, namespace: str | None = None) -> bytes | None:
+        """The metadata of an entry that memory shows as stored here, or as being copied here.
+
+        No call is made. They are empty, too, where memory has no room for them. None: memory does
+        not show the entry. Raises DaemonUnavailable.
+        """
+        return self._reader.shown_metadata(self._key(mm_hash, namespace))
+
     # -- making --------------------------------------------------------------------------------
 
     def lock(self, mm_hash: str, seconds: float, *, namespace: str | None = None) -> bool:

@@ -16,6 +16,7 @@ from ecd_client.item import Handle, Item
 from ecd_client.session import Session
 from ecd_client.shared.index import AskDaemon, OnMiss
 from ecd_proto.contract import MAX_BATCH, Hint
+from ecd_proto.shm.rows import Row
 from ecd_proto.v1 import cache_pb2 as pb
 
 _COUNT, _GO_ON = OnMiss.COUNT, OnMiss.GO_ON
@@ -138,10 +139,16 @@ class Reader:
         session = self._connection.session()
         if not session.node:
             return None
-        return Hint(session.node, *(_extent(session, key) or ()))
+        row = _row(session, key)
+        extent = () if row is None else (row.pool, row.offset, row.nbytes)
+        return Hint(session.node, *extent)
 
     def is_shown(self, key: Key) -> bool:
-        return _extent(self._connection.session(), key) is not None
+        return _row(self._connection.session(), key) is not None
+
+    def shown_metadata(self, key: Key) -> bytes | None:
+        row = _row(self._connection.session(), key)
+        return None if row is None else row.metadata
 
     def contains(self, namespace: str, mm_hashes: Sequence[str]) -> list[bool]:
         session = self._connection.session()
@@ -164,11 +171,11 @@ def close_unseen(future: ItemFuture) -> None:
         item.close()
 
 
-def _extent(session: Session, key: Key) -> tuple[int, int, int] | None:
-    """The extent (pool, offset, bytes) of an entry that memory shows as stored or claimed."""
+def _row(session: Session, key: Key) -> Row | None:
+    """The row of an entry that memory shows as stored or claimed."""
     with contextlib.suppress(AskDaemon):
         if session.index is not None:
-            return session.index.extent(*key)
+            return session.index.row(*key)
     return None
 
 

@@ -2,7 +2,9 @@
 
 An entry's metadata is a byte for the version of this form, then JSON: for the item's modality its
 fields by name, such as `{"image": {"image_grid_thw": [1, 54, 72]}}`. Whoever finds the entry can
-ask an engine for the item by them and by its name alone, and nobody preprocesses its media.
+ask an engine for the item by them and by its name alone, and nobody preprocesses its media. Those
+that are too long for a row of the index are there as their digest (SHA-256) after another byte:
+who has them from elsewhere can compare them.
 
 Requests, entries, encoders' answers and peers may say anything, and an engine ends over metadata
 that its model does not expect. So only a `Placeholder` goes on, and only this module makes one.
@@ -14,14 +16,19 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
 from itertools import islice
 from math import prod
 from typing import Any
 
 from ecd_proto.contract import MAX_METADATA_BYTES
 
-_VERSION = b"\x01"
+_VERSION, _DIGEST = b"\x01", b"\x02"
 _JSON = json.JSONEncoder(separators=(",", ":"), sort_keys=True)
+MAX_STORED_BYTES = 64
+"""Longest of an entry. With more its row would be cut short where the name has a salt, and each get
+would be a call."""
 MAX_FIELDS = 4
 MAX_NUMBERS = 1024
 """Most numbers of a field: a video has a timestamp for two of its frames."""
@@ -76,6 +83,17 @@ class Placeholder:
         if not isinstance(said, dict) or len(said) != 1:
             return None
         return cls.of(*next(iter(said.items())))
+
+    @cached_property
+    def stored(self) -> bytes:
+        """What an entry has of them: all, or their digest."""
+        if len(self.packed) <= MAX_STORED_BYTES:
+            return self.packed
+        return _DIGEST + sha256(self.packed).digest()
+
+    def is_of(self, metadata: bytes) -> bool:
+        """Whether an entry with this metadata has these."""
+        return metadata == self.stored or Placeholder.unpack(metadata) == self
 
     def fits(self, merge: int | None, embeddings: int | None = None) -> bool:
         """Whether a model can have made this of an item, that has so many embeddings if it is said.

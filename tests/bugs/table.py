@@ -691,8 +691,62 @@ EDITED = {
         "e2e/test_requests.py::test_a_salted_request_beside_a_connector_for_kv_is_answered",
         Edit(
             "client/ecd_client/vllm/connector.py",
-            "        self._scheduler.name_items(request)",
+            "        self._scheduler.request_comes(request)",
             "        assert request is not None",
+        ),
+    ),
+    "metadata of a picture that the prefix cache has count for nothing": Bug(
+        "vllm",
+        "e2e/test_attacker.py::test_requests_that_did_harm_do_none",
+        Edit(
+            "client/ecd_client/vllm/scheduler.py",
+            "        if others := self._may_be_others(request, state, num_computed_tokens):",
+            "        if others := []:",
+        ),
+    ),
+    "tokens computed with other metadata are used": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/computed.py",
+            "        return self._with.get(identifier) == said.stored",
+            "        return identifier in self._with",
+        ),
+    ),
+    "an entry without metadata serves whatever a request says": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/wanted.py",
+            "said is None or said.is_of(self.item.metadata)",
+            "not self.item.metadata or said is None or said.is_of(self.item.metadata)",
+        ),
+    ),
+    "metadata are announced that the entry has not": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/compat.py",
+            '            is_told = said and said.is_of(stored.get(feature.identifier, b""))',
+            "            is_told = True",
+        ),
+    ),
+    "a name apart is no hexadecimal number": Bug(
+        "vllm",
+        "unit/test_item_names.py",
+        Edit(
+            "client/ecd_client/vllm/names.py",
+            'SALTED, ALONE = "5a17ed0ecd", "a10e0ecd0d"',
+            'SALTED, ALONE = "salt-", "alone-"',
+        ),
+    ),
+    "the prefix cache takes a client's tensor for a picture": Bug(
+        "vllm",
+        "e2e/test_attacker.py::test_a_clients_tensor_is_not_taken_for_the_picture_of_its_name",
+        Edit(
+            "client/ecd_client/vllm/scheduler.py",
+            "            request.update_block_hashes()",
+            "            pass",
         ),
     ),
     "a video of Qwen2.5-Omni without its media is a whole one": Bug(

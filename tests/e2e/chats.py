@@ -23,6 +23,8 @@ from e2e.servers import picture_url
 
 GRIDS = {(336, 224): (1, 16, 24), (224, 336): (1, 24, 16), (112, 112): (1, 8, 8)}
 """The grids that the model makes of pictures of these sizes."""
+LONG = " ".join(["what is in this picture?"] * 20)
+"""Text that fills, with a picture, several blocks of the KV cache."""
 WIDTH = 128
 """Of an embedding's rows."""
 
@@ -212,9 +214,9 @@ def _cut(found: re.Match[str]) -> str:
     return f"{found[0][:40]}[{len(found[0]) - 60} more{''.join(whose)}]{found[0][-20:]}"
 
 
-def taken(victim: Content, value: float, grid: Any) -> Request:
-    """A tensor under the name of a picture, which its owner then sends to another engine."""
+def taken(victim: Content, value: float, grid: Any, at: str) -> Request:
+    """A tensor under the name of a picture, which its owner then sends to the engine `at`."""
     rows = victim.grid[1] * victim.grid[2] // 4
     part = uploaded(victim.name, packed(torch.full((rows, WIDTH), value)), grid)
-    then = Request(chat(picture(victim.url), text("whose is it?")), "consumer")
-    return Request(chat(part, text()), "both", ANY, {"taken name"}, then=then)
+    then = Request(chat(picture(victim.url), text(LONG)), at)
+    return Request(chat(part, text(LONG)), "both", ANY, {"taken name"}, then=then)

@@ -94,14 +94,14 @@ class Model:
 
     def announced(self, *features: SimpleNamespace) -> dict[str, Any] | list[Any]:
         """What an answer and the entry say of items that are stored; both say the same."""
-        stored = {feature.identifier for feature in features}
+        stored = {feature.identifier: self.metadata.packed(feature) for feature in features}
         answer = self.metadata.of(list(features), stored)
         found = []
         for feature in features:
-            said = Placeholder.unpack(self.metadata.packed(feature))
-            entry = {} if said is None else dict(said.fields)
-            metadata = answer[feature.identifier]["metadata"]
-            found.append(metadata if entry == metadata else [metadata, entry])
+            entry, metadata = stored[feature.identifier], answer[feature.identifier]["metadata"]
+            said = Placeholder.of(feature.modality, metadata)
+            is_same = not entry if said is None else said.is_of(entry)
+            found.append(metadata if is_same else [metadata, repr(entry)])
         return found[0] if len(found) == 1 else found
 
     def takes(self, modality: str, said: dict[str, Any]) -> str:
@@ -191,7 +191,8 @@ for kind in ("qwen2_5_vl", "qwen3_vl"):
         for name, fields in shown.items():
             said[name] = model.announced(item("video", **({"video_grid_thw": grid} | fields)))
         clip = item("video", video_grid_thw=grid, use_audio_in_video=torch.tensor(True))
-        answer = model.metadata.of([picture, clip], {"image", "video"})
+        stored = {each.modality: model.metadata.packed(each) for each in (picture, clip)}
+        answer = model.metadata.of([picture, clip], stored)
         said["beside a video with its sound"] = answer["image"]["metadata"]
 
 model = Model("qwen2_audio")

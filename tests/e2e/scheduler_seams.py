@@ -33,6 +33,7 @@ from ecd_client.vllm.names import stored_name
 from ecd_client.vllm.pictures import IMAGE, Look, Pictures
 from ecd_client.vllm.reports import RankReports, Reports
 from ecd_client.vllm.reuse import ReuseMiddleware
+from ecd_proto.placeholders import Placeholder
 from ecd_proto.shm.files import elsewhere_offset, lock_byte, unlock_byte
 from support.waiting import HANG_S, value_of
 
@@ -86,6 +87,11 @@ def request(
         resumable=False,
         structured_output_request=None,
         status=None,
+        block_hashes=[],
+        update_block_hashes=lambda: None,
+        skip_reading_prefix_cache=False,
+        kv_transfer_params=None,
+        num_computed_tokens=0,
     )
 
 
@@ -108,9 +114,10 @@ def settled(asked: SimpleNamespace, computed: int = 0, *others: SimpleNamespace)
     return value_of(word)
 
 
-def put(name: str, length: int) -> None:
+def put(name: str, length: int, metadata: bytes = b"") -> None:
     with Client(address, namespace=role.namespace) as client:
-        client.put(name, torch.zeros(length, 128, dtype=config.model_config.dtype))
+        rows = torch.zeros(length, 128, dtype=config.model_config.dtype)
+        client.put(name, rows, metadata=metadata)
 
 
 done: dict[str, object] = {}
@@ -342,7 +349,9 @@ for salt in (None, "one", "other"):
         done.setdefault("names in answers", []).extend(answer)
 
 if CAN_LEAVE_OUT_MEDIA:
-    put("described", 8)
+    grid, other = [1, 4, 8], [1, 8, 4]
+    placeholder = Placeholder.of("image", {"image_grid_thw": grid})
+    put("described", 8, placeholder.packed)
     dtype = config.model_config.dtype
     wrong = {
         "a float": torch.tensor([1.0, 4.0, 8.0]),
@@ -353,11 +362,11 @@ if CAN_LEAVE_OUT_MEDIA:
         "many": torch.ones(1 << 20, dtype=torch.int64),
         "not finite": torch.tensor([1.0, float("nan"), 8.0]),
     }
-    for name, grid in {"right": torch.tensor([1, 4, 8]), **wrong}.items():
-        asked = request(name, feature("described", 8, said={"image_grid_thw": grid}))
+    for name, said in {"right": torch.tensor(grid), **wrong}.items():
+        asked = request(name, feature("described", 8, said={"image_grid_thw": said}))
         done[f"metadata: {name}"] = settled(asked)
         connector.request_finished(asked)
-    for name, (rows, width, of, grid) in {
+    for name, (rows, width, of, sides) in {
         "right": (8, 128, dtype, [1, 4, 8]),
         "of another width": (8, 64, dtype, [1, 4, 8]),
         "of more rows": (9, 128, dtype, [1, 4, 8]),
@@ -370,7 +379,7 @@ if CAN_LEAVE_OUT_MEDIA:
         value = {"not a number": float("nan"), "huge": 3e38}.get(name, 0)
         said = {
             "image_embeds": torch.full((rows, width), value).to(of),
-            "image_grid_thw": torch.tensor(grid),
+            "image_grid_thw": torch.tensor(sides),
         }
         asked = request(name, feature("described", 8, said=said))
         done[f"brought embeddings: {name}"] = settled(asked)
@@ -396,6 +405,37 @@ if CAN_LEAVE_OUT_MEDIA:
         asked = request(name, feature("described", 8, modality="video", said=said))
         done[f"brought embeddings: {name}"] = settled(asked)
         connector.request_finished(asked)
+
+    def computed(name: str, grid: list[int], **more: object) -> list[object]:
+        """What comes of a request whose tokens others computed, and whether it may have them."""
+        said = {"image_grid_thw": torch.tensor(grid), **more.pop("media", {})}
+        asked, tokens = request(f"{name} {grid}", feature(name, 8, said=said)), 8
+        vars(asked).update(more)
+        if not connector.ensure_cache_available(asked, tokens) and asked.skip_reading_prefix_cache:
+            tokens = 0
+        end = settled(asked, tokens)
+        connector.request_finished(asked)
+        return [end, not asked.skip_reading_prefix_cache]
+
+    put("computed", 8, placeholder.packed)
+    put("computed, without metadata", 8)
+    role._computed.note("computed, and evicted", placeholder)
+    for name in ("computed", "computed, and evicted", "computed, without metadata"):
+        done[f"tokens of others, {name}"] = [computed(name, each) for each in (other, grid, other)]
+    media = {"pixel_values": torch.zeros(32, 7)}
+    done["tokens of others, with media"] = computed("computed", grid, media=media)
+    role._takes_prefilled = True
+    done["tokens of others, of an engine that prefills"] = [
+        computed("elsewhere", grid, kv_transfer_params=params)
+        for params in ({"do_remote_prefill": True}, {"do_remote_decode": True}, "do_remote_prefill")
+    ]
+    role._takes_prefilled = False
+    for name in ("computed", "computed, without metadata"):
+        said = {"image_grid_thw": torch.tensor(grid), **media}
+        asked = request(f"announced, {name}", feature(name, 8, said=said))
+        settled(asked)
+        answer = connector.request_finished(asked)[1]
+        done[f"announced, {name}"] = answer[name]["metadata"]
     misses = role.stats.data.get("misses", 0)
     for name, value in {"right": 0.0, "not a number": float("nan")}.items():
         said = {"embedding": torch.full((4, 128), value, dtype=dtype)}

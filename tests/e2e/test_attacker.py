@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from e2e.attacker import ENDS_VLLM, Attacker
 from e2e.chats import (
     ANY,
     FAILS,
+    LONG,
     SAME_OR_FAILS,
     Content,
     Raw,
@@ -67,6 +68,9 @@ ENGINES: dict[str, tuple[str | None, list[str]]] = {
     "encoder": ("ec_producer", MIDDLEWARE),
 }
 """Their roles and flags. vLLM takes embeddings, as --enable-mm-embeds says, of all consumers."""
+LIMITS = ["--max-model-len", "512", "--limit-mm-per-prompt", '{"image": 4, "video": 1}']
+LIMITS += ["--block-size", "32"]
+"""Blocks of the KV cache are as small as a CPU allows: requests use what others computed."""
 ATTACKED = "both", "consumer", "encoder"
 COMPARED = "both", "consumer"
 """Engines that answer as a plain one does; one that only encodes has nothing to say."""
@@ -177,10 +181,9 @@ class Room:
             role, flags = ENGINES[name]
             log = self._directory / f"{name}-{self._starts[name]}.log"
             extra = {} if role is None else {"ecd_address": self.daemon.address}
-            limits = ["--max-model-len", "512", "--limit-mm-per-prompt", '{"image": 4, "video": 1}']
             model = self._engines.model(self._version)
             self.servers[name] = api_server(
-                *(self._version, log, model, role, [*PLAIN, *flags, *limits]), **extra
+                *(self._version, log, model, role, [*PLAIN, *flags, *LIMITS]), **extra
             )
         for name in names:
             server = self.servers[name].wait_ready()
@@ -240,14 +243,14 @@ class Watch:
         return told or ["\n".join(together)]
 
     def _shortened(self, request: Request) -> Request:
-        """Leave out what can be left out, and it still fails."""
-        place = 0
+        """Leave out what can be left out, and it still fails in the same way each time."""
+        place, options = 0, request.tree.keys() - {"messages"}
         for _ in range(0 if request.then else MOST_TRIES):  # what it did lasts
             tree = without(request.tree, place)
             if tree is None:
                 break
             shorter = replace(request, tree=tree)
-            if self.faults([shorter]):
+            if options <= tree.keys() and self.faults([shorter]):
                 request = shorter
             else:
                 place += 1
@@ -410,14 +413,22 @@ def kept(content: Content, at: str = "both", **options: Any) -> list[Request]:
     return [Request(chat(named(content), text(), **options), at)]
 
 
-def asks(part: Any, right: str = SAME_OR_FAILS, **options: Any) -> list[Request]:
-    return [Request(chat(part, text(), **options), at, right) for at in COMPARED]
+def asks(part: Any, right: str = SAME_OR_FAILS, *said: str, **options: Any) -> list[Request]:
+    return [Request(chat(part, text(*said), **options), at, right) for at in COMPARED]
 
 
 def metadata(grid: Any, number: int) -> list[list[Request]]:
     """A name's metadata, which are not quite those of the entry."""
     content = of_grid(number)
     return [kept(content), asks(described(content, grid))]
+
+
+def recomputed(number: int) -> list[list[Request]]:
+    """A grid of as many patches as the picture's, whose tokens were computed already."""
+    content = of_grid(number)
+    parts = described(content), described(content, [1, 8, 48])
+    rightly, wrongly = (asks(part, SAME_OR_FAILS, LONG) for part in parts)
+    return [kept(content), rightly, wrongly, rightly]
 
 
 def salted(number: int, part_of: Callable[[Content], Any]) -> list[list[Request]]:
@@ -442,6 +453,7 @@ NAMED: dict[str, list[list[Request]]] = {
     **{f"grid {written(grid)}": metadata(grid, at) for at, grid in enumerate(EXACT)},
     "grid of a tensor of floats": metadata(packed(torch.tensor(GRID, dtype=torch.float32)), 100),
     "grid of a tensor of int32": metadata(packed(torch.tensor(GRID, dtype=torch.int32)), 101),
+    "another grid, of computed tokens": recomputed(102),
     "other tenant's name": salted(200, described),
     "other tenant's name and no picture": salted(201, lambda each: bare(each, *NO_PICTURE)),
     **{f"video with {field}": rated(field) for field in ("second_per_grid_ts", "timestamps")},
@@ -462,9 +474,11 @@ def test_requests_that_did_harm_do_none(name: str, watch: Watch) -> None:
 def test_a_clients_tensor_is_not_taken_for_the_picture_of_its_name(
     watch: Watch, room: Room
 ) -> None:
-    """The name is the digest of a picture that comes later, to another engine."""
-    unseen = Victims(room, range(10_000, 10_002)).unseen
-    grids = [list(unseen[0].grid), packed(torch.tensor(unseen[1].grid))]
-    requests = [taken(victim, 3.0, grid) for victim, grid in zip(unseen, grids, strict=True)]
+    """The name is the digest of a picture that comes later, to the same engine or another."""
+    unseen = Victims(room, range(10_000, 10_004)).unseen
+    requests = [
+        taken(victim, 3.0, packed(torch.tensor(victim.grid)) if is_tensor else [*victim.grid], at)
+        for victim, (at, is_tensor) in zip(unseen, product(COMPARED, (False, True)), strict=True)
+    ]
     faults = [told for request in requests for told in watch.faults([request])]
     assert not faults, "\n\n".join(faults)

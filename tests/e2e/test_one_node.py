@@ -194,6 +194,17 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         may_come = {name for name, may in described.items() if may is True}
         assert may_come == {"may come: right", "may come: embeddings"}
         assert len(described) == 26
+        announced = [done.pop(name) for name in list(done) if name.startswith("announced")]
+        assert announced == [{"image_grid_thw": [1, 4, 8]}, {}]
+        goes_on, fails = ["goes on", True], ["fails", False]
+        tokens = {name: done.pop(name) for name in list(done) if name.startswith("tokens of")}
+        assert tokens == {
+            "tokens of others, computed": [fails, goes_on, fails],
+            "tokens of others, computed, and evicted": [fails, goes_on, fails],
+            "tokens of others, computed, without metadata": [fails, fails, fails],
+            "tokens of others, with media": goes_on,
+            "tokens of others, of an engine that prefills": [goes_on, fails, fails],
+        }
     assert done == {
         "a name alone, of None": "goes on",
         "a name alone, of one": "goes on",

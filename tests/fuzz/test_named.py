@@ -146,7 +146,7 @@ def claim(dtype: int, dimensions: int) -> Case:
 
     def follows(scene: Scene) -> None:
         client = scene.neighbour
-        assert client._connection.session().index.extent("vandal", "claimed") is None
+        assert client._connection.session().index.row("vandal", "claimed") is None
         assert client.contains(["claimed"], namespace="vandal") == [False]
         assert client.get("claimed", namespace="vandal") is None
         assert client.get_now("claimed", namespace="vandal") == (None, True)
@@ -366,8 +366,8 @@ def plant_all_over(scene: Scene) -> Iterator[None]:
     stop(daemon.pid)
     assert neighbour.put_bytes("waiting", b"w" * 20 * KIB, "uint8", (20 * KIB,))
     planted = {
-        "over another's entry": index.extent("neighbour", "key 3")[1],
-        "over its own entry": index.extent("vandal", "own 1")[1],
+        "over another's entry": index.row("neighbour", "key 3").offset,
+        "over its own entry": index.row("vandal", "own 1").offset,
         "in another's grant": others_end - 4096,
         "where another puts": others,
         "in free memory": 60 * MIB,

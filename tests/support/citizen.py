@@ -36,7 +36,7 @@ def look(client: Client, key: str, counts: dict) -> None:
         case 1:
             client.hint(key)
             with contextlib.suppress(AskDaemon):  # what `hint` does where there are other nodes
-                client._connection.session().index.extent(client.namespace, key)
+                client._connection.session().index.row(client.namespace, key)
         case 2:
             compare(client.get_now(key)[0], key, counts)
         case 3:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ecd_client.vllm.names import is_alone, name_apart, outer_name, stored_name
+from ecd_client.vllm.names import ALONE, SALTED, is_alone, name_apart, outer_name, stored_name
 from ecd_proto.contract import shown
 
 
@@ -50,7 +50,18 @@ def test_an_item_that_is_private_is_never_another_engines() -> None:
             names += [private.identifier, named(item("a", *fields), salt)]
     brought = [name for name in names if names.count(name) > 1]
     assert len(set(names)) == 6, "what a client brought is named so, private or not"
-    assert all("brought" in name for name in brought)
+    assert set(brought) == {named(item("a", "image_embeds"), salt) for salt in (None, "one")}
+
+
+def test_names_of_digests_are_numbers_that_differ_in_their_last_digits() -> None:
+    """A connector for KV may look at nothing else (LMCache)."""
+    ways = "ab", (None, "one", "other"), ((), ("image_embeds",)), (False, True)
+    identifiers = set()
+    for last, salt, fields, is_private in itertools.product(*ways):
+        digest = item("0123456789abcdef" * 4 + last, *fields)
+        name_apart(digest, salt, is_private=is_private)
+        identifiers.add(digest.identifier)
+    assert len(identifiers) == len({int(each, 16) & 0xFFFF for each in identifiers}) == 18
 
 
 def test_no_name_that_a_client_chooses_is_a_tenants() -> None:
@@ -63,7 +74,7 @@ def test_no_name_that_a_client_chooses_is_a_tenants() -> None:
 
 def test_no_two_items_have_one_identifier_whatever_a_client_calls_them() -> None:
     """Each round takes the identifiers of the last for names, as who has seen or computed them."""
-    names = ["a", "brought-a", "salt-", "alone-"]
+    names = ["a", "b0a", "d0a", SALTED, ALONE, *(f"{ALONE}{kind}" for kind in ("00", "b0", "d0a"))]
     for _ in range(2):
         given: dict[str, tuple[str, str | None, bool]] = {}
         ways = itertools.product(dict.fromkeys(names), (None, "one", "other"), (False, True))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ecd_proto.contract import MAX_METADATA_BYTES
 from ecd_proto.placeholders import (
     MAX_NUMBERS,
+    MAX_STORED_BYTES,
     Placeholder,
     is_claimed,
     may_be_said,
@@ -123,6 +124,22 @@ def test_one_item_is_one_whatever_the_spelling() -> None:
     assert said('{"image":{"image_grid_thw":[1,16,24]}}') != said(
         '{"image":{"image_grid_thw":[1,24,16]}}'
     )
+
+
+@pytest.mark.parametrize("frames", [2, 200])
+def test_an_entrys_metadata_are_compared_however_long_they_are(frames: int) -> None:
+    """Long ones, as of a video with the times of its frames, are there as a digest."""
+    times = [float(frame) for frame in range(frames)]
+    placeholder, other = (
+        Placeholder.of("video", {"timestamps": times, "video_grid_thw": grid})
+        for grid in ([2, 16, 24], [2, 24, 16])
+    )
+    assert placeholder is not None
+    assert other is not None
+    assert len(placeholder.stored) <= MAX_STORED_BYTES
+    assert Placeholder.unpack(placeholder.stored) == (placeholder if frames == 2 else None)
+    assert placeholder.is_of(placeholder.stored)
+    assert not any(placeholder.is_of(metadata) for metadata in (other.stored, b"", b"of a program"))
 
 
 def test_a_proxy_may_write_whole_seconds() -> None:

@@ -81,12 +81,11 @@ class OnMiss(Enum):
 _COUNT, _ASK_IF_CLAIMED = OnMiss.COUNT, OnMiss.ASK_IF_CLAIMED
 
 
-def _extent_of(rows: Iterable[bytes]) -> tuple[int, int, int] | None:
-    """The extent in the first of these rows that is one; None: there is none."""
+def _first_of(rows: Iterable[bytes]) -> Row | None:
+    """The first of these rows that is one; None: there is none."""
     for row in filter(row_is_whole, rows):
         with contextlib.suppress(struct.error, IndexError):  # a claim is another client's
-            said = unpack_row(row)
-            return said.pool, said.offset, said.nbytes
+            return unpack_row(row)
     return None
 
 
@@ -125,19 +124,19 @@ class IndexReader:
             )
         return found
 
-    def extent(self, namespace: str, mm_hash: str) -> tuple[int, int, int] | None:
-        """The extent of an entry that is listed or claimed, not held. Raises AskDaemon."""
+    def row(self, namespace: str, mm_hash: str) -> Row | None:
+        """The row of an entry that is listed or claimed, not held. Raises AskDaemon."""
         record = self.record(namespace, mm_hash)
         if record is None:
             return None
         with contextlib.suppress(AskDaemon):  # a claim may be there all the same
             if (listed := self._find(record)) is not None:
-                return _extent_of([listed[1]])
-        claimed = _extent_of(claim.row for claim in self.claims.of(record))
+                return _first_of([listed[1]])
+        claimed = _first_of(claim.row for claim in self.claims.of(record))
         if claimed is not None:
             return claimed
         listed = self._find(record)  # perhaps since before the claims were read
-        return None if listed is None else _extent_of([listed[1]])
+        return None if listed is None else _first_of([listed[1]])
 
     def is_listed(self, record: bytes) -> bool:
         """Whether the key has a row; puts without one do not count. Raises AskDaemon."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -54,14 +55,13 @@ __all__ = [
     "media_budgets",
     "open_image",
     "reach_of_step",
+    "takes_prefilled",
 ]
 
 logger = init_logger(f"vllm.{__name__}")
 
 MAX_FIELD_NUMBERS = 1 << 16
 """Most numbers of one field of all items of a request."""
-MAX_PACKED_BYTES = 96
-"""Longest metadata of an entry: with more its row would be cut short, and each get a call."""
 
 CAN_FAIL_ONE_REQUEST = hasattr(ECConnectorBase, "take_unavailable_requests")
 ASKS_OF_RUNNING = CAN_FAIL_ONE_REQUEST  # whether the scheduler asks the connector in every step
@@ -70,6 +70,13 @@ CAN_LEAVE_OUT_MEDIA = ReceiverCache is not None
 """Whether the server takes placeholder metadata as JSON, in place of an item's media."""
 TELLS_WHAT_TO_SAVE = hasattr(ECConnectorBase, "start_save_caches")
 """Whether a producer's worker is shown its encoder cache at the beginning of each step."""
+
+OF_ONE_REQUEST = {
+    *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
+    *("MooncakeConnector", "MoRIIOConnector"),
+}
+"""Connectors that bring the tokens of one request, which another engine has computed for this one.
+The others bring those that any request had."""
 
 ENCODERS_OWN = {
     *("pixel_values", "pixel_values_videos", "video_pixel_values", "patch_positions"),
@@ -81,6 +88,16 @@ ENCODERS_OWN = {
 AUDIO_IN_VIDEO = "use_audio_in_video"
 ASSUMED = {"second_per_grid_ts": 1.0, AUDIO_IN_VIDEO: 0.0}
 """Fields that some items have, and the value that models assume for items without the field."""
+
+
+def takes_prefilled(vllm_config: VllmConfig) -> bool:
+    """Whether the engine takes tokens from another that has computed the same request."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or not transfer.is_kv_consumer:
+        return False
+    parts = transfer.kv_connector_extra_config.get("connectors", [])  # of a MultiConnector
+    names = {transfer.kv_connector, *(part.get("kv_connector") for part in parts)}
+    return not names.isdisjoint(OF_ONE_REQUEST)
 
 
 def fail_by_itself(request: Any, cause: str) -> None:
@@ -130,12 +147,14 @@ class PlaceholderMetadata:
         """Whether the request brought only metadata of an item, and nothing to encode."""
         return not feature.data or not _has_more(feature.data, self.fields_for(feature.modality))
 
-    def of(self, mm_features: list[Any], stored: set[str]) -> dict[str, Any] | None:
+    def of(self, mm_features: list[Any], stored: Mapping[str, bytes]) -> dict[str, Any] | None:
         """Describe the items by mm_hash, in the form of vLLM's own connectors since 0.32.
 
-        Without metadata the media travel on to the consumer. A request may not mix the two, so
-        all items of a modality have metadata or none has; and no item has any where the audio of a
-        video lies between its frames. vLLM 0.28 reads none from JSON.
+        `stored` has the metadata of the entries. An item whose entry has others, or none, gets
+        none: consumers would refuse them. Without metadata the media travel on to the consumer. A
+        request may not mix the two, so all items of a modality have metadata or none has; and no
+        item has any where the audio of a video lies between its frames. vLLM 0.28 reads none from
+        JSON.
         """
         if not mm_features:
             return None
@@ -150,14 +169,15 @@ class PlaceholderMetadata:
         for feature in mm_features:
             item = items[feature.identifier]
             said = are_apart and Placeholder.of(feature.modality, item["metadata"])
-            if not (said and self._may_announce(feature, said)):
+            is_told = said and said.is_of(stored.get(feature.identifier, b""))
+            if not (said and is_told and self._may_announce(feature, said)):
                 item["metadata"] = {}
         incomplete: set[str] = set()
         while (
             more := {
                 feature.modality
                 for feature in mm_features
-                if feature.identifier not in stored or not items[feature.identifier]["metadata"]
+                if not items[feature.identifier]["metadata"]
             }
             - incomplete
         ):  # a name may stand in two modalities
@@ -170,10 +190,8 @@ class PlaceholderMetadata:
     def packed(self, feature: Any) -> bytes:
         """The item's fields as its entry carries them; empty unless a consumer needs no others."""
         placeholder = self.of_item(feature)
-        if placeholder is None or not self._may_announce(feature, placeholder):
-            return b""
-        packed = placeholder.packed
-        return packed if len(packed) <= MAX_PACKED_BYTES else b""
+        is_all = placeholder is not None and self._may_announce(feature, placeholder)
+        return placeholder.stored if placeholder is not None and is_all else b""
 
     def _may_announce(self, feature: Any, said: Placeholder) -> bool:
         """Whether an item's metadata do for a consumer in place of the item's media.

@@ -118,7 +118,7 @@ class EcdConnector(ECConnectorBase):
 
     def request_comes(self, request: Request) -> None:
         assert self._scheduler is not None
-        self._scheduler.name_items(request)
+        self._scheduler.request_comes(request)
 
     def weights_changed(self, cause: str) -> None:
         assert self._scheduler is not None

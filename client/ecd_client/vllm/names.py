@@ -5,7 +5,8 @@ the engine's own encoder cache, and its mm_hash in ecd. Some items get another o
 scheduled: an item of a request with a `cache_salt` is named with its salt, as vLLM does with
 prefixes; embeddings that a client brought, and media that are not to be shared, are named as this
 engine's alone. No client can choose a name that another's item gets so: one that begins like that
-is named as this engine's, too.
+is named as this engine's, too. Names in hexadecimal digits stay so, and differ in their last ones:
+LMCache takes no others, and looks at four digits.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-SALTED, ALONE = "salt-", "alone-"
-_BROUGHT, _PRIVATE = f"{ALONE}brought-", f"{ALONE}private-"
+SALTED, ALONE = "5a17ed0ecd", "a10e0ecd0d"
+"""Beginnings of names; no digest begins like that but by a chance of 1 in 10^12."""
+_GUESSED, _BROUGHT, _PRIVATE = (f"{ALONE}{kind}" for kind in ("00", "b0", "d0"))
 PROMPT = "prompt_embeds"
 """Modality of a part of the prompt that comes as embeddings (`--enable-prompt-embeds`)."""
 _DIGITS = 32
@@ -25,17 +27,25 @@ _NAMED = "ecd_identifier"
 def stored_name(name: str, salt: str | None) -> str:
     """The mm_hash in ecd of an item that vLLM, or a client, calls by this name."""
     if salt:
-        digest = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()[:_DIGITS]
-        return f"{SALTED}{digest}-{name}"
-    return f"{ALONE}{name}" if name.startswith((SALTED, ALONE)) else name
+        return _apart(SALTED, name, salt)
+    return _apart(_GUESSED, name) if name.startswith((SALTED, ALONE)) else name
+
+
+def _apart(kind: str, name: str, salt: str = "") -> str:
+    """A name that says what it is before the name that it is made of, and its digest behind."""
+    said = "\0".join((kind, name, salt)).encode(errors="surrogatepass")
+    return f"{kind}{name}{hashlib.sha256(said).hexdigest()[:_DIGITS]}"
 
 
 def outer_name(identifier: str) -> str:
     """The name that vLLM gave to an item of this identifier."""
-    identifier = identifier.removeprefix(_BROUGHT).removeprefix(_PRIVATE)
-    if identifier.startswith(SALTED):
-        return identifier[len(SALTED) + _DIGITS + 1 :]
-    return identifier.removeprefix(ALONE)
+    for kind in (_BROUGHT, _PRIVATE):  # which are made of others
+        if identifier.startswith(kind):
+            identifier = identifier[len(kind) : -_DIGITS]
+    for kind in (SALTED, _GUESSED):
+        if identifier.startswith(kind):
+            return identifier[len(kind) : -_DIGITS]
+    return identifier
 
 
 def is_alone(identifier: str) -> bool:
@@ -53,9 +63,9 @@ def name_apart(feature: Any, salt: str | None, *, is_private: bool = False) -> N
         return
     named = stored_name(feature.identifier, salt)
     if brought_with(feature) is not None:
-        named = f"{_BROUGHT}{named}"
+        named = _apart(_BROUGHT, named)
     elif is_private:
-        named = f"{_PRIVATE}{named}"
+        named = _apart(_PRIVATE, named)
     feature.identifier = named
     setattr(feature, _NAMED, named)
 

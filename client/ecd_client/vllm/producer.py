@@ -51,7 +51,7 @@ class Producer:
 
     def save_unless_stored(self, identifiers: Iterable[str]) -> None:
         items = set(identifiers)
-        self._to_save |= items - self._stored(items)
+        self._to_save |= items - self._stored(items).keys()
 
     def keep(self, identifier: str) -> None:
         """Have the workers copy an item into the encoder cache, where vLLM takes it to be."""
@@ -73,15 +73,13 @@ class Producer:
         keeps, self._to_keep = self._to_keep, set()
         return list(saves), list(keeps)
 
-    def _stored(self, identifiers: Iterable[str]) -> set[str]:
-        """The items that memory shows stored, or being copied to where they will lie."""
+    def _stored(self, identifiers: Iterable[str]) -> dict[str, bytes]:
+        """The metadata of the items that memory shows stored, or being copied to where they lie."""
         with contextlib.suppress(EcdError):
-            return {
-                identifier
-                for identifier in identifiers
-                if self._sharing.includes(identifier) and self._client.is_shown(identifier)
-            }
-        return set()
+            shared = filter(self._sharing.includes, identifiers)
+            found = ((identifier, self._client.shown_metadata(identifier)) for identifier in shared)
+            return {identifier: metadata for identifier, metadata in found if metadata is not None}
+        return {}
 
     # -- offers --------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ class NeededItem:
     """One place in a prompt that embeddings have to fill.
 
     `index` is the item's in `mm_features`, `start` the first token of the place. A bare item came
-    without its media, so this engine cannot encode it; `described` is the metadata that came.
+    without its media, so this engine cannot encode it; `described` is the metadata that came, and
+    `is_trusted` says that its tokens may be those of another request, which came with the same.
     """
 
     index: int
@@ -28,6 +29,7 @@ class NeededItem:
     modality: str
     is_bare: bool
     described: Placeholder | None = None
+    is_trusted: bool = False
 
 
 @dataclass(eq=False, slots=True)

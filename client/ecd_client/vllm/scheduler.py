@@ -21,7 +21,9 @@ from ecd_client.vllm.compat import (
     PlaceholderMetadata,
     keep_media,
     reach_of_step,
+    takes_prefilled,
 )
+from ecd_client.vllm.computed import ComputedItems
 from ecd_client.vllm.description import Description
 from ecd_client.vllm.encodes import Encodes
 from ecd_client.vllm.hints import consumers_in, hints_in
@@ -84,6 +86,7 @@ class SchedulerRole:
         self._wait_s = settings.load_timeout_s
         self._fails = settings.on_unavailable == FAIL
         self._is_consumer = is_consumer
+        self._takes_prefilled = takes_prefilled(vllm_config)
         self._sharing = Sharing(settings, vllm_config)
         self._outputs = outputs = Outputs(vllm_config)
         self._metadata = PlaceholderMetadata(vllm_config.model_config)
@@ -111,6 +114,7 @@ class SchedulerRole:
         how = settings, self._sharing, outputs, self.stats, self._producer, self._encodes
         self._lookup = Lookup(self._client, *how)
         self._items = WantedItems(outputs, self._encodes.left)
+        self._computed = ComputedItems()
         self.reports = Reports(loading_ranks(vllm_config.parallel_config))
         self._loads = Loads(self._items, self.reports, self._lock)
         self._encoded_rows = 0  # by the step being scheduled
@@ -199,8 +203,15 @@ class SchedulerRole:
     # -- requests ------------------------------------------------------------------------------
 
     @hook
-    def name_items(self, request: Request) -> None:
-        """Give the items of a request the names that they have in this engine, as it comes."""
+    def request_comes(self, request: Request) -> None:
+        """Name the items of a request, and anew the blocks that it has of brought embeddings."""
+        self._name_items(request)
+        if any(brought_with(feature) is not None for feature in request.mm_features):
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def _name_items(self, request: Request) -> None:
+        """Give the items of a request the names that they have in this engine."""
         for feature in request.mm_features:
             is_private = self._settings.keeps_private(
                 feature.modality, is_streaming=request.resumable
@@ -221,11 +232,55 @@ class SchedulerRole:
             state.deadline_s = time.monotonic() + self._wait_s
         if state.preemptions != request.num_preemptions:
             state.restart(request.num_preemptions, time.monotonic() + self._wait_s)
+        if others := self._may_be_others(request, state, num_computed_tokens):
+            if request.skip_reading_prefix_cache:  # and vLLM 0.28 asks a connector for KV anyway
+                self._readiness.refuse(request, state, others[0].identifier)
+            request.skip_reading_prefix_cache = True
+            return False
         if left := state.advance(num_computed_tokens):
             self._items.leave_all(state, left)
         if state.failed or state.is_past_all:
             return not state.failed
         return self._readiness.is_ready(request, state, num_computed_tokens)
+
+    def _may_be_others(
+        self, request: Request, state: RequestItems, num_computed_tokens: int
+    ) -> list[NeededItem]:
+        """The items whose tokens vLLM has, and may have computed with other metadata.
+
+        An item that is still to be computed is judged before it is. An engine that has prefilled
+        for this one has judged the whole request.
+        """
+        described = [
+            item
+            for item in state.before(num_computed_tokens)
+            if item.described is not None and not item.is_trusted
+        ]
+        if not described:
+            return []
+        params = request.kv_transfer_params
+        is_prefilled = isinstance(params, dict) and bool(params.get("do_remote_prefill"))
+        is_its_own = request.num_computed_tokens > 0  # computed, or loaded, for this request
+        for item in described:
+            item.is_trusted = (
+                is_its_own
+                or (is_prefilled and self._takes_prefilled)
+                or self._was_computed_as(item)
+            )
+        return [item for item in described if not item.is_trusted]
+
+    def _was_computed_as(self, item: NeededItem) -> bool:
+        """Whether the item's tokens were computed with the metadata that came, and no others.
+
+        An entry that memory shows says so, too: nothing else than its metadata was ever used.
+        """
+        assert item.described is not None
+        if self._computed.had(item.identifier, item.described):
+            return True
+        with contextlib.suppress(DaemonUnavailable):
+            metadata = self._client.shown_metadata(item.identifier)
+            return metadata is not None and item.described.is_of(metadata)
+        return False
 
     def _admit(self, request: Request) -> RequestItems:
         deadline_s = time.monotonic() + self._wait_s
@@ -247,7 +302,7 @@ class SchedulerRole:
         While workers seem to report no loads, none is, unless the engine has no encoder. The
         request fails if what it says of one makes no sense: vLLM ends over some of that.
         """
-        self.name_items(request)
+        self._name_items(request)
         may_load = self._fails or self._loads.are_reported
         for index, feature in enumerate(request.mm_features[state.seen :], state.seen):
             identifier, position = feature.identifier, feature.mm_position
@@ -306,15 +361,19 @@ class SchedulerRole:
         """Load a promised item, for which the engine made room now; it encodes the others."""
         feature = request.mm_features[index]
         wanted = self._items.get(feature.identifier)
-        if (wanted is None or not wanted.promised) and brought_with(feature) is None:
-            self._encoded_rows += feature.mm_position.get_num_embeds()
+        is_bare = wanted is not None and bool(wanted.bare)
+        if is_bare or feature.identifier not in self._computed:
+            self._computed.note(feature.identifier, self._metadata.of_item(feature))
+        if wanted is None or not wanted.promised:
+            if brought_with(feature) is None:
+                self._encoded_rows += feature.mm_position.get_num_embeds()
+            if self._producer is not None:
+                self._producer.describe(feature)
         if wanted is None:
             return
         if not wanted.promised:
             self.stats.count("misses")
             self._encodes.begin(wanted)
-            if self._producer is not None:
-                self._producer.describe(feature)
             return
         self.stats.count("hits")
         if not self._is_consumer:

@@ -98,12 +98,9 @@ class WantedItem:
         )
 
     def _is_described_by(self, said: Placeholder | None) -> bool:
-        """Whether the entry has this metadata, or none that can be compared."""
+        """Whether the entry has this metadata, or the model's items have none."""
         assert self.item is not None
-        if said is None or self.item.metadata == said.packed:
-            return True
-        own = Placeholder.unpack(self.item.metadata)
-        return own is None or own == said
+        return said is None or said.is_of(self.item.metadata)
 
     def give_up(self, cause: str) -> None:
         """Drop the item and any answer under way; loads on their way keep the lease they have."""
