@@ -47,17 +47,24 @@ def run(
     check: bool = False,
     **about: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """As `subprocess.run`, with HANG_S, and for the whole of the process's session."""
+    """As `subprocess.run`, and for the whole of the process's session.
+
+    It may take long, if it says something: without a word for HANG_S it is taken for hung.
+    """
     if capture_output:
         about |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if input is not None:
         about["stdin"] = subprocess.PIPE
     with child(command, **about) as process:
-        try:
-            out, err = process.communicate(input, timeout=HANG_S)
-        except subprocess.TimeoutExpired as late:
-            said = f"{command} did not end: {late.stdout!r} {late.stderr!r}"
-            raise AssertionError(said) from None
+        heard, out, err = "None None", None, None
+        while process.returncode is None:
+            try:
+                out, err = process.communicate(input, timeout=HANG_S)
+            except subprocess.TimeoutExpired as late:
+                said, input = f"{late.stdout!r} {late.stderr!r}", None
+                if said == heard:
+                    raise AssertionError(f"{command} did not end: {said}") from None
+                heard = said
     done = subprocess.CompletedProcess(command, process.returncode, out, err)
     if check:
         done.check_returncode()
