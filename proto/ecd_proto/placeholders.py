@@ -86,13 +86,13 @@ class Placeholder:
 
     @cached_property
     def stored(self) -> bytes:
-        """What an entry has of them: all, or their digest."""
+        """The bytes that an entry carries: `packed`, or its SHA-256 if it is too long for a row."""
         if len(self.packed) <= MAX_STORED_BYTES:
             return self.packed
         return _DIGEST + sha256(self.packed).digest()
 
     def is_of(self, metadata: bytes) -> bool:
-        """Whether an entry with this metadata has these."""
+        """Whether these fields are the ones that an entry's `metadata` bytes stand for."""
         return metadata == self.stored or Placeholder.unpack(metadata) == self
 
     def fits(self, merge: int | None, embeddings: int | None = None) -> bool:

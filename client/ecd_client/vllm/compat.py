@@ -190,8 +190,9 @@ class PlaceholderMetadata:
     def packed(self, feature: Any) -> bytes:
         """The item's fields as its entry carries them; empty unless a consumer needs no others."""
         placeholder = self.of_item(feature)
-        is_all = placeholder is not None and self._may_announce(feature, placeholder)
-        return placeholder.stored if placeholder is not None and is_all else b""
+        if placeholder is None or not self._may_announce(feature, placeholder):
+            return b""
+        return placeholder.stored
 
     def _may_announce(self, feature: Any, said: Placeholder) -> bool:
         """Whether an item's metadata do for a consumer in place of the item's media.
