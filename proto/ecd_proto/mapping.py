@@ -9,9 +9,10 @@ import fcntl
 import mmap
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
+
+from ecd_proto.collected import when_collected
 
 MADV_POPULATE_READ = 22  # Linux 5.14; elsewhere the first touch pays
 MADV_POPULATE_WRITE = 23
@@ -79,8 +80,7 @@ class Mapping:
         spare = HUGE_BYTES if nbytes >= HUGE_BYTES else 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         start = _mapped(None, nbytes + spare, _PROT_NONE, flags, -1, 0)
-        self._unmap = weakref.finalize(self, _libc.munmap, start, nbytes + spare)
-        self._unmap.atexit = False
+        when_collected(self, _libc.munmap, start, nbytes + spare)
         address = start if not spare else -(-start // HUGE_BYTES) * HUGE_BYTES
         self.address = _mapped(
             address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, offset

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ecd_client.errors import DeviceBusy, DeviceError
+from ecd_proto.collected import when_collected
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +103,7 @@ class TorchCuda:
             tensor = torch.as_tensor(memory, device=torch.device("cuda", device))
         except (RuntimeError, TypeError, ValueError) as error:
             raise DeviceError(f"torch takes no memory of ours: {error}") from None
-        weakref.finalize(memory, unused).atexit = False
+        when_collected(memory, unused)
         return tensor
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from cuda.bindings import driver as cuda
 from ecd_client.device.ends import RETRY_S
 from ecd_client.errors import DeviceBusy, DeviceError
 from ecd_proto import cuda as memory
+from ecd_proto.collected import when_collected
 from ecd_proto.cuda import CudaError
 
 T = TypeVar("T")
@@ -121,8 +121,7 @@ class Event:
         self._device, self._stream = device, stream
         with on(device):
             self._event = _call(cuda.cuEventCreate, _EVENT_FLAGS)
-            gone = weakref.finalize(self, memory.call_anyway, cuda.cuEventDestroy, self._event)
-            gone.atexit = False
+            when_collected(self, memory.call_anyway, cuda.cuEventDestroy, self._event)
             self._record()
 
     def _record(self) -> None:

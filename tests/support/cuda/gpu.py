@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from cuda.bindings import driver as cuda
 
 from ecd_client.device import accelerator, driver
+from ecd_proto.collected import when_collected
 from ecd_proto.mapping import Mapping
 
 MAX_CONTENT_BYTES = 64 << 20
@@ -86,7 +86,7 @@ class StandinGpu:
         self, address: int, nbytes: int, device: int, unused: Callable[[], None]
     ) -> torch.Tensor:
         array = (ctypes.c_ubyte * nbytes).from_address(address)
-        weakref.finalize(array, unused)
+        when_collected(array, unused)
         return torch.frombuffer(array, dtype=torch.uint8)
 
     # -- what a model does ---------------------------------------------------------------------
@@ -142,7 +142,7 @@ class StandinGpu:
                     address = int(call(cuda.cuMemAlloc, nbytes))
             self._live[address] = nbytes
         array = (ctypes.c_ubyte * nbytes).from_address(address)
-        weakref.finalize(array, self._give_back, address, kind, also_used_by)
+        when_collected(array, self._give_back, address, kind, also_used_by)
         return torch.frombuffer(array, dtype=dtype).view(shape)
 
     def _give_back(self, address: int, kind: tuple[int, int], also: Stream | None) -> None:

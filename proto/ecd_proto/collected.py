@@ -1,0 +1,34 @@
+"""What is called when an object is garbage, in place of `weakref.finalize`.
+
+That keeps one dict for the whole process, over which an ending interpreter walks. A thread that
+changes it meanwhile, as one that unmaps a pool does, makes the interpreter leave out all
+finalizers, other libraries' too.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+
+_awaited: dict[int, weakref.ref[object]] = {}
+"""By their ids, as a reference to an object that has no hash has none either."""
+
+
+def when_collected(thing: object, call: Callable[..., object], *arguments: object) -> None:
+    """Call once `thing` is collected, on the thread that lets go of it.
+
+    Never as the interpreter ends, where other threads may still use what the call would undo.
+    """
+
+    def collected(
+        reference: weakref.ref[object],
+        is_ending: Callable[[], bool] = sys.is_finalizing,  # its module may be gone by then
+        forget: Callable[..., object] = _awaited.pop,
+    ) -> None:
+        forget(id(reference), None)
+        if not is_ending():
+            call(*arguments)
+
+    reference = weakref.ref(thing, collected)
+    _awaited[id(reference)] = reference
