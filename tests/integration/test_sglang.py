@@ -17,6 +17,7 @@ from ecd_client import Client
 from support.daemon import Daemon
 from support.processes import child
 from support.waiting import HANG_S, eventually
+from support.warm import IMPORT_S
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venvs/sglang/bin/python"
@@ -47,24 +48,33 @@ class Encoder:
 
     def __init__(self, log: Path, **environ: str) -> None:
         self.log = log
-        ours, self.theirs = socket.socketpair()
-        ours.settimeout(HANG_S)
+        self._ours, self.theirs = socket.socketpair()
         self.arguments = [str(self.theirs.fileno()), str(log), json.dumps(environ)]
-        with ours:
-            self._lines = ours.makefile("rw")
+        self._lines = self._ours.makefile("rw")
+
+    def await_ready(self) -> None:
+        """Wait until SGLang is imported and has made its store."""
+        self.theirs.close()
+        self._ours.settimeout(IMPORT_S)
+        assert self._answer("whether it is ready") == "ready"
+        self._ours.settimeout(HANG_S)
 
     def __call__(self, expression: str) -> Any:
         print(json.dumps(expression), file=self._lines, flush=True)
+        return self._answer(expression)
+
+    def _answer(self, asked: str) -> Any:
         try:
             answer = self._lines.readline()
         except TimeoutError:
             answer = ""
         said = self.log.read_text()[-4000:] if self.log.exists() else ""
-        assert answer, f"no answer to {expression}:\n{said}"
+        assert answer, f"no answer to {asked}:\n{said}"
         return json.loads(answer)
 
     def close(self) -> None:
         self._lines.close()
+        self._ours.close()
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +106,7 @@ def encoders(
         pass_fds=[encoder.theirs.fileno() for encoder in made],
     ):
         for encoder in made:
-            encoder.theirs.close()
+            encoder.await_ready()
         yield made
     for encoder in made:
         encoder.close()

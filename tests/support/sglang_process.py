@@ -1,9 +1,9 @@
 """Processes with SGLang's real interface, as its encoder has it. Each evaluates what a test sends.
 
 The arguments are a model's directory, how many rows the registered buffer has, and for each process
-a socket's descriptor, a log and settings for its environment in JSON. Each line that comes by the
-socket is an expression in JSON, and is answered by a line with its value. All are forked from one
-that has imported SGLang, which takes 5 s of a free core.
+a socket's descriptor, a log and settings for its environment in JSON. A process says "ready" by its
+socket; each line that comes is an expression in JSON, and is answered by a line with its value. All
+are forked from one that has imported SGLang, which takes 5 s of a free core.
 """
 
 import asyncio  # noqa: F401
@@ -145,5 +145,6 @@ if "ECD_SGLANG_NAMESPACE" in os.environ:
     store = start()
     buffer = store._buffers[0]
 with socket.socket(fileno=int(descriptor)).makefile("rw") as test:
+    print(json.dumps("ready"), file=test, flush=True)
     for line in test:
         print(json.dumps(eval(json.loads(line))), file=test, flush=True)
