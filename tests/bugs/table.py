@@ -925,6 +925,14 @@ OWN = {
         for rule in COPYING
     },
     **{
+        f"without D1, {pool} pool": Bug("gpu", f"gpu/{test}[D1]")
+        for pool, test in {
+            "host": "test_dma.py::test_a_dead_engines_save_lands_in_no_other_entry",
+            "device": "test_device_pool.py::"
+            "test_a_dead_engines_memory_is_not_reused_while_its_copy_may_go_on",
+        }.items()
+    },
+    **{
         f"device pool without {step}": Bug(
             "gpu",
             f"gpu/test_dma.py::test_without_this_step_copies_in_a_device_pool_are_wrong[{step}]",

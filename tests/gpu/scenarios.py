@@ -974,6 +974,20 @@ def dies_amid_a_promotion(address: str) -> dict:
     return {}
 
 
+def dies_amid_a_save(address: str) -> dict:
+    """Killed between the halves of a copy into the host pool, which is held there."""
+    client = Client(address)
+    pin(client)
+    tensor = gpu.encode(SHAPE, torch.uint8, 7)
+    assert is_right(tensor, 7)
+    before = control.counters().halfway
+    control.hold = Hold.MIDDLE
+    client.put_async("dead", tensor)
+    eventually(lambda: control.counters().halfway > before)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
 # -- the rules for a device pool with room for one copy; WITHOUT names what is left out ------------
 
 
