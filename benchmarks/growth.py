@@ -25,6 +25,7 @@ import typer
 from common import end_daemon, machine, markdown, show, start_daemon, timed_us, write_page
 from rich.console import Console
 
+from ecd.clock import REAL
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Leased, LimitReached, Reserved
@@ -112,10 +113,10 @@ def measure_look(count: int) -> dict[str, float]:
     memory = SimpleNamespace(path="", nbytes=1, huge_bytes=1, problem="", populated_bytes=1)
     streams = SimpleNamespace(clients=0, waiting_for_dma=0)
     identity = NodeIdentity("growth", "0" * 32, "ecd", "node:1")
-    status = Status(identity, cache, {0: memory}, None, streams)  # type: ignore[arg-type, dict-item]
+    status = Status(identity, cache, {0: memory}, None, streams, REAL)  # type: ignore[arg-type, dict-item]
     nodes = [pb.PeerStatus(node=f"node-{n}:1", state="connected") for n in range(MAX_PEERS)]
     peers = pb.PeersReply(node=identity.node, peers=nodes)
-    history = History(status.figures)
+    history = History(status.figures, REAL)
     for _ in range(KEPT):
         history.sample()
 

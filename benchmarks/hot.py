@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from ecd.config import Config
-from simulation.clock import VirtualLoop, virtual_time
+from simulation.clock import VirtualLoop
 from simulation.network import Weather
 from simulation.run import _abandon, small
 from simulation.scenario import SIZES, Action, Scenario
@@ -80,8 +80,7 @@ def hot(
     over_s: float = 0.0,
 ) -> Outcome:
     """Have every node want the picture that one has, or makes, one after the other in `over_s`."""
-    rng = Random(nodes)
-    loop = VirtualLoop(rng)
+    loop = VirtualLoop(Random(nodes))
     asyncio.set_event_loop(loop)
     weather = Weather(delay_s=DELAY_S, bytes_per_s=bytes_per_s / SCALE)
     about = "redis", 256 << 10, 30.0, TIMEOUT_S, False, weather, 0.0, None, 0.0, (), readers
@@ -91,7 +90,6 @@ def hot(
     gc.disable()
     try:
         with (
-            virtual_time(loop, rng),
             small(),
             mock.patch("simulation.clock.TURN_S", 1e-9),  # one node's turns take no other's time
             mock.patch("simulation.stream.Pipe", BusyPipe),

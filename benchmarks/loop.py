@@ -28,6 +28,7 @@ import typer
 from common import MIB, machine, markdown, show, write_page
 from rich.console import Console
 
+from ecd.clock import REAL
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import Config
 from ecd.core.allocator import Allocator
@@ -114,7 +115,7 @@ class Node:
             SharedBoard(self.index, self.doorbell),
             NodeIdentity("bench", "bench", "bench"),
         )
-        self.live = live_cache(self.cache, board, _ignore)
+        self.live = live_cache(self.cache, board, _ignore, REAL)
         node = CacheNode(self.live, self, identity)
         self.streams, self.intake = node.streams, self.live._intake
         monitor = Monitor(pb.StatusReply, _ignore)

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from typer import Typer
 from typer.main import get_command
 
+from ecd.clock import REAL
 from ecd.commands import app as ecd
 from ecd.config import ENV_PREFIX, RELOADABLE, Config
 from ecd.core.counters import Counters
@@ -164,7 +165,7 @@ def options(command: Any) -> str:
 
 
 def metrics() -> str:
-    registry = Metrics("0")
+    registry = Metrics("0", REAL)
     counters = pb.Counters(**Counters().figures())
     pools = [pb.PoolStatus(kind="host")]
     disk = pb.DiskStatus(**vars(DiskCounters()))

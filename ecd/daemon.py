@@ -7,15 +7,14 @@ import contextlib
 import gc
 import grp
 import logging
-import secrets
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ecd.background import Background, first_of
+from ecd.clock import Clock
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import RELOADABLE, RULES, Config, ConfigError
 from ecd.core.board import Uses
@@ -101,10 +100,11 @@ class Daemon:
         daemon is taken over. Raises SocketError, PoolError and StartError.
         """
         self._config, self._reload = config, reload
-        self._manager = ServiceManager()
+        self._clock = clock = Clock()
+        self._manager = ServiceManager(clock)
         self._identity = NodeIdentity(
             config.name,
-            secrets.token_hex(16),
+            clock.secret(16).hex(),
             f"ecd {version(DISTRIBUTION)}",
             config.peer_address or "",
         )
@@ -214,7 +214,7 @@ class Daemon:
             loop.add_signal_handler(signal.SIGHUP, self._read_settings, self._reload)
         with self._opened:
             async with contextlib.AsyncExitStack() as running:
-                metrics = Metrics(version(DISTRIBUTION))
+                metrics = Metrics(version(DISTRIBUTION), self._clock)
                 running.callback(metrics.close)
                 running.push_async_callback(self._background.close)
                 parts = self._make_parts(metrics, running)
@@ -234,27 +234,27 @@ class Daemon:
 
         Raises EventsError, MetricsError, ClusterError, EngineError.
         """
-        config, board, pools = self._config, self._board, self._pools
+        config, board, pools, clock = self._config, self._board, self._pools, self._clock
         recorder = self._make_recorder(metrics, running)
         cache = make_cache(
-            *(pools, config.lease_ttl_s, board, self._devices, config.eviction, recorder),
+            *(pools, config.lease_ttl_s, board, clock, self._devices, config.eviction, recorder),
             config.rules(self._pool.nbytes),
         )
         doorbell_path = None if board.doorbell is None else board.doorbell.path
         attach_path = None if self._attach is None else self._attach.path
         files = SessionFiles(pools, board.index, doorbell_path, attach_path, self._devices)
-        slow_log = self._slow_log = SlowLog(config.slow_log_s, metrics.count_slow)
+        slow_log = self._slow_log = SlowLog(config.slow_log_s, metrics.count_slow, clock)
 
         def observe(method: str, seconds: float, *about: Any) -> None:
             metrics.observe_call(method, seconds)
             slow_log.call(method, seconds, *about)
 
-        live = self._live = live_cache(cache, board, observe)
+        live = self._live = live_cache(cache, board, observe, clock)
         node = Node(live, files, self._identity, slow_log)
         if self._attach is not None:
             self._attach.listen(node.streams, self._devices)
         memory_of: dict[int, PooledMemory] = {**pools, **self._devices}
-        status = Status(self._identity, cache, memory_of, board.index, node.streams)
+        status = Status(self._identity, cache, memory_of, board.index, node.streams, clock)
         checksums = Checksums(live, pools)
         running.callback(checksums.close)
         recovery = self._make_recovery(live, checksums)
@@ -274,9 +274,9 @@ class Daemon:
             )
             running.push_async_callback(cluster.close)
             metrics.watch_peers(cluster.status, cluster.hints, cluster.never_reached)
-            token = TokenCheck(config.peer_address, config.token)
+            token = TokenCheck(config.peer_address, config.token, clock)
             peers = PeerService(live, cluster, token, config.readers_per_entry)
-            peer_server = PeerServer(peers, cluster.server_credentials)
+            peer_server = PeerServer(peers, cluster.server_credentials, clock)
             self._cluster = cluster
         self._flights = node.flights
         self._flights.reload(config.fetch_timeout_s)
@@ -285,10 +285,10 @@ class Daemon:
         monitor = Monitor(status.read, observe, slow_log)
         others = self._cluster or NoOtherNodes()
         service = node.service(others, recovery, monitor, disk)
-        server = Server(service, status.unavailable, observe)
-        locate = LocateOverHttp(service.Locate, status.unavailable)
-        history = History(status.figures)
-        page = StatusPage(figures, others.status, history)
+        server = Server(service, status.unavailable, observe, clock)
+        locate = LocateOverHttp(service.Locate, status.unavailable, clock)
+        history = History(status.figures, clock)
+        page = StatusPage(figures, others.status, history, clock)
         address = metrics.listen(config.metrics_address, {PATH: locate, **page.answers})
         logger.info("status page on http://%s/, metrics on http://%s/metrics", address, address)
         return _Parts(
@@ -319,7 +319,7 @@ class Daemon:
         if path is None:
             return None
         try:
-            recorder = Recorder(path, time.monotonic())
+            recorder = Recorder(path, self._clock.now_s())
         except OSError as error:
             raise StartError(f"ECD_TRACE={path}: {error.strerror}") from None
         running.callback(recorder.close)
@@ -380,12 +380,12 @@ class Daemon:
 
     async def _populate(self) -> None:
         logger.info("populating %s: %s", self._pool.path, size_text(self._pool.nbytes))
-        last_s = time.monotonic()
+        last_s = self._clock.now_s()
 
         def progress(nbytes: int) -> None:
             nonlocal last_s
-            if time.monotonic() - last_s >= PROGRESS_S:
-                last_s = time.monotonic()
+            if self._clock.now_s() - last_s >= PROGRESS_S:
+                last_s = self._clock.now_s()
                 percent = 100 * nbytes / self._pool.nbytes
                 logger.info("populating %.0f %%", percent)
                 self._manager.say(f"populating {percent:.0f} %")
@@ -410,7 +410,7 @@ class Daemon:
         """Keep the directory's time recent: after a SIGKILL it says since when it is unused."""
         while True:
             self._pool.directory.touch()
-            await asyncio.sleep(TOUCH_S)
+            await self._clock.sleep(TOUCH_S)
 
     # -- its end -------------------------------------------------------------------------------
 

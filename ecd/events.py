@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -206,10 +205,10 @@ class Events:
         """Give signs of life: by one a subscriber sees that it lost the last message."""
         while True:
             self._send(topic(self._node), self._batch([]))
-            await asyncio.sleep(SIGN_S)
+            await self._live.clock.sleep(SIGN_S)
 
     def _batch(self, events: Iterable[Event]) -> bytes:
-        return self._encode(Batch(time.time(), list(events), None, self._epoch))
+        return self._encode(Batch(self._live.clock.unix_s(), list(events), None, self._epoch))
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -225,7 +224,7 @@ class Events:
                 task = self._background.spawn(self._give(answer(_Asker(frames[0]))))
                 answering.add(task)
                 task.add_done_callback(answering.discard)
-            await asyncio.sleep(0)
+            await self._live.clock.sleep(0)
 
     async def _request(self) -> list[bytes]:
         """The next request, or the first frames of a message that is none."""
@@ -237,7 +236,7 @@ class Events:
             if count <= MAX_FRAMES + 1:
                 frames.append(frame)
             if count % FRAMES_IN_TURN == 0:
-                await asyncio.sleep(0)
+                await self._live.clock.sleep(0)
         return frames
 
     def _answer_to(self, frames: list[bytes]) -> _Answer | None:
@@ -302,7 +301,7 @@ class Events:
                 if asker.patience_s <= 0:
                     raise
                 asker.patience_s -= FULL_S
-                await asyncio.sleep(FULL_S)
+                await self._live.clock.sleep(FULL_S)
 
 
 def _bind(socket: Any, host: str, port: int) -> str:

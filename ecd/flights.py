@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ecd.background import Background
+from ecd.clock import Clock
 from ecd.core.types import Key, SessionId, Ticket
 from ecd.live import LiveCache
 from ecd.slow_log import DISK_READ, FETCH, SlowLog, Stage, time_stages
@@ -54,6 +54,7 @@ class Flight:
     key: Key
     hints: Sequence[Hint]
     is_near: bool  # only this node's own sources are asked
+    clock: Clock
     started_s: float
     makers: dict[SessionId, None] = field(default_factory=dict)
     """Sessions that make the key if no node has it, in the order in which they said so."""
@@ -80,12 +81,12 @@ class Flight:
     @property
     def left_s(self) -> float:
         """Until its deadline."""
-        return self.until_s - time.perf_counter()
+        return self.until_s - self.clock.now_s()
 
     @property
     def patience_left_s(self) -> float:
         """Seconds that a maker still waits for another node's encode, at most; 0 or less: none."""
-        return self.started_s + self.patience_s - time.perf_counter()
+        return self.started_s + self.patience_s - self.clock.now_s()
 
     def join(self, maker: Maker | None) -> None:
         """Note who wants the key: a client that makes it if no node has it, or one that cannot."""
@@ -93,7 +94,7 @@ class Flight:
             self.is_needed = True
         else:
             self.makers[maker.session] = None
-            waited_s = time.perf_counter() - self.started_s
+            waited_s = self.clock.now_s() - self.started_s
             self.patience_s = max(self.patience_s, waited_s + maker.wait_s)
 
     def join_hints(self, hints: Sequence[Hint]) -> None:
@@ -135,7 +136,7 @@ class MadeElsewhere(Stage):
     __slots__ = ("_flight",)
 
     def __init__(self, flight: Flight) -> None:
-        super().__init__("made elsewhere")
+        super().__init__("made elsewhere", flight.clock)
         self._flight = flight
 
     def __enter__(self) -> None:
@@ -145,7 +146,7 @@ class MadeElsewhere(Stage):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._flight.is_waiting = False
-        self._flight.awaited_s += time.perf_counter() - self._started_s
+        self._flight.awaited_s += self._clock.now_s() - self._started_s
 
 
 class Source(Protocol):
@@ -172,7 +173,7 @@ class Flights:
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         """Counts of flights since the start."""
         self._live, self._timeout_s = live, timeout_s
-        self._slow_log = slow_log or SlowLog()
+        self._slow_log = slow_log or SlowLog(clock=live.clock)
         self._flights: dict[Key, Flight] = {}
         self._background = Background()
 
@@ -224,7 +225,8 @@ class Flights:
             self.outcomes[REFUSED] += 1
             return
         self._live.expect(key)
-        flight = self._flights[key] = Flight(key, hints, is_near, time.perf_counter())
+        clock = self._live.clock
+        flight = self._flights[key] = Flight(key, hints, is_near, clock, clock.now_s())
         flight.join(maker)
         flight.is_patient = is_patient
         flight.task = self._background.spawn(self._fly(flight))
@@ -272,7 +274,7 @@ class Flights:
             flight.deadline.cancel()
             del self._flights[flight.key]
             self.outcomes[outcome] += 1
-            took_s = time.perf_counter() - flight.started_s
+            took_s = self._live.clock.now_s() - flight.started_s
             about = flight.key, flight.nbytes, flight.peer, outcome
             kind = FETCH if flight.is_far else DISK_READ
             self._slow_log.flight(kind, took_s, *about, awaited_s=flight.awaited_s)

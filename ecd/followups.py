@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ecd.background import Background
+from ecd.clock import Clock
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Wakeup
 from ecd.core.types import Key, LeaseId, SessionId
@@ -34,9 +35,9 @@ class Subscriber(Protocol):
 class Changes:
     """The changes that one follower has not taken yet: of each key the last alone."""
 
-    def __init__(self, share: Callable[[], None]) -> None:
+    def __init__(self, share: Callable[[], None], clock: Clock) -> None:
         """`share` gives every follower what the core has noted."""
-        self._share = share
+        self._share, self._clock = share, clock
         self._waiting = asyncio.Event()
         self._pending: dict[Key, bool] = {}
         self._is_asking = False
@@ -60,7 +61,7 @@ class Changes:
         self._is_asking = True
         await self._waiting.wait()
         self._is_asking = False
-        await asyncio.sleep(collect_s)
+        await self._clock.sleep(collect_s)
         self._share()
         self._waiting.clear()
         taken, self._pending = self._pending, {}
@@ -70,8 +71,8 @@ class Changes:
 class FollowUps:
     """Does the follow-ups of every operation of the core."""
 
-    def __init__(self, cache: Cache, turns: Turns, now_s: Callable[[], float]) -> None:
-        self._cache, self._turns, self._now_s = cache, turns, now_s
+    def __init__(self, cache: Cache, turns: Turns, clock: Clock) -> None:
+        self._cache, self._turns, self._clock = cache, turns, clock
         self._subscribers: dict[SessionId, Subscriber] = {}
         self._woken: deque[Wakeup] = deque()  # not told yet
         self._followers: list[Changes] = []
@@ -114,7 +115,7 @@ class FollowUps:
     def follow_changes(self) -> Changes:
         """A new follower of what is stored and evicted from now on."""
         self._share_changes()
-        self._followers.append(Changes(self._share_changes))
+        self._followers.append(Changes(self._share_changes, self._clock))
         return self._followers[-1]
 
     def _share_changes(self) -> None:
@@ -160,12 +161,12 @@ class FollowUps:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_s = next_s
-        delay_s = max(0.0, next_s - self._now_s())
+        delay_s = max(0.0, next_s - self._clock.now_s())
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
-        expired, overdue = self._cache.expire(self._now_s())
+        expired, overdue = self._cache.expire(self._clock.now_s())
         ended: dict[SessionId, list[LeaseId]] = {}
         for lease in expired:
             ended.setdefault(lease.session, []).append(lease.lease)
@@ -183,7 +184,7 @@ class FollowUps:
             goes_on = True
             while goes_on:
                 await pace.turn()
-                goes_on = self._cache.trim(EVICTED_AT_A_TIME, self._now_s())
+                goes_on = self._cache.trim(EVICTED_AT_A_TIME, self._clock.now_s())
                 self._note_change()
         finally:
             self._is_trimming = False

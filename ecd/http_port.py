@@ -13,13 +13,14 @@ import re
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from ipaddress import ip_address
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from ecd.clock import Clock
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -109,13 +110,13 @@ class HttpPort(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = BACKLOG
 
-    def __init__(self, host: str, port: int, refused: Callable[[], None]) -> None:
+    def __init__(self, host: str, port: int, refused: Callable[[], None], clock: Clock) -> None:
         """Bind. `refused` is called for each connection that is turned away. Raises OSError."""
         [found, *_] = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         self.address_family = found[0]
-        self._refused = refused
+        self._refused, self._clock = refused, clock
         self._until_s: dict[Any, float] = {}
         """When each connection ends at the latest."""
         self._lock = threading.Lock()
@@ -134,7 +135,7 @@ class HttpPort(ThreadingMixIn, WSGIServer):
         with self._lock:
             has_room = len(self._until_s) < MAX_CONNECTIONS
             if has_room:
-                self._until_s[request] = time.monotonic() + WHOLE_S
+                self._until_s[request] = self._clock.now_s() + WHOLE_S
         if has_room:
             super().process_request(request, client_address)
             return
@@ -151,7 +152,7 @@ class HttpPort(ThreadingMixIn, WSGIServer):
 
     def service_actions(self) -> None:
         """End what has lasted too long; called twice a second."""
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         with self._lock:
             late = [request for request, until_s in self._until_s.items() if until_s <= now_s]
             for request in late:

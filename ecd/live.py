@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from ecd.background import Background, first_of
+from ecd.clock import Clock
 from ecd.core.cache import Cache
 from ecd.core.outcomes import (
     Aborted,
@@ -75,14 +75,14 @@ class LiveCache:
         self,
         cache: Cache,
         intake: Intake | None = None,
-        now_s: Callable[[], float] = time.monotonic,
+        clock: Clock | None = None,
     ) -> None:
         self.cache = cache
-        self.now_s = now_s
-        self.turns = Turns()
-        self.makings = Makings(now_s)
+        self.clock = clock = clock or Clock()
+        self.turns = Turns(clock)
+        self.makings = Makings(clock)
         self._intake: Intake = NoPuts() if intake is None else intake
-        self._followups = FollowUps(cache, self.turns, now_s)
+        self._followups = FollowUps(cache, self.turns, clock)
         self._is_draining = False
         self._background = Background()
 
@@ -94,7 +94,7 @@ class LiveCache:
 
     async def _scan_on(self) -> None:
         while True:
-            await asyncio.sleep(SCAN_S)
+            await self.clock.sleep(SCAN_S)
             settled = self.scan()
             while not settled:
                 await self.turns.next()
@@ -107,13 +107,13 @@ class LiveCache:
         """
         pause_s = SCAN_S
         while True:
-            await asyncio.sleep(pause_s)
+            await self.clock.sleep(pause_s)
             pace, looked_s = self.turns.pace(), 0.0
             for key in list(self.makings.lasting(MAKING_S)):
                 await pace.step()
-                begun_s = self.now_s()
+                begun_s = self.clock.now_s()
                 self._end_making(key)
-                looked_s += self.now_s() - begun_s
+                looked_s += self.clock.now_s() - begun_s
             pause_s = max(SCAN_S, looked_s / LOOKING_SHARE)
 
     def _end_making(self, key: Key) -> None:
@@ -125,13 +125,13 @@ class LiveCache:
 
     def scan(self) -> bool:
         """Count entries that were read without a call, and scan some pins. False: pins are left."""
-        return self.cache.scan(self.now_s())
+        return self.cache.scan(self.clock.now_s())
 
     async def count_uses(self, pace: Pace) -> None:
         """Count all that was read without a call until now, in turns, and scan some pins."""
         self.scan()
         for _ in range(self.cache.limits.sessions):  # or readers that go on would keep us here
-            if self.cache.count_uses(self.now_s()):
+            if self.cache.count_uses(self.clock.now_s()):
                 return
             await pace.turn()
 
@@ -142,9 +142,9 @@ class LiveCache:
         self.drain()
         last = self._intake.collected
         if self._intake.taken < last:
-            with Stage("puts before it"):
+            with Stage("puts before it", self.clock):
                 while self._intake.taken < last:
-                    await asyncio.sleep(0)
+                    await self.clock.sleep(0)
         return self.turns.pace()
 
     def drain(self) -> None:
@@ -156,8 +156,8 @@ class LiveCache:
     def _drain_some(self) -> None:
         self._is_draining = False
         if self._intake.is_pending:
-            taken = self._intake.step(self.now_s())
-            self._intake.grant_next(self.now_s())
+            taken = self._intake.step(self.clock.now_s())
+            self._intake.grant_next(self.clock.now_s())
             self._followups.after_filling(taken.woken)  # a grant may have evicted, too
         if self._intake.is_pending:
             self._is_draining = True
@@ -192,7 +192,7 @@ class LiveCache:
 
     def welcome(self, session: SessionId) -> None:
         """Grant memory for first puts to a session whose client holds its lock, if much is free."""
-        self._intake.welcome(session, self.now_s())
+        self._intake.welcome(session, self.clock.now_s())
 
     def refuse(self, cause: str, limit: int) -> None:
         """Count a session that met a bound of its service, under one of the core's CAUSES."""
@@ -204,7 +204,7 @@ class LiveCache:
 
     def leave_session(self, session: SessionId) -> None:
         """End the session for its client, whose process may still touch the memory."""
-        self._took(self._intake.take_last(session, self.now_s()))
+        self._took(self._intake.take_last(session, self.clock.now_s()))
         self._unmade(self.makings.take_session(session))
         self._followups.unsubscribe(session)
         self._followups.after(self.cache.leave_session(session))
@@ -214,7 +214,7 @@ class LiveCache:
 
         A put that began before the session's stream ended may have been finished since.
         """
-        self._took(self._intake.take_last(session, self.now_s()))
+        self._took(self._intake.take_last(session, self.clock.now_s()))
         self._background.spawn(self._close_session(session))
 
     async def _close_session(self, session: SessionId) -> None:
@@ -239,7 +239,7 @@ class LiveCache:
 
         async def reserve(key: Key, content: Content) -> Reservation:
             nonlocal last_bytes
-            until_s = self.now_s() + patience_s
+            until_s = self.clock.now_s() + patience_s
             outcome = await self._reserve(session, key, content, pool, pace, until_s)
             if isinstance(outcome, Reserved) and pool is None:
                 last_bytes = content.nbytes
@@ -253,7 +253,7 @@ class LiveCache:
                 await pace.through(scan)
                 yield reserve
             if last_bytes is not None:
-                self._intake.grant(session, last_bytes, self.now_s())
+                self._intake.grant(session, last_bytes, self.clock.now_s())
         finally:
             self._followups.after_filling()
 
@@ -294,19 +294,19 @@ class LiveCache:
         until_s: float,
     ) -> Reservation:
         while True:
-            now_s = self.now_s()
+            now_s = self.clock.now_s()
             outcome = self.cache.reserve(session, key, content, now_s, scanned=True, pool=pool)
             if not isinstance(outcome, MakingRoom):
                 return outcome
             if now_s >= until_s:
                 return self.cache.no_room(content.nbytes, pool)
-            with Stage("room"):
+            with Stage("room", self.clock):
                 await pace.turn()
 
     def reserve_copy(
         self, session: SessionId, key: Key, original: EntryId, pool: Pool
     ) -> Reservation | Missing:
-        outcome = self.cache.reserve_copy(session, key, original, pool, self.now_s())
+        outcome = self.cache.reserve_copy(session, key, original, pool, self.clock.now_s())
         self._followups.after_filling()
         return outcome
 
@@ -320,7 +320,7 @@ class LiveCache:
         age_s: float = 0.0,
     ) -> Commitment:
         about = checksum, content, refetch_s, age_s
-        outcome = self.cache.commit(session, reservation, self.now_s(), *about)
+        outcome = self.cache.commit(session, reservation, self.clock.now_s(), *about)
         if isinstance(outcome, Committed):
             self._followups.after(outcome.woken, changed=True)
             if self.cache.is_over_quota:
@@ -398,7 +398,7 @@ class LiveCache:
     ) -> Acquisition:
         """As `Cache.acquire`; with `WaitFor.WRITER` after `learn`."""
         how = wait_s, wait_for, answer
-        outcome = self.cache.acquire(session, key, self.now_s(), *how, scanned=True)
+        outcome = self.cache.acquire(session, key, self.clock.now_s(), *how, scanned=True)
         if isinstance(outcome, Waiting):
             self._intake.hurry()
         self._followups.after()
@@ -412,7 +412,7 @@ class LiveCache:
         return self.cache.release(session, lease)
 
     def renew(self, session: SessionId, leases: Iterable[LeaseId]) -> tuple[float, list[LeaseId]]:
-        return self.cache.renew(session, leases, self.now_s())
+        return self.cache.renew(session, leases, self.clock.now_s())
 
     def cancel_wait(self, session: SessionId, ticket: Ticket) -> None:
         """End the wait with Missing, unless it has ended: then its outcome is on the way."""
@@ -433,7 +433,7 @@ class LiveCache:
         total = EvictionReport(0, 0, 0, EntryId(0))
         await self._scan_pins(pace)
         while (after := total.next_after) is not None:
-            now_s = self.now_s()
+            now_s = self.clock.now_s()
             some = self.cache.evict(selection, now_s, EVICTED_AT_A_TIME, after, dry_run)
             total = EvictionReport(
                 total.entries + some.entries,
@@ -453,7 +453,7 @@ class LiveCache:
 
     def keep(self, key: Key, for_s: float | None) -> Keeping:
         """As `Cache.keep`, for so long; None: without an end."""
-        outcome = self.cache.keep(key, math.inf if for_s is None else self.now_s() + for_s)
+        outcome = self.cache.keep(key, math.inf if for_s is None else self.clock.now_s() + for_s)
         self._followups.after()
         return outcome
 

@@ -8,12 +8,12 @@ is missing.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ecd.clock import Clock
 from ecd.core.types import Key, SessionId, Ticket
 from ecd_proto.contract import MAKING_S
 
@@ -51,11 +51,9 @@ class _Making:
 class Makings:
     """The makings of one daemon, in the order of their start."""
 
-    def __init__(
-        self, now_s: Callable[[], float] = time.monotonic, locks: KeyLocks | None = None
-    ) -> None:
+    def __init__(self, clock: Clock, locks: KeyLocks | None = None) -> None:
         self.locks: KeyLocks = locks or NoLocks()
-        self._now_s = now_s
+        self._clock = clock
         self._makings: OrderedDict[Key, _Making] = OrderedDict()
         self._by_session: dict[SessionId, set[Key]] = {}
         self._early: dict[Key, dict[Wait, None]] = {}
@@ -69,18 +67,18 @@ class Makings:
         waits = self._early.pop(key, {}) | ({} if before is None else before.waits)
         self._remove(key)
         self._by_session.setdefault(session, set()).add(key)
-        self._makings[key] = _Making(session, self._now_s(), waits)
+        self._makings[key] = _Making(session, self._clock.now_s(), waits)
         return True
 
     def __contains__(self, key: Key) -> bool:
         making = self._makings.get(key)
         return making is not None and (
-            self._now_s() < making.begun_s + MAKING_S or self.locks.is_key_locked(key)
+            self._clock.now_s() < making.begun_s + MAKING_S or self.locks.is_key_locked(key)
         )
 
     def lasting(self, for_s: float) -> Iterator[Key]:
         """The keys that have been made for so long, or longer, the oldest first."""
-        now_s = self._now_s()
+        now_s = self._clock.now_s()
         for key, making in self._makings.items():
             if now_s < making.begun_s + for_s:
                 return

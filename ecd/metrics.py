@@ -28,6 +28,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from ecd.clock import Clock
 from ecd.core.counters import IDLE_BOUNDS_S, SIZE_BOUNDS_BYTES
 from ecd.http_port import HttpPort, by_path
 from ecd.slow_log import DISK_READ, FETCH
@@ -417,10 +418,11 @@ class _EventsCollector(Collector):
 class Metrics:
     """The registry of one daemon's metrics, and its port."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, version: str, clock: Clock) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series a histogram
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
+        self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._call_seconds = Histogram(
             "ecd_call_seconds",
@@ -474,7 +476,8 @@ class Metrics:
         self._loop = asyncio.get_running_loop()
         host, _, port = address.rpartition(":")
         try:
-            server = HttpPort(host.strip("[]"), int(port), self._connections_refused.inc)
+            refused = self._connections_refused.inc
+            server = HttpPort(host.strip("[]"), int(port), refused, self._clock)
         except (OSError, OverflowError) as error:
             raise MetricsError(
                 f"cannot serve metrics on {address}: {error}. Choose another address with "
@@ -525,11 +528,10 @@ class Metrics:
 
     async def watch_loop(self) -> None:
         """Measure the event loop's lag, until cancelled."""
-        loop = asyncio.get_running_loop()
         while True:
-            due_s = loop.time() + LAG_PERIOD_S
-            await asyncio.sleep(LAG_PERIOD_S)
-            self._lag_seconds.observe(max(0.0, loop.time() - due_s))
+            due_s = self._clock.now_s() + LAG_PERIOD_S
+            await self._clock.sleep(LAG_PERIOD_S)
+            self._lag_seconds.observe(max(0.0, self._clock.now_s() - due_s))
 
     def close(self) -> None:
         if self._port is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from ecd.clock import Clock
 from ecd.core.allocator import Allocator
 from ecd.core.cache import DEFAULT_LIMITS, NO_RULES, Cache
 from ecd.core.policy import Lru
@@ -45,6 +44,7 @@ def make_cache(
     memory: Mapping[int, HostPool],
     lease_ttl_s: float,
     board: SharedBoard,
+    clock: Clock,
     devices: Mapping[int, DevicePool] = MappingProxyType({}),
     eviction: Literal["value", "lru"] = "value",
     recorder: Recorder | None = None,
@@ -57,7 +57,7 @@ def make_cache(
     """
     assert len(memory) == 1 or not devices, "a copy must have one pool to come from"
 
-    fingerprint = fingerprints(secrets.token_bytes(16))
+    fingerprint = fingerprints(clock.secret(16))
 
     def pool(number: int, nbytes: int) -> Pool:
         policy = Lru() if eviction == "lru" else ValueDensity(nbytes, fingerprint)
@@ -74,16 +74,12 @@ def make_cache(
     return Cache(pools, lease_ttl_s, DEFAULT_LIMITS, board.index, rules)
 
 
-def live_cache(
-    cache: Cache,
-    board: SharedBoard,
-    observe: Observe,
-    now_s: Callable[[], float] = time.monotonic,
-) -> LiveCache:
+def live_cache(cache: Cache, board: SharedBoard, observe: Observe, clock: Clock) -> LiveCache:
     """The core behind its front door; `observe` is told how long each put without a call took."""
     if board.index is None or board.doorbell is None:
-        return LiveCache(cache, now_s=now_s)
-    return LiveCache(cache, PutIntake(cache, board.index, board.doorbell, observe), now_s)
+        return LiveCache(cache, clock=clock)
+    intake = PutIntake(cache, board.index, board.doorbell, observe, clock)
+    return LiveCache(cache, intake, clock)
 
 
 class Node:

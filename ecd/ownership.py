@@ -5,9 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import time
 from pathlib import Path
 
+from ecd.clock import REAL, Clock
 from ecd_proto.leftovers import user
 
 LOCK_WAIT_S = 0.5
@@ -50,13 +50,13 @@ def open_place(path: Path | str) -> int:
     return fd
 
 
-def take_lock(directory_fd: int, name: str, owners: frozenset[int]) -> int:
+def take_lock(directory_fd: int, name: str, owners: frozenset[int], clock: Clock = REAL) -> int:
     """Lock a file of this name in the directory; the lock lives as long as the descriptor.
 
     Raises NotOurs: the file is not one of `owners`' alone; BlockingIOError: it is locked;
     FileNotFoundError: the directory was removed; OSError.
     """
-    deadline_s = time.monotonic() + LOCK_WAIT_S
+    deadline_s = clock.now_s() + LOCK_WAIT_S
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
@@ -74,10 +74,10 @@ def take_lock(directory_fd: int, name: str, owners: frozenset[int]) -> int:
         except FileNotFoundError:
             pass  # its last holder unlinked it between our open and our lock
         except BlockingIOError:
-            if time.monotonic() >= deadline_s:
+            if clock.now_s() >= deadline_s:
                 os.close(fd)
                 raise
-            time.sleep(0.02)
+            clock.block(0.02)
         except BaseException:
             os.close(fd)
             raise

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from systemd_watchdog.systemd_watchdog import WatchDog
 
+from ecd.clock import Clock
+
 STATUS_PERIOD_S = 5.0
 
 
@@ -21,7 +23,8 @@ def is_supervised() -> bool:
 class ServiceManager:
     """Sends states to the service manager; does nothing where none listens."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         to_manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         to_manager.setblocking(False)  # a manager that does not read holds nothing up
         self._watchdog = WatchDog(to_manager)
@@ -52,4 +55,4 @@ class ServiceManager:
             self.say(status())
             with contextlib.suppress(OSError):
                 self._watchdog.notify()
-            await asyncio.sleep(period_s)
+            await self._clock.sleep(period_s)

@@ -7,13 +7,13 @@ one costs one comparison beyond that. A read through the mapped index is no call
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 
 from google.protobuf.message import Message
 
+from ecd.clock import Clock
 from ecd.core.board import Put
 from ecd.core.types import Key
 from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES, size_text
@@ -48,16 +48,16 @@ def waited(stage: str, seconds: float) -> None:
 class Stage:
     """A context in which this task waits for one thing: the time counts, however it ends."""
 
-    __slots__ = ("_name", "_started_s")
+    __slots__ = ("_clock", "_name", "_started_s")
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, clock: Clock) -> None:
+        self._name, self._clock = name, clock
 
     def __enter__(self) -> None:
-        self._started_s = time.perf_counter()
+        self._started_s = self._clock.now_s()
 
     def __exit__(self, *_: object) -> None:
-        waited(self._name, time.perf_counter() - self._started_s)
+        waited(self._name, self._clock.now_s() - self._started_s)
 
 
 class SlowLog:
@@ -67,11 +67,11 @@ class SlowLog:
         self,
         slow_s: float = 0.1,
         count: Callable[[str], None] = lambda _: None,
-        unix_s: Callable[[], float] = time.time,
+        clock: Clock | None = None,
     ) -> None:
-        """`count` is told the kind of each slow event; `unix_s` dates it."""
+        """`count` is told the kind of each slow event."""
         self.slow_s, self.total = slow_s, 0
-        self._count, self._unix_s = count, unix_s
+        self._count, self._clock = count, clock or Clock()
         self._events: deque[pb.SlowEvent] = deque(maxlen=MAX_SLOW)
         self._logged_s, self._unlogged = float("-inf"), 0
 
@@ -124,11 +124,11 @@ class SlowLog:
         return events
 
     def _keep(self, event: pb.SlowEvent) -> None:
-        event.unix_s = self._unix_s() - event.seconds
+        event.unix_s = self._clock.unix_s() - event.seconds
         self._events.append(event)
         self.total += 1
         self._count(event.kind)
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         if now_s - self._logged_s < LOG_PERIOD_S:
             self._unlogged += 1
             return

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
+
+from ecd.clock import Clock
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -20,7 +21,8 @@ PIECE_S = 0.001
 class Turns:
     """In each turn of the loop one piece of one call, in order, however many calls there are."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._taken = False
 
@@ -65,11 +67,11 @@ class Pace:
         self._begin()
 
     def _begin(self) -> None:
-        self._left, self._started_s = PIECE, time.perf_counter()
+        self._left, self._started_s = PIECE, self._turns.clock.now_s()
 
     async def step(self) -> None:
         """Before each item: wait for a turn where the piece is done. Anything may happen then."""
-        if not self._left or time.perf_counter() - self._started_s > PIECE_S:
+        if not self._left or self._turns.clock.now_s() - self._started_s > PIECE_S:
             await self.turn()
         self._left -= 1
 

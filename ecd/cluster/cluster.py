@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Mapping as MappingOf
 from typing import Any, NamedTuple, Protocol
@@ -119,11 +118,12 @@ class Cluster:
         writable = {number: pool.writable for number, pool in memory.pools.items()}
         # Over tcp a peer could write to all registered memory; the kernel lets it only read this.
         self._registered = readable if config.protocol == "tcp" else writable
-        self._peers = Peers(config, identity, channel_credentials, outside.channel, outside.probe)
+        how = channel_credentials, outside.channel, outside.probe, live.clock
+        self._peers = Peers(config, identity, *how)
         self._directory = self._make_directory(outside)
         self._admission = Admission(self.node, config, self._peers, self._directory)
         self._candidates = Candidates(self._peers, self._admission, self._directory, config.zone)
-        self._offers = Offers(live.cache, self._candidates)
+        self._offers = Offers(live.cache, self._candidates, live.clock)
         reads = PoolReads(self._engine.reads, writable)
         self._fetcher = Fetcher(live, reads, self._candidates, observe, config.fetch_timeout_s)
         flights.sources.append(self._fetcher)
@@ -165,12 +165,14 @@ class Cluster:
             case "none":
                 return NoDirectory()
             case "static":
-                return StaticDirectory(self._other_nodes(), self._ask)
+                return StaticDirectory(self._other_nodes(), self._ask, self._live.clock)
             case _:
                 from ecd.cluster.redis_directory import RedisDirectory  # see `connect`
 
-                about = self._config, self._identity, self._live.cache
-                return RedisDirectory(*about, outside.redis, self._live.makings.lasting)
+                about, live = (self._config, self._identity), self._live
+                return RedisDirectory(
+                    *about, live.cache, outside.redis, live.makings.lasting, live.clock
+                )
 
     async def _ask(self, node: str, keys: Sequence[Key]) -> Sequence[Candidate | None]:
         try:
@@ -190,9 +192,9 @@ class Cluster:
     async def locate(self, keys: Sequence[Key]) -> tuple[Found, bool]:
         """The other nodes that hold these keys, and whether all were heard, within LOCATE_S."""
         state, found = self._directory.state, dict[Key, Sequence[Candidate]]()
-        before, until_s = (state.errors, state.skipped), time.monotonic() + LOCATE_S
+        before, until_s = (state.errors, state.skipped), self._live.clock.now_s() + LOCATE_S
         for start in range(0, len(keys), LOCATED):
-            left_s = until_s - time.monotonic()
+            left_s = until_s - self._live.clock.now_s()
             if left_s <= 0:
                 return found, False
             some = await self._directory.find(keys[start : start + LOCATED], left_s)
@@ -251,7 +253,7 @@ class Cluster:
         for number, (key, hint) in enumerate(found.items()):
             self._flights.want(key, [hint])
             if number % TURN == 0:
-                await asyncio.sleep(0)
+                await self._live.clock.sleep(0)
 
     # -- the background ------------------------------------------------------------------------
 
@@ -266,9 +268,9 @@ class Cluster:
                         self._offers.stored(key)
                         await self._checksums.note(key)
                     if number % TURN == 0:
-                        await asyncio.sleep(0)
+                        await self._live.clock.sleep(0)
                 self._directory.publish(batch)
-                await asyncio.sleep(0)
+                await self._live.clock.sleep(0)
 
     # -- for operators -------------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ class Cluster:
 
     def status(self) -> cache_pb2.PeersReply:
         state, counters = self._directory.state, self._fetcher.counters
-        now_s = time.monotonic()
+        now_s = self._live.clock.now_s()
         return cache_pb2.PeersReply(
             node=self.node,
             engine=self._engine.endpoint,

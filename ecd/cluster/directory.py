@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ecd.clock import REAL, Clock
 from ecd.cluster.peer import MAX_ERROR_CHARS
 from ecd.core.types import Key
 from ecd_proto.contract import Hint
@@ -127,9 +127,9 @@ Ask = Callable[[str, Sequence[Key]], Awaitable[Sequence[Candidate | None]]]
 class StaticDirectory(NoDirectory):
     """A fixed list of nodes, all asked at one time."""
 
-    def __init__(self, nodes: Sequence[str], ask: Ask) -> None:
+    def __init__(self, nodes: Sequence[str], ask: Ask, clock: Clock = REAL) -> None:
         self.state = DirectoryState("static")
-        self._nodes, self._ask = nodes, ask
+        self._nodes, self._ask, self._clock = nodes, ask, clock
 
     def reload(self, nodes: Sequence[str]) -> None:
         self._nodes = nodes
@@ -137,14 +137,14 @@ class StaticDirectory(NoDirectory):
     async def find(self, keys: Sequence[Key], all_within_s: float | None = None) -> Found:
         """Ask all nodes, until every key is found somewhere or every node has answered."""
         wants_all = all_within_s is not None
-        until_s = time.monotonic() + (all_within_s or 0.0)
+        until_s = self._clock.now_s() + (all_within_s or 0.0)
         self.state.lookups += len(keys)
         found: dict[Key, list[Candidate]] = {}
         asked = [asyncio.ensure_future(self._ask(node, keys)) for node in self._nodes]
         try:
             for_whom = set(asked)
             while for_whom and (wants_all or len(found) < len(keys)):
-                left_s = max(0.0, until_s - time.monotonic()) if wants_all else None
+                left_s = max(0.0, until_s - self._clock.now_s()) if wants_all else None
                 done, for_whom = await asyncio.wait(
                     for_whom, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
                 )

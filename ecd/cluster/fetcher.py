@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -174,7 +172,7 @@ class Fetcher:
         self._speculative: set[Key] = set()
         self._claiming: set[Key] = set()
         self._awaited = self._pausing = 0  # flights
-        self._turns = Turns()
+        self._turns = Turns(live.clock)
 
     def reload(self, timeout_s: float) -> None:
         """Take over the deadline of flights that begin from now on."""
@@ -202,7 +200,7 @@ class Fetcher:
         while flight.makers:
             self._claiming.add(flight.key)
             try:
-                with Stage("directory"):
+                with Stage("directory", self._live.clock):
                     claimed = await self._candidates.claim(flight.key, void)
             finally:
                 self._claiming.discard(flight.key)
@@ -212,11 +210,11 @@ class Fetcher:
             left_s = flight.patience_left_s
             if left_s <= 0.0 or self._awaited >= MAX_AWAITED:
                 return outcome
-            begun_s = time.perf_counter()
+            begun_s = self._live.clock.now_s()
             found = await self._wait_for(claimed.node, flight, left_s)
             if found in (*FINAL, SLOWER):
                 return found
-            is_by_time = found == MISSING and time.perf_counter() - begun_s >= left_s
+            is_by_time = found == MISSING and self._live.clock.now_s() - begun_s >= left_s
             if not (is_by_time and flight.patience_left_s > 0.0):  # of a maker that came meanwhile
                 void = claimed.incarnation
         return outcome
@@ -251,15 +249,15 @@ class Fetcher:
                 break
             if self._pausing >= MAX_PAUSING:
                 break
-            pause_s = random.uniform(shortest_s, 2 * shortest_s)
+            pause_s = self._live.clock.uniform(shortest_s, 2 * shortest_s)
             if pause_s >= flight.left_s:
                 break
             self._pausing += 1
             flight.is_pausing = True
             self._live.stop_expecting(flight.key)  # all others go on without
             try:
-                with Stage("pause before asking again"):
-                    await asyncio.sleep(pause_s)
+                with Stage("pause before asking again", self._live.clock):
+                    await self._live.clock.sleep(pause_s)
             finally:
                 self._pausing -= 1
                 flight.is_pausing = False
@@ -280,7 +278,7 @@ class Fetcher:
         asked: set[str] = set()
         joined: set[str] = set()
         outcome, is_silent = MISSING, False
-        with Stage("directory"):
+        with Stage("directory", self._live.clock):
             hinted = await self._candidates.hinted(flight.hints)
         left: deque[Admitted | None] = deque([*hinted[:first], None, *hinted[first:]])
         flight.followed = 0
@@ -288,7 +286,7 @@ class Fetcher:
             if flight.followed < len(flight.joined):
                 hints = flight.joined[flight.followed]
                 flight.followed += 1
-                with Stage("directory"):
+                with Stage("directory", self._live.clock):
                     hinted = await self._candidates.hinted(hints)
                 joined.update(each.hint.node for each in hinted[:MAX_SOURCES])
                 left.extendleft(each for each in hinted if not each.hinted)
@@ -296,7 +294,7 @@ class Fetcher:
                 continue
             each = left.popleft()
             if each is None:
-                with Stage("directory"):
+                with Stage("directory", self._live.clock):
                     known = await self._candidates.known(flight.key)
                 is_silent = known is None
                 left.extendleft(reversed(known or ()))
@@ -329,7 +327,7 @@ class Fetcher:
             found = await self._try_one(asked, flight, terms)
             if isinstance(found, Elsewhere):
                 made_within_s = None
-                with Stage("directory"):
+                with Stage("directory", self._live.clock):
                     named = await self._candidates.hinted([Hint(found.node)])
                 if named:
                     asked, sent_on = named[0], sent_on + 1
@@ -355,7 +353,7 @@ class Fetcher:
     ) -> str | Elsewhere:
         """As `_try_one`. Raises PeerUnavailable and _Failed."""
         flight.peer = candidate.hint.node
-        with Stage("connecting"):
+        with Stage("connecting", self._live.clock):
             link = await self._candidates.link(candidate)
         place = _place(link, candidate.hint)
         bytes_up_to = 0 if candidate.hint.nbytes else BYTES_WITH_LEASE
@@ -371,7 +369,7 @@ class Fetcher:
         is_stored = False
         try:
             arrival = await self._read_speculatively(link, place, flight, question.asked_s)
-            with MadeElsewhere(flight) if if_made else Stage("lease"):
+            with MadeElsewhere(flight) if if_made else Stage("lease", self._live.clock):
                 lease = await self._lease(link, question, terms.patience_s)
             self._speculative.discard(flight.key)
             if isinstance(lease, Elsewhere):
@@ -400,7 +398,7 @@ class Fetcher:
             if self._live.cache.is_expired(flight.key.namespace, lease.age_s):
                 return MISSING  # its time ended on the way
             self._commit(arrival, link, lease)
-            took_s = time.perf_counter() - flight.started_s - flight.awaited_s
+            took_s = self._live.clock.now_s() - flight.started_s - flight.awaited_s
             self._observe(took_s, content.nbytes)
             arrival, is_stored = None, True
             return FETCHED
@@ -441,7 +439,7 @@ class Fetcher:
             return None
         is_first = place.nbytes >= READ_FIRST_BYTES
         for _ in range(0 if is_first else TURNS_TO_ASK):
-            await asyncio.sleep(0)
+            await self._live.clock.sleep(0)
         unknown = Content("uint8", (place.nbytes,), place.nbytes)
         pace = await self._pace()
         outcome = await self._live.reserve_spare(self._session, key, unknown, pace)
@@ -452,7 +450,7 @@ class Fetcher:
         arrival = _Arrival(outcome, place.address, asked_s)
         self._begin(arrival, link)
         if is_first:
-            time.sleep(0)  # or the thread that reads waits until the question has gone out
+            self._live.clock.block(0)  # or the thread that reads waits for the question to go out
         return arrival
 
     def _is_slower(self, link: Link, flight: Flight, lease: PeerLease) -> bool:
@@ -468,7 +466,7 @@ class Fetcher:
 
     async def _pace(self) -> Pace:
         """The pace of a reservation, in its turn: one message may answer a thousand flights."""
-        with Stage("turns"):
+        with Stage("turns", self._live.clock):
             await self._turns.any()
         return self._turns.pace()
 
@@ -504,19 +502,18 @@ class Fetcher:
                 # The speculative read came before the peer had written all of it.
             except ReadFailed as error:
                 peer.blame(error)
-                with Stage("pause after a failure"):
-                    await asyncio.sleep(RETRY_PAUSE_S)
+                with Stage("pause after a failure", self._live.clock):
+                    await self._live.clock.sleep(RETRY_PAUSE_S)
             arrival.reading, is_speculative = None, False
         self.counters.speculative_used += is_speculative
 
-    @staticmethod
-    async def _wait_for_read(reading: Reading, link: Link) -> None:
+    async def _wait_for_read(self, reading: Reading, link: Link) -> None:
         """Wait until the read is over, or the link; time its turn in the queue apart."""
-        waits_s = time.monotonic()
+        waits_s = self._live.clock.now_s()
         try:
             await asyncio.wait((reading.ended, link.gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            now_s = time.monotonic()
+            now_s = self._live.clock.now_s()
             begun_s = min(now_s, max(waits_s, reading.read.begun_s or now_s))
             waited("read queue", begun_s - waits_s)
             waited("reading", now_s - begun_s)

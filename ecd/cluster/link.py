@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import re
-import time
 from collections import deque
 from collections.abc import Mapping as MappingOf
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import grpc
 
 from ecd.background import Background
+from ecd.clock import Clock
 from ecd.cluster.directory import Candidate
 from ecd.cluster.peer import Peer, PeerUnavailable
 from ecd.core.types import Content, Extent, Key
@@ -79,22 +79,23 @@ class PeerLease:
     data: bytes
     """The entry's bytes; none if they did not come with the lease."""
     ttl_s: float
+    clock: Clock
     put_s: float
     """When the entry was put, on this node's clock; as the lease came, where the peer is silent."""
 
     @property
     def age_s(self) -> float:
         """Since the entry was put."""
-        return time.monotonic() - self.put_s
+        return self.clock.now_s() - self.put_s
 
     @property
     def is_late(self) -> bool:
         """Whether it came so late that it may run out soon: nothing says when it was granted."""
-        return time.monotonic() >= self.until_s - self.ttl_s / 2
+        return self.clock.now_s() >= self.until_s - self.ttl_s / 2
 
     @property
     def ran_out(self) -> bool:
-        return time.monotonic() >= self.until_s
+        return self.clock.now_s() >= self.until_s
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Link:
     """One connection to a peer, from its description until it breaks: then `gone` is done."""
 
     def __init__(self, peer: Peer, channel: Any, call: Any, description: pb.NodeDescription):
-        self.peer, self.description = peer, description
+        self.peer, self.description, self._clock = peer, description, peer.clock
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._channel, self._call = channel, call
         self._tickets = itertools.count(1)
@@ -145,7 +146,7 @@ class Link:
         waits at most `wait_s`. An entry of at most `bytes_up_to` bytes may come with its lease.
         With `or_elsewhere` a busy peer may name another one instead. Raises PeerUnavailable.
         """
-        asked_s = time.monotonic()
+        asked_s = self._clock.now_s()
         ticket, answer = self._ask(pb.LeaseOutcome, 1, wait_s, waits=if_made)
         self._leases.append(
             pb.LeaseKey(
@@ -183,8 +184,8 @@ class Link:
             raise PeerUnavailable(f"{self.peer.node} leased what cannot be: {error}") from None
         ttl_s = self.description.lease_ttl_s
         until_s = question.asked_s + ttl_s
-        put_s = time.monotonic() - age_s
-        return PeerLease(content, leased.address, leased.checksum, until_s, data, ttl_s, put_s)
+        times = until_s, data, ttl_s, self._clock, self._clock.now_s() - age_s
+        return PeerLease(content, leased.address, leased.checksum, *times)
 
     def end(self, question: Question, is_stored: bool) -> None:
         """Give the lease back, if it was granted or will be; the entry `is_stored` here now."""
@@ -265,7 +266,7 @@ class Link:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         late = loop.call_later(wait_s + ANSWER_TIMEOUT_S, self._give_up, answer)
-        self._open[ticket] = _Open(kind, keys, answer, time.monotonic(), waits, late)
+        self._open[ticket] = _Open(kind, keys, answer, self._clock.now_s(), waits, late)
         return ticket, answer
 
     def _give_up(self, answer: asyncio.Future[Any]) -> None:
@@ -357,7 +358,7 @@ class Link:
                 self._give_back(result)
             return True
         if not (opened.waits or _may_have_waited(result)):  # or it says nothing of the way
-            self.peer.answered(time.monotonic() - opened.asked_s)
+            self.peer.answered(self._clock.now_s() - opened.asked_s)
         opened.answer.set_result(result)
         return True
 

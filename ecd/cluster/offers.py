@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from ecd.background import Background
+from ecd.clock import Clock
 from ecd.cluster.admission import Admitted
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.peer import PeerUnavailable
@@ -26,8 +26,8 @@ OFFER_TTL_S = 60.0
 class Offers:
     """Offers that wait until their key is stored here."""
 
-    def __init__(self, cache: Cache, candidates: Candidates) -> None:
-        self._cache, self._candidates = cache, candidates
+    def __init__(self, cache: Cache, candidates: Candidates, clock: Clock) -> None:
+        self._cache, self._candidates, self._clock = cache, candidates, clock
         self._waiting: OrderedDict[Key, tuple[Sequence[Admitted], float]] = OrderedDict()
         self._background = Background()
 
@@ -43,7 +43,7 @@ class Offers:
     def stored(self, key: Key) -> None:
         """Send the offer that waited for the key, if there is one."""
         nodes, until_s = self._waiting.pop(key, ((), 0.0))
-        if time.monotonic() < until_s:
+        if self._clock.now_s() < until_s:
             for node in nodes:
                 self._background.spawn(self._send(node, [key]))
 
@@ -54,14 +54,14 @@ class Offers:
         admitted = await self._candidates.hinted(nodes)
         if not admitted:
             return
-        until_s = time.monotonic() + OFFER_TTL_S
+        until_s = self._clock.now_s() + OFFER_TTL_S
         stored = [key for key in keys if self._cache.contains(key)]
         for key in set(keys).difference(stored):
             self._waiting[key] = admitted, until_s
             self._waiting.move_to_end(key)
         while self._waiting and (
             len(self._waiting) > MAX_OFFERS
-            or next(iter(self._waiting.values()))[1] < time.monotonic()
+            or next(iter(self._waiting.values()))[1] < self._clock.now_s()
         ):
             self._waiting.popitem(last=False)
         if stored:

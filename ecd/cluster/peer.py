@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
+from ecd.clock import REAL, Clock
 from ecd.core.rates import ReadRate
 from ecd_proto.v1 import peer_pb2 as pb
 
@@ -33,6 +33,7 @@ class Peer:
 
     node: str
     hinted: bool = False  # only requests name it
+    clock: Clock = REAL
     last: pb.NodeDescription = field(default_factory=pb.NodeDescription)
     last_error: str = ""
     is_full: bool = False  # it took no more links when it was asked last
@@ -65,7 +66,7 @@ class Peer:
         self.is_full = is_full
         first_s, longest_s = BACKOFF_S
         self.backoff_s = min(max(2 * self.backoff_s, first_s), longest_s)
-        self.retry_at_s = time.monotonic() + self.backoff_s
+        self.retry_at_s = self.clock.now_s() + self.backoff_s
 
     def unavailable(self, why: str) -> PeerUnavailable:
         """The error for callers who want a link."""
@@ -94,25 +95,25 @@ class Peer:
 
     def read_began(self, nbytes: int) -> None:
         self.in_flight += 1
-        self.rate.began(nbytes, time.monotonic())
+        self.rate.began(nbytes, self.clock.now_s())
 
     def read_ended(self, nbytes: int, failures: int, is_whole: bool) -> None:
         """`is_whole`: all bytes have come."""
         self.in_flight -= 1
         self.failed_reads += failures
-        self.rate.ended(nbytes, time.monotonic(), is_whole)
+        self.rate.ended(nbytes, self.clock.now_s(), is_whole)
 
     def is_slow(self, nbytes: int) -> bool:
         """Whether `is_slower` may be true of an entry of that size."""
-        return self.rate.is_slow(nbytes, time.monotonic())
+        return self.rate.is_slow(nbytes, self.clock.now_s())
 
     def is_slower(self, nbytes: int, than_s: float) -> bool:
         """Whether an entry is better encoded, in `than_s`, than read from the node."""
-        return self.rate.is_slower(nbytes, than_s, time.monotonic())
+        return self.rate.is_slower(nbytes, than_s, self.clock.now_s())
 
     def read_s(self, nbytes: int) -> float | None:
         """The seconds that a read takes; None while unknown."""
-        return self.rate.seconds(nbytes, time.monotonic())
+        return self.rate.seconds(nbytes, self.clock.now_s())
 
     def brought(self, nbytes: int) -> None:
         """Count an entry that was read from the node and is stored here."""

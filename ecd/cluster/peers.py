@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 import socket
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import grpc
 
 from ecd.background import Background, within
+from ecd.clock import REAL, Clock
 from ecd.cluster.handshake import probe
 from ecd.cluster.link import ADDRESSES, Link
 from ecd.cluster.peer import Peer, PeerUnavailable
@@ -92,12 +91,13 @@ class Peers:
         credentials: grpc.ChannelCredentials | None,
         channel: Callable[[str, grpc.ChannelCredentials | None], Any] = open_channel,
         probe: Callable[[str], Awaitable[str]] = probe,
+        clock: Clock = REAL,
     ) -> None:
         """`channel` opens a node's Peer service, `probe` asks for its engine's protocol."""
         self.refused = 0
         """Hints not followed, because too many lead to nodes that were never reached."""
         self._identity, self._credentials = identity, credentials
-        self._channel, self._probe = channel, probe
+        self._channel, self._probe, self._clock = channel, probe, clock
         self._protocol, self._token = config.protocol, config.token
         self._configured: Collection[str] = config.peers
         self._peers: OrderedDict[str, Peer] = OrderedDict()
@@ -169,7 +169,7 @@ class Peers:
         """The task that makes the peer's link. Raises PeerUnavailable: it is not tried now."""
         if peer.node in self._connecting:
             return self._connecting[peer.node]
-        if time.monotonic() < peer.retry_at_s:
+        if self._clock.now_s() < peer.retry_at_s:
             raise peer.unavailable(f" did not answer lately: {peer.last_error}")
         is_stranger = peer.is_stranger
         if is_stranger:
@@ -190,7 +190,7 @@ class Peers:
         peer = self._peers.get(node)
         if peer is None:
             self._make_room(node, hinted)
-            peer = self._peers[node] = Peer(node, hinted)
+            peer = self._peers[node] = Peer(node, hinted, clock=self._clock)
         peer.hinted &= hinted
         self._peers.move_to_end(node)
         return peer
@@ -267,12 +267,12 @@ class Peers:
             del self._links[link.peer.node]
 
     async def _greet(self, peer: Peer, channel: Any) -> Link:
-        nonce, now = secrets.token_hex(16), str(int(time.time()))
+        nonce, now = self._clock.secret(16).hex(), str(int(self._clock.unix_s()))
         metadata = [("ecd-nonce", nonce), ("ecd-time", now)]
         if self._token is not None:
             said = proof(self._token, "ask", peer.node, nonce, now)
             metadata.append(("ecd-proof", said))
-        asked_s = time.monotonic()
+        asked_s = self._clock.now_s()
         stub: Any = pb_grpc.PeerStub(channel)
         call = stub.Link(metadata=metadata)
         hello = pb.LinkHello(
@@ -286,7 +286,7 @@ class Peers:
             raise PeerUnavailable(await call.details() or "it hung up")
         if reply is None:
             raise PeerUnavailable("it sent what is no message")
-        peer.answered(time.monotonic() - asked_s)
+        peer.answered(self._clock.now_s() - asked_s)
         if self._token is not None:
             answered = dict(await call.initial_metadata()).get("ecd-proof")
             if answered != proof(self._token, "answer", peer.node, nonce):

@@ -14,11 +14,11 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ecd.checksum import digests
+from ecd.clock import REAL, Clock
 from ecd.cluster.identity import Identities
 from ecd.cluster.read_queue import ReadQueue
 from ecd.cluster.transfers import Ended, Piece, Read, RemoteExtent, Transfers
@@ -106,7 +106,8 @@ class Reads:
     `failed` raises the error that ended the polling thread, which none should.
     """
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: Transfers, clock: Clock = REAL) -> None:
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._transfers = transfers
         self._identities = Identities()
@@ -158,14 +159,14 @@ class Reads:
             for engine, waiting in list(self._queues.items()):
                 for piece in waiting.poll():
                     self._readings[piece.read].hash(piece, self._hashers)
-                ended += waiting.advance(time.monotonic())
+                ended += waiting.advance(self._clock.now_s())
                 if waiting.is_empty:
                     del self._queues[engine]
             self._report(ended)
 
     def _pause(self) -> float | None:
         """Seconds until the next poll; None if nothing is to be polled."""
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         return min((waiting.pause(now_s) for waiting in self._queues.values()), default=None)
 
     def _take_submitted(self, wait_s: float | None) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Mapping as MappingOf
 from itertools import islice
@@ -17,6 +16,7 @@ from typing import Any
 from redis import RedisError, ResponseError
 
 from ecd.background import within
+from ecd.clock import REAL, Clock
 from ecd.cluster.directory import Candidate, Claimed, DirectoryState, Found
 from ecd.cluster.redis_rows import (
     CLAIM,
@@ -71,6 +71,7 @@ class RedisDirectory:
         cache: Cache,
         connect: Callable[[str, float], Any] = connect,
         lasting: Callable[[float], Iterable[Key]] = lambda _: (),
+        clock: Clock = REAL,
     ) -> None:
         """`connect` makes a client of the Redis at a URL, with a timeout in seconds.
 
@@ -78,6 +79,7 @@ class RedisDirectory:
         """
         assert config.directory is not None
         self.state = DirectoryState("redis", up=False)
+        self._clock = clock
         self._names = RowNames(config.cluster)
         self._node, self._incarnation = identity.node, identity.incarnation
         self._zone, self._cache = config.zone, cache
@@ -87,7 +89,7 @@ class RedisDirectory:
         self._oldest_s: float | None = None
         self._changed = asyncio.Event()
         self._sweeping: EntryId | None = EntryId(0)
-        self._swept_s = time.monotonic()
+        self._swept_s = self._clock.now_s()
         self._beat_s = 0.0
         self._known = False  # Redis was seen to have our node
         self._silent_until_s = self._claimless_until_s = 0.0
@@ -120,17 +122,17 @@ class RedisDirectory:
         return found
 
     async def claim(self, keys: MappingOf[Key, str]) -> MappingOf[Key, Claimed]:
-        if self._is_silent or time.monotonic() < self._claimless_until_s:
+        if self._is_silent or self._clock.now_s() < self._claimless_until_s:
             return {}
         try:
             return await within(LOOKUP_TIMEOUT_S, self._claim(keys))
         except Exception as error:
             self._failed(error, is_write=True)
-            self._claimless_until_s = time.monotonic() + PAUSE_S[0]
+            self._claimless_until_s = self._clock.now_s() + PAUSE_S[0]
             return {}
 
     async def knows(self, node: str) -> bool:
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         known, until_s = self._addresses.get(node, (False, 0.0))
         if now_s < until_s or self._is_silent:
             return known
@@ -146,11 +148,11 @@ class RedisDirectory:
     @property
     def _is_silent(self) -> bool:
         """Whether Redis has failed a moment ago: nobody waits for it now."""
-        return time.monotonic() < self._silent_until_s
+        return self._clock.now_s() < self._silent_until_s
 
     def _nothing(self) -> Found | None:
         """The answer to a lookup that Redis has not answered."""
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         if self._unanswered_since_s is None:
             self._unanswered_since_s = now_s
         return None if now_s - self._unanswered_since_s < HICCUP_S else {}
@@ -163,7 +165,7 @@ class RedisDirectory:
             known = bool(await within(LOOKUP_TIMEOUT_S, asked))
         except Exception as error:
             self._failed(error)
-        self._addresses[node] = known, time.monotonic() + NODE_CACHE_S
+        self._addresses[node] = known, self._clock.now_s() + NODE_CACHE_S
         return known
 
     async def _find(self, keys: Sequence[Key]) -> Found:
@@ -209,7 +211,7 @@ class RedisDirectory:
 
     async def _learn(self, incarnations: set[str]) -> MappingOf[str, Candidate | None]:
         """The node of each incarnation; None for one that is dead."""
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         nodes = {
             name: node
             for name in incarnations
@@ -244,7 +246,7 @@ class RedisDirectory:
             self._unpublished.clear()  # rows of evicted entries expire; until then they cost a miss
             self._sweeping = EntryId(0)
         if self._oldest_s is None:
-            self._oldest_s = time.monotonic()
+            self._oldest_s = self._clock.now_s()
         self._note_lag()
         self._changed.set()
 
@@ -257,10 +259,10 @@ class RedisDirectory:
                     await within(WRITE_TIMEOUT_S, self._beat())
                 self._changed.clear()
                 self.state.up, self._pause_s, self._down_since_s = True, 0.0, None
-                await _event(self._changed, self._beat_s - time.monotonic())
+                await _event(self._changed, self._beat_s - self._clock.now_s())
             except Exception as error:
                 self._failed(error, is_write=True)
-                await asyncio.sleep(self._pause_s)
+                await self._clock.sleep(self._pause_s)
 
     async def close(self) -> None:
         pipeline = self._redis.pipeline(transaction=False)
@@ -281,7 +283,7 @@ class RedisDirectory:
 
         If Redis had lost the record, it has lost our entries too.
         """
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         if now_s - self._swept_s > ROW_TTL_S / 2:
             self._sweeping, self._swept_s = EntryId(0), now_s
         if now_s < self._beat_s:
@@ -328,7 +330,7 @@ class RedisDirectory:
                 del self._unpublished[key]
         if sweeps and self._sweeping == start:  # not begun anew meanwhile
             self._sweeping = after
-        self._oldest_s = time.monotonic() if self._unpublished else None
+        self._oldest_s = self._clock.now_s() if self._unpublished else None
         self._note_lag()
 
     # -- state ---------------------------------------------------------------------------------
@@ -343,7 +345,7 @@ class RedisDirectory:
         elif was_quiet:
             logger.warning("the directory does not answer: %s", self.state.last_error)
         self.state.up = False
-        now_s, (first_s, longest_s) = time.monotonic(), PAUSE_S
+        now_s, (first_s, longest_s) = self._clock.now_s(), PAUSE_S
         if self._down_since_s is None:
             self._down_since_s = now_s
         is_hiccup = now_s - self._down_since_s < HICCUP_S
@@ -355,7 +357,7 @@ class RedisDirectory:
 
     def _note_lag(self) -> None:
         self.state.unpublished = len(self._unpublished)
-        self.state.lag_s = 0.0 if self._oldest_s is None else time.monotonic() - self._oldest_s
+        self.state.lag_s = 0.0 if self._oldest_s is None else self._clock.now_s() - self._oldest_s
 
 
 def _fresh(cached: dict[str, tuple[Any, float]], now_s: float) -> dict[str, tuple[Any, float]]:

@@ -70,7 +70,7 @@ class Checksums:
         for number, key in enumerate(keys):
             await self.note(key)
             if number % TURN == 0:
-                await asyncio.sleep(0)
+                await self._live.clock.sleep(0)
 
     async def note(self, key: Key) -> None:
         """Hash the key's entry, if it is stored and has no checksum."""
@@ -83,7 +83,7 @@ class Checksums:
     async def compute(self, extent: Extent) -> int:
         """The checksum of whatever bytes lie there."""
         if extent.nbytes <= INLINE_BYTES:
-            await asyncio.sleep(0)
+            await self._live.clock.sleep(0)
             return self._read(extent)
         return await self._hand_over(extent)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ecd.clock import REAL, Clock
 from ecd.memory.pool_dir import PoolError
 from ecd_proto.contract import size_text
 
@@ -29,8 +29,8 @@ class DevicePool:
 
     huge_bytes = 0
 
-    def __init__(self, device: int, uuid: str, nbytes: int) -> None:
-        self.device, self.uuid, self.nbytes = device, uuid, nbytes
+    def __init__(self, device: int, uuid: str, nbytes: int, clock: Clock = REAL) -> None:
+        self.device, self.uuid, self.nbytes, self._clock = device, uuid, nbytes, clock
         self.path = Path(uuid)
         self.fd: int | None = None
         """The descriptor by which clients import it; None: there is no memory."""
@@ -49,13 +49,13 @@ class DevicePool:
         from ecd_proto.cuda import CudaError, create
 
         loop = asyncio.get_running_loop()
-        until_s = time.monotonic() + MEMORY_WAIT_S
+        until_s = self._clock.now_s() + MEMORY_WAIT_S
         while True:
             try:
                 self.fd = await loop.run_in_executor(None, create, self.device, self.nbytes)
                 break
             except CudaError as error:
-                if error.name != "CUDA_ERROR_OUT_OF_MEMORY" or time.monotonic() >= until_s:
+                if error.name != "CUDA_ERROR_OUT_OF_MEMORY" or self._clock.now_s() >= until_s:
                     self.problem = f"no memory until the next start ({error})"
                     advice = "Start the daemon before the engines, or lower ECD_DEVICE_POOL_BYTES"
                     logger.error("no device pool on %s: %s. %s", self._name, self.problem, advice)
@@ -64,7 +64,7 @@ class DevicePool:
                 if self.problem != waiting:
                     self.problem = waiting
                     logger.warning("no device pool on %s yet: %s", self._name, waiting)
-            await asyncio.sleep(RETRY_S)
+            await self._clock.sleep(RETRY_S)
         self.problem = ""
         logger.info("%s are the device pool", self._name)
 

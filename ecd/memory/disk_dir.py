@@ -15,11 +15,11 @@ import os
 import re
 import stat
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from ecd.checksum import digests, fold
+from ecd.clock import REAL, Clock
 from ecd.core.ahead import BLOCK_BYTES, rounded
 from ecd.core.types import Content, Key
 from ecd.memory.disk_format import (
@@ -61,9 +61,10 @@ class _Asides(threading.local):
 class DiskDir:
     """The directory, locked as long as it is open."""
 
-    def __init__(self, parent: Path, name: str) -> None:
+    def __init__(self, parent: Path, name: str, clock: Clock = REAL) -> None:
         """Make the directory `ecd-<name>`, or take the one that is there. Raises DiskError."""
         self.path = pool_dir(str(parent), name)
+        self._clock = clock
         self._asides = _Asides()
         with contextlib.ExitStack() as opened:
             try:
@@ -116,7 +117,7 @@ class DiskDir:
         whole = nbytes + rounded(header.content.nbytes)
         if file_name(header.key) != name or found.st_size != whole:
             raise CorruptFile("of another entry, or not whole")
-        ages = (max(0.0, time.time() - at) for at in (found.st_mtime, found.st_ctime))
+        ages = (max(0.0, self._clock.unix_s() - at) for at in (found.st_mtime, found.st_ctime))
         return Found(header, whole, *ages)
 
     def write(
@@ -151,7 +152,7 @@ class DiskDir:
                     if written != sum(map(len, pieces)):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     offset += written
-                now_s = time.time()
+                now_s = self._clock.unix_s()
                 os.utime(fd, (now_s, now_s - age_s))  # for the next daemon
             except BaseException:
                 with contextlib.suppress(OSError):

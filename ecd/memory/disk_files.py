@@ -10,7 +10,6 @@ import contextlib
 import functools
 import gc
 import logging
-import time
 from collections import Counter
 from collections.abc import Sequence
 from math import inf
@@ -46,7 +45,7 @@ class DiskFiles:
 
     def __init__(self, live: LiveCache, directory: DiskDir, nbytes: int) -> None:
         self.directory, self.shelf = directory, Shelf(nbytes)
-        self.counters, self.read_time = DiskCounters(), ReadTime()
+        self.counters, self.read_time = DiskCounters(), ReadTime(live.clock)
         self._live = live
         self._clerk = Threads(1, "ecd-disk-files")
         self._is_known = asyncio.Event()  # every file
@@ -66,7 +65,7 @@ class DiskFiles:
 
     async def find(self) -> None:
         """Take over the files of earlier daemons, and remove those that are none of theirs."""
-        started_s = said_s = time.monotonic()
+        started_s = said_s = self._live.clock.now_s()
         try:
             names = await self._clerk.do(self.directory.names)
         except OSError as error:
@@ -79,8 +78,8 @@ class DiskFiles:
             found, failures = await self._clerk.do(functools.partial(self._look_at, some))
             self.counters.failures.update(failures)
             await pace.each(self._take_over, found)
-            if time.monotonic() - said_s > PROGRESS_S:
-                said_s = time.monotonic()
+            if self._live.clock.now_s() - said_s > PROGRESS_S:
+                said_s = self._live.clock.now_s()
                 logger.info("%d of %d files on disk are known", start + len(some), len(names))
             if start % FROZEN_AT_A_TIME == 0:
                 gc.freeze()  # or all of it is looked through again and again
@@ -91,7 +90,7 @@ class DiskFiles:
         logger.info(
             "%d entries, %s, on disk in %s; found in %.1f s",
             *(len(self.shelf), size_text(self.shelf.used_bytes), self.directory.path),
-            time.monotonic() - started_s,
+            self._live.clock.now_s() - started_s,
         )
 
     def _look_at(self, names: Sequence[str]) -> tuple[list[Found], Counter[str]]:
@@ -114,7 +113,7 @@ class DiskFiles:
         key, content = found.header.key, found.header.content
         if self.shelf.get(key) is None:
             shelved = self._add(key, content, found.file_bytes, found.age_s, found.idle_s)
-            now_s = self._live.now_s()
+            now_s = self._live.clock.now_s()
             if any(_is_selected(shelved, erased, now_s) for erased in self._erasures):
                 self.remove(shelved)
 
@@ -168,7 +167,7 @@ class DiskFiles:
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(KNOWN_S, self._is_known.wait())
             unknown = self._unknown
-        pace, now_s = self._live.turns.pace(), self._live.now_s()
+        pace, now_s = self._live.turns.pace(), self._live.clock.now_s()
         named = None if selection.key is None else self.shelf.get(selection.key)
         every = self.shelf if selection.key is None else [named] if named else []
         names: list[str] = []
@@ -193,8 +192,8 @@ class DiskFiles:
     async def expire(self) -> None:
         """Remove, in turns, the files of entries whose time is over, until cancelled."""
         while True:
-            await asyncio.sleep(EXPIRY_S)
-            while expired := self.shelf.take_expired(self._live.now_s(), REMOVED_AT_A_TIME):
+            await self._live.clock.sleep(EXPIRY_S)
+            while expired := self.shelf.take_expired(self._live.clock.now_s(), REMOVED_AT_A_TIME):
                 self.counters.expired += len(expired)
                 self._remove_names([file_name(each.key) for each in expired])
                 await self._live.turns.next()
@@ -217,7 +216,7 @@ class DiskFiles:
         cost_s = self._live.cache.cost_s(key, content)
         saved_s = cost_s - self.read_time.seconds(content.nbytes)
         about = content.nbytes, file_bytes, cost_s, saved_s
-        times = self._live.now_s(), age_s, idle_s, self._ttl_s(key)
+        times = self._live.clock.now_s(), age_s, idle_s, self._ttl_s(key)
         return self.shelf.add(key, *about, *times)
 
     def _remove_names(self, names: Sequence[str]) -> asyncio.Future[list[str]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from dataclasses import dataclass, field
+
+from ecd.clock import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +45,13 @@ class DiskCounters:
 class Breaker:
     """Lets nothing through for REST_S after FAILURES failures in a row."""
 
-    def __init__(self, what: str, counters: DiskCounters) -> None:
-        self._what, self._counters = what, counters
+    def __init__(self, what: str, counters: DiskCounters, clock: Clock) -> None:
+        self._what, self._counters, self._clock = what, counters, clock
         self._failures, self._until_s = 0, 0.0
 
     @property
     def is_resting(self) -> bool:
-        return time.monotonic() < self._until_s
+        return self._clock.now_s() < self._until_s
 
     def worked(self) -> None:
         self._failures = 0
@@ -60,7 +61,7 @@ class Breaker:
         self._counters.failures[kind] += 1
         self._failures += 1
         if self._failures >= FAILURES and not self.is_resting:
-            self._until_s = time.monotonic() + REST_S
+            self._until_s = self._clock.now_s() + REST_S
             logger.warning(
                 "%s failed %d times in a row and rest for %.0f s: %s. Memory serves as before",
                 *(self._what, self._failures, REST_S, error),
@@ -74,7 +75,8 @@ class ReadTime:
     slow, so that nothing would be learned of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._constant_s, self._byte_s = FIRST_S, FIRST_BYTE_S
         self._learned_s = 0.0
 
@@ -88,10 +90,11 @@ class ReadTime:
             constant_s += WEIGHT * (max(0.0, seconds - nbytes * byte_s) - constant_s)
         else:
             byte_s += WEIGHT * (max(0.0, seconds - constant_s) / nbytes - byte_s)
-        self._constant_s, self._byte_s, self._learned_s = constant_s, byte_s, time.monotonic()
+        self._constant_s, self._byte_s = constant_s, byte_s
+        self._learned_s = self._clock.now_s()
 
     def _now(self) -> tuple[float, float]:
-        left = 0.5 ** ((time.monotonic() - self._learned_s) / HALVED_IN_S)
+        left = 0.5 ** ((self._clock.now_s() - self._learned_s) / HALVED_IN_S)
         return (
             self._constant_s - (1.0 - left) * max(0.0, self._constant_s - FIRST_S),
             self._byte_s - (1.0 - left) * max(0.0, self._byte_s - FIRST_BYTE_S),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Mapping as MappingOf
 from typing import Any, Protocol
 
@@ -61,7 +60,7 @@ class DiskReads:
         session = live.open_session()  # it owns the reservations
         assert not isinstance(session, LimitReached)
         self._session = session
-        self.breaker = Breaker("reads from disk", files.counters)
+        self.breaker = Breaker("reads from disk", files.counters, live.clock)
         self._readers = Threads(READERS, "ecd-disk-read")
         self._free = READERS
         self._ended_s = 0.0  # when the last read ended
@@ -77,7 +76,7 @@ class DiskReads:
             shelved is not None
             and shelved.is_ready
             and not self.breaker.is_resting
-            and shelved.expires_s > self._live.now_s()
+            and shelved.expires_s > self._live.clock.now_s()
         )
 
     async def bring(self, flight: Flight) -> str:
@@ -103,14 +102,14 @@ class DiskReads:
 
     async def _take_reader(self, patience_s: float) -> bool:
         """Wait for a thread, to be given back. False: it is too late."""
-        asked_s = time.monotonic()
+        asked_s = self._live.clock.now_s()
         if self._free:
             self._free -= 1
             return True
         turn = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
         try:
-            with Stage("disk queue"):
+            with Stage("disk queue", self._live.clock):
                 await _wait_for(turn, patience_s)
         except asyncio.CancelledError:
             if turn.done():
@@ -124,7 +123,7 @@ class DiskReads:
         return turn.done()
 
     def _give_reader_back(self) -> None:
-        self._ended_s = time.monotonic()
+        self._ended_s = self._live.clock.now_s()
         if self._queue:
             self._queue.pop(0).set_result(None)
         else:
@@ -139,7 +138,7 @@ class DiskReads:
         ended: asyncio.Future[Header] | None = None
         is_wanted = True
         try:
-            with Stage("turns"):
+            with Stage("turns", self._live.clock):
                 await turns.any()
             unknown = Content("uint8", (nbytes,), nbytes)
             outcome = await self._live.reserve(self._session, key, unknown, turns.pace())
@@ -147,19 +146,19 @@ class DiskReads:
                 return LOCAL
             if not isinstance(outcome, Reserved):
                 return NO_ROOM
-            reserved, begun_s = outcome, time.monotonic()
+            reserved, begun_s = outcome, self._live.clock.now_s()
             pool, offset, _ = reserved.extent
             # Whole blocks, as an extent has whole granules.
             target = self._pools[pool].writable.view(offset, rounded(nbytes))
             about = file_name(key), key, nbytes, target
             ended = self._readers.do(lambda: self._files.directory.read(*about, lambda: is_wanted))
-            with Stage("disk"):
+            with Stage("disk", self._live.clock):
                 await _wait_for(ended, patience_s)
             if not ended.done():
                 self.breaker.failed("slow", f"{nbytes} bytes take too long")
                 return LATE
             header = ended.result()
-            now_s = self._live.now_s()
+            now_s = self._live.clock.now_s()
             is_over = shelved.is_erased or shelved.expires_s <= now_s
             if is_over or self._files.shelf.get(key) is not shelved:
                 return MISSING  # an erasure cannot know of what has left the shelf
@@ -167,7 +166,7 @@ class DiskReads:
             as_read = header.checksum, header.content, math.inf, now_s - shelved.created_s
             done = self._live.commit(self._session, entry, *as_read)
             assert isinstance(done, Committed)
-            self._note(shelved, time.monotonic() - begun_s)
+            self._note(shelved, self._live.clock.now_s() - begun_s)
             return READ
         except (CorruptFile, FileNotFoundError) as error:
             if self._files.shelf.get(key) is not shelved:
@@ -190,7 +189,7 @@ class DiskReads:
     def _note(self, shelved: Shelved, seconds: float) -> None:
         self.breaker.worked()
         self._files.read_time.learn(shelved.nbytes, seconds)
-        self._files.shelf.use(shelved, self._live.now_s())
+        self._files.shelf.use(shelved, self._live.clock.now_s())
         self._counters.reads += 1
         self._counters.read_bytes += shelved.nbytes
         self._counters.read_s += seconds

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import Mapping as MappingOf
 
 from ecd.core.ahead import Budget, next_writes, rounded
@@ -39,8 +38,8 @@ class DiskWrites:
     ) -> None:
         self._live, self._files, self._pools = live, files, pools
         self._counters = files.counters
-        self.breaker = Breaker("writes to disk", files.counters)
-        self.budget = Budget(bytes_per_s, time.monotonic())
+        self.breaker = Breaker("writes to disk", files.counters, live.clock)
+        self.budget = Budget(bytes_per_s, live.clock.now_s())
         self._writers = Threads(WRITERS, "ecd-disk-write")
         self._has_changed = asyncio.Event()
         self._changes = live.follow_changes()
@@ -64,7 +63,7 @@ class DiskWrites:
         while True:
             for key, is_stored in (await self._changes.next(PAUSE_S)).items():
                 shelved = None if is_stored else self._files.shelf.get(key)
-                is_kept = shelved is not None and shelved.expires_s > self._live.now_s()
+                is_kept = shelved is not None and shelved.expires_s > self._live.clock.now_s()
                 self._counters.kept += is_kept
             lost = self._live.cache.evicted_for_room - self._counters.kept
             self._counters.lost = max(self._counters.lost, lost)
@@ -86,17 +85,17 @@ class DiskWrites:
         chosen = next_writes(self._live.cache, self._files.shelf, self._files.read_time.seconds)
         for start in range(0, len(chosen), WRITERS):
             some = chosen[start : start + WRITERS]
-            wait_s = self.budget.wait_s(any(info.hits for info in some), time.monotonic())
+            wait_s = self.budget.wait_s(any(info.hits for info in some), self._live.clock.now_s())
             if wait_s > 0.0:
                 self._counters.skipped["budget"] += 1
-                await asyncio.sleep(min(wait_s, PAUSE_S))
+                await self._live.clock.sleep(min(wait_s, PAUSE_S))
                 break  # others may be next by now
             await asyncio.gather(*map(self._write, some))
         return bool(chosen)
 
     async def _write(self, info: EntryInfo) -> None:
         """Write an entry, and keep the file if the entry was stored all the while."""
-        key, content, begun_s = info.key, info.content, time.monotonic()
+        key, content, begun_s = info.key, info.content, self._live.clock.now_s()
         if self.breaker.is_resting or not self._is_stored(info):
             return
         file_bytes = len(Header(key, content, 0).pack()) + rounded(content.nbytes)
@@ -105,7 +104,7 @@ class DiskWrites:
         pool, offset, nbytes = info.extent
         put_s = info.created_s if info.terms is None else info.terms.put_s
         memory = self._pools[pool].readable.view(offset, nbytes)
-        about = file_name(key), key, content, memory, self._live.now_s() - put_s
+        about = file_name(key), key, content, memory, self._live.clock.now_s() - put_s
         try:
             checksum = await self._writers.do(
                 functools.partial(self._files.directory.write, *about)
@@ -117,13 +116,13 @@ class DiskWrites:
                 return
             if info.checksum is None:
                 self._live.note_checksum(info.entry, checksum)
-            await self._files.publish(key, content, file_bytes, self._live.now_s() - put_s)
+            await self._files.publish(key, content, file_bytes, self._live.clock.now_s() - put_s)
         except OSError as error:
             self.breaker.failed("full" if error.errno in FULL else "write", error)
             return
         self.breaker.worked()
         self._counters.writes += 1
-        self._counters.write_s += time.monotonic() - begun_s
+        self._counters.write_s += self._live.clock.now_s() - begun_s
 
     def _is_stored(self, info: EntryInfo) -> bool:
         """Whether this very entry is stored, and so has been all the time, its bytes unchanged."""

@@ -13,10 +13,10 @@ import errno
 import logging
 import mmap
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ecd.clock import REAL, Clock
 from ecd.memory import holders
 from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find
 from ecd.memory.pool_dir import PoolDir, PoolError
@@ -45,7 +45,12 @@ class HostPool:
     problem = ""
 
     def __init__(
-        self, directory: PoolDir, incarnation: str, wanted: int | str | None, cold: bool
+        self,
+        directory: PoolDir,
+        incarnation: str,
+        wanted: int | str | None,
+        cold: bool,
+        clock: Clock = REAL,
     ) -> None:
         """Take the pool that lies in the directory, or make a new one, still unpopulated.
 
@@ -53,7 +58,7 @@ class HostPool:
         is closed with the pool. Raises PoolError: space is short.
         """
         self.directory = directory
-        self._incarnation = incarnation
+        self._incarnation, self._clock = incarnation, clock
         self.path = directory.path / f"{incarnation}{POOL_SUFFIX}"
         self.sessions_path = directory.path / f"{incarnation}{SESSIONS_SUFFIX}"
         shm_dir = directory.shm_dir
@@ -88,7 +93,7 @@ class HostPool:
 
     def _find(self, nbytes: int | None) -> Leftovers | None:
         try:
-            found = find(self.directory.path, nbytes)
+            found = find(self.directory.path, nbytes, self._clock)
             if isinstance(found, Leftovers):
                 self.directory.link(found.pool.name, self.path.name)
         except OSError as error:
@@ -116,15 +121,15 @@ class HostPool:
         return bool(stale)
 
     def _require_space(self, shm_dir: str, wait_s: float) -> None:
-        deadline_s = time.monotonic() + wait_s
+        deadline_s = self._clock.now_s() + wait_s
         while (free_bytes := (space := _space(shm_dir)).f_bavail * space.f_frsize) < self.nbytes:
-            if time.monotonic() >= deadline_s:
+            if self._clock.now_s() >= deadline_s:
                 raise PoolError(
                     f"the host pool needs {self.nbytes} bytes in {shm_dir}, which has {free_bytes} "
                     f"free. {holders.advice(self.directory.path)}{advice(self.nbytes)}"
                 )
             logger.info("waiting for clients of the last daemon to let go of its pool")
-            time.sleep(0.5)
+            self._clock.block(0.5)
 
     def populate(self, progress: Callable[[int], None]) -> None:
         """Touch every page, so that no writer pays for it. Blocking; run it off the loop.
@@ -135,13 +140,13 @@ class HostPool:
         `progress` is told the populated bytes after each chunk. Raises PoolError when memory
         runs out on the way.
         """
-        until_s = time.monotonic() + TAKEN_OVER_WITHIN_S
+        until_s = self._clock.now_s() + TAKEN_OVER_WITHIN_S
         for offset in range(0, self.nbytes, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, self.nbytes - offset)
             if self.leftovers is None:
                 self._populate_chunk(offset, nbytes)
                 self.populated_bytes = offset + nbytes
-            elif time.monotonic() < until_s:
+            elif self._clock.now_s() < until_s:
                 self._collapse(offset, nbytes)
             progress(offset + nbytes)
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ecd.clock import REAL, Clock
 from ecd.core.board import Uses
 from ecd.core.types import Content, Extent, Key
 from ecd.memory.session_page import SessionPage, described_by
@@ -178,7 +178,7 @@ class Lost:
     why: str
 
 
-def find(directory: Path, wanted_bytes: int | None) -> Leftovers | Lost | None:
+def find(directory: Path, wanted_bytes: int | None, clock: Clock = REAL) -> Leftovers | Lost | None:
     """Find the leftovers in a directory of this user; None if there are none."""
     generations: list[tuple[int, Path]] = []
     for index in directory.glob(f"*{INDEX_SUFFIX}"):
@@ -206,7 +206,7 @@ def find(directory: Path, wanted_bytes: int | None) -> Leftovers | Lost | None:
         # A client that comes late finds no page, and gives up. One that came in time holds a lock.
         with contextlib.suppress(FileNotFoundError):
             index.with_suffix(PINS_SUFFIX).rename(index.with_suffix(PUTS_SUFFIX))
-    if not _let_go([index.with_suffix(SESSIONS_SUFFIX) for _, index in same]):
+    if not _let_go([index.with_suffix(SESSIONS_SUFFIX) for _, index in same], clock):
         return Lost(f"some client has not let go of its pool within {WAIT_S:.0f} s")
     if any(_died_copying(index) for _, index in same):
         logger.info(
@@ -214,21 +214,21 @@ def find(directory: Path, wanted_bytes: int | None) -> Leftovers | Lost | None:
             "and the device may still write to the pool",
             DMA_BLIND_GRACE_S,
         )
-        time.sleep(DMA_BLIND_GRACE_S)
+        clock.block(DMA_BLIND_GRACE_S)
     return Leftovers(pool, stat.st_size, tuple(same))
 
 
-def _let_go(sessions: Sequence[Path]) -> bool:
+def _let_go(sessions: Sequence[Path], clock: Clock) -> bool:
     """Wait until no client of these generations can touch the pool. False: one still can."""
-    deadline_s = time.monotonic() + WAIT_S
+    deadline_s = clock.now_s() + WAIT_S
     fds = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in sessions]
     try:
         if any(map(is_any_session_locked, fds)):
             logger.info("waiting for clients of the last daemon to let go of its pool")
         while any(map(is_any_session_locked, fds)):
-            if time.monotonic() > deadline_s:
+            if clock.now_s() > deadline_s:
                 return False
-            time.sleep(0.02)
+            clock.block(0.02)
         return True
     finally:
         for fd in fds:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 
 from ecd.core.outcomes import Committed, LimitReached
@@ -63,7 +62,7 @@ class Recovery:
 
     async def run(self) -> None:
         """Verify whatever no client asks for, and remove the leftovers."""
-        started_s = time.monotonic()
+        started_s = self._live.clock.now_s()
         logger.info("%s of the last daemon to verify", count_text(len(self._unseen), "entry"))
         await self.settle(None)
         self._leftovers.remove()
@@ -74,7 +73,7 @@ class Recovery:
         self.is_done = True
         logger.info(
             "took over %s of the last daemon, dropped %d in doubt, in %.1f s",
-            *(count_text(self._kept, "entry"), self._dropped, time.monotonic() - started_s),
+            *(count_text(self._kept, "entry"), self._dropped, self._live.clock.now_s() - started_s),
         )
 
     async def settle(self, keys: Sequence[Key] | None) -> None:

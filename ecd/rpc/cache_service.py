@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -147,7 +145,7 @@ class CacheService(pb_grpc.CacheServicer):
 
     async def _settle(self, keys: Sequence[Key] | None) -> None:
         """Have these keys, or all, verified if the last daemon left them."""
-        with Stage("verifying"):
+        with Stage("verifying", self._live.clock):
             await self._recovery.settle(keys)
 
     # -- reading -------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ class CacheService(pb_grpc.CacheServicer):
                 is_patient = not request.only_if_written
                 self._flights.want(key, hints.get(index, ()), maker, is_patient=is_patient)
             for _ in range(TURNS_TO_ASK):
-                await asyncio.sleep(0)
+                await self._live.clock.sleep(0)
             if request.only_if_written:
                 await self._live.learn(keys, pace)
         wait_for = WaitFor.WRITER if request.only_if_written else WaitFor.ANY
@@ -227,7 +225,7 @@ class CacheService(pb_grpc.CacheServicer):
         self, request_iterator: AsyncIterator[pb.ExchangeRequest], context: Ctx
     ) -> None:
         async for request in request_iterator:
-            started_s = time.perf_counter()
+            started_s = self._live.clock.now_s()
             name = request.WhichOneof("call")
             asked = answer = None
             time_stages()
@@ -241,7 +239,7 @@ class CacheService(pb_grpc.CacheServicer):
                 reply = pb.ExchangeReply(failure=to_failure(error))
             await context.write(reply)
             if name is not None:
-                took_s = time.perf_counter() - started_s
+                took_s = self._live.clock.now_s() - started_s
                 self._monitor.observe(name.title(), took_s, asked, answer)
 
     # -- for operators -------------------------------------------------------------------------
@@ -250,7 +248,7 @@ class CacheService(pb_grpc.CacheServicer):
         selection = selection_from(request)
         pace = await self._live.begin()
         await self._settle(None if selection.key is None else [selection.key])
-        with Stage("disk"):
+        with Stage("disk", self._live.clock):
             first = await self._disk.erase(selection, request.dry_run)
         report = await self._live.evict(selection, request.dry_run, pace)
         # Again, for what was being written or read until its entry was evicted.
@@ -291,7 +289,7 @@ class CacheService(pb_grpc.CacheServicer):
         while after is not None and len(reply.entries) < limit:
             count = min(EVICTED_AT_A_TIME, limit - len(reply.entries))
             page, after = self._live.cache.page(after, count)
-            now_s = self._live.now_s()
+            now_s = self._live.clock.now_s()
             reply.entries.extend(
                 to_entry_info(info, now_s) for info in page if _is_listed(info.key, request)
             )
@@ -325,10 +323,10 @@ class CacheService(pb_grpc.CacheServicer):
         pace = await self._live.begin()
         keys = await pace.each(key_from, request.keys)
         await self._settle(keys)
-        with Stage("other nodes"):
+        with Stage("other nodes", self._live.clock):
             elsewhere, is_whole = await self._others.locate(keys)
         reply = pb.LocateReply(incarnation=self._incarnation, is_partial=not is_whole)
-        node, now_s = self._streams.identity.holder, self._live.now_s()
+        node, now_s = self._streams.identity.holder, self._live.clock.now_s()
         for key in keys:
             await pace.step()
             info = self._live.cache.info(key)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
+
+from ecd.clock import Clock
 
 PERIOD_S = 10.0
 KEPT = 2160
@@ -39,8 +39,8 @@ class Figures(NamedTuple):
 class History:
     """Samples of one daemon, and when it last refused something. Used on its event loop."""
 
-    def __init__(self, read: Callable[[], Figures]) -> None:
-        self._read, self._started_s = read, time.monotonic()
+    def __init__(self, read: Callable[[], Figures], clock: Clock) -> None:
+        self._read, self._clock, self._started_s = read, clock, clock.now_s()
         self._samples: deque[Sample] = deque(maxlen=KEPT)
         self._refused = dict(read().refused)
         self._refused_at_s: dict[str, float] = {}
@@ -50,12 +50,12 @@ class History:
         """Take samples until cancelled."""
         while True:
             self.sample()
-            await asyncio.sleep(PERIOD_S)
+            await self._clock.sleep(PERIOD_S)
 
     def sample(self) -> None:
         figures = self._read()
         self._note(figures.refused)
-        at_s = round(time.monotonic() - self._started_s, 1)
+        at_s = round(self._clock.now_s() - self._started_s, 1)
         saved_s = round(figures.saved_s, 3)
         self._samples.append(
             Sample(self._number, at_s, figures.hits, figures.misses, saved_s, figures.used_bytes)
@@ -65,13 +65,13 @@ class History:
     def _note(self, refused: Mapping[str, int]) -> None:
         for cause, count in refused.items():
             if count != self._refused.get(cause, 0):
-                self._refused_at_s[cause] = time.monotonic()
+                self._refused_at_s[cause] = self._clock.now_s()
         self._refused = dict(refused)
 
     def refused_s_ago(self) -> dict[str, float]:
         """Seconds since each cause's last refusal; up to PERIOD_S more where nobody asked since."""
         self._note(self._read().refused)
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         return {cause: now_s - at_s for cause, at_s in self._refused_at_s.items()}
 
     def samples(self) -> list[Sample]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from ecd.clock import Clock
 from ecd.http_port import Refused
 from ecd.wire import InvalidRequest, check_batch
 from ecd_proto.contract import MAX_BATCH
@@ -39,9 +39,9 @@ Locate = Callable[[pb.LocateRequest, Any], Awaitable[pb.LocateReply]]
 class LocateOverHttp:
     """Answers one path of the daemon's HTTP port: a WSGI application."""
 
-    def __init__(self, locate: Locate, unavailable: Callable[[], str | None]) -> None:
+    def __init__(self, locate: Locate, unavailable: Callable[[], str | None], clock: Clock) -> None:
         """`unavailable` says why calls are refused now. Made on the daemon's event loop."""
-        self._locate, self._unavailable = locate, unavailable
+        self._locate, self._unavailable, self._clock = locate, unavailable, clock
         self._loop = asyncio.get_running_loop()
         self._room = threading.BoundedSemaphore(MAX_REQUESTS)
 
@@ -61,7 +61,7 @@ class LocateOverHttp:
     def _answer(self, environ: WSGIEnvironment) -> dict[str, Any]:
         if environ["REQUEST_METHOD"] != "POST":
             raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, FORM)
-        body = _body(environ)
+        body = _body(environ, self._clock)
         if not self._room.acquire(blocking=False):
             text = f"{MAX_REQUESTS} requests are being answered: ask again"
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, text)
@@ -87,7 +87,7 @@ class LocateOverHttp:
         return await self._locate(request, None)
 
 
-def _body(environ: WSGIEnvironment) -> bytes:
+def _body(environ: WSGIEnvironment, clock: Clock) -> bytes:
     """The request's body. Raises Refused."""
     said = environ.get("CONTENT_LENGTH") or ""
     if not (said.isascii() and said.isdigit()):
@@ -97,9 +97,9 @@ def _body(environ: WSGIEnvironment) -> bytes:
             f"a body of {said[:20]} bytes; at most {MAX_BODY_BYTES}: ask for fewer keys at a time"
         )
         raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
-    body, until_s = b"", time.monotonic() + BODY_S
+    body, until_s = b"", clock.now_s() + BODY_S
     try:
-        while len(body) < int(said) and time.monotonic() < until_s:
+        while len(body) < int(said) and clock.now_s() < until_s:
             piece: bytes = environ["wsgi.input"].read1(int(said) - len(body))
             if not piece:
                 break

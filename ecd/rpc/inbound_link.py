@@ -223,7 +223,7 @@ class InboundLink:
                     item.bytes_up_to,
                     item.if_made,
                     item.or_elsewhere,
-                    self._live.now_s() + wait_s,
+                    self._live.clock.now_s() + wait_s,
                 ),
                 wait_s,
             )
@@ -333,7 +333,7 @@ class InboundLink:
         turn = Turn(leased.entry, self.node, begin, leave, asked.or_elsewhere)
         self._turns[leased.lease] = turn
         until_s = min(asked.until_s, leased.expires_s - self._live.cache.lease_ttl_s / 2)
-        if self._serving.ask(turn, max(0.0, until_s - self._live.now_s())):
+        if self._serving.ask(turn, max(0.0, until_s - self._live.clock.now_s())):
             return [self._outcome(asked, leased, checksum)]
         return []
 
@@ -343,7 +343,7 @@ class InboundLink:
             content=to_content(leased.content),
             address=self._memory.address_of(leased.extent),
             checksum=checksum,
-            age_s=self._live.cache.put_age_s(leased.entry, self._live.now_s()),
+            age_s=self._live.cache.put_age_s(leased.entry, self._live.clock.now_s()),
         )
         is_small = leased.extent.nbytes <= min(asked.bytes_up_to, BYTES_WITH_LEASE)
         if is_small and self.outbox.qsize() < UNREAD_WITH_BYTES:

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ecd.clock import Clock
+
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
@@ -28,9 +30,9 @@ KEPT = 8
 class Listener:
     """One address, and the server that listens there now."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Any], clock: Clock) -> None:
         """`make` makes a bound server; its exceptions are raised here."""
-        self._make, self._server = make, make()
+        self._make, self._server, self._clock = make, make(), clock
         self._ended: deque[Any] = deque(maxlen=KEPT)
         self._keeping: asyncio.Future[None] | None = None
         self._stopping = False
@@ -61,7 +63,7 @@ class Listener:
                 if pause_s == longest_s and not told:
                     told = True
                     logger.error("nobody can connect, the server cannot listen again: %s", error)
-                await asyncio.sleep(pause_s)
+                await self._clock.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
             else:
                 if told:

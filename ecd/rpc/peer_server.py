@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from ecd.clock import Clock
 from ecd.rpc.listener import Listener
 from ecd.rpc.peer_service import PeerService
 from ecd_proto.contract import MAX_MESSAGE_BYTES
@@ -24,14 +25,16 @@ class PeerServerError(Exception):
 class PeerServer:
     """One address for peers, and the service behind it."""
 
-    def __init__(self, service: PeerService, credentials: grpc.ServerCredentials | None) -> None:
-        self._service, self._credentials = service, credentials
+    def __init__(
+        self, service: PeerService, credentials: grpc.ServerCredentials | None, clock: Clock
+    ) -> None:
+        self._service, self._credentials, self._clock = service, credentials, clock
         self._listener: Listener | None = None
 
     def bind(self, address: str) -> None:
         """Take the address, for `start`. Raises PeerServerError."""
         try:
-            self._listener = Listener(lambda: self._make(address))
+            self._listener = Listener(lambda: self._make(address), self._clock)
         except RuntimeError:
             raise PeerServerError(
                 f"cannot listen for peers on {address}: it is not an address of this machine, or "

@@ -84,13 +84,13 @@ class PeerService(pb_grpc.PeerServicer):
         self._live.refuse("peer_links", limit)
 
     def _use(self, link: InboundLink) -> None:
-        self._links[link] = self._live.now_s()
+        self._links[link] = self._live.clock.now_s()
         self._links.move_to_end(link)
 
     def _end_idle(self) -> bool:
         """End the link that was not used for longest, if nothing asked on it can still go on."""
         link, used_s = next(iter(self._links.items()))
-        if self._live.now_s() - used_s < MAX_WAIT_S + self._live.cache.lease_ttl_s:
+        if self._live.clock.now_s() - used_s < MAX_WAIT_S + self._live.cache.lease_ttl_s:
             return False
         del self._links[link]
         link.hang_up()

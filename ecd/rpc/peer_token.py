@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import hmac
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
+from ecd.clock import Clock
 from ecd_proto.contract import proof
 
 CLOCKS_APART_S = 300.0
@@ -49,8 +49,8 @@ class TokenCheck:
     others fill no memory; a restart forgets them.
     """
 
-    def __init__(self, node: str, token: str | None) -> None:
-        self._node, self._token = node, token
+    def __init__(self, node: str, token: str | None, clock: Clock) -> None:
+        self._node, self._token, self._clock = node, token, clock
         self._spent = SpentProofs()
 
     async def check(
@@ -74,7 +74,7 @@ class TokenCheck:
                 "every node, and name nodes as their ECD_PEER_ADDRESS does",
             )
         made_s = int(when) if re.fullmatch(r"[0-9]{1,19}", when) else 0
-        now_s = time.time()
+        now_s = self._clock.unix_s()
         if abs(now_s - made_s) > CLOCKS_APART_S:
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,

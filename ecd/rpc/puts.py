@@ -14,11 +14,11 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+from ecd.clock import Clock
 from ecd.core.board import Put
 from ecd.core.cache import Cache
 from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, NotReserved, Wakeup
@@ -162,12 +162,13 @@ class PutIntake:
         mailboxes: Mailboxes,
         doorbell: Doorbell,
         observe: Callable[[str, float, Put], None],
+        clock: Clock,
     ) -> None:
         """`observe` is told how long each put took here, as for calls.
 
         Grants lie in the cache's pool of number GRANTED_POOL, whichever others it has.
         """
-        self._cache, self._mailboxes = cache, mailboxes
+        self._cache, self._mailboxes, self._clock = cache, mailboxes, clock
         [self._pool] = (pool for pool in cache.pools if pool.number == GRANTED_POOL)
         self._doorbell, self._observe = doorbell, observe
         self._rung: dict[int, None] = {}  # pages to empty, the first to ring first
@@ -241,12 +242,12 @@ class PutIntake:
         if session is None:
             return 0
         for put in puts:
-            started_s = time.perf_counter()
+            started_s = self._clock.now_s()
             outcome = self._store(session, put, now_s, woken)
             self._mailboxes.answer(session, put, outcome)
             if outcome != REFUSED:  # a refused put may claim any size
                 self._to_grant[session] = put.content.nbytes
-            self._observe("Put", time.perf_counter() - started_s, put)
+            self._observe("Put", self._clock.now_s() - started_s, put)
         return len(puts)
 
     def _store(self, session: SessionId, put: Put, now_s: float, woken: list[Wakeup]) -> int:

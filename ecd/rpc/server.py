@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from ecd.clock import Clock
 from ecd.rpc.cache_service import CacheService, Observe
 from ecd.rpc.convert import STATUS, SessionOver
 from ecd.rpc.listener import Listener
@@ -37,9 +37,9 @@ class _Calls(grpc.aio.ServerInterceptor):
         self,
         unavailable: Callable[[], str | None],
         observe: Observe,
+        clock: Clock,
     ) -> None:
-        self._unavailable = unavailable
-        self._observe = observe
+        self._unavailable, self._observe, self._clock = unavailable, observe, clock
         self._handlers: dict[str, Any] = {}  # one wrapped handler a method
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -72,7 +72,7 @@ class _Calls(grpc.aio.ServerInterceptor):
             reason = None if method == ALWAYS_ANSWERED else self._unavailable()
             if reason is not None:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
-            started_s = time.perf_counter()
+            started_s = self._clock.now_s()
             reply = None
             time_stages()
             try:
@@ -82,7 +82,7 @@ class _Calls(grpc.aio.ServerInterceptor):
                 await context.abort(STATUS[type(error)], str(error))
             finally:
                 if timed:
-                    self._observe(name, time.perf_counter() - started_s, request, reply)
+                    self._observe(name, self._clock.now_s() - started_s, request, reply)
 
         return called
 
@@ -95,10 +95,11 @@ class Server:
         service: CacheService,
         unavailable: Callable[[], str | None],
         observe: Observe,
+        clock: Clock,
     ) -> None:
         """`unavailable` says why calls are refused now; `observe` is told how long each took."""
-        self._service = service
-        self._calls = _Calls(unavailable, observe)
+        self._service, self._clock = service, clock
+        self._calls = _Calls(unavailable, observe, clock)
         self._health = health.aio.HealthServicer()
         self._listeners: list[Listener] = []
 
@@ -122,7 +123,7 @@ class Server:
                 ) from None
 
     async def _listen(self, make: Callable[[], Any]) -> None:
-        self._listeners.append(Listener(make))
+        self._listeners.append(Listener(make, self._clock))
         await self._listeners[-1].start()
 
     def _make(self, socket: OwnedSocket, gid: int | None) -> Any:

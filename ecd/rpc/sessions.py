@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -172,7 +171,7 @@ class SessionStreams:
         opened = self._live.open_session()
         if isinstance(opened, LimitReached):
             return opened
-        stream = Stream(opened, secrets.token_hex(16), client, pid)
+        stream = Stream(opened, self._live.clock.secret(16).hex(), client, pid)
         self._by_token[stream.token] = self._by_session[opened] = stream
         self._live.subscribe(opened, self)
         logger.debug("session %d opened by %s", opened, client)
@@ -210,7 +209,7 @@ class SessionStreams:
             contract_version=CONTRACT_VERSION,
             daemon=self.identity.daemon,
             lease_ttl_s=self._live.cache.lease_ttl_s,
-            now_s=self._live.now_s(),
+            now_s=self._live.clock.now_s(),
             pools=self._files.pool_files(),
             lock_path=self._files.lock_path(),
             lock_offset=stream.session,
@@ -338,7 +337,7 @@ class SessionStreams:
         """Whether a device may still write for the session, whose lock has dropped."""
         if not self._files.copies_by_dma(session):
             return False
-        return self._processes.may_copy(session, self._live.now_s())
+        return self._processes.may_copy(session, self._live.clock.now_s())
 
 
 def _merged(events: Iterable[Event]) -> Iterator[pb.SessionEvent | None]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from ecd.clock import Clock
 from ecd.core.cache import Cache
 from ecd.core.pool import Pool
 from ecd.identity import NodeIdentity
@@ -55,10 +55,11 @@ class Status:
         memory: Mapping[int, PooledMemory],
         index: ClientIndex | None,
         streams: SessionStreams,
+        clock: Clock,
     ) -> None:
         """`memory` holds each pool's, by its number. Without an `index` every entry is unlisted."""
         self._identity, self._cache, self._memory = identity, cache, memory
-        self._index, self._streams = index, streams
+        self._index, self._streams, self._clock = index, streams, clock
         self.events = "", ""
         """Where changes are published and replayed, host:port."""
         self.disk: Callable[[], pb.DiskStatus] | None = None
@@ -66,7 +67,7 @@ class Status:
         self.idle: Callable[[], pb.Idle] | None = None
         """The state of each part that works behind the calls."""
         self._state = State.STATE_POPULATING
-        self._started_s = time.monotonic()
+        self._started_s = self._clock.now_s()
 
     def serving(self) -> None:
         self._state = State.STATE_SERVING
@@ -95,7 +96,7 @@ class Status:
             contract_version=CONTRACT_VERSION,
             pid=os.getpid(),
             state=self._state,
-            uptime_s=time.monotonic() - self._started_s,
+            uptime_s=self._clock.now_s() - self._started_s,
             pools=[self._read_pool(pool) for pool in cache.pools],
             node=self._identity.node,
             events=self.events[0],

@@ -9,7 +9,6 @@ import asyncio
 import json
 import re
 import threading
-import time
 from base64 import b64encode
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs
 
+from ecd.clock import Clock
 from ecd.http_port import Refused
 from ecd.rpc.history import LOT, PERIOD_S, History, Sample, lot
 from ecd_proto.findings import examine, refusal
@@ -63,9 +63,11 @@ class StatusPage:
         status: Callable[[], pb.StatusReply],
         peers: Callable[[], pb.PeersReply],
         history: History,
+        clock: Clock,
     ) -> None:
         """`status` and `peers` are called on the event loop on which this is made."""
         self._status, self._peers, self._history = status, peers, history
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._looking = threading.Lock()
         self._seen: tuple[dict[str, Any], Look] | None = None
@@ -122,7 +124,7 @@ class StatusPage:
         if not self._looking.acquire(timeout=LOOK_S):
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, LATE)
         try:
-            if self._seen is None or time.monotonic() - self._seen[1].at_s >= LOOK_S:
+            if self._seen is None or self._clock.now_s() - self._seen[1].at_s >= LOOK_S:
                 look = self._on_loop()
                 self._seen = described(look), look
             document, look = self._seen
@@ -136,7 +138,7 @@ class StatusPage:
         status, peers = self._status(), self._peers()
         peers.incarnation = status.incarnation
         ago, samples = self._history.refused_s_ago(), self._history.samples()
-        return Look(status, peers, ago, samples, time.monotonic())
+        return Look(status, peers, ago, samples, self._clock.now_s())
 
     def _on_loop(self) -> Look:
         """Look at the daemon, on its event loop. Raises Refused."""

@@ -216,7 +216,7 @@ EDITED = {
         "unit/test_turns.py",
         Edit(
             "ecd/turns.py",
-            "if not self._left or time.perf_counter() - self._started_s > PIECE_S:",
+            "if not self._left or self._turns.clock.now_s() - self._started_s > PIECE_S:",
             "if self._left < -1_000_000:",
         ),
     ),

@@ -17,6 +17,7 @@ import torch
 from prometheus_client import generate_latest
 
 from ecd.checksum import digests, fold
+from ecd.clock import REAL
 from ecd.cluster import handshake
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.cluster.pool_reads import PoolReads
@@ -294,8 +295,8 @@ def test_a_scrape_never_fails() -> None:
     pool = SimpleNamespace(
         path="a pool", nbytes=1 << 24, populated_bytes=1 << 24, huge_bytes=0, problem=""
     )
-    metrics = Metrics("0")
-    metrics.watch_core(Status(identity, cache, {0: pool}, None, streams).read)
+    metrics = Metrics("0", REAL)
+    metrics.watch_core(Status(identity, cache, {0: pool}, None, streams, REAL).read)
     scrapes: list[bytes] = []
     failures: list[BaseException] = []
     over = threading.Event()
@@ -441,8 +442,8 @@ def test_a_peer_that_reads_nothing_keeps_no_session(
         monkeypatch.setattr(peer_service, "MAX_WAIT_S", 0.0)
         node = "127.0.88.4:9465"
         async with links_that_take_turns(monkeypatch, lease_ttl_s=0.2) as (live, links):
-            service = PeerService(live, links[0]._memory, TokenCheck(node, TOKEN), 1)
-            server = PeerServer(service, None)
+            service = PeerService(live, links[0]._memory, TokenCheck(node, TOKEN, REAL), 1)
+            server = PeerServer(service, None, REAL)
             server.bind(node)
             await server.start()
             others = len(live.cache._sessions)
@@ -492,7 +493,7 @@ def test_a_peer_that_reads_nothing_is_read_no_further(monkeypatch: pytest.Monkey
     async def run() -> None:
         async with links_that_take_turns(monkeypatch) as (live, [link, other]):
             node = "127.0.88.6:9465"
-            service = PeerService(live, link._memory, TokenCheck(node, TOKEN), 1)
+            service = PeerService(live, link._memory, TokenCheck(node, TOKEN, REAL), 1)
             reading = asyncio.ensure_future(service._read(link, requests()))
             await eventually_async(lambda: link.outbox.is_full)
             so_far = len(asked)

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ecd import service_manager
+from ecd.clock import REAL
 from ecd_client import Client
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon, changed
@@ -151,7 +152,7 @@ def test_the_watchdog_hears_of_the_loop_as_often_as_it_wants(
 
     monkeypatch.setattr(service_manager, "asyncio", SimpleNamespace(sleep=sleep))
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(service_manager.ServiceManager().keep_alive(lambda: "serving"))
+        asyncio.run(service_manager.ServiceManager(REAL).keep_alive(lambda: "serving"))
     says = ["STATUS=serving", "WATCHDOG=1"]
     assert heard_by_pause == [
         (pytest.approx(period_s), said) for said in (["READY=1", *says], says, says)

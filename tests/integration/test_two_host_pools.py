@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ecd.checksum import digests, fold
+from ecd.clock import REAL
 from ecd.core.pool import Pool
 from ecd.core.types import Key, SessionId
 from ecd.identity import NodeIdentity
@@ -93,17 +94,17 @@ class TwoPools:
             doorbell = Doorbell(self._directory / "bell")
             opened.callback(doorbell.close)
             board = SharedBoard(index, doorbell)
-            self.cache = make_cache(self.pools, 30.0, board)
-            intake = PutIntake(self.cache, index, doorbell, self._observe)
+            self.cache = make_cache(self.pools, 30.0, board, REAL)
+            intake = PutIntake(self.cache, index, doorbell, self._observe, REAL)
             live = FarFirst(self.cache, intake)
             identity = NodeIdentity("two-pools", incarnation, "a test")
             node = Node(live, SessionFiles(self.pools, index, doorbell.path, None), identity)
-            status = Status(identity, self.cache, self.pools, index, node.streams)
+            status = Status(identity, self.cache, self.pools, index, node.streams, REAL)
             self.checksums = Checksums(live, self.pools)
             opened.callback(self.checksums.close)
             monitor = Monitor(status.read, self._observe)
             service = node.service(NoOtherNodes(), NothingToRecover(), monitor)
-            server = Server(service, status.unavailable, self._observe)
+            server = Server(service, status.unavailable, self._observe, REAL)
             status.serving()
             await server.start(socket, None, None)
             running = asyncio.ensure_future(live.run())

@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import random
-import secrets
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from random import Random
-from unittest import mock
+
+from ecd.clock import Clock
 
 START_S = 1000.0
 TURN_S = 5e-6
@@ -69,6 +66,27 @@ class _Future(asyncio.Future):
         return self.serial
 
 
+class VirtualClock(Clock):
+    """The time of the simulation, and chance that its seed decides."""
+
+    def __init__(self, loop: VirtualLoop, rng: Random) -> None:
+        self._loop, self._rng = loop, rng
+
+    def now_s(self) -> float:
+        return self._loop.now_s
+
+    def unix_s(self) -> float:
+        return 1.75e9 + self._loop.now_s
+
+    def block(self, seconds: float) -> None: ...
+
+    def uniform(self, least: float, most: float) -> float:
+        return self._rng.uniform(least, most)
+
+    def secret(self, nbytes: int) -> bytes:
+        return self._rng.randbytes(nbytes)
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop without sockets and threads, on virtual time."""
 
@@ -81,6 +99,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Called whenever time is about to move: all that could happen now has happened."""
         self.disk_range_s = (0.0, 0.0)
         self._rng, self._serials = rng, itertools.count(1)
+        self.clock = VirtualClock(self, rng)
         self.set_task_factory(self._make_task)
 
     def time(self) -> float:
@@ -171,24 +190,3 @@ class Hashers:
         later = self._rng.uniform(*HASH_S)
         self._loop.call_later(later, lambda: done.set_result(do(*args)))
         return done
-
-
-@contextmanager
-def virtual_time(loop: VirtualLoop, rng: Random) -> Iterator[None]:
-    """Have everybody who asks for the time, or for a random name, get the simulation's."""
-
-    def wall_s() -> float:
-        return 1.75e9 + loop.now_s
-
-    def token_hex(nbytes: int = 32) -> str:
-        return rng.randbytes(nbytes).hex()
-
-    with (
-        mock.patch.object(time, "monotonic", loop.time),
-        mock.patch.object(time, "perf_counter", loop.time),
-        mock.patch.object(time, "time", wall_s),
-        mock.patch.object(time, "sleep"),
-        mock.patch.object(secrets, "token_hex", token_hex),
-        mock.patch.object(random, "uniform", rng.uniform),
-    ):
-        yield

@@ -102,7 +102,7 @@ class Daemon(Process):
         policy = ValueDensity(place.pool.nbytes, fingerprints(b"salt")) if has_values else Lru()
         pool = Pool(Allocator(0, place.pool.nbytes, GRANULE_BYTES), policy=policy)
         self.pool, self.cache = pool, Cache([pool], config.lease_ttl_s)
-        self.live = LiveCache(self.cache, now_s=loop.time)
+        self.live = LiveCache(self.cache, clock=loop.clock)
         self.files = Files()
         identity = NodeIdentity("default", self.incarnation, "ecd simulated", node)
         self.node = Node(self.live, self.files, identity)
@@ -134,7 +134,7 @@ class Daemon(Process):
         monitor = Monitor(pb.StatusReply, lambda *_: None)
         self.service = self.node.service(self.cluster, recovery, monitor, self.disk)
         self.peers = PeerService(
-            self.live, self.cluster, TokenCheck(node, None), config.readers_per_entry
+            self.live, self.cluster, TokenCheck(node, None, loop.clock), config.readers_per_entry
         )
 
     def _make_engine(self, settings: object, identity: bytes) -> SimulatedEngine:

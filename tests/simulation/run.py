@@ -19,7 +19,7 @@ from random import Random
 from typing import NamedTuple
 from unittest import mock
 
-from simulation.clock import START_S, VirtualLoop, virtual_time
+from simulation.clock import START_S, VirtualLoop
 from simulation.disk import SimulatedThreads
 from simulation.invariants import Watch
 from simulation.scenario import Scenario
@@ -88,7 +88,7 @@ def simulate(scenario: Scenario) -> Result:
     asyncio.set_event_loop(loop)
     gc.disable()  # it would end tasks of dead daemons at any moment
     try:
-        with virtual_time(loop, rng), small(scenario.links):
+        with small(scenario.links):
             return _simulate(loop, scenario)
     finally:
         loop.settled = None

@@ -11,7 +11,7 @@ from ecd.core.types import Key
 from ecd.flights import MAX_FLIGHTS, Maker
 from ecd_proto.contract import Hint
 from simulation.client import Client
-from simulation.clock import VirtualLoop, virtual_time
+from simulation.clock import VirtualLoop
 from simulation.network import Weather
 from simulation.run import _abandon, small
 from simulation.scenario import SIZES, Action, Scenario, key_of
@@ -30,7 +30,7 @@ def play(nodes: int, links: int, act: Act) -> None:
     loop = VirtualLoop(rng)
     asyncio.set_event_loop(loop)
     try:
-        with virtual_time(loop, rng), small(links):
+        with small(links):
             loop.run_until_complete(_start_and_act(loop, nodes, act))
     finally:
         _abandon(loop)

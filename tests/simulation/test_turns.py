@@ -6,7 +6,7 @@ import asyncio
 from random import Random
 
 from simulation.client import Client
-from simulation.clock import VirtualLoop, virtual_time
+from simulation.clock import VirtualLoop
 from simulation.network import Weather
 from simulation.run import _abandon, small
 from simulation.scenario import SIZES, Action, Scenario, key_of
@@ -18,12 +18,12 @@ LARGE, SMALL = len(SIZES) - 1, 0
 
 def test_a_node_that_stops_once_it_has_read_costs_nobody_the_entry() -> None:
     """Half of those that wait have been sent to it by then."""
-    loop = VirtualLoop(rng := Random(1))
+    loop = VirtualLoop(Random(1))
     asyncio.set_event_loop(loop)
     weather = Weather(bytes_per_s=1e7)
     about = "redis", 256 << 10, 30.0, FETCH_TIMEOUT_S, False, weather, 0.0, None, 0.0, (), 1
     try:
-        with virtual_time(loop, rng), small():
+        with small():
             loop.run_until_complete(_stop_a_reader(Run(loop, Scenario(1, NODES, *about))))
     finally:
         _abandon(loop)

@@ -16,6 +16,7 @@ import sys
 import grpc
 
 from ecd.checksum import digests, fold
+from ecd.clock import REAL
 from ecd.cluster.engine import Engine, EngineSettings
 from ecd.rpc.peer_token import TokenCheck
 from ecd_proto.contract import CONTRACT_VERSION
@@ -158,7 +159,7 @@ class LyingPeer(pb_grpc.PeerServicer):
         return pb.LeaseOutcome(ticket=ticket, leased=said)
 
     async def Link(self, requests, context):  # noqa: N802
-        await TokenCheck(self.node, os.environ.get("ECD_PEER_TOKEN")).check(context)
+        await TokenCheck(self.node, os.environ.get("ECD_PEER_TOKEN"), REAL).check(context)
         hello = (await anext(requests)).hello
         self.elsewhere = {
             "elsewhere is here": self.node,

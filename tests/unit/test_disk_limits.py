@@ -13,26 +13,12 @@ from hypothesis import strategies as st
 from ecd.core.ahead import BURST_S, Budget, next_writes
 from ecd.core.shelf import Shelf
 from ecd.core.types import Content, Key
-from ecd.memory import disk_limits
 from ecd.memory.disk_limits import FIRST_S, HALVED_IN_S, REST_S, Breaker, DiskCounters, ReadTime
 from ecd.memory.disk_reads import _wait_for
 from simulation.clock import VirtualLoop
+from support.clock import SetClock
 
 MIB = 1 << 20
-
-
-class Clock:
-    now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(disk_limits, "time", clock)
-    return clock
 
 
 # -- writes ----------------------------------------------------------------------------------------
@@ -86,11 +72,9 @@ def test_entries_that_save_most_for_their_bytes_are_written_first() -> None:
 # -- rests -----------------------------------------------------------------------------------------
 
 
-def test_after_three_failures_in_a_row_there_is_a_rest(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    counters = DiskCounters()
-    breaker = Breaker("reads", counters)
+def test_after_three_failures_in_a_row_there_is_a_rest(caplog: pytest.LogCaptureFixture) -> None:
+    counters, clock = DiskCounters(), SetClock()
+    breaker = Breaker("reads", counters, clock)
     for succeeds in (False, False, True, False, False):
         breaker.worked() if succeeds else breaker.failed("read", "broken")
     assert not breaker.is_resting
@@ -101,9 +85,9 @@ def test_after_three_failures_in_a_row_there_is_a_rest(
     assert [record.getMessage()[:27] for record in caplog.records] == [
         "reads failed 3 times in a r"
     ]
-    clock.now_s += REST_S - 0.1
+    clock.at_s += REST_S - 0.1
     assert breaker.is_resting
-    clock.now_s += 0.2
+    clock.at_s += 0.2
     assert not breaker.is_resting
     breaker.failed("read", "broken still")
     assert breaker.is_resting, "it has not worked since"
@@ -112,17 +96,17 @@ def test_after_three_failures_in_a_row_there_is_a_rest(
 # -- the time of a read ----------------------------------------------------------------------------
 
 
-def test_the_time_of_a_read_is_learned_of_small_and_of_large_ones(clock: Clock) -> None:
-    time = ReadTime()
+def test_the_time_of_a_read_is_learned_of_small_and_of_large_ones() -> None:
+    time = ReadTime(clock := SetClock())
     assert time.seconds(0) == FIRST_S
     for _ in range(200):
         time.learn(4096, 0.02)
         time.learn(8 * MIB, 0.02 + 0.8)
     assert time.seconds(0) == pytest.approx(0.02, rel=0.05)
     assert time.seconds(80 * MIB) == pytest.approx(8.0, rel=0.05)
-    clock.now_s += HALVED_IN_S
+    clock.at_s += HALVED_IN_S
     assert time.seconds(0) == pytest.approx((0.02 + FIRST_S) / 2, rel=0.05), "it may be over"
-    clock.now_s += 3600.0
+    clock.at_s += 3600.0
     assert time.seconds(0) == pytest.approx(FIRST_S)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import zmq
 
+from ecd.clock import REAL
 from ecd.events import FULL_S, Events, _Asker
 
 
@@ -22,7 +24,7 @@ class Full:
 
 def test_an_asker_is_tried_for_as_long_as_the_patience_lasts() -> None:
     events, full = object.__new__(Events), Full()
-    events._router = full
+    events._router, events._live = full, SimpleNamespace(clock=REAL)
     with pytest.raises(zmq.Again):
         asyncio.run(events._reply(_Asker(b"asker", patience_s=3.5 * FULL_S), b""))
     assert full.tries == 5

@@ -4,40 +4,43 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
 from ecd import http_port
 from ecd.http_port import WHOLE_S, HttpPort, Refused, check_host
+from support.clock import SetClock
 from support.waiting import HANG_S, eventually
 
 
 @pytest.fixture
-def port() -> Iterator[HttpPort]:
-    port = HttpPort("127.0.0.1", 0, lambda: None)
+def clock() -> SetClock:
+    return SetClock()
+
+
+@pytest.fixture
+def port(clock: SetClock) -> Iterator[HttpPort]:
+    port = HttpPort("127.0.0.1", 0, lambda: None, clock)
     port.start()
     yield port
     port.close()
 
 
 def test_a_client_that_is_never_silent_is_ended(
-    port: HttpPort, monkeypatch: pytest.MonkeyPatch
+    port: HttpPort, clock: SetClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_s = 0.0
-    monkeypatch.setattr(http_port, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(http_port.Handler, "timeout", 10 * HANG_S)
     with socket.create_connection(port.server_address, timeout=HANG_S) as slow:
         slow.sendall(b"G")
         eventually(lambda: port._until_s, "the connection is taken")
-        now_s = WHOLE_S - 0.1
+        clock.at_s = WHOLE_S - 0.1
         port.service_actions()
         slow.sendall(b"E")
         slow.setblocking(False)
         with pytest.raises(BlockingIOError):
             slow.recv(1)
         slow.settimeout(HANG_S)
-        now_s = WHOLE_S
+        clock.at_s = WHOLE_S
         assert slow.recv(1) == b""
 
 

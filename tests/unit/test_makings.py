@@ -3,16 +3,10 @@
 from ecd.core.types import Key, SessionId, Ticket
 from ecd.makings import MAX_MAKINGS, Makings
 from ecd_proto.contract import MAKING_S
+from support.clock import SetClock
 
 ONE, TWO, PEER = SessionId(1), SessionId(2), SessionId(3)
 KEY, OTHER = Key("n", "k"), Key("n", "other")
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Locks:
@@ -32,7 +26,7 @@ def peer_wait(number: int) -> tuple[SessionId, Ticket]:
 
 
 def test_waits_are_told_when_their_making_is_taken() -> None:
-    makings = Makings()
+    makings = Makings(SetClock())
     assert makings.begin(ONE, KEY)
     makings.note_wait(KEY, *peer_wait(1))
     makings.note_wait(OTHER, *peer_wait(2))  # which nobody makes yet
@@ -44,7 +38,7 @@ def test_waits_are_told_when_their_making_is_taken() -> None:
 
 
 def test_all_makings_of_a_session_end_with_it() -> None:
-    makings = Makings()
+    makings = Makings(SetClock())
     makings.begin(ONE, KEY)
     makings.begin(TWO, OTHER)
     makings.note_wait(KEY, *peer_wait(1))
@@ -55,7 +49,7 @@ def test_all_makings_of_a_session_end_with_it() -> None:
 
 
 def test_a_making_that_begins_anew_keeps_its_waits() -> None:
-    makings = Makings()
+    makings = Makings(SetClock())
     makings.begin(ONE, KEY)
     makings.note_wait(KEY, *peer_wait(1))
     makings.begin(TWO, KEY)
@@ -64,7 +58,7 @@ def test_a_making_that_begins_anew_keeps_its_waits() -> None:
 
 
 def test_a_making_lasts_for_a_moment_and_then_while_its_key_is_locked() -> None:
-    clock, locks = Clock(), Locks()
+    clock, locks = SetClock(), Locks()
     makings = Makings(clock, locks)
     keys = [Key("n", str(number)) for number in range(4)]
     for key in keys:
@@ -72,14 +66,14 @@ def test_a_making_lasts_for_a_moment_and_then_while_its_key_is_locked() -> None:
         makings.note_wait(key, *peer_wait(int(key.mm_hash)))
     assert list(makings.lasting(MAKING_S)) == []
     assert makings.take_past(keys[0]) == []
-    clock.now_s = MAKING_S
+    clock.at_s = MAKING_S
     makings.begin(ONE, keys[1])
     locks.keys = {keys[2]}
     assert list(makings.lasting(MAKING_S)) == [keys[0], keys[2], keys[3]]
     assert [key in makings for key in keys] == [False, True, True, False]
     assert [makings.take_past(key) for key in keys] == [[peer_wait(0)], [], [], [peer_wait(3)]]
     assert list(makings._makings) == [keys[2], keys[1]]
-    clock.now_s = 100 * MAKING_S
+    clock.at_s = 100 * MAKING_S
     assert keys[2] in makings, "it has not ended by time"
     locks.keys.clear()
     waits = [makings.take_past(key) for key in list(makings.lasting(MAKING_S))]
@@ -88,20 +82,20 @@ def test_a_making_lasts_for_a_moment_and_then_while_its_key_is_locked() -> None:
 
 
 def test_a_session_makes_no_more_than_it_may() -> None:
-    clock = Clock()
+    clock = SetClock()
     makings = Makings(clock)
     keys = [Key("n", str(number)) for number in range(MAX_MAKINGS + 1)]
     assert [makings.begin(ONE, key) for key in keys].count(False) == 1
     assert keys[-1] not in makings
     assert makings.begin(ONE, keys[0]), "it makes this one already"
     assert makings.begin(TWO, keys[-1])
-    clock.now_s = MAKING_S
+    clock.at_s = MAKING_S
     makings.take_past(keys[0])
     assert makings.begin(ONE, keys[-1])
 
 
 def test_waits_that_come_before_their_making_are_told_too() -> None:
-    makings = Makings()
+    makings = Makings(SetClock())
     makings.note_wait(KEY, *peer_wait(1))
     makings.begin(ONE, KEY)
     makings.note_wait(OTHER, *peer_wait(2))
@@ -111,7 +105,7 @@ def test_waits_that_come_before_their_making_are_told_too() -> None:
 
 
 def test_waits_that_have_ended_by_themselves_are_forgotten() -> None:
-    makings = Makings()
+    makings = Makings(SetClock())
     makings.begin(ONE, KEY)
     for number in (1, 2):
         makings.note_wait(KEY, *peer_wait(number))

@@ -8,14 +8,13 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ecd.checksum import digests
-from ecd.cluster import reads as polling
+from ecd.clock import Clock
 from ecd.cluster.identity import IDENTITY_BYTES, VOUCHED_S, Identities
 from ecd.cluster.read_queue import (
     MAX_LARGE_READS_PER_PEER,
@@ -627,15 +626,16 @@ def test_reads_give_the_digests_of_what_arrived() -> None:
     asyncio.run(read_all())
 
 
-def test_a_thread_held_up_while_it_polls_takes_no_lease_for_a_proof(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thread_held_up_while_it_polls_takes_no_lease_for_a_proof() -> None:
     """The clock is read after the last byte was seen: it may have arrived just then."""
     local = Local(4096)
-    monkeypatch.setattr(polling, "time", SimpleNamespace(monotonic=lambda: local.now_s))
+
+    class LocalClock(Clock):
+        def now_s(self) -> float:
+            return local.now_s
 
     async def read_slowly() -> None:
-        reads = Reads(local)
+        reads = Reads(local, LocalClock())
         reads.start()
         for delay_s, identity_reads in ((0.0, 1), (2 * VOUCHED_S, 2)):
             local.delay_s = delay_s

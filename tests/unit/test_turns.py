@@ -65,6 +65,7 @@ from ecd_proto.shm.session_page import (
 )
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import peer_pb2 as peer_pb
+from support.clock import SetClock
 
 POOL_BYTES = 64 << 20
 SESSIONS = 200
@@ -85,7 +86,7 @@ class Node:
         self.cache = Cache([Pool(Allocator(0, POOL_BYTES, GRANULE_BYTES))], board=self.index)
         board = SharedBoard(self.index, Doorbell(directory / "bell"))
         identity = NodeIdentity("test", "ab", "test")
-        self.live = live_cache(self.cache, board, lambda *_: None, lambda: 0.0)
+        self.live = live_cache(self.cache, board, lambda *_: None, SetClock())
         node = CacheNode(self.live, Locks(), identity)  # type: ignore[arg-type]
         self.streams, self.intake = node.streams, self.live._intake
         monitor = Monitor(pb.StatusReply, lambda *_: None)
@@ -421,7 +422,7 @@ def test_room_that_others_take_again_is_not_made_for_ever(
 ) -> None:
     monkeypatch.setattr(node.cache, "reserve", lambda *_, **__: MakingRoom())
     clock = itertools.count()
-    monkeypatch.setattr(node.live, "now_s", lambda: next(clock) / 100)
+    monkeypatch.setattr(node.live.clock, "now_s", lambda: next(clock) / 100)
     replies: list[pb.ReserveReply] = []
     slow_log = SlowLog()
 
@@ -745,7 +746,7 @@ def test_a_put_that_is_refused_evicts_nothing(node: Node) -> None:
 def test_turns_go_to_whoever_waits_still() -> None:
     async def act() -> None:
         order: list[int] = []
-        shared = Turns()
+        shared = Turns(SetClock())
 
         async def wait(number: int) -> None:
             await shared.next()

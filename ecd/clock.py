@@ -1,0 +1,42 @@
+"""The clock of a daemon: nothing else in `ecd` reads the time, waits, or draws lots.
+
+`Daemon` makes one and hands it down; a simulation hands down one of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+
+
+class Clock:
+    """Time and chance, as the machine has them."""
+
+    now_s = staticmethod(time.monotonic)  # which costs no more than the function itself
+    """Seconds since some moment, for durations and deadlines; never set back."""
+
+    def unix_s(self) -> float:
+        """Seconds since 1970, to show to people and to compare with other machines."""
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        """Let others of the event loop go on for so long, or for one turn (0)."""
+        await asyncio.sleep(seconds)
+
+    def block(self, seconds: float) -> None:
+        """Keep this thread waiting."""
+        time.sleep(seconds)
+
+    def uniform(self, least: float, most: float) -> float:
+        """A number between these two, by lot."""
+        return random.uniform(least, most)
+
+    def secret(self, nbytes: int) -> bytes:
+        """Bytes that nobody can guess."""
+        return secrets.token_bytes(nbytes)
+
+
+REAL = Clock()
+"""For what is no part of a simulation: files, and the processes that have them."""
