@@ -136,7 +136,8 @@ async def measure_message(rows: list[list[str]]) -> None:
     assert not isinstance(session, LimitReached)
     keys = [Key(NAMESPACE, f"{number:064x}") for number in range(KEYS)]
     for key in keys:
-        reserved = cache.reserve(session, key, Content("uint8", (NBYTES,), NBYTES), 0.0)
+        with cache.reserving():
+            reserved = cache.reserve(session, key, Content("uint8", (NBYTES,), NBYTES), 0.0)
         assert isinstance(reserved, Reserved)
         cache.commit(session, reserved.entry, 0.0)
     events = Events("127.0.0.1:0", "10.0.0.1:9465", "e" * 32, LiveCache(cache))

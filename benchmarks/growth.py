@@ -75,7 +75,8 @@ def filled(
     assert not isinstance(session, LimitReached)
     for index, granules in enumerate(sizes):
         key = Key(names[index % namespaces], f"k{index}")
-        reserved = cache.reserve(session, key, content(granules), 0.0)
+        with cache.reserving():
+            reserved = cache.reserve(session, key, content(granules), 0.0)
         assert isinstance(reserved, Reserved)
         cache.commit(session, reserved.entry, 0.0)
     return cache, session
@@ -98,7 +99,8 @@ def measure(count: int, policy: Callable[[int], Policy] = ValueDensity) -> dict[
             took["release"].append(timed_us(lambda x=leased: cache.release(session, x.lease)))
         wanted = content(chance.randint(1, 16))
         started = time.perf_counter()
-        reserved = cache.reserve(session, Key("n", f"new{step}"), wanted, float(step))
+        with cache.reserving():
+            reserved = cache.reserve(session, Key("n", f"new{step}"), wanted, float(step))
         took["reserve, evicting"].append((time.perf_counter() - started) * 1e6)
         assert isinstance(reserved, Reserved)
         took["commit"].append(

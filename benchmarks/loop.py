@@ -151,7 +151,8 @@ class Node:
         """Store an entry as Reserve and Commit do, without the calls."""
         session, content = self.clients[0], Content("uint8", (nbytes,), nbytes)
         while True:
-            reserved = self.cache.reserve(session, Key("n", key), content, time.monotonic())
+            with self.cache.reserving():
+                reserved = self.cache.reserve(session, Key("n", key), content, time.monotonic())
             if not isinstance(reserved, MakingRoom):
                 break
         assert isinstance(reserved, Reserved), reserved
@@ -339,7 +340,8 @@ async def end_a_rich_session(node: Node) -> None:
 async def wake(node: Node) -> None:
     """Commit a key that every session waits for."""
     key, content = Key("n", "waited for"), Content("uint8", (KIB,), KIB)
-    reserved = node.cache.reserve(node.clients[0], key, content, time.monotonic())
+    with node.cache.reserving():
+        reserved = node.cache.reserve(node.clients[0], key, content, time.monotonic())
     assert isinstance(reserved, Reserved)
     for session in node.clients:
         node.cache.acquire(session, key, time.monotonic(), 5.0, answer=Answer.PIN)
@@ -441,7 +443,8 @@ async def publish(node: Node) -> None:
         session, names = node.clients[0], [f"published-{number}" for number in range(MAX_BATCH)]
         content = Content("uint8", (KIB,), KIB)
         for name in names:
-            reserved = node.cache.reserve(session, Key("n", name), content, time.monotonic())
+            with node.cache.reserving():
+                reserved = node.cache.reserve(session, Key("n", name), content, time.monotonic())
             assert isinstance(reserved, Reserved)
             node.live.commit(session, reserved.entry)
         publishing = asyncio.ensure_future(cluster._publish())

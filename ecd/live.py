@@ -295,7 +295,7 @@ class LiveCache:
     ) -> Reservation:
         while True:
             now_s = self.clock.now_s()
-            outcome = self.cache.reserve(session, key, content, now_s, scanned=True, pool=pool)
+            outcome = self.cache.reserve(session, key, content, now_s, pool)
             if not isinstance(outcome, MakingRoom):
                 return outcome
             if now_s >= until_s:
@@ -398,7 +398,7 @@ class LiveCache:
     ) -> Acquisition:
         """As `Cache.acquire`; with `WaitFor.WRITER` after `learn`."""
         how = wait_s, wait_for, answer
-        outcome = self.cache.acquire(session, key, self.clock.now_s(), *how, scanned=True)
+        outcome = self.cache.acquire(session, key, self.clock.now_s(), *how)
         if isinstance(outcome, Waiting):
             self._intake.hurry()
         self._followups.after()
@@ -406,7 +406,7 @@ class LiveCache:
 
     def is_being_written(self, key: Key) -> bool:
         """Whether a client of this node or a fetch writes the key, after `learn`."""
-        return self.cache.is_being_written(key, scanned=True)
+        return self.cache.is_being_written(key)
 
     def release(self, session: SessionId, lease: LeaseId) -> bool:
         return self.cache.release(session, lease)

@@ -146,7 +146,7 @@ class Cache:
 
     @contextmanager
     def reserving(self) -> Iterator[Iterator[None]]:
-        """Scan the claims once for many reservations: take all steps, then `reserve(scanned)`.
+        """Scan the claims once for many reservations: take all steps, then `reserve`.
 
         Publishes the count of reservations, then scans the claims (Dekker): a client that claims
         a key too late for the scan sees the count, and asks how its put ended.
@@ -163,13 +163,13 @@ class Cache:
         key: Key,
         content: Content,
         now_s: float,
-        scanned: bool = False,
         pool: Pool | None = None,
     ) -> Reservation | MakingRoom:
         """Allocate an extent for a writer, invisible until committed; may evict to make room.
 
-        `scanned`: the caller is within `reserving` and has taken all steps of its scan.
+        Within `reserving`, after all steps of its scan.
         """
+        assert self._writers.are_announced, "not within `reserving`"
         pool = pool or self.pools[0]
         owner = self._sessions.get(session)
         if owner is None:
@@ -183,16 +183,7 @@ class Cache:
         if content.nbytes > pool.nbytes:
             self.counters.refused["entry_too_large"] += 1
             return EntryTooLarge(content.nbytes, pool.nbytes)
-        if scanned:
-            assert self._writers.are_announced, "scanned, but not within `reserving`"
-            return self._writers.reserve(pool, owner, key, content, now_s)
-        self._writers.announce()
-        try:
-            for _ in self._board.scan_claims():
-                pass
-            return self._writers.reserve(pool, owner, key, content, now_s)
-        finally:
-            self._writers.settle()
+        return self._writers.reserve(pool, owner, key, content, now_s)
 
     def reserve_copy(
         self, session: SessionId, key: Key, original: EntryId, pool: Pool, now_s: float
@@ -362,12 +353,11 @@ class Cache:
         wait_s: float = 0.0,
         wait_for: WaitFor = WaitFor.ANY,
         answer: Answer = Answer.LEASE,
-        scanned: bool = False,
     ) -> Acquisition:
         """Lease the key's nearest copy, or wait up to `wait_s` for a commit.
 
-        With `WaitFor.WRITER` a key that nobody writes, and that is not expected, is Missing at
-        once. `scanned`: the caller has taken all steps of `scan_claims`.
+        With `WaitFor.WRITER`, after all steps of `scan_claims`, a key that nobody writes, and
+        that is not expected, is Missing at once.
         """
         if self._sessions.get(session) is None:
             return SessionEnded()
@@ -378,7 +368,7 @@ class Cache:
                 return Stored()
             return self._readers.lease(session, entry, now_s, answer)
         if wait_s <= 0.0 or (
-            wait_for is WaitFor.WRITER and self.wants(key) and not self._is_claimed(key, scanned)
+            wait_for is WaitFor.WRITER and self.wants(key) and not self._board.is_claimed(key)
         ):
             self._readers.count_miss(key, answer)
             return Missing()
@@ -425,9 +415,9 @@ class Cache:
         entry = self._entries.stored(key)
         return None if entry is None else entry.extent
 
-    def is_being_written(self, key: Key, scanned: bool = False) -> bool:
-        """Whether the key is reserved or claimed; `scanned` as in `acquire`."""
-        return self._entries.writing(key) is not None or self._is_claimed(key, scanned)
+    def is_being_written(self, key: Key) -> bool:
+        """Whether the key is reserved or, as `scan_claims` has seen, claimed."""
+        return self._entries.writing(key) is not None or self._board.is_claimed(key)
 
     def scan_claims(self) -> Iterator[None]:
         """Learn, once for many keys, which are claimed in granted memory; some with each step."""
@@ -656,8 +646,3 @@ class Cache:
             self.counters.of(key.namespace).duplicates += 1
             return AlreadyStored()
         return None if self._entries.writing_in(pool, key) is None else BeingWritten()
-
-    def _is_claimed(self, key: Key, scanned: bool) -> bool:
-        for _ in () if scanned else self._board.scan_claims():
-            pass
-        return self._board.is_claimed(key)

@@ -206,7 +206,8 @@ def simulate(
             cache.release(session, found.lease)
             outcome.count_hit(content)
             continue
-        reserved = cache.reserve(session, key, content, now_s)
+        with cache.reserving():  # in this pool nobody claims a key
+            reserved = cache.reserve(session, key, content, now_s)
         if not isinstance(reserved, Reserved):
             outcome.refused += 1
             continue

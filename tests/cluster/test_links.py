@@ -49,6 +49,7 @@ from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
 from support.daemon import Daemon, changed
 from support.pairs import PATIENCE, start_all
+from support.reserving import reserve
 from support.waiting import HANG_S, eventually_async, within_hang
 
 TOKEN = "a secret of the test"
@@ -235,7 +236,7 @@ def test_what_is_published_gives_up_the_loop() -> None:
         about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None
         cluster = Cluster(config, live, *about)
         for key in keys:
-            reserved = cache.reserve(session, key, Content("uint8", (64,), 64), 0.0)
+            reserved = reserve(cache, session, key, Content("uint8", (64,), 64), 0.0)
             live.commit(session, reserved.entry)
         publishing, turns = asyncio.ensure_future(cluster._publish()), 0
         while cache.info(keys[-1]).checksum is None:
@@ -322,7 +323,7 @@ def test_a_scrape_never_fails() -> None:
                 number += 1
                 nbytes = 64 * (1 + number * 7919 % 50_000)
                 what = Content("uint8", (nbytes,), nbytes)
-                reserved = cache.reserve(session, Key("default", str(number)), what, 0.0)
+                reserved = reserve(cache, session, Key("default", str(number)), what, 0.0)
                 if isinstance(reserved, Reserved):
                     cache.abort(session, reserved.entry)
         thread.join()
@@ -363,7 +364,7 @@ async def links_that_take_turns(
     session, turns = live.open_session(), Serving(1, live.refuse)
     for number in range(64):
         content = Content("uint8", (64,), 64)
-        reserved = live.cache.reserve(session, Key("default", f"k{number}"), content, 0.0)
+        reserved = reserve(live.cache, session, Key("default", f"k{number}"), content, 0.0)
         live.commit(session, reserved.entry)
     yield (
         live,

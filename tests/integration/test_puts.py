@@ -35,6 +35,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.daemon import Daemon
 from support.processes import run
+from support.reserving import reserve
 from support.waiting import HANG_S, eventually, within_hang
 
 MIB = 1 << 20
@@ -462,7 +463,7 @@ def test_a_reservation_is_counted_and_seen_before_claims_are_looked_for(
     index._claims._pages = Pages(index._claims._pages)
     monkeypatch.setattr("ecd.memory.claims.barrier", lambda: steps.append("barrier"))
     content = Content("uint8", (1,), 1)
-    assert isinstance(cache.reserve(session, Key("n", "k"), content, 0.0), Reserved)
+    assert isinstance(reserve(cache, session, Key("n", "k"), content, 0.0), Reserved)
     assert steps[:3] == ["count 1", "barrier", "scan"]
     assert "count 0" not in steps
     index.close()

@@ -28,6 +28,7 @@ from ecd_proto.shm.files import GRANULE_BYTES
 from support.hints import IDENTIFIERS, SHAPES, huge
 from support.nodes import NodeClient
 from support.pairs import Apart, cable
+from support.reserving import reserve
 from support.waiting import eventually, eventually_async
 
 Figure = Callable[[str, float, str, str], None]
@@ -69,7 +70,7 @@ def test_an_offer_of_many_keys(figure: Figure) -> None:
         cluster, session = Cluster(config, live, *about), live.open_session()
         keys = [Key("default", str(number)) for number in range(1024)]
         for key in keys:
-            reserved = live.cache.reserve(session, key, Content("uint8", (64,), 64), 0.0)
+            reserved = reserve(live.cache, session, key, Content("uint8", (64,), 64), 0.0)
             live.commit(session, reserved.entry)
         took_s = []
         for _ in range(5):  # the least of them: Python's collector may run in one

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, KeysView, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 import pytest
@@ -58,6 +59,7 @@ from ecd.core.types import (
 )
 from ecd.core.value_density import ValueDensity
 from support.examples import drawn, draws
+from support.reserving import is_being_written, reserve, scan_claims
 
 GRANULE_BYTES = 4096
 KEYS = [Key(f"n{i % 2}", f"h{i}") for i in range(8)]
@@ -68,6 +70,7 @@ LIMITS = Limits(
     leases_per_session=5,
     waits_per_session=3,
 )
+
 POOL_LIMITS = PoolLimits(granted_share=0.4, high_watermark=0.8, low_watermark=0.5)
 keys = st.sampled_from(KEYS)
 sizes = st.integers(0, 12 * GRANULE_BYTES)
@@ -464,7 +467,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def ended_session_is_told(self, session: SessionId, lost: ModelSession) -> None:
         content = Content("int8", (1,), 1)
-        assert self.cache.reserve(session, KEYS[0], content, self.now_s) == SessionEnded()
+        assert reserve(self.cache, session, KEYS[0], content, self.now_s) == SessionEnded()
         assert self.cache.acquire(session, KEYS[0], self.now_s, 1.0) == SessionEnded()
         for reservation in lost.writers:
             assert self.cache.commit(session, reservation, self.now_s) == NotReserved()
@@ -511,14 +514,15 @@ class CacheMachine(RuleBasedStateMachine):
         self, session: SessionId, key: Key, nbytes: int, pool: Pool
     ) -> Reservation | MakingRoom:
         place = key, pool.number
-        scanned = self.batch is not None and self.batch_scan is None
+        is_scanned = self.batch is not None and self.batch_scan is None
         model = self.open[session]
         content = Content("int8", (nbytes,), nbytes, metadata=key.mm_hash.encode())
         was_stored = place in self.stored
         used_s = {stored: value[3] for stored, value in self.stored.items()}
         leased = self.known_leased_tags()
         for_quota = self.cache.counters.evictions["quota"]
-        outcome = self.cache.reserve(session, key, content, self.now_s, scanned, pool)
+        ask = self.cache.reserve if is_scanned else partial(reserve, self.cache)
+        outcome = ask(session, key, content, self.now_s, pool)
         for_quota = self.cache.counters.evictions["quota"] - for_quota
         evicted = set(used_s) - set(self.infos())
         own = {stored for stored in evicted if stored[0].namespace == key.namespace}
@@ -783,7 +787,7 @@ class CacheMachine(RuleBasedStateMachine):
         place = self.nearest(key)
         assert (info is not None) == (place is not None)
         on_its_way = key in self.keys_written() or self.board.is_begun(key)
-        assert self.cache.is_being_written(key) == on_its_way
+        assert is_being_written(self.cache, key) == on_its_way
         if info is not None and place is not None:
             tag, extent, content, _ = self.stored[place]
             assert (info.key, info.extent, info.content) == (key, extent, content)
@@ -886,6 +890,7 @@ class CacheMachine(RuleBasedStateMachine):
         model = self.open[session]
         wait_for = WaitFor.WRITER if only_if_written else WaitFor.ANY
         answer = Answer.PIN if to_pin else Answer.LEASE
+        scan_claims(self.cache)
         outcome = self.cache.acquire(session, key, self.now_s, wait_s, wait_for, answer)
         match outcome:
             case Leased():
@@ -1339,7 +1344,7 @@ def test_who_waits_for_an_expected_key_outlasts_a_writer_that_gives_up() -> None
     assert not isinstance(writer, LimitReached)
     assert not isinstance(reader, LimitReached)
     cache.expect(key)
-    reserved = cache.reserve(writer, key, Content("int8", (1,), 1), 0.0)
+    reserved = reserve(cache, writer, key, Content("int8", (1,), 1), 0.0)
     assert isinstance(reserved, Reserved)
     waiting = cache.acquire(reader, key, 0.0, 5.0, wait_for=WaitFor.WRITER)
     assert isinstance(waiting, Waiting)
@@ -1364,7 +1369,7 @@ def test_a_recovered_entry_is_seen_by_nobody_until_it_is_committed() -> None:
     cache.check()
     assert cache.entries == 0
     assert cache.acquire(reader, keys[0], 0.0) == Missing()
-    assert cache.reserve(reader, keys[0], content, 0.0) == BeingWritten()
+    assert reserve(cache, reader, keys[0], content, 0.0) == BeingWritten()
     waiting = cache.acquire(reader, keys[1], 0.0, 5.0, wait_for=WaitFor.WRITER)
     assert isinstance(waiting, Waiting)
     right, wrong, _ = adopted
@@ -1391,7 +1396,7 @@ def test_an_entry_hidden_during_a_scan_is_kept_for_who_pinned_it_behind_the_scan
     assert not isinstance(first, LimitReached)
     assert not isinstance(second, LimitReached)
     for key in KEYS[:2]:
-        reserved = cache.reserve(first, key, Content("int8", (1,), 1), 0.0)
+        reserved = reserve(cache, first, key, Content("int8", (1,), 1), 0.0)
         assert isinstance(reserved, Reserved)
         cache.commit(first, reserved.entry, 0.0)
     other, wanted = (cache.info(key) for key in KEYS[:2])
@@ -1427,7 +1432,7 @@ def test_an_entry_hidden_during_a_scan_is_kept_for_who_pinned_it_behind_the_scan
 
 def stored_and_leased(cache: Cache, session: SessionId) -> tuple[EntryInfo, Leased]:
     """An entry of KEYS[0], and the session's lease of it."""
-    reserved = cache.reserve(session, KEYS[0], Content("int8", (1,), 1), 0.0)
+    reserved = reserve(cache, session, KEYS[0], Content("int8", (1,), 1), 0.0)
     assert isinstance(reserved, Reserved)
     cache.commit(session, reserved.entry, 0.0)
     info = cache.info(KEYS[0])
@@ -1502,7 +1507,7 @@ def test_a_key_that_a_put_without_a_call_has_claimed_is_not_reserved() -> None:
     assert not isinstance(other, LimitReached)
     board.begun[session] = [Writer(0, KEYS[0], Extent(0, 0, GRANULE_BYTES))]
     content = Content("int8", (1,), 1)
-    assert cache.reserve(other, KEYS[0], content, 0.0) == BeingWritten()
+    assert reserve(cache, other, KEYS[0], content, 0.0) == BeingWritten()
     del board.begun[session]
-    assert isinstance(cache.reserve(other, KEYS[0], content, 0.0), Reserved)
+    assert isinstance(reserve(cache, other, KEYS[0], content, 0.0), Reserved)
     cache.check()

@@ -15,6 +15,7 @@ from ecd.core.outcomes import (
 )
 from ecd.core.pool import Pool
 from ecd.core.types import Answer, Content, EntryId, Key, Limits, Selection, SessionId
+from support.reserving import reserve
 
 PAGE = 4096
 KEY, OTHER = Key("model", "image-1"), Key("model", "image-2")
@@ -35,21 +36,21 @@ def client(cache: Cache) -> SessionId:
 
 
 def store(cache: Cache, client: SessionId, key: Key, pages: int, now_s: float = 0.0) -> None:
-    cache.commit(client, cache.reserve(client, key, content(pages), now_s).entry, now_s)
+    cache.commit(client, reserve(cache, client, key, content(pages), now_s).entry, now_s)
 
 
 def test_a_reservation_is_invisible_until_it_is_committed(cache: Cache, client: SessionId) -> None:
-    reserved = cache.reserve(client, KEY, content(1), now_s=0.0)
+    reserved = reserve(cache, client, KEY, content(1), now_s=0.0)
     assert reserved.extent == (0, 0, PAGE)  # pool, offset, bytes
     assert cache.acquire(client, KEY, now_s=0.0) == Missing()
-    assert cache.reserve(client, KEY, content(1), now_s=0.0) == BeingWritten()
+    assert reserve(cache, client, KEY, content(1), now_s=0.0) == BeingWritten()
     assert cache.commit(client, reserved.entry, now_s=1.0) == Committed()
     assert cache.contains(KEY)
-    assert cache.reserve(client, KEY, content(1), now_s=1.0) == AlreadyStored()
+    assert reserve(cache, client, KEY, content(1), now_s=1.0) == AlreadyStored()
 
 
 def test_an_aborted_reservation_gives_its_memory_back(cache: Cache, client: SessionId) -> None:
-    reserved = cache.reserve(client, KEY, content(4), now_s=0.0)
+    reserved = reserve(cache, client, KEY, content(4), now_s=0.0)
     assert cache.pools[0].free_bytes == 0
     cache.abort(client, reserved.entry)
     assert cache.pools[0].free_bytes == 4 * PAGE
@@ -121,7 +122,7 @@ def test_another_nodes_read_is_no_hit_and_no_miss_of_this_one(
 def test_a_leased_entry_is_evicted_but_its_bytes_stay(cache: Cache, client: SessionId) -> None:
     store(cache, client, KEY, pages=4)
     leased = cache.acquire(client, KEY, now_s=0.0)
-    assert cache.reserve(client, OTHER, content(1), now_s=0.0) == PoolFull(PAGE, 0, 4 * PAGE)
+    assert reserve(cache, client, OTHER, content(1), now_s=0.0) == PoolFull(PAGE, 0, 4 * PAGE)
     report = cache.evict(Selection(key=KEY), now_s=0.0, limit=1)
     assert (report.entries, report.leased) == (1, 1)
     assert cache.acquire(client, KEY, now_s=0.0) == Missing(), "nobody finds it any more"

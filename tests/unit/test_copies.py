@@ -26,6 +26,7 @@ from ecd.core.outcomes import (
 from ecd.core.pool import Pool
 from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, Selection, SessionId, Start
 from support.examples import drawn, draws
+from support.reserving import reserve
 
 PAGE = 4096
 HOST, NEAR, FAR = 0, 1, 2
@@ -76,7 +77,7 @@ def content(pages: int = 1) -> Content:
 
 
 def store(cache: Cache, session: SessionId, key: Key, pages: int = 1) -> EntryId:
-    reserved = cache.reserve(session, key, content(pages), 0.0)
+    reserved = reserve(cache, session, key, content(pages), 0.0)
     assert isinstance(reserved, Reserved), reserved
     assert isinstance(cache.commit(session, reserved.entry, 0.0), Committed)
     return cache.info(key).entry
@@ -207,7 +208,7 @@ def test_a_copy_on_its_way_is_no_writer_of_the_key() -> None:
     assert board.announced == 0, "puts without a call need not wait for their answers"
     cache.evict(Selection(), 0.0, 10)
     assert cache.wants(KEYS[0])
-    assert cache.reserve(reader, KEYS[0], content(), 0.0).extent.pool == HOST
+    assert reserve(cache, reader, KEYS[0], content(), 0.0).extent.pool == HOST
     cache.leave_session(session)
     cache.check()
     assert cache.close_session(session)
@@ -241,7 +242,7 @@ class Machine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS), pages=st.integers(1, 5))
     def put(self, key: Key, pages: int) -> None:
         self.now_s += 1
-        reserved = self.cache.reserve(self.writer, key, content(pages), self.now_s)
+        reserved = reserve(self.cache, self.writer, key, content(pages), self.now_s)
         if isinstance(reserved, Reserved):
             self.tag += 1
             self.write(reserved.extent, self.tag)

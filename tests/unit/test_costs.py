@@ -17,6 +17,7 @@ from ecd.core.outcomes import Committed, Leased, Reserved
 from ecd.core.pool import REFETCHED_S, Pool
 from ecd.core.types import Content, Key, Selection, SessionId
 from support.examples import draws
+from support.reserving import reserve
 
 ROW_BYTES = 7168
 ROWS = (16, 64, 256, 1024, 4096, 16384)
@@ -147,7 +148,7 @@ class Stored:
 
     def put(self, name: str, rows: int, cost_s: float, refetch_s: float | None = None) -> Entry:
         key, told = Key("n", name), Content("int8", (rows, 64), rows * 64, IMAGE, cost_s)
-        reserved = self.cache.reserve(self.session, key, told, 0.0)
+        reserved = reserve(self.cache, self.session, key, told, 0.0)
         assert isinstance(reserved, Reserved)
         how = {} if refetch_s is None else {"refetch_s": refetch_s}
         committed = self.cache.commit(self.session, reserved.entry, 0.0, **how)

@@ -14,6 +14,7 @@ from ecd.core.policy import Lru, Policy, Weighing
 from ecd.core.pool import PLANS, Pool
 from ecd.core.types import Content, EntryId, Extent, Key, SessionId
 from ecd.core.value_density import ValueDensity
+from support.reserving import reserve
 
 PAGE = 4096
 
@@ -301,7 +302,7 @@ def test_the_policy_of_a_pool_decides_who_goes(policy: Policy, stays: str) -> No
     session = cache.open_session()
 
     def put(name: str) -> None:
-        reserved = cache.reserve(session, Key("n", name), Content("int8", (PAGE,), PAGE), 0.0)
+        reserved = reserve(cache, session, Key("n", name), Content("int8", (PAGE,), PAGE), 0.0)
         cache.commit(session, reserved.entry, 0.0)
 
     put("a")

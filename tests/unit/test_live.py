@@ -13,6 +13,7 @@ from ecd.intake import NoPuts
 from ecd.live import LiveCache
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import SharedIndex
+from support.reserving import reserve
 from support.waiting import eventually_async, within_hang
 
 POOL_BYTES = 1 << 20
@@ -179,7 +180,7 @@ def test_a_turn_that_only_grants_announces_what_it_evicted(tmp_path: Path) -> No
         index.open_page(intake.session)
         live = LiveCache(cache, intake)
         for number in range(256):
-            reserved = cache.reserve(intake.session, Key("n", str(number)), CONTENT, 0.0)
+            reserved = reserve(cache, intake.session, Key("n", str(number)), CONTENT, 0.0)
             assert isinstance(reserved, Reserved)
             cache.commit(intake.session, reserved.entry, 0.0)
         followed = live.follow_changes()

@@ -25,6 +25,7 @@ from ecd.replay.reading import Accesses, Item, TraceError, accesses, records
 from ecd.replay.whatif import Disk, simulate
 from ecd.trace import MAX_WAITING, Recorder
 from support.examples import drawn, draws
+from support.reserving import reserve
 from support.waiting import HANG_S, eventually
 from unit.test_cache import GRANULE_BYTES, POOL_LIMITS, RuledMachine
 
@@ -84,7 +85,7 @@ def recorded_run(file: Path) -> Pool:
     for number in range(40):
         nbytes = 4096 * (1 + number % 3)
         content = Content("int8", (number + 1, 7), nbytes, cost_s=0.25)
-        reserved = cache.reserve(session, Key(f"n{number % 2}", f"k{number}"), content, 101.0)
+        reserved = reserve(cache, session, Key(f"n{number % 2}", f"k{number}"), content, 101.0)
         assert isinstance(reserved, Reserved)
         cache.commit(session, reserved.entry, 101.0 + number)
     recorder.close()
@@ -120,7 +121,7 @@ def test_room_for_an_entry_without_bytes_is_made_anew_as_any_other(tmp_path: Pat
     for number in range(60):
         nbytes = 4096 * (3, 0, 1)[number % 3]
         content = Content("int8", (1,), nbytes, cost_s=0.01 * (1 + number % 7))
-        reserved = cache.reserve(session, Key("n", f"k{number}"), content, number)
+        reserved = reserve(cache, session, Key("n", f"k{number}"), content, number)
         assert isinstance(reserved, Reserved)
         cache.commit(session, reserved.entry, number)
     recorder.close()
@@ -141,7 +142,7 @@ def test_an_entry_that_costs_more_since_its_fetch_was_long_ago_is_replayed_so(
     for number in range(400):
         key, now_s = Key("n", f"k{number}"), 1.0 * number
         content = Content("int8", (100,), 4096, cost_s=1.0)
-        reserved = cache.reserve(session, key, content, now_s)
+        reserved = reserve(cache, session, key, content, now_s)
         assert isinstance(reserved, Reserved)
         cache.commit(session, reserved.entry, now_s, refetch_s=0.02)
         for read in (key, Key("n", "k0"))[: 2 if number == 61 else 1]:

@@ -15,6 +15,7 @@ from ecd.core.outcomes import Leased, LimitReached, MakingRoom, Missing, PoolFul
 from ecd.core.pool import Pool
 from ecd.core.rules import Rules
 from ecd.core.types import Content, EntryId, Key, SessionId
+from support.reserving import reserve
 
 PAGE = 4096
 MIB = 1 << 20
@@ -28,9 +29,9 @@ def make(rules: Rules, pages: int = 4096) -> tuple[Cache, SessionId]:
 
 
 def put(cache: Cache, session: SessionId, key: Key, now_s: float = 0.0, age_s: float = 0.0) -> None:
-    reserved = cache.reserve(session, key, Content("int8", (PAGE,), PAGE), now_s)
+    reserved = reserve(cache, session, key, Content("int8", (PAGE,), PAGE), now_s)
     while isinstance(reserved, MakingRoom):
-        reserved = cache.reserve(session, key, Content("int8", (PAGE,), PAGE), now_s)
+        reserved = reserve(cache, session, key, Content("int8", (PAGE,), PAGE), now_s)
     assert isinstance(reserved, Reserved), reserved
     cache.commit(session, reserved.entry, now_s, age_s=age_s)
 
@@ -116,7 +117,7 @@ def test_reservations_count_against_the_quota_and_cost_no_other_namespace() -> N
         put(cache, session, key)
     content = Content("int8", (PAGE,), PAGE)
     keys = [Key("n", str(number)) for number in range(5)]
-    *outcomes, refused = [cache.reserve(session, key, content, 1.0) for key in keys]
+    *outcomes, refused = [reserve(cache, session, key, content, 1.0) for key in keys]
     assert refused == PoolFull(PAGE, 0, 4 * PAGE, 4 * PAGE)
     assert all(map(cache.contains, others))
     written, given_up, abandoned, lost = [each.entry for each in outcomes]
@@ -124,7 +125,7 @@ def test_reservations_count_against_the_quota_and_cost_no_other_namespace() -> N
     cache.commit(session, written, 1.0)
     cache.abort(session, given_up)
     cache.abandon(session, abandoned)
-    assert isinstance(cache.reserve(session, keys[4], content, 1.0), Reserved)
+    assert isinstance(reserve(cache, session, keys[4], content, 1.0), Reserved)
     assert cache.contains(keys[0])
     cache.use_rules(Rules({"m": PAGE}))
     cache.check()
@@ -147,7 +148,7 @@ def test_a_quota_of_more_held_entries_than_a_look_takes_refuses(
     leases = [cache.acquire(session, key, 1.0) for key in keys]
     content, outcomes = Content("int8", (PAGE,), PAGE), []
     for turn in range(32):
-        outcomes.append(cache.reserve(session, Key("n", "new"), content, 2.0 + turn))
+        outcomes.append(reserve(cache, session, Key("n", "new"), content, 2.0 + turn))
         if not isinstance(outcomes[-1], MakingRoom):
             break
     assert outcomes[-1] == PoolFull(PAGE, 0, 32 * PAGE, 32 * PAGE)
@@ -238,12 +239,12 @@ def test_a_quota_whose_entries_are_all_held_refuses_and_evicts_none() -> None:
         put(cache, session, key)
     leases = [cache.acquire(session, key, 1.0) for key in keys[1:]]
     content = Content("int8", (2 * PAGE,), 2 * PAGE)
-    refused = cache.reserve(session, Key("n", "new"), content, 1.0)
+    refused = reserve(cache, session, Key("n", "new"), content, 1.0)
     assert refused == PoolFull(2 * PAGE, 0, 3 * PAGE, 4 * PAGE)
     assert cache.contains(keys[0]), "it alone makes too little room"
-    assert isinstance(cache.reserve(session, Key("m", "new"), content, 1.0), Reserved)
+    assert isinstance(reserve(cache, session, Key("m", "new"), content, 1.0), Reserved)
     cache.release(session, leases[0].lease)
-    assert isinstance(cache.reserve(session, Key("n", "new"), content, 1.0), Reserved)
+    assert isinstance(reserve(cache, session, Key("n", "new"), content, 1.0), Reserved)
     assert cache.counters.evictions["quota"] == 2
     cache.check()
 

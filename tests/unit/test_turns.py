@@ -66,6 +66,7 @@ from ecd_proto.shm.session_page import (
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import peer_pb2 as peer_pb
 from support.clock import SetClock
+from support.reserving import is_being_written, reserve
 
 POOL_BYTES = 64 << 20
 SESSIONS = 200
@@ -133,8 +134,8 @@ class Node:
 
     def store(self, *names: str) -> list[EntryId]:
         for name in names:
-            reserved = self.cache.reserve(
-                self.clients[0], Key("n", name), Content("uint8", (4096,), 4096), 0.0
+            reserved = reserve(
+                self.cache, self.clients[0], Key("n", name), Content("uint8", (4096,), 4096), 0.0
             )
             assert isinstance(reserved, Reserved)
             self.cache.commit(self.clients[0], reserved.entry, 0.0)
@@ -247,7 +248,7 @@ def test_what_a_cancelled_call_has_done_is_undone(node: Node) -> None:
     other = node.clients[1]
     content = Content("uint8", (4096,), 4096)
     for key in keys(200, "coming"):
-        node.cache.reserve(other, Key("n", key.mm_hash), content, 0.0)
+        reserve(node.cache, other, Key("n", key.mm_hash), content, 0.0)
 
     async def cancelled(name: str, request: object, turns_of_it: int) -> None:
         call = asyncio.ensure_future(node.call(name, request))
@@ -302,7 +303,7 @@ def test_what_a_session_had_is_taken_back_in_turns(
             assert isinstance(node.cache.acquire(session, Key("n", "k"), 0.0), Leased)
         for number in range(2 * DUE_AT_A_TIME):
             key = Key("n", f"{session}-{number}")
-            assert isinstance(node.cache.reserve(session, key, content, 0.0), Reserved)
+            assert isinstance(reserve(node.cache, session, key, content, 0.0), Reserved)
     node.counted(monkeypatch, node.cache._pins, "let_go")
     node.counted(monkeypatch, node.cache._writers, "_free")
 
@@ -321,7 +322,7 @@ def test_of_many_who_wait_for_one_key_a_turn_tells_some(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, content = Key("n", "k"), Content("uint8", (4096,), 4096)
-    reserved = node.cache.reserve(node.clients[0], key, content, 0.0)
+    reserved = reserve(node.cache, node.clients[0], key, content, 0.0)
     assert isinstance(reserved, Reserved)
     for session in node.clients:
         assert isinstance(node.cache.acquire(session, key, 0.0, 5.0, answer=Answer.PIN), Waiting)
@@ -398,7 +399,7 @@ def test_room_waits_for_the_scan_and_is_not_refused(node: Node) -> None:
     session, other = node.clients[:2]
     half = Content("uint8", (POOL_BYTES // 2,), POOL_BYTES // 2)
     for name in "ab":
-        reserved = node.cache.reserve(session, Key("n", name), half, 0.0)
+        reserved = reserve(node.cache, session, Key("n", name), half, 0.0)
         assert isinstance(reserved, Reserved)
         node.cache.commit(session, reserved.entry, 0.0)
     info = node.cache.info(Key("n", "b"))
@@ -406,13 +407,13 @@ def test_room_waits_for_the_scan_and_is_not_refused(node: Node) -> None:
     outcomes: list[object] = []
     while not outcomes or isinstance(outcomes[-1], MakingRoom):
         fill_with_garbage(node)
-        outcomes.append(node.cache.reserve(other, Key("n", "c"), half, 0.0))
+        outcomes.append(reserve(node.cache, other, Key("n", "c"), half, 0.0))
     assert isinstance(outcomes[-1], Reserved)
     assert len(outcomes) > 3
     node.words(session)[FIRST_PIN_WORD] = info.entry  # what is left is pinned
     outcomes = []
     while not outcomes or isinstance(outcomes[-1], MakingRoom):
-        outcomes.append(node.cache.reserve(other, Key("n", "d"), half, 0.0))
+        outcomes.append(reserve(node.cache, other, Key("n", "d"), half, 0.0))
     assert isinstance(outcomes[-1], PoolFull)
     assert node.cache.contains(Key("n", "b")) or not node.cache._index.is_readable(info.entry)
 
@@ -507,31 +508,31 @@ def test_a_row_that_is_seen_after_its_number_is_read_again(node: Node, before: s
         whole = pack_row(record, second, 0)
     words[CLAIMS_WORD] = 1
     words[FIRST_CLAIM_WORD + CLAIM_NUMBER] = 2 if before == "another put's row" else 1
-    assert not node.cache.is_being_written(key)
-    assert not node.cache.is_being_written(Key("n", "other"))
+    assert not is_being_written(node.cache, key)
+    assert not is_being_written(node.cache, Key("n", "other"))
     words[row] = memoryview(whole).cast("Q")
-    assert node.cache.is_being_written(key)
+    assert is_being_written(node.cache, key)
     content = Content("uint8", (4096,), 4096)
-    assert node.cache.reserve(node.clients[0], key, content, 0.0) == BeingWritten()
+    assert reserve(node.cache, node.clients[0], key, content, 0.0) == BeingWritten()
 
 
 def test_claims_come_and_go_and_pages_change_hands(node: Node) -> None:
     session, content = node.clients[3], Content("uint8", (4096,), 4096)
     key = Key("n", "k")
     node.claim(session, 2, "k")
-    assert node.cache.is_being_written(key)
-    assert node.cache.reserve(node.clients[0], key, content, 0.0) == BeingWritten()
+    assert is_being_written(node.cache, key)
+    assert reserve(node.cache, node.clients[0], key, content, 0.0) == BeingWritten()
     node.unclaim(session, 2)
-    assert not node.cache.is_being_written(key)
+    assert not is_being_written(node.cache, key)
     node.claim(session, 2, "k")
-    assert node.cache.is_being_written(key)
+    assert is_being_written(node.cache, key)
     node.cache.leave_session(session)
     node.cache.close_session(session)
-    assert not node.cache.is_being_written(key)
+    assert not is_being_written(node.cache, key)
     after = node.open()
     node.claim(after, 2, "other")  # the same page, place and number
-    assert not node.cache.is_being_written(key)
-    assert node.cache.is_being_written(Key("n", "other"))
+    assert not is_being_written(node.cache, key)
+    assert is_being_written(node.cache, Key("n", "other"))
 
 
 @pytest.mark.parametrize("pool", [GRANTED_POOL, GRANTED_POOL + 1])
@@ -718,7 +719,7 @@ def test_a_put_that_is_refused_evicts_nothing(node: Node) -> None:
     content = Content("uint8", (1 << 16,), 1 << 16)
     number = 0
     while node.cache.pools[0].free_bytes >= 1 << 16:
-        reserved = node.cache.reserve(node.clients[0], Key("n", f"{number}"), content, 0.0)
+        reserved = reserve(node.cache, node.clients[0], Key("n", f"{number}"), content, 0.0)
         assert isinstance(reserved, Reserved)
         node.cache.commit(node.clients[0], reserved.entry, 0.0)
         number += 1

@@ -23,6 +23,7 @@ from ecd.core.outcomes import (
 )
 from ecd.core.pool import Pool
 from ecd.core.types import Content, Extent, Key, PoolLimits, Selection, SessionId, WaitFor
+from support.reserving import reserve
 
 PAGE = 4096
 KEY = Key("n", "k")
@@ -58,7 +59,7 @@ def session(cache: Cache) -> SessionId:
 
 
 def store(cache: Cache, session: SessionId, key: Key, pool: Pool, now_s: float = 0.0) -> Extent:
-    reserved = cache.reserve(session, key, content(), now_s, pool=pool)
+    reserved = reserve(cache, session, key, content(), now_s, pool=pool)
     assert isinstance(reserved, Reserved), reserved
     cache.commit(session, reserved.entry, now_s)
     return reserved.extent
@@ -72,7 +73,7 @@ def test_a_copy_lives_in_the_second_pool_from_reservation_to_eviction(
     cache: Cache, pools: tuple[Pool, Pool], session: SessionId
 ) -> None:
     near, far = pools
-    reserved = cache.reserve(session, KEY, content(), 0.0, pool=far)
+    reserved = reserve(cache, session, KEY, content(), 0.0, pool=far)
     assert isinstance(reserved, Reserved)
     assert reserved.extent == Extent(2, 0, PAGE)
     assert (figures(near), figures(far)) == ((0, 0, 0), (2, 2, 0))
@@ -99,9 +100,9 @@ def test_readers_get_the_nearest_copy(
     cache.take_changes()
     store(cache, session, KEY, far)
     assert cache.extent(KEY).pool == far.number
-    assert cache.reserve(session, KEY, content(), 0.0, pool=far) == AlreadyStored()
-    reserved = cache.reserve(session, KEY, content(), 0.0)
-    assert cache.reserve(session, KEY, content(), 0.0) == BeingWritten()
+    assert reserve(cache, session, KEY, content(), 0.0, pool=far) == AlreadyStored()
+    reserved = reserve(cache, session, KEY, content(), 0.0)
+    assert reserve(cache, session, KEY, content(), 0.0) == BeingWritten()
     cache.commit(session, reserved.entry, 0.0)
     assert cache.take_changes() == {KEY: True}
     cache.check()
@@ -145,12 +146,12 @@ def test_room_is_made_in_the_pool_that_needs_it(
     for number in range(8):
         store(cache, session, Key("n", f"near{number}"), near)
         store(cache, session, Key("n", f"far{number}"), far)
-    assert cache.reserve(session, KEY, content(9), 1.0) == EntryTooLarge(9 * PAGE, 8 * PAGE)
-    assert isinstance(cache.reserve(session, KEY, content(9), 1.0, pool=far), Reserved)
+    assert reserve(cache, session, KEY, content(9), 1.0) == EntryTooLarge(9 * PAGE, 8 * PAGE)
+    assert isinstance(reserve(cache, session, KEY, content(9), 1.0, pool=far), Reserved)
     assert near.evictions["capacity"] == 0
     assert far.evictions["capacity"] == 5
-    assert cache.reserve(session, KEY, content(), 1.0, pool=far) == BeingWritten()
-    outcome = cache.reserve(session, Key("n", "large"), content(9), 1.0, pool=far)
+    assert reserve(cache, session, KEY, content(), 1.0, pool=far) == BeingWritten()
+    outcome = reserve(cache, session, Key("n", "large"), content(9), 1.0, pool=far)
     assert outcome == PoolFull(9 * PAGE, 0, 10 * PAGE), "held by the reservation before it"
     cache.check()
 
@@ -176,7 +177,7 @@ def test_a_writer_left_in_another_pool_is_still_waited_for(
     cache: Cache, pools: tuple[Pool, Pool], session: SessionId
 ) -> None:
     reader = cache.open_session()
-    first, second = (cache.reserve(session, KEY, content(), 0.0, pool=pool) for pool in pools)
+    first, second = (reserve(cache, session, KEY, content(), 0.0, pool=pool) for pool in pools)
     waiting = cache.acquire(reader, KEY, 0.0, 5.0, WaitFor.WRITER)
     assert cache.abort(session, first.entry).woken == ()
     assert cache.abort(session, second.entry).woken == (Wakeup(reader, waiting.ticket, Missing()),)
@@ -190,6 +191,6 @@ def test_an_extent_of_a_pool_that_is_not_there_is_refused(cache: Cache, session:
     assert cache.recover(session, KEY, content(), Extent(2, 2 * PAGE, PAGE)) is None, "reserved"
     assert cache.recover(session, KEY, content(), Extent(7, 0, PAGE)) is not None
     cache.leave_session(session)
-    assert cache.reserve(session, KEY, content(), 0.0) == SessionEnded()
+    assert reserve(cache, session, KEY, content(), 0.0) == SessionEnded()
     cache.close_session(session)
     assert [pool.used_bytes for pool in cache.pools] == [0, 0]

@@ -25,6 +25,7 @@ from ecd.core.value_density import (
     fingerprints,
 )
 from support.examples import drawn, draws
+from support.reserving import reserve
 
 PAGE = 4096
 POOL_BYTES = 64 * PAGE
@@ -251,7 +252,7 @@ def replayed(trace: Sequence[tuple[int, int, float]], policy: Policy, prefix: st
             cache.release(session, leased.lease)
             continue
         content = Content("int8", (pages * PAGE,), pages * PAGE, cost_s=cost_s)
-        reserved = cache.reserve(session, key, content, now_s)
+        reserved = reserve(cache, session, key, content, now_s)
         assert isinstance(reserved, Reserved)
         assert isinstance(cache.commit(session, reserved.entry, now_s), Committed)
         changes = cache.take_changes()
