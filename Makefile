@@ -240,7 +240,6 @@ demo: $(VENV)/.ready  ## a daemon, a producer and a consumer process, and what h
 bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one node, steps, load, first tokens, two nodes, the disk, the directory, a hot picture, ten thousand nodes, events, growth, the event loop, eviction policies
 	$(BIN)/python benchmarks/run.py --output docs/benchmarks/one-node.md --plot docs/benchmarks/one-node.png
 	$(BIN)/python benchmarks/steps.py --output docs/benchmarks/steps.md
-	$(BIN)/python benchmarks/copies.py --output docs/benchmarks/copies.md
 	$(BIN)/python benchmarks/load.py --output docs/benchmarks/load.md
 	$(BIN)/python benchmarks/ttft.py --output docs/benchmarks/ttft.md
 	$(BIN)/python benchmarks/repeated.py --output docs/benchmarks/repeated.md

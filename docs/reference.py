@@ -55,8 +55,6 @@ CLIENTS = """
 | --- | --- | --- |
 | `ECD_ADDRESS` | as the daemon's | Unix socket of the daemon. |
 | `ECD_PIN` | `auto` | `off`: [pin](gpu.md#ecd_pin) nothing for the GPU. |
-| `ECD_COPY_THREADS` | `1` | `torch`: torch's threads share the copy of a `put` from 32 MiB on, \
-which pays where [their cores are idle](benchmarks/copies.md). |
 | `ECD_SGLANG_NAMESPACE` | none | [SGLang's encoder](sglang.md) uses ecd, under this name. |
 | `ECD_ENCODERS` | none | URLs, with commas between them, of the encoders that the middleware of \
 vLLM's server [sends pictures to](vllm.md#encoders-without-a-proxy). |

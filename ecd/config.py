@@ -36,7 +36,7 @@ MIN_ENGINE_PORTS = 2
 MAX_ZONE_LENGTH = 64
 SECRETS = ("peer_token",)
 """Settings without a flag: every user of the machine can read a process's arguments."""
-RULES = ("namespace_quotas", "namespace_ttls", "kept_share")
+RULES = ("namespace_quotas", "namespace_ttls")
 RELOADABLE = ("log_level", "peers", "hint_networks", "fetch_timeout_s", "slow_log_s", *RULES)
 """Settings that a running daemon takes over on SIGHUP."""
 
@@ -93,12 +93,6 @@ class Config(BaseSettings):
         description="The age, since their put, at which entries are evicted, by patterns of their "
         "namespaces' names: PATTERN=30m,*=7d (s, m, h, d), or a TOML table. By default none.",
     )
-    kept_share: float = Field(
-        default=0.5,
-        ge=0.0,
-        le=1.0,
-        description="Most of the host pool that `ecd-cli keep` may keep at a time.",
-    )
     trace: Path | None = Field(
         default=None,
         description="A file for a trace of what decides evictions, for `ecd replay`. Each start "
@@ -135,12 +129,6 @@ class Config(BaseSettings):
         description="true: on SIGTERM, leave the pool and its index for the next start. false: "
         "leave nothing, and ignore what the last daemon left. auto, the default: leave them if "
         "systemd or Kubernetes will start the daemon again, and take over what was left.",
-    )
-    leftover_max_age_s: float = Field(
-        default=3600.0,
-        ge=0.0,
-        description="A start removes what this user's daemons of other names left in shm_dir, once "
-        "it is this old. 0: never.",
     )
     group: str | None = Field(
         default=None,
@@ -224,9 +212,6 @@ class Config(BaseSettings):
         "previous daemon may still hold all of them after a quick restart: each start takes two, "
         "which rest for a minute after its end.",
     )
-    mooncake: Annotated[dict[str, str], NoDecode] = Field(
-        default={}, description="Mooncake's own MC_* variables: MC_A=1,MC_B=2, or a TOML table."
-    )
     fetch_timeout_s: float = Field(
         default=5.0,
         ge=0.1,
@@ -297,17 +282,6 @@ class Config(BaseSettings):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
 
-    @field_validator("mooncake", mode="before")
-    @classmethod
-    def _variables(cls, value: object) -> object:
-        if isinstance(value, str):
-            value = pairs(value)
-        if isinstance(value, dict) and not all(str(n).startswith("MC_") for n in value):
-            raise ValueError("Mooncake's variables begin with MC_")
-        if isinstance(value, dict):  # numbers are quoted in no shell
-            return {n: str(v) if type(v) in (int, float) else v for n, v in value.items()}
-        return value
-
     @field_validator("peers")
     @classmethod
     def _nodes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -361,8 +335,7 @@ class Config(BaseSettings):
 
     def rules(self, pool_bytes: int) -> Rules:
         """The rules for namespaces, with a host pool of `pool_bytes`."""
-        of_namespaces = self.namespace_quotas, self.namespace_ttls
-        return config_rules.rules(*of_namespaces, self.kept_share, pool_bytes)
+        return config_rules.rules(self.namespace_quotas, self.namespace_ttls, pool_bytes)
 
     @property
     def token(self) -> str | None:

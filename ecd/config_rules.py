@@ -30,9 +30,7 @@ def ttls(value: object) -> object:
     return _by_pattern(value, _seconds, "PATTERN=TIME")
 
 
-def rules(
-    quotas: Mapping[str, int | str], ttls: Mapping[str, float], kept_share: float, pool_bytes: int
-) -> Rules:
+def rules(quotas: Mapping[str, int | str], ttls: Mapping[str, float], pool_bytes: int) -> Rules:
     """The core's rules for a host pool of `pool_bytes`."""
     nbytes = {
         pattern: quota
@@ -40,7 +38,7 @@ def rules(
         else max(1, int(float(quota[:-1]) / 100 * pool_bytes))
         for pattern, quota in quotas.items()
     }
-    return Rules(nbytes, ttls, kept_share)
+    return Rules(nbytes, ttls)
 
 
 def _by_pattern(value: object, parse: Callable[[str, str], T], form: str) -> object:

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
-from ecd.config import ENV_PREFIX, NOT_OURS, SECRETS, Config, ConfigError, pairs
-from ecd.redaction import without_password, without_secret_variables
+from ecd.config import ENV_PREFIX, NOT_OURS, SECRETS, Config, ConfigError
+from ecd.redaction import without_password
 
 WANTED = {
     "float_parsing": "must be a number",
@@ -47,16 +47,11 @@ def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, st
         sources[str(file)] = _read(file)
     sources["environment"] = EnvSettingsSource(Config)()
     sources["flag"] = {name: value for name, value in flags.items() if value is not None}
-    url, variables = (sources["flag"].get(name) for name in ("directory", "mooncake"))
+    url = sources["flag"].get("directory")
     if without_password(url) != url:
         raise ConfigError(
             f"directory {_READABLE}, so that it may hold a host, a port and a database and nothing "
             "else. Use ECD_DIRECTORY or the file"
-        )
-    given = pairs(variables or "")
-    if without_secret_variables(given) != given:
-        raise ConfigError(
-            f"mooncake {_READABLE}, so that it may hold no secret. Use ECD_MOONCAKE or the file"
         )
     origins = dict.fromkeys(Config.model_fields, "default")
     merged: dict[str, Any] = {}
@@ -77,7 +72,7 @@ def _sentence(wrong: ErrorDetails, origins: dict[str, str]) -> str:
     begin = f"{name} (from {origins[name]})"
     setting = Config.model_fields.get(name)
     if setting is None and isinstance(wrong["input"], dict):
-        return f"{begin} is a table: settings stand in none, but for mooncake and namespace_*"
+        return f"{begin} is a table: settings stand in none, but for namespace_*"
     if setting is None:
         return f"{begin} is no setting: {_meant(name, Config.model_fields)}"
     if len(wrong["loc"]) > 1 or wrong["type"] == "string_pattern_mismatch":
@@ -98,7 +93,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
 def _shown(wrong: ErrorDetails) -> object:
     """The wrong value, unless it may be a secret: of a misspelt name, or in the form of a URL."""
     name, value = wrong["loc"][0], wrong["input"]
-    secret = name in (*SECRETS, "directory", "mooncake") or name not in Config.model_fields
+    secret = name in (*SECRETS, "directory") or name not in Config.model_fields
     return "a secret" if secret or re.search("://|@", str(value)) else value
 
 

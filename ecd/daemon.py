@@ -128,7 +128,7 @@ class Daemon:
             self._disk_dir: DiskDir | None = None  # locked until the process ends
             if config.disk_pool_bytes:
                 self._disk_dir = DiskDir(config.disk_dir, config.name)
-            clear_others(config.shm_dir, config.name, config.leftover_max_age_s)
+            clear_others(config.shm_dir, config.name)
             self._pool = HostPool(
                 PoolDir(config.shm_dir, config.name, self._gid),
                 self._identity.incarnation,

@@ -14,17 +14,7 @@ _SECRET_NAME = re.compile("PASS|SECRET|TOKEN|KEY|AUTH|CRED", re.IGNORECASE)
 
 def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, as pydantic dumps them."""
-    directory = without_password(settings["directory"])
-    mooncake = without_secret_variables(settings["mooncake"])
-    return {**settings, "directory": directory, "mooncake": mooncake}
-
-
-def without_secret_variables(variables: dict[str, str]) -> dict[str, str | None]:
-    """Mooncake's variables, without what a name or a URL says is secret."""
-    return {
-        name: HIDDEN if _SECRET_NAME.search(name) else without_password(value)
-        for name, value in variables.items()
-    }
+    return {**settings, "directory": without_password(settings["directory"])}
 
 
 def without_password(url: str | None) -> str | None:

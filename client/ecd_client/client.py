@@ -163,15 +163,12 @@ class Client:
         Returns once every client on the node can see the entry. `cost` is the seconds it took
         to encode, `metadata` up to 4 KiB that come back with every get. While another client is
         writing the key, waits for it at most `timeout` seconds. Raises EcdError.
-
-        With `ECD_COPY_THREADS=torch` in the environment torch's threads share the copy of 32 MiB
-        and more, which pays where their cores are idle.
         """
         from ecd_client.tensors import TensorSource, describe
 
         dtype, shape = describe(tensor)
         entry = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
-        return self._writer.put(entry, TensorSource(tensor, is_waited_for=True).copy_to, timeout)
+        return self._writer.put(entry, TensorSource(tensor).copy_to, timeout)
 
     def put_bytes(
         self,

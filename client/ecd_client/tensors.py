@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,6 @@ _BY_NAME: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
 HUGE_PAGES_FROM_BYTES = 4 << 20
 """Size from which on a private copy is worth huge pages: new small ones take most of its time."""
-SHARED_FROM_BYTES = 32 << 20
-"""Size from which on a put's copy may be made by torch's threads: smaller ones gain nothing."""
 
 
 def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -80,12 +77,8 @@ class TensorSource:
     The caller must not write to the tensor until it is copied.
     """
 
-    def __init__(self, tensor: torch.Tensor, *, is_waited_for: bool = False) -> None:
-        """Raises DeviceError where there is no memory to make the tensor dense.
-
-        A copy that is not waited for is made by one thread: the others may have a model to run.
-        """
-        self._is_waited_for = is_waited_for
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Raises DeviceError where there is no memory to make the tensor dense."""
         self._tensor = tensor = tensor.detach()
         self._copies = for_tensor(tensor) if type(tensor) is torch.Tensor else None
         self._ready: Any = None
@@ -135,8 +128,7 @@ class TensorSource:
             return
         view = pool.write_view(extent)
         tensor = self._tensor
-        is_shared = self._is_waited_for and _is_shared(view.nbytes)
-        if _is_its_bytes(tensor, view.nbytes) and not is_shared:
+        if _is_its_bytes(tensor, view.nbytes):
             ctypes.memmove(address_of(view), tensor.data_ptr(), view.nbytes)
             return
         dtype, shape = describe(tensor)
@@ -194,11 +186,6 @@ def private_copy(
     stream.synchronize()
     copy.record_stream(current)
     return copy
-
-
-def _is_shared(nbytes: int) -> bool:
-    """Whether torch's threads share a put's copy: with `ECD_COPY_THREADS=torch`, by default not."""
-    return nbytes >= SHARED_FROM_BYTES and os.environ.get("ECD_COPY_THREADS", "").strip() == "torch"
 
 
 def _is_its_bytes(tensor: torch.Tensor, nbytes: int) -> bool:

@@ -110,9 +110,7 @@ class Cluster:
         self._checksums = memory.checksums
         self.server_credentials, channel_credentials = credentials(config)
         host = self.node.rpartition(":")[0]
-        settings = EngineSettings(
-            host, config.protocol, config.engine_ports, config.device, config.mooncake
-        )
+        settings = EngineSettings(host, config.protocol, config.engine_ports, config.device)
         self._engine = outside.engine(settings, bytes.fromhex(identity.incarnation))
         readable = {number: pool.readable for number, pool in memory.pools.items()}
         writable = {number: pool.writable for number, pool in memory.pools.items()}

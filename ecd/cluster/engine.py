@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping as MappingOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ecd.cluster.handshake import describe
@@ -30,7 +29,7 @@ VARIABLES = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
 }
-"""ecd's defaults for Mooncake. The settings and the environment come before them."""
+"""ecd's defaults for Mooncake. The environment comes before them."""
 OWN_S = 30.0
 """How long a daemon that starts waits for its own engine: the machine may be busy."""
 _OVER = {1: Progress.ARRIVED, -1: Progress.FAILED}
@@ -49,7 +48,6 @@ class EngineSettings:
     protocol: str
     ports: str
     device: str = ""
-    variables: MappingOf[str, str] = field(default_factory=dict)
 
 
 class MooncakeTransfers:
@@ -155,7 +153,6 @@ def start_transfer_engine(settings: EngineSettings) -> Any:
     os.environ.update(MC_MIN_RPC_PORT=first, MC_MAX_RPC_PORT=last)
     if settings.protocol == "tcp":  # else Mooncake would use an RDMA device if it finds one
         os.environ["MC_FORCE_TCP"] = "1"
-    os.environ.update(settings.variables)
     try:
         from mooncake.engine import TransferEngine  # reads the variables
     except ImportError as error:

@@ -511,16 +511,15 @@ class Cache:
     def keep(self, key: Key, until_s: float) -> Keeping:
         """Evict the key's entry for no room until then; its age and a request evict it still.
 
-        Counts a refusal, where more of the pool would be kept than the rules allow.
+        Counts a refusal, where more of the pool would be kept than may be.
         """
         entry = self._entries.stored(key)
         if entry is None:
             return Missing()
         pool, nbytes = self._entries.pool_of(entry), entry.block.nbytes
-        most_bytes = self.rules.most_kept_bytes(pool.nbytes)
-        if not entry.is_kept and pool.kept_bytes + nbytes > most_bytes:
+        if not entry.is_kept and pool.kept_bytes + nbytes > pool.kept_most_bytes:
             self.counters.refused["kept"] += 1
-            return KeptTooMuch(nbytes, pool.kept_bytes, most_bytes)
+            return KeptTooMuch(nbytes, pool.kept_bytes, pool.kept_most_bytes)
         self._book.keep(entry, until_s)
         return Kept()
 

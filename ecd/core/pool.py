@@ -24,6 +24,9 @@ REASONS = (*FOR_ROOM, "ttl", "requested")
 REFETCHED_S = 60.0
 """How long after its fetch an entry ranks by what another fetch costs: its holder may lose it."""
 
+KEPT_SHARE = 0.5
+"""Most of a pool that operators keep at a time: the rest must find room."""
+
 Evict = Callable[[Entry, str], None]
 """Evicts an entry for one of REASONS. Its extent is not free before a scan of the pins."""
 Scan = Callable[[], bool]
@@ -97,6 +100,11 @@ class Pool:
     def fragmentation(self) -> float:
         """1 - largest free extent / free bytes: 0 when all free memory is in one piece."""
         return self.allocator.fragmentation
+
+    @property
+    def kept_most_bytes(self) -> int:
+        """Most bytes of the pool that operators keep at a time."""
+        return int(KEPT_SHARE * self.nbytes)
 
     def rounded_bytes(self, nbytes: int) -> int:
         """The bytes that an extent of `nbytes` takes from the pool."""

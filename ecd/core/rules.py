@@ -24,23 +24,14 @@ class Rules:
     """
 
     def __init__(
-        self,
-        quotas: Mapping[str, int] = _NONE,
-        ttls: Mapping[str, float] = _NONE,
-        kept_share: float = 0.5,
+        self, quotas: Mapping[str, int] = _NONE, ttls: Mapping[str, float] = _NONE
     ) -> None:
-        """`kept_share` is the most of a pool that is kept at a time, as operators ask for it."""
-        self.kept_share = kept_share
         self.has_quotas, self.has_ttls = bool(quotas), bool(ttls)
         self.least_quota_bytes = min(quotas.values(), default=None)
         self.quota_bytes: Callable[[str], int | None] = _finder(quotas)
         """Finds the bytes that a namespace may have; None: as many as it likes."""
         self.ttl_s: Callable[[str], float | None] = _finder(ttls)
         """Finds the age at which a namespace's entries are evicted; None: they have none."""
-
-    def most_kept_bytes(self, pool_bytes: int) -> int:
-        """Most bytes of a pool that are kept at a time."""
-        return int(self.kept_share * pool_bytes)
 
 
 def _finder(rules: Mapping[str, T]) -> Callable[[str], T | None]:

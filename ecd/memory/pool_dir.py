@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _RM = "Remove it if nobody needs it; else take another name: ECD_NAME or --name"
+OTHERS_MAX_AGE_S = 3600.0
+"""How long after its end a daemon of another name may come back to its pool."""
 
 
 class PoolError(Exception):
@@ -248,18 +250,15 @@ def _remove_files(directory_fd: int) -> int:
     return nbytes
 
 
-def clear_others(shm_dir: str, name: str, max_age_s: float) -> None:
-    """Log the leftovers of daemons of other names, and remove this user's that are older.
-
-    With a `max_age_s` of 0 nothing is removed.
-    """
+def clear_others(shm_dir: str, name: str) -> None:
+    """Log the leftovers of daemons of other names, and remove this user's older ones."""
     for left in leftovers(shm_dir):
         if left.name == name:
             continue
-        if max_age_s and left.uid == os.geteuid() and left.age_s > max_age_s:
+        if left.uid == os.geteuid() and left.age_s > OTHERS_MAX_AGE_S:
             try:
                 clear(shm_dir, left.name)
-                logger.info("removed %s: older than leftover_max_age_s", left)
+                logger.info("removed %s: its daemon ended more than an hour ago", left)
             except PoolError as error:
                 logger.warning("%s stays: %s", left.path, error)
         else:

@@ -156,5 +156,5 @@ class Status:
             density_exponent=pool.policy.weighing.density,
             kept=pool.kept,
             kept_bytes=pool.kept_bytes,
-            kept_most_bytes=self._cache.rules.most_kept_bytes(pool.nbytes),
+            kept_most_bytes=pool.kept_most_bytes,
         )

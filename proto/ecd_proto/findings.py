@@ -57,7 +57,7 @@ REFUSALS = {
     "kept": Refusal(
         "keep",
         "refused: too much was kept",
-        "end some with `ecd-cli unkeep`, or raise ECD_KEPT_SHARE",
+        "end some with `ecd-cli unkeep`",
     ),
     "sessions": Refusal(
         "session", "refused: there were too many", "look for clients that connect and never close"

@@ -460,7 +460,6 @@ def test_settings_that_this_machine_cannot_have_are_named(make_peer: MakePeer) -
         ({"engine_ports": "40000-40031"}, "32768-60999"),
         ({"engine_ports": "18200-18200"}, "at least 2"),
         ({"peer_tls_ca": "/nothing"}, "go together"),
-        ({"mooncake": "PATH=/"}, "begin with MC_"),
     ],
 )
 def test_settings_that_cannot_be_are_named(settings: dict[str, str | None], said: str) -> None:

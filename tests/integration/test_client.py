@@ -189,16 +189,6 @@ def test_puts_on_the_side(client: Client, daemon: Daemon) -> None:
     assert daemon.status().pools[0].reserved_bytes == 0
 
 
-def test_a_large_put_by_torchs_threads(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ECD_COPY_THREADS", "torch")
-    tensor = torch.arange((32 << 20) + 12_345).to(torch.uint8)
-    with torch.profiler.profile() as profile:
-        assert client.put("k", tensor)
-    assert sum(event.key == "aten::copy_" for event in profile.key_averages()) == 1
-    with client.get("k") as item:
-        assert torch.equal(item.tensor, tensor)
-
-
 def test_a_put_on_the_side_is_not_cancelled(client: Client) -> None:
     """Others wait for what is announced; and what was given up half-way would stay taken."""
     tensor = torch.zeros(300 << 10, dtype=torch.uint8)  # too large to be copied on the spot

@@ -23,7 +23,7 @@ SetRules = Callable[[str], None]
 
 @pytest.fixture(scope="module")
 def unstarted_daemon(tmp_path_factory: pytest.TempPathFactory) -> Daemon:
-    daemon = Daemon(tmp_path_factory.mktemp("shared"), ECD_KEPT_SHARE="0.1")
+    daemon = Daemon(tmp_path_factory.mktemp("shared"))
     file = daemon.directory / "ecd.toml"
     file.write_text("")
     daemon.command = (*Daemon.command, "--config", str(file))
@@ -157,13 +157,13 @@ def test_entries_are_served_until_their_ttl_and_not_after_it(
 
 def test_what_an_operator_keeps_outlasts_a_crowd_until_it_is_kept_no_more(daemon: Daemon) -> None:
     with Client(daemon.address, namespace="n") as client:
-        put(client, "kept", "for a while", "over it", nbytes=3 * MIB)
+        put(client, "kept", "for a while", "over it", nbytes=12 * MIB)
         assert cli(daemon, "keep", "kept").stdout == "kept until `ecd-cli unkeep`\n"
         for_a_while = cli(daemon, "keep", "for a while", "--namespace", "n", "--for", "1h")
         assert for_a_while.stdout == "kept for 1.0 h\n"
         refused = cli(daemon, "keep", "over it")
         assert (refused.returncode, refused.stdout) == (1, "")
-        assert "takes 3 MiB, and 6 MiB of at most 6.4 MiB are kept" in refused.stderr
+        assert "takes 12 MiB, and 24 MiB of at most 32 MiB are kept" in refused.stderr
         wrong = cli(daemon, "keep", "kept", "--for", "soon")
         assert wrong.returncode == 2
         assert "'soon' is not a duration" in wrong.stderr
@@ -171,7 +171,7 @@ def test_what_an_operator_keeps_outlasts_a_crowd_until_it_is_kept_no_more(daemon
         assert cli(daemon, "keep", "nothing", "--namespace", "n").stderr == (
             "no entry 'nothing' in the namespace 'n' is in memory\n"
         )
-        assert "6 MiB kept (2 entries; at most 6.4 MiB)" in cli(daemon, "status").stdout
+        assert "24 MiB kept (2 entries; at most 32 MiB)" in cli(daemon, "status").stdout
         kept = json.loads(cli(daemon, "ls", "--kept", "--json").stdout)
         assert sorted(entry["key"]["mm_hash"] for entry in kept) == ["for a while", "kept"]
         assert "ecd_pool_kept_bytes" in daemon.metrics()

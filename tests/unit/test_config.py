@@ -128,30 +128,14 @@ def test_the_token_has_no_flag() -> None:
 
 def test_config_shows_no_secret(tmp_path: Path) -> None:
     file = tmp_path / "ecd.toml"
-    file.write_text(f'mooncake = {{ MC_REDIS_PASSWORD = "{SECRET}", MC_TCP_BIND = "x" }}\n')
+    file.write_text("[namespace_ttls]\nx = '30m'\n")
     token = "t" * 16 + SECRET
     environ = {"ECD_DIRECTORY": f"redis://h/?password={SECRET}", "ECD_PEER_TOKEN": token}
     for form in ((), ("--json",)):
         done = ecd("config", *form, "--config", str(file), **environ)
         assert done.exit_code == 0, done.stderr
         assert SECRET not in done.stdout + done.stderr
-    assert json.loads(done.stdout)["mooncake"]["value"]["MC_TCP_BIND"] == "x"
-
-
-@pytest.mark.parametrize(
-    "variable",
-    [f"MC_REDIS_URL=redis://u:{SECRET}@h", f"MC_AUTH={SECRET}", f"MC_Password={SECRET}"],
-)
-def test_no_secret_of_mooncakes_is_shown_or_taken_as_a_flag(variable: str) -> None:
-    for form in ((), ("--json",)):
-        done = ecd("config", *form, ECD_MOONCAKE=f"MC_TCP_BIND=x,{variable}")
-        assert done.exit_code == 0, done.stderr
-        assert "MC_TCP_BIND" in done.stdout
-        assert SECRET not in done.stdout + done.stderr
-    with pytest.raises(ConfigError, match="ECD_MOONCAKE") as refused:
-        load({"mooncake": f"MC_TCP_BIND=x,{variable}"}, None)
-    assert SECRET not in str(refused.value)
-    assert load({"mooncake": "MC_TCP_BIND=x"}, None)[0].mooncake == {"MC_TCP_BIND": "x"}
+    assert json.loads(done.stdout)["namespace_ttls"]["value"] == {"x": 1800.0}
 
 
 @pytest.mark.parametrize("name", ["ECD_PEERS", "ECD_PEER_ADDRESS", "ECD_HEALTH_ADDRESS"])
@@ -240,7 +224,6 @@ def test_a_misspelt_setting_is_told_its_name(tmp_path: Path) -> None:
         ({"warm_restart": "maybe"}, "must be true, false or auto, got 'maybe'"),
         ({"log_format": "xml"}, "must be 'text' or 'json', got 'xml'"),
         ({"zone": "z" * 65}, f"must have at most 64 characters, got '{'z' * 65}'"),
-        ({"mooncake": "X=1"}, "Mooncake's variables begin with MC_, got 'a secret'"),
     ],
 )
 def test_what_is_allowed_is_said_in_words(settings: dict[str, str], says: str) -> None:
@@ -255,8 +238,8 @@ def test_tables_and_numbers_in_the_file(tmp_path: Path) -> None:
     file.write_text("[ecd]\nzone = 'a'\n")
     with pytest.raises(ConfigError, match="is a table: settings stand in none"):
         load({}, file)
-    file.write_text("[mooncake]\nMC_X = 1\n")
-    assert load({}, file)[0].mooncake == {"MC_X": "1"}
+    file.write_text("[namespace_ttls]\nx = 1800\n")
+    assert load({}, file)[0].namespace_ttls == {"x": 1800.0}
 
 
 def test_a_misspelt_variable_is_told_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

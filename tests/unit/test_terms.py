@@ -64,7 +64,6 @@ def test_settings_of_rules() -> None:
     rules = config.rules(8 << 30)
     assert rules.quota_bytes("anybody") == 2 << 30
     assert rules.ttl_s("tenant-1") == 43200.0
-    assert rules.kept_share == 0.5
     nothing = Config().rules(MIB)
     assert (nothing.has_quotas, nothing.has_ttls) == (False, False)
 
@@ -80,7 +79,6 @@ def test_settings_of_rules() -> None:
         ("namespace_ttls", f"a={'9' * 400}d", "a needs a time"),
         ("namespace_ttls", "a=soon", "a needs a time, such as 90s, 30m, 12h or 7d"),
         ("namespace_ttls", "a=0s", "a needs a time"),
-        ("kept_share", "2", "must be at most 1"),
     ],
 )
 def test_wrong_rules_are_refused_with_a_sentence(name: str, wrong: str, said: str) -> None:

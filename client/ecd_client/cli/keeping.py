@@ -31,7 +31,7 @@ def keep(
             FAILED,
             f"{key!r} takes {size_text(reply.nbytes)}, and {size_text(reply.kept_bytes)} of at "
             f"most {size_text(reply.kept_most_bytes)} are kept: `ecd-cli ls --kept` lists them, "
-            "`ecd-cli unkeep` ends one, ECD_KEPT_SHARE allows more",
+            "`ecd-cli unkeep` ends one, a larger pool has room for more",
         )
     said = f"kept for {duration_text(for_s)}" if for_s else "kept until `ecd-cli unkeep`"
     options: Options = context.obj
