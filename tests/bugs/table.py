@@ -690,9 +690,9 @@ EDITED = {
         "vllm",
         "e2e/test_requests.py::test_a_salted_request_beside_a_connector_for_kv_is_answered",
         Edit(
-            "client/ecd_client/vllm/connector.py",
-            "        self._scheduler.request_comes(request)",
-            "        assert request is not None",
+            "client/ecd_client/vllm/engine_core.py",
+            "            connector.name_items(request)",
+            "            pass",
         ),
     ),
     "metadata of a picture that the prefix cache has count for nothing": Bug(
@@ -744,8 +744,8 @@ EDITED = {
         "vllm",
         "e2e/test_attacker.py::test_a_clients_tensor_is_not_taken_for_the_picture_of_its_name",
         Edit(
-            "client/ecd_client/vllm/scheduler.py",
-            "            request.update_block_hashes()",
+            "client/ecd_client/vllm/engine_core.py",
+            "            connector.name_items(request)",
             "            pass",
         ),
     ),

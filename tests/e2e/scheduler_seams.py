@@ -20,10 +20,17 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
+    MultiModalFeatureSpec,
     MultiModalFieldElem,
     MultiModalKwargsItem,
+    PlaceholderRange,
 )
 from vllm.multimodal.media import MediaWithBytes
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
 
 from ecd_client import Client
 from ecd_client.shared.puts import Claim, NewEntry
@@ -347,6 +354,36 @@ for salt in (None, "one", "other"):
     for each in (asked, again):
         answer = connector.request_finished(each)[1]
         done.setdefault("names in answers", []).extend(answer)
+
+core = object.__new__(EngineCore)
+core.scheduler, core.mm_receiver_cache = SimpleNamespace(ec_connector=connector), None
+init_none_hash(sha256)
+core.request_block_hasher = get_request_block_hasher(16, sha256)
+
+
+def blocks(salt: str | None, prompt: range, answer: range) -> list[bytes]:
+    """The names of a request's blocks, the second of which has the picture's end."""
+    place = PlaceholderRange(offset=12, length=8)
+    item = MultiModalFeatureSpec(None, "image", "of a conversation", place)
+    engine_request = EngineCoreRequest(
+        request_id=f"{salt} {prompt}",
+        prompt_token_ids=list(prompt),
+        mm_features=[item],
+        sampling_params=SamplingParams(),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=salt,
+        data_parallel_rank=None,
+    )
+    made, _ = core.preprocess_add_request(engine_request)
+    made.append_output_token_ids(list(answer))
+    return made.block_hashes
+
+
+for salt in (None, "one"):
+    turns = [blocks(salt, range(50), range(0)), blocks(salt, range(21), range(21, 50))]
+    done[f"blocks of an answer, of {salt}"] = [len(turns[0]), turns[0] == turns[1]]
 
 if CAN_LEAVE_OUT_MEDIA:
     grid, other = [1, 4, 8], [1, 8, 4]

@@ -206,6 +206,8 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
             "tokens of others, of an engine that prefills": [goes_on, fails, fails],
         }
     assert done == {
+        "blocks of an answer, of None": [3, True],
+        "blocks of an answer, of one": [3, True],
         "a name alone, of None": "goes on",
         "a name alone, of one": "goes on",
         "a name alone, of other": "fails",

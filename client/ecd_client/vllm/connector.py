@@ -20,6 +20,7 @@ from ecd_client.vllm.worker import WorkerRole
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.request import Request
 
 
@@ -116,9 +117,9 @@ class EcdConnector(ECConnectorBase):
 
     # -- told by the engine core (engine_core.py) ----------------------------------------------
 
-    def request_comes(self, request: Request) -> None:
+    def name_items(self, request: EngineCoreRequest) -> None:
         assert self._scheduler is not None
-        self._scheduler.request_comes(request)
+        self._scheduler.name_items(request)
 
     def weights_changed(self, cause: str) -> None:
         assert self._scheduler is not None

@@ -5,7 +5,8 @@ the scheduler's connector. `reset_encoder_cache` is vLLM's sign that earlier emb
 another is a call to the workers that is not known to leave the weights alone. A sleep of level 1
 moves the weights aside, and waking up restores them.
 
-A request's items get their names as it comes: a connector for KV reads them before ecd is asked.
+A request's items get their names before vLLM names the request's blocks by them: a connector for KV
+reads those before ecd is asked.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
+    from vllm.v1.engine import EngineCoreRequest
 
 HARMLESS = frozenset(
     (
@@ -40,7 +43,7 @@ KEEPS_WEIGHTS = 1
 class Watcher(Protocol):
     """The scheduler's connector, told of requests, and of calls that may change weights."""
 
-    def request_comes(self, request: Request) -> None: ...
+    def name_items(self, request: EngineCoreRequest) -> None: ...
 
     def is_harmless(self, call: str) -> bool: ...
 
@@ -53,11 +56,16 @@ class Watcher(Protocol):
     def weights_wake(self) -> None: ...
 
 
+_names: ContextVar[Watcher | None] = ContextVar("names", default=None)
+"""Who names the items of the request that this thread makes."""
+
+
 def watch(kind: type) -> None:
     """Have this process's engine core tell its scheduler's connector, if that is a `kind`."""
     if getattr(EngineCore, "_ecd_watches", False):
         return
     EngineCore._ecd_watches = True
+    _name_items_first()
 
     def told_by(
         name: str,
@@ -85,12 +93,33 @@ def watch(kind: type) -> None:
     def nothing(*_: Any) -> None:
         pass
 
-    told_by("add_request", lambda to, _, call: to.request_comes(call["request"]), nothing)
+    told_by("preprocess_add_request", _naming, _named)
     told_by("collective_rpc", _called, nothing)
     told_by("set_weight_version", _version_set, nothing)
     told_by("reset_encoder_cache", lambda to, *_: to.weights_changed("a reset"), nothing)
     told_by("sleep", _fell_asleep, nothing)
     told_by("wake_up", lambda _, core, __: core.model_executor.is_sleeping, _woke)
+
+
+def _naming(connector: Watcher, *_: Any) -> Token[Watcher | None]:
+    return _names.set(connector)
+
+
+def _named(_: Watcher, __: Any, token: Token[Watcher | None]) -> None:
+    _names.reset(token)
+
+
+def _name_items_first() -> None:
+    """Have a request's items named once vLLM has them all, and has not named a block yet."""
+    make = Request.from_engine_core_request.__func__
+
+    @functools.wraps(make)
+    def named(kind: type, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> Request:
+        if (connector := _names.get()) is not None:
+            connector.name_items(request)
+        return make(kind, request, *args, **kwargs)
+
+    Request.from_engine_core_request = classmethod(named)
 
 
 def _called(connector: Watcher, _: Any, call: dict[str, Any]) -> None:

@@ -44,6 +44,7 @@ from ecd_client.vllm.wanted import WantedItems
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.request import Request
 
 LEAST_LEFT = 1 / 3
@@ -202,17 +203,12 @@ class SchedulerRole:
 
     # -- requests ------------------------------------------------------------------------------
 
-    @hook
-    def request_comes(self, request: Request) -> None:
-        """Name the items of a request, and anew the blocks that it has of brought embeddings."""
-        self._name_items(request)
-        if any(brought_with(feature) is not None for feature in request.mm_features):
-            request.block_hashes.clear()
-            request.update_block_hashes()
+    def name_items(self, request: Request | EngineCoreRequest) -> None:
+        """Give the items of a request the names that they have in this engine.
 
-    def _name_items(self, request: Request) -> None:
-        """Give the items of a request the names that they have in this engine."""
-        for feature in request.mm_features:
+        Before vLLM names the request's blocks by them, on whichever thread it does.
+        """
+        for feature in request.mm_features or ():
             is_private = self._settings.keeps_private(
                 feature.modality, is_streaming=request.resumable
             )
@@ -302,7 +298,7 @@ class SchedulerRole:
         While workers seem to report no loads, none is, unless the engine has no encoder. The
         request fails if what it says of one makes no sense: vLLM ends over some of that.
         """
-        self._name_items(request)
+        self.name_items(request)
         may_load = self._fails or self._loads.are_reported
         for index, feature in enumerate(request.mm_features[state.seen :], state.seen):
             identifier, position = feature.identifier, feature.mm_position
