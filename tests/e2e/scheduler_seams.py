@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Collection
 from types import SimpleNamespace
 
 import torch
@@ -66,11 +67,12 @@ def feature(
     bare: bool = False,
     modality: str = "image",
     said: dict[str, torch.Tensor] | None = None,
+    by_cpu: Collection[str] = (),
 ):
     data = None if bare else MultiModalKwargsItem.dummy()
     if said is not None:
         elements = {
-            field: MultiModalFieldElem(data=value, field=MultiModalBatchedField())
+            field: MultiModalFieldElem(value, MultiModalBatchedField(keep_on_cpu=field in by_cpu))
             for field, value in said.items()
         }
         data = MultiModalKwargsItem(elements)
@@ -446,7 +448,8 @@ if CAN_LEAVE_OUT_MEDIA:
     def computed(name: str, grid: list[int], **more: object) -> list[object]:
         """What comes of a request whose tokens others computed, and whether it may have them."""
         said = {"image_grid_thw": torch.tensor(grid), **more.pop("media", {})}
-        asked, tokens = request(f"{name} {grid}", feature(name, 8, said=said)), 8
+        asked = request(f"{name} {grid}", feature(name, 8, said=said))
+        tokens = more.pop("tokens", 8)
         vars(asked).update(more)
         if not connector.ensure_cache_available(asked, tokens) and asked.skip_reading_prefix_cache:
             tokens = 0
@@ -456,11 +459,45 @@ if CAN_LEAVE_OUT_MEDIA:
 
     put("computed", 8, placeholder.packed)
     put("computed, without metadata", 8)
-    role._computed.note("computed, and evicted", placeholder)
+    put("computed in two ways", 8, placeholder.packed)
+    role._computed.note("computed, and evicted", placeholder.stored)
+    for sides in (other, grid):
+        said = Placeholder.of("image", {"image_grid_thw": sides})
+        role._computed.note("computed in two ways", said.stored)
+    done["tokens of others, computed in two ways"] = computed("computed in two ways", grid)
+    done["tokens of others, of a half"] = [
+        computed("computed, and evicted", each, tokens=4) for each in (other, grid)
+    ]
     for name in ("computed", "computed, and evicted", "computed, without metadata"):
         done[f"tokens of others, {name}"] = [computed(name, each) for each in (other, grid, other)]
     media = {"pixel_values": torch.zeros(32, 7)}
     done["tokens of others, with media"] = computed("computed", grid, media=media)
+    for seconds in (0.5, 1.0):
+        timed = {
+            "video_grid_thw": torch.tensor([1, 4, 8]),
+            "second_per_grid_ts": torch.tensor(seconds),
+        }
+        name, whole = f"of {seconds} s", {**timed, "pixel_values_videos": torch.zeros(32, 7)}
+        asked = request(name, feature(name, 8, modality="video", said=whole))
+        settled(asked)
+        connector.update_state_after_alloc(asked, 0)
+        connector.build_connector_meta(STEP)
+        connector.request_finished(asked)
+        del timed["second_per_grid_ts"]
+        asked = request(f"a video {name}", feature(name, 8, modality="video", said=timed))
+        connector.ensure_cache_available(asked, 8)
+        done[f"tokens of others, a video {name}"] = not asked.skip_reading_prefix_cache
+        connector.request_finished(asked)
+    put("of a video", 8, Placeholder.of("video", {"video_grid_thw": [1, 4, 8]}).packed)
+    for seconds in (0.5, 1.0):
+        timed = {
+            "video_grid_thw": torch.tensor([1, 4, 8]),
+            "second_per_grid_ts": torch.tensor(seconds),
+        }
+        bare = feature("of a video", 8, modality="video", said=timed, by_cpu=timed)
+        asked = request(f"by tokens, of {seconds} s", bare)
+        done[f"metadata: by tokens, of {seconds} s"] = settled(asked)
+        connector.request_finished(asked)
     role._takes_prefilled = True
     done["tokens of others, of an engine that prefills"] = [
         computed("elsewhere", grid, kv_transfer_params=params)

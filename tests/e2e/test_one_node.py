@@ -186,6 +186,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         assert not any(prompts.values()), prompts
         assert {name for name, end in described.items() if end == "goes on"} == {
             "metadata: right",
+            "metadata: by tokens, of 1.0 s",
             "brought embeddings: right",
             "brought embeddings: right, a video",
             "brought embeddings: right, without an encoder",
@@ -193,7 +194,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         }
         may_come = {name for name, may in described.items() if may is True}
         assert may_come == {"may come: right", "may come: embeddings"}
-        assert len(described) == 26
+        assert len(described) == 28
         announced = [done.pop(name) for name in list(done) if name.startswith("announced")]
         assert announced == [{"image_grid_thw": [1, 4, 8]}, {}]
         goes_on, fails = ["goes on", True], ["fails", False]
@@ -202,6 +203,10 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
             "tokens of others, computed": [fails, goes_on, fails],
             "tokens of others, computed, and evicted": [fails, goes_on, fails],
             "tokens of others, computed, without metadata": [fails, fails, fails],
+            "tokens of others, computed in two ways": ["goes on", False],
+            "tokens of others, of a half": [fails, ["fails", True]],
+            "tokens of others, a video of 0.5 s": False,
+            "tokens of others, a video of 1.0 s": True,
             "tokens of others, with media": goes_on,
             "tokens of others, of an engine that prefills": [goes_on, fails, fails],
         }

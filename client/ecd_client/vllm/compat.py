@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -205,10 +205,7 @@ class PlaceholderMetadata:
             self.announces(feature.modality)
             and fields.keys() == self.fields_for(feature.modality)
             and not any(isinstance(each, list) for value in fields.values() for each in value)
-            and all(
-                name in fields or name in ENCODERS_OWN or _is_assumed(name, element.data)
-                for name, element in (feature.data or {}).items()
-            )
+            and _is_all_said(feature, fields)
         )
 
     def announces(self, modality: str) -> bool:
@@ -282,6 +279,16 @@ class PlaceholderMetadata:
             logger.warning("no placeholder metadata for an item", exc_info=True)
             return None
         return self.checked(feature.modality, fields)
+
+    def of_bare(self, feature: Any) -> Placeholder | None:
+        """The fields of an item without media. None, too: it has others, and its model reads them.
+
+        vLLM's server for tokens sends all that stays on the CPU, of which an entry says nothing.
+        """
+        placeholder = self.of_item(feature)
+        if placeholder is None or not _is_all_said(feature, placeholder.fields):
+            return None
+        return placeholder
 
     def checked(
         self, modality: str, fields: Any, embeddings: int | None = None
@@ -387,6 +394,14 @@ def _is_long(value: Any) -> bool:
     return count > MAX_NUMBERS
 
 
+def _is_all_said(feature: Any, fields: Collection[str]) -> bool:
+    """Whether the model's language part reads no more of an item than these fields."""
+    return all(
+        name in fields or name in ENCODERS_OWN or _is_assumed(name, element.data)
+        for name, element in (feature.data or {}).items()
+    )
+
+
 def _is_assumed(name: str, value: Any) -> bool:
     """Whether an item's field is absent, or says what its model takes it to be without it."""
     if value is None:
@@ -401,11 +416,15 @@ def _is_interleaved(feature: Any) -> bool:
 
 
 def _has_more(data: Any, fields: set[str]) -> bool:
-    """Whether a processed item has something besides these fields.
+    """Whether a processed item has something besides these fields that an encoder could read.
 
-    vLLM says AUDIO_IN_VIDEO of each video of Qwen2.5-Omni, with media or without.
+    vLLM says AUDIO_IN_VIDEO of each video of Qwen2.5-Omni, with media or without; and its server
+    for tokens sends fields that stay on the CPU without the media.
     """
     return any(
-        element.data is not None and name not in fields and name != AUDIO_IN_VIDEO
+        element.data is not None
+        and name not in fields
+        and name != AUDIO_IN_VIDEO
+        and not element.field.keep_on_cpu
         for name, element in data.items()
     )

@@ -18,8 +18,7 @@ class NeededItem:
     """One place in a prompt that embeddings have to fill.
 
     `index` is the item's in `mm_features`, `start` the first token of the place. A bare item came
-    without its media, so this engine cannot encode it; `described` is the metadata that came, and
-    `is_trusted` says that its tokens may be those of another request, which came with the same.
+    without its media, so this engine cannot encode it; `described` is the metadata that came.
     """
 
     index: int
@@ -29,7 +28,6 @@ class NeededItem:
     modality: str
     is_bare: bool
     described: Placeholder | None = None
-    is_trusted: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -37,8 +35,9 @@ class RequestItems:
     """The items that one request needs, and how far the request is in its prompt.
 
     `deadline_s` ends the wait for missing items. `seen` counts the request's `mm_features` that
-    were read; those whose items are not shared are not in `needed`. `given` has the indices of
-    items that were handed to a load.
+    were read; those whose items are not shared are not in `needed`. The first `judged` of these
+    may have tokens that another request has computed. `given` has the indices of items that were
+    handed to a load.
     """
 
     request_id: str
@@ -49,6 +48,7 @@ class RequestItems:
     hints: dict[str, list[Hint]] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
     seen: int = 0
+    judged: int = 0
     failed: bool = False
     _ends: list[int] = field(default_factory=list)  # token positions, one for each needed item
     _past: int = 0  # the first items of `needed`, which the request has computed past
@@ -64,6 +64,14 @@ class RequestItems:
     def before(self, num_computed_tokens: int) -> list[NeededItem]:
         """The items that end within the computed tokens."""
         return self.needed[: bisect_right(self._ends, num_computed_tokens)]
+
+    def begins_at(self, num_computed_tokens: int) -> NeededItem | None:
+        """The first item that was not judged, if it begins within the computed tokens."""
+        if self.judged < len(self.needed):
+            item = self.needed[self.judged]
+            if item.start < num_computed_tokens:
+                return item
+        return None
 
     def ahead(self) -> list[NeededItem]:
         """The items that the request has not computed past and that no load was given."""

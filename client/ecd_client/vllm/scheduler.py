@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ecd_client.client import Client
-from ecd_client.errors import DaemonUnavailable, InvalidArgument
+from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
 from ecd_client.vllm.compat import (
     CAN_FAIL_ONE_REQUEST,
     PlaceholderMetadata,
@@ -228,9 +228,9 @@ class SchedulerRole:
             state.deadline_s = time.monotonic() + self._wait_s
         if state.preemptions != request.num_preemptions:
             state.restart(request.num_preemptions, time.monotonic() + self._wait_s)
-        if others := self._may_be_others(request, state, num_computed_tokens):
+        if other := self._may_be_anothers(request, state, num_computed_tokens):
             if request.skip_reading_prefix_cache:  # and vLLM 0.28 asks a connector for KV anyway
-                self._readiness.refuse(request, state, others[0].identifier)
+                self._readiness.refuse(request, state, other.identifier)
             request.skip_reading_prefix_cache = True
             return False
         if left := state.advance(num_computed_tokens):
@@ -239,41 +239,38 @@ class SchedulerRole:
             return not state.failed
         return self._readiness.is_ready(request, state, num_computed_tokens)
 
-    def _may_be_others(
+    def _may_be_anothers(
         self, request: Request, state: RequestItems, num_computed_tokens: int
-    ) -> list[NeededItem]:
-        """The items whose tokens vLLM has, and may have computed with other metadata.
+    ) -> NeededItem | None:
+        """An item of which vLLM has tokens that it may have computed with other metadata.
 
         An item that is still to be computed is judged before it is. An engine that has prefilled
         for this one has judged the whole request.
         """
-        described = [
-            item
-            for item in state.before(num_computed_tokens)
-            if item.described is not None and not item.is_trusted
-        ]
-        if not described:
-            return []
+        if state.begins_at(num_computed_tokens) is None:
+            return None
         params = request.kv_transfer_params
         is_prefilled = isinstance(params, dict) and bool(params.get("do_remote_prefill"))
         is_its_own = request.num_computed_tokens > 0  # computed, or loaded, for this request
-        for item in described:
-            item.is_trusted = (
-                is_its_own
-                or (is_prefilled and self._takes_prefilled)
-                or self._was_computed_as(item)
-            )
-        return [item for item in described if not item.is_trusted]
+        are_its_own = is_its_own or (is_prefilled and self._takes_prefilled)
+        while item := state.begins_at(num_computed_tokens):
+            if not are_its_own and not self._was_computed_as(item):
+                return item
+            state.judged += 1
+        return None
 
     def _was_computed_as(self, item: NeededItem) -> bool:
-        """Whether the item's tokens were computed with the metadata that came, and no others.
+        """Whether tokens of the item were computed with the metadata that came, and no others.
 
-        An entry that memory shows says so, too: nothing else than its metadata was ever used.
+        Where this engine has not computed them, an entry that memory shows says so.
         """
-        assert item.described is not None
-        if self._computed.had(item.identifier, item.described):
+        if item.described is None:
             return True
-        with contextlib.suppress(DaemonUnavailable):
+        if item.identifier in self._computed:
+            return self._computed.had(item.identifier, item.described)
+        if not self._sharing.includes(item.identifier):
+            return False
+        with contextlib.suppress(EcdError):
             metadata = self._client.shown_metadata(item.identifier)
             return metadata is not None and item.described.is_of(metadata)
         return False
@@ -303,7 +300,7 @@ class SchedulerRole:
         for index, feature in enumerate(request.mm_features[state.seen :], state.seen):
             identifier, position = feature.identifier, feature.mm_position
             is_bare = self._is_consumer and self._metadata.is_all_of(feature)
-            placeholder = self._metadata.of_item(feature) if is_bare else None
+            placeholder = self._metadata.of_bare(feature) if is_bare else None
             is_wrong = is_bare and bool(feature.data) and placeholder is None
             brought = brought_with(feature)
             if is_wrong or (brought is not None and not self._is_sensible(feature, brought)):
@@ -358,8 +355,10 @@ class SchedulerRole:
         feature = request.mm_features[index]
         wanted = self._items.get(feature.identifier)
         is_bare = wanted is not None and bool(wanted.bare)
-        if is_bare or feature.identifier not in self._computed:
-            self._computed.note(feature.identifier, self._metadata.of_item(feature))
+        if self._metadata.fields_for(feature.modality) and (
+            is_bare or feature.identifier not in self._computed
+        ):
+            self._computed.note(feature.identifier, self._metadata.packed(feature))
         if wanted is None or not wanted.promised:
             if brought_with(feature) is None:
                 self._encoded_rows += feature.mm_position.get_num_embeds()
