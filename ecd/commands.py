@@ -207,7 +207,8 @@ def serve(
     if (kind := filesystem(settings.shm_dir)) and kind not in IN_MEMORY:
         logging.getLogger("ecd").warning(
             "shm_dir %s is no memory but %s: puts and gets wait for a disk; name a tmpfs",
-            *(settings.shm_dir, kind),
+            settings.shm_dir,
+            kind,
         )
     try:
         uvloop.run(Daemon(settings, reload, cold).run())

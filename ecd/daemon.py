@@ -237,7 +237,13 @@ class Daemon:
         config, board, pools, clock = self._config, self._board, self._pools, self._clock
         recorder = self._make_recorder(metrics, running)
         cache = make_cache(
-            *(pools, config.lease_ttl_s, board, clock, self._devices, config.eviction, recorder),
+            pools,
+            config.lease_ttl_s,
+            board,
+            clock,
+            self._devices,
+            config.eviction,
+            recorder,
             config.rules(self._pool.nbytes),
         )
         doorbell_path = None if board.doorbell is None else board.doorbell.path
@@ -292,7 +298,15 @@ class Daemon:
         address = metrics.listen(config.metrics_address, {PATH: locate, **page.answers})
         logger.info("status page on http://%s/, metrics on http://%s/metrics", address, address)
         return _Parts(
-            *(node, status, checksums, recovery, disk, events, server, peer_server, history)
+            node,
+            status,
+            checksums,
+            recovery,
+            disk,
+            events,
+            server,
+            peer_server,
+            history,
         )
 
     def _make_disk(
@@ -302,8 +316,11 @@ class Daemon:
             return None
         config = self._config
         disk = DiskTier(
-            *(node.live, self._disk_dir, self._pools),
-            *(config.disk_pool_bytes, config.disk_write_bytes_per_s),
+            node.live,
+            self._disk_dir,
+            self._pools,
+            config.disk_pool_bytes,
+            config.disk_write_bytes_per_s,
         )
         running.callback(disk.close)
         node.flights.sources.append(disk.reads)

@@ -275,9 +275,15 @@ class Flights:
             del self._flights[flight.key]
             self.outcomes[outcome] += 1
             took_s = self._live.clock.now_s() - flight.started_s
-            about = flight.key, flight.nbytes, flight.peer, outcome
-            kind = FETCH if flight.is_far else DISK_READ
-            self._slow_log.flight(kind, took_s, *about, awaited_s=flight.awaited_s)
+            self._slow_log.flight(
+                FETCH if flight.is_far else DISK_READ,
+                took_s,
+                flight.key,
+                flight.nbytes,
+                flight.peer,
+                outcome,
+                awaited_s=flight.awaited_s,
+            )
             if outcome == MADE:
                 self._live.make(next(iter(flight.makers)), flight.key)
             else:

@@ -319,8 +319,10 @@ class LiveCache:
         refetch_s: float = math.inf,
         age_s: float = 0.0,
     ) -> Commitment:
-        about = checksum, content, refetch_s, age_s
-        outcome = self.cache.commit(session, reservation, self.clock.now_s(), *about)
+        now_s = self.clock.now_s()
+        outcome = self.cache.commit(
+            session, reservation, now_s, checksum, content, refetch_s, age_s
+        )
         if isinstance(outcome, Committed):
             self._followups.after(outcome.woken, changed=True)
             if self.cache.is_over_quota:
@@ -397,8 +399,8 @@ class LiveCache:
         answer: Answer = Answer.LEASE,
     ) -> Acquisition:
         """As `Cache.acquire`; with `WaitFor.WRITER` after `learn`."""
-        how = wait_s, wait_for, answer
-        outcome = self.cache.acquire(session, key, self.clock.now_s(), *how)
+        now_s = self.clock.now_s()
+        outcome = self.cache.acquire(session, key, now_s, wait_s, wait_for, answer)
         if isinstance(outcome, Waiting):
             self._intake.hurry()
         self._followups.after()

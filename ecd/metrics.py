@@ -143,17 +143,23 @@ class _CoreCollector(Collector):
             (
                 "eviction_idle_seconds",
                 "How long entries that were evicted for room had not been used.",
-                *(IDLE_BOUNDS_S, counters.idle_evictions, counters.idle_evictions_s),
+                IDLE_BOUNDS_S,
+                counters.idle_evictions,
+                counters.idle_evictions_s,
             ),
             (
                 "put_bytes",
                 "Sizes of entries stored by clients and by fetches.",
-                *(SIZE_BOUNDS_BYTES, counters.put_sizes, counters.bytes_in),
+                SIZE_BOUNDS_BYTES,
+                counters.put_sizes,
+                counters.bytes_in,
             ),
             (
                 "hit_bytes",
                 "Sizes of entries that readers found; of a client's burst the last 512 reads.",
-                *(SIZE_BOUNDS_BYTES, counters.hit_sizes, counters.hit_sizes_bytes),
+                SIZE_BOUNDS_BYTES,
+                counters.hit_sizes,
+                counters.hit_sizes_bytes,
             ),
         ):
             yield HistogramMetricFamily(

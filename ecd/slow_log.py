@@ -134,7 +134,9 @@ class SlowLog:
             return
         logger.info(
             "slow: %s of %s took %.2f s (%s); %d more since the last such line: `ecd-cli slow`",
-            *(event.kind, size_text(event.nbytes), event.seconds),
+            event.kind,
+            size_text(event.nbytes),
+            event.seconds,
             ", ".join(f"{stage} {spent:.2f} s" for stage, spent in event.stages.items()) or "-",
             self._unlogged,
         )

@@ -205,9 +205,14 @@ class _Policy:
     def admit(self, entry: Entry) -> None:
         content = entry.content
         self._write(
-            *("admit", entry.id, entry.block.start, self._fingerprint(entry)),
+            "admit",
+            entry.id,
+            entry.block.start,
+            self._fingerprint(entry),
             self._number(entry.namespace),
-            *(content.nbytes, content.shape[0] if content.shape else 0, entry.cost_s),
+            content.nbytes,
+            content.shape[0] if content.shape else 0,
+            entry.cost_s,
             entry.used_s - self._begin_s,
         )
         self._policy.admit(entry)

@@ -116,8 +116,9 @@ class Cluster:
         writable = {number: pool.writable for number, pool in memory.pools.items()}
         # Over tcp a peer could write to all registered memory; the kernel lets it only read this.
         self._registered = readable if config.protocol == "tcp" else writable
-        how = channel_credentials, outside.channel, outside.probe, live.clock
-        self._peers = Peers(config, identity, *how)
+        self._peers = Peers(
+            config, identity, channel_credentials, outside.channel, outside.probe, live.clock
+        )
         self._directory = self._make_directory(outside)
         self._admission = Admission(self.node, config, self._peers, self._directory)
         self._candidates = Candidates(self._peers, self._admission, self._directory, config.zone)
@@ -147,7 +148,10 @@ class Cluster:
         """Tell the directory and other nodes what changes here, until cancelled."""
         logger.info(
             "peers on %s, engine on %s over %s, directory %s",
-            *(self.node, self._engine.endpoint, self._engine.protocol, self._directory.state.kind),
+            self.node,
+            self._engine.endpoint,
+            self._engine.protocol,
+            self._directory.state.kind,
         )
         await asyncio.gather(self._directory.run(), self._publish(), self._engine.reads.failed)
 
@@ -167,9 +171,14 @@ class Cluster:
             case _:
                 from ecd.cluster.redis_directory import RedisDirectory  # see `connect`
 
-                about, live = (self._config, self._identity), self._live
+                live = self._live
                 return RedisDirectory(
-                    *about, live.cache, outside.redis, live.makings.lasting, live.clock
+                    self._config,
+                    self._identity,
+                    live.cache,
+                    outside.redis,
+                    live.makings.lasting,
+                    live.clock,
                 )
 
     async def _ask(self, node: str, keys: Sequence[Key]) -> Sequence[Candidate | None]:

@@ -521,8 +521,10 @@ class Fetcher:
     def _commit(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
         reserved = arrival.reserved
         read_s = link.peer.read_s(reserved.extent.nbytes)
-        about = lease.checksum, lease.content, inf if read_s is None else read_s
-        outcome = self._live.commit(self._session, reserved.entry, *about, lease.age_s)
+        refetch_s = inf if read_s is None else read_s
+        outcome = self._live.commit(
+            self._session, reserved.entry, lease.checksum, lease.content, refetch_s, lease.age_s
+        )
         assert isinstance(outcome, Committed)
         link.peer.brought(reserved.extent.nbytes)
 

@@ -195,8 +195,8 @@ class RedisDirectory:
     async def _claim(self, keys: MappingOf[Key, str]) -> MappingOf[Key, Claimed]:
         pipeline = self._redis.pipeline(transaction=False)
         for key, void in keys.items():
-            how = self._incarnation, void, 1000 * NODE_TTL_S
-            pipeline.eval(CLAIM, 1, self._names.claim(key), *how)
+            ttl_ms = 1000 * NODE_TTL_S
+            pipeline.eval(CLAIM, 1, self._names.claim(key), self._incarnation, void, ttl_ms)
         makers = {
             key: by.decode()
             for key, by in zip(keys, await execute(pipeline), strict=True)

@@ -95,11 +95,16 @@ class Cache:
         self._sessions = Sessions()
         self._pins = Pins(self._board, self._entries)
         self._book = Book(self._entries, rules)
-        shared = self._board, self.counters
-        self._evictor = Evictor(self._entries, self._pins, *shared, self._book)
+        self._evictor = Evictor(self._entries, self._pins, self._board, self.counters, self._book)
         self._readers = Readers(self._entries, self._pins, self.counters, limits, lease_ttl_s)
         self._writers = Writers(
-            *(self._entries, self._sessions, self._evictor, *shared, self._costs, self._book)
+            self._entries,
+            self._sessions,
+            self._evictor,
+            self._board,
+            self.counters,
+            self._costs,
+            self._book,
         )
         self.use_rules(rules)
 

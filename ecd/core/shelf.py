@@ -87,8 +87,15 @@ class Shelf:
         density = max(0.0, saved_s) / file_bytes
         rank = self._least + density
         shelved = Shelved(
-            *(self._last, key, nbytes, file_bytes, cost_s, density, rank),
-            *(now_s - idle_s, now_s - age_s),
+            self._last,
+            key,
+            nbytes,
+            file_bytes,
+            cost_s,
+            density,
+            rank,
+            now_s - idle_s,
+            now_s - age_s,
         )
         shelved.earlier = self._tail
         if self._tail is None:

@@ -89,7 +89,9 @@ class DiskFiles:
         await self.make_room(0)  # the tier may have been larger
         logger.info(
             "%d entries, %s, on disk in %s; found in %.1f s",
-            *(len(self.shelf), size_text(self.shelf.used_bytes), self.directory.path),
+            len(self.shelf),
+            size_text(self.shelf.used_bytes),
+            self.directory.path,
             self._live.clock.now_s() - started_s,
         )
 
@@ -215,9 +217,17 @@ class DiskFiles:
     ) -> Shelved:
         cost_s = self._live.cache.cost_s(key, content)
         saved_s = cost_s - self.read_time.seconds(content.nbytes)
-        about = content.nbytes, file_bytes, cost_s, saved_s
-        times = self._live.clock.now_s(), age_s, idle_s, self._ttl_s(key)
-        return self.shelf.add(key, *about, *times)
+        return self.shelf.add(
+            key,
+            content.nbytes,
+            file_bytes,
+            cost_s,
+            saved_s,
+            self._live.clock.now_s(),
+            age_s,
+            idle_s,
+            self._ttl_s(key),
+        )
 
     def _remove_names(self, names: Sequence[str]) -> asyncio.Future[list[str]]:
         """Remove files; the names of those that could not be."""

@@ -64,7 +64,10 @@ class Breaker:
             self._until_s = self._clock.now_s() + REST_S
             logger.warning(
                 "%s failed %d times in a row and rest for %.0f s: %s. Memory serves as before",
-                *(self._what, self._failures, REST_S, error),
+                self._what,
+                self._failures,
+                REST_S,
+                error,
             )
 
 

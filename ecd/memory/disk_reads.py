@@ -150,8 +150,10 @@ class DiskReads:
             pool, offset, _ = reserved.extent
             # Whole blocks, as an extent has whole granules.
             target = self._pools[pool].writable.view(offset, rounded(nbytes))
-            about = file_name(key), key, nbytes, target
-            ended = self._readers.do(lambda: self._files.directory.read(*about, lambda: is_wanted))
+            read = self._files.directory.read
+            ended = self._readers.do(
+                lambda: read(file_name(key), key, nbytes, target, lambda: is_wanted)
+            )
             with Stage("disk", self._live.clock):
                 await _wait_for(ended, patience_s)
             if not ended.done():

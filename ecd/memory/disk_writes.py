@@ -104,10 +104,11 @@ class DiskWrites:
         pool, offset, nbytes = info.extent
         put_s = info.created_s if info.terms is None else info.terms.put_s
         memory = self._pools[pool].readable.view(offset, nbytes)
-        about = file_name(key), key, content, memory, self._live.clock.now_s() - put_s
+        age_s = self._live.clock.now_s() - put_s
+        write = self._files.directory.write
         try:
             checksum = await self._writers.do(
-                functools.partial(self._files.directory.write, *about)
+                functools.partial(write, file_name(key), key, content, memory, age_s)
             )
             await self._files.make_room(file_bytes)  # and no turn passes until it is taken
             if not self._is_stored(info):

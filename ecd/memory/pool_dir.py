@@ -113,7 +113,9 @@ class PoolDir:
             elsewhere = f", {links} links" if links > here[found[name].st_ino] else ""
             logger.warning(
                 "%s is not ours alone and is removed: %s%s",
-                *(self.path / name, describe(found[name]), elsewhere),
+                self.path / name,
+                describe(found[name]),
+                elsewhere,
             )
             self.unlink(name)
         return bool(foreign)

@@ -73,7 +73,9 @@ class Recovery:
         self.is_done = True
         logger.info(
             "took over %s of the last daemon, dropped %d in doubt, in %.1f s",
-            *(count_text(self._kept, "entry"), self._dropped, self._live.clock.now_s() - started_s),
+            count_text(self._kept, "entry"),
+            self._dropped,
+            self._live.clock.now_s() - started_s,
         )
 
     async def settle(self, keys: Sequence[Key] | None) -> None:

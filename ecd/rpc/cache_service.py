@@ -171,12 +171,12 @@ class CacheService(pb_grpc.CacheServicer):
             if request.only_if_written:
                 await self._live.learn(keys, pace)
         wait_for = WaitFor.WRITER if request.only_if_written else WaitFor.ANY
-        how = wait_s, wait_for, Answer.PIN if request.to_pin else Answer.LEASE
+        answer = Answer.PIN if request.to_pin else Answer.LEASE
         outcomes: list[Acquisition] = []
         try:
             for index, key in enumerate(keys):
                 await pace.step()
-                outcome = self._live.acquire(session, key, *how)
+                outcome = self._live.acquire(session, key, wait_s, wait_for, answer)
                 outcomes.append(outcome)
                 if isinstance(outcome, Waiting) and makes.get(index) == 0.0:
                     self._flights.waits_for_nobody(key, session, outcome.ticket)

@@ -118,7 +118,9 @@ class Description:
             logger.warning(
                 "ecd: this engine finds nothing of what the engine of pid %d stores for the same "
                 "model at this daemon, as their namespaces differ in %s: %s",
-                *(other.pid, difference(mine, other), advice(mine, other)),
+                other.pid,
+                difference(mine, other),
+                advice(mine, other),
             )
 
 

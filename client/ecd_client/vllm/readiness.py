@@ -169,7 +169,10 @@ class Readiness:
         self._stats.count("unavailable")
         logger.error(
             "ecd: request %s fails: its item %s cannot be had, and %s: %s",
-            *(shown(request.request_id), shown(identifier), why, cause),
+            shown(request.request_id),
+            shown(identifier),
+            why,
+            cause,
         )
         state.failed = True
         self._items.leave_all(state, state.needed)

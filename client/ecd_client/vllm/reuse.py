@@ -215,8 +215,9 @@ class Reuse:
         keys = _keys(state.args)
         key = keys[0] if keys else None
         in_need = settings.on_unavailable == FAIL
-        how = models[0], metadata, key, in_need, settings.load_timeout_s
-        self.hop = None if self.only_encodes else _hop(client, *how)
+        self.hop = None
+        if not self.only_encodes:
+            self.hop = _hop(client, models[0], metadata, key, in_need, settings.load_timeout_s)
         self.pictures = Pictures(
             client,
             settings,
@@ -302,8 +303,15 @@ def _hop(
     from ecd_client.vllm.encode_hop import EncodeHop  # which imports an HTTP client
 
     logger.info("ecd: pictures that are not stored go to %s", ", ".join(urls))
-    how = Encoders(urls), client, model, metadata.checked
-    return EncodeHop(*how, key=key, in_need=in_need, within_s=within_s)
+    return EncodeHop(
+        Encoders(urls),
+        client,
+        model,
+        metadata.checked,
+        key=key,
+        in_need=in_need,
+        within_s=within_s,
+    )
 
 
 def _keys(args: Any) -> list[str]:

@@ -93,7 +93,9 @@ class Sharing:
         logger.warning(
             "ecd: weights may have changed (%s): this engine shares with no other from now on, "
             "under %s. %s",
-            *(cause, self.namespace, TOLD if self._settings.weights_run else UNTOLD),
+            cause,
+            self.namespace,
+            TOLD if self._settings.weights_run else UNTOLD,
         )
 
     def move_to_version(self, version: str) -> None:
