@@ -700,7 +700,7 @@ EDITED = {
         "e2e/test_attacker.py::test_requests_that_did_harm_do_none",
         Edit(
             "client/ecd_client/vllm/scheduler.py",
-            "        if other := self._may_be_anothers(request, state, num_computed_tokens):",
+            "        if other := self._computed.others_in(request, state, num_computed_tokens):",
             "        if other := None:",
         ),
     ),
@@ -717,9 +717,9 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
-            "client/ecd_client/vllm/scheduler.py",
-            "self._computed.note(feature.identifier, self._metadata.packed(feature))",
-            "self._computed.note(feature.identifier, self._metadata.of_item(feature).stored)",
+            "client/ecd_client/vllm/computed.py",
+            "self.remember(identifier, self._metadata.packed(feature))",
+            "self.remember(identifier, self._metadata.of_item(feature).stored)",
         ),
     ),
     "tokens computed with other metadata are used": Bug(
@@ -727,8 +727,8 @@ EDITED = {
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
             "client/ecd_client/vllm/computed.py",
-            "        return self._with.get(_digest(identifier)) == said.stored",
-            "        return identifier in self",
+            "            return noted == item.described.stored",
+            "            return True",
         ),
     ),
     "an entry without metadata serves whatever a request says": Bug(

@@ -460,10 +460,10 @@ if CAN_LEAVE_OUT_MEDIA:
     put("computed", 8, placeholder.packed)
     put("computed, without metadata", 8)
     put("computed in two ways", 8, placeholder.packed)
-    role._computed.note("computed, and evicted", placeholder.stored)
+    role._computed.remember("computed, and evicted", placeholder.stored)
     for sides in (other, grid):
         said = Placeholder.of("image", {"image_grid_thw": sides})
-        role._computed.note("computed in two ways", said.stored)
+        role._computed.remember("computed in two ways", said.stored)
     done["tokens of others, computed in two ways"] = computed("computed in two ways", grid)
     done["tokens of others, of a half"] = [
         computed("computed, and evicted", each, tokens=4) for each in (other, grid)
@@ -498,12 +498,12 @@ if CAN_LEAVE_OUT_MEDIA:
         asked = request(f"by tokens, of {seconds} s", bare)
         done[f"metadata: by tokens, of {seconds} s"] = settled(asked)
         connector.request_finished(asked)
-    role._takes_prefilled = True
+    role._computed._takes_prefilled = True
     done["tokens of others, of an engine that prefills"] = [
         computed("elsewhere", grid, kv_transfer_params=params)
         for params in ({"do_remote_prefill": True}, {"do_remote_decode": True}, "do_remote_prefill")
     ]
-    role._takes_prefilled = False
+    role._computed._takes_prefilled = False
     for name in ("computed", "computed, without metadata"):
         said = {"image_grid_thw": torch.tensor(grid), **media}
         asked = request(f"announced, {name}", feature(name, 8, said=said))

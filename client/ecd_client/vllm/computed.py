@@ -6,10 +6,20 @@ tokens stand (M-RoPE) depends on the metadata, too, and a request without media 
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from hashlib import sha256
+from typing import TYPE_CHECKING, Any
 
-from ecd_proto.placeholders import Placeholder
+from ecd_client.client import Client
+from ecd_client.errors import EcdError
+from ecd_client.vllm.compat import PlaceholderMetadata, takes_prefilled
+from ecd_client.vllm.request_items import NeededItem, RequestItems
+from ecd_client.vllm.sharing import Sharing
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
 MAX_ITEMS = 1 << 15
 """Most items that are remembered: about as many as a KV cache has room for."""
@@ -19,14 +29,30 @@ _UNKNOWN = b""
 class ComputedItems:
     """The items that this engine has computed tokens of, the last ones of all."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        client: Client,
+        sharing: Sharing,
+        metadata: PlaceholderMetadata,
+    ) -> None:
+        self._client, self._sharing, self._metadata = client, sharing, metadata
+        self._takes_prefilled = takes_prefilled(vllm_config)
         self._with: OrderedDict[bytes, bytes] = OrderedDict()
         """What entries carry of the metadata, by the digests of names: clients make long ones."""
 
-    def __contains__(self, identifier: str) -> bool:
-        return _digest(identifier) in self._with
+    def note(self, feature: Any, *, is_bare: bool) -> None:
+        """The engine makes room for a request's item, whose tokens it computes now.
 
-    def note(self, identifier: str, stored: bytes) -> None:
+        Items that came with their media have the metadata that their names stand for.
+        """
+        identifier = feature.identifier
+        if self._metadata.fields_for(feature.modality) and (
+            is_bare or _digest(identifier) not in self._with
+        ):
+            self.remember(identifier, self._metadata.packed(feature))
+
+    def remember(self, identifier: str, stored: bytes) -> None:
         """The item's tokens are computed with metadata of which an entry carries these bytes.
 
         Empty: with unknown ones, or with more than entries carry. Nothing is known, either, of
@@ -38,9 +64,41 @@ class ComputedItems:
         if len(self._with) > MAX_ITEMS:
             self._with.popitem(last=False)
 
-    def had(self, identifier: str, said: Placeholder) -> bool:
-        """Whether the item's tokens were computed with these metadata, and never with others."""
-        return self._with.get(_digest(identifier)) == said.stored
+    def others_in(
+        self, request: Request, state: RequestItems, num_computed_tokens: int
+    ) -> NeededItem | None:
+        """An item of which vLLM has tokens that it may have computed with other metadata.
+
+        An item that is still to be computed is judged before it is. An engine that has prefilled
+        for this one has judged the whole request.
+        """
+        if state.begins_at(num_computed_tokens) is None:
+            return None
+        params = request.kv_transfer_params
+        is_prefilled = isinstance(params, dict) and bool(params.get("do_remote_prefill"))
+        is_its_own = request.num_computed_tokens > 0  # computed, or loaded, for this request
+        are_its_own = is_its_own or (is_prefilled and self._takes_prefilled)
+        while item := state.begins_at(num_computed_tokens):
+            if not are_its_own and not self._was_computed_as(item):
+                return item
+            state.judged += 1
+        return None
+
+    def _was_computed_as(self, item: NeededItem) -> bool:
+        """Whether tokens of the item were computed with the metadata that came, and no others.
+
+        Where this engine has not computed them, an entry that memory shows says so.
+        """
+        if item.described is None:
+            return True
+        if (noted := self._with.get(_digest(item.identifier))) is not None:
+            return noted == item.described.stored
+        if not self._sharing.includes(item.identifier):
+            return False
+        with contextlib.suppress(EcdError):
+            metadata = self._client.shown_metadata(item.identifier)
+            return metadata is not None and item.described.is_of(metadata)
+        return False
 
 
 def _digest(identifier: str) -> bytes:

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ecd_client.client import Client
-from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
+from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.vllm.compat import (
     CAN_FAIL_ONE_REQUEST,
     PlaceholderMetadata,
     keep_media,
     reach_of_step,
-    takes_prefilled,
 )
 from ecd_client.vllm.computed import ComputedItems
 from ecd_client.vllm.description import Description
@@ -87,7 +86,6 @@ class SchedulerRole:
         self._wait_s = settings.load_timeout_s
         self._fails = settings.on_unavailable == FAIL
         self._is_consumer = is_consumer
-        self._takes_prefilled = takes_prefilled(vllm_config)
         self._sharing = Sharing(settings, vllm_config)
         self._outputs = outputs = Outputs(vllm_config)
         self._metadata = PlaceholderMetadata(vllm_config.model_config)
@@ -112,10 +110,17 @@ class SchedulerRole:
         self._encodes = Encodes(
             self._client, self.stats, settings.load_timeout_s, is_producer=is_producer
         )
-        how = settings, self._sharing, outputs, self.stats, self._producer, self._encodes
-        self._lookup = Lookup(self._client, *how)
+        self._lookup = Lookup(
+            self._client,
+            settings,
+            self._sharing,
+            outputs,
+            self.stats,
+            self._producer,
+            self._encodes,
+        )
         self._items = WantedItems(outputs, self._encodes.left)
-        self._computed = ComputedItems()
+        self._computed = ComputedItems(vllm_config, self._client, self._sharing, self._metadata)
         self.reports = Reports(loading_ranks(vllm_config.parallel_config))
         self._loads = Loads(self._items, self.reports, self._lock)
         self._encoded_rows = 0  # by the step being scheduled
@@ -131,7 +136,10 @@ class SchedulerRole:
         self._requests: dict[str, RequestItems] = {}
         self._shown = SharedNamespace(vllm_config.instance_id)
         self._description = Description(
-            *(vllm_config, settings, self._sharing, self._metadata.media),
+            vllm_config,
+            settings,
+            self._sharing,
+            self._metadata.media,
             is_producer=is_producer,
             is_consumer=is_consumer,
         )
@@ -228,7 +236,7 @@ class SchedulerRole:
             state.deadline_s = time.monotonic() + self._wait_s
         if state.preemptions != request.num_preemptions:
             state.restart(request.num_preemptions, time.monotonic() + self._wait_s)
-        if other := self._may_be_anothers(request, state, num_computed_tokens):
+        if other := self._computed.others_in(request, state, num_computed_tokens):
             if request.skip_reading_prefix_cache:  # and vLLM 0.28 asks a connector for KV anyway
                 self._readiness.refuse(request, state, other.identifier)
             request.skip_reading_prefix_cache = True
@@ -238,42 +246,6 @@ class SchedulerRole:
         if state.failed or state.is_past_all:
             return not state.failed
         return self._readiness.is_ready(request, state, num_computed_tokens)
-
-    def _may_be_anothers(
-        self, request: Request, state: RequestItems, num_computed_tokens: int
-    ) -> NeededItem | None:
-        """An item of which vLLM has tokens that it may have computed with other metadata.
-
-        An item that is still to be computed is judged before it is. An engine that has prefilled
-        for this one has judged the whole request.
-        """
-        if state.begins_at(num_computed_tokens) is None:
-            return None
-        params = request.kv_transfer_params
-        is_prefilled = isinstance(params, dict) and bool(params.get("do_remote_prefill"))
-        is_its_own = request.num_computed_tokens > 0  # computed, or loaded, for this request
-        are_its_own = is_its_own or (is_prefilled and self._takes_prefilled)
-        while item := state.begins_at(num_computed_tokens):
-            if not are_its_own and not self._was_computed_as(item):
-                return item
-            state.judged += 1
-        return None
-
-    def _was_computed_as(self, item: NeededItem) -> bool:
-        """Whether tokens of the item were computed with the metadata that came, and no others.
-
-        Where this engine has not computed them, an entry that memory shows says so.
-        """
-        if item.described is None:
-            return True
-        if item.identifier in self._computed:
-            return self._computed.had(item.identifier, item.described)
-        if not self._sharing.includes(item.identifier):
-            return False
-        with contextlib.suppress(EcdError):
-            metadata = self._client.shown_metadata(item.identifier)
-            return metadata is not None and item.described.is_of(metadata)
-        return False
 
     def _admit(self, request: Request) -> RequestItems:
         deadline_s = time.monotonic() + self._wait_s
@@ -306,9 +278,15 @@ class SchedulerRole:
             if is_wrong or (brought is not None and not self._is_sensible(feature, brought)):
                 self._readiness.refuse(request, state, identifier)
             if is_bare or (may_load and self._sharing.includes(identifier)):
-                embeddings = position.get_num_embeds()
-                about = feature.modality, is_bare, placeholder
-                item = NeededItem(index, position.offset, identifier, embeddings, *about)
+                item = NeededItem(
+                    index,
+                    position.offset,
+                    identifier,
+                    position.get_num_embeds(),
+                    feature.modality,
+                    is_bare,
+                    placeholder,
+                )
                 state.add(item, position.offset + position.length)
         state.seen = len(request.mm_features)
 
@@ -355,10 +333,7 @@ class SchedulerRole:
         feature = request.mm_features[index]
         wanted = self._items.get(feature.identifier)
         is_bare = wanted is not None and bool(wanted.bare)
-        if self._metadata.fields_for(feature.modality) and (
-            is_bare or feature.identifier not in self._computed
-        ):
-            self._computed.note(feature.identifier, self._metadata.packed(feature))
+        self._computed.note(feature, is_bare=is_bare)
         if wanted is None or not wanted.promised:
             if brought_with(feature) is None:
                 self._encoded_rows += feature.mm_position.get_num_embeds()
