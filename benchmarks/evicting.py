@@ -23,7 +23,8 @@ from common import machine, markdown, show, write_page
 from growth import measure
 from rich.console import Console
 
-from ecd.core.allocator import Allocator, Block
+from ecd.core.allocator import Allocator
+from ecd.core.block import Block
 from ecd.core.entry import Entry
 from ecd.core.policy import Lru, Policy
 from ecd.core.pool import Pool

@@ -34,7 +34,8 @@ from typing import Any
 
 import msgspec
 
-from ecd.core.allocator import Allocator, Block
+from ecd.core.allocator import Allocator
+from ecd.core.block import Block
 from ecd.core.entry import Entry
 from ecd.core.policy import Policy, Weighing
 from ecd.core.pool import Evict, Pool, Scan

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ecd.clock import REAL, Clock
-from ecd.cluster.peer import MAX_ERROR_CHARS
 from ecd.core.types import Key
 from ecd_proto.contract import Hint
+
+MAX_ERROR_CHARS = 500
+"""Characters of another's error message that are kept and shown."""
 
 
 class Candidate(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ecd.clock import REAL, Clock
+from ecd.cluster.directory import MAX_ERROR_CHARS
 from ecd.core.rates import ReadRate
 from ecd_proto.v1 import peer_pb2 as pb
 
@@ -15,8 +16,6 @@ BACKOFF_S = (0.25, 10.0)
 MAX_UNPROVEN_BYTES, LEAST_UNPROVEN_BYTES = 64 << 20, 64 << 10
 """Most bytes that are read from a node at hinted places until a lease names one of them, and the
 bytes for which a smaller place counts."""
-MAX_ERROR_CHARS = 500
-"""Characters of a node's error message that are kept and shown."""
 
 
 class PeerUnavailable(Exception):

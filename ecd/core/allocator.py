@@ -10,8 +10,8 @@ of pages: allocate and free are O(log64 of the pool's granules), however many ex
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+from ecd.core.block import Block
 from ecd.core.types import Extent
 
 _BITS = 64
@@ -66,43 +66,6 @@ class _SizeSet:
         for words in reversed(self._levels):
             value = value * _BITS + words[value].bit_length() - 1
         return value
-
-
-class Block:
-    """A contiguous piece of a pool, free or allocated, linked to its neighbours."""
-
-    __slots__ = ("after", "allocator", "before", "granules", "is_free", "owner", "start")
-
-    def __init__(self, allocator: Allocator, start: int, granules: int, is_free: bool) -> None:
-        """A piece of `allocator`'s pool; `start` and `granules` count granules."""
-        self.allocator = allocator
-        self.start, self.granules, self.is_free = start, granules, is_free
-        self.before: Block | None = None
-        self.after: Block | None = None
-        self.owner: Any = None
-        """The caller's own reference; the allocator never reads it."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.granules
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the block takes from the pool, a whole number of granules."""
-        return self.granules * self.allocator.granule_bytes
-
-    def unlink(self) -> None:
-        """Forget the neighbours: blocks that are gone must not keep each other in memory."""
-        self.before = self.after = None
-
-    def extent(self, nbytes: int | None = None) -> Extent:
-        """The block's first `nbytes`, or the whole block."""
-        allocator = self.allocator
-        return Extent(
-            allocator.pool_number,
-            self.start * allocator.granule_bytes,
-            self.nbytes if nbytes is None else nbytes,
-        )
 
 
 class Allocator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ecd.core.allocator import Block
+from ecd.core.block import Block
 from ecd.core.states import ENTRY, EntryEvent, EntryState, apply
 from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId, Terms
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from ecd.core.allocator import Block
+from ecd.core.block import Block
 from ecd.core.board import Board
 from ecd.core.counters import Counters
 from ecd.core.entries import Entries

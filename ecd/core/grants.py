@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from ecd.core.allocator import Allocator, Block
+from ecd.core.allocator import Allocator
+from ecd.core.block import Block
 from ecd.core.board import Board
 from ecd.core.types import Extent, SessionId
 

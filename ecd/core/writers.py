@@ -6,7 +6,7 @@ from functools import partial
 from itertools import islice
 from math import inf
 
-from ecd.core.allocator import Block
+from ecd.core.block import Block
 from ecd.core.board import Board
 from ecd.core.costs import Costs
 from ecd.core.counters import Counters

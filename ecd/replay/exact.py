@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ecd.core.allocator import Allocator, Block
+from ecd.core.allocator import Allocator
+from ecd.core.block import Block
 from ecd.core.entry import Entry
 from ecd.core.eviction import plan
 from ecd.core.pool import FOR_ROOM, REASONS

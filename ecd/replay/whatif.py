@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ecd.core.ahead import BLOCK_BYTES, LOOKED_AT, Budget, next_writes, rounded
-from ecd.core.allocator import Allocator, Block
+from ecd.core.allocator import Allocator
+from ecd.core.block import Block
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Leased, LimitReached, Reserved
 from ecd.core.policy import Policy

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from ecd.core.allocator import Allocator, Block
+from ecd.core.allocator import Allocator
+from ecd.core.block import Block
 from ecd.core.types import Extent
 from support.examples import drawn, draws
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecd.core.allocator import Allocator, Block
+from ecd.core.allocator import Allocator
+from ecd.core.block import Block
 from ecd.core.board import NoBoard
 from ecd.core.grants import REVOKED_AT_A_TIME, Grants
 from ecd.core.pool import Pool
