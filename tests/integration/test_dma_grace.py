@@ -39,12 +39,12 @@ from support.waiting import HANG_S, eventually, eventually_async
 
 MIB = 1 << 20
 HELD = changed(
-    "import signal, threading, types",
+    "import signal, threading",
     "from ecd.memory import leftovers",
     "from ecd.rpc import attach",
-    "over, others = threading.Event(), leftovers.time.sleep",
-    "def wait(seconds): over.wait() if seconds == leftovers.DMA_BLIND_GRACE_S else others(seconds)",
-    "leftovers.time = types.SimpleNamespace(**{**vars(leftovers.time), 'sleep': wait})",
+    "from ecd.clock import Clock",
+    "over, others, grace = threading.Event(), Clock.block, leftovers.DMA_BLIND_GRACE_S",
+    "Clock.block = lambda *given: over.wait() if given[1] == grace else others(*given)",
     "attach.DMA_GRACE_S = attach.DMA_BLIND_GRACE_S = attach.DMA_LIMIT_S = 1e9",
     "def toggle(name): setattr(attach, name, 1e9 - getattr(attach, name))",
     "signal.signal(signal.SIGUSR1, lambda *_: toggle('DMA_GRACE_S'))",

@@ -14,14 +14,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ecd import service_manager
-from ecd.clock import REAL
+from ecd.clock import Clock
+from ecd.service_manager import ServiceManager
 from ecd_client import Client
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon, changed
@@ -144,15 +143,15 @@ def test_the_watchdog_hears_of_the_loop_as_often_as_it_wants(
     monkeypatch.setenv("WATCHDOG_USEC", watchdog_us)
     heard_by_pause = []
 
-    async def sleep(seconds: float) -> None:
-        said = list(iter(manager.hear, None))
-        heard_by_pause.append((seconds, said))
-        if len(heard_by_pause) == 3:
-            raise asyncio.CancelledError
+    class Heard(Clock):
+        async def sleep(self, seconds: float) -> None:
+            said = list(iter(manager.hear, None))
+            heard_by_pause.append((seconds, said))
+            if len(heard_by_pause) == 3:
+                raise asyncio.CancelledError
 
-    monkeypatch.setattr(service_manager, "asyncio", SimpleNamespace(sleep=sleep))
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(service_manager.ServiceManager(REAL).keep_alive(lambda: "serving"))
+        asyncio.run(ServiceManager(Heard()).keep_alive(lambda: "serving"))
     says = ["STATUS=serving", "WATCHDOG=1"]
     assert heard_by_pause == [
         (pytest.approx(period_s), said) for said in (["READY=1", *says], says, says)
