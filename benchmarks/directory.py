@@ -22,12 +22,12 @@ from common import end_daemon, machine, markdown, redis_server, show, start_daem
 from redis import Redis
 from rich.console import Console
 
+from ecd.base.identity import NodeIdentity
 from ecd.cluster.directory import StaticDirectory
 from ecd.cluster.peers import Peers
 from ecd.cluster.redis_directory import RedisDirectory
 from ecd.config import Config
 from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key
-from ecd.identity import NodeIdentity
 from ecd_proto.contract import Hint
 
 PORT = 16399

@@ -25,7 +25,8 @@ import typer
 from common import end_daemon, machine, markdown, show, start_daemon, timed_us, write_page
 from rich.console import Console
 
-from ecd.clock import REAL
+from ecd.base.clock import REAL
+from ecd.base.identity import NodeIdentity
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Leased, LimitReached, Reserved
@@ -33,7 +34,6 @@ from ecd.core.policy import Policy
 from ecd.core.pool import Pool
 from ecd.core.types import Content, Key, PoolLimits, SessionId
 from ecd.core.value_density import ValueDensity
-from ecd.identity import NodeIdentity
 from ecd.rpc.history import KEPT, History, lot
 from ecd.rpc.status import Status
 from ecd.rpc.status_page import MAX_PEERS, Look, described

@@ -28,7 +28,8 @@ import typer
 from common import MIB, machine, markdown, show, write_page
 from rich.console import Console
 
-from ecd.clock import REAL
+from ecd.base.clock import REAL
+from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import Config
 from ecd.core.allocator import Allocator
@@ -36,7 +37,6 @@ from ecd.core.cache import Cache
 from ecd.core.outcomes import Leased, LimitReached, MakingRoom, Reserved
 from ecd.core.pool import Pool
 from ecd.core.types import Answer, Content, EntryId, Extent, Key, SessionId
-from ecd.identity import NodeIdentity
 from ecd.memory.checksums import Checksums
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import SharedIndex

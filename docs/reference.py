@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from typer import Typer
 from typer.main import get_command
 
-from ecd.clock import REAL
+from ecd.base.clock import REAL
 from ecd.commands import app as ecd
 from ecd.config import ENV_PREFIX, RELOADABLE, Config
 from ecd.core.counters import Counters

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ecd.background import Background, first_of
-from ecd.clock import Clock
+from ecd.base.clock import Clock
+from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import RELOADABLE, RULES, Config, ConfigError
 from ecd.core.board import Uses
 from ecd.core.cache import DEFAULT_LIMITS
 from ecd.events import Events
 from ecd.flights import Flights
-from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.memory.device import device_pools

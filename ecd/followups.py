@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ecd.background import Background
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Wakeup
 from ecd.core.types import Key, LeaseId, SessionId

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 
 from ecd.background import Background, first_of
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 from ecd.core.cache import Cache
 from ecd.core.outcomes import (
     Aborted,

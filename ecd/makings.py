@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 from ecd.core.types import Key, SessionId, Ticket
 from ecd_proto.contract import MAKING_S
 

@@ -28,7 +28,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 from ecd.core.counters import IDLE_BOUNDS_S, SIZE_BOUNDS_BYTES
 from ecd.http_port import HttpPort, by_path
 from ecd.slow_log import DISK_READ, FETCH

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
+from ecd.base.identity import NodeIdentity
 from ecd.core.allocator import Allocator
 from ecd.core.cache import DEFAULT_LIMITS, NO_RULES, Cache
 from ecd.core.policy import Lru
@@ -15,7 +16,6 @@ from ecd.core.pool import Pool
 from ecd.core.rules import Rules
 from ecd.core.value_density import ValueDensity, fingerprints
 from ecd.flights import Flights
-from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.device import DevicePool
 from ecd.memory.host import HostPool

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from systemd_watchdog.systemd_watchdog import WatchDog
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 
 STATUS_PERIOD_S = 5.0
 

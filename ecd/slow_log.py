@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 from google.protobuf.message import Message
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 from ecd.core.board import Put
 from ecd.core.types import Key
 from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES, size_text

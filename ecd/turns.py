@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import grpc
 
+from ecd.base.identity import NodeIdentity
 from ecd.cluster.admission import Admission
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.directory import Candidate, Directory, Found, NoDirectory, StaticDirectory
@@ -25,7 +26,6 @@ from ecd.config import Config
 from ecd.core.outcomes import Leased
 from ecd.core.types import Extent, Key
 from ecd.flights import Flights
-from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd_proto.contract import CONTRACT_VERSION, Hint
 from ecd_proto.mapping import Mapping

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ecd.clock import REAL, Clock
+from ecd.base.clock import REAL, Clock
 from ecd.core.types import Key
 from ecd_proto.contract import Hint
 

@@ -27,7 +27,8 @@ from math import inf
 from typing import NamedTuple
 
 from ecd.background import within
-from ecd.checksum import digests, fold
+from ecd.base.checksum import digests, fold
+from ecd.base.wire import BYTES_WITH_LEASE, SPECULATIVE_BYTES
 from ecd.cluster.admission import Admitted
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.directory import Candidate
@@ -64,7 +65,6 @@ from ecd.flights import (
 from ecd.live import LiveCache
 from ecd.slow_log import Stage, waited
 from ecd.turns import Pace, Turns
-from ecd.wire import BYTES_WITH_LEASE, SPECULATIVE_BYTES
 from ecd_proto.contract import Hint, shown
 
 logger = logging.getLogger(__name__)

@@ -15,11 +15,8 @@ from typing import Any
 import grpc
 
 from ecd.background import Background
-from ecd.clock import Clock
-from ecd.cluster.directory import Candidate
-from ecd.cluster.peer import Peer, PeerUnavailable
-from ecd.core.types import Content, Extent, Key
-from ecd.wire import (
+from ecd.base.clock import Clock
+from ecd.base.wire import (
     SPECULATIVE_BYTES,
     InvalidRequest,
     content_from,
@@ -29,6 +26,9 @@ from ecd.wire import (
     to_key,
     told_metadata,
 )
+from ecd.cluster.directory import Candidate
+from ecd.cluster.peer import Peer, PeerUnavailable
+from ecd.core.types import Content, Extent, Key
 from ecd_proto.contract import MAX_BATCH, NODE_PATTERN, Hint
 from ecd_proto.v1 import peer_pb2 as pb
 

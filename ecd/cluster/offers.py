@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from ecd.background import Background
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 from ecd.cluster.admission import Admitted
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.peer import PeerUnavailable

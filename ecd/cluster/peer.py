@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ecd.clock import REAL, Clock
+from ecd.base.clock import REAL, Clock
 from ecd.cluster.directory import MAX_ERROR_CHARS
 from ecd.core.rates import ReadRate
 from ecd_proto.v1 import peer_pb2 as pb

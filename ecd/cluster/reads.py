@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ecd.checksum import digests
-from ecd.clock import REAL, Clock
+from ecd.base.checksum import digests
+from ecd.base.clock import REAL, Clock
 from ecd.cluster.identity import Identities
 from ecd.cluster.read_queue import ReadQueue
 from ecd.cluster.transfers import Ended, Piece, Read, RemoteExtent, Transfers

@@ -16,7 +16,8 @@ from typing import Any
 from redis import RedisError, ResponseError
 
 from ecd.background import within
-from ecd.clock import REAL, Clock
+from ecd.base.clock import REAL, Clock
+from ecd.base.identity import NodeIdentity
 from ecd.cluster.directory import Candidate, Claimed, DirectoryState, Found
 from ecd.cluster.redis_rows import (
     CLAIM,
@@ -36,7 +37,6 @@ from ecd.cluster.redis_rows import (
 from ecd.config import Config
 from ecd.core.cache import Cache
 from ecd.core.types import EntryId, Key
-from ecd.identity import NodeIdentity
 from ecd.redaction import answer_without_password
 from ecd_proto.contract import Hint
 

@@ -27,9 +27,9 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
+from ecd.base.wire import TOLD_METADATA_BYTES, told_metadata
 from ecd.cluster.directory import Candidate
 from ecd.core.types import EntryInfo, Extent, Key
-from ecd.wire import TOLD_METADATA_BYTES, told_metadata
 from ecd_proto.contract import NODE_PATTERN, Hint
 
 NODE_TTL_S = 15

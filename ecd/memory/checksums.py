@@ -8,7 +8,7 @@ from collections.abc import Mapping as MappingOf
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from ecd.checksum import digests, fold
+from ecd.base.checksum import digests, fold
 from ecd.core.outcomes import Leased
 from ecd.core.types import EntryId, Extent, Key
 from ecd.followups import Changes

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ecd.clock import REAL, Clock
+from ecd.base.clock import REAL, Clock
 from ecd.memory.pool_dir import PoolError
 from ecd_proto.contract import size_text
 

@@ -18,8 +18,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ecd.checksum import digests, fold
-from ecd.clock import REAL, Clock
+from ecd.base.checksum import digests, fold
+from ecd.base.clock import REAL, Clock
+from ecd.base.ownership import NotOurs, describe, open_place, take_lock
 from ecd.core.ahead import BLOCK_BYTES, rounded
 from ecd.core.types import Content, Key
 from ecd.memory.disk_format import (
@@ -31,7 +32,6 @@ from ecd.memory.disk_format import (
     file_name,
     header_bytes,
 )
-from ecd.ownership import NotOurs, describe, open_place, take_lock
 from ecd_proto.leftovers import user
 from ecd_proto.shm.files import LOCK_NAME, pool_dir
 

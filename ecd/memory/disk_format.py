@@ -9,9 +9,9 @@ from typing import NamedTuple
 import xxhash
 from google.protobuf.message import DecodeError
 
+from ecd.base.wire import InvalidRequest, content_from, key_from, to_content, to_key
 from ecd.core.ahead import rounded
 from ecd.core.types import Content, Key
-from ecd.wire import InvalidRequest, content_from, key_from, to_content, to_key
 from ecd_proto.v1 import cache_pb2 as pb
 
 SUFFIX = ".entry"

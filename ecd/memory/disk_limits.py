@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 
 logger = logging.getLogger(__name__)
 

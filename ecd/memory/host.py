@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ecd.clock import REAL, Clock
+from ecd.base.clock import REAL, Clock
 from ecd.memory import holders
 from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find
 from ecd.memory.pool_dir import PoolDir, PoolError

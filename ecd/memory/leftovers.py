@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ecd.clock import REAL, Clock
+from ecd.base.clock import REAL, Clock
+from ecd.base.wire import InvalidRequest, check_content, check_key
 from ecd.core.board import Uses
 from ecd.core.types import Content, Extent, Key
 from ecd.memory.session_page import SessionPage, described_by
 from ecd.memory.use_counters import uncounted
-from ecd.wire import InvalidRequest, check_content, check_key
 from ecd_proto.shm.files import (
     GRANULE_BYTES,
     INDEX_SUFFIX,

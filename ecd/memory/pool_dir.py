@@ -13,7 +13,7 @@ import stat
 from collections import Counter
 from pathlib import Path
 
-from ecd.ownership import NotOurs, describe, open_place, take_lock
+from ecd.base.ownership import NotOurs, describe, open_place, take_lock
 from ecd_proto.leftovers import is_pool_file, leftovers, user
 from ecd_proto.shm.files import LOCK_NAME, SOCKET_SUFFIXES, pool_dir
 

@@ -9,6 +9,15 @@ from typing import Any, TypeVar
 import grpc
 
 from ecd.background import Background
+from ecd.base.wire import (
+    MAX_WAIT_S,
+    InvalidRequest,
+    check_batch,
+    content_from,
+    hints_from,
+    key_from,
+    seconds_from,
+)
 from ecd.core.outcomes import Aborted, Acquisition, Committed, Reserved, Waiting
 from ecd.core.types import Answer, Content, EntryId, Key, LeaseId, WaitFor
 from ecd.flights import Flights, Maker
@@ -29,15 +38,6 @@ from ecd.rpc.convert import (
 from ecd.rpc.origins import Disk, OtherNodes, Recovering
 from ecd.rpc.sessions import Context, SessionStreams
 from ecd.slow_log import SlowLog, Stage, time_stages
-from ecd.wire import (
-    MAX_WAIT_S,
-    InvalidRequest,
-    check_batch,
-    content_from,
-    hints_from,
-    key_from,
-    seconds_from,
-)
 from ecd_proto.contract import MAX_PAGE, Hint
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc

@@ -9,6 +9,7 @@ from typing import NoReturn
 import grpc
 from typing_extensions import assert_never
 
+from ecd.base.wire import InvalidRequest, key_from, seconds_from, to_content, to_extent, to_key
 from ecd.core.outcomes import (
     Acquisition,
     AlreadyStored,
@@ -29,7 +30,6 @@ from ecd.core.outcomes import (
 )
 from ecd.core.pool import Pool
 from ecd.core.types import EntryInfo, Selection, Terms
-from ecd.wire import InvalidRequest, key_from, seconds_from, to_content, to_extent, to_key
 from ecd_proto.v1 import cache_pb2 as pb
 
 

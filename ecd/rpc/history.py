@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 
 PERIOD_S = 10.0
 KEPT = 2160

@@ -14,9 +14,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
+from ecd.base.wire import InvalidRequest, check_batch
 from ecd.http_port import Refused
-from ecd.wire import InvalidRequest, check_batch
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2 as pb
 

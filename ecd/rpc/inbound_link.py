@@ -8,12 +8,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ecd.background import Background
-from ecd.core.outcomes import Leased, LimitReached, Waiting, Wakeup
-from ecd.core.types import Answer, Extent, Key, LeaseId, SessionId, Ticket, WaitFor
-from ecd.live import LiveCache
-from ecd.rpc.serving import MAX_WAITING, Serving, Turn
-from ecd.turns import Pace
-from ecd.wire import (
+from ecd.base.wire import (
     BYTES_WITH_LEASE,
     MAX_WAIT_S,
     SPECULATIVE_BYTES,
@@ -26,6 +21,11 @@ from ecd.wire import (
     to_extents,
     told_metadata,
 )
+from ecd.core.outcomes import Leased, LimitReached, Waiting, Wakeup
+from ecd.core.types import Answer, Extent, Key, LeaseId, SessionId, Ticket, WaitFor
+from ecd.live import LiveCache
+from ecd.rpc.serving import MAX_WAITING, Serving, Turn
+from ecd.turns import Pace
 from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 
 logger = logging.getLogger(__name__)
 

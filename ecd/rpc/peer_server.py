@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 from ecd.rpc.listener import Listener
 from ecd.rpc.peer_service import PeerService
 from ecd_proto.contract import MAX_MESSAGE_BYTES

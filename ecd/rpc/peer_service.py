@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from ecd.background import first_of, within
+from ecd.base.wire import MAX_WAIT_S, InvalidRequest
 from ecd.core.outcomes import LimitReached
 from ecd.core.types import SessionId
 from ecd.live import LiveCache
@@ -19,7 +20,6 @@ from ecd.rpc.inbound_link import InboundLink, Memory
 from ecd.rpc.peer_token import TokenCheck
 from ecd.rpc.serving import Serving
 from ecd.rpc.sessions import HELLO_TIMEOUT_S
-from ecd.wire import MAX_WAIT_S, InvalidRequest
 from ecd_proto.contract import CONTRACT_VERSION, NODE_PATTERN
 from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc

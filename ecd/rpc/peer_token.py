@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 from ecd_proto.contract import proof
 
 CLOCKS_APART_S = 300.0

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
+from ecd.base.wire import InvalidRequest, check_content, check_key
 from ecd.core.board import Put
 from ecd.core.cache import Cache
 from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, NotReserved, Wakeup
 from ecd.core.types import SessionId
 from ecd.intake import Taken
-from ecd.wire import InvalidRequest, check_content, check_key
 from ecd_proto.shm.barriers import STORES_IN_ORDER
 from ecd_proto.shm.session_page import DOORBELL, DUPLICATE, GRANTED_POOL, REFUSED, STORED
 

@@ -17,17 +17,17 @@ from typing import Protocol
 import grpc
 
 from ecd.background import first_of
+from ecd.base.identity import NodeIdentity
+from ecd.base.wire import InvalidRequest, key_from
 from ecd.core.outcomes import LimitReached, Wakeup
 from ecd.core.types import LeaseId, SessionId, Ticket
 from ecd.flights import Flights
-from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.makings import KeyLocks
 from ecd.rpc.attach import DmaProcesses
 from ecd.rpc.convert import SessionOver, to_acquire_outcome
 from ecd.rpc.engines import Engines
 from ecd.rpc.held import HeldAnswers
-from ecd.wire import InvalidRequest, key_from
 from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH, shown
 from ecd_proto.engines import MAX_ENGINES, Engine
 from ecd_proto.v1 import cache_pb2 as pb

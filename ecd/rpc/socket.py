@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from ecd.ownership import NotOurs, describe, open_place, take_lock
+from ecd.base.ownership import NotOurs, describe, open_place, take_lock
 
 MAX_PATH_BYTES = 106  # sizeof(sockaddr_un.sun_path) - 1, without what is appended to bind it
 

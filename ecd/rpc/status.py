@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
+from ecd.base.identity import NodeIdentity
 from ecd.core.cache import Cache
 from ecd.core.pool import Pool
-from ecd.identity import NodeIdentity
 from ecd.rpc.history import Figures
 from ecd.rpc.sessions import SessionStreams
 from ecd_proto.contract import CONTRACT_VERSION, POPULATING

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 from ecd.http_port import Refused
 from ecd.rpc.history import LOT, PERIOD_S, History, Sample, lot
 from ecd_proto.findings import examine, refusal

@@ -224,13 +224,13 @@ EDITED = {
     "a size that is not its shape's is believed": Bug(
         "invariant 12",
         "fuzz/test_named.py",
-        Edit("ecd/wire.py", "if content.nbytes != nbytes:", "if content.nbytes < 0:"),
+        Edit("ecd/base/wire.py", "if content.nbytes != nbytes:", "if content.nbytes < 0:"),
     ),
     "a cost that is no number is believed": Bug(
         "invariant 12",
         "fuzz/test_named.py",
         Edit(
-            "ecd/wire.py",
+            "ecd/base/wire.py",
             "if not (isfinite(content.cost_s) and content.cost_s >= 0.0):",
             "if content.cost_s is None:",
         ),
@@ -518,7 +518,7 @@ EDITED = {
         "security",
         "integration/test_daemon.py::test_impossible_requests_are_refused_and_change_nothing",
         Edit(
-            "ecd/wire.py",
+            "ecd/base/wire.py",
             "    if _is_nonsense(content.metadata):",
             "    if content.nbytes < 0:",
         ),
@@ -586,7 +586,7 @@ EDITED = {
         "security",
         "unit/test_link.py",
         Edit(
-            "ecd/wire.py",
+            "ecd/base/wire.py",
             'return b"" if _is_nonsense(metadata) else metadata',
             "return metadata",
         ),

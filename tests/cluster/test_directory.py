@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ecd.base.identity import NodeIdentity
 from ecd.cluster import redis_directory
 from ecd.cluster.admission import Admission
 from ecd.cluster.candidates import Candidates
@@ -31,7 +32,6 @@ from ecd.core.outcomes import Missing, Waiting, Wakeup
 from ecd.core.pool import Pool
 from ecd.core.types import Key, WaitFor
 from ecd.flights import Flights
-from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd_client import Client
 from ecd_proto.shm.files import GRANULE_BYTES

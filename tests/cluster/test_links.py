@@ -16,8 +16,9 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from ecd.checksum import digests, fold
-from ecd.clock import REAL
+from ecd.base.checksum import digests, fold
+from ecd.base.clock import REAL
+from ecd.base.identity import NodeIdentity
 from ecd.cluster import handshake
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.cluster.pool_reads import PoolReads
@@ -28,7 +29,6 @@ from ecd.core.outcomes import Reserved
 from ecd.core.pool import Pool
 from ecd.core.types import Content, Extent, Key
 from ecd.flights import Flights
-from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.metrics import Metrics

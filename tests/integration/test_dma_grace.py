@@ -42,7 +42,7 @@ HELD = changed(
     "import signal, threading",
     "from ecd.memory import leftovers",
     "from ecd.rpc import attach",
-    "from ecd.clock import Clock",
+    "from ecd.base.clock import Clock",
     "over, others, grace = threading.Event(), Clock.block, leftovers.DMA_BLIND_GRACE_S",
     "Clock.block = lambda *given: over.wait() if given[1] == grace else others(*given)",
     "attach.DMA_GRACE_S = attach.DMA_BLIND_GRACE_S = attach.DMA_LIMIT_S = 1e9",

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 from ecd.service_manager import ServiceManager
 from ecd_client import Client
 from ecd_proto.v1 import cache_pb2 as pb

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextvars import Context, ContextVar
 from random import Random
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 
 START_S = 1000.0
 TURN_S = 5e-6

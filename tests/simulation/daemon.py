@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, Outside, PoolMemory
 from ecd.cluster.redis_rows import RowNames
 from ecd.config import Config
@@ -17,7 +18,6 @@ from ecd.core.pool import Pool
 from ecd.core.types import Key, Selection
 from ecd.core.value_density import ValueDensity, fingerprints
 from ecd.flights import Flights
-from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.memory.disk import DiskTier

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from ecd.checksum import digests, fold
+from ecd.base.checksum import digests, fold
 from ecd.core.ahead import rounded
 from ecd.core.types import Content, Key
 from ecd.memory.disk_dir import new_name

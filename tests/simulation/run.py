@@ -26,7 +26,7 @@ from simulation.scenario import Scenario
 from simulation.world import Run
 
 SCALE = {
-    "ecd.checksum.PIECE_BYTES": 16 << 10,
+    "ecd.base.checksum.PIECE_BYTES": 16 << 10,
     "ecd.cluster.fetcher.BYTES_WITH_LEASE": 2 << 10,
     "ecd.rpc.inbound_link.BYTES_WITH_LEASE": 2 << 10,
     "ecd.cluster.fetcher.SPECULATIVE_BYTES": 64 << 10,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ecd.clock import Clock
+from ecd.base.clock import Clock
 
 
 class SetClock(Clock):

@@ -15,8 +15,8 @@ import sys
 
 import grpc
 
-from ecd.checksum import digests, fold
-from ecd.clock import REAL
+from ecd.base.checksum import digests, fold
+from ecd.base.clock import REAL
 from ecd.cluster.engine import Engine, EngineSettings
 from ecd.rpc.peer_token import TokenCheck
 from ecd_proto.contract import CONTRACT_VERSION

@@ -23,7 +23,7 @@ PATIENCE = (
 PATIENT = changed(*PATIENCE)
 """A daemon that takes a halt of this machine for no silence of Redis, which costs misses."""
 LONG_PATIENCE = (
-    *("from ecd import wire", "wire.MAX_WAIT_S = 600.0"),
+    *("from ecd.base import wire", "wire.MAX_WAIT_S = 600.0"),
     *(*PATIENCE, *pairs.PATIENCE),
 )
 LONG_PATIENT = changed(*LONG_PATIENCE)

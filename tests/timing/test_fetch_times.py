@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.config import Config
 from ecd.core.allocator import Allocator
@@ -18,7 +19,6 @@ from ecd.core.cache import Cache
 from ecd.core.pool import Pool
 from ecd.core.types import Content, EntryId, Key
 from ecd.flights import Flights
-from ecd.identity import NodeIdentity
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.rpc.serving import TURN_S, Serving, Turn

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from ecd.clock import REAL
+from ecd.base.clock import REAL
 from ecd.events import FULL_S, Events, _Asker
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ecd.checksum import digests
-from ecd.clock import Clock
+from ecd.base.checksum import digests
+from ecd.base.clock import Clock
 from ecd.cluster.identity import IDENTITY_BYTES, VOUCHED_S, Identities
 from ecd.cluster.read_queue import (
     MAX_LARGE_READS_PER_PEER,

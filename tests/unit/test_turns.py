@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ecd import turns
+from ecd.base.identity import NodeIdentity
 from ecd.cluster.fetcher import Fetcher
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
@@ -27,7 +28,6 @@ from ecd.core.outcomes import (
 from ecd.core.pool import Pool
 from ecd.core.readers import DUE_AT_A_TIME
 from ecd.core.types import Answer, Content, EntryId, Extent, Key, Selection, SessionId
-from ecd.identity import NodeIdentity
 from ecd.memory import claims, shared_index
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.session_page import SessionPage

@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from ecd.clock import REAL, Clock
+from ecd.base.clock import REAL, Clock
 from ecd_proto.leftovers import user
 
 LOCK_WAIT_S = 0.5
