@@ -26,8 +26,8 @@ from ecd.base.identity import NodeIdentity
 from ecd.cluster.directory import StaticDirectory
 from ecd.cluster.peers import Peers
 from ecd.cluster.redis_directory import RedisDirectory
-from ecd.config import Config
 from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key
+from ecd.settings.config import Config
 from ecd_proto.contract import Hint
 
 PORT = 16399

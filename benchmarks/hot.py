@@ -28,7 +28,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from ecd.config import Config
+from ecd.settings.config import Config
 from simulation.clock import VirtualLoop
 from simulation.network import Weather
 from simulation.run import _abandon, small

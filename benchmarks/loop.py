@@ -31,7 +31,6 @@ from rich.console import Console
 from ecd.base.clock import REAL
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
-from ecd.config import Config
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Leased, LimitReached, MakingRoom, Reserved
@@ -48,6 +47,7 @@ from ecd.rpc.origins import NoOtherNodes, NothingToRecover
 from ecd.rpc.puts import Doorbell
 from ecd.rpc.serving import Serving
 from ecd.rpc.sessions import Stream
+from ecd.settings.config import Config
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm.files import GRANULE_BYTES

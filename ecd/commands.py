@@ -26,18 +26,18 @@ from rich.text import Text
 
 from ecd.cluster.engine import EngineError
 from ecd.cluster.tls import ClusterError
-from ecd.config import ENV_PREFIX, SECRETS, Config, ConfigError
-from ecd.config_sources import load, unknown_variables
 from ecd.daemon import Daemon, StartError
 from ecd.events import EventsError
 from ecd.memory import disk_dir
 from ecd.memory.disk_dir import DiskError
 from ecd.memory.pool_dir import PoolError, clear
 from ecd.metrics import MetricsError
-from ecd.redaction import without_secrets
 from ecd.replay.command import replay
 from ecd.rpc.peer_server import PeerServerError
 from ecd.rpc.socket import SocketError
+from ecd.settings.config import ENV_PREFIX, SECRETS, Config, ConfigError
+from ecd.settings.config_sources import load, unknown_variables
+from ecd.settings.redaction import without_secrets
 from ecd_proto.contract import DISTRIBUTION, size_text
 from ecd_proto.leftovers import leftovers
 from ecd_proto.shm.files import IN_MEMORY, filesystem

@@ -17,7 +17,6 @@ from ecd.background import Background, first_of
 from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
-from ecd.config import RELOADABLE, RULES, Config, ConfigError
 from ecd.core.board import Uses
 from ecd.core.cache import DEFAULT_LIMITS
 from ecd.events import Events
@@ -48,6 +47,7 @@ from ecd.rpc.socket import OwnedSocket
 from ecd.rpc.status import PooledMemory, Status
 from ecd.rpc.status_page import StatusPage
 from ecd.service_manager import ServiceManager, is_supervised
+from ecd.settings.config import RELOADABLE, RULES, Config, ConfigError
 from ecd.slow_log import SlowLog
 from ecd.trace import Recorder
 from ecd_proto.contract import DISTRIBUTION, count_text, size_text

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ecd.cluster.directory import Directory
 from ecd.cluster.peers import Peers
-from ecd.config import Config
+from ecd.settings.config import Config
 from ecd_proto.contract import NODE_PATTERN, Hint
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from ecd.cluster.peer import PeerUnavailable
 from ecd.cluster.peers import Peers, open_channel
 from ecd.cluster.pool_reads import PoolReads
 from ecd.cluster.tls import credentials
-from ecd.config import Config
 from ecd.core.outcomes import Leased
 from ecd.core.types import Extent, Key
 from ecd.flights import Flights
 from ecd.live import LiveCache
+from ecd.settings.config import Config
 from ecd_proto.contract import CONTRACT_VERSION, Hint
 from ecd_proto.mapping import Mapping
 from ecd_proto.v1 import cache_pb2, peer_pb2

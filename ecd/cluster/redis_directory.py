@@ -34,10 +34,10 @@ from ecd.cluster.redis_rows import (
     unpack_place,
     unpack_record,
 )
-from ecd.config import Config
 from ecd.core.cache import Cache
 from ecd.core.types import EntryId, Key
-from ecd.redaction import answer_without_password
+from ecd.settings.config import Config
+from ecd.settings.redaction import answer_without_password
 from ecd_proto.contract import Hint
 
 logger = logging.getLogger(__name__)

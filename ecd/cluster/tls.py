@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import grpc
 
-from ecd.config import Config
+from ecd.settings.config import Config
 
 
 class ClusterError(Exception):

@@ -25,7 +25,6 @@ from ecd.cluster.fetcher import Fetcher
 from ecd.cluster.peers import Peers
 from ecd.cluster.redis_directory import RedisDirectory
 from ecd.cluster.redis_rows import NODE_TTL_S, RowNames
-from ecd.config import Config
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Missing, Waiting, Wakeup
@@ -33,6 +32,7 @@ from ecd.core.pool import Pool
 from ecd.core.types import Key, WaitFor
 from ecd.flights import Flights
 from ecd.live import LiveCache
+from ecd.settings.config import Config
 from ecd_client import Client
 from ecd_proto.shm.files import GRANULE_BYTES
 from support.daemon import Daemon

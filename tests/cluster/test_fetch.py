@@ -16,8 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 from ecd.commands import app
-from ecd.config import ConfigError
-from ecd.config_sources import load
+from ecd.settings.config import ConfigError
+from ecd.settings.config_sources import load
 from ecd_client import Client, Hint, PoolFull
 from support.daemon import Daemon
 from support.pairs import Pair, missed, patient_pair, start_all

@@ -18,7 +18,7 @@ from ecd.cluster.admission import MAX_TOLD, Admission
 from ecd.cluster.directory import NoDirectory
 from ecd.cluster.peer import MAX_UNPROVEN_BYTES
 from ecd.cluster.peers import Peers
-from ecd.config import Config
+from ecd.settings.config import Config
 from ecd_client import Client, Hint, InvalidArgument
 from ecd_client.vllm import hints
 from support.daemon import Daemon

@@ -22,7 +22,6 @@ from ecd.base.identity import NodeIdentity
 from ecd.cluster import handshake
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.cluster.pool_reads import PoolReads
-from ecd.config import Config
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Reserved
@@ -40,6 +39,7 @@ from ecd.rpc.peer_token import TokenCheck
 from ecd.rpc.serving import Serving
 from ecd.rpc.sessions import SessionStreams
 from ecd.rpc.status import Status
+from ecd.settings.config import Config
 from ecd_client import Client
 from ecd_proto.contract import CONTRACT_VERSION, proof
 from ecd_proto.mapping import Mapping

@@ -437,7 +437,7 @@ def test_an_answer_whose_caller_has_gone_is_a_line_of_log() -> None:
 import logging
 from grpc._cython.cygrpc import ExecuteBatchError
 from ecd.commands import _log_to_stderr
-from ecd.config import Config
+from ecd.settings.config import Config
 _log_to_stderr(Config())
 for error in (ExecuteBatchError("no"), ValueError("yes")):
     try:

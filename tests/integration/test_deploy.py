@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from ecd.config import Config
+from ecd.settings.config import Config
 from support.manifests import (
     K8S,
     ROOT,

@@ -10,7 +10,6 @@ from typing import Any
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, Outside, PoolMemory
 from ecd.cluster.redis_rows import RowNames
-from ecd.config import Config
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.policy import Lru
@@ -29,6 +28,7 @@ from ecd.rpc.cache_service import Monitor
 from ecd.rpc.origins import NothingToRecover, Recovering
 from ecd.rpc.peer_service import PeerService
 from ecd.rpc.peer_token import TokenCheck
+from ecd.settings.config import Config
 from ecd_proto.mapping import Mapping
 from ecd_proto.v1 import cache_pb2 as pb
 from simulation.clock import Process

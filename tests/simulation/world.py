@@ -8,8 +8,8 @@ import itertools
 from functools import cache
 from random import Random
 
-from ecd.config import Config
 from ecd.core.states import EntryState
+from ecd.settings.config import Config
 from ecd_proto.mapping import Mapping
 from ecd_proto.v1 import cache_pb2 as pb
 from simulation.client import Client

@@ -15,7 +15,7 @@ from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
 import ecd_client
-from ecd.config import Config
+from ecd.settings.config import Config
 from ecd_client.cli import context
 from ecd_client.vllm import settings
 from ecd_proto.v1 import cache_pb2, peer_pb2

@@ -13,7 +13,6 @@ import pytest
 
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
-from ecd.config import Config
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.pool import Pool
@@ -22,6 +21,7 @@ from ecd.flights import Flights
 from ecd.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.rpc.serving import TURN_S, Serving, Turn
+from ecd.settings.config import Config
 from ecd_client.vllm import hints
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm.files import GRANULE_BYTES

@@ -15,9 +15,9 @@ from redis import Redis
 from typer.testing import CliRunner
 
 from ecd.commands import app
-from ecd.config import ConfigError
-from ecd.config_sources import load, unknown_variables
-from ecd.redaction import answer_without_password, without_password
+from ecd.settings.config import ConfigError
+from ecd.settings.config_sources import load, unknown_variables
+from ecd.settings.redaction import answer_without_password, without_password
 from ecd_proto.contract import NODE_PATTERN
 from support.processes import run
 

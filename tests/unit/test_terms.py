@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from ecd.config import Config, ConfigError
-from ecd.config_sources import load
 from ecd.core import terms
 from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
@@ -15,6 +13,8 @@ from ecd.core.outcomes import Leased, LimitReached, MakingRoom, Missing, PoolFul
 from ecd.core.pool import Pool
 from ecd.core.rules import Rules
 from ecd.core.types import Content, EntryId, Key, SessionId
+from ecd.settings.config import Config, ConfigError
+from ecd.settings.config_sources import load
 from support.reserving import reserve
 
 PAGE = 4096

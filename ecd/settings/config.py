@@ -22,8 +22,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from ecd import config_rules
 from ecd.core.rules import Rules
+from ecd.settings import config_rules
 from ecd_proto.contract import NODE_PATTERN, as_address, default_address
 
 ENV_PREFIX = "ECD_"

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
-from ecd.config import ENV_PREFIX, NOT_OURS, SECRETS, Config, ConfigError
-from ecd.redaction import without_password
+from ecd.settings.config import ENV_PREFIX, NOT_OURS, SECRETS, Config, ConfigError
+from ecd.settings.redaction import without_password
 
 WANTED = {
     "float_parsing": "must be a number",
