@@ -32,7 +32,7 @@ from ecd.core.outcomes import LimitReached, Reserved
 from ecd.core.pool import Pool
 from ecd.core.types import Content, Key
 from ecd.events import COLLECT_S, KEYS, Events
-from ecd.live import LiveCache
+from ecd.live.live import LiveCache
 from ecd_client import Client
 from ecd_client.calls import call, open_channel
 from ecd_client.events import Subscriber

@@ -13,15 +13,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ecd.background import Background, first_of
 from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.core.board import Uses
 from ecd.core.cache import DEFAULT_LIMITS
 from ecd.events import Events
-from ecd.flights import Flights
-from ecd.live import LiveCache
+from ecd.live.background import Background, first_of
+from ecd.live.flights import Flights
+from ecd.live.live import LiveCache
+from ecd.live.slow_log import SlowLog
 from ecd.memory.checksums import Checksums
 from ecd.memory.device import device_pools
 from ecd.memory.disk import DiskTier
@@ -48,7 +49,6 @@ from ecd.rpc.status import PooledMemory, Status
 from ecd.rpc.status_page import StatusPage
 from ecd.service_manager import ServiceManager, is_supervised
 from ecd.settings.config import RELOADABLE, RULES, Config, ConfigError
-from ecd.slow_log import SlowLog
 from ecd.trace import Recorder
 from ecd_proto.contract import DISTRIBUTION, count_text, size_text
 from ecd_proto.leftovers import TOUCH_S

@@ -17,9 +17,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from ecd.background import Background
 from ecd.core.types import EntryId, Key
-from ecd.live import LiveCache
+from ecd.live.background import Background
+from ecd.live.live import LiveCache
 from ecd_proto.events import (
     END,
     SIGN_S,

@@ -15,8 +15,9 @@ from ecd.core.policy import Lru
 from ecd.core.pool import Pool
 from ecd.core.rules import Rules
 from ecd.core.value_density import ValueDensity, fingerprints
-from ecd.flights import Flights
-from ecd.live import LiveCache
+from ecd.live.flights import Flights
+from ecd.live.live import LiveCache
+from ecd.live.slow_log import SlowLog
 from ecd.memory.device import DevicePool
 from ecd.memory.host import HostPool
 from ecd.memory.shared_index import SharedIndex
@@ -24,7 +25,6 @@ from ecd.rpc.cache_service import CacheService, Monitor, Observe
 from ecd.rpc.origins import Disk, NoDisk, OtherNodes, Recovering
 from ecd.rpc.puts import Doorbell, PutIntake
 from ecd.rpc.sessions import OpenedFiles, SessionStreams
-from ecd.slow_log import SlowLog
 from ecd.trace import Recorder
 from ecd_proto.shm.files import GRANULE_BYTES
 

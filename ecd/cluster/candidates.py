@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from ecd.background import Background
 from ecd.cluster.admission import Admission, Admitted
 from ecd.cluster.directory import Candidate, Claimed, Directory, Found
 from ecd.cluster.link import Link
 from ecd.cluster.peers import Peers
 from ecd.core.types import Key
+from ecd.live.background import Background
 from ecd_proto.contract import Hint
 
 Answer = TypeVar("Answer")

@@ -24,8 +24,8 @@ from ecd.cluster.pool_reads import PoolReads
 from ecd.cluster.tls import credentials
 from ecd.core.outcomes import Leased
 from ecd.core.types import Extent, Key
-from ecd.flights import Flights
-from ecd.live import LiveCache
+from ecd.live.flights import Flights
+from ecd.live.live import LiveCache
 from ecd.settings.config import Config
 from ecd_proto.contract import CONTRACT_VERSION, Hint
 from ecd_proto.mapping import Mapping

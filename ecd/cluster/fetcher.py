@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from ecd.background import within
 from ecd.base.checksum import digests, fold
 from ecd.base.wire import BYTES_WITH_LEASE, SPECULATIVE_BYTES
 from ecd.cluster.admission import Admitted
@@ -45,7 +44,8 @@ from ecd.core.outcomes import (
     Reserved,
 )
 from ecd.core.types import Content, Key
-from ecd.flights import (
+from ecd.live.background import within
+from ecd.live.flights import (
     CORRUPT,
     FAILED,
     FETCHED,
@@ -62,9 +62,9 @@ from ecd.flights import (
     Flight,
     MadeElsewhere,
 )
-from ecd.live import LiveCache
-from ecd.slow_log import Stage, waited
-from ecd.turns import Pace, Turns
+from ecd.live.live import LiveCache
+from ecd.live.slow_log import Stage, waited
+from ecd.live.turns import Pace, Turns
 from ecd_proto.contract import Hint, shown
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 
-from ecd.background import Background
 from ecd.base.clock import Clock
 from ecd.base.wire import (
     SPECULATIVE_BYTES,
@@ -29,6 +28,7 @@ from ecd.base.wire import (
 from ecd.cluster.directory import Candidate
 from ecd.cluster.peer import Peer, PeerUnavailable
 from ecd.core.types import Content, Extent, Key
+from ecd.live.background import Background
 from ecd_proto.contract import MAX_BATCH, NODE_PATTERN, Hint
 from ecd_proto.v1 import peer_pb2 as pb
 

@@ -7,13 +7,13 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from ecd.background import Background
 from ecd.base.clock import Clock
 from ecd.cluster.admission import Admitted
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.peer import PeerUnavailable
 from ecd.core.cache import Cache
 from ecd.core.types import Key
+from ecd.live.background import Background
 from ecd_proto.contract import MAX_HINTS, Hint
 
 logger = logging.getLogger(__name__)

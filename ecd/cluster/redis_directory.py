@@ -15,7 +15,6 @@ from typing import Any
 
 from redis import RedisError, ResponseError
 
-from ecd.background import within
 from ecd.base.clock import REAL, Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.directory import Candidate, Claimed, DirectoryState, Found
@@ -36,6 +35,7 @@ from ecd.cluster.redis_rows import (
 )
 from ecd.core.cache import Cache
 from ecd.core.types import EntryId, Key
+from ecd.live.background import within
 from ecd.settings.config import Config
 from ecd.settings.redaction import answer_without_password
 from ecd_proto.contract import Hint

@@ -11,8 +11,8 @@ from typing import Protocol
 from ecd.base.checksum import digests, fold
 from ecd.core.outcomes import Leased
 from ecd.core.types import EntryId, Extent, Key
-from ecd.followups import Changes
-from ecd.live import LiveCache
+from ecd.live.followups import Changes
+from ecd.live.live import LiveCache
 from ecd_proto.mapping import Mapping
 
 INLINE_BYTES = 1 << 20

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping as MappingOf
 
 from ecd.core.types import Selection
-from ecd.live import LiveCache
+from ecd.live.live import LiveCache
 from ecd.memory.disk_dir import DiskDir
 from ecd.memory.disk_files import DiskFiles
 from ecd.memory.disk_reads import DiskReads, WritablePool

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
-from ecd.background import within
 from ecd.core.shelf import Shelf, Shelved
 from ecd.core.types import Content, Key, Selection
-from ecd.live import LiveCache
+from ecd.live.background import within
+from ecd.live.live import LiveCache
 from ecd.memory.disk_dir import DiskDir, new_name
 from ecd.memory.disk_format import CorruptFile, Found, file_name
 from ecd.memory.disk_limits import DiskCounters, ReadTime

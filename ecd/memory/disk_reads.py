@@ -16,13 +16,13 @@ from ecd.core.ahead import rounded
 from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, LimitReached, Reserved
 from ecd.core.shelf import Shelved
 from ecd.core.types import Content, Key
-from ecd.flights import CORRUPT, FAILED, LATE, LOCAL, MISSING, NO_ROOM, READ, SLOWER, Flight
-from ecd.live import LiveCache
+from ecd.live.flights import CORRUPT, FAILED, LATE, LOCAL, MISSING, NO_ROOM, READ, SLOWER, Flight
+from ecd.live.live import LiveCache
+from ecd.live.slow_log import Stage
 from ecd.memory.disk_files import DiskFiles
 from ecd.memory.disk_format import CorruptFile, Header, file_name
 from ecd.memory.disk_limits import Breaker
 from ecd.memory.threads import Threads
-from ecd.slow_log import Stage
 from ecd_proto.contract import shown
 from ecd_proto.mapping import Mapping
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping as MappingOf
 
 from ecd.core.ahead import Budget, next_writes, rounded
 from ecd.core.types import EntryInfo
-from ecd.live import LiveCache
+from ecd.live.live import LiveCache
 from ecd.memory.disk_dir import FULL
 from ecd.memory.disk_files import DiskFiles
 from ecd.memory.disk_format import Header, file_name

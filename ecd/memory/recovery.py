@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ecd.core.outcomes import Committed, LimitReached
 from ecd.core.types import EntryId, Key
-from ecd.live import LiveCache
+from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.memory.leftovers import LeftoverEntry, Leftovers
 from ecd.memory.shared_index import SharedIndex

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import grpc
 
-from ecd.background import Background
 from ecd.base.wire import (
     MAX_WAIT_S,
     InvalidRequest,
@@ -20,9 +19,11 @@ from ecd.base.wire import (
 )
 from ecd.core.outcomes import Aborted, Acquisition, Committed, Reserved, Waiting
 from ecd.core.types import Answer, Content, EntryId, Key, LeaseId, WaitFor
-from ecd.flights import Flights, Maker
-from ecd.followups import EVICTED_AT_A_TIME
-from ecd.live import LiveCache
+from ecd.live.background import Background
+from ecd.live.flights import Flights, Maker
+from ecd.live.followups import EVICTED_AT_A_TIME
+from ecd.live.live import LiveCache
+from ecd.live.slow_log import SlowLog, Stage, time_stages
 from ecd.rpc.convert import (
     SessionOver,
     copies_pool,
@@ -37,7 +38,6 @@ from ecd.rpc.convert import (
 )
 from ecd.rpc.origins import Disk, OtherNodes, Recovering
 from ecd.rpc.sessions import Context, SessionStreams
-from ecd.slow_log import SlowLog, Stage, time_stages
 from ecd_proto.contract import MAX_PAGE, Hint
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc

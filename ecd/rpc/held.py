@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ecd.core.outcomes import Acquisition, Leased, LimitReached, Missing, Stored, Waiting, Wakeup
 from ecd.core.types import SessionId, Ticket
-from ecd.live import LiveCache
+from ecd.live.live import LiveCache
 
 HOLD_S = 0.005
 """How long an answer of waits alone is held back: most fetches take less."""

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from ecd.background import Background
 from ecd.base.wire import (
     BYTES_WITH_LEASE,
     MAX_WAIT_S,
@@ -23,9 +22,10 @@ from ecd.base.wire import (
 )
 from ecd.core.outcomes import Leased, LimitReached, Waiting, Wakeup
 from ecd.core.types import Answer, Extent, Key, LeaseId, SessionId, Ticket, WaitFor
-from ecd.live import LiveCache
+from ecd.live.background import Background
+from ecd.live.live import LiveCache
+from ecd.live.turns import Pace
 from ecd.rpc.serving import MAX_WAITING, Serving, Turn
-from ecd.turns import Pace
 from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb

@@ -11,11 +11,11 @@ from typing import Any
 
 import grpc
 
-from ecd.background import first_of, within
 from ecd.base.wire import MAX_WAIT_S, InvalidRequest
 from ecd.core.outcomes import LimitReached
 from ecd.core.types import SessionId
-from ecd.live import LiveCache
+from ecd.live.background import first_of, within
+from ecd.live.live import LiveCache
 from ecd.rpc.inbound_link import InboundLink, Memory
 from ecd.rpc.peer_token import TokenCheck
 from ecd.rpc.serving import Serving

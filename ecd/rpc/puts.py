@@ -24,7 +24,7 @@ from ecd.core.board import Put
 from ecd.core.cache import Cache
 from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, NotReserved, Wakeup
 from ecd.core.types import SessionId
-from ecd.intake import Taken
+from ecd.live.intake import Taken
 from ecd_proto.shm.barriers import STORES_IN_ORDER
 from ecd_proto.shm.session_page import DOORBELL, DUPLICATE, GRANTED_POOL, REFUSED, STORED
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ecd.core.types import EntryId
-from ecd.turns import PIECE
+from ecd.live.turns import PIECE
 
 MAX_WAITING = 4096
 """Turns that are waited for; more are told that the limit is reached."""

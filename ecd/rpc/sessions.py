@@ -16,14 +16,14 @@ from typing import Protocol
 
 import grpc
 
-from ecd.background import first_of
 from ecd.base.identity import NodeIdentity
 from ecd.base.wire import InvalidRequest, key_from
 from ecd.core.outcomes import LimitReached, Wakeup
 from ecd.core.types import LeaseId, SessionId, Ticket
-from ecd.flights import Flights
-from ecd.live import LiveCache
-from ecd.makings import KeyLocks
+from ecd.live.background import first_of
+from ecd.live.flights import Flights
+from ecd.live.live import LiveCache
+from ecd.live.makings import KeyLocks
 from ecd.rpc.attach import DmaProcesses
 from ecd.rpc.convert import SessionOver, to_acquire_outcome
 from ecd.rpc.engines import Engines

@@ -215,7 +215,7 @@ EDITED = {
         "invariant 8",
         "unit/test_turns.py",
         Edit(
-            "ecd/turns.py",
+            "ecd/live/turns.py",
             "if not self._left or self._turns.clock.now_s() - self._started_s > PIECE_S:",
             "if self._left < -1_000_000:",
         ),
@@ -360,12 +360,12 @@ EDITED = {
     "a making ends while its encoder works on it": Bug(
         "nodes",
         "simulation/test_makers.py",
-        Edit("ecd/makings.py", " or self.locks.is_key_locked(key)", ""),
+        Edit("ecd/live/makings.py", " or self.locks.is_key_locked(key)", ""),
     ),
     "a making ends with nobody but its session": Bug(
         "nodes",
         "simulation/test_makers.py",
-        Edit("ecd/makings.py", "return [] if key in self else self.take([key])", "return []"),
+        Edit("ecd/live/makings.py", "return [] if key in self else self.take([key])", "return []"),
     ),
     "a claim is not renewed": Bug(
         "nodes",

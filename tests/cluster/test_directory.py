@@ -30,8 +30,8 @@ from ecd.core.cache import Cache
 from ecd.core.outcomes import Missing, Waiting, Wakeup
 from ecd.core.pool import Pool
 from ecd.core.types import Key, WaitFor
-from ecd.flights import Flights
-from ecd.live import LiveCache
+from ecd.live.flights import Flights
+from ecd.live.live import LiveCache
 from ecd.settings.config import Config
 from ecd_client import Client
 from ecd_proto.shm.files import GRANULE_BYTES

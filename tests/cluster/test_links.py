@@ -27,8 +27,8 @@ from ecd.core.cache import Cache
 from ecd.core.outcomes import Reserved
 from ecd.core.pool import Pool
 from ecd.core.types import Content, Extent, Key
-from ecd.flights import Flights
-from ecd.live import LiveCache
+from ecd.live.flights import Flights
+from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.metrics import Metrics
 from ecd.rpc import inbound_link, peer_service, serving

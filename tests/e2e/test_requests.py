@@ -274,7 +274,7 @@ def test_a_save_that_was_answered_late_leaves_later_ones_to_be_announced(
 
     daemon.command = changed(
         "import asyncio",
-        "from ecd.live import LiveCache",
+        "from ecd.live.live import LiveCache",
         "import os",
         "reserve, gates = LiveCache._reserve, [None, PATH]".replace("PATH", repr(str(gate.path))),
         "async def reserve_at_a_gate(*about):",

@@ -13,8 +13,8 @@ from ecd.cluster.identity import IdentityCheck
 from ecd.core.readers import Readers
 from ecd.core.types import EntryId
 from ecd.core.writers import Writers
-from ecd.flights import Flights
-from ecd.live import LiveCache
+from ecd.live.flights import Flights
+from ecd.live.live import LiveCache
 from ecd.rpc.inbound_link import InboundLink
 from ecd.rpc.serving import Serving, Turn
 

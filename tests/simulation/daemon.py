@@ -16,8 +16,8 @@ from ecd.core.policy import Lru
 from ecd.core.pool import Pool
 from ecd.core.types import Key, Selection
 from ecd.core.value_density import ValueDensity, fingerprints
-from ecd.flights import Flights
-from ecd.live import LiveCache
+from ecd.live.flights import Flights
+from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.memory.disk import DiskTier
 from ecd.memory.disk_reads import READERS

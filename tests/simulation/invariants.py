@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ecd.base.wire import MAX_WAIT_S
 from ecd.core.states import EntryState
-from ecd.flights import CORRUPT, ERROR
+from ecd.live.flights import CORRUPT, ERROR
 from simulation.daemon import Daemon
 from simulation.world import Run
 

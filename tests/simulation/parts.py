@@ -7,7 +7,7 @@ from typing import Any
 
 from ecd.core.board import Uses
 from ecd.core.types import Key
-from ecd.flights import Flight, Source
+from ecd.live.flights import Flight, Source
 from ecd.memory.leftovers import LeftoverEntry
 from ecd_proto.v1 import cache_pb2 as pb
 

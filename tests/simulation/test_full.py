@@ -8,7 +8,7 @@ from random import Random
 
 from ecd.cluster.fetcher import MAX_PAUSING
 from ecd.core.types import Key
-from ecd.flights import MAX_FLIGHTS, Maker
+from ecd.live.flights import MAX_FLIGHTS, Maker
 from ecd_proto.contract import Hint
 from simulation.client import Client
 from simulation.clock import VirtualLoop

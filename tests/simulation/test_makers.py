@@ -10,8 +10,8 @@ import pytest
 from ecd.base.wire import MAX_WAIT_S, InvalidRequest
 from ecd.cluster.redis_rows import NODE_TTL_S
 from ecd.core.types import Key, SessionId
-from ecd.live import LOOKING_SHARE, SCAN_S
-from ecd.makings import MAX_MAKINGS
+from ecd.live.live import LOOKING_SHARE, SCAN_S
+from ecd.live.makings import MAX_MAKINGS
 from ecd_proto.contract import MAKING_S
 from ecd_proto.v1 import cache_pb2 as pb
 from simulation.client import Client, Session

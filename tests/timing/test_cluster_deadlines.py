@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 
 from cluster import conftest
-from ecd.live import SCAN_S
+from ecd.live.live import SCAN_S
 from ecd_client import Client
 from ecd_proto.contract import MAKING_S
 from support.daemon import Daemon

@@ -17,8 +17,8 @@ from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.pool import Pool
 from ecd.core.types import Content, EntryId, Key
-from ecd.flights import Flights
-from ecd.live import LiveCache
+from ecd.live.flights import Flights
+from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.rpc.serving import TURN_S, Serving, Turn
 from ecd.settings.config import Config

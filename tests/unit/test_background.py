@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from ecd.background import within
+from ecd.live.background import within
 
 
 def test_a_cancellation_is_not_lost_where_it_meets_the_end() -> None:

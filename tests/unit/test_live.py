@@ -9,8 +9,8 @@ from ecd.core.cache import Cache
 from ecd.core.outcomes import Leased, LimitReached, Missing, Reserved, Waiting, Wakeup
 from ecd.core.pool import Pool
 from ecd.core.types import Content, Key, LeaseId, Selection, SessionId
-from ecd.intake import NoPuts
-from ecd.live import LiveCache
+from ecd.live.intake import NoPuts
+from ecd.live.live import LiveCache
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import SharedIndex
 from support.reserving import reserve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecd.slow_log import LOG_PERIOD_S, SlowLog
+from ecd.live.slow_log import LOG_PERIOD_S, SlowLog
 from support.clock import SetClock
 
 
@@ -23,7 +23,7 @@ def test_an_event_is_dated_by_its_beginning() -> None:
 def test_one_line_a_minute_tells_of_any_number(caplog: pytest.LogCaptureFixture) -> None:
     clock = SetClock()
     slow_log = SlowLog(0.0, clock=clock)
-    with caplog.at_level("INFO", "ecd.slow_log"):
+    with caplog.at_level("INFO", "ecd.live.slow_log"):
         for _ in range(200):
             slow_log.call("Put", 1.0, None)
         clock.at_s += LOG_PERIOD_S - 0.1

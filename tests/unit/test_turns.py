@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ecd import turns
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.fetcher import Fetcher
 from ecd.core.allocator import Allocator
@@ -28,6 +27,9 @@ from ecd.core.outcomes import (
 from ecd.core.pool import Pool
 from ecd.core.readers import DUE_AT_A_TIME
 from ecd.core.types import Answer, Content, EntryId, Extent, Key, Selection, SessionId
+from ecd.live import turns
+from ecd.live.slow_log import SlowLog, time_stages
+from ecd.live.turns import PIECE, Turns
 from ecd.memory import claims, shared_index
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.session_page import SessionPage
@@ -40,8 +42,6 @@ from ecd.rpc.origins import NoOtherNodes, NothingToRecover
 from ecd.rpc.puts import MAX_RINGS, PUTS_AT_A_TIME, Doorbell
 from ecd.rpc.serving import Serving
 from ecd.rpc.sessions import Stream
-from ecd.slow_log import SlowLog, time_stages
-from ecd.turns import PIECE, Turns
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.shm.rows import ROW_BYTES, Row, key_record, pack_row

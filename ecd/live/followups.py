@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from ecd.background import Background
 from ecd.base.clock import Clock
 from ecd.core.cache import Cache
 from ecd.core.outcomes import Wakeup
 from ecd.core.types import Key, LeaseId, SessionId
-from ecd.turns import PIECE, Turns
+from ecd.live.background import Background
+from ecd.live.turns import PIECE, Turns
 
 EVICTED_AT_A_TIME = 32
 """Entries evicted, or examined for an eviction, in one turn of the event loop."""

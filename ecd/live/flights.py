@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ecd.background import Background
 from ecd.base.clock import Clock
 from ecd.core.types import Key, SessionId, Ticket
-from ecd.live import LiveCache
-from ecd.slow_log import DISK_READ, FETCH, SlowLog, Stage, time_stages
+from ecd.live.background import Background
+from ecd.live.live import LiveCache
+from ecd.live.slow_log import DISK_READ, FETCH, SlowLog, Stage, time_stages
 from ecd_proto.contract import Hint, shown
 
 logger = logging.getLogger(__name__)

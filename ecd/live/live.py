@@ -13,7 +13,6 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from ecd.background import Background, first_of
 from ecd.base.clock import Clock
 from ecd.core.cache import Cache
 from ecd.core.outcomes import (
@@ -49,11 +48,12 @@ from ecd.core.types import (
     Ticket,
     WaitFor,
 )
-from ecd.followups import EVICTED_AT_A_TIME, Changes, FollowUps, Subscriber
-from ecd.intake import Intake, NoPuts, Taken
-from ecd.makings import MAX_MAKINGS, Makings, Wait
-from ecd.slow_log import Stage
-from ecd.turns import Pace, Turns
+from ecd.live.background import Background, first_of
+from ecd.live.followups import EVICTED_AT_A_TIME, Changes, FollowUps, Subscriber
+from ecd.live.intake import Intake, NoPuts, Taken
+from ecd.live.makings import MAX_MAKINGS, Makings, Wait
+from ecd.live.slow_log import Stage
+from ecd.live.turns import Pace, Turns
 from ecd_proto.contract import MAKING_S
 
 SCAN_S = 0.25
