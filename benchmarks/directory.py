@@ -26,7 +26,7 @@ from ecd.base.identity import NodeIdentity
 from ecd.cluster.directory import StaticDirectory
 from ecd.cluster.peers import Peers
 from ecd.cluster.redis_directory import RedisDirectory
-from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key
+from ecd.core.model.types import Content, EntryId, EntryInfo, Extent, Key
 from ecd.settings.config import Config
 from ecd_proto.contract import Hint
 

@@ -34,7 +34,7 @@ import typer
 from common import MIB, SIZES, end_daemon, machine, markdown, show, start_daemon, write_page
 from rich.console import Console
 
-from ecd.core.types import Key
+from ecd.core.model.types import Key
 from ecd.memory.disk_dir import PIECE_BYTES
 from ecd.memory.disk_format import file_name
 from ecd.replay.policies import POLICIES

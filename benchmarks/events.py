@@ -26,11 +26,11 @@ import uvloop
 import zmq
 from common import end_daemon, report, start_daemon
 
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.outcomes import LimitReached, Reserved
-from ecd.core.pool import Pool
-from ecd.core.types import Content, Key
+from ecd.core.model.outcomes import LimitReached, Reserved
+from ecd.core.model.types import Content, Key
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd.events import COLLECT_S, KEYS, Events
 from ecd.live.live import LiveCache
 from ecd_client import Client

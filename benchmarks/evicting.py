@@ -23,14 +23,14 @@ from common import machine, markdown, show, write_page
 from growth import measure
 from rich.console import Console
 
-from ecd.core.allocator import Allocator
-from ecd.core.block import Block
-from ecd.core.entry import Entry
-from ecd.core.policy import Lru, Policy
-from ecd.core.pool import Pool
-from ecd.core.states import EntryState
-from ecd.core.types import Content, EntryId, SessionId
-from ecd.core.value_density import ValueDensity
+from ecd.core.model.block import Block
+from ecd.core.model.entry import Entry
+from ecd.core.model.states import EntryState
+from ecd.core.model.types import Content, EntryId, SessionId
+from ecd.core.policy.policy import Lru, Policy
+from ecd.core.policy.value_density import ValueDensity
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd_proto.shm.files import GRANULE_BYTES
 
 USES, EVICTIONS, SWITCHES = 100_000, 10_000, 50

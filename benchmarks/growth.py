@@ -27,13 +27,13 @@ from rich.console import Console
 
 from ecd.base.clock import REAL
 from ecd.base.identity import NodeIdentity
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.outcomes import Leased, LimitReached, Reserved
-from ecd.core.policy import Policy
-from ecd.core.pool import Pool
-from ecd.core.types import Content, Key, PoolLimits, SessionId
-from ecd.core.value_density import ValueDensity
+from ecd.core.model.outcomes import Leased, LimitReached, Reserved
+from ecd.core.model.types import Content, Key, PoolLimits, SessionId
+from ecd.core.policy.policy import Policy
+from ecd.core.policy.value_density import ValueDensity
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd.rpc.history import KEPT, History, lot
 from ecd.rpc.status import Status
 from ecd.rpc.status_page import MAX_PEERS, Look, described

@@ -31,11 +31,11 @@ from rich.console import Console
 from ecd.base.clock import REAL
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.outcomes import Leased, LimitReached, MakingRoom, Reserved
-from ecd.core.pool import Pool
-from ecd.core.types import Answer, Content, EntryId, Extent, Key, SessionId
+from ecd.core.model.outcomes import Leased, LimitReached, MakingRoom, Reserved
+from ecd.core.model.types import Answer, Content, EntryId, Extent, Key, SessionId
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd.memory.checksums import Checksums
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import SharedIndex

@@ -12,9 +12,9 @@ from itertools import chain, count
 from math import inf
 from typing import ClassVar
 
-from ecd.core.allocator import Allocator
-from ecd.core.entry import Entry
-from ecd.core.policy import Policy
+from ecd.core.model.entry import Entry
+from ecd.core.policy.policy import Policy
+from ecd.core.pool.allocator import Allocator
 
 
 class Ranked:

@@ -21,7 +21,7 @@ from html import escape
 from pathlib import Path
 from typing import TypeVar
 
-from ecd.core.states import ENTRY, SESSION, EntryState, SessionState
+from ecd.core.model.states import ENTRY, SESSION, EntryState, SessionState
 
 PICTURES = Path(__file__).parent / "pictures"
 WIDTH = 840

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
-from ecd.core.board import Uses
 from ecd.core.cache import DEFAULT_LIMITS
+from ecd.core.model.board import Uses
 from ecd.events import Events
 from ecd.live.background import Background, first_of
 from ecd.live.flights import Flights

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from ecd.core.types import EntryId, Key
+from ecd.core.model.types import EntryId, Key
 from ecd.live.background import Background
 from ecd.live.live import LiveCache
 from ecd_proto.events import (

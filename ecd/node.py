@@ -9,12 +9,12 @@ from typing import Literal
 
 from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
-from ecd.core.allocator import Allocator
 from ecd.core.cache import DEFAULT_LIMITS, NO_RULES, Cache
-from ecd.core.policy import Lru
-from ecd.core.pool import Pool
-from ecd.core.rules import Rules
-from ecd.core.value_density import ValueDensity, fingerprints
+from ecd.core.model.rules import Rules
+from ecd.core.policy.policy import Lru
+from ecd.core.policy.value_density import ValueDensity, fingerprints
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.live.slow_log import SlowLog

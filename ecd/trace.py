@@ -34,12 +34,12 @@ from typing import Any
 
 import msgspec
 
-from ecd.core.allocator import Allocator
-from ecd.core.block import Block
-from ecd.core.entry import Entry
-from ecd.core.policy import Policy, Weighing
-from ecd.core.pool import Evict, Pool, Scan
-from ecd.core.types import Extent, PoolLimits
+from ecd.core.model.block import Block
+from ecd.core.model.entry import Entry
+from ecd.core.model.types import Extent, PoolLimits
+from ecd.core.policy.policy import Policy, Weighing
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Evict, Pool, Scan
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from math import isfinite
 
-from ecd.core.types import Content, Extent, Key
+from ecd.core.model.types import Content, Extent, Key
 from ecd_proto import contract
 from ecd_proto.placeholders import Placeholder, is_claimed
 from ecd_proto.v1 import cache_pb2 as pb

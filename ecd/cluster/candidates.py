@@ -10,7 +10,7 @@ from ecd.cluster.admission import Admission, Admitted
 from ecd.cluster.directory import Candidate, Claimed, Directory, Found
 from ecd.cluster.link import Link
 from ecd.cluster.peers import Peers
-from ecd.core.types import Key
+from ecd.core.model.types import Key
 from ecd.live.background import Background
 from ecd_proto.contract import Hint
 

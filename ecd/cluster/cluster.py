@@ -22,8 +22,8 @@ from ecd.cluster.peer import PeerUnavailable
 from ecd.cluster.peers import Peers, open_channel
 from ecd.cluster.pool_reads import PoolReads
 from ecd.cluster.tls import credentials
-from ecd.core.outcomes import Leased
-from ecd.core.types import Extent, Key
+from ecd.core.model.outcomes import Leased
+from ecd.core.model.types import Extent, Key
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.settings.config import Config

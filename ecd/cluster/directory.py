@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ecd.base.clock import REAL, Clock
-from ecd.core.types import Key
+from ecd.core.model.types import Key
 from ecd_proto.contract import Hint
 
 MAX_ERROR_CHARS = 500

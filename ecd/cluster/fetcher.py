@@ -35,7 +35,7 @@ from ecd.cluster.link import Elsewhere, Link, PeerLease, Question
 from ecd.cluster.peer import PeerFull, PeerUnavailable
 from ecd.cluster.pool_reads import PoolReads
 from ecd.cluster.reads import ReadFailed, Reading
-from ecd.core.outcomes import (
+from ecd.core.model.outcomes import (
     AlreadyStored,
     BeingWritten,
     Committed,
@@ -43,7 +43,7 @@ from ecd.core.outcomes import (
     Reservation,
     Reserved,
 )
-from ecd.core.types import Content, Key
+from ecd.core.model.types import Content, Key
 from ecd.live.background import within
 from ecd.live.flights import (
     CORRUPT,

@@ -27,7 +27,7 @@ from ecd.base.wire import (
 )
 from ecd.cluster.directory import Candidate
 from ecd.cluster.peer import Peer, PeerUnavailable
-from ecd.core.types import Content, Extent, Key
+from ecd.core.model.types import Content, Extent, Key
 from ecd.live.background import Background
 from ecd_proto.contract import MAX_BATCH, NODE_PATTERN, Hint
 from ecd_proto.v1 import peer_pb2 as pb

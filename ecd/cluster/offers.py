@@ -12,7 +12,7 @@ from ecd.cluster.admission import Admitted
 from ecd.cluster.candidates import Candidates
 from ecd.cluster.peer import PeerUnavailable
 from ecd.core.cache import Cache
-from ecd.core.types import Key
+from ecd.core.model.types import Key
 from ecd.live.background import Background
 from ecd_proto.contract import MAX_HINTS, Hint
 

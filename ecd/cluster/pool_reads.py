@@ -6,7 +6,7 @@ from collections.abc import Mapping as MappingOf
 
 from ecd.cluster.reads import Reading, Reads
 from ecd.cluster.transfers import RemoteExtent
-from ecd.core.types import Extent
+from ecd.core.model.types import Extent
 from ecd_proto.mapping import Mapping
 from ecd_proto.v1 import peer_pb2 as pb
 

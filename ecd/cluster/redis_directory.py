@@ -34,7 +34,7 @@ from ecd.cluster.redis_rows import (
     unpack_record,
 )
 from ecd.core.cache import Cache
-from ecd.core.types import EntryId, Key
+from ecd.core.model.types import EntryId, Key
 from ecd.live.background import within
 from ecd.settings.config import Config
 from ecd.settings.redaction import answer_without_password

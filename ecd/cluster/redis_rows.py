@@ -29,7 +29,7 @@ from redis.asyncio.cluster import RedisCluster
 
 from ecd.base.wire import TOLD_METADATA_BYTES, told_metadata
 from ecd.cluster.directory import Candidate
-from ecd.core.types import EntryInfo, Extent, Key
+from ecd.core.model.types import EntryInfo, Extent, Key
 from ecd_proto.contract import NODE_PATTERN, Hint
 
 NODE_TTL_S = 15

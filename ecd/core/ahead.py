@@ -6,8 +6,8 @@ from collections.abc import Callable
 from heapq import nlargest
 
 from ecd.core.cache import Cache
+from ecd.core.model.types import EntryInfo
 from ecd.core.shelf import Shelf
-from ecd.core.types import EntryInfo
 
 BLOCK_BYTES = 4096
 """A staged pool keeps headers and entries in whole blocks."""

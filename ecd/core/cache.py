@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from math import inf
 
-from ecd.core.board import Board, NoBoard
 from ecd.core.costs import Costs
 from ecd.core.counters import Counters
 from ecd.core.entries import Entries
 from ecd.core.evictor import Evictor
-from ecd.core.outcomes import (
+from ecd.core.model.board import Board, NoBoard
+from ecd.core.model.outcomes import (
     Aborted,
     Abortion,
     Acquisition,
@@ -39,14 +39,9 @@ from ecd.core.outcomes import (
     Stored,
     Wakeup,
 )
-from ecd.core.pins import Pins
-from ecd.core.pool import FOR_ROOM, Pool
-from ecd.core.readers import Readers
-from ecd.core.rules import Rules
-from ecd.core.sessions import Sessions
-from ecd.core.states import EntryState
-from ecd.core.terms import Book
-from ecd.core.types import (
+from ecd.core.model.rules import Rules
+from ecd.core.model.states import EntryState
+from ecd.core.model.types import (
     Answer,
     Content,
     EntryId,
@@ -62,6 +57,11 @@ from ecd.core.types import (
     Ticket,
     WaitFor,
 )
+from ecd.core.pins import Pins
+from ecd.core.pool.pool import FOR_ROOM, Pool
+from ecd.core.readers import Readers
+from ecd.core.sessions import Sessions
+from ecd.core.terms import Book
 from ecd.core.writers import Writers
 
 DEFAULT_LIMITS = Limits()

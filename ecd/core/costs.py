@@ -7,8 +7,8 @@ from statistics import median
 from typing import NamedTuple
 
 from ecd.core.counters import Counters
-from ecd.core.entry import MAX_COST_S
-from ecd.core.types import Content
+from ecd.core.model.entry import MAX_COST_S
+from ecd.core.model.types import Content
 
 GUESS_S, GUESS_PER_ROW_S = 10e-3, 15e-6
 """The cost of an entry, and of each row more, while no producer has reported any."""

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
-from ecd.core.outcomes import LimitReached
-from ecd.core.pool import FOR_ROOM, REASONS
+from ecd.core.model.outcomes import LimitReached
+from ecd.core.pool.pool import FOR_ROOM, REASONS
 
 CAUSES = (
     "pool_full",

@@ -11,10 +11,10 @@ from heapq import nlargest
 from itertools import islice
 from operator import itemgetter
 
-from ecd.core.entry import Entry
-from ecd.core.pool import Pool
-from ecd.core.states import EntryState
-from ecd.core.types import EntryId, Key, NamespaceSum
+from ecd.core.model.entry import Entry
+from ecd.core.model.states import EntryState
+from ecd.core.model.types import EntryId, Key, NamespaceSum
+from ecd.core.pool.pool import Pool
 
 LOOKED_AT = 4096
 """Namespaces among which the largest are sought: the event loop waits for that."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from itertools import islice
 
-from ecd.core.block import Block
-from ecd.core.board import Board
 from ecd.core.counters import Counters
 from ecd.core.entries import Entries
-from ecd.core.entry import Entry
-from ecd.core.outcomes import EntryTooLarge, MakingRoom, PoolFull
+from ecd.core.model.block import Block
+from ecd.core.model.board import Board
+from ecd.core.model.entry import Entry
+from ecd.core.model.outcomes import EntryTooLarge, MakingRoom, PoolFull
+from ecd.core.model.states import EntryEvent
+from ecd.core.model.types import EntryId, EvictionReport, Selection
 from ecd.core.pins import Pins
-from ecd.core.pool import Pool
-from ecd.core.states import EntryEvent
+from ecd.core.pool.pool import Pool
 from ecd.core.terms import LOOKED_AT, Book
-from ecd.core.types import EntryId, EvictionReport, Selection
 
 NAMESPACES_AT_A_TIME = 4
 """Namespaces above their quotas that one turn trims."""

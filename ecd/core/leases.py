@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import islice
 from typing import NamedTuple
 
-from ecd.core.deadlines import Deadlines
-from ecd.core.entry import Entry
-from ecd.core.types import EntryId, LeaseId, SessionId
+from ecd.core.model.deadlines import Deadlines
+from ecd.core.model.entry import Entry
+from ecd.core.model.types import EntryId, LeaseId, SessionId
 
 
 class Lease(NamedTuple):

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ecd.core.board import Board, Portion
 from ecd.core.entries import Entries
-from ecd.core.entry import Entry
-from ecd.core.states import EntryEvent, EntryState
-from ecd.core.types import EntryId, Start
+from ecd.core.model.board import Board, Portion
+from ecd.core.model.entry import Entry
+from ecd.core.model.states import EntryEvent, EntryState
+from ecd.core.model.types import EntryId, Start
 
 ENDED_AT_A_TIME = 256
 """Pins ended by one step of a scan: each takes up to 4 us, as it may free an extent."""

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from ecd.core.counters import Counters
 from ecd.core.entries import Entries
-from ecd.core.entry import Entry
 from ecd.core.leases import Leases
-from ecd.core.outcomes import Expired, Leased, LimitReached, Missing, Stored, Waiting, Wakeup
+from ecd.core.model.entry import Entry
+from ecd.core.model.outcomes import Expired, Leased, LimitReached, Missing, Stored, Waiting, Wakeup
+from ecd.core.model.types import Answer, Key, LeaseId, Limits, SessionId, WaitFor
 from ecd.core.pins import Pins
-from ecd.core.types import Answer, Key, LeaseId, Limits, SessionId, WaitFor
 from ecd.core.waits import Wait, Waits
 
 DUE_AT_A_TIME = 256

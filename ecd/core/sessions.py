@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ecd.core.states import SESSION, SessionEvent, SessionState, apply
-from ecd.core.types import EntryId, SessionId
+from ecd.core.model.states import SESSION, SessionEvent, SessionState, apply
+from ecd.core.model.types import EntryId, SessionId
 
 
 @dataclass

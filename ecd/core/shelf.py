@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from ecd.core.deadlines import Deadlines
-from ecd.core.types import Key
+from ecd.core.model.deadlines import Deadlines
+from ecd.core.model.types import Key
 
 MAX_ENTRIES = 1 << 18
 """More would stop the event loop for too long when their tables grow."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from ecd.core.deadlines import Deadlines
 from ecd.core.entries import Entries
-from ecd.core.entry import Entry
-from ecd.core.rules import Rules
-from ecd.core.states import EntryState
-from ecd.core.types import EntryId, Terms
+from ecd.core.model.deadlines import Deadlines
+from ecd.core.model.entry import Entry
+from ecd.core.model.rules import Rules
+from ecd.core.model.states import EntryState
+from ecd.core.model.types import EntryId, Terms
 
 LOOKED_AT = 256
 """Entries of a namespace looked at in one turn for those to evict."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeVar
 
-from ecd.core.deadlines import Deadlines
-from ecd.core.types import Answer, Key, SessionId, Ticket, WaitFor
+from ecd.core.model.deadlines import Deadlines
+from ecd.core.model.types import Answer, Key, SessionId, Ticket, WaitFor
 
 Name = TypeVar("Name")
 

@@ -6,14 +6,14 @@ from functools import partial
 from itertools import islice
 from math import inf
 
-from ecd.core.block import Block
-from ecd.core.board import Board
 from ecd.core.costs import Costs
 from ecd.core.counters import Counters
 from ecd.core.entries import Entries
-from ecd.core.entry import Entry
 from ecd.core.evictor import Evictor
-from ecd.core.outcomes import (
+from ecd.core.model.block import Block
+from ecd.core.model.board import Board
+from ecd.core.model.entry import Entry
+from ecd.core.model.outcomes import (
     AlreadyStored,
     BeingWritten,
     EntryTooLarge,
@@ -22,11 +22,11 @@ from ecd.core.outcomes import (
     PoolFull,
     Reserved,
 )
-from ecd.core.pool import Pool
+from ecd.core.model.states import EntryEvent, EntryState
+from ecd.core.model.types import Content, EntryId, Extent, Key, SessionId
+from ecd.core.pool.pool import Pool
 from ecd.core.sessions import Session, Sessions
-from ecd.core.states import EntryEvent, EntryState
 from ecd.core.terms import Book
-from ecd.core.types import Content, EntryId, Extent, Key, SessionId
 
 RECLAIMED_AT_A_TIME = 256
 """Most reservations freed by one call, for a session that closes."""

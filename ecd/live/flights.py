@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ecd.base.clock import Clock
-from ecd.core.types import Key, SessionId, Ticket
+from ecd.core.model.types import Key, SessionId, Ticket
 from ecd.live.background import Background
 from ecd.live.live import LiveCache
 from ecd.live.slow_log import DISK_READ, FETCH, SlowLog, Stage, time_stages

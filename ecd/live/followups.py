@@ -14,8 +14,8 @@ from typing import Protocol
 
 from ecd.base.clock import Clock
 from ecd.core.cache import Cache
-from ecd.core.outcomes import Wakeup
-from ecd.core.types import Key, LeaseId, SessionId
+from ecd.core.model.outcomes import Wakeup
+from ecd.core.model.types import Key, LeaseId, SessionId
 from ecd.live.background import Background
 from ecd.live.turns import PIECE, Turns
 

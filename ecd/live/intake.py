@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from ecd.core.outcomes import Wakeup
-from ecd.core.types import SessionId
+from ecd.core.model.outcomes import Wakeup
+from ecd.core.model.types import SessionId
 
 
 class Taken(NamedTuple):

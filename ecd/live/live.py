@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 
 from ecd.base.clock import Clock
 from ecd.core.cache import Cache
-from ecd.core.outcomes import (
+from ecd.core.model.outcomes import (
     Aborted,
     Abortion,
     Acquisition,
@@ -33,9 +33,8 @@ from ecd.core.outcomes import (
     Waiting,
     Wakeup,
 )
-from ecd.core.pool import Pool
-from ecd.core.rules import Rules
-from ecd.core.types import (
+from ecd.core.model.rules import Rules
+from ecd.core.model.types import (
     Answer,
     Content,
     EntryId,
@@ -48,6 +47,7 @@ from ecd.core.types import (
     Ticket,
     WaitFor,
 )
+from ecd.core.pool.pool import Pool
 from ecd.live.background import Background, first_of
 from ecd.live.followups import EVICTED_AT_A_TIME, Changes, FollowUps, Subscriber
 from ecd.live.intake import Intake, NoPuts, Taken

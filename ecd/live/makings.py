@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ecd.base.clock import Clock
-from ecd.core.types import Key, SessionId, Ticket
+from ecd.core.model.types import Key, SessionId, Ticket
 from ecd_proto.contract import MAKING_S
 
 MAX_MAKINGS = 256

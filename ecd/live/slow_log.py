@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from google.protobuf.message import Message
 
 from ecd.base.clock import Clock
-from ecd.core.board import Put
-from ecd.core.types import Key
+from ecd.core.model.board import Put
+from ecd.core.model.types import Key
 from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES, size_text
 from ecd_proto.v1 import cache_pb2 as pb
 

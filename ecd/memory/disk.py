@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping as MappingOf
 
-from ecd.core.types import Selection
+from ecd.core.model.types import Selection
 from ecd.live.live import LiveCache
 from ecd.memory.disk_dir import DiskDir
 from ecd.memory.disk_files import DiskFiles

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
+from ecd.core.model.types import Content, Key, Selection
 from ecd.core.shelf import Shelf, Shelved
-from ecd.core.types import Content, Key, Selection
 from ecd.live.background import within
 from ecd.live.live import LiveCache
 from ecd.memory.disk_dir import DiskDir, new_name

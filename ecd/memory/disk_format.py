@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from ecd.base.wire import InvalidRequest, content_from, key_from, to_content, to_key
 from ecd.core.ahead import rounded
-from ecd.core.types import Content, Key
+from ecd.core.model.types import Content, Key
 from ecd_proto.v1 import cache_pb2 as pb
 
 SUFFIX = ".entry"

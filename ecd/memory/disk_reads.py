@@ -13,9 +13,9 @@ from collections.abc import Mapping as MappingOf
 from typing import Any, Protocol
 
 from ecd.core.ahead import rounded
-from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, LimitReached, Reserved
+from ecd.core.model.outcomes import AlreadyStored, BeingWritten, Committed, LimitReached, Reserved
+from ecd.core.model.types import Content, Key
 from ecd.core.shelf import Shelved
-from ecd.core.types import Content, Key
 from ecd.live.flights import CORRUPT, FAILED, LATE, LOCAL, MISSING, NO_ROOM, READ, SLOWER, Flight
 from ecd.live.live import LiveCache
 from ecd.live.slow_log import Stage

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping as MappingOf
 
 from ecd.core.ahead import Budget, next_writes, rounded
-from ecd.core.types import EntryInfo
+from ecd.core.model.types import EntryInfo
 from ecd.live.live import LiveCache
 from ecd.memory.disk_dir import FULL
 from ecd.memory.disk_files import DiskFiles

@@ -21,8 +21,8 @@ from typing import BinaryIO
 
 from ecd.base.clock import REAL, Clock
 from ecd.base.wire import InvalidRequest, check_content, check_key
-from ecd.core.board import Uses
-from ecd.core.types import Content, Extent, Key
+from ecd.core.model.board import Uses
+from ecd.core.model.types import Content, Extent, Key
 from ecd.memory.session_page import SessionPage, described_by
 from ecd.memory.use_counters import uncounted
 from ecd_proto.shm.files import (

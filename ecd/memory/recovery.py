@@ -12,8 +12,8 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from ecd.core.outcomes import Committed, LimitReached
-from ecd.core.types import EntryId, Key
+from ecd.core.model.outcomes import Committed, LimitReached
+from ecd.core.model.types import EntryId, Key
 from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.memory.leftovers import LeftoverEntry, Leftovers

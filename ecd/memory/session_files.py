@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from ecd.core.types import Key, SessionId
+from ecd.core.model.types import Key, SessionId
 from ecd.memory.device import DevicePool
 from ecd.memory.host import HostPool
 from ecd.memory.shared_index import SharedIndex

@@ -10,8 +10,8 @@ import struct
 from collections.abc import KeysView, Sequence
 from operator import itemgetter
 
-from ecd.core.board import Put, Uses
-from ecd.core.types import Content, EntryId, Extent, Key, Start
+from ecd.core.model.board import Put, Uses
+from ecd.core.model.types import Content, EntryId, Extent, Key, Start
 from ecd_proto.shm.files import granules_bytes
 from ecd_proto.shm.namespaces import Namespaces
 from ecd_proto.shm.rows import ROW_BYTES, row_is_whole, unpack_key, unpack_row

@@ -11,8 +11,8 @@ import logging
 import os
 from collections.abc import Iterator, KeysView, Sequence, Set
 
-from ecd.core.board import Portion, Put, Uses
-from ecd.core.types import EntryId, EntryInfo, Extent, Key, SessionId, Start
+from ecd.core.model.board import Portion, Put, Uses
+from ecd.core.model.types import EntryId, EntryInfo, Extent, Key, SessionId, Start
 from ecd.memory.claims import Claims
 from ecd.memory.host import advice
 from ecd.memory.pool_dir import PoolDir, PoolError

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from ecd.core.board import Uses
+from ecd.core.model.board import Uses
 from ecd.memory.session_page import MAX_GROWTH, SessionPage
 from ecd_proto.shm.session_page import PAGE_WORDS, USE_COUNTERS
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ecd.core.allocator import Allocator
-from ecd.core.block import Block
-from ecd.core.entry import Entry
-from ecd.core.eviction import plan
-from ecd.core.pool import FOR_ROOM, REASONS
-from ecd.core.states import EntryState
-from ecd.core.types import Content, EntryId, Extent, SessionId
+from ecd.core.model.block import Block
+from ecd.core.model.entry import Entry
+from ecd.core.model.states import EntryState
+from ecd.core.model.types import Content, EntryId, Extent, SessionId
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.eviction import plan
+from ecd.core.pool.pool import FOR_ROOM, REASONS
 from ecd.replay.policies import POLICIES
 from ecd.replay.reading import Header, TraceError
 

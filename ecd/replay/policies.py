@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ecd.core.allocator import Allocator
-from ecd.core.entry import Entry
-from ecd.core.policy import Lru, Policy
-from ecd.core.value_density import ValueDensity
+from ecd.core.model.entry import Entry
+from ecd.core.policy.policy import Lru, Policy
+from ecd.core.policy.value_density import ValueDensity
+from ecd.core.pool.allocator import Allocator
 
 MakePolicy = Callable[[Allocator], Policy]
 

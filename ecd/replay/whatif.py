@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ecd.core.ahead import BLOCK_BYTES, LOOKED_AT, Budget, next_writes, rounded
-from ecd.core.allocator import Allocator
-from ecd.core.block import Block
 from ecd.core.cache import Cache
-from ecd.core.outcomes import Leased, LimitReached, Reserved
-from ecd.core.policy import Policy
-from ecd.core.pool import Evict, Pool, Scan
+from ecd.core.model.block import Block
+from ecd.core.model.outcomes import Leased, LimitReached, Reserved
+from ecd.core.model.types import Content, Key, PoolLimits
+from ecd.core.policy.policy import Policy
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Evict, Pool, Scan
 from ecd.core.shelf import Shelf
-from ecd.core.types import Content, Key, PoolLimits
 from ecd.replay.policies import MakePolicy
 from ecd.replay.reading import TOLD_EVERY, Accesses, Progress, no_progress
 

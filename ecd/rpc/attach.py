@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from ecd.core.types import SessionId
+from ecd.core.model.types import SessionId
 from ecd_proto.shm.session_page import (
     ATTACHED,
     DMA_BLIND_GRACE_S,

@@ -17,8 +17,8 @@ from ecd.base.wire import (
     key_from,
     seconds_from,
 )
-from ecd.core.outcomes import Aborted, Acquisition, Committed, Reserved, Waiting
-from ecd.core.types import Answer, Content, EntryId, Key, LeaseId, WaitFor
+from ecd.core.model.outcomes import Aborted, Acquisition, Committed, Reserved, Waiting
+from ecd.core.model.types import Answer, Content, EntryId, Key, LeaseId, WaitFor
 from ecd.live.background import Background
 from ecd.live.flights import Flights, Maker
 from ecd.live.followups import EVICTED_AT_A_TIME

@@ -10,7 +10,7 @@ import grpc
 from typing_extensions import assert_never
 
 from ecd.base.wire import InvalidRequest, key_from, seconds_from, to_content, to_extent, to_key
-from ecd.core.outcomes import (
+from ecd.core.model.outcomes import (
     Acquisition,
     AlreadyStored,
     BeingWritten,
@@ -28,8 +28,8 @@ from ecd.core.outcomes import (
     Stored,
     Waiting,
 )
-from ecd.core.pool import Pool
-from ecd.core.types import EntryInfo, Selection, Terms
+from ecd.core.model.types import EntryInfo, Selection, Terms
+from ecd.core.pool.pool import Pool
 from ecd_proto.v1 import cache_pb2 as pb
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ecd.core.types import SessionId
+from ecd.core.model.types import SessionId
 from ecd_proto.engines import MAX_ENGINES, Engine, lonely, nearest
 from ecd_proto.v1 import cache_pb2 as pb
 

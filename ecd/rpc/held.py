@@ -5,8 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from ecd.core.outcomes import Acquisition, Leased, LimitReached, Missing, Stored, Waiting, Wakeup
-from ecd.core.types import SessionId, Ticket
+from ecd.core.model.outcomes import (
+    Acquisition,
+    Leased,
+    LimitReached,
+    Missing,
+    Stored,
+    Waiting,
+    Wakeup,
+)
+from ecd.core.model.types import SessionId, Ticket
 from ecd.live.live import LiveCache
 
 HOLD_S = 0.005

@@ -20,8 +20,8 @@ from ecd.base.wire import (
     to_extents,
     told_metadata,
 )
-from ecd.core.outcomes import Leased, LimitReached, Waiting, Wakeup
-from ecd.core.types import Answer, Extent, Key, LeaseId, SessionId, Ticket, WaitFor
+from ecd.core.model.outcomes import Leased, LimitReached, Waiting, Wakeup
+from ecd.core.model.types import Answer, Extent, Key, LeaseId, SessionId, Ticket, WaitFor
 from ecd.live.background import Background
 from ecd.live.live import LiveCache
 from ecd.live.turns import Pace

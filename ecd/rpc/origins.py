@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ecd.core.types import Key, Selection
+from ecd.core.model.types import Key, Selection
 from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2 as pb
 

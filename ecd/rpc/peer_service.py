@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 
 from ecd.base.wire import MAX_WAIT_S, InvalidRequest
-from ecd.core.outcomes import LimitReached
-from ecd.core.types import SessionId
+from ecd.core.model.outcomes import LimitReached
+from ecd.core.model.types import SessionId
 from ecd.live.background import first_of, within
 from ecd.live.live import LiveCache
 from ecd.rpc.inbound_link import InboundLink, Memory

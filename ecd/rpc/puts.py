@@ -20,10 +20,10 @@ from typing import Protocol
 
 from ecd.base.clock import Clock
 from ecd.base.wire import InvalidRequest, check_content, check_key
-from ecd.core.board import Put
 from ecd.core.cache import Cache
-from ecd.core.outcomes import AlreadyStored, BeingWritten, Committed, NotReserved, Wakeup
-from ecd.core.types import SessionId
+from ecd.core.model.board import Put
+from ecd.core.model.outcomes import AlreadyStored, BeingWritten, Committed, NotReserved, Wakeup
+from ecd.core.model.types import SessionId
 from ecd.live.intake import Taken
 from ecd_proto.shm.barriers import STORES_IN_ORDER
 from ecd_proto.shm.session_page import DOORBELL, DUPLICATE, GRANTED_POOL, REFUSED, STORED

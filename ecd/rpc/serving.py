@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ecd.core.types import EntryId
+from ecd.core.model.types import EntryId
 from ecd.live.turns import PIECE
 
 MAX_WAITING = 4096

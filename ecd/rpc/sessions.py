@@ -18,8 +18,8 @@ import grpc
 
 from ecd.base.identity import NodeIdentity
 from ecd.base.wire import InvalidRequest, key_from
-from ecd.core.outcomes import LimitReached, Wakeup
-from ecd.core.types import LeaseId, SessionId, Ticket
+from ecd.core.model.outcomes import LimitReached, Wakeup
+from ecd.core.model.types import LeaseId, SessionId, Ticket
 from ecd.live.background import first_of
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache

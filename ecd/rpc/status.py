@@ -10,7 +10,7 @@ from typing import Protocol
 from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.core.cache import Cache
-from ecd.core.pool import Pool
+from ecd.core.pool.pool import Pool
 from ecd.rpc.history import Figures
 from ecd.rpc.sessions import SessionStreams
 from ecd_proto.contract import CONTRACT_VERSION, POPULATING

@@ -22,7 +22,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from ecd.core.rules import Rules
+from ecd.core.model.rules import Rules
 from ecd.settings import config_rules
 from ecd_proto.contract import NODE_PATTERN, as_address, default_address
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from ecd.core.rules import Rules
+from ecd.core.model.rules import Rules
 from ecd_proto.contract import seconds_of
 
 T = TypeVar("T", int, float, "int | str")

@@ -35,7 +35,7 @@ EDITED = {
     "one release ends all leases of an entry": Bug(
         "invariant 2",
         CACHE,
-        Edit("ecd/core/pool.py", "        entry.leases -= 1\n", "        entry.leases = 0\n"),
+        Edit("ecd/core/pool/pool.py", "        entry.leases -= 1\n", "        entry.leases = 0\n"),
     ),
     "a lease is renewed after its end": Bug(
         "invariant 2",
@@ -162,7 +162,7 @@ EDITED = {
         "eviction",
         "unit/test_value_density.py",
         Edit(
-            "ecd/core/value_density.py",
+            "ecd/core/policy/value_density.py",
             "entry.frequency = min(entry.frequency + 1, MAX_FREQUENCY)",
             "entry.frequency = min(entry.frequency, MAX_FREQUENCY)",
         ),
@@ -170,13 +170,13 @@ EDITED = {
     "the floor does not rise with what is given up": Bug(
         "eviction",
         "unit/test_value_density.py",
-        Edit("ecd/core/value_density.py", "self._floor = coldest", "self._floor = 0.0"),
+        Edit("ecd/core/policy/value_density.py", "self._floor = coldest", "self._floor = 0.0"),
     ),
     "a read does not move an entry in the order of lru": Bug(
         "eviction",
         EXAMPLES,
         Edit(
-            "ecd/core/policy.py",
+            "ecd/core/policy/policy.py",
             "        if entry.warmer is not None:  # ranked",
             "        if entry.warmer is entry:  # ranked",
         ),
@@ -184,7 +184,7 @@ EDITED = {
     "the plan takes the first window that fits": Bug(
         "eviction",
         "unit/test_eviction.py",
-        Edit("ecd/core/eviction.py", "elif lost < least:", "elif best is None:"),
+        Edit("ecd/core/pool/eviction.py", "elif lost < least:", "elif best is None:"),
     ),
     "a quota refuses nothing": Bug(
         "eviction",
@@ -200,7 +200,7 @@ EDITED = {
         "eviction",
         "unit/test_terms.py",
         Edit(
-            "ecd/core/pool.py",
+            "ecd/core/pool/pool.py",
             "        self.kept_bytes += entry.block.nbytes\n        if entry.leases == 0:",
             "        self.kept_bytes += entry.block.nbytes\n        if entry.leases < 0:",
         ),
@@ -789,7 +789,7 @@ EDITED = {
         "security",
         "cluster/test_hints.py",
         Edit(
-            "ecd/core/pool.py",
+            "ecd/core/pool/pool.py",
             "return is_below and self.rounded_bytes(nbytes) <= self.largest_free_bytes",
             "return is_below or nbytes <= self.nbytes",
         ),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 BUGS = {
-    "pins": "from ecd.core.board import Portion; from ecd.memory.shared_index import SharedIndex; "
+    "pins": "from ecd.core.model.board import Portion; "
+    "from ecd.memory.shared_index import SharedIndex; "
     "SharedIndex.pinned = lambda *_: iter((Portion(set(), is_last=True),)); "
 }
 """What a daemon runs before it starts. pins: a scan finds no entry pinned."""

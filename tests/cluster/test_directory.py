@@ -25,11 +25,11 @@ from ecd.cluster.fetcher import Fetcher
 from ecd.cluster.peers import Peers
 from ecd.cluster.redis_directory import RedisDirectory
 from ecd.cluster.redis_rows import NODE_TTL_S, RowNames
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.outcomes import Missing, Waiting, Wakeup
-from ecd.core.pool import Pool
-from ecd.core.types import Key, WaitFor
+from ecd.core.model.outcomes import Missing, Waiting, Wakeup
+from ecd.core.model.types import Key, WaitFor
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.settings.config import Config

@@ -22,11 +22,11 @@ from ecd.base.identity import NodeIdentity
 from ecd.cluster import handshake
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.cluster.pool_reads import PoolReads
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.outcomes import Reserved
-from ecd.core.pool import Pool
-from ecd.core.types import Content, Extent, Key
+from ecd.core.model.outcomes import Reserved
+from ecd.core.model.types import Content, Extent, Key
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums

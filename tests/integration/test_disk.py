@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ecd.core.ahead import BLOCK_BYTES
-from ecd.core.types import Content, Key
+from ecd.core.model.types import Content, Key
 from ecd.memory.disk_dir import DiskDir
 from ecd.memory.disk_format import file_name
 from ecd_client import Client

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from ecd.core.types import SessionId
+from ecd.core.model.types import SessionId
 from ecd.rpc import attach as daemons_side
 from ecd.rpc.attach import AttachSocket, DmaProcesses
 from ecd_client import Client, EcdError

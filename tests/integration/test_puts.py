@@ -17,11 +17,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.outcomes import Reserved
-from ecd.core.pool import Pool
-from ecd.core.types import Content, Key
+from ecd.core.model.outcomes import Reserved
+from ecd.core.model.types import Content, Key
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import SharedIndex
 from ecd.rpc.puts import Doorbell

@@ -10,8 +10,8 @@ from unittest import mock
 
 from ecd.cluster import fetcher, link, redis_directory, redis_rows
 from ecd.cluster.identity import IdentityCheck
+from ecd.core.model.types import EntryId
 from ecd.core.readers import Readers
-from ecd.core.types import EntryId
 from ecd.core.writers import Writers
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from ecd.core.types import Key
+from ecd.core.model.types import Key
 from ecd.memory.disk_files import KNOWN_S, REMOVAL_S
 from ecd.rpc.cache_service import MAKING_ROOM_S
 from ecd.rpc.convert import SessionOver

@@ -10,12 +10,12 @@ from typing import Any
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, Outside, PoolMemory
 from ecd.cluster.redis_rows import RowNames
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.policy import Lru
-from ecd.core.pool import Pool
-from ecd.core.types import Key, Selection
-from ecd.core.value_density import ValueDensity, fingerprints
+from ecd.core.model.types import Key, Selection
+from ecd.core.policy.policy import Lru
+from ecd.core.policy.value_density import ValueDensity, fingerprints
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums

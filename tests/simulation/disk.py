@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ecd.base.checksum import digests, fold
 from ecd.core.ahead import rounded
-from ecd.core.types import Content, Key
+from ecd.core.model.types import Content, Key
 from ecd.memory.disk_dir import new_name
 from ecd.memory.disk_format import CorruptFile, Found, Header, file_name
 from simulation.clock import PROCESS, VirtualLoop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ecd.base.wire import MAX_WAIT_S
-from ecd.core.states import EntryState
+from ecd.core.model.states import EntryState
 from ecd.live.flights import CORRUPT, ERROR
 from simulation.daemon import Daemon
 from simulation.world import Run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ecd.core.board import Uses
-from ecd.core.types import Key
+from ecd.core.model.board import Uses
+from ecd.core.model.types import Key
 from ecd.live.flights import Flight, Source
 from ecd.memory.leftovers import LeftoverEntry
 from ecd_proto.v1 import cache_pb2 as pb

@@ -7,7 +7,7 @@ from functools import cache
 from random import Random
 from typing import NamedTuple
 
-from ecd.core.types import Key
+from ecd.core.model.types import Key
 from simulation.network import Weather
 
 KINDS = {

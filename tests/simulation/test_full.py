@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from random import Random
 
 from ecd.cluster.fetcher import MAX_PAUSING
-from ecd.core.types import Key
+from ecd.core.model.types import Key
 from ecd.live.flights import MAX_FLIGHTS, Maker
 from ecd_proto.contract import Hint
 from simulation.client import Client

@@ -9,7 +9,7 @@ import pytest
 
 from ecd.base.wire import MAX_WAIT_S, InvalidRequest
 from ecd.cluster.redis_rows import NODE_TTL_S
-from ecd.core.types import Key, SessionId
+from ecd.core.model.types import Key, SessionId
 from ecd.live.live import LOOKING_SHARE, SCAN_S
 from ecd.live.makings import MAX_MAKINGS
 from ecd_proto.contract import MAKING_S

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from redis import ResponseError
 
-from ecd.core.types import Key
+from ecd.core.model.types import Key
 from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2 as pb
 from simulation.client import Client, Session

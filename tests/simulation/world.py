@@ -8,7 +8,7 @@ import itertools
 from functools import cache
 from random import Random
 
-from ecd.core.states import EntryState
+from ecd.core.model.states import EntryState
 from ecd.settings.config import Config
 from ecd_proto.mapping import Mapping
 from ecd_proto.v1 import cache_pb2 as pb

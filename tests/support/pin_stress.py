@@ -56,7 +56,7 @@ def pause() -> None:
 
 def run_daemon(without: str) -> None:
     from ecd.__main__ import main
-    from ecd.core.board import Portion
+    from ecd.core.model.board import Portion
     from ecd.memory.shared_index import SharedIndex
     from ecd.rpc.sessions import SessionStreams
     from ecd_proto.shm.rows import ROW_BYTES

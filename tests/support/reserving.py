@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ecd.core.cache import Cache
-from ecd.core.outcomes import MakingRoom, Reservation
-from ecd.core.types import Key
+from ecd.core.model.outcomes import MakingRoom, Reservation
+from ecd.core.model.types import Key
 
 
 def scan_claims(cache: Cache) -> None:

@@ -13,10 +13,10 @@ import pytest
 
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.pool import Pool
-from ecd.core.types import Content, EntryId, Key
+from ecd.core.model.types import Content, EntryId, Key
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums

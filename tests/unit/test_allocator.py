@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from ecd.core.allocator import Allocator
-from ecd.core.block import Block
-from ecd.core.types import Extent
+from ecd.core.model.block import Block
+from ecd.core.model.types import Extent
+from ecd.core.pool.allocator import Allocator
 from support.examples import drawn, draws
 
 GRANULE_BYTES = 4096

@@ -15,10 +15,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ecd.core.allocator import Allocator
-from ecd.core.board import MAX_PIECES, Portion, Uses
 from ecd.core.cache import NO_RULES, Cache
-from ecd.core.outcomes import (
+from ecd.core.model.board import MAX_PIECES, Portion, Uses
+from ecd.core.model.outcomes import (
     Aborted,
     AlreadyStored,
     BeingWritten,
@@ -39,10 +38,8 @@ from ecd.core.outcomes import (
     Waiting,
     Wakeup,
 )
-from ecd.core.policy import Lru
-from ecd.core.pool import PLANS, Pool
-from ecd.core.rules import Rules
-from ecd.core.types import (
+from ecd.core.model.rules import Rules
+from ecd.core.model.types import (
     Answer,
     Content,
     EntryId,
@@ -57,7 +54,10 @@ from ecd.core.types import (
     Start,
     WaitFor,
 )
-from ecd.core.value_density import ValueDensity
+from ecd.core.policy.policy import Lru
+from ecd.core.policy.value_density import ValueDensity
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import PLANS, Pool
 from support.examples import drawn, draws
 from support.reserving import is_being_written, reserve, scan_claims
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from ecd.core.allocator import Allocator
-from ecd.core.board import NoBoard, Uses
 from ecd.core.cache import Cache
-from ecd.core.outcomes import (
+from ecd.core.model.board import NoBoard, Uses
+from ecd.core.model.outcomes import (
     AlreadyStored,
     BeingWritten,
     Committed,
@@ -13,8 +12,9 @@ from ecd.core.outcomes import (
     Missing,
     PoolFull,
 )
-from ecd.core.pool import Pool
-from ecd.core.types import Answer, Content, EntryId, Key, Limits, Selection, SessionId
+from ecd.core.model.types import Answer, Content, EntryId, Key, Limits, Selection, SessionId
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from support.reserving import reserve
 
 PAGE = 4096

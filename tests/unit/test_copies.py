@@ -8,10 +8,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ecd.core.allocator import Allocator
-from ecd.core.board import NoBoard, Portion
 from ecd.core.cache import Cache
-from ecd.core.outcomes import (
+from ecd.core.model.board import NoBoard, Portion
+from ecd.core.model.outcomes import (
     AlreadyStored,
     BeingWritten,
     Committed,
@@ -23,8 +22,18 @@ from ecd.core.outcomes import (
     Reserved,
     SessionEnded,
 )
-from ecd.core.pool import Pool
-from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, Selection, SessionId, Start
+from ecd.core.model.types import (
+    Content,
+    EntryId,
+    EntryInfo,
+    Extent,
+    Key,
+    Selection,
+    SessionId,
+    Start,
+)
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from support.examples import drawn, draws
 from support.reserving import reserve
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
 from ecd.core.costs import GUESS_PER_ROW_S, GUESS_S, MAX_GROUPS, Costs
 from ecd.core.counters import Counters
-from ecd.core.entry import Entry
-from ecd.core.outcomes import Committed, Leased, Reserved
-from ecd.core.pool import REFETCHED_S, Pool
-from ecd.core.types import Content, Key, Selection, SessionId
+from ecd.core.model.entry import Entry
+from ecd.core.model.outcomes import Committed, Leased, Reserved
+from ecd.core.model.types import Content, Key, Selection, SessionId
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import REFETCHED_S, Pool
 from support.examples import draws
 from support.reserving import reserve
 

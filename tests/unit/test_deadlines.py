@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecd.core.deadlines import Deadlines
+from ecd.core.model.deadlines import Deadlines
 from support.examples import draws
 
 

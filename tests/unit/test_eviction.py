@@ -6,14 +6,14 @@ from types import MappingProxyType
 
 import pytest
 
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.entry import Entry
-from ecd.core.eviction import STEPS, STEPS_IN_VAIN, plan
-from ecd.core.policy import Lru, Policy, Weighing
-from ecd.core.pool import PLANS, Pool
-from ecd.core.types import Content, EntryId, Extent, Key, SessionId
-from ecd.core.value_density import ValueDensity
+from ecd.core.model.entry import Entry
+from ecd.core.model.types import Content, EntryId, Extent, Key, SessionId
+from ecd.core.policy.policy import Lru, Policy, Weighing
+from ecd.core.policy.value_density import ValueDensity
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.eviction import STEPS, STEPS_IN_VAIN, plan
+from ecd.core.pool.pool import PLANS, Pool
 from support.reserving import reserve
 
 PAGE = 4096

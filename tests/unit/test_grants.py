@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecd.core.allocator import Allocator
-from ecd.core.block import Block
-from ecd.core.board import NoBoard
-from ecd.core.grants import REVOKED_AT_A_TIME, Grants
-from ecd.core.pool import Pool
-from ecd.core.types import Extent, PoolLimits, SessionId
+from ecd.core.model.block import Block
+from ecd.core.model.board import NoBoard
+from ecd.core.model.types import Extent, PoolLimits, SessionId
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.grants import REVOKED_AT_A_TIME, Grants
+from ecd.core.pool.pool import Pool
 from support.examples import draws
 
 GRANULE_BYTES = 4096

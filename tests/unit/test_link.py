@@ -13,7 +13,7 @@ from ecd.cluster.directory import DirectoryState
 from ecd.cluster.link import MAX_UNREAD, Link
 from ecd.cluster.peer import MAX_ERROR_CHARS, Peer, PeerUnavailable
 from ecd.cluster.redis_rows import unpack_place
-from ecd.core.types import Extent, Key
+from ecd.core.model.types import Extent, Key
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb

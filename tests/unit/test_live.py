@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.outcomes import Leased, LimitReached, Missing, Reserved, Waiting, Wakeup
-from ecd.core.pool import Pool
-from ecd.core.types import Content, Key, LeaseId, Selection, SessionId
+from ecd.core.model.outcomes import Leased, LimitReached, Missing, Reserved, Waiting, Wakeup
+from ecd.core.model.types import Content, Key, LeaseId, Selection, SessionId
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd.live.intake import NoPuts
 from ecd.live.live import LiveCache
 from ecd.memory.pool_dir import PoolDir

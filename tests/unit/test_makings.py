@@ -1,6 +1,6 @@
 """Makings: ended by their session, by its word, for want of room, and without their lock."""
 
-from ecd.core.types import Key, SessionId, Ticket
+from ecd.core.model.types import Key, SessionId, Ticket
 from ecd.live.makings import MAX_MAKINGS, Makings
 from ecd_proto.contract import MAKING_S
 from support.clock import SetClock

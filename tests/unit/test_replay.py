@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecd.core.cache import Cache
-from ecd.core.outcomes import Leased, LimitReached, Reserved
-from ecd.core.policy import Lru
-from ecd.core.pool import Pool
-from ecd.core.types import Content, Key
-from ecd.core.value_density import ValueDensity, fingerprints
+from ecd.core.model.outcomes import Leased, LimitReached, Reserved
+from ecd.core.model.types import Content, Key
+from ecd.core.policy.policy import Lru
+from ecd.core.policy.value_density import ValueDensity, fingerprints
+from ecd.core.pool.pool import Pool
 from ecd.replay.bounds import bounds
 from ecd.replay.exact import Comparison, Replay
 from ecd.replay.policies import POLICIES

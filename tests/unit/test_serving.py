@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ecd.core.types import EntryId
+from ecd.core.model.types import EntryId
 from ecd.rpc import serving
 from ecd.rpc.serving import Serving, Turn
 from support.waiting import eventually_async

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ecd.core.board import Uses
-from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId
+from ecd.core.model.board import Uses
+from ecd.core.model.types import Content, EntryId, EntryInfo, Extent, Key, SessionId
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import CHUNK_ROWS, SharedIndex
 from ecd.memory.use_counters import uncounted

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ecd.core.board import MAX_PIECES
+from ecd.core.model.board import MAX_PIECES
 from ecd_proto.shm.index import IndexShape, bucket_of, pack_index_header, unpack_index_header
 from ecd_proto.shm.namespaces import NAMESPACES_BYTES, Namespaces
 from ecd_proto.shm.rows import (

@@ -5,7 +5,7 @@ from enum import Enum
 
 import pytest
 
-from ecd.core.states import (
+from ecd.core.model.states import (
     ENTRY,
     SESSION,
     EntryEvent,

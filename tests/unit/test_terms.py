@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from ecd.core import terms
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.outcomes import Leased, LimitReached, MakingRoom, Missing, PoolFull, Reserved
-from ecd.core.pool import Pool
-from ecd.core.rules import Rules
-from ecd.core.types import Content, EntryId, Key, SessionId
+from ecd.core.model.outcomes import Leased, LimitReached, MakingRoom, Missing, PoolFull, Reserved
+from ecd.core.model.rules import Rules
+from ecd.core.model.types import Content, EntryId, Key, SessionId
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd.settings.config import Config, ConfigError
 from ecd.settings.config_sources import load
 from support.reserving import reserve

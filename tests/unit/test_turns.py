@@ -13,9 +13,8 @@ import pytest
 
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.fetcher import Fetcher
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.outcomes import (
+from ecd.core.model.outcomes import (
     BeingWritten,
     Leased,
     LimitReached,
@@ -24,9 +23,10 @@ from ecd.core.outcomes import (
     Reserved,
     Waiting,
 )
-from ecd.core.pool import Pool
+from ecd.core.model.types import Answer, Content, EntryId, Extent, Key, Selection, SessionId
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from ecd.core.readers import DUE_AT_A_TIME
-from ecd.core.types import Answer, Content, EntryId, Extent, Key, Selection, SessionId
 from ecd.live import turns
 from ecd.live.slow_log import SlowLog, time_stages
 from ecd.live.turns import PIECE, Turns

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from ecd.core.allocator import Allocator
-from ecd.core.board import NoBoard
 from ecd.core.cache import Cache
-from ecd.core.outcomes import (
+from ecd.core.model.board import NoBoard
+from ecd.core.model.outcomes import (
     AlreadyStored,
     BeingWritten,
     Committed,
@@ -21,8 +20,9 @@ from ecd.core.outcomes import (
     Waiting,
     Wakeup,
 )
-from ecd.core.pool import Pool
-from ecd.core.types import Content, Extent, Key, PoolLimits, Selection, SessionId, WaitFor
+from ecd.core.model.types import Content, Extent, Key, PoolLimits, Selection, SessionId, WaitFor
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from support.reserving import reserve
 
 PAGE = 4096

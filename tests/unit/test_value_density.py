@@ -8,22 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ecd.core.allocator import Allocator
 from ecd.core.cache import Cache
-from ecd.core.entry import Entry
-from ecd.core.frequencies import MAX_FREQUENCY, Frequencies
-from ecd.core.outcomes import Committed, Leased, LimitReached, Reserved
-from ecd.core.policy import Lru, Policy, Weighing
-from ecd.core.pool import Pool
-from ecd.core.queues import STEPS_PER_OCTAVE
-from ecd.core.shadows import MAX_KEYS, WEIGHINGS, Shadows
-from ecd.core.types import Content, EntryId, Key, SessionId
-from ecd.core.value_density import (
+from ecd.core.model.entry import Entry
+from ecd.core.model.outcomes import Committed, Leased, LimitReached, Reserved
+from ecd.core.model.types import Content, EntryId, Key, SessionId
+from ecd.core.policy.frequencies import MAX_FREQUENCY, Frequencies
+from ecd.core.policy.policy import Lru, Policy, Weighing
+from ecd.core.policy.queues import STEPS_PER_OCTAVE
+from ecd.core.policy.shadows import MAX_KEYS, WEIGHINGS, Shadows
+from ecd.core.policy.value_density import (
     LOOK_S,
     PROTECTED_SHARE,
     ValueDensity,
     fingerprints,
 )
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.pool import Pool
 from support.examples import drawn, draws
 from support.reserving import reserve
 

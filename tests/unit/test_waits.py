@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ecd.core.types import Answer, Key, SessionId, WaitFor
+from ecd.core.model.types import Answer, Key, SessionId, WaitFor
 from ecd.core.waits import Wait, Waits
 
 ONE, TWO = SessionId(1), SessionId(2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ecd.core.block import Block
-from ecd.core.states import ENTRY, EntryEvent, EntryState, apply
-from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId, Terms
+from ecd.core.model.block import Block
+from ecd.core.model.states import ENTRY, EntryEvent, EntryState, apply
+from ecd.core.model.types import Content, EntryId, EntryInfo, Extent, Key, SessionId, Terms
 
 MAX_COST_S = 3600.0
 """A report of more saves no more."""

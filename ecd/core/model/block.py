@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ecd.core.types import Extent
+from ecd.core.model.types import Extent
 
 
 class Allocating(Protocol):

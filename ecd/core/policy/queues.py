@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any
 
-from ecd.core.entry import Entry
-from ecd.core.policy import EntryList, Weighing
+from ecd.core.model.entry import Entry
+from ecd.core.policy.policy import EntryList, Weighing
 
 STEPS_PER_OCTAVE = 8
 """Densities are rounded to so many steps between one and its double."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from ecd.core.allocator import Allocator
-from ecd.core.block import Block
-from ecd.core.board import Board
-from ecd.core.types import Extent, SessionId
+from ecd.core.model.block import Block
+from ecd.core.model.board import Board
+from ecd.core.model.types import Extent, SessionId
+from ecd.core.pool.allocator import Allocator
 
 REVOKED_AT_A_TIME = 32
 """Grants taken back by one call: each takes some 20 us, and every session may have one."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ecd.core.block import Block
-from ecd.core.types import Extent
+from ecd.core.model.block import Block
+from ecd.core.model.types import Extent
 
 _BITS = 64
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from math import inf
 
-from ecd.core.allocator import Allocator
-from ecd.core.entry import Entry
-from ecd.core.policy import Policy
+from ecd.core.model.entry import Entry
+from ecd.core.policy.policy import Policy
+from ecd.core.pool.allocator import Allocator
 
 MIN_ANCHORS, TIMES_WANTED = 16, 8
 """Windows compared at least, where there are as many. Up to the policy's `anchors` follow until the

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-from ecd.core.allocator import Allocator
-from ecd.core.block import Block
-from ecd.core.board import MAX_PIECES
-from ecd.core.entry import Entry
-from ecd.core.eviction import plan
-from ecd.core.grants import Grants
-from ecd.core.policy import Lru, Policy
-from ecd.core.states import EntryState
-from ecd.core.types import PoolLimits
+from ecd.core.model.block import Block
+from ecd.core.model.board import MAX_PIECES
+from ecd.core.model.entry import Entry
+from ecd.core.model.states import EntryState
+from ecd.core.model.types import PoolLimits
+from ecd.core.policy.policy import Lru, Policy
+from ecd.core.pool.allocator import Allocator
+from ecd.core.pool.eviction import plan
+from ecd.core.pool.grants import Grants
 
 PLANS = 3
 """Plans tried for one extent: a reader may pin a victim at the last moment."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, KeysView, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ecd.core.types import Content, EntryId, EntryInfo, Extent, Key, SessionId, Start
+from ecd.core.model.types import Content, EntryId, EntryInfo, Extent, Key, SessionId, Start
 
 MAX_PIECES = 16
 """Pieces of memory in one grant: the free memory of a full pool is in small pieces."""

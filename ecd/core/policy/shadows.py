@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
-from ecd.core.policy import Weighing
+from ecd.core.policy.policy import Weighing
 
 MAX_KEYS = 2048
 """Most keys that a shadow keeps: above, half of the sampled keys are dropped."""

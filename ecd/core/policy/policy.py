@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import ClassVar, NamedTuple, Protocol
 
-from ecd.core.entry import Entry
+from ecd.core.model.entry import Entry
 
 _DENSITY = 1e-9
 """Seconds per byte, about an encoder's; only the change between weighings depends on it."""

@@ -13,11 +13,11 @@ from hashlib import blake2b
 from math import inf, log2
 from typing import ClassVar
 
-from ecd.core.entry import Entry
-from ecd.core.frequencies import MAX_FREQUENCY, Frequencies
-from ecd.core.policy import Weighing
-from ecd.core.queues import STEPS_PER_OCTAVE, Queue, Queues
-from ecd.core.shadows import WEIGHINGS, Shadows
+from ecd.core.model.entry import Entry
+from ecd.core.policy.frequencies import MAX_FREQUENCY, Frequencies
+from ecd.core.policy.policy import Weighing
+from ecd.core.policy.queues import STEPS_PER_OCTAVE, Queue, Queues
+from ecd.core.policy.shadows import WEIGHINGS, Shadows
 
 MIN_COST_S, MAX_COST_S = 1e-3, 1e5
 """Costs are ranked as if within these, which bounds the number of queues."""

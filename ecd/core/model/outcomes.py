@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
-from ecd.core.types import Content, EntryId, Extent, Key, LeaseId, SessionId, Ticket
+from ecd.core.model.types import Content, EntryId, Extent, Key, LeaseId, SessionId, Ticket
 
 # -- any operation ---------------------------------------------------------------------------
 
