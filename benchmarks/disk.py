@@ -35,8 +35,8 @@ from common import MIB, SIZES, end_daemon, machine, markdown, show, start_daemon
 from rich.console import Console
 
 from ecd.core.model.types import Key
-from ecd.memory.disk_dir import PIECE_BYTES
-from ecd.memory.disk_format import file_name
+from ecd.memory.disk.disk_dir import PIECE_BYTES
+from ecd.memory.disk.disk_format import file_name
 from ecd.replay.policies import POLICIES
 from ecd.replay.reading import Accesses, Item
 from ecd.replay.whatif import Disk, Outcome, simulate

@@ -25,7 +25,7 @@ from ecd.base.clock import REAL
 from ecd.commands import app as ecd
 from ecd.core.counters import Counters
 from ecd.events import EventCounters
-from ecd.memory.disk_limits import DiskCounters
+from ecd.memory.disk.disk_limits import DiskCounters
 from ecd.metrics import Metrics
 from ecd.settings.config import ENV_PREFIX, RELOADABLE, Config
 from ecd_client.cli.main import app as ecd_cli

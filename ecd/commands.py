@@ -28,8 +28,8 @@ from ecd.cluster.engine import EngineError
 from ecd.cluster.tls import ClusterError
 from ecd.daemon import Daemon, StartError
 from ecd.events import EventsError
-from ecd.memory import disk_dir
-from ecd.memory.disk_dir import DiskError
+from ecd.memory.disk import disk_dir
+from ecd.memory.disk.disk_dir import DiskError
 from ecd.memory.pool_dir import PoolError, clear
 from ecd.metrics import MetricsError
 from ecd.replay.command import replay

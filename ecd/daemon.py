@@ -25,8 +25,8 @@ from ecd.live.live import LiveCache
 from ecd.live.slow_log import SlowLog
 from ecd.memory.checksums import Checksums
 from ecd.memory.device import device_pools
-from ecd.memory.disk import DiskTier
-from ecd.memory.disk_dir import DiskDir
+from ecd.memory.disk.disk import DiskTier
+from ecd.memory.disk.disk_dir import DiskDir
 from ecd.memory.host import HostPool
 from ecd.memory.pool_dir import PoolDir, clear_others
 from ecd.memory.recovery import Recovery

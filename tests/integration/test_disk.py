@@ -18,8 +18,8 @@ import pytest
 
 from ecd.core.ahead import BLOCK_BYTES
 from ecd.core.model.types import Content, Key
-from ecd.memory.disk_dir import DiskDir
-from ecd.memory.disk_format import file_name
+from ecd.memory.disk.disk_dir import DiskDir
+from ecd.memory.disk.disk_format import file_name
 from ecd_client import Client
 from ecd_client.calls import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
@@ -37,7 +37,7 @@ LARGE = 100_000
 
 def patient(seconds: float) -> tuple[str, ...]:
     """The command of a daemon that waits so long for a read from disk."""
-    return changed("from ecd.memory import disk_reads", f"disk_reads.PATIENCE_S = {seconds}")
+    return changed("from ecd.memory.disk import disk_reads", f"disk_reads.PATIENCE_S = {seconds}")
 
 
 PATIENT, IMPATIENT = patient(HANG_S), patient(0.2)
@@ -438,7 +438,7 @@ def test_files_that_are_not_known_yet_are_erased_too(make_disk: DiskDaemon, tmp_
     daemon.kill()
     os.mkfifo(pipe)
     daemon.command = changed(
-        "from ecd.memory import disk_files",
+        "from ecd.memory.disk import disk_files",
         "disk_files.KNOWN_S = disk_files.REMOVAL_S = 0.2",
         "look_at = disk_files.DiskFiles._look_at",
         "def waits(files, names):",

@@ -18,8 +18,8 @@ from support.waiting import HANG_S, eventually
 
 HELD = {
     "hashed": ("ecd.memory.checksums", "Checksums", "_read"),
-    "settled": ("ecd.memory.disk_dir", "DiskDir", "read"),
-    "written": ("ecd.memory.disk_dir", "DiskDir", "publish"),
+    "settled": ("ecd.memory.disk.disk_dir", "DiskDir", "read"),
+    "written": ("ecd.memory.disk.disk_dir", "DiskDir", "publish"),
 }
 """What does each part's work, on a thread: module, class and method."""
 NBYTES = 8 << 20
@@ -37,7 +37,7 @@ def holding(part: str, pipe: Path) -> tuple[str, ...]:
         f"        open({str(pipe)!r}).read()",
         "    return work(*about)",
         f"owner.{method} = held",
-        "from ecd.memory import disk_reads",
+        "from ecd.memory.disk import disk_reads",
         f"disk_reads.PATIENCE_S = {HANG_S}",  # a read that is held is not given up
     )
 

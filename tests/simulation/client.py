@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from ecd.core.model.types import Key
-from ecd.memory.disk_files import KNOWN_S, REMOVAL_S
+from ecd.memory.disk.disk_files import KNOWN_S, REMOVAL_S
 from ecd.rpc.cache_service import MAKING_ROOM_S
 from ecd.rpc.convert import SessionOver
 from ecd.rpc.sessions import Stream

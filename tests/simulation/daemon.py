@@ -19,8 +19,8 @@ from ecd.core.pool.pool import Pool
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums
-from ecd.memory.disk import DiskTier
-from ecd.memory.disk_reads import READERS
+from ecd.memory.disk.disk import DiskTier
+from ecd.memory.disk.disk_reads import READERS
 from ecd.memory.leftovers import LeftoverEntry
 from ecd.memory.recovery import Recovery
 from ecd.node import Node

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from ecd.base.checksum import digests, fold
 from ecd.core.ahead import rounded
 from ecd.core.model.types import Content, Key
-from ecd.memory.disk_dir import new_name
-from ecd.memory.disk_format import CorruptFile, Found, Header, file_name
+from ecd.memory.disk.disk_dir import new_name
+from ecd.memory.disk.disk_format import CorruptFile, Found, Header, file_name
 from simulation.clock import PROCESS, VirtualLoop
 
 
@@ -80,7 +80,7 @@ class SimulatedDisk:
 
 
 class SimulatedThreads:
-    """In place of `ecd.memory.threads.Threads`: jobs that take as long as the loop's disk does."""
+    """In place of the disk tier's `Threads`: jobs that take as long as the loop's disk does."""
 
     def __init__(self, count: int, name: str) -> None:
         loop = asyncio.get_running_loop()

@@ -70,8 +70,8 @@ def small(links: int = Scenario.links) -> Iterator[None]:
     patches = [mock.patch(name, value) for name, value in SCALE.items()]
     patches.append(mock.patch("ecd.rpc.peer_service.MAX_LINKS", links))
     for part in ("disk_files", "disk_reads", "disk_writes"):
-        patches.append(mock.patch(f"ecd.memory.{part}.Threads", SimulatedThreads))
-    patches.append(mock.patch("ecd.memory.disk_files.gc"))  # freezing would keep every world
+        patches.append(mock.patch(f"ecd.memory.disk.{part}.Threads", SimulatedThreads))
+    patches.append(mock.patch("ecd.memory.disk.disk_files.gc"))  # freezing would keep every world
     for patch in patches:
         patch.start()
     try:

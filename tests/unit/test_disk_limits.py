@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from ecd.core.ahead import BURST_S, Budget, next_writes
 from ecd.core.model.types import Content, Key
 from ecd.core.shelf import Shelf
-from ecd.memory.disk_limits import FIRST_S, HALVED_IN_S, REST_S, Breaker, DiskCounters, ReadTime
-from ecd.memory.disk_reads import _wait_for
+from ecd.memory.disk.disk_limits import (
+    FIRST_S,
+    HALVED_IN_S,
+    REST_S,
+    Breaker,
+    DiskCounters,
+    ReadTime,
+)
+from ecd.memory.disk.disk_reads import _wait_for
 from simulation.clock import VirtualLoop
 from support.clock import SetClock
 

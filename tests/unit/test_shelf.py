@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ecd.core.ahead import BLOCK_BYTES
 from ecd.core.model.types import Content, Key, Selection
 from ecd.core.shelf import Shelf
-from ecd.memory.disk_files import _is_selected
-from ecd.memory.disk_format import CorruptFile, Header, file_name
+from ecd.memory.disk.disk_files import _is_selected
+from ecd.memory.disk.disk_format import CorruptFile, Header, file_name
 from ecd_proto.placeholders import is_claimed
 from support.examples import draws
 

@@ -19,10 +19,10 @@ from ecd.core.shelf import Shelved
 from ecd.live.flights import CORRUPT, FAILED, LATE, LOCAL, MISSING, NO_ROOM, READ, SLOWER, Flight
 from ecd.live.live import LiveCache
 from ecd.live.slow_log import Stage
-from ecd.memory.disk_files import DiskFiles
-from ecd.memory.disk_format import CorruptFile, Header, file_name
-from ecd.memory.disk_limits import Breaker
-from ecd.memory.threads import Threads
+from ecd.memory.disk.disk_files import DiskFiles
+from ecd.memory.disk.disk_format import CorruptFile, Header, file_name
+from ecd.memory.disk.disk_limits import Breaker
+from ecd.memory.disk.threads import Threads
 from ecd_proto.contract import shown
 from ecd_proto.mapping import Mapping
 

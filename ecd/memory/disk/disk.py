@@ -10,10 +10,10 @@ from collections.abc import Mapping as MappingOf
 
 from ecd.core.model.types import Selection
 from ecd.live.live import LiveCache
-from ecd.memory.disk_dir import DiskDir
-from ecd.memory.disk_files import DiskFiles
-from ecd.memory.disk_reads import DiskReads, WritablePool
-from ecd.memory.disk_writes import DiskWrites
+from ecd.memory.disk.disk_dir import DiskDir
+from ecd.memory.disk.disk_files import DiskFiles
+from ecd.memory.disk.disk_reads import DiskReads, WritablePool
+from ecd.memory.disk.disk_writes import DiskWrites
 from ecd_proto.v1 import cache_pb2 as pb
 
 

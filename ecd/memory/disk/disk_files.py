@@ -18,10 +18,10 @@ from ecd.core.model.types import Content, Key, Selection
 from ecd.core.shelf import Shelf, Shelved
 from ecd.live.background import within
 from ecd.live.live import LiveCache
-from ecd.memory.disk_dir import DiskDir, new_name
-from ecd.memory.disk_format import CorruptFile, Found, file_name
-from ecd.memory.disk_limits import DiskCounters, ReadTime
-from ecd.memory.threads import Threads
+from ecd.memory.disk.disk_dir import DiskDir, new_name
+from ecd.memory.disk.disk_format import CorruptFile, Found, file_name
+from ecd.memory.disk.disk_limits import DiskCounters, ReadTime
+from ecd.memory.disk.threads import Threads
 from ecd_proto.contract import size_text
 
 logger = logging.getLogger(__name__)

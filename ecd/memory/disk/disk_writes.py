@@ -14,12 +14,12 @@ from collections.abc import Mapping as MappingOf
 from ecd.core.ahead import Budget, next_writes, rounded
 from ecd.core.model.types import EntryInfo
 from ecd.live.live import LiveCache
-from ecd.memory.disk_dir import FULL
-from ecd.memory.disk_files import DiskFiles
-from ecd.memory.disk_format import Header, file_name
-from ecd.memory.disk_limits import Breaker
-from ecd.memory.disk_reads import WritablePool
-from ecd.memory.threads import Threads
+from ecd.memory.disk.disk_dir import FULL
+from ecd.memory.disk.disk_files import DiskFiles
+from ecd.memory.disk.disk_format import Header, file_name
+from ecd.memory.disk.disk_limits import Breaker
+from ecd.memory.disk.disk_reads import WritablePool
+from ecd.memory.disk.threads import Threads
 
 WRITERS = 2
 PAUSE_S = 0.05
