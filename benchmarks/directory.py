@@ -23,9 +23,9 @@ from redis import Redis
 from rich.console import Console
 
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.directory import StaticDirectory
-from ecd.cluster.peers import Peers
-from ecd.cluster.redis_directory import RedisDirectory
+from ecd.cluster.directory.directory import StaticDirectory
+from ecd.cluster.directory.redis_directory import RedisDirectory
+from ecd.cluster.peers.peers import Peers
 from ecd.core.model.types import Content, EntryId, EntryInfo, Extent, Key
 from ecd.settings.config import Config
 from ecd_proto.contract import Hint

@@ -56,7 +56,7 @@ Way = Callable[[int, int], float]
 
 def start_engine(host: str, ports: str) -> Any:
     """Start Mooncake's engine with the variables that ecd sets."""
-    from ecd.cluster.engine import EngineSettings, start_transfer_engine
+    from ecd.cluster.transport.engine import EngineSettings, start_transfer_engine
 
     return start_transfer_engine(EngineSettings(host, "tcp", ports))
 

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ecd.cluster.redis_rows import SOME_OF_ROW
+from ecd.cluster.directory.redis_rows import SOME_OF_ROW
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from simulation.client import Client

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ecd.cluster.engine import EngineError
-from ecd.cluster.tls import ClusterError
+from ecd.cluster.peers.tls import ClusterError
+from ecd.cluster.transport.engine import EngineError
 from ecd.daemon import Daemon, StartError
 from ecd.events import EventsError
 from ecd.memory.disk import disk_dir

@@ -11,17 +11,23 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.admission import Admission
-from ecd.cluster.candidates import Candidates
-from ecd.cluster.directory import Candidate, Directory, Found, NoDirectory, StaticDirectory
-from ecd.cluster.engine import Engine, EngineSettings
+from ecd.cluster.directory.directory import (
+    Candidate,
+    Directory,
+    Found,
+    NoDirectory,
+    StaticDirectory,
+)
 from ecd.cluster.fetcher import Fetcher
-from ecd.cluster.handshake import probe
-from ecd.cluster.offers import Offers
-from ecd.cluster.peer import PeerUnavailable
-from ecd.cluster.peers import Peers, open_channel
-from ecd.cluster.pool_reads import PoolReads
-from ecd.cluster.tls import credentials
+from ecd.cluster.peers.admission import Admission
+from ecd.cluster.peers.candidates import Candidates
+from ecd.cluster.peers.offers import Offers
+from ecd.cluster.peers.peer import PeerUnavailable
+from ecd.cluster.peers.peers import Peers, open_channel
+from ecd.cluster.peers.tls import credentials
+from ecd.cluster.transport.engine import Engine, EngineSettings
+from ecd.cluster.transport.handshake import probe
+from ecd.cluster.transport.pool_reads import PoolReads
 from ecd.core.model.outcomes import Leased
 from ecd.core.model.types import Extent, Key
 from ecd.live.flights import Flights
@@ -70,7 +76,7 @@ class PoolMemory(NamedTuple):
 
 def connect(url: str, timeout_s: float) -> Any:
     """A client of Redis, whose import takes a sixth of a daemon's start."""
-    from ecd.cluster.redis_rows import connect
+    from ecd.cluster.directory.redis_rows import connect
 
     return connect(url, timeout_s)
 
@@ -169,7 +175,7 @@ class Cluster:
             case "static":
                 return StaticDirectory(self._other_nodes(), self._ask, self._live.clock)
             case _:
-                from ecd.cluster.redis_directory import RedisDirectory  # see `connect`
+                from ecd.cluster.directory.redis_directory import RedisDirectory  # see `connect`
 
                 live = self._live
                 return RedisDirectory(

@@ -28,13 +28,13 @@ from typing import NamedTuple
 
 from ecd.base.checksum import digests, fold
 from ecd.base.wire import BYTES_WITH_LEASE, SPECULATIVE_BYTES
-from ecd.cluster.admission import Admitted
-from ecd.cluster.candidates import Candidates
-from ecd.cluster.directory import Candidate
-from ecd.cluster.link import Elsewhere, Link, PeerLease, Question
-from ecd.cluster.peer import PeerFull, PeerUnavailable
-from ecd.cluster.pool_reads import PoolReads
-from ecd.cluster.reads import ReadFailed, Reading
+from ecd.cluster.directory.directory import Candidate
+from ecd.cluster.peers.admission import Admitted
+from ecd.cluster.peers.candidates import Candidates
+from ecd.cluster.peers.link import Elsewhere, Link, PeerLease, Question
+from ecd.cluster.peers.peer import PeerFull, PeerUnavailable
+from ecd.cluster.transport.pool_reads import PoolReads
+from ecd.cluster.transport.reads import ReadFailed, Reading
 from ecd.core.model.outcomes import (
     AlreadyStored,
     BeingWritten,

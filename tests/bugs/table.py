@@ -343,7 +343,7 @@ EDITED = {
         "nodes",
         "cluster/test_hints.py",
         Edit(
-            "ecd/cluster/admission.py",
+            "ecd/cluster/peers/admission.py",
             "return _Standing.HINTED if _is_within(host, self._networks) else _Standing.UNKNOWN",
             "return _Standing.HINTED",
         ),
@@ -352,7 +352,7 @@ EDITED = {
         "nodes",
         "cluster/test_directory.py",
         Edit(
-            "ecd/cluster/candidates.py",
+            "ecd/cluster/peers/candidates.py",
             "candidate.zone != self._zone",
             "candidate.zone == self._zone",
         ),
@@ -371,7 +371,7 @@ EDITED = {
         "nodes",
         "simulation/test_makers.py",
         Edit(
-            "ecd/cluster/redis_directory.py",
+            "ecd/cluster/directory/redis_directory.py",
             'await self.claim(dict.fromkeys(made[start : start + BATCH], ""))',
             "assert made[start]",
         ),
@@ -398,7 +398,11 @@ EDITED = {
     "tcp in the place of the transport that was asked for": Bug(
         "nodes",
         "cluster/test_fetch.py",
-        Edit("ecd/cluster/engine.py", "if self.protocol != protocol:", 'if self.protocol == "":'),
+        Edit(
+            "ecd/cluster/transport/engine.py",
+            "if self.protocol != protocol:",
+            'if self.protocol == "":',
+        ),
     ),
     "bytes that come with a lease are not verified": Bug(
         "nodes",
@@ -780,7 +784,7 @@ EDITED = {
         "security",
         "unit/test_link.py",
         Edit(
-            "ecd/cluster/link.py",
+            "ecd/cluster/peers/link.py",
             "return len(answer.found) == keys >= max(",
             "return len(answer.found) >= max(",
         ),

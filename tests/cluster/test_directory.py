@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from ecd.base.identity import NodeIdentity
-from ecd.cluster import redis_directory
-from ecd.cluster.admission import Admission
-from ecd.cluster.candidates import Candidates
-from ecd.cluster.directory import Found, NoDirectory
+from ecd.cluster.directory import redis_directory
+from ecd.cluster.directory.directory import Found, NoDirectory
+from ecd.cluster.directory.redis_directory import RedisDirectory
+from ecd.cluster.directory.redis_rows import NODE_TTL_S, RowNames
 from ecd.cluster.fetcher import Fetcher
-from ecd.cluster.peers import Peers
-from ecd.cluster.redis_directory import RedisDirectory
-from ecd.cluster.redis_rows import NODE_TTL_S, RowNames
+from ecd.cluster.peers.admission import Admission
+from ecd.cluster.peers.candidates import Candidates
+from ecd.cluster.peers.peers import Peers
 from ecd.core.cache import Cache
 from ecd.core.model.outcomes import Missing, Waiting, Wakeup
 from ecd.core.model.types import Key, WaitFor

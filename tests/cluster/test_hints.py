@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.admission import MAX_TOLD, Admission
-from ecd.cluster.directory import NoDirectory
-from ecd.cluster.peer import MAX_UNPROVEN_BYTES
-from ecd.cluster.peers import Peers
+from ecd.cluster.directory.directory import NoDirectory
+from ecd.cluster.peers.admission import MAX_TOLD, Admission
+from ecd.cluster.peers.peer import MAX_UNPROVEN_BYTES
+from ecd.cluster.peers.peers import Peers
 from ecd.settings.config import Config
 from ecd_client import Client, Hint, InvalidArgument
 from ecd_client.vllm import hints

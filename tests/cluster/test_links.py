@@ -19,9 +19,9 @@ from prometheus_client import generate_latest
 from ecd.base.checksum import digests, fold
 from ecd.base.clock import REAL
 from ecd.base.identity import NodeIdentity
-from ecd.cluster import handshake
 from ecd.cluster.cluster import Cluster, PoolMemory
-from ecd.cluster.pool_reads import PoolReads
+from ecd.cluster.transport import handshake
+from ecd.cluster.transport.pool_reads import PoolReads
 from ecd.core.cache import Cache
 from ecd.core.model.outcomes import Reserved
 from ecd.core.model.types import Content, Extent, Key

@@ -166,7 +166,7 @@ class Restarting:
     def engine(self) -> dict:
         """Ports of the daemon's engine."""
         code = (
-            "import asyncio, json, sys; from ecd.cluster.handshake import describe; "
+            "import asyncio, json, sys; from ecd.cluster.transport.handshake import describe; "
             "print(json.dumps(asyncio.run(describe(sys.argv[1]))))"
         )
         return json.loads(self.near.run(sys.executable, "-c", code, self.has.peers().engine))
@@ -396,8 +396,8 @@ def test_an_intruder_reads_every_registered_byte_and_can_write_none(peers: Pair)
 ENGINE = """
 import asyncio, json, sys
 from pathlib import Path
-from ecd.cluster.engine import Engine, EngineError, EngineSettings
-from ecd.cluster.handshake import describe
+from ecd.cluster.transport.engine import Engine, EngineError, EngineSettings
+from ecd.cluster.transport.handshake import describe
 from ecd_proto.mapping import Mapping
 
 def access(address):

@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
 
-from ecd.cluster import fetcher, link, redis_directory, redis_rows
-from ecd.cluster.identity import IdentityCheck
+from ecd.cluster import fetcher
+from ecd.cluster.directory import redis_directory, redis_rows
+from ecd.cluster.peers import link
+from ecd.cluster.transport.identity import IdentityCheck
 from ecd.core.model.types import EntryId
 from ecd.core.readers import Readers
 from ecd.core.writers import Writers

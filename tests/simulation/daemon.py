@@ -9,7 +9,7 @@ from typing import Any
 
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, Outside, PoolMemory
-from ecd.cluster.redis_rows import RowNames
+from ecd.cluster.directory.redis_rows import RowNames
 from ecd.core.cache import Cache
 from ecd.core.model.types import Key, Selection
 from ecd.core.policy.policy import Lru

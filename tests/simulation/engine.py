@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ecd.cluster.identity import Identities
-from ecd.cluster.read_queue import SWEEP_S, ReadQueue
-from ecd.cluster.reads import Reading
-from ecd.cluster.transfers import Progress, Read, RemoteExtent
+from ecd.cluster.transport.identity import Identities
+from ecd.cluster.transport.read_queue import SWEEP_S, ReadQueue
+from ecd.cluster.transport.reads import Reading
+from ecd.cluster.transport.transfers import Progress, Read, RemoteExtent
 from ecd_proto.mapping import Mapping
 from simulation.clock import OUTSIDE, Hashers, Process
 from simulation.network import Network

@@ -1,7 +1,7 @@
 """A model of the Redis that the directory asks: its rows in memory, its answers late or lost.
 
-It knows the commands and the two scripts that `ecd.cluster.redis_rows` sends, no others. Tests of
-the directory against a real Redis are in tests/cluster.
+It knows the commands and the two scripts that `redis_rows` sends, no others. Tests of the
+directory against a real Redis are in tests/cluster.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from redis import ConnectionError as RedisConnectionError
 
-from ecd.cluster.redis_rows import CLAIM, SOME_OF_ROW
+from ecd.cluster.directory.redis_rows import CLAIM, SOME_OF_ROW
 from simulation.network import Network
 
 Row = dict[bytes, bytes]

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from ecd.base.wire import MAX_WAIT_S, InvalidRequest
-from ecd.cluster.redis_rows import NODE_TTL_S
+from ecd.cluster.directory.redis_rows import NODE_TTL_S
 from ecd.core.model.types import Key, SessionId
 from ecd.live.live import LOOKING_SHARE, SCAN_S
 from ecd.live.makings import MAX_MAKINGS

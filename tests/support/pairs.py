@@ -14,7 +14,7 @@ from support.nodes import Node, NodeClient, NodeDaemon
 from support.waiting import HANG_S
 
 PATIENCE = (
-    "from ecd.cluster import handshake, link, peers",
+    "from ecd.cluster.transport import handshake; from ecd.cluster.peers import link, peers",
     f"handshake.TIMEOUT_S = link.ANSWER_TIMEOUT_S = peers.CONNECT_TIMEOUT_S = {HANG_S}",
 )
 PATIENT = changed(*PATIENCE)

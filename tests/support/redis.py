@@ -17,7 +17,7 @@ from support.processes import child, run
 from support.waiting import HANG_S, eventually, stopped
 
 PATIENCE = (
-    "from ecd.cluster import redis_directory as at",
+    "from ecd.cluster.directory import redis_directory as at",
     f"at.LOOKUP_TIMEOUT_S = at.WRITE_TIMEOUT_S = {HANG_S}",
 )
 PATIENT = changed(*PATIENCE)

@@ -9,10 +9,10 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from ecd.base.wire import SPECULATIVE_BYTES, TOLD_METADATA_BYTES
-from ecd.cluster.directory import DirectoryState
-from ecd.cluster.link import MAX_UNREAD, Link
-from ecd.cluster.peer import MAX_ERROR_CHARS, Peer, PeerUnavailable
-from ecd.cluster.redis_rows import unpack_place
+from ecd.cluster.directory.directory import DirectoryState
+from ecd.cluster.directory.redis_rows import unpack_place
+from ecd.cluster.peers.link import MAX_UNREAD, Link
+from ecd.cluster.peers.peer import MAX_ERROR_CHARS, Peer, PeerUnavailable
 from ecd.core.model.types import Extent, Key
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ecd.base.checksum import digests
 from ecd.base.clock import Clock
-from ecd.cluster.identity import IDENTITY_BYTES, VOUCHED_S, Identities
-from ecd.cluster.read_queue import (
+from ecd.cluster.transport.identity import IDENTITY_BYTES, VOUCHED_S, Identities
+from ecd.cluster.transport.read_queue import (
     MAX_LARGE_READS_PER_PEER,
     MAX_READS_PER_PEER,
     PAUSE_S,
@@ -24,8 +24,8 @@ from ecd.cluster.read_queue import (
     SWEEP_S,
     ReadQueue,
 )
-from ecd.cluster.reads import Reads
-from ecd.cluster.transfers import LANES, LARGE_BYTES, Ended, Progress, Read, RemoteExtent
+from ecd.cluster.transport.reads import Reads
+from ecd.cluster.transport.transfers import LANES, LARGE_BYTES, Ended, Progress, Read, RemoteExtent
 from ecd_proto.mapping import Mapping
 from support.examples import drawn, draws
 from support.waiting import within_hang

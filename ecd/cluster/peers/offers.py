@@ -8,9 +8,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from ecd.base.clock import Clock
-from ecd.cluster.admission import Admitted
-from ecd.cluster.candidates import Candidates
-from ecd.cluster.peer import PeerUnavailable
+from ecd.cluster.peers.admission import Admitted
+from ecd.cluster.peers.candidates import Candidates
+from ecd.cluster.peers.peer import PeerUnavailable
 from ecd.core.cache import Cache
 from ecd.core.model.types import Key
 from ecd.live.background import Background

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ecd.base.clock import REAL, Clock
-from ecd.cluster.directory import MAX_ERROR_CHARS
+from ecd.cluster.directory.directory import MAX_ERROR_CHARS
 from ecd.core.rates import ReadRate
 from ecd_proto.v1 import peer_pb2 as pb
 

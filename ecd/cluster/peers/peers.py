@@ -14,9 +14,9 @@ import grpc
 
 from ecd.base.clock import REAL, Clock
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.handshake import probe
-from ecd.cluster.link import ADDRESSES, Link
-from ecd.cluster.peer import Peer, PeerUnavailable
+from ecd.cluster.peers.link import ADDRESSES, Link
+from ecd.cluster.peers.peer import Peer, PeerUnavailable
+from ecd.cluster.transport.handshake import probe
 from ecd.live.background import Background, within
 from ecd.settings.config import MAX_ZONE_LENGTH, Config
 from ecd_proto.contract import CONTRACT_VERSION, MAX_MESSAGE_BYTES, MAX_POOLS, NODE_PATTERN, proof

@@ -17,8 +17,8 @@ from redis import RedisError, ResponseError
 
 from ecd.base.clock import REAL, Clock
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.directory import Candidate, Claimed, DirectoryState, Found
-from ecd.cluster.redis_rows import (
+from ecd.cluster.directory.directory import Candidate, Claimed, DirectoryState, Found
+from ecd.cluster.directory.redis_rows import (
     CLAIM,
     INCARNATION,
     MAX_RECORD_BYTES,

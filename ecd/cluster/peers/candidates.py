@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from ecd.cluster.admission import Admission, Admitted
-from ecd.cluster.directory import Candidate, Claimed, Directory, Found
-from ecd.cluster.link import Link
-from ecd.cluster.peers import Peers
+from ecd.cluster.directory.directory import Candidate, Claimed, Directory, Found
+from ecd.cluster.peers.admission import Admission, Admitted
+from ecd.cluster.peers.link import Link
+from ecd.cluster.peers.peers import Peers
 from ecd.core.model.types import Key
 from ecd.live.background import Background
 from ecd_proto.contract import Hint

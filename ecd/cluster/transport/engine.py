@@ -12,9 +12,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ecd.cluster.handshake import describe
-from ecd.cluster.reads import Reads
-from ecd.cluster.transfers import LANES, Progress
+from ecd.cluster.transport.handshake import describe
+from ecd.cluster.transport.reads import Reads
+from ecd.cluster.transport.transfers import LANES, Progress
 from ecd_proto.mapping import Mapping
 
 logger = logging.getLogger(__name__)

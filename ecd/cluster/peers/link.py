@@ -25,8 +25,8 @@ from ecd.base.wire import (
     to_key,
     told_metadata,
 )
-from ecd.cluster.directory import Candidate
-from ecd.cluster.peer import Peer, PeerUnavailable
+from ecd.cluster.directory.directory import Candidate
+from ecd.cluster.peers.peer import Peer, PeerUnavailable
 from ecd.core.model.types import Content, Extent, Key
 from ecd.live.background import Background
 from ecd_proto.contract import MAX_BATCH, NODE_PATTERN, Hint

@@ -19,9 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ecd.base.checksum import digests
 from ecd.base.clock import REAL, Clock
-from ecd.cluster.identity import Identities
-from ecd.cluster.read_queue import ReadQueue
-from ecd.cluster.transfers import Ended, Piece, Read, RemoteExtent, Transfers
+from ecd.cluster.transport.identity import Identities
+from ecd.cluster.transport.read_queue import ReadQueue
+from ecd.cluster.transport.transfers import Ended, Piece, Read, RemoteExtent, Transfers
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
 from ecd.base.wire import TOLD_METADATA_BYTES, told_metadata
-from ecd.cluster.directory import Candidate
+from ecd.cluster.directory.directory import Candidate
 from ecd.core.model.types import EntryInfo, Extent, Key
 from ecd_proto.contract import NODE_PATTERN, Hint
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ecd.cluster.transfers import LANES, Ended, Progress, Read, RemoteExtent, Transfers
+from ecd.cluster.transport.transfers import LANES, Ended, Progress, Read, RemoteExtent, Transfers
 from ecd_proto.mapping import Mapping
 
 IDENTITY_BYTES = 16

@@ -15,8 +15,8 @@ from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network
 from typing import NamedTuple
 
-from ecd.cluster.directory import Directory
-from ecd.cluster.peers import Peers
+from ecd.cluster.directory.directory import Directory
+from ecd.cluster.peers.peers import Peers
 from ecd.settings.config import Config
 from ecd_proto.contract import NODE_PATTERN, Hint
 

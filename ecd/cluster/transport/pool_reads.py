@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping as MappingOf
 
-from ecd.cluster.reads import Reading, Reads
-from ecd.cluster.transfers import RemoteExtent
+from ecd.cluster.transport.reads import Reading, Reads
+from ecd.cluster.transport.transfers import RemoteExtent
 from ecd.core.model.types import Extent
 from ecd_proto.mapping import Mapping
 from ecd_proto.v1 import peer_pb2 as pb

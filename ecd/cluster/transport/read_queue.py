@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from ecd.cluster.identity import Identities, IdentityCheck
-from ecd.cluster.transfers import Ended, Piece, Progress, Read, Transfers
+from ecd.cluster.transport.identity import Identities, IdentityCheck
+from ecd.cluster.transport.transfers import Ended, Piece, Progress, Read, Transfers
 
 MAX_READS_PER_PEER = 64
 """Pieces in flight at one time. A peer's queue in Mooncake that overflows may stop for good."""
