@@ -41,12 +41,12 @@ from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import SharedIndex
 from ecd.node import Node as CacheNode
 from ecd.node import SharedBoard, live_cache
-from ecd.rpc.cache_service import Monitor
-from ecd.rpc.inbound_link import InboundLink
-from ecd.rpc.origins import NoOtherNodes, NothingToRecover
-from ecd.rpc.puts import Doorbell
-from ecd.rpc.serving import Serving
-from ecd.rpc.sessions import Stream
+from ecd.rpc.cache.cache_service import Monitor
+from ecd.rpc.cache.origins import NoOtherNodes, NothingToRecover
+from ecd.rpc.cache.puts import Doorbell
+from ecd.rpc.cache.sessions import Stream
+from ecd.rpc.peer.inbound_link import InboundLink
+from ecd.rpc.peer.serving import Serving
 from ecd.settings.config import Config
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.mapping import Mapping

@@ -33,7 +33,7 @@ from ecd.memory.disk.disk_dir import DiskError
 from ecd.memory.pool_dir import PoolError, clear
 from ecd.metrics import MetricsError
 from ecd.replay.command import replay
-from ecd.rpc.peer_server import PeerServerError
+from ecd.rpc.peer.peer_server import PeerServerError
 from ecd.rpc.socket import SocketError
 from ecd.settings.config import ENV_PREFIX, SECRETS, Config, ConfigError
 from ecd.settings.config_sources import load, unknown_variables

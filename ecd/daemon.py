@@ -34,15 +34,15 @@ from ecd.memory.session_files import SessionFiles
 from ecd.memory.shared_index import SharedIndex
 from ecd.metrics import Metrics
 from ecd.node import Node, SharedBoard, live_cache, make_cache
-from ecd.rpc.attach import AttachSocket
-from ecd.rpc.cache_service import Monitor
+from ecd.rpc.cache.attach import AttachSocket
+from ecd.rpc.cache.cache_service import Monitor
+from ecd.rpc.cache.origins import NoOtherNodes, NothingToRecover, Recovering
+from ecd.rpc.cache.puts import Doorbell
 from ecd.rpc.history import History
 from ecd.rpc.http import PATH, LocateOverHttp
-from ecd.rpc.origins import NoOtherNodes, NothingToRecover, Recovering
-from ecd.rpc.peer_server import PeerServer
-from ecd.rpc.peer_service import PeerService
-from ecd.rpc.peer_token import TokenCheck
-from ecd.rpc.puts import Doorbell
+from ecd.rpc.peer.peer_server import PeerServer
+from ecd.rpc.peer.peer_service import PeerService
+from ecd.rpc.peer.peer_token import TokenCheck
 from ecd.rpc.server import Server
 from ecd.rpc.socket import OwnedSocket
 from ecd.rpc.status import PooledMemory, Status

@@ -13,8 +13,8 @@ from grpc_reflection.v1alpha import reflection
 from ecd.base.clock import Clock
 from ecd.base.wire import InvalidRequest
 from ecd.live.slow_log import time_stages
-from ecd.rpc.cache_service import CacheService, Observe
-from ecd.rpc.convert import STATUS, SessionOver
+from ecd.rpc.cache.cache_service import CacheService, Observe
+from ecd.rpc.cache.convert import STATUS, SessionOver
 from ecd.rpc.listener import Listener
 from ecd.rpc.socket import OwnedSocket, SocketError
 from ecd_proto.contract import MAX_MESSAGE_BYTES

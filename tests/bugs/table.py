@@ -239,7 +239,7 @@ EDITED = {
         "nodes",
         "cluster/test_fetch.py",
         Edit(
-            "ecd/rpc/peer_token.py",
+            "ecd/rpc/peer/peer_token.py",
             'if not hmac.compare_digest(expected, str(said.get("ecd-proof", ""))):',
             'if expected == "":',
         ),
@@ -248,7 +248,9 @@ EDITED = {
         "security",
         "cluster/test_links.py",
         Edit(
-            "ecd/rpc/peer_token.py", "        if proof in self._spent:\n", "        if not proof:\n"
+            "ecd/rpc/peer/peer_token.py",
+            "        if proof in self._spent:\n",
+            "        if not proof:\n",
         ),
     ),
     "a view's hold goes by the dropping thread's stream alone": Bug(
@@ -471,7 +473,7 @@ EDITED = {
     "an engine is told of another one with each that comes": Bug(
         "vllm",
         "unit/test_descriptions.py",
-        Edit("ecd/rpc/engines.py", "self._told.add(session)", "self._told.discard(session)"),
+        Edit("ecd/rpc/cache/engines.py", "self._told.add(session)", "self._told.discard(session)"),
     ),
     "engines that an operator keeps apart are told of each other": Bug(
         "vllm",
@@ -802,7 +804,7 @@ EDITED = {
         "security",
         "cluster/test_links.py",
         Edit(
-            "ecd/rpc/peer_service.py",
+            "ecd/rpc/peer/peer_service.py",
             "await link.outbox.room()",
             "assert link.outbox is not None",
         ),

@@ -31,13 +31,13 @@ from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.metrics import Metrics
-from ecd.rpc import inbound_link, peer_service, serving
-from ecd.rpc.inbound_link import InboundLink
-from ecd.rpc.peer_server import PeerServer
-from ecd.rpc.peer_service import PeerService
-from ecd.rpc.peer_token import TokenCheck
-from ecd.rpc.serving import Serving
-from ecd.rpc.sessions import SessionStreams
+from ecd.rpc.cache.sessions import SessionStreams
+from ecd.rpc.peer import inbound_link, peer_service, serving
+from ecd.rpc.peer.inbound_link import InboundLink
+from ecd.rpc.peer.peer_server import PeerServer
+from ecd.rpc.peer.peer_service import PeerService
+from ecd.rpc.peer.peer_token import TokenCheck
+from ecd.rpc.peer.serving import Serving
 from ecd.rpc.status import Status
 from ecd.settings.config import Config
 from ecd_client import Client
@@ -175,7 +175,7 @@ def test_many_keys_are_leased_in_turns(node: Daemon, client_of: ClientOf) -> Non
 def test_peers_cannot_take_all_sessions(make_peer: MakePeer, client_of: ClientOf) -> None:
     """A node that is refused asks again: a link may be free by then."""
     a, b = make_peer(), make_peer()
-    a.command = changed("from ecd.rpc import peer_service as at", "at.MAX_LINKS = 64")
+    a.command = changed("from ecd.rpc.peer import peer_service as at", "at.MAX_LINKS = 64")
     pauses = "from ecd.cluster import fetcher as at", "at.PAUSES_S = (0.1,) * 1000"
     b.command = changed(*PATIENCE, *pauses)
     start_all(a, b)

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import grpc
 import pytest
 
-from ecd.rpc import attach as daemons_side
-from ecd.rpc.attach import AttachSocket
+from ecd.rpc.cache import attach as daemons_side
+from ecd.rpc.cache.attach import AttachSocket
 from ecd_client import Client, EcdError
 from ecd_client.calls import open_channel
 from ecd_client.device.attach import attach

@@ -156,7 +156,7 @@ def test_a_daemon_of_before_is_told_nothing_and_serves(daemon: Daemon) -> None:
     """It would end a session that sends what it does not know."""
     daemon.terminate()
     daemon.command = changed(
-        "from ecd.rpc.sessions import SessionStreams",
+        "from ecd.rpc.cache.sessions import SessionStreams",
         "new = SessionStreams._welcome",
         "def old(streams, stream):",
         "    welcome = new(streams, stream)",

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from ecd.core.model.types import SessionId
-from ecd.rpc import attach as daemons_side
-from ecd.rpc.attach import AttachSocket, DmaProcesses
+from ecd.rpc.cache import attach as daemons_side
+from ecd.rpc.cache.attach import AttachSocket, DmaProcesses
 from ecd_client import Client, EcdError
 from ecd_client.calls import open_channel
 from ecd_client.device.attach import attach
@@ -41,7 +41,7 @@ MIB = 1 << 20
 HELD = changed(
     "import signal, threading",
     "from ecd.memory import leftovers",
-    "from ecd.rpc import attach",
+    "from ecd.rpc.cache import attach",
     "from ecd.base.clock import Clock",
     "over, others, grace = threading.Event(), Clock.block, leftovers.DMA_BLIND_GRACE_S",
     "Clock.block = lambda *given: over.wait() if given[1] == grace else others(*given)",
@@ -53,12 +53,12 @@ HELD = changed(
 )
 """A daemon whose graces have no end until a signal comes: one for each, and SIGALRM at a start."""
 AT_ONCE = changed(
-    "from ecd.rpc import attach", "attach.DMA_GRACE_S = attach.DMA_BLIND_GRACE_S = 0.0"
+    "from ecd.rpc.cache import attach", "attach.DMA_GRACE_S = attach.DMA_BLIND_GRACE_S = 0.0"
 )
 """A daemon that gives no grace once the process has ended."""
 WITHOUT_RULE = changed(
     "from ecd.memory import leftovers",
-    "from ecd.rpc.attach import DmaProcesses",
+    "from ecd.rpc.cache.attach import DmaProcesses",
     "leftovers._died_copying = lambda index: False",
     "DmaProcesses.may_copy = lambda *_: False",
 )
@@ -517,7 +517,7 @@ exec "$@"
 """
 WATCHES = """
 import logging, os, sys
-from ecd.rpc.attach import DmaProcesses
+from ecd.rpc.cache.attach import DmaProcesses
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 processes = DmaProcesses()
 for session in (1, 2):

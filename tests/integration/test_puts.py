@@ -24,7 +24,7 @@ from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import Pool
 from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import SharedIndex
-from ecd.rpc.puts import Doorbell
+from ecd.rpc.cache.puts import Doorbell
 from ecd_client import Client, DaemonUnavailable
 from ecd_client.calls import open_channel
 from ecd_client.pools import Extent, MappedPool
@@ -542,14 +542,14 @@ def test_a_doorbell_is_heard_by_its_thread_or_where_somebody_waits_by_the_event_
 
     assert asyncio.run(hears("by its thread"))
     monkeypatch.setattr(
-        "ecd.rpc.puts.select",
+        "ecd.rpc.cache.puts.select",
         SimpleNamespace(epoll=Deaf, EPOLLIN=select.EPOLLIN, EPOLLET=select.EPOLLET),
     )
     assert not asyncio.run(hears("deaf"))
     assert asyncio.run(hears("hurried", hurries=True))
     no_epoll = SimpleNamespace(epoll=no_descriptor)
     with monkeypatch.context() as patch:
-        patch.setattr("ecd.rpc.puts.select", no_epoll)
+        patch.setattr("ecd.rpc.cache.puts.select", no_epoll)
         assert asyncio.run(hears("without a descriptor"))
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     assert asyncio.run(hears("without a thread"))

@@ -17,8 +17,8 @@ from ecd.core.readers import Readers
 from ecd.core.writers import Writers
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
-from ecd.rpc.inbound_link import InboundLink
-from ecd.rpc.serving import Serving, Turn
+from ecd.rpc.peer.inbound_link import InboundLink
+from ecd.rpc.peer.serving import Serving, Turn
 
 
 class _AnyChecksum(int):

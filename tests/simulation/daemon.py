@@ -24,10 +24,10 @@ from ecd.memory.disk.disk_reads import READERS
 from ecd.memory.leftovers import LeftoverEntry
 from ecd.memory.recovery import Recovery
 from ecd.node import Node
-from ecd.rpc.cache_service import Monitor
-from ecd.rpc.origins import NothingToRecover, Recovering
-from ecd.rpc.peer_service import PeerService
-from ecd.rpc.peer_token import TokenCheck
+from ecd.rpc.cache.cache_service import Monitor
+from ecd.rpc.cache.origins import NothingToRecover, Recovering
+from ecd.rpc.peer.peer_service import PeerService
+from ecd.rpc.peer.peer_token import TokenCheck
 from ecd.settings.config import Config
 from ecd_proto.mapping import Mapping
 from ecd_proto.v1 import cache_pb2 as pb

@@ -28,10 +28,10 @@ from simulation.world import Run
 SCALE = {
     "ecd.base.checksum.PIECE_BYTES": 16 << 10,
     "ecd.cluster.fetcher.BYTES_WITH_LEASE": 2 << 10,
-    "ecd.rpc.inbound_link.BYTES_WITH_LEASE": 2 << 10,
+    "ecd.rpc.peer.inbound_link.BYTES_WITH_LEASE": 2 << 10,
     "ecd.cluster.fetcher.SPECULATIVE_BYTES": 64 << 10,
     "ecd.cluster.peers.link.SPECULATIVE_BYTES": 64 << 10,
-    "ecd.rpc.inbound_link.SPECULATIVE_BYTES": 64 << 10,
+    "ecd.rpc.peer.inbound_link.SPECULATIVE_BYTES": 64 << 10,
     "ecd.cluster.fetcher.READ_FIRST_BYTES": 16 << 10,
     "ecd.cluster.transport.read_queue.READ_BYTES": 32 << 10,
     "ecd.cluster.transport.transfers.LARGE_BYTES": 16 << 10,
@@ -68,7 +68,7 @@ def small(links: int = Scenario.links) -> Iterator[None]:
     It takes so many links of peers.
     """
     patches = [mock.patch(name, value) for name, value in SCALE.items()]
-    patches.append(mock.patch("ecd.rpc.peer_service.MAX_LINKS", links))
+    patches.append(mock.patch("ecd.rpc.peer.peer_service.MAX_LINKS", links))
     for part in ("disk_files", "disk_reads", "disk_writes"):
         patches.append(mock.patch(f"ecd.memory.disk.{part}.Threads", SimulatedThreads))
     patches.append(mock.patch("ecd.memory.disk.disk_files.gc"))  # freezing would keep every world

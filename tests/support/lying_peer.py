@@ -18,7 +18,7 @@ import grpc
 from ecd.base.checksum import digests, fold
 from ecd.base.clock import REAL
 from ecd.cluster.transport.engine import Engine, EngineSettings
-from ecd.rpc.peer_token import TokenCheck
+from ecd.rpc.peer.peer_token import TokenCheck
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.mapping import Mapping
 from ecd_proto.v1 import cache_pb2

@@ -58,7 +58,7 @@ def run_daemon(without: str) -> None:
     from ecd.__main__ import main
     from ecd.core.model.board import Portion
     from ecd.memory.shared_index import SharedIndex
-    from ecd.rpc.sessions import SessionStreams
+    from ecd.rpc.cache.sessions import SessionStreams
     from ecd_proto.shm.rows import ROW_BYTES
 
     def write_in_pieces(self, start: int, row: bytes) -> None:

@@ -20,7 +20,7 @@ from ecd.core.pool.pool import Pool
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums
-from ecd.rpc.serving import TURN_S, Serving, Turn
+from ecd.rpc.peer.serving import TURN_S, Serving, Turn
 from ecd.settings.config import Config
 from ecd_client.vllm import hints
 from ecd_proto.mapping import Mapping

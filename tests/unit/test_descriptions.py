@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 
 from ecd.core.model.types import SessionId
-from ecd.rpc.engines import Engines
+from ecd.rpc.cache.engines import Engines
 from ecd_proto.engines import MAX_ENGINES, MAX_PARTS, Engine, advice, difference, lonely, nearest
 from ecd_proto.findings import DOUBTFUL, GOOD, engines
 from ecd_proto.v1 import cache_pb2 as pb

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ecd.rpc import peer_token
-from ecd.rpc.peer_token import SpentProofs
+from ecd.rpc.peer import peer_token
+from ecd.rpc.peer.peer_token import SpentProofs
 
 
 def test_a_proof_is_remembered_for_as_long_as_its_time_is_acceptable() -> None:

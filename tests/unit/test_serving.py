@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ecd.core.model.types import EntryId
-from ecd.rpc import serving
-from ecd.rpc.serving import Serving, Turn
+from ecd.rpc.peer import serving
+from ecd.rpc.peer.serving import Serving, Turn
 from support.waiting import eventually_async
 
 

@@ -36,12 +36,12 @@ from ecd.memory.session_page import SessionPage
 from ecd.memory.shared_index import SharedIndex
 from ecd.node import Node as CacheNode
 from ecd.node import SharedBoard, live_cache
-from ecd.rpc.cache_service import Monitor
-from ecd.rpc.inbound_link import UNREAD_WITH_BYTES, InboundLink
-from ecd.rpc.origins import NoOtherNodes, NothingToRecover
-from ecd.rpc.puts import MAX_RINGS, PUTS_AT_A_TIME, Doorbell
-from ecd.rpc.serving import Serving
-from ecd.rpc.sessions import Stream
+from ecd.rpc.cache.cache_service import Monitor
+from ecd.rpc.cache.origins import NoOtherNodes, NothingToRecover
+from ecd.rpc.cache.puts import MAX_RINGS, PUTS_AT_A_TIME, Doorbell
+from ecd.rpc.cache.sessions import Stream
+from ecd.rpc.peer.inbound_link import UNREAD_WITH_BYTES, InboundLink
+from ecd.rpc.peer.serving import Serving
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.shm.rows import ROW_BYTES, Row, key_record, pack_row

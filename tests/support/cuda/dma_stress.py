@@ -68,8 +68,8 @@ def run_daemon(without: str) -> None:
     from ecd.core.entries import Entries
     from ecd.memory.checksums import Checksums
     from ecd.memory.shared_index import SharedIndex
-    from ecd.rpc.attach import DmaProcesses
-    from ecd.rpc.sessions import SessionStreams
+    from ecd.rpc.cache.attach import DmaProcesses
+    from ecd.rpc.cache.sessions import SessionStreams
 
     if until := os.environ.get("DMA_GRACE_UNTIL"):
         may_copy = DmaProcesses.may_copy

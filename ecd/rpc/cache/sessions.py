@@ -24,10 +24,10 @@ from ecd.live.background import first_of
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.live.makings import KeyLocks
-from ecd.rpc.attach import DmaProcesses
-from ecd.rpc.convert import SessionOver, to_acquire_outcome
-from ecd.rpc.engines import Engines
-from ecd.rpc.held import HeldAnswers
+from ecd.rpc.cache.attach import DmaProcesses
+from ecd.rpc.cache.convert import SessionOver, to_acquire_outcome
+from ecd.rpc.cache.engines import Engines
+from ecd.rpc.cache.held import HeldAnswers
 from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH, shown
 from ecd_proto.engines import MAX_ENGINES, Engine
 from ecd_proto.v1 import cache_pb2 as pb

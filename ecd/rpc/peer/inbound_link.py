@@ -25,7 +25,7 @@ from ecd.core.model.types import Answer, Extent, Key, LeaseId, SessionId, Ticket
 from ecd.live.background import Background
 from ecd.live.live import LiveCache
 from ecd.live.turns import Pace
-from ecd.rpc.serving import MAX_WAITING, Serving, Turn
+from ecd.rpc.peer.serving import MAX_WAITING, Serving, Turn
 from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb

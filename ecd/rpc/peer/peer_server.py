@@ -8,7 +8,7 @@ import grpc
 
 from ecd.base.clock import Clock
 from ecd.rpc.listener import Listener
-from ecd.rpc.peer_service import PeerService
+from ecd.rpc.peer.peer_service import PeerService
 from ecd_proto.contract import MAX_MESSAGE_BYTES
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
 

@@ -16,10 +16,10 @@ from ecd.core.model.outcomes import LimitReached
 from ecd.core.model.types import SessionId
 from ecd.live.background import first_of, within
 from ecd.live.live import LiveCache
-from ecd.rpc.inbound_link import InboundLink, Memory
-from ecd.rpc.peer_token import TokenCheck
-from ecd.rpc.serving import Serving
-from ecd.rpc.sessions import HELLO_TIMEOUT_S
+from ecd.rpc.cache.sessions import HELLO_TIMEOUT_S
+from ecd.rpc.peer.inbound_link import InboundLink, Memory
+from ecd.rpc.peer.peer_token import TokenCheck
+from ecd.rpc.peer.serving import Serving
 from ecd_proto.contract import CONTRACT_VERSION, NODE_PATTERN
 from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc

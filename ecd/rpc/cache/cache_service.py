@@ -24,7 +24,7 @@ from ecd.live.flights import Flights, Maker
 from ecd.live.followups import EVICTED_AT_A_TIME
 from ecd.live.live import LiveCache
 from ecd.live.slow_log import SlowLog, Stage, time_stages
-from ecd.rpc.convert import (
+from ecd.rpc.cache.convert import (
     SessionOver,
     copies_pool,
     selection_from,
@@ -36,8 +36,8 @@ from ecd.rpc.convert import (
     to_promote_reply,
     to_reserve_outcome,
 )
-from ecd.rpc.origins import Disk, OtherNodes, Recovering
-from ecd.rpc.sessions import Context, SessionStreams
+from ecd.rpc.cache.origins import Disk, OtherNodes, Recovering
+from ecd.rpc.cache.sessions import Context, SessionStreams
 from ecd_proto.contract import MAX_PAGE, Hint
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
