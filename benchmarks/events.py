@@ -31,8 +31,8 @@ from ecd.core.model.outcomes import LimitReached, Reserved
 from ecd.core.model.types import Content, Key
 from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import Pool
-from ecd.events import COLLECT_S, KEYS, Events
 from ecd.live.live import LiveCache
+from ecd.ops.events import COLLECT_S, KEYS, Events
 from ecd_client import Client
 from ecd_client.calls import call, open_channel
 from ecd_client.events import Subscriber

@@ -34,9 +34,9 @@ from ecd.core.policy.policy import Policy
 from ecd.core.policy.value_density import ValueDensity
 from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import Pool
-from ecd.rpc.history import KEPT, History, lot
-from ecd.rpc.status import Status
-from ecd.rpc.status_page import MAX_PEERS, Look, described
+from ecd.ops.history import KEPT, History, lot
+from ecd.ops.status import Status
+from ecd.ops.status_page import MAX_PEERS, Look, described
 from ecd_client import Client
 from ecd_client.calls import call, open_channel
 from ecd_proto.mapping import Mapping

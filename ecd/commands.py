@@ -27,11 +27,11 @@ from rich.text import Text
 from ecd.cluster.peers.tls import ClusterError
 from ecd.cluster.transport.engine import EngineError
 from ecd.daemon import Daemon, StartError
-from ecd.events import EventsError
 from ecd.memory.disk import disk_dir
 from ecd.memory.disk.disk_dir import DiskError
 from ecd.memory.pool_dir import PoolError, clear
-from ecd.metrics import MetricsError
+from ecd.ops.events import EventsError
+from ecd.ops.metrics import MetricsError
 from ecd.replay.command import replay
 from ecd.rpc.peer.peer_server import PeerServerError
 from ecd.rpc.socket import SocketError

@@ -18,7 +18,6 @@ from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
 from ecd.core.cache import DEFAULT_LIMITS
 from ecd.core.model.board import Uses
-from ecd.events import Events
 from ecd.live.background import Background, first_of
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
@@ -32,24 +31,25 @@ from ecd.memory.pool_dir import PoolDir, clear_others
 from ecd.memory.recovery import Recovery
 from ecd.memory.session_files import SessionFiles
 from ecd.memory.shared_index import SharedIndex
-from ecd.metrics import Metrics
 from ecd.node import Node, SharedBoard, live_cache, make_cache
+from ecd.ops.events import Events
+from ecd.ops.history import History
+from ecd.ops.http import PATH, LocateOverHttp
+from ecd.ops.metrics import Metrics
+from ecd.ops.service_manager import ServiceManager, is_supervised
+from ecd.ops.status import PooledMemory, Status
+from ecd.ops.status_page import StatusPage
+from ecd.ops.trace import Recorder
 from ecd.rpc.cache.attach import AttachSocket
 from ecd.rpc.cache.cache_service import Monitor
 from ecd.rpc.cache.origins import NoOtherNodes, NothingToRecover, Recovering
 from ecd.rpc.cache.puts import Doorbell
-from ecd.rpc.history import History
-from ecd.rpc.http import PATH, LocateOverHttp
 from ecd.rpc.peer.peer_server import PeerServer
 from ecd.rpc.peer.peer_service import PeerService
 from ecd.rpc.peer.peer_token import TokenCheck
 from ecd.rpc.server import Server
 from ecd.rpc.socket import OwnedSocket
-from ecd.rpc.status import PooledMemory, Status
-from ecd.rpc.status_page import StatusPage
-from ecd.service_manager import ServiceManager, is_supervised
 from ecd.settings.config import RELOADABLE, RULES, Config, ConfigError
-from ecd.trace import Recorder
 from ecd_proto.contract import DISTRIBUTION, count_text, size_text
 from ecd_proto.leftovers import TOUCH_S
 from ecd_proto.shm.barriers import has_barriers

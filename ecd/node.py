@@ -21,11 +21,11 @@ from ecd.live.slow_log import SlowLog
 from ecd.memory.device import DevicePool
 from ecd.memory.host import HostPool
 from ecd.memory.shared_index import SharedIndex
+from ecd.ops.trace import Recorder
 from ecd.rpc.cache.cache_service import CacheService, Monitor, Observe
 from ecd.rpc.cache.origins import Disk, NoDisk, OtherNodes, Recovering
 from ecd.rpc.cache.puts import Doorbell, PutIntake
 from ecd.rpc.cache.sessions import OpenedFiles, SessionStreams
-from ecd.trace import Recorder
 from ecd_proto.shm.files import GRANULE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Reads traces: the daemon's own (`ecd.trace`), and CSV as libCacheSim reads it."""
+"""Reads traces: the daemon's own (`ecd.ops.trace`), and CSV as libCacheSim reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ecd.trace import VERSION
+from ecd.ops.trace import VERSION
 
 TOLD_EVERY = 1 << 12
 """Lines between two reports of progress."""

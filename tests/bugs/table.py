@@ -310,7 +310,7 @@ EDITED = {
     "the HTTP port answers another site": Bug(
         "security",
         "browser/test_status_page.py",
-        Edit("ecd/http_port.py", "            check_host(environ)\n", ""),
+        Edit("ecd/ops/http_port.py", "            check_host(environ)\n", ""),
     ),
     # -- restarts ------------------------------------------------------------------------------
     "bytes that changed over a restart are served": Bug(

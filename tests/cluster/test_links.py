@@ -30,7 +30,8 @@ from ecd.core.pool.pool import Pool
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums
-from ecd.metrics import Metrics
+from ecd.ops.metrics import Metrics
+from ecd.ops.status import Status
 from ecd.rpc.cache.sessions import SessionStreams
 from ecd.rpc.peer import inbound_link, peer_service, serving
 from ecd.rpc.peer.inbound_link import InboundLink
@@ -38,7 +39,6 @@ from ecd.rpc.peer.peer_server import PeerServer
 from ecd.rpc.peer.peer_service import PeerService
 from ecd.rpc.peer.peer_token import TokenCheck
 from ecd.rpc.peer.serving import Serving
-from ecd.rpc.status import Status
 from ecd.settings.config import Config
 from ecd_client import Client
 from ecd_proto.contract import CONTRACT_VERSION, proof

@@ -31,8 +31,8 @@ from support.redis import RedisServer
 from support.waiting import HANG_S, eventually, value_of
 
 IMPATIENT = changed(
-    *("from ecd.rpc import http", "http.BODY_S = 2.0"),
-    *("from ecd import http_port", "http_port.Handler.timeout = 2.0"),
+    *("from ecd.ops import http", "http.BODY_S = 2.0"),
+    *("from ecd.ops import http_port", "http_port.Handler.timeout = 2.0"),
 )
 """A daemon that waits for two seconds for a body."""
 MakePeer = Callable[..., Daemon]

@@ -359,7 +359,7 @@ def test_requests_without_sense_cost_nothing_but_themselves(daemon: Daemon) -> N
 
 PATIENT = """
 import os, sys
-from ecd import events
+from ecd.ops import events
 
 class Asker(events._Asker):
     patience_s = property(lambda self: not os.path.exists({over!r}), lambda self, left: None)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ecd.base.clock import Clock
-from ecd.service_manager import ServiceManager
+from ecd.ops.service_manager import ServiceManager
 from ecd_client import Client
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon, changed
@@ -35,7 +35,7 @@ ECD = Path(sys.executable).with_name("ecd")
 
 MakeDaemon = Callable[..., Daemon]
 TALKATIVE = changed(
-    "from ecd.service_manager import ServiceManager as Manager",
+    "from ecd.ops.service_manager import ServiceManager as Manager",
     "ready, say = Manager.ready, Manager.say",
     "Manager.ready = lambda self: (ready(self), print('ready:', self._is_ready_told, flush=True))",
     "Manager.say = lambda self, status: (say(self, status), print('said', flush=True))",

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from ecd.base.clock import REAL
-from ecd.events import FULL_S, Events, _Asker
+from ecd.ops.events import FULL_S, Events, _Asker
 
 
 class Full:

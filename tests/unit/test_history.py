@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ecd.core.counters import CAUSES
-from ecd.rpc.history import KEPT, LOT, Figures, History, lot
+from ecd.ops.history import KEPT, LOT, Figures, History, lot
 from ecd_proto.findings import REFUSALS
 from support.clock import SetClock
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ecd import http_port
-from ecd.http_port import WHOLE_S, HttpPort, Refused, check_host
+from ecd.ops import http_port
+from ecd.ops.http_port import WHOLE_S, HttpPort, Refused, check_host
 from support.clock import SetClock
 from support.waiting import HANG_S, eventually
 

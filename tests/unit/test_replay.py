@@ -18,12 +18,12 @@ from ecd.core.model.types import Content, Key
 from ecd.core.policy.policy import Lru
 from ecd.core.policy.value_density import ValueDensity, fingerprints
 from ecd.core.pool.pool import Pool
+from ecd.ops.trace import MAX_WAITING, Recorder
 from ecd.replay.bounds import bounds
 from ecd.replay.exact import Comparison, Replay
 from ecd.replay.policies import POLICIES
 from ecd.replay.reading import Accesses, Item, TraceError, accesses, records
 from ecd.replay.whatif import Disk, simulate
-from ecd.trace import MAX_WAITING, Recorder
 from support.examples import drawn, draws
 from support.reserving import reserve
 from support.waiting import HANG_S, eventually
@@ -36,7 +36,7 @@ SALTED = fingerprints(b"salt")
 def patient() -> Iterator[None]:
     """A recorder whose thread is kept waiting writes all the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ecd.trace.CLOSE_S", 5.0)
+        patch.setattr("ecd.ops.trace.CLOSE_S", 5.0)
         yield
 
 

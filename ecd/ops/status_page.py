@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs
 
 from ecd.base.clock import Clock
-from ecd.http_port import Refused
-from ecd.rpc.history import LOT, PERIOD_S, History, Sample, lot
+from ecd.ops.history import LOT, PERIOD_S, History, Sample, lot
+from ecd.ops.http_port import Refused
 from ecd_proto.findings import examine, refusal
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb

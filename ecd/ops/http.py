@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ecd.base.clock import Clock
 from ecd.base.wire import InvalidRequest, check_batch
-from ecd.http_port import Refused
+from ecd.ops.http_port import Refused
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2 as pb
 

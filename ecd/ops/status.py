@@ -11,8 +11,8 @@ from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.core.cache import Cache
 from ecd.core.pool.pool import Pool
+from ecd.ops.history import Figures
 from ecd.rpc.cache.sessions import SessionStreams
-from ecd.rpc.history import Figures
 from ecd_proto.contract import CONTRACT_VERSION, POPULATING
 from ecd_proto.v1 import cache_pb2 as pb
 

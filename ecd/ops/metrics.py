@@ -30,8 +30,8 @@ from prometheus_client.registry import Collector
 
 from ecd.base.clock import Clock
 from ecd.core.counters import IDLE_BOUNDS_S, SIZE_BOUNDS_BYTES
-from ecd.http_port import HttpPort, by_path
 from ecd.live.slow_log import DISK_READ, FETCH
+from ecd.ops.http_port import HttpPort, by_path
 from ecd_proto.contract import pool_names
 from ecd_proto.v1 import cache_pb2 as pb
 
