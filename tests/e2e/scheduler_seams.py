@@ -489,15 +489,41 @@ if CAN_LEAVE_OUT_MEDIA:
         done[f"tokens of others, a video {name}"] = not asked.skip_reading_prefix_cache
         connector.request_finished(asked)
     put("of a video", 8, Placeholder.of("video", {"video_grid_thw": [1, 4, 8]}).packed)
-    for seconds in (0.5, 1.0):
-        timed = {
-            "video_grid_thw": torch.tensor([1, 4, 8]),
-            "second_per_grid_ts": torch.tensor(seconds),
-        }
-        bare = feature("of a video", 8, modality="video", said=timed, by_cpu=timed)
-        asked = request(f"by tokens, of {seconds} s", bare)
-        done[f"metadata: by tokens, of {seconds} s"] = settled(asked)
+    sides, second = torch.tensor([1, 4, 8]), torch.tensor(1.0)
+    for name, (sized, timed) in {
+        "of 0.5 s": (sides, torch.tensor(0.5)),
+        "of 1.0 s": (sides, second),
+        "of two times": (sides, torch.ones(2)),
+        "of no time": (sides, torch.ones(0)),
+        "of a time in a list": (sides, [1.0]),
+        "of times in lists": (sides, [[1.0], [1.0, 1.0]]),
+        "of a number": (sides, 1.0),
+        "of a list": ([1, 4, 8], second),
+    }.items():
+        said = {"video_grid_thw": sized, "second_per_grid_ts": timed}
+        asked = request(name, feature("of a video", 8, modality="video", said=said, by_cpu=said))
+        done[f"metadata: by tokens, {name}"] = settled(asked)
         connector.request_finished(asked)
+    whole_config = role._metadata._model_config
+    for rotates in (True, False):
+        role._metadata._model_config = SimpleNamespace(uses_mrope=rotates)
+        said = {"audio_sizes": torch.tensor([4, 8])}
+        asked = request(
+            f"of M-RoPE: {rotates}",
+            feature("of a video", 8, modality="audio", said=said, by_cpu=said),
+        )
+        done[f"metadata: none, and M-RoPE: {rotates}"] = settled(asked)
+        connector.request_finished(asked)
+    role._metadata._model_config = whole_config
+    asked = request(
+        "preempted", feature("computed", 8, said={"image_grid_thw": torch.tensor(grid)})
+    )
+    done["tokens of others, before a preemption"] = settled(asked, 8)
+    role._computed.remember("computed", b"others")
+    asked.num_preemptions = 1
+    connector.ensure_cache_available(asked, 8)
+    done["tokens of others, after it"] = not asked.skip_reading_prefix_cache
+    connector.request_finished(asked)
     role._computed._takes_prefilled = True
     done["tokens of others, of an engine that prefills"] = [
         computed("elsewhere", grid, kv_transfer_params=params)

@@ -187,6 +187,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         assert {name for name, end in described.items() if end == "goes on"} == {
             "metadata: right",
             "metadata: by tokens, of 1.0 s",
+            "metadata: none, and M-RoPE: False",
             "brought embeddings: right",
             "brought embeddings: right, a video",
             "brought embeddings: right, without an encoder",
@@ -194,7 +195,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         }
         may_come = {name for name, may in described.items() if may is True}
         assert may_come == {"may come: right", "may come: embeddings"}
-        assert len(described) == 28
+        assert len(described) == 36
         announced = [done.pop(name) for name in list(done) if name.startswith("announced")]
         assert announced == [{"image_grid_thw": [1, 4, 8]}, {}]
         goes_on, fails = ["goes on", True], ["fails", False]
@@ -207,6 +208,8 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
             "tokens of others, of a half": [fails, ["fails", True]],
             "tokens of others, a video of 0.5 s": False,
             "tokens of others, a video of 1.0 s": True,
+            "tokens of others, before a preemption": "goes on",
+            "tokens of others, after it": False,
             "tokens of others, with media": goes_on,
             "tokens of others, of an engine that prefills": [goes_on, fails, fails],
         }

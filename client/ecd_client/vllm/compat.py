@@ -283,12 +283,23 @@ class PlaceholderMetadata:
     def of_bare(self, feature: Any) -> Placeholder | None:
         """The fields of an item without media. None, too: it has others, and its model reads them.
 
-        vLLM's server for tokens sends all that stays on the CPU, of which an entry says nothing.
+        vLLM's server for tokens sends all that stays on the CPU, of which an entry says nothing,
+        and takes values of any form: a worker ends over those that a processor does not make.
         """
         placeholder = self.of_item(feature)
         if placeholder is None or not _is_all_said(feature, placeholder.fields):
             return None
+        if not all(
+            element.data is None or isinstance(element.data, torch.Tensor)
+            for name, element in feature.data.items()
+            if name in ASSUMED or name.endswith("_grid_thw")
+        ):
+            return None
         return placeholder
+
+    def needs_fields(self, modality: str) -> bool:
+        """Whether an item without media has to say how it is placed, or its tokens are others."""
+        return bool(self.fields_for(modality) or self._model_config.uses_mrope)
 
     def checked(
         self, modality: str, fields: Any, embeddings: int | None = None
@@ -404,9 +415,11 @@ def _is_all_said(feature: Any, fields: Collection[str]) -> bool:
 
 def _is_assumed(name: str, value: Any) -> bool:
     """Whether an item's field is absent, or says what its model takes it to be without it."""
-    if value is None:
-        return True
-    return name in ASSUMED and bool((torch.as_tensor(value) == ASSUMED[name]).all())
+    if value is None or name not in ASSUMED:
+        return value is None
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and bool(value == ASSUMED[name])
+    return isinstance(value, int | float) and value == ASSUMED[name]
 
 
 def _is_interleaved(feature: Any) -> bool:

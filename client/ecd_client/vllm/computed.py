@@ -41,16 +41,22 @@ class ComputedItems:
         self._with: OrderedDict[bytes, bytes] = OrderedDict()
         """What entries carry of the metadata, by the digests of names: clients make long ones."""
 
-    def note(self, feature: Any, *, is_bare: bool) -> None:
+    def note(self, feature: Any) -> None:
         """The engine makes room for a request's item, whose tokens it computes now.
 
-        Items that came with their media have the metadata that their names stand for.
+        Items that came with their media have the metadata that their names stand for: the first
+        of a name is noted.
         """
         identifier = feature.identifier
-        if self._metadata.fields_for(feature.modality) and (
-            is_bare or _digest(identifier) not in self._with
-        ):
+        if _digest(identifier) not in self._with and self._metadata.fields_for(feature.modality):
             self.remember(identifier, self._metadata.packed(feature))
+
+    def note_bare(self, state: RequestItems) -> None:
+        """The engine may compute the tokens of all the request's items that were not judged."""
+        for item in state.needed[max(state.judged, state.noted) :]:
+            if item.described is not None:
+                self.remember(item.identifier, item.described.stored)
+        state.noted = len(state.needed)
 
     def remember(self, identifier: str, stored: bytes) -> None:
         """The item's tokens are computed with metadata of which an entry carries these bytes.
@@ -75,9 +81,10 @@ class ComputedItems:
         if state.begins_at(num_computed_tokens) is None:
             return None
         params = request.kv_transfer_params
-        is_prefilled = isinstance(params, dict) and bool(params.get("do_remote_prefill"))
-        is_its_own = request.num_computed_tokens > 0  # computed, or loaded, for this request
-        are_its_own = is_its_own or (is_prefilled and self._takes_prefilled)
+        if self._takes_prefilled and isinstance(params, dict) and params.get("do_remote_prefill"):
+            state.is_prefilled = True
+        # Computed, or loaded, for this request.
+        are_its_own = request.num_computed_tokens > 0 or state.is_prefilled
         while item := state.begins_at(num_computed_tokens):
             if not are_its_own and not self._was_computed_as(item):
                 return item

@@ -117,9 +117,9 @@ class EcdConnector(ECConnectorBase):
 
     # -- told by the engine core (engine_core.py) ----------------------------------------------
 
-    def name_items(self, request: EngineCoreRequest) -> None:
+    def name_items(self, request: EngineCoreRequest) -> bool:
         assert self._scheduler is not None
-        self._scheduler.name_items(request)
+        return self._scheduler.name_items(request)
 
     def weights_changed(self, cause: str) -> None:
         assert self._scheduler is not None

@@ -43,7 +43,7 @@ KEEPS_WEIGHTS = 1
 class Watcher(Protocol):
     """The scheduler's connector, told of requests, and of calls that may change weights."""
 
-    def name_items(self, request: EngineCoreRequest) -> None: ...
+    def name_items(self, request: EngineCoreRequest) -> bool: ...
 
     def is_harmless(self, call: str) -> bool: ...
 
@@ -64,8 +64,8 @@ def watch(kind: type) -> None:
     """Have this process's engine core tell its scheduler's connector, if that is a `kind`."""
     if getattr(EngineCore, "_ecd_watches", False):
         return
-    EngineCore._ecd_watches = True
     _name_items_first()
+    EngineCore._ecd_watches = True
 
     def told_by(
         name: str,

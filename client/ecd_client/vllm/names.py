@@ -53,21 +53,23 @@ def is_alone(identifier: str) -> bool:
     return identifier.startswith(ALONE)
 
 
-def name_apart(feature: Any, salt: str | None, *, is_private: bool = False) -> None:
-    """Give a request's item the identifier that it has within the engine.
+def name_apart(feature: Any, salt: str | None, *, is_private: bool = False) -> bool:
+    """Give a request's item the identifier that it has within the engine. False: vLLM's own.
 
     No other engine gets a private one. Requests that vLLM makes of one (`n` above 1) may share the
     item, or have copies of it: it has its name then.
     """
     if getattr(feature, _NAMED, None) == feature.identifier:
-        return
+        return False
     named = stored_name(feature.identifier, salt)
     if brought_with(feature) is not None:
         named = _apart(_BROUGHT, named)
     elif is_private:
         named = _apart(_PRIVATE, named)
+    is_renamed = named != feature.identifier
     feature.identifier = named
     setattr(feature, _NAMED, named)
+    return bool(is_renamed)
 
 
 def brought_with(feature: Any) -> Any:

@@ -36,8 +36,8 @@ class RequestItems:
 
     `deadline_s` ends the wait for missing items. `seen` counts the request's `mm_features` that
     were read; those whose items are not shared are not in `needed`. The first `judged` of these
-    may have tokens that another request has computed. `given` has the indices of items that were
-    handed to a load.
+    may have tokens that another request has computed; of the first `noted` it is known with which
+    metadata this one computes them. `given` has the indices of items that were handed to a load.
     """
 
     request_id: str
@@ -49,6 +49,8 @@ class RequestItems:
     given: set[int] = field(default_factory=set)
     seen: int = 0
     judged: int = 0
+    noted: int = 0
+    is_prefilled: bool = False  # by another engine, for this one
     failed: bool = False
     _ends: list[int] = field(default_factory=list)  # token positions, one for each needed item
     _past: int = 0  # the first items of `needed`, which the request has computed past
@@ -94,3 +96,4 @@ class RequestItems:
         """Note a preemption: vLLM loads again what was loaded before."""
         self.preemptions, self.deadline_s = preemptions, deadline_s
         self.given.clear()
+        self.judged = self.noted = 0  # its tokens may be others' now

@@ -211,16 +211,18 @@ class SchedulerRole:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def name_items(self, request: Request | EngineCoreRequest) -> None:
-        """Give the items of a request the names that they have in this engine.
+    def name_items(self, request: Request | EngineCoreRequest) -> bool:
+        """Give the items of a request the names that they have in this engine. False: all had.
 
         Before vLLM names the request's blocks by them, on whichever thread it does.
         """
+        is_renamed = False
         for feature in request.mm_features or ():
             is_private = self._settings.keeps_private(
                 feature.modality, is_streaming=request.resumable
             )
-            name_apart(feature, request.cache_salt, is_private=is_private)
+            is_renamed |= name_apart(feature, request.cache_salt, is_private=is_private)
+        return is_renamed
 
     @hook
     def ensure(self, request: Request, num_computed_tokens: int) -> bool:
@@ -245,7 +247,10 @@ class SchedulerRole:
             self._items.leave_all(state, left)
         if state.failed or state.is_past_all:
             return not state.failed
-        return self._readiness.is_ready(request, state, num_computed_tokens)
+        is_ready = self._readiness.is_ready(request, state, num_computed_tokens)
+        if is_ready:
+            self._computed.note_bare(state)
+        return is_ready
 
     def _admit(self, request: Request) -> RequestItems:
         deadline_s = time.monotonic() + self._wait_s
@@ -267,13 +272,20 @@ class SchedulerRole:
         While workers seem to report no loads, none is, unless the engine has no encoder. The
         request fails if what it says of one makes no sense: vLLM ends over some of that.
         """
-        self.name_items(request)
+        if self.name_items(request):  # vLLM made it in a way that is not known
+            request.block_hashes.clear()
+            request.update_block_hashes()
         may_load = self._fails or self._loads.are_reported
         for index, feature in enumerate(request.mm_features[state.seen :], state.seen):
             identifier, position = feature.identifier, feature.mm_position
             is_bare = self._is_consumer and self._metadata.is_all_of(feature)
             placeholder = self._metadata.of_bare(feature) if is_bare else None
-            is_wrong = is_bare and bool(feature.data) and placeholder is None
+            is_wrong = (
+                is_bare
+                and placeholder is None
+                and bool(feature.data)
+                and self._metadata.needs_fields(feature.modality)
+            )
             brought = brought_with(feature)
             if is_wrong or (brought is not None and not self._is_sensible(feature, brought)):
                 self._readiness.refuse(request, state, identifier)
@@ -332,8 +344,7 @@ class SchedulerRole:
         """Load a promised item, for which the engine made room now; it encodes the others."""
         feature = request.mm_features[index]
         wanted = self._items.get(feature.identifier)
-        is_bare = wanted is not None and bool(wanted.bare)
-        self._computed.note(feature, is_bare=is_bare)
+        self._computed.note(feature)
         if wanted is None or not wanted.promised:
             if brought_with(feature) is None:
                 self._encoded_rows += feature.mm_position.get_num_embeds()
