@@ -27,7 +27,8 @@ from e2e.tiny_models import MODELS
 from ecd_client.vllm import answers
 from ecd_client.vllm.answers import Answers
 from ecd_client.vllm.compat import PlaceholderMetadata, media_budgets
-from ecd_client.vllm.pictures import Look, Pictures
+from ecd_client.vllm.images import Look
+from ecd_client.vllm.pictures import Pictures
 from support.web import site
 
 SIDE = 500

@@ -37,8 +37,9 @@ from ecd_client import Client
 from ecd_client.shared.puts import Claim, NewEntry
 from ecd_client.vllm import encodes, loads
 from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA
+from ecd_client.vllm.images import IMAGE, Look
 from ecd_client.vllm.names import stored_name
-from ecd_client.vllm.pictures import IMAGE, Look, Pictures
+from ecd_client.vllm.pictures import Pictures
 from ecd_client.vllm.reports import RankReports, Reports
 from ecd_client.vllm.reuse import ReuseMiddleware
 from ecd_proto.placeholders import Placeholder

@@ -13,23 +13,23 @@ import logging
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from prometheus_client import Counter, Gauge
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.vllm.encoders import Encoder, Encoders, Missing
+from ecd_client.vllm.encoders import Encoder, Encoders
 from ecd_client.vllm.hints import CONSUMERS, hints_in
+from ecd_client.vllm.images import Look, Missing, Promise
 from ecd_client.vllm.places import Asker, Places
-from ecd_proto.contract import Hint, shown
+from ecd_proto.contract import shown
 from ecd_proto.placeholders import Placeholder, may_be_together
 
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-    from ecd_client.vllm.pictures import Look
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -52,14 +52,6 @@ _IDLE_S = 2.0
 """How long a connection is kept without a call: vLLM closes it after 5 s."""
 _REFUSALS = (400, 413, 422)
 """Statuses that blame the picture: no other encoder will take it."""
-
-
-class Promise(NamedTuple):
-    """The metadata of a picture that an encoder has stored, where it lies, and who says so."""
-
-    placeholder: Placeholder
-    hints: list[Hint]
-    encoder: Encoder
 
 
 class NotEncoded(Exception):

@@ -6,11 +6,9 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv6Address
-from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ecd_client.errors import InvalidArgument
-from ecd_client.vllm.names import stored_name
 
 VARIABLE = "ECD_ENCODERS"
 RESTS_S = (1.0, 60.0)
@@ -21,21 +19,6 @@ _PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"[\w.-]+|\[[\w:.]+\]")
 _SIDE = 28
 """Pixels of a token's side, as Qwen2-VL has it. Other models' tokens grow with the picture, too."""
-
-
-class Missing(NamedTuple):
-    """A picture in a request that ecd has not: its bytes as a URL, and its tokens, estimated."""
-
-    part: dict[str, Any]
-    url: str
-    name: str
-    namespace: str
-    tokens: int
-    salt: str | None = None
-
-    @property
-    def stored_name(self) -> str:
-        return stored_name(self.name, self.salt)
 
 
 def tokens_of(width: int, height: int) -> int:

@@ -7,10 +7,9 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pybase64
 from vllm import envs
@@ -21,22 +20,22 @@ from vllm.multimodal.media.image import ImageMediaIO
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.item import Item
 from ecd_client.vllm.compat import (
     PlaceholderMetadata,
     media_budgets,
     open_image,
 )
-from ecd_client.vllm.encoders import UNKNOWN_TOKENS, Missing, tokens_of
-from ecd_client.vllm.hints import add_hints, hints_in
+from ecd_client.vllm.encoders import UNKNOWN_TOKENS, tokens_of
+from ecd_client.vllm.hints import hints_in
 from ecd_client.vllm.identity import PRIVATE
+from ecd_client.vllm.images import IMAGE, Found, Look, Missing, packed
 from ecd_client.vllm.names import stored_name
 from ecd_client.vllm.settings import Settings
 from ecd_client.vllm.shared_namespace import SeenNamespace
 from ecd_proto.placeholders import Placeholder
 
 if TYPE_CHECKING:
-    from ecd_client.vllm.encode_hop import Promise
+    pass
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -48,67 +47,8 @@ _UNNAMED = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields of a request that change its pictures' names."""
 BYTES_OF_A_PIXEL = 4
 """What vLLM counts a decoded picture's pixel for (`ImageMediaIO.load_bytes`)."""
-IMAGE, EMBEDS = "image_url", "image_embeds"
-"""Types of parts with a picture, and with its name and metadata."""
 _PLAIN = frozenset(("text", "input_text", "output_text", "refusal", "thinking", IMAGE))
 """Types of parts that may stand beside pictures."""
-
-
-class Found(NamedTuple):
-    """A picture in a request: the part, its name there, what ecd has of it, and its metadata."""
-
-    part: dict[str, Any]
-    name: str
-    item: Item
-    placeholder: Placeholder
-
-
-@dataclass
-class Look:
-    """A request's body, fetched pictures in it, and all of its pictures if ecd has all.
-
-    An encode hop gets those that are `missing`, and has them `promised`, all or none. `pictures`
-    are the stored names of all; None: they are not known, or a client has chosen one.
-    """
-
-    body: bytes
-    request: dict[str, Any] = field(default_factory=dict)
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    found: list[Found] = field(default_factory=list)
-    missing: list[Missing] = field(default_factory=list)
-    promised: list[tuple[Missing, Promise]] = field(default_factory=list)
-    pictures: frozenset[str] | None = None
-
-    @property
-    def salt(self) -> str | None:
-        """What parts the request's tenant from others."""
-        return self.request.get("cache_salt")
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the engine can do without the pictures."""
-        return 0 < len(self.parts) == len(self.found) + len(self.promised)
-
-    def rewritten(self) -> bytes:
-        """The request with names and metadata in place of its pictures."""
-        for picture in self.found:
-            _leave_out(picture.part, picture.name, picture.placeholder)
-        for missing, promise in self.promised:
-            _leave_out(missing.part, missing.name, promise.placeholder)
-        hints = {
-            missing.name: promise.hints[0] for missing, promise in self.promised if promise.hints
-        }
-        if hints:
-            said = self.request.get("ec_transfer_params")
-            params = {**(said if isinstance(said, dict) else {}), **{name: {} for name in hints}}
-            add_hints(params, hints)
-            self.request["ec_transfer_params"] = params
-        return _packed(self.request)
-
-    def close(self) -> None:
-        for picture in self.found:
-            picture.item.close()
-        self.found, self.missing = [], []
 
 
 class Pictures:
@@ -208,7 +148,7 @@ class Pictures:
     def _put_in(look: Look, contents: list[Any]) -> None:
         put_in = [_put_in(*each) for each in zip(look.parts, contents, strict=True)]
         if any(put_in):
-            look.body = _packed(look.request)
+            look.body = packed(look.request)
 
     def _find_all(self, look: Look, contents: list[Any]) -> None:
         namespace = self._namespace.read()
@@ -324,11 +264,6 @@ def _tokens(content: Any) -> int:
     return UNKNOWN_TOKENS if content is None else tokens_of(*content.media.size)
 
 
-def _leave_out(part: dict[str, Any], name: str, placeholder: Placeholder) -> None:
-    del part[IMAGE]
-    part.update({"type": EMBEDS, EMBEDS: dict(placeholder.fields), "uuid": name})
-
-
 def _put_in(part: dict[str, Any], content: Any) -> bool:
     """Put what was fetched in place of its URL, so that it is not fetched again."""
     url = None if content is None else _data_url(part, content)
@@ -336,10 +271,6 @@ def _put_in(part: dict[str, Any], content: Any) -> bool:
         return False
     part[IMAGE] = {"url": url}
     return True
-
-
-def _packed(request: dict[str, Any]) -> bytes:
-    return json.dumps(request).encode()
 
 
 class _Unread(ImageMediaIO):

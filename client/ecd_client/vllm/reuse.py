@@ -34,7 +34,8 @@ from ecd_client.vllm.asgi import (
 )
 from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA, PlaceholderMetadata
 from ecd_client.vllm.encoders import VARIABLE, Encoders, urls_in
-from ecd_client.vllm.pictures import IMAGE, Look, Pictures
+from ecd_client.vllm.images import IMAGE, Look
+from ecd_client.vllm.pictures import Pictures
 from ecd_client.vllm.rests import Rests
 from ecd_client.vllm.settings import FAIL, Settings
 from ecd_client.vllm.shared_namespace import SeenNamespace
