@@ -55,6 +55,10 @@ class DeviceBusy(DeviceError):
     """
 
 
+RETRY_S = 0.001
+"""Pause before a call that raised DeviceBusy is made again."""
+
+
 Failure = TypeVar("Failure", bound=BaseException)
 
 

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from cuda.bindings import driver as cuda
 
-from ecd_client.device.ends import RETRY_S
-from ecd_client.errors import DeviceBusy, DeviceError
+from ecd_client.errors import RETRY_S, DeviceBusy, DeviceError
 from ecd_proto import cuda as memory
 from ecd_proto.collected import when_collected
 from ecd_proto.cuda import CudaError

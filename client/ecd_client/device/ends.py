@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from ecd_client.errors import DeviceBusy, DeviceError
+from ecd_client.errors import RETRY_S, DeviceBusy, DeviceError
 
 if TYPE_CHECKING:
     from ecd_client.device.driver import Event
@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 FAILED_S = 1.0
 """How long a GPU that reports an error may go on with copies, as after its process's end (D1)."""
-RETRY_S = 0.001
-"""Pause before a call that the driver refused for now is made again."""
 MAX_INTERRUPTIONS = 100
 """Errors that are not the driver's in one wait for copies, each after a pause of RETRY_S."""
 
