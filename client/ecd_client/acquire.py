@@ -13,20 +13,14 @@ from ecd_client.errors import DaemonUnavailable, EcdError, bare, limit_reached
 from ecd_client.item import Item
 from ecd_client.session import Session
 from ecd_client.shared.index import AskDaemon, OnMiss
+from ecd_client.values import Key, to_key
 from ecd_proto.contract import MAX_NODE_LENGTH, Hint
 from ecd_proto.v1 import cache_pb2 as pb
 
-Key = tuple[str, str]
-"""Namespace and mm_hash."""
 ItemFuture = Future[Item | None]
 Nodes = Sequence[str | Hint]
 """Nodes that may have one key, the likeliest first."""
 NO_NODES: Nodes = ()
-
-
-def to_key(key: Key) -> pb.Key:
-    namespace, mm_hash = key
-    return pb.Key(namespace=namespace, mm_hash=mm_hash)
 
 
 def _to_hint(index: int, nodes: Sequence[Hint]) -> pb.Hint:

@@ -7,8 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ecd_client.pools import Extent, MappedPool
+from ecd_client.pools import MappedPool
 from ecd_client.shared.index import IndexReader
+from ecd_client.values import Extent
 from ecd_proto.shm.rows import Row
 from ecd_proto.v1 import cache_pb2 as pb
 

@@ -7,29 +7,15 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterable
-from typing import Protocol
 
 from ecd_client.calls import open_file
 from ecd_client.device import pinned
 from ecd_client.device.dma import SessionDma
 from ecd_client.errors import EcdError
+from ecd_client.values import Extent, Parts
 from ecd_proto.mapping import HUGE_SHARE, Mapping, populate_aside
 from ecd_proto.shm.session_page import GRANTED_POOL, Grant
 from ecd_proto.v1 import cache_pb2 as pb
-
-Parts = list[tuple[int, int]]
-"""Addresses and sizes in this process of the parts of an extent, to be copied one by one."""
-
-
-class Extent(Protocol):
-    """A place in a pool: a message of the contract, a row of the index."""
-
-    @property
-    def pool(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
 
 
 class MappedPool:

@@ -20,11 +20,12 @@ from ecd_client.calls import Calls, open_file
 from ecd_client.device.dma import SessionDma
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.leases import Hold, Lease, Pin
-from ecd_client.pools import Extent, MappedPools
+from ecd_client.pools import MappedPools
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.index import AskDaemon, IndexReader, OnMiss
 from ecd_client.shared.key_locks import KeyLocks
 from ecd_client.shared.puts import PutWriter
+from ecd_client.values import Extent
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.engines import Engine
 from ecd_proto.shm.files import lock_byte

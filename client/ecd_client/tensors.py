@@ -10,7 +10,8 @@ import torch
 
 from ecd_client.device.copies import Copies, for_tensor
 from ecd_client.errors import DeviceError, InvalidArgument
-from ecd_client.pools import Extent, MappedPool, Parts, address_of
+from ecd_client.pools import MappedPool, address_of
+from ecd_client.values import Extent, Parts
 from ecd_proto.contract import DTYPES
 from ecd_proto.mapping import advise_huge_pages
 

@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from ecd_client import arguments, forks
-from ecd_client.acquire import Key, to_key
 from ecd_client.calls import CALL_TIMEOUT_S, result_of
 from ecd_client.connection import Connection
 from ecd_client.errors import (
@@ -25,12 +24,13 @@ from ecd_client.errors import (
 from ecd_client.reader import Reader
 from ecd_client.session import Session
 from ecd_client.shared.puts import Claim, CopyTo, NewEntry, PutOutcome
+from ecd_client.values import Key, to_key
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
     from ecd_client.leases import Pin
-    from ecd_client.pools import Extent
     from ecd_client.tensors import TensorSource
+    from ecd_client.values import Extent
 
 MAX_PENDING_PUTS = 256
 """Asynchronous puts in flight before `put_async` refuses."""

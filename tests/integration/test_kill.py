@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 
 from ecd_client import Client
-from ecd_client.pools import Extent, MappedPool
+from ecd_client.pools import MappedPool
+from ecd_client.values import Extent
 from ecd_client.writer import describe_entry
 from ecd_proto.shm.index import INDEX_HEADER_BYTES, RECOVERING_WORD, unpack_index_header
 from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD

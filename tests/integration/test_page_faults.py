@@ -14,7 +14,8 @@ import pytest
 from ecd.memory.host import HostPool
 from ecd.memory.pool_dir import PoolDir
 from ecd_client import Client
-from ecd_client.pools import Extent, MappedPool, address_of
+from ecd_client.pools import MappedPool, address_of
+from ecd_client.values import Extent
 from ecd_client.writer import describe_entry
 from ecd_proto.findings import COLLAPSES_SINCE, SHMEM_HUGE_PAGES
 from support.daemon import WITHOUT_HUGE_PAGES, Daemon

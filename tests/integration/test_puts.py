@@ -27,8 +27,9 @@ from ecd.memory.shared_index import SharedIndex
 from ecd.rpc.cache.puts import Doorbell
 from ecd_client import Client, DaemonUnavailable
 from ecd_client.calls import open_channel
-from ecd_client.pools import Extent, MappedPool
+from ecd_client.pools import MappedPool
 from ecd_client.shared.puts import MAX_UNANSWERED, Claim, NewEntry, PutOutcome, PutWriter
+from ecd_client.values import Extent
 from ecd_proto.shm.barriers import STORES_IN_ORDER
 from ecd_proto.shm.session_page import DOORBELL, MAX_CLAIMS
 from ecd_proto.v1 import cache_pb2 as pb

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from ecd_client.device.driver import Event
-    from ecd_client.pools import Parts
+    from ecd_client.values import Parts
 
 
 class Copies:

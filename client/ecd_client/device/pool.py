@@ -17,20 +17,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-from ecd_client.acquire import to_key
 from ecd_client.device import driver, ends
 from ecd_client.device.copies import Copies
 from ecd_client.errors import DeviceBusy, DeviceError, EcdError
 from ecd_client.shared.index import AskDaemon, OnMiss
+from ecd_client.values import to_key
 from ecd_proto.contract import shown
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
-    from ecd_client.acquire import Key
     from ecd_client.leases import Pin
-    from ecd_client.pools import Extent, Parts
     from ecd_client.session import Session
     from ecd_client.tensors import TensorSource
+    from ecd_client.values import Extent, Key, Parts
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,11 @@ from enum import Enum
 from typing import NamedTuple
 
 from ecd_client.errors import DaemonUnavailable
-from ecd_client.pools import Extent, MappedPool
+from ecd_client.pools import MappedPool
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.index import AskDaemon, IndexReader
 from ecd_client.shared.spin import spin
+from ecd_client.values import Extent
 from ecd_proto.shm.files import granules_bytes
 from ecd_proto.shm.index import INDEX_HEADER_BYTES, MAILBOXES_AT, RESERVATIONS_WORD
 from ecd_proto.shm.rows import ROW_BYTES, Row, pack_row, row_is_truncated
