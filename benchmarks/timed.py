@@ -25,7 +25,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from ecd_client.tensors import TensorSource
-from ecd_client.vllm import loader
+from ecd_client.vllm.worker import loader
 
 PLACE = "BENCH_STEPS"
 """The variable that names the directory to write in."""

@@ -24,7 +24,7 @@ def register() -> None:
         transfer = config.ec_transfer_config
         path = "" if transfer is None else transfer.ec_connector_module_path or ""
         if path.split(".")[:2] == CONNECTOR:
-            from ecd_client.vllm.compat import refuse_undeclared
+            from ecd_client.vllm.base.compat import refuse_undeclared
 
             refuse_undeclared(config.model_config)
         return config

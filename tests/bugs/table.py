@@ -302,7 +302,7 @@ EDITED = {
         "security",
         "integration/test_shared_namespace.py",
         Edit(
-            "client/ecd_client/vllm/shared_namespace.py",
+            "client/ecd_client/vllm/base/shared_namespace.py",
             " and found.st_uid == os.geteuid()",
             "",
         ),
@@ -447,7 +447,7 @@ EDITED = {
         "invariant 9",
         "e2e/test_identity.py",
         Edit(
-            "client/ecd_client/vllm/identity.py",
+            "client/ecd_client/vllm/base/identity.py",
             '*("media_io_kwargs", "mm_processor_kwargs", "mm_device_do_normalize"),',
             '*("media_io_kwargs", "mm_device_do_normalize"),',
         ),
@@ -456,7 +456,7 @@ EDITED = {
         "vllm",
         "unit/test_digest.py",
         Edit(
-            "client/ecd_client/vllm/digest.py",
+            "client/ecd_client/vllm/base/digest.py",
             "regions += _blocks(region, TENSOR_BLOCKS)",
             "regions += _blocks(region, 1)",
         ),
@@ -465,7 +465,7 @@ EDITED = {
         "vllm",
         "unit/test_digest.py",
         Edit(
-            "client/ecd_client/vllm/sources.py",
+            "client/ecd_client/vllm/base/sources.py",
             'f"commit-{commit}-{digest.hex}" if commit',
             'f"commit-{commit}" if commit',
         ),
@@ -497,7 +497,7 @@ EDITED = {
         "vllm",
         "unit/test_sources.py",
         Edit(
-            "client/ecd_client/vllm/identity.py",
+            "client/ecd_client/vllm/base/identity.py",
             'return f"run-{_readable(run)}|{named}" if run else named',
             "return named",
         ),
@@ -506,7 +506,7 @@ EDITED = {
         "vllm",
         "e2e/test_identity.py::test_engines_share_on_after_what_leaves_their_weights_alone",
         Edit(
-            "client/ecd_client/vllm/engine_core.py",
+            "client/ecd_client/vllm/base/engine_core.py",
             'call["level"] == KEEPS_WEIGHTS and is_awake',
             'call["level"] > 0 and is_awake',
         ),
@@ -542,7 +542,7 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
-            "client/ecd_client/vllm/scheduler.py",
+            "client/ecd_client/vllm/scheduler/scheduler.py",
             "            if is_wrong or (brought is not None",
             "            if (brought is not None",
         ),
@@ -560,7 +560,7 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
-            "client/ecd_client/vllm/encodes.py",
+            "client/ecd_client/vllm/scheduler/encodes.py",
             "            self._lock_for(wanted.identifier, STEP_S)\n",
             "",
         ),
@@ -568,13 +568,13 @@ EDITED = {
     "a lost load is looked at by steps alone": Bug(
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
-        Edit("client/ecd_client/vllm/loads.py", "                self.look()\n", ""),
+        Edit("client/ecd_client/vllm/scheduler/loads.py", "                self.look()\n", ""),
     ),
     "the decoder of a role is part of its namespace": Bug(
         "vllm",
         "e2e/test_identity.py::test_equal_flags_give_each_role_one_namespace",
         Edit(
-            "client/ecd_client/vllm/identity.py",
+            "client/ecd_client/vllm/base/identity.py",
             "_without_device(_without_chosen_decoder(value))",
             "_without_device(value)",
         ),
@@ -583,7 +583,7 @@ EDITED = {
         "vllm",
         "e2e/test_identity.py::test_the_namespace_holds_what_changes_embeddings_and_not_where_work_is_done",
         Edit(
-            "client/ecd_client/vllm/identity.py",
+            "client/ecd_client/vllm/base/identity.py",
             "return content_of(value) or value",
             "return value",
         ),
@@ -601,7 +601,7 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_what_a_step_encodes_is_left_to_this_engine_by_others",
         Edit(
-            "client/ecd_client/vllm/compat.py",
+            "client/ecd_client/vllm/base/compat.py",
             "if drafts is not None and drafts.use_eagle():",
             "if drafts is not None and not drafts.use_eagle():",
         ),
@@ -610,7 +610,7 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_what_a_step_encodes_is_left_to_this_engine_by_others",
         Edit(
-            "client/ecd_client/vllm/compat.py",
+            "client/ecd_client/vllm/base/compat.py",
             "MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY).encoder_compute_budget",
             "scheduler.max_num_encoder_input_tokens",
         ),
@@ -619,7 +619,7 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_each_worker_that_loads_has_a_number_of_its_own",
         Edit(
-            "client/ecd_client/vllm/worker.py",
+            "client/ecd_client/vllm/worker/worker.py",
             "context.rank_in_group * tensor.world_size + tensor.rank_in_group",
             "tensor.rank_in_group",
         ),
@@ -628,7 +628,7 @@ EDITED = {
         "vllm",
         "e2e/test_apart.py",
         Edit(
-            "client/ecd_client/vllm/settings.py",
+            "client/ecd_client/vllm/base/settings.py",
             "if transfer_config.is_encode_only:",
             "if not transfer_config.ec_connector:",
         ),
@@ -636,13 +636,15 @@ EDITED = {
     "a salt counts for nothing": Bug(
         "vllm",
         "unit/test_item_names.py",
-        Edit("client/ecd_client/vllm/names.py", "    if salt:\n", "    if salt and not name:\n"),
+        Edit(
+            "client/ecd_client/vllm/base/names.py", "    if salt:\n", "    if salt and not name:\n"
+        ),
     ),
     "embeddings that a client brought have a picture's name": Bug(
         "vllm",
         "unit/test_item_names.py",
         Edit(
-            "client/ecd_client/vllm/names.py",
+            "client/ecd_client/vllm/base/names.py",
             "    if brought_with(feature) is not None:\n",
             "    if not named:\n",
         ),
@@ -651,7 +653,7 @@ EDITED = {
         "vllm",
         "unit/test_item_names.py",
         Edit(
-            "client/ecd_client/vllm/names.py",
+            "client/ecd_client/vllm/base/names.py",
             "if getattr(feature, _NAMED, None) == feature.identifier:",
             "if feature.identifier.startswith(stored_name('', salt) or ' '):",
         ),
@@ -660,7 +662,7 @@ EDITED = {
         "vllm",
         "unit/test_item_names.py",
         Edit(
-            "client/ecd_client/vllm/names.py",
+            "client/ecd_client/vllm/base/names.py",
             "name.startswith((SALTED, ALONE))",
             "name.startswith(SALTED)",
         ),
@@ -669,7 +671,7 @@ EDITED = {
         "vllm",
         "e2e/test_metadata.py",
         Edit(
-            "client/ecd_client/vllm/compat.py",
+            "client/ecd_client/vllm/base/compat.py",
             "return value.numel() == 1 and bool(value == ASSUMED[name])",
             "return value.numel() == 1",
         ),
@@ -678,7 +680,7 @@ EDITED = {
         "vllm",
         "e2e/test_metadata.py",
         Edit(
-            "client/ecd_client/vllm/compat.py",
+            "client/ecd_client/vllm/base/compat.py",
             "and not any(isinstance(each, list) for",
             "and not any(isinstance(each, str) for",
         ),
@@ -687,7 +689,7 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
-            "client/ecd_client/vllm/encodes.py",
+            "client/ecd_client/vllm/scheduler/encodes.py",
             "            if self._is_producer and not wanted.gave_way:",
             "            if self._is_producer:",
         ),
@@ -696,7 +698,7 @@ EDITED = {
         "vllm",
         "e2e/test_requests.py::test_a_salted_request_beside_a_connector_for_kv_is_answered",
         Edit(
-            "client/ecd_client/vllm/engine_core.py",
+            "client/ecd_client/vllm/base/engine_core.py",
             "            connector.name_items(request)",
             "            pass",
         ),
@@ -705,7 +707,7 @@ EDITED = {
         "vllm",
         "e2e/test_attacker.py::test_requests_that_did_harm_do_none",
         Edit(
-            "client/ecd_client/vllm/scheduler.py",
+            "client/ecd_client/vllm/scheduler/scheduler.py",
             "        if other := self._computed.others_in(request, state, num_computed_tokens):",
             "        if other := None:",
         ),
@@ -714,7 +716,7 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
-            "client/ecd_client/vllm/engine_core.py",
+            "client/ecd_client/vllm/base/engine_core.py",
             "            connector.name_items(request)",
             "            pass",
         ),
@@ -723,7 +725,7 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
-            "client/ecd_client/vllm/computed.py",
+            "client/ecd_client/vllm/scheduler/computed.py",
             "self.remember(identifier, self._metadata.packed(feature))",
             "self.remember(identifier, self._metadata.of_item(feature).stored)",
         ),
@@ -732,7 +734,7 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
-            "client/ecd_client/vllm/request_items.py",
+            "client/ecd_client/vllm/scheduler/request_items.py",
             "        self.judged = self.noted = 0  # its tokens may be others' now",
             "        self.noted = 0",
         ),
@@ -741,7 +743,7 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
-            "client/ecd_client/vllm/computed.py",
+            "client/ecd_client/vllm/scheduler/computed.py",
             "            return noted == item.described.stored",
             "            return True",
         ),
@@ -750,7 +752,7 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
-            "client/ecd_client/vllm/wanted.py",
+            "client/ecd_client/vllm/scheduler/wanted.py",
             "said is None or said.is_of(self.item.metadata)",
             "not self.item.metadata or said is None or said.is_of(self.item.metadata)",
         ),
@@ -759,7 +761,7 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
-            "client/ecd_client/vllm/compat.py",
+            "client/ecd_client/vllm/base/compat.py",
             '            is_told = said and said.is_of(stored.get(feature.identifier, b""))',
             "            is_told = True",
         ),
@@ -768,7 +770,7 @@ EDITED = {
         "vllm",
         "unit/test_item_names.py",
         Edit(
-            "client/ecd_client/vllm/names.py",
+            "client/ecd_client/vllm/base/names.py",
             'SALTED, ALONE = "5a17ed0ecd", "a10e0ecd0d"',
             'SALTED, ALONE = "salt-", "alone-"',
         ),
@@ -777,7 +779,7 @@ EDITED = {
         "vllm",
         "e2e/test_attacker.py::test_a_clients_tensor_is_not_taken_for_the_picture_of_its_name",
         Edit(
-            "client/ecd_client/vllm/engine_core.py",
+            "client/ecd_client/vllm/base/engine_core.py",
             "            connector.name_items(request)",
             "            pass",
         ),
@@ -786,7 +788,7 @@ EDITED = {
         "vllm",
         "e2e/models/test_architectures.py::test_an_architecture",
         Edit(
-            "client/ecd_client/vllm/compat.py",
+            "client/ecd_client/vllm/base/compat.py",
             "        and name != AUDIO_IN_VIDEO\n",
             "",
         ),
@@ -822,7 +824,7 @@ EDITED = {
         "security",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
-            "client/ecd_client/vllm/compat.py",
+            "client/ecd_client/vllm/base/compat.py",
             "if refused:",
             "if refused and not data:",
         ),
@@ -840,7 +842,7 @@ EDITED = {
         "vllm",
         "unit/test_places.py",
         Edit(
-            "client/ecd_client/vllm/places.py",
+            "client/ecd_client/vllm/middleware/places.py",
             "next((turn for turn in self.turns if not turn.done()), None)",
             "next(iter(self.turns), None)",
         ),
@@ -849,7 +851,7 @@ EDITED = {
         "vllm",
         "unit/test_places.py",
         Edit(
-            "client/ecd_client/vllm/places.py",
+            "client/ecd_client/vllm/middleware/places.py",
             "if not self._free or self._held[asker.caller] >= self._share:",
             "if not self._free:",
         ),
@@ -858,7 +860,7 @@ EDITED = {
         "vllm",
         "unit/test_places.py",
         Edit(
-            "client/ecd_client/vllm/places.py",
+            "client/ecd_client/vllm/middleware/places.py",
             "if self._goes_by_age or asker.pictures == 1:",
             "if chosen:",
         ),
@@ -867,7 +869,7 @@ EDITED = {
         "vllm",
         "unit/test_places.py",
         Edit(
-            "client/ecd_client/vllm/places.py",
+            "client/ecd_client/vllm/middleware/places.py",
             "self._goes_by_age = not self._goes_by_age",
             "self._goes_by_age = not after",
         ),
@@ -876,7 +878,7 @@ EDITED = {
         "vllm",
         "integration/test_encode_hop.py",
         Edit(
-            "client/ecd_client/vllm/encode_hop.py",
+            "client/ecd_client/vllm/middleware/encode_hop.py",
             "        if look.pictures is None:",
             "        if not look.promised:",
         ),
@@ -885,7 +887,7 @@ EDITED = {
         "vllm",
         "integration/test_encode_hop.py",
         Edit(
-            "client/ecd_client/vllm/encode_hop.py",
+            "client/ecd_client/vllm/middleware/encode_hop.py",
             "if may_be_together([*(",
             "if placeholders or may_be_together([*(",
         ),
@@ -894,7 +896,7 @@ EDITED = {
         "vllm",
         "unit/test_rests.py",
         Edit(
-            "client/ecd_client/vllm/rests.py",
+            "client/ecd_client/vllm/middleware/rests.py",
             "self._rests.get(pictures, (0.0, 0.0))",
             "next(iter(self._rests.values()), (0.0, 0.0))",
         ),

@@ -20,7 +20,7 @@ from ecd.cluster.peers.peer import MAX_UNPROVEN_BYTES
 from ecd.cluster.peers.peers import Peers
 from ecd.settings.config import Config
 from ecd_client import Client, Hint, InvalidArgument
-from ecd_client.vllm import hints
+from ecd_client.vllm.base import hints
 from support.daemon import Daemon
 from support.hints import BODY_BYTES, IDENTIFIERS, SHAPES, huge
 from support.pairs import Pair, missed, patient_pair

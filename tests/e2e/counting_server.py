@@ -17,8 +17,8 @@ from vllm.multimodal.processing import InputProcessingContext
 
 from e2e.gates import pass_gate
 from ecd_client import Client
-from ecd_client.vllm import answers, rests
-from ecd_client.vllm.reuse import ReuseMiddleware
+from ecd_client.vllm.middleware import answers, rests
+from ecd_client.vllm.middleware.reuse import ReuseMiddleware
 from support.waiting import HANG_S
 
 call = InputProcessingContext.call_hf_processor

@@ -15,11 +15,11 @@ from vllm.config import ECTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from ecd_client.errors import InvalidArgument
-from ecd_client.vllm import description
-from ecd_client.vllm.compat import PlaceholderMetadata
-from ecd_client.vllm.description import Description
-from ecd_client.vllm.settings import Settings
-from ecd_client.vllm.sharing import Sharing
+from ecd_client.vllm.base import description
+from ecd_client.vllm.base.compat import PlaceholderMetadata
+from ecd_client.vllm.base.description import Description
+from ecd_client.vllm.base.settings import Settings
+from ecd_client.vllm.base.sharing import Sharing
 from ecd_proto.engines import Engine
 
 qwen, audio, whisper, words = sys.argv[1:]

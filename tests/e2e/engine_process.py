@@ -68,7 +68,7 @@ count_encoded("vllm.model_executor.models.qwen3_vl", "Qwen3_VisionTransformer")
 
 def tell_of_waits() -> None:
     """Say beside the gate that this process waits for another one to encode."""
-    from ecd_client.vllm.encodes import Encodes
+    from ecd_client.vllm.scheduler.encodes import Encodes
 
     decide = Encodes._waits_for
 
@@ -172,10 +172,10 @@ def sleep_in_vain(engine: LLM) -> None:
 
 
 def set_constants(constants: dict[str, float]) -> dict[str, float]:
-    """Give constants of the connector other values, each by `module.NAME`; returns the old ones."""
+    """Give constants of the connector other values, by `room.module.NAME`; returns the old ones."""
     were = {}
     for name, value in constants.items():
-        at, _, constant = name.partition(".")
+        at, _, constant = name.rpartition(".")
         module = importlib.import_module(f"ecd_client.vllm.{at}")
         were[name] = getattr(module, constant)
         setattr(module, constant, value)

@@ -23,10 +23,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunnerMixin
 
-import ecd_client.vllm.encode_time
-import ecd_client.vllm.loader
+import ecd_client.vllm.worker.encode_time
+import ecd_client.vllm.worker.loader
 from ecd_client import Client
-from ecd_client.vllm.identity import Identity
+from ecd_client.vllm.base.identity import Identity
 from support.cuda.gpu import StandinGpu
 from support.cuda.standin import Control, Hold
 from support.waiting import HANG_S, eventually
@@ -34,9 +34,9 @@ from support.waiting import HANG_S, eventually
 address, model, place = sys.argv[1:]
 control = Control.of_this_process()
 gpu = StandinGpu.use()
-ecd_client.vllm.loader._device = lambda: torch.device("cuda:0")
+ecd_client.vllm.worker.loader._device = lambda: torch.device("cuda:0")
 # This torch has no events: its own raise, and vLLM's CPU worker puts others in their place.
-ecd_client.vllm.encode_time._recorded = lambda: None
+ecd_client.vllm.worker.encode_time._recorded = lambda: None
 transfer_config = ECTransferConfig(
     ec_connector="EcdConnector",
     ec_connector_module_path="ecd_client.vllm",

@@ -37,7 +37,7 @@ except ImportError:  # before 0.33
 from e2e.models.checkpoint import Checkpoint
 from e2e.models.families.qwen import qwen2_5_omni
 from e2e.tiny_models import MODELS, token_ids, write_tokenizer
-from ecd_client.vllm.compat import (
+from ecd_client.vllm.base.compat import (
     ASSUMED,
     ENCODERS_OWN,
     PlaceholderMetadata,

@@ -24,11 +24,11 @@ from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.media import MediaConnector
 
 from e2e.tiny_models import MODELS
-from ecd_client.vllm import answers
-from ecd_client.vllm.answers import Answers
-from ecd_client.vllm.compat import PlaceholderMetadata, media_budgets
-from ecd_client.vllm.images import Look
-from ecd_client.vllm.pictures import Pictures
+from ecd_client.vllm.base.compat import PlaceholderMetadata, media_budgets
+from ecd_client.vllm.middleware import answers
+from ecd_client.vllm.middleware.answers import Answers
+from ecd_client.vllm.middleware.images import Look
+from ecd_client.vllm.middleware.pictures import Pictures
 from support.web import site
 
 SIDE = 500

@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
-from ecd_client.vllm.reports import loading_ranks
-from ecd_client.vllm.worker import WorkerRole
+from ecd_client.vllm.base.reports import loading_ranks
+from ecd_client.vllm.worker.worker import WorkerRole
 
 SIZES = "tensor", "pipeline", "prefill_context", "decode_context", "data"
 LAYOUTS = [

@@ -35,13 +35,13 @@ from vllm.v1.engine.core import EngineCore
 
 from ecd_client import Client
 from ecd_client.shared.puts import Claim, NewEntry
-from ecd_client.vllm import encodes, loads
-from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA
-from ecd_client.vllm.images import IMAGE, Look
-from ecd_client.vllm.names import stored_name
-from ecd_client.vllm.pictures import Pictures
-from ecd_client.vllm.reports import RankReports, Reports
-from ecd_client.vllm.reuse import ReuseMiddleware
+from ecd_client.vllm.base.compat import CAN_LEAVE_OUT_MEDIA
+from ecd_client.vllm.base.names import stored_name
+from ecd_client.vllm.base.reports import RankReports, Reports
+from ecd_client.vllm.middleware.images import IMAGE, Look
+from ecd_client.vllm.middleware.pictures import Pictures
+from ecd_client.vllm.middleware.reuse import ReuseMiddleware
+from ecd_client.vllm.scheduler import encodes, loads
 from ecd_proto.placeholders import Placeholder
 from ecd_proto.shm.files import elsewhere_offset, lock_byte, unlock_byte
 from support.waiting import HANG_S, value_of

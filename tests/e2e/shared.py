@@ -41,7 +41,7 @@ AND_NEXT = pytest.mark.parametrize(
 """A test of the newest vLLM that runs at night with the one without a build for CPUs, too."""
 PATIENT = {"ecd_load_timeout_s": 10 * HANG_S}
 """A setting of all engines, unless a test says otherwise: no wait that a test is there for ends."""
-CALM = {"worker.SEEN_WITHIN_S": HANG_S}
+CALM = {"worker.worker.SEEN_WITHIN_S": HANG_S}
 """A limit of the connector that a busy machine passes, and its value in the tests' engines."""
 MOST = 6
 """Engines that are alive at one time, of those that are shared."""

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 
 import torch
 
-from ecd_client.vllm import worker
-from ecd_client.vllm.settings import Settings
+from ecd_client.vllm.base.settings import Settings
+from ecd_client.vllm.worker import worker
 
 
 class Clock:

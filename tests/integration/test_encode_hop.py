@@ -16,10 +16,10 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 
 from ecd_client import Client
-from ecd_client.vllm import encode_hop, encoders
-from ecd_client.vllm.encode_hop import IS_HOP, EncodeHop, NotEncoded
-from ecd_client.vllm.encoders import Encoders
-from ecd_client.vllm.images import Missing
+from ecd_client.vllm.middleware import encode_hop, encoders
+from ecd_client.vllm.middleware.encode_hop import IS_HOP, EncodeHop, NotEncoded
+from ecd_client.vllm.middleware.encoders import Encoders
+from ecd_client.vllm.middleware.images import Missing
 from ecd_proto.contract import Hint
 from ecd_proto.placeholders import Placeholder
 from support.daemon import Daemon

@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 import ecd_client
 from ecd.settings.config import Config
 from ecd_client.cli import context
-from ecd_client.vllm import settings
+from ecd_client.vllm.base import settings
 from ecd_proto.v1 import cache_pb2, peer_pb2
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from e2e.test_failures import FAIL, IMPATIENT
 from e2e.test_one_encode import HASTY
 from e2e.test_requests import bare
 from e2e.test_reuse import MIDDLEWARE, READY, preprocessed, shown
-from ecd_client.vllm.settings import ENCODE, LOAD_TIMEOUT_S
+from ecd_client.vllm.base.settings import ENCODE, LOAD_TIMEOUT_S
 from ecd_proto.contract import MAKING_S
 from support.daemon import Daemon
 from support.waiting import eventually, stopped

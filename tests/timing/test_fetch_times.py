@@ -22,7 +22,7 @@ from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums
 from ecd.rpc.peer.serving import TURN_S, Serving, Turn
 from ecd.settings.config import Config
-from ecd_client.vllm import hints
+from ecd_client.vllm.base import hints
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm.files import GRANULE_BYTES
 from support.hints import IDENTIFIERS, SHAPES, huge

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ecd_client.errors import InvalidArgument
-from ecd_client.vllm.settings import Settings
+from ecd_client.vllm.base.settings import Settings
 
 
 def settings(**extra: Any) -> Settings:

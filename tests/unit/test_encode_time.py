@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ecd_client.vllm.encode_time import EncodeTime
+from ecd_client.vllm.worker.encode_time import EncodeTime
 
 
 class Clock:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ecd_client.vllm.names import ALONE, SALTED, is_alone, name_apart, outer_name, stored_name
+from ecd_client.vllm.base.names import ALONE, SALTED, is_alone, name_apart, outer_name, stored_name
 from ecd_proto.contract import shown
 
 

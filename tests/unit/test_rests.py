@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ecd_client.vllm.rests import MAX_RESTS, RESTS_S, Rests
+from ecd_client.vllm.middleware.rests import MAX_RESTS, RESTS_S, Rests
 
 FIRST_S, LONGEST_S = RESTS_S
 BOTH = frozenset("ab")

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ecd_client.vllm.connector import EcdConnector
-    from ecd_client.vllm.reuse import ReuseMiddleware
+    from ecd_client.vllm.middleware.reuse import ReuseMiddleware
 
 __all__ = ["EcdConnector", "ReuseMiddleware"]
 
@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
 
         return EcdConnector
     if name == "ReuseMiddleware":  # which an engine core does not import
-        from ecd_client.vllm.reuse import ReuseMiddleware
+        from ecd_client.vllm.middleware.reuse import ReuseMiddleware
 
         return ReuseMiddleware
     raise AttributeError(name)

@@ -11,11 +11,11 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 
-from ecd_client.vllm.scheduler import SchedulerRole
-from ecd_client.vllm.settings import Settings
-from ecd_client.vllm.stats import EcdPromMetrics, EcdStats
-from ecd_client.vllm.transfer import EcdMetadata
-from ecd_client.vllm.worker import WorkerRole
+from ecd_client.vllm.base.settings import Settings
+from ecd_client.vllm.base.stats import EcdPromMetrics, EcdStats
+from ecd_client.vllm.base.transfer import EcdMetadata
+from ecd_client.vllm.scheduler.scheduler import SchedulerRole
+from ecd_client.vllm.worker.worker import WorkerRole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,7 +37,9 @@ class EcdConnector(ECConnectorBase):
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         if role is ECConnectorRole.SCHEDULER:
-            from ecd_client.vllm.engine_core import watch  # which only an engine core can import
+            from ecd_client.vllm.base.engine_core import (
+                watch,  # which only an engine core can import
+            )
 
             watch(EcdConnector)
             self._scheduler = SchedulerRole(

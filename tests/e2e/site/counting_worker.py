@@ -13,7 +13,7 @@ from vllm.model_executor.models.qwen2_5_vl import (
 )
 
 from e2e.gates import pass_gate
-from ecd_client.vllm import worker
+from ecd_client.vllm.worker import worker
 from support.waiting import HANG_S
 
 forward = Qwen2_5_VisionTransformer.forward

@@ -11,7 +11,7 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
-from ecd_client.vllm.stats import COUNTERS, EcdStats
+from ecd_client.vllm.base.stats import COUNTERS, EcdStats
 from ecd_proto.mapping import memory_file
 
 if TYPE_CHECKING:

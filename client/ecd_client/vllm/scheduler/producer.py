@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.vllm.compat import PlaceholderMetadata
-from ecd_client.vllm.hints import add_hints
-from ecd_client.vllm.names import outer_name
-from ecd_client.vllm.sharing import Sharing
+from ecd_client.vllm.base.compat import PlaceholderMetadata
+from ecd_client.vllm.base.hints import add_hints
+from ecd_client.vllm.base.names import outer_name
+from ecd_client.vllm.base.sharing import Sharing
 from ecd_proto.contract import Hint
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.vllm.compat import PlaceholderMetadata, takes_prefilled
-from ecd_client.vllm.request_items import NeededItem, RequestItems
-from ecd_client.vllm.sharing import Sharing
+from ecd_client.vllm.base.compat import PlaceholderMetadata, takes_prefilled
+from ecd_client.vllm.base.sharing import Sharing
+from ecd_client.vllm.scheduler.request_items import NeededItem, RequestItems
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from vllm.envs import VLLM_PLUGINS
 from vllm.logger import init_logger
 
-from ecd_client.vllm.identity import Identity, why_nothing_is_shared
-from ecd_client.vllm.settings import Settings
+from ecd_client.vllm.base.identity import Identity, why_nothing_is_shared
+from ecd_client.vllm.base.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -23,8 +23,11 @@ from vllm.logger import init_logger
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError, InvalidArgument
-from ecd_client.vllm.answers import Answers
-from ecd_client.vllm.asgi import (
+from ecd_client.vllm.base.compat import CAN_LEAVE_OUT_MEDIA, PlaceholderMetadata
+from ecd_client.vllm.base.settings import FAIL, Settings
+from ecd_client.vllm.base.shared_namespace import SeenNamespace
+from ecd_client.vllm.middleware.answers import Answers
+from ecd_client.vllm.middleware.asgi import (
     Leaving,
     caller_of,
     is_chat,
@@ -32,16 +35,13 @@ from ecd_client.vllm.asgi import (
     whole_body,
     with_body,
 )
-from ecd_client.vllm.compat import CAN_LEAVE_OUT_MEDIA, PlaceholderMetadata
-from ecd_client.vllm.encoders import VARIABLE, Encoders, urls_in
-from ecd_client.vllm.images import IMAGE, Look
-from ecd_client.vllm.pictures import Pictures
-from ecd_client.vllm.rests import Rests
-from ecd_client.vllm.settings import FAIL, Settings
-from ecd_client.vllm.shared_namespace import SeenNamespace
+from ecd_client.vllm.middleware.encoders import VARIABLE, Encoders, urls_in
+from ecd_client.vllm.middleware.images import IMAGE, Look
+from ecd_client.vllm.middleware.pictures import Pictures
+from ecd_client.vllm.middleware.rests import Rests
 
 if TYPE_CHECKING:
-    from ecd_client.vllm.encode_hop import EncodeHop
+    from ecd_client.vllm.middleware.encode_hop import EncodeHop
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -301,7 +301,7 @@ def _hop(
         return None
     if not urls:
         return None
-    from ecd_client.vllm.encode_hop import EncodeHop  # which imports an HTTP client
+    from ecd_client.vllm.middleware.encode_hop import EncodeHop  # which imports an HTTP client
 
     logger.info("ecd: pictures that are not stored go to %s", ", ".join(urls))
     return EncodeHop(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from ecd_client.vllm.settings import Settings
-from ecd_client.vllm.sharing import Sharing
+from ecd_client.vllm.base.settings import Settings
+from ecd_client.vllm.base.sharing import Sharing
 from ecd_proto.engines import MAX_TEXT_BYTES, Engine, advice, difference
 
 if TYPE_CHECKING:

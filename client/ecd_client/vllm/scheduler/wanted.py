@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from ecd_client.item import Item
 from ecd_client.reader import close_unseen
-from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST
-from ecd_client.vllm.outputs import Outputs
-from ecd_client.vllm.request_items import NeededItem, RequestItems, RequestUser
+from ecd_client.vllm.base.compat import CAN_FAIL_ONE_REQUEST
+from ecd_client.vllm.base.outputs import Outputs
+from ecd_client.vllm.scheduler.request_items import NeededItem, RequestItems, RequestUser
 from ecd_proto.contract import Hint
 from ecd_proto.placeholders import Placeholder
 

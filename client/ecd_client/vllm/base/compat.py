@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.multimodal.parse import DictEmbeddingItems
 
 from ecd_client.errors import EcdError
-from ecd_client.vllm.outputs import configs_in
+from ecd_client.vllm.base.outputs import configs_in
 from ecd_proto.placeholders import MAX_NUMBERS, Placeholder, may_be_said
 
 if TYPE_CHECKING:

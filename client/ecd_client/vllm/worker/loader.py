@@ -26,8 +26,8 @@ from ecd_client.item import Handle, Item
 from ecd_client.pools import address_of
 from ecd_client.tensors import load as start_load
 from ecd_client.tensors import private_copy
-from ecd_client.vllm.stats import EcdStats
-from ecd_client.vllm.transfer import Load
+from ecd_client.vllm.base.stats import EcdStats
+from ecd_client.vllm.base.transfer import Load
 from ecd_proto.contract import shown
 from ecd_proto.mapping import Mapping
 

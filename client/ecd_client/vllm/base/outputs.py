@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ecd_client.vllm.names import PROMPT
+from ecd_client.vllm.base.names import PROMPT
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ecd_client.vllm.compat import ECConnectorPromMetrics, ECConnectorStats
+from ecd_client.vllm.base.compat import ECConnectorPromMetrics, ECConnectorStats
 
 COUNTERS = {
     "hits": "Items that ecd had when the engine needed them.",

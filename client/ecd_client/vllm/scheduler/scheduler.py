@@ -16,30 +16,30 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
-from ecd_client.vllm.compat import (
+from ecd_client.vllm.base.compat import (
     CAN_FAIL_ONE_REQUEST,
     PlaceholderMetadata,
     keep_media,
     reach_of_step,
 )
-from ecd_client.vllm.computed import ComputedItems
-from ecd_client.vllm.description import Description
-from ecd_client.vllm.encodes import Encodes
-from ecd_client.vllm.hints import consumers_in, hints_in
-from ecd_client.vllm.loads import Loads
-from ecd_client.vllm.lookup import Lookup
-from ecd_client.vllm.names import brought_with, name_apart, outer_name
-from ecd_client.vllm.outputs import Outputs
-from ecd_client.vllm.producer import Producer
-from ecd_client.vllm.readiness import Readiness
-from ecd_client.vllm.reports import Reports, loading_ranks
-from ecd_client.vllm.request_items import NeededItem, RequestItems
-from ecd_client.vllm.settings import FAIL, Settings
-from ecd_client.vllm.shared_namespace import SharedNamespace
-from ecd_client.vllm.sharing import Sharing
-from ecd_client.vllm.stats import EcdStats
-from ecd_client.vllm.transfer import EcdMetadata
-from ecd_client.vllm.wanted import WantedItems
+from ecd_client.vllm.base.description import Description
+from ecd_client.vllm.base.hints import consumers_in, hints_in
+from ecd_client.vllm.base.names import brought_with, name_apart, outer_name
+from ecd_client.vllm.base.outputs import Outputs
+from ecd_client.vllm.base.reports import Reports, loading_ranks
+from ecd_client.vllm.base.settings import FAIL, Settings
+from ecd_client.vllm.base.shared_namespace import SharedNamespace
+from ecd_client.vllm.base.sharing import Sharing
+from ecd_client.vllm.base.stats import EcdStats
+from ecd_client.vllm.base.transfer import EcdMetadata
+from ecd_client.vllm.scheduler.computed import ComputedItems
+from ecd_client.vllm.scheduler.encodes import Encodes
+from ecd_client.vllm.scheduler.loads import Loads
+from ecd_client.vllm.scheduler.lookup import Lookup
+from ecd_client.vllm.scheduler.producer import Producer
+from ecd_client.vllm.scheduler.readiness import Readiness
+from ecd_client.vllm.scheduler.request_items import NeededItem, RequestItems
+from ecd_client.vllm.scheduler.wanted import WantedItems
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

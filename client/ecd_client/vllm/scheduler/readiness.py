@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from ecd_client.vllm.compat import CAN_FAIL_ONE_REQUEST, fail_by_itself
-from ecd_client.vllm.lookup import ENOUGH_LEFT, Lookup
-from ecd_client.vllm.request_items import NeededItem, RequestItems
-from ecd_client.vllm.settings import FAIL, Settings
-from ecd_client.vllm.sharing import Sharing
-from ecd_client.vllm.stats import EcdStats
-from ecd_client.vllm.wanted import User, WantedItem, WantedItems
+from ecd_client.vllm.base.compat import CAN_FAIL_ONE_REQUEST, fail_by_itself
+from ecd_client.vllm.base.settings import FAIL, Settings
+from ecd_client.vllm.base.sharing import Sharing
+from ecd_client.vllm.base.stats import EcdStats
+from ecd_client.vllm.scheduler.lookup import ENOUGH_LEFT, Lookup
+from ecd_client.vllm.scheduler.request_items import NeededItem, RequestItems
+from ecd_client.vllm.scheduler.wanted import User, WantedItem, WantedItems
 from ecd_proto.contract import shown
 
 if TYPE_CHECKING:

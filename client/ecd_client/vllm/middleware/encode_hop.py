@@ -20,10 +20,10 @@ from prometheus_client import Counter, Gauge
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.vllm.encoders import Encoder, Encoders
-from ecd_client.vllm.hints import CONSUMERS, hints_in
-from ecd_client.vllm.images import Look, Missing, Promise
-from ecd_client.vllm.places import Asker, Places
+from ecd_client.vllm.base.hints import CONSUMERS, hints_in
+from ecd_client.vllm.middleware.encoders import Encoder, Encoders
+from ecd_client.vllm.middleware.images import Look, Missing, Promise
+from ecd_client.vllm.middleware.places import Asker, Places
 from ecd_proto.contract import shown
 from ecd_proto.placeholders import Placeholder, may_be_together
 

@@ -10,15 +10,15 @@ from vllm.logger import init_logger
 
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, EcdError
-from ecd_client.vllm.compat import ASKS_OF_RUNNING
-from ecd_client.vllm.encodes import NOTICED_S, Encodes
-from ecd_client.vllm.outputs import Outputs
-from ecd_client.vllm.producer import Producer
-from ecd_client.vllm.request_items import RequestItems
-from ecd_client.vllm.settings import FAIL, Settings
-from ecd_client.vllm.sharing import Sharing
-from ecd_client.vllm.stats import EcdStats
-from ecd_client.vllm.wanted import WantedItem
+from ecd_client.vllm.base.compat import ASKS_OF_RUNNING
+from ecd_client.vllm.base.outputs import Outputs
+from ecd_client.vllm.base.settings import FAIL, Settings
+from ecd_client.vllm.base.sharing import Sharing
+from ecd_client.vllm.base.stats import EcdStats
+from ecd_client.vllm.scheduler.encodes import NOTICED_S, Encodes
+from ecd_client.vllm.scheduler.producer import Producer
+from ecd_client.vllm.scheduler.request_items import RequestItems
+from ecd_client.vllm.scheduler.wanted import WantedItem
 from ecd_proto.contract import shown
 
 logger = init_logger(f"vllm.{__name__}")

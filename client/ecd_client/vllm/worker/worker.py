@@ -13,13 +13,13 @@ from vllm.logger import init_logger
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.vllm.compat import TELLS_WHAT_TO_SAVE
-from ecd_client.vllm.encode_time import EncodeTime
-from ecd_client.vllm.loader import Loader
-from ecd_client.vllm.reports import RankReports
-from ecd_client.vllm.settings import Settings
-from ecd_client.vllm.stats import EcdStats
-from ecd_client.vllm.transfer import EcdMetadata, Load
+from ecd_client.vllm.base.compat import TELLS_WHAT_TO_SAVE
+from ecd_client.vllm.base.reports import RankReports
+from ecd_client.vllm.base.settings import Settings
+from ecd_client.vllm.base.stats import EcdStats
+from ecd_client.vllm.base.transfer import EcdMetadata, Load
+from ecd_client.vllm.worker.encode_time import EncodeTime
+from ecd_client.vllm.worker.loader import Loader
 from ecd_proto.contract import shown
 
 logger = init_logger(f"vllm.{__name__}")

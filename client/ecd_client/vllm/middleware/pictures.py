@@ -20,18 +20,18 @@ from vllm.multimodal.media.image import ImageMediaIO
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.vllm.compat import (
+from ecd_client.vllm.base.compat import (
     PlaceholderMetadata,
     media_budgets,
     open_image,
 )
-from ecd_client.vllm.encoders import UNKNOWN_TOKENS, tokens_of
-from ecd_client.vllm.hints import hints_in
-from ecd_client.vllm.identity import PRIVATE
-from ecd_client.vllm.images import IMAGE, Found, Look, Missing, packed
-from ecd_client.vllm.names import stored_name
-from ecd_client.vllm.settings import Settings
-from ecd_client.vllm.shared_namespace import SeenNamespace
+from ecd_client.vllm.base.hints import hints_in
+from ecd_client.vllm.base.identity import PRIVATE
+from ecd_client.vllm.base.names import stored_name
+from ecd_client.vllm.base.settings import Settings
+from ecd_client.vllm.base.shared_namespace import SeenNamespace
+from ecd_client.vllm.middleware.encoders import UNKNOWN_TOKENS, tokens_of
+from ecd_client.vllm.middleware.images import IMAGE, Found, Look, Missing, packed
 from ecd_proto.placeholders import Placeholder
 
 if TYPE_CHECKING:

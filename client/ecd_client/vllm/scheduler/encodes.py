@@ -21,9 +21,9 @@ from ecd_client.arguments import MAX_SECONDS
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.shared.key_locks import MAX_LOCKS
-from ecd_client.vllm.request_items import RequestItems
-from ecd_client.vllm.stats import EcdStats
-from ecd_client.vllm.wanted import WantedItem
+from ecd_client.vllm.base.stats import EcdStats
+from ecd_client.vllm.scheduler.request_items import RequestItems
+from ecd_client.vllm.scheduler.wanted import WantedItem
 from ecd_proto.contract import MAKING_S
 
 SHARE_WAITED = 3 / 4

@@ -8,9 +8,9 @@ import time
 from vllm.envs import VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
 from vllm.logger import init_logger
 
-from ecd_client.vllm.reports import Reports
-from ecd_client.vllm.transfer import Load
-from ecd_client.vllm.wanted import Loading, WantedItem, WantedItems
+from ecd_client.vllm.base.reports import Reports
+from ecd_client.vllm.base.transfer import Load
+from ecd_client.vllm.scheduler.wanted import Loading, WantedItem, WantedItems
 
 logger = init_logger(f"vllm.{__name__}")
 
