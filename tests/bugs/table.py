@@ -744,7 +744,7 @@ EDITED = {
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
             "client/ecd_client/vllm/scheduler/computed.py",
-            "            return noted == item.described.stored",
+            "            return noted == said.stored",
             "            return True",
         ),
     ),

@@ -16,6 +16,7 @@ from ecd_client.errors import EcdError
 from ecd_client.vllm.base.compat import PlaceholderMetadata, takes_prefilled
 from ecd_client.vllm.base.sharing import Sharing
 from ecd_client.vllm.scheduler.request_items import NeededItem, RequestItems
+from ecd_proto.placeholders import Placeholder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,33 +79,33 @@ class ComputedItems:
         An item that is still to be computed is judged before it is. An engine that has prefilled
         for this one has judged the whole request.
         """
-        if state.begins_at(num_computed_tokens) is None:
-            return None
-        params = request.kv_transfer_params
-        if self._takes_prefilled and isinstance(params, dict) and params.get("do_remote_prefill"):
-            state.is_prefilled = True
-        # Computed, or loaded, for this request.
-        are_its_own = request.num_computed_tokens > 0 or state.is_prefilled
         while item := state.begins_at(num_computed_tokens):
-            if not are_its_own and not self._was_computed_as(item):
+            if item.described is not None and not (
+                self._are_its_own(request, state) or self._was_computed_as(item, item.described)
+            ):
                 return item
             state.judged += 1
         return None
 
-    def _was_computed_as(self, item: NeededItem) -> bool:
+    def _are_its_own(self, request: Request, state: RequestItems) -> bool:
+        """Whether the tokens were computed, or loaded, for this request and no other."""
+        params = request.kv_transfer_params
+        if self._takes_prefilled and isinstance(params, dict) and params.get("do_remote_prefill"):
+            state.is_prefilled = True
+        return state.is_prefilled or bool(request.num_computed_tokens > 0)
+
+    def _was_computed_as(self, item: NeededItem, said: Placeholder) -> bool:
         """Whether tokens of the item were computed with the metadata that came, and no others.
 
         Where this engine has not computed them, an entry that memory shows says so.
         """
-        if item.described is None:
-            return True
         if (noted := self._with.get(_digest(item.identifier))) is not None:
-            return noted == item.described.stored
+            return noted == said.stored
         if not self._sharing.includes(item.identifier):
             return False
         with contextlib.suppress(EcdError):
             metadata = self._client.shown_metadata(item.identifier)
-            return metadata is not None and item.described.is_of(metadata)
+            return metadata is not None and said.is_of(metadata)
         return False
 
 
