@@ -170,7 +170,7 @@ def tokens(reply: dict) -> list[list[int]]:
 
 @contextlib.contextmanager
 def constants(*engines: Engine, **values: float) -> Iterator[None]:
-    """These engines have other constants of the connector, as `module__NAME`, within the block."""
+    """These engines have other constants, as `room__module__NAME`, within the block."""
     told = {name.replace("__", "."): value for name, value in values.items()}
     were = [engine.do("set", constants=told) for engine in engines]
     try:

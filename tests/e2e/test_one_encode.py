@@ -21,9 +21,9 @@ from support.waiting import HANG_S, stopped
 pytestmark = [pytest.mark.timeout(600), AND_NEXT]
 Pair = tuple[Engine, Engine]
 HASTY = {
-    "encodes__MAKING_S": MAKING_S,
-    "encodes__TIMES_WAITED": MAKING_S / PATIENT["ecd_load_timeout_s"],
-    "encodes__RESTS_S": 10 * HANG_S,
+    "scheduler__encodes__MAKING_S": MAKING_S,
+    "scheduler__encodes__TIMES_WAITED": MAKING_S / PATIENT["ecd_load_timeout_s"],
+    "scheduler__encodes__RESTS_S": 10 * HANG_S,
 }
 """An engine waits for another for a while, and then no more within the test."""
 
@@ -32,7 +32,7 @@ HASTY = {
 def pair(shared: Callable[..., Engine]) -> Iterator[Pair]:
     """Two engines that wait for each other for longer than a test lasts, unless it sets that."""
     pair = tuple(shared("ec_both", which, enable_mm_embeds=True) for which in range(2))
-    with constants(*pair, encodes__MAKING_S=10 * HANG_S):
+    with constants(*pair, scheduler__encodes__MAKING_S=10 * HANG_S):
         yield pair
 
 

@@ -285,7 +285,7 @@ def test_a_save_that_was_answered_late_leaves_later_ones_to_be_announced(
         "LiveCache._reserve = reserve_at_a_gate",
     )
     with squeezed(4 * ENTRY_BYTES):
-        with constants(producer, worker__SEEN_WITHIN_S=0.1):
+        with constants(producer, worker__worker__SEEN_WITHIN_S=0.1):
             assert told() == [False]
         gate.open()
         eventually(lambda: daemon.status().counters.puts == 1)

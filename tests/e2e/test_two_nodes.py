@@ -305,7 +305,7 @@ def test_two_machines_that_need_a_new_picture_at_one_time_encode_it_once(
     for engine, daemon in zip((near, far), daemons, strict=True):
         await_sessions(engine, daemon)
         eventually(lambda daemon=daemon: daemon.peers().directory.up, "the directory")
-    with constants(near, far, encodes__TIMES_WAITED=20 * HANG_S):
+    with constants(near, far, scheduler__encodes__TIMES_WAITED=20 * HANG_S):
         [request] = new.requests(1)
         requests = [{**request, "text": f"what is in picture {number}?"} for number in range(4)]
         expected = tokens(plain.generate(requests))

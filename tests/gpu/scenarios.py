@@ -28,6 +28,7 @@ from ecd_client.item import Item
 from ecd_client.session import Session
 from ecd_client.shared import index
 from ecd_client.tensors import TensorSource
+from ecd_client.values import Extent
 from ecd_proto.shm.session_page import DMA_WORD
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
@@ -976,6 +977,13 @@ def dies_amid_a_promotion(address: str) -> dict:
 
 def dies_amid_a_save(address: str) -> dict:
     """Killed between the halves of a copy into the host pool, which is held there."""
+    copy_to = TensorSource.copy_to
+
+    def say_where(source: TensorSource, pool: object, extent: Extent) -> None:
+        print(f"its second half lies at {extent.offset + extent.nbytes // 2}", flush=True)
+        copy_to(source, pool, extent)
+
+    TensorSource.copy_to = say_where
     client = Client(address)
     pin(client)
     tensor = gpu.encode(SHAPE, torch.uint8, 7)

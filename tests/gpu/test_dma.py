@@ -341,32 +341,41 @@ def test_a_stopped_engine_amid_a_save_keeps_its_memory(
 def test_a_dead_engines_save_lands_in_no_other_entry(
     cuda: Cuda, make_daemon: Callable[..., Daemon], tmp_path: Path, without: str
 ) -> None:
-    """Its copy ends after others have put more than the pool has room for."""
+    """Its copy ends after another put lies there, if memory of the dead is given to others."""
     grace_is_over = tmp_path / "grace is over"
     daemon = make_daemon("8MiB", DMA_GRACE_UNTIL=str(grace_is_over))
     daemon.command = (sys.executable, str(STRESS), "--daemon", "--without", without)
     daemon.start()
     dead = Control(tmp_path / "cuda-dead")
     variables = environment(dead, afterlife=True)
-    cuda.run(SCENARIOS, "dies_amid_a_save", daemon.address, check=False, **variables)
+    died = cuda.run(SCENARIOS, "dies_amid_a_save", daemon.address, check=False, **variables)
+    [second_half] = re.findall(r"its second half lies at (\d+)", died.stdout)
+    nbytes, keys = MIB // 4, [str(number) for number in range(200)]
+
+    def is_given_back() -> bool:
+        status = daemon.status()
+        [pool] = status.pools
+        return not (status.sessions or pool.granted_bytes or pool.reserved_bytes)
+
     if without:
-        eventually(lambda: daemon.status().pools[0].reserved_bytes == 0)
-    nbytes = MIB // 4
-    keys = [str(number) for number in range(64)]
+        eventually(is_given_back)
     with Client(daemon.address) as client:
-        for key in keys:
+
+        def lies_there(key: str) -> bool:
             client.put_bytes(key, bytes([5]) * nbytes, "uint8", (nbytes,))
-        assert (daemon.status().pools[0].reserved_bytes == 0) == bool(without)
+            with client.get(key) as item:
+                return 0 <= item._hold.extent.offset - int(second_half) < MIB // 2
+
+        assert any(map(lies_there, keys)) == bool(without)
         dead.hold = Hold.NOTHING
         eventually(lambda: dead.counters().finished == dead.counters().copies)
         contents = set()
-        for item in map(client.get, keys):
-            if item is not None:
-                with item:
-                    contents |= set(item.view.tobytes())
+        for item in filter(None, map(client.get, keys)):
+            with item:
+                contents |= set(item.view.tobytes())
     assert contents == ({5, 7} if without else {5})
     grace_is_over.touch()
-    eventually(lambda: daemon.status().pools[0].reserved_bytes == 0)
+    eventually(is_given_back)
 
 
 WITHOUT_CUDA = """
