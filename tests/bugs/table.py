@@ -779,9 +779,9 @@ EDITED = {
         "vllm",
         "e2e/test_attacker.py::test_a_clients_tensor_is_not_taken_for_the_picture_of_its_name",
         Edit(
-            "client/ecd_client/vllm/base/engine_core.py",
-            "            connector.name_items(request)",
-            "            pass",
+            "client/ecd_client/vllm/base/names.py",
+            "    if brought_with(feature) is not None:",
+            "    if brought_with(feature) is not None and is_private:",
         ),
     ),
     "a video of Qwen2.5-Omni without its media is a whole one": Bug(

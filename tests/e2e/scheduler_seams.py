@@ -380,6 +380,7 @@ def blocks(salt: str | None, prompt: range, answer: range) -> list[bytes]:
         data_parallel_rank=None,
     )
     made, _ = core.preprocess_add_request(engine_request)
+    connector.name_items(made)  # which is too late for the blocks of the prompt
     made.append_output_token_ids(list(answer))
     return made.block_hashes
 
@@ -387,6 +388,11 @@ def blocks(salt: str | None, prompt: range, answer: range) -> list[bytes]:
 for salt in (None, "one"):
     turns = [blocks(salt, range(50), range(0)), blocks(salt, range(21), range(21, 50))]
     done[f"blocks of an answer, of {salt}"] = [len(turns[0]), turns[0] == turns[1]]
+otherwise = request("made otherwise", feature("of another way", 8), salt="one")
+otherwise.block_hashes = [b"with vLLM's name"]
+settled(otherwise)
+done["blocks of a request that vLLM made in another way"] = otherwise.block_hashes
+connector.request_finished(otherwise)
 
 if CAN_LEAVE_OUT_MEDIA:
     grid, other = [1, 4, 8], [1, 8, 4]

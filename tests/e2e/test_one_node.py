@@ -216,6 +216,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
     assert done == {
         "blocks of an answer, of None": [3, True],
         "blocks of an answer, of one": [3, True],
+        "blocks of a request that vLLM made in another way": [],
         "a name alone, of None": "goes on",
         "a name alone, of one": "goes on",
         "a name alone, of other": "fails",
