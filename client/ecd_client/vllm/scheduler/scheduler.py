@@ -344,7 +344,8 @@ class SchedulerRole:
         """Load a promised item, for which the engine made room now; it encodes the others."""
         feature = request.mm_features[index]
         wanted = self._items.get(feature.identifier)
-        self._computed.note(feature)
+        if self._is_consumer:  # others take no request without media, which alone is judged
+            self._computed.note(feature)
         if wanted is None or not wanted.promised:
             if brought_with(feature) is None:
                 self._encoded_rows += feature.mm_position.get_num_embeds()
