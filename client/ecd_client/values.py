@@ -1,4 +1,4 @@
-"""What parts of the client pass to each other, and no one of them owns."""
+"""Types that several modules of the client pass to each other: keys, extents and their parts."""
 
 from __future__ import annotations
 

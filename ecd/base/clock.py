@@ -39,4 +39,4 @@ class Clock:
 
 
 REAL = Clock()
-"""For what is no part of a simulation: files, and the processes that have them."""
+"""The machine's clock: the default of parts that are made without one, as files and locks are."""

@@ -13,7 +13,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from ecd.base.clock import Clock
+from ecd.base.clock import REAL, Clock
 from ecd.core.cache import Cache
 from ecd.core.model.outcomes import (
     Aborted,
@@ -75,10 +75,9 @@ class LiveCache:
         self,
         cache: Cache,
         intake: Intake | None = None,
-        clock: Clock | None = None,
+        clock: Clock = REAL,
     ) -> None:
-        self.cache = cache
-        self.clock = clock = clock or Clock()
+        self.cache, self.clock = cache, clock
         self.turns = Turns(clock)
         self.makings = Makings(clock)
         self._intake: Intake = NoPuts() if intake is None else intake

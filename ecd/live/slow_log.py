@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 from google.protobuf.message import Message
 
-from ecd.base.clock import Clock
+from ecd.base.clock import REAL, Clock
 from ecd.core.model.board import Put
 from ecd.core.model.types import Key
 from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES, size_text
@@ -67,11 +67,11 @@ class SlowLog:
         self,
         slow_s: float = 0.1,
         count: Callable[[str], None] = lambda _: None,
-        clock: Clock | None = None,
+        clock: Clock = REAL,
     ) -> None:
         """`count` is told the kind of each slow event."""
         self.slow_s, self.total = slow_s, 0
-        self._count, self._clock = count, clock or Clock()
+        self._count, self._clock = count, clock
         self._events: deque[pb.SlowEvent] = deque(maxlen=MAX_SLOW)
         self._logged_s, self._unlogged = float("-inf"), 0
 

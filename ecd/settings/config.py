@@ -370,9 +370,3 @@ def is_loopback(node: str) -> bool:
         return IPv4Address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def pairs(text: str) -> dict[str, str]:
-    """Parse variables in the form A=1,B=2."""
-    parts = [part.partition("=") for part in text.split(",") if part.strip()]
-    return {name.strip(): setting.strip() for name, _, setting in parts}

@@ -1,8 +1,8 @@
-"""What is called when an object is garbage, in place of `weakref.finalize`.
+"""A call that follows an object's end by garbage collection, in place of `weakref.finalize`.
 
-That keeps one dict for the whole process, over which an ending interpreter walks. A thread that
-changes it meanwhile, as one that unmaps a pool does, makes the interpreter leave out all
-finalizers, other libraries' too.
+`weakref.finalize` keeps one dict for the whole process, over which an ending interpreter walks. A
+thread that changes it meanwhile, as one that unmaps a pool does, makes the interpreter leave out
+all finalizers, other libraries' too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 
 _awaited: dict[int, weakref.ref[object]] = {}
-"""By their ids, as a reference to an object that has no hash has none either."""
+"""References to objects that live, by the references' ids: not all of them can be hashed."""
 
 
 def when_collected(thing: object, call: Callable[..., object], *arguments: object) -> None:

@@ -415,8 +415,10 @@ def _is_all_said(feature: Any, fields: Collection[str]) -> bool:
 
 def _is_assumed(name: str, value: Any) -> bool:
     """Whether an item's field is absent, or says what its model takes it to be without it."""
-    if value is None or name not in ASSUMED:
-        return value is None
+    if value is None:
+        return True
+    if name not in ASSUMED:
+        return False
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and bool(value == ASSUMED[name])
     return isinstance(value, int | float) and value == ASSUMED[name]

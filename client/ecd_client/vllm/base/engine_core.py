@@ -57,7 +57,7 @@ class Watcher(Protocol):
 
 
 _names: ContextVar[Watcher | None] = ContextVar("names", default=None)
-"""Who names the items of the request that this thread makes."""
+"""The connector of the engine core that is making a request on this thread."""
 
 
 def watch(kind: type) -> None:

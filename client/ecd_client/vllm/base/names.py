@@ -54,7 +54,7 @@ def is_alone(identifier: str) -> bool:
 
 
 def name_apart(feature: Any, salt: str | None, *, is_private: bool = False) -> bool:
-    """Give a request's item the identifier that it has within the engine. False: vLLM's own.
+    """Give a request's item the identifier that it has within the engine. False: it had that.
 
     No other engine gets a private one. Requests that vLLM makes of one (`n` above 1) may share the
     item, or have copies of it: it has its name then.

@@ -67,7 +67,7 @@ class Look:
 
     @property
     def salt(self) -> str | None:
-        """What parts the request's tenant from others."""
+        """The request's `cache_salt`: tenants with different ones share nothing."""
         return self.request.get("cache_salt")
 
     @property

@@ -40,7 +40,7 @@ class ComputedItems:
         self._client, self._sharing, self._metadata = client, sharing, metadata
         self._takes_prefilled = takes_prefilled(vllm_config)
         self._with: OrderedDict[bytes, bytes] = OrderedDict()
-        """What entries carry of the metadata, by the digests of names: clients make long ones."""
+        """What entries have of the metadata, by the SHA-256 of names, which may be long."""
 
     def note(self, feature: Any) -> None:
         """The engine makes room for a request's item, whose tokens it computes now.
@@ -88,7 +88,10 @@ class ComputedItems:
         return None
 
     def _are_its_own(self, request: Request, state: RequestItems) -> bool:
-        """Whether the tokens were computed, or loaded, for this request and no other."""
+        """Whether the tokens were computed, or loaded, for this request and no other.
+
+        vLLM says once that another engine has prefilled: the request's state keeps that.
+        """
         params = request.kv_transfer_params
         if self._takes_prefilled and isinstance(params, dict) and params.get("do_remote_prefill"):
             state.is_prefilled = True
