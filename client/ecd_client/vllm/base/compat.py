@@ -433,13 +433,10 @@ def _is_interleaved(feature: Any) -> bool:
 def _has_more(data: Any, fields: set[str]) -> bool:
     """Whether a processed item has something besides these fields that an encoder could read.
 
-    vLLM says AUDIO_IN_VIDEO of each video of Qwen2.5-Omni, with media or without; and its server
-    for tokens sends fields that stay on the CPU without the media.
+    None that stays on the CPU: vLLM says AUDIO_IN_VIDEO of each video of Qwen2.5-Omni, with media
+    or without, and its server for tokens sends all such fields without the media.
     """
     return any(
-        element.data is not None
-        and name not in fields
-        and name != AUDIO_IN_VIDEO
-        and not element.field.keep_on_cpu
+        element.data is not None and name not in fields and not element.field.keep_on_cpu
         for name, element in data.items()
     )
