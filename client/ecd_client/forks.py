@@ -45,6 +45,8 @@ class Pending(Future[Result]):
 
 pid = os.getpid()
 """The process that owns the clients: a child differs until all in it is cut off."""
+has_had_clients = False
+"""Whether gRPC has run here: a thread of its own may hold a lock long after the last client."""
 is_child = False
 """Whether this process was forked from one that had clients."""
 steady = threading.RLock()
@@ -58,6 +60,8 @@ def add(made: Forked, last: bool = False) -> None:
 
     `last`: after all others, which give descriptors back.
     """
+    global has_had_clients
+    has_had_clients = True
     (_made_last if last else _made).add(made)
 
 
@@ -112,7 +116,7 @@ def in_child() -> None:
     # Python goes on after a hook that a signal's handler has ended halfway with an exception.
     blocked = _blocked_signals()
     steady = threading.RLock()
-    is_child = is_child or bool(_made) or bool(_made_last)
+    is_child = has_had_clients
     failed: list[Exception] = []
     for made in (*_made, *_made_last):
         try:

@@ -221,7 +221,7 @@ def test_an_item_may_be_collected_amid_its_load(scenario: Scenario) -> None:
     assert scenario("collected_amid_a_load") == {"right": True, "faults": 0}
 
 
-def test_a_child_may_have_a_client_once_its_parent_has_none(scenario: Scenario) -> None:
+def test_a_child_is_refused_a_client_though_its_parent_has_none_left(scenario: Scenario) -> None:
     assert scenario("child_after_its_parents_client") == {"right": True, "child": 0}
 
 
