@@ -26,7 +26,7 @@ from ecd.commands import app as ecd
 from ecd.core.counters import Counters
 from ecd.memory.disk.disk_limits import DiskCounters
 from ecd.ops.events import EventCounters
-from ecd.ops.metrics import Metrics
+from ecd.ops.metrics.registry import Metrics
 from ecd.settings.config import ENV_PREFIX, RELOADABLE, Config
 from ecd_client.cli.main import app as ecd_cli
 from ecd_proto.v1 import cache_pb2 as pb

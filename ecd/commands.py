@@ -31,7 +31,7 @@ from ecd.memory.disk import disk_dir
 from ecd.memory.disk.disk_dir import DiskError
 from ecd.memory.pool_dir import PoolError, clear
 from ecd.ops.events import EventsError
-from ecd.ops.metrics import MetricsError
+from ecd.ops.metrics.registry import MetricsError
 from ecd.replay.command import replay
 from ecd.rpc.peer.peer_server import PeerServerError
 from ecd.rpc.socket import SocketError

@@ -35,7 +35,7 @@ from ecd.node import Node, SharedBoard, live_cache, make_cache
 from ecd.ops.events import Events
 from ecd.ops.history import History
 from ecd.ops.http import PATH, LocateOverHttp
-from ecd.ops.metrics import Metrics
+from ecd.ops.metrics.registry import Metrics
 from ecd.ops.service_manager import ServiceManager, is_supervised
 from ecd.ops.status import PooledMemory, Status
 from ecd.ops.status_page import StatusPage

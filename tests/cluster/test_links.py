@@ -30,7 +30,7 @@ from ecd.core.pool.pool import Pool
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.memory.checksums import Checksums
-from ecd.ops.metrics import Metrics
+from ecd.ops.metrics.registry import Metrics
 from ecd.ops.status import Status
 from ecd.rpc.cache.sessions import SessionStreams
 from ecd.rpc.peer import inbound_link, peer_service, serving

@@ -1,0 +1,229 @@
+"""The core's figures, read at scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from ecd.core.counters import IDLE_BOUNDS_S, SIZE_BOUNDS_BYTES
+from ecd.ops.metrics.families import (
+    Loop,
+    OnLoop,
+    counter_by,
+    counters,
+    gauge_by,
+    gauges,
+    histogram,
+)
+from ecd_proto.contract import pool_names
+from ecd_proto.v1 import cache_pb2 as pb
+
+OTHERS = "other"
+"""The label of all namespaces that have none of their own."""
+
+
+class CoreCollector(Collector):
+    """The core's figures, one line of `ecd-cli status` at a time."""
+
+    def __init__(self, status: Callable[[], pb.StatusReply], loop: Loop) -> None:
+        self._figures = OnLoop(status, loop)
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._figures.get()
+        if status is None:
+            return
+        yield from _of_traffic(status.counters)
+        yield _of_bench(status.bench)
+        yield from _of_sizes(status.counters)
+        yield from _of_namespaces(status)
+        yield from _of_pools(status)
+        yield from _of_now(status)
+        if status.HasField("disk"):
+            yield from _of_disk(status.disk)
+
+
+def _of_traffic(counted: pb.Counters) -> Iterable[Metric]:
+    rows = (
+        ("hits", "Entries that readers found, by lease or pin.", counted.hits),
+        ("peer_leases", "Entries leased to other nodes: no hits here.", counted.peer_leases),
+        ("misses", "Lookups and waits that ended without an entry.", counted.misses),
+        ("puts", "Entries stored by clients and by fetches.", counted.puts),
+        ("recovered", "Entries taken over from an earlier incarnation.", counted.recovered),
+        ("duplicates", "Writers told that the entry was there.", counted.duplicates),
+        ("aborts", "Reservations given up, dead writers' included.", counted.aborts),
+        ("copies", "Copies of entries made in device pools.", counted.copies),
+        ("bytes_in", "Bytes of committed entries.", counted.bytes_in),
+        ("bytes_out", "Bytes of entries that readers found.", counted.bytes_out),
+        (
+            "saved_seconds",
+            "What the hits had cost to encode: as reported, else by the fit.",
+            counted.saved_s,
+        ),
+        ("leases_expired", "Leases that ran out unrenewed.", counted.leases_expired),
+        ("waits_expired", "Waits that ran out.", counted.waits_expired),
+        (
+            "costs_forgotten",
+            "Namespaces' costs of a modality that gave way to others': there are too many.",
+            counted.costs_forgotten,
+        ),
+    )
+    yield from counters(rows)
+    for label, name, text, values in (
+        ("reason", "evictions", "Entries evicted, by reason.", counted.evictions),
+        ("reason", "evicted_bytes", "Bytes of these entries.", counted.evicted_bytes),
+        ("cause", "refused", "Requests refused, by cause.", counted.refused),
+    ):
+        yield counter_by(label, f"ecd_{name}", text, values.items())
+
+
+def _of_bench(counted: pb.Counters) -> Metric:
+    events = {
+        "puts": counted.puts,
+        "evictions": sum(counted.evictions.values()),
+        "duplicates": counted.duplicates,
+        "hits": counted.hits,
+        "misses": counted.misses,
+    }
+    text = "Events of `ecd-cli bench`, left out elsewhere."
+    return counter_by("event", "ecd_bench", text, events.items())
+
+
+def _of_sizes(counted: pb.Counters) -> Iterable[Metric]:
+    yield histogram(
+        "ecd_eviction_idle_seconds",
+        "How long entries that were evicted for room had not been used.",
+        IDLE_BOUNDS_S,
+        counted.idle_evictions,
+        counted.idle_evictions_s,
+    )
+    yield histogram(
+        "ecd_put_bytes",
+        "Sizes of entries stored by clients and by fetches.",
+        SIZE_BOUNDS_BYTES,
+        counted.put_sizes,
+        counted.bytes_in,
+    )
+    yield histogram(
+        "ecd_hit_bytes",
+        "Sizes of entries that readers found; of a client's burst the last 512 reads.",
+        SIZE_BOUNDS_BYTES,
+        counted.hit_sizes,
+        counted.hit_sizes_bytes,
+    )
+
+
+def _of_namespaces(status: pb.StatusReply) -> Iterable[Metric]:
+    """The namespaces' sizes; a namespace that is called OTHERS counts among the others."""
+    named = [each for each in status.namespaces if each.namespace != OTHERS]
+    entries, nbytes = status.entries, status.other_namespaces.nbytes
+    nbytes += sum(each.nbytes for each in status.namespaces)
+    entries -= sum(each.entries for each in named)
+    nbytes -= sum(each.nbytes for each in named)
+    by_entries = [(each.namespace, each.entries) for each in named]
+    by_bytes = [(each.namespace, each.nbytes) for each in named]
+    quotas = [(each.namespace, each.quota_bytes) for each in named if each.HasField("quota_bytes")]
+    for name, text, values in (
+        ("entries", "Entries of the namespace.", [*by_entries, (OTHERS, entries)]),
+        ("bytes", "Bytes of its entries.", [*by_bytes, (OTHERS, nbytes)]),
+        ("quota_bytes", "Bytes that it may have, where it has a quota.", quotas),
+    ):
+        yield gauge_by("namespace", f"ecd_namespace_{name}", text, values)
+
+
+def _of_pools(status: pb.StatusReply) -> Iterable[Metric]:
+    names = pool_names({pool.pool: pool.kind for pool in status.pools})
+    for name, text, field in (
+        ("bytes", "Size of the pool.", "pool_bytes"),
+        (
+            "populated_bytes",
+            "Bytes of the pool that are there: 0 for a GPU that had none.",
+            "populated_bytes",
+        ),
+        ("used_bytes", "Bytes in extents.", "used_bytes"),
+        ("granted_bytes", "Bytes given to clients ahead of need.", "granted_bytes"),
+        ("reserved_bytes", "Bytes of the pool that are being written.", "reserved_bytes"),
+        ("leased_bytes", "Bytes of the pool that a client reads.", "leased_bytes"),
+        (
+            "worth_seconds",
+            "Seconds to have the pool's entries again, by encoding or fetching.",
+            "worth_s",
+        ),
+        (
+            "frequency_exponent",
+            "How much an entry's uses weigh when room is made: 0 not at all.",
+            "frequency_exponent",
+        ),
+        (
+            "density_exponent",
+            "How much its seconds per byte weigh; LRU where both are 0.",
+            "density_exponent",
+        ),
+        ("free_bytes", "Bytes in no extent; those granted are among them.", "free_bytes"),
+        ("largest_free_bytes", "Largest free extent.", "largest_free_bytes"),
+        ("kept_bytes", "Bytes of entries that operators keep.", "kept_bytes"),
+    ):
+        values = [(names[pool.pool], getattr(pool, field)) for pool in status.pools]
+        yield gauge_by("pool", f"ecd_pool_{name}", text, values)
+    for name, text, field in (
+        ("evictions", "Entries and copies evicted from the pool.", "evictions"),
+        (
+            "given_up_seconds",
+            "Seconds to have again what was evicted for room, whether or not it is wanted.",
+            "given_up_s",
+        ),
+    ):
+        values = [(names[pool.pool], getattr(pool, field)) for pool in status.pools]
+        yield counter_by("pool", f"ecd_pool_{name}", text, values)
+
+
+def _of_now(status: pb.StatusReply) -> Iterable[Metric]:
+    rows = (
+        ("entries", "Committed entries.", status.entries),
+        ("unlisted_entries", "Entries that are not in the mapped index.", status.unlisted),
+        ("sessions", "Sessions of clients, open or leaving.", status.sessions),
+        ("leases", "Leases and pins held.", status.leases),
+        ("waits", "Clients' waits for a commit.", status.waits),
+        (
+            "sessions_waiting_for_dma",
+            "Sessions of dead clients to whose memory a device may still write.",
+            status.waiting_for_dma,
+        ),
+        (
+            "pinning_sessions",
+            "Sessions whose clients have pinned the pool for their GPUs.",
+            status.pinning,
+        ),
+    )
+    return gauges(rows)
+
+
+def _of_disk(disk: pb.DiskStatus) -> Iterable[Metric]:
+    events = (
+        ("reads", "Entries brought from disk into memory.", disk.reads),
+        ("read_bytes", "Bytes of entries brought from disk.", disk.read_bytes),
+        ("read_seconds", "Time that bringing them took.", disk.read_s),
+        ("writes", "Entries written to disk.", disk.writes),
+        ("written_bytes", "Bytes written, of the write budget.", disk.written_bytes),
+        ("write_seconds", "Time that writing took.", disk.write_s),
+        ("evictions", "Files removed for room.", disk.evictions),
+        ("kept", "Entries evicted from memory that were on disk.", disk.kept),
+        ("lost", "Entries evicted from memory that were not on disk.", disk.lost),
+        ("expired", "Files removed as their entries' time was over.", disk.expired),
+    )
+    yield from counters(events, "ecd_disk_")
+    text = "What failed on disk, by kind."
+    yield counter_by("kind", "ecd_disk_failures", text, disk.failures.items())
+    text = "Reads and writes that were left out, by cause."
+    yield counter_by("cause", "ecd_disk_skipped", text, disk.skipped.items())
+    figures = (
+        ("pool_bytes", "Size of the disk tier.", disk.pool_bytes),
+        ("used_bytes", "Bytes of its files.", disk.used_bytes),
+        ("entries", "Entries on disk.", disk.entries),
+        ("write_bytes_per_second", "The write budget.", disk.write_bytes_per_s),
+    )
+    yield from gauges(figures, "ecd_disk_")
+    resting = {"reads": disk.reads_rest, "writes": disk.writes_rest}
+    text = "Whether reads or writes rest after failures."
+    yield gauge_by("of", "ecd_disk_resting", text, resting.items())

@@ -1,0 +1,90 @@
+"""Metric families of rows, and figures for them that are taken on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from itertools import accumulate
+from typing import Generic, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+Loop = Callable[[], asyncio.AbstractEventLoop | None]
+"""Gives the daemon's event loop, while it runs."""
+SCRAPE_S = 1.0
+
+Figures = TypeVar("Figures")
+Row = tuple[str, str, float]
+"""A metric's name without its prefix, its help text, its value."""
+
+
+class OnLoop(Generic[Figures]):
+    """Figures for the scraper's thread, taken on the event loop: nothing changes meanwhile.
+
+    If the loop does not come round within SCRAPE_S, the last figures are told again.
+    """
+
+    def __init__(self, take: Callable[[], Figures], loop: Loop) -> None:
+        self._take, self._loop = take, loop
+        self._last: Figures | None = None
+
+    def get(self) -> Figures | None:
+        loop = self._loop()
+        if loop is None:
+            return self._take()
+        taken: Future[Figures] = Future()
+
+        def take() -> None:
+            try:
+                taken.set_result(self._take())
+            except Exception as error:
+                taken.set_exception(error)
+
+        with contextlib.suppress(FutureTimeoutError, RuntimeError):  # of a loop that is closed
+            loop.call_soon_threadsafe(take)
+            self._last = taken.result(SCRAPE_S)
+        return self._last
+
+
+def counters(rows: Iterable[Row], prefix: str = "ecd_") -> Iterable[CounterMetricFamily]:
+    for name, text, value in rows:
+        yield CounterMetricFamily(prefix + name, text, value=value)
+
+
+def gauges(rows: Iterable[Row], prefix: str = "ecd_") -> Iterable[GaugeMetricFamily]:
+    for name, text, value in rows:
+        yield GaugeMetricFamily(prefix + name, text, value=value)
+
+
+def counter_by(
+    label: str, name: str, text: str, values: Iterable[tuple[str, float]]
+) -> CounterMetricFamily:
+    """A counter with one series for each value of its label."""
+    family = CounterMetricFamily(name, text, labels=[label])
+    for which, value in values:
+        family.add_metric([which], value)
+    return family
+
+
+def gauge_by(
+    label: str, name: str, text: str, values: Iterable[tuple[str, float]]
+) -> GaugeMetricFamily:
+    """A gauge with one series for each value of its label."""
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for which, value in values:
+        family.add_metric([which], value)
+    return family
+
+
+def histogram(
+    name: str, text: str, bounds: Iterable[float], classes: Iterable[int], total: float
+) -> HistogramMetricFamily:
+    """A histogram of counts per class; the last class has no upper bound."""
+    uppers = (*map(float, bounds), "+Inf")
+    buckets = [
+        (str(upper), count) for upper, count in zip(uppers, accumulate(classes), strict=False)
+    ]
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=total)
