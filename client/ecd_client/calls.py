@@ -1,17 +1,12 @@
-"""The channel to the daemon, its batch calls, and the errors that its refusals become."""
+"""The batch calls of one session, each awaited at once or told to a future."""
 
 from __future__ import annotations
 
-import errno
-import os
 import queue
-import re
-import socket
-import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from copy import copy
 from functools import partial
@@ -19,101 +14,25 @@ from typing import Any, TypeVar
 
 import grpc
 
-from ecd_client import arguments, forks
+from ecd_client import forks
+from ecd_client.channel import CLOSED, call, from_status, late, translate, unreachable
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, bare
-from ecd_proto.contract import MAX_MESSAGE_BYTES, as_address, default_address
+from ecd_proto.contract import MAX_MESSAGE_BYTES
 from ecd_proto.v1 import cache_pb2 as pb
 
-CALL_TIMEOUT_S = 5.0
-"""How long the daemon may take to answer one call, waits apart."""
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 """Largest request: the rest of a message is for what Exchange adds."""
 MAX_IN_FLIGHT = 64
 """Calls of `later` on their way at once. A server of grpc's refuses calls at random once 1,000 of
 all its clients wait to be taken up (docs/decisions.md)."""
-NO_ANSWER = (
-    "the daemon is starting, stopping or busy",
-    "its log says more; or start it anew: systemctl restart ecd",
-)
-"""The cause, and what to do, where a connection is made and no call is answered."""
-CLOSED = "the client is closed"
 JOIN_S = 1.0
-PROBE_S = 0.1
 
 Reply = TypeVar("Reply")
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
 _answering = threading.local()
 """`is_here`: whether this thread of gRPC's is telling an answer."""
 _Queued = tuple[Future[Any], str, Any]
 """The future of the reply, the name of the call, the request."""
-
-
-def resolve(address: str | None) -> str:
-    """The address to use: the given one, `ECD_ADDRESS`, or this user's default socket.
-
-    Raises InvalidArgument.
-    """
-    if address is not None:
-        address = arguments.text(address, "daemon's address")
-    address = as_address(address or default_address())
-    if not address.startswith("unix:"):
-        raise InvalidArgument(
-            f"the address must be unix:///path/to/socket, or that path, not {address!r}"
-        )
-    return address
-
-
-def open_channel(address: str) -> grpc.Channel:
-    return grpc.insecure_channel(
-        address,
-        options=[
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 2000),  # it is how long an attempt may take
-            ("grpc.max_reconnect_backoff_ms", 400),
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.enable_retries", 0),  # a call that gRPC tries again may never end
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ],
-    )
-
-
-def open_file(path: str, flags: int, uid: int | None = None) -> int:
-    """Open a file that the daemon named, if it is a regular file of user `uid` and no link.
-
-    Otherwise a daemon could lead its clients to their own files, or to another daemon's. Raises
-    OSError.
-    """
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    found = os.fstat(fd)
-    if stat.S_ISREG(found.st_mode) and uid in (None, found.st_uid):
-        return fd
-    os.close(fd)
-    cause = f"not a file of the owner of the daemon's socket (uid {uid})"
-    raise PermissionError(errno.EPERM, cause, path)
-
-
-def socket_owner(address: str) -> int:
-    """The user that owns the socket. Raises OSError where there is no socket.
-
-    A symbolic link is not followed: it could lead to another daemon's socket.
-    """
-    path = socket_path(address)
-    found = os.lstat(path)
-    if not stat.S_ISSOCK(found.st_mode):
-        raise FileNotFoundError(errno.ENOENT, "not a socket", path)
-    return found.st_uid
-
-
-def call(
-    method: Callable[..., Reply], request: Any, address: str, timeout_s: float = CALL_TIMEOUT_S
-) -> Reply:
-    """One unary call. Raises EcdError."""
-    try:
-        return method(request, timeout=timeout_s)
-    except grpc.RpcError as error:
-        raise translate(error, address) from None
-    except ValueError:  # the channel is closed
-        raise DaemonUnavailable(CLOSED) from None
 
 
 class GrpcThreads:
@@ -288,7 +207,7 @@ class Calls:
             self._due_s = None
             self._lock.release()
         if reply.WhichOneof("reply") == "failure":
-            raise _named(_STATUS[reply.failure.code], reply.failure.details, self.address)
+            raise from_status(_STATUS[reply.failure.code], reply.failure.details, self.address)
         return getattr(reply, name)
 
     def alone(self, name: str, request: Any) -> Any:
@@ -346,56 +265,3 @@ def _check_size(request: Any) -> None:
     nbytes = request.ByteSize()
     if nbytes > MAX_REQUEST_BYTES:
         raise InvalidArgument(f"a message of {nbytes} bytes; at most {MAX_REQUEST_BYTES}")
-
-
-_STATUS = {code.value[0]: code for code in grpc.StatusCode}
-
-
-def translate(error: grpc.RpcError, address: str) -> EcdError:
-    """The error for the caller when a call failed."""
-    if not isinstance(error, grpc.Call):
-        return DaemonUnavailable(f"the call to {address} failed: {error}")
-    return _named(error.code(), error.details() or "", address)
-
-
-def _named(code: grpc.StatusCode, details: str, address: str) -> EcdError:
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        return InvalidArgument(details)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DaemonUnavailable(late(address))
-    if code is grpc.StatusCode.UNAVAILABLE and not details.startswith("the daemon"):
-        return DaemonUnavailable(unreachable(address))
-    return DaemonUnavailable(details or f"the daemon on {address} answered {code.name}")
-
-
-def late(address: str) -> str:
-    return f"the daemon on {address} did not answer in time"
-
-
-def unreachable(address: str) -> str:
-    cause, advice = why_refused(address) or NO_ANSWER
-    return f"nothing answers on {address}: {cause}; {advice}"
-
-
-def why_refused(address: str) -> tuple[str, str] | None:
-    """Why nobody gets a connection to the socket, and what to do. None: one was made."""
-    path = socket_path(address)
-    try:
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(PROBE_S)
-            probe.connect(path)
-    except FileNotFoundError:
-        return f"there is no {path}", "start the daemon, or say where it is (ECD_ADDRESS)"
-    except PermissionError:
-        advice = "join the daemon's group (ECD_GROUP; under systemd ecd), or run as its user"
-        return f"{path} does not let this user in", advice
-    except ConnectionRefusedError:
-        advice = "start the daemon: it takes the file over"
-        return f"nobody listens on {path}, which a dead daemon left", advice
-    except OSError as error:
-        return f"{path}: {error}", "start the daemon anew"
-    return None
-
-
-def socket_path(address: str) -> str:
-    return re.sub(r"^unix:(//)?", "", address)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ecd_client import arguments, forks
 from ecd_client.acquire import NO_NODES, Nodes
-from ecd_client.calls import CALL_TIMEOUT_S, resolve
+from ecd_client.channel import CALL_TIMEOUT_S, resolve
 from ecd_client.connection import Connection
 from ecd_client.device.pinned import Pinning
 from ecd_client.errors import InvalidArgument

@@ -18,15 +18,8 @@ from typing import Any
 import grpc
 
 from ecd_client import forks
-from ecd_client.calls import (
-    CLOSED,
-    Calls,
-    GrpcThreads,
-    open_channel,
-    socket_owner,
-    translate,
-    unreachable,
-)
+from ecd_client.calls import Calls, GrpcThreads
+from ecd_client.channel import CLOSED, open_channel, socket_owner, translate, unreachable
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.session import Outbox, Session
 from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, POPULATING

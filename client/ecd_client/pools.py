@@ -8,10 +8,10 @@ import os
 import threading
 from collections.abc import Iterable
 
-from ecd_client.calls import open_file
 from ecd_client.device import pinned
 from ecd_client.device.dma import SessionDma
 from ecd_client.errors import EcdError
+from ecd_client.files import open_file
 from ecd_client.values import Extent, Parts
 from ecd_proto.mapping import HUGE_SHARE, Mapping, populate_aside
 from ecd_proto.shm.session_page import GRANTED_POOL, Grant

@@ -9,7 +9,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from ecd_client import arguments, forks
 from ecd_client.acquire import NO_NODES, Acquire, ItemFuture, Nodes, pinned
-from ecd_client.calls import late, result_of
+from ecd_client.calls import result_of
+from ecd_client.channel import late
 from ecd_client.connection import Connection
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.item import Handle, Item

@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from ecd_client import arguments, forks
-from ecd_client.calls import CALL_TIMEOUT_S, result_of
+from ecd_client.calls import result_of
+from ecd_client.channel import CALL_TIMEOUT_S
 from ecd_client.connection import Connection
 from ecd_client.errors import (
     DaemonUnavailable,

@@ -20,7 +20,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ecd_client import Client, EcdError
-from ecd_client.calls import open_channel
+from ecd_client.channel import open_channel
 from ecd_client.device import copies, driver, ends, pinned
 from ecd_client.device import pool as device_pool
 from ecd_client.errors import DaemonUnavailable, DeviceError
@@ -1234,7 +1234,7 @@ def child_after_its_parents_client(address: str) -> dict:
 
 
 def shown_to_operators(address: str) -> dict:
-    from ecd_client.calls import open_channel
+    from ecd_client.channel import open_channel
     from ecd_proto.v1 import cache_pb2 as pb
     from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from ecd.__main__ import OF_ECD_CLI
 from ecd_client import Client
-from ecd_client.calls import open_channel
+from ecd_client.channel import open_channel
 from ecd_client.cli import render
 from ecd_client.cli.context import out
 from ecd_client.cli.main import app

@@ -24,7 +24,7 @@ from ecd.core.model.types import SessionId
 from ecd.rpc.cache import attach as daemons_side
 from ecd.rpc.cache.attach import AttachSocket, DmaProcesses
 from ecd_client import Client, EcdError
-from ecd_client.calls import open_channel
+from ecd_client.channel import open_channel
 from ecd_client.device.attach import attach
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.mapping import Mapping

@@ -23,7 +23,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ecd_client import Client, InvalidArgument
-from ecd_client.calls import open_channel
+from ecd_client.channel import open_channel
 from ecd_client.events import ASK_S, SILENT_S, Change, Subscriber
 from ecd_proto.events import END, SNAPSHOT
 from ecd_proto.v1 import cache_pb2 as pb

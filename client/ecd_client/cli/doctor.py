@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ecd_client.calls import NO_ANSWER, socket_path, unreachable, why_refused
+from ecd_client.channel import NO_ANSWER, socket_path, unreachable, why_refused
 from ecd_client.cli.doctor_gpu import examine_gpu
 from ecd_client.client import Client
 from ecd_client.errors import EcdError

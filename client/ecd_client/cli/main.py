@@ -15,7 +15,7 @@ import typer
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its retries are not the user's business
 
-from ecd_client.calls import resolve
+from ecd_client.channel import resolve
 from ecd_client.cli import daemon, entries, keeping, render, routing, slow_log
 from ecd_client.cli.context import (
     FAILED,

@@ -6,7 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from ecd_client.calls import open_file
+from ecd_client.files import open_file
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm.barriers import join_barriers
 from ecd_proto.shm.index import INDEX_HEADER_BYTES, IndexShape, unpack_index_header
