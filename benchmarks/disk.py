@@ -41,7 +41,7 @@ from ecd.replay.policies import POLICIES
 from ecd.replay.reading import Accesses, Item
 from ecd.replay.whatif import Disk, Outcome, simulate
 from ecd_client import Client
-from ecd_client.channel import call, open_channel
+from ecd_client.session.channel import call, open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 

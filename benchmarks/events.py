@@ -34,8 +34,8 @@ from ecd.core.pool.pool import Pool
 from ecd.live.live import LiveCache
 from ecd.ops.events import COLLECT_S, KEYS, Events
 from ecd_client import Client
-from ecd_client.channel import call, open_channel
 from ecd_client.events import Subscriber
+from ecd_client.session.channel import call, open_channel
 from ecd_proto.events import SNAPSHOT
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc

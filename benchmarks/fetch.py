@@ -28,7 +28,7 @@ from common import MIB, end_daemon, report, start_daemon
 from rich.console import Console
 
 from ecd_client import Client, Hint
-from ecd_client.channel import call, open_channel
+from ecd_client.session.channel import call, open_channel
 from ecd_proto.mapping import Mapping
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from gpu_common import GIB, NEAR, POOL_BYTES, Row, daemon_of
 
-from ecd_client.channel import open_channel
+from ecd_client.session.channel import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 

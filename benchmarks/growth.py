@@ -38,7 +38,7 @@ from ecd.ops.history import KEPT, History, lot
 from ecd.ops.status import Status
 from ecd.ops.status_page import MAX_PEERS, Look, described
 from ecd_client import Client
-from ecd_client.channel import call, open_channel
+from ecd_client.session.channel import call, open_channel
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.v1 import cache_pb2 as pb

@@ -49,7 +49,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ecd_client import Client, DaemonUnavailable, PoolFull
-from ecd_client.channel import call, open_channel
+from ecd_client.session.channel import call, open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ecd_client.errors import DaemonUnavailable, EcdError, bare, limit_reached
 from ecd_client.item import Item
-from ecd_client.session import Session
+from ecd_client.session.session import Session
 from ecd_client.shared.index import AskDaemon, OnMiss
 from ecd_client.values import Key, to_key
 from ecd_proto.contract import MAX_NODE_LENGTH, Hint

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 
 from ecd_client import arguments, forks
 from ecd_client.acquire import NO_NODES, Nodes
-from ecd_client.channel import CALL_TIMEOUT_S, resolve
-from ecd_client.connection import Connection
 from ecd_client.device.pinned import Pinning
 from ecd_client.errors import InvalidArgument
 from ecd_client.item import Handle, Item
 from ecd_client.locate import Located, locate
 from ecd_client.pools import MappedPool
 from ecd_client.reader import Reader
+from ecd_client.session.channel import CALL_TIMEOUT_S, resolve
+from ecd_client.session.connection import Connection
 from ecd_client.values import Extent, Key, to_key
 from ecd_client.writer import Writer, describe_entry
 from ecd_proto.contract import BENCH_NAMESPACE, MAX_BATCH, Hint

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ecd_client import arguments, forks
 from ecd_client.errors import DeviceBusy, DeviceError, LeaseExpired
-from ecd_client.leases import Hold
+from ecd_client.session.leases import Hold
 from ecd_proto.shm.session_page import MAX_PINS
 
 if TYPE_CHECKING:

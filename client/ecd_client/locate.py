@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ecd_client.session import Session
+from ecd_client.session.session import Session
 from ecd_client.values import Key, to_key
 from ecd_proto.v1 import cache_pb2 as pb
 

@@ -9,12 +9,12 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from ecd_client import arguments, forks
 from ecd_client.acquire import NO_NODES, Acquire, ItemFuture, Nodes, pinned
-from ecd_client.calls import result_of
-from ecd_client.channel import late
-from ecd_client.connection import Connection
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.item import Handle, Item
-from ecd_client.session import Session
+from ecd_client.session.calls import result_of
+from ecd_client.session.channel import late
+from ecd_client.session.connection import Connection
+from ecd_client.session.session import Session
 from ecd_client.shared.index import AskDaemon, OnMiss
 from ecd_client.values import Key
 from ecd_proto.contract import MAX_BATCH, Hint

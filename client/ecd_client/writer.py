@@ -10,9 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from ecd_client import arguments, forks
-from ecd_client.calls import result_of
-from ecd_client.channel import CALL_TIMEOUT_S
-from ecd_client.connection import Connection
 from ecd_client.errors import (
     DaemonUnavailable,
     EcdError,
@@ -23,13 +20,16 @@ from ecd_client.errors import (
     limit_reached,
 )
 from ecd_client.reader import Reader
-from ecd_client.session import Session
+from ecd_client.session.calls import result_of
+from ecd_client.session.channel import CALL_TIMEOUT_S
+from ecd_client.session.connection import Connection
+from ecd_client.session.session import Session
 from ecd_client.shared.puts import Claim, CopyTo, NewEntry, PutOutcome
 from ecd_client.values import Key, to_key
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
-    from ecd_client.leases import Pin
+    from ecd_client.session.leases import Pin
     from ecd_client.tensors import TensorSource
     from ecd_client.values import Extent
 

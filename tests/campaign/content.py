@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecd_client import Client, Item
-from ecd_client.leases import Pin
+from ecd_client.session.leases import Pin
 from ecd_proto.mapping import Mapping
 
 NAMESPACES = "red", "blue"

@@ -23,8 +23,8 @@ import pytest
 from ecd.rpc.cache import attach as daemons_side
 from ecd.rpc.cache.attach import AttachSocket
 from ecd_client import Client, EcdError
-from ecd_client.channel import open_channel
 from ecd_client.device.attach import attach
+from ecd_client.session.channel import open_channel
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.shm.rows import ROW_BYTES, Row, key_record, pack_row
 from ecd_proto.shm.session_page import (

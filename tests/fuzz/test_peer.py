@@ -21,7 +21,7 @@ import grpc
 import pytest
 
 from ecd_client import Client, Hint
-from ecd_client.channel import open_channel
+from ecd_client.session.channel import open_channel
 from ecd_proto.contract import CONTRACT_VERSION, proof
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb

@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ecd_client import Client
-from ecd_client.channel import open_channel
+from ecd_client.session.channel import open_channel
 from ecd_proto.contract import CONTRACT_VERSION, DTYPES
 from ecd_proto.shm.files import lock_byte
 from ecd_proto.v1 import cache_pb2 as pb

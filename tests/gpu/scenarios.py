@@ -20,12 +20,12 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ecd_client import Client, EcdError
-from ecd_client.channel import open_channel
 from ecd_client.device import copies, driver, ends, pinned
 from ecd_client.device import pool as device_pool
 from ecd_client.errors import DaemonUnavailable, DeviceError
 from ecd_client.item import Item
-from ecd_client.session import Session
+from ecd_client.session.channel import open_channel
+from ecd_client.session.session import Session
 from ecd_client.shared import index
 from ecd_client.tensors import TensorSource
 from ecd_client.values import Extent
@@ -1234,7 +1234,7 @@ def child_after_its_parents_client(address: str) -> dict:
 
 
 def shown_to_operators(address: str) -> dict:
-    from ecd_client.channel import open_channel
+    from ecd_client.session.channel import open_channel
     from ecd_proto.v1 import cache_pb2 as pb
     from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 

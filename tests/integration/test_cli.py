@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 
 from ecd.__main__ import OF_ECD_CLI
 from ecd_client import Client
-from ecd_client.channel import open_channel
 from ecd_client.cli import render
 from ecd_client.cli.context import out
 from ecd_client.cli.main import app
 from ecd_client.cli.top import Top
 from ecd_client.errors import EntryTooLarge
+from ecd_client.session.channel import open_channel
 from ecd_proto.shm.files import IN_MEMORY, filesystem
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc

@@ -34,8 +34,8 @@ from ecd_client import (
     LeaseExpired,
     PoolFull,
 )
-from ecd_client.connection import Connection
-from ecd_client.session import Outbox, Session
+from ecd_client.session.connection import Connection
+from ecd_client.session.session import Outbox, Session
 from ecd_client.shared.puts import NewEntry
 from ecd_client.tensors import TensorSource
 from ecd_client.writer import describe_entry
@@ -491,7 +491,7 @@ def test_a_client_that_stood_still_is_told_that_its_lease_ran_out(
         client.put("k", torch.ones(1000))
         with client.get("k") as item:
             clock = Clock()
-            monkeypatch.setattr("ecd_client.leases.time", clock)
+            monkeypatch.setattr("ecd_client.session.leases.time", clock)
             clock.now_s = item._hold.expires_s - 0.1
             assert (item.tensor == 1).all()
             clock.now_s = item._hold.expires_s

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ecd_client import Client, DaemonUnavailable, EcdError
-from ecd_client.channel import open_channel
+from ecd_client.session.channel import open_channel
 from ecd_proto.contract import CONTRACT_VERSION, POPULATING
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc

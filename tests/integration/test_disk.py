@@ -21,7 +21,7 @@ from ecd.core.model.types import Content, Key
 from ecd.memory.disk.disk_dir import DiskDir
 from ecd.memory.disk.disk_format import file_name
 from ecd_client import Client
-from ecd_client.channel import open_channel
+from ecd_client.session.channel import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.daemon import Daemon, changed

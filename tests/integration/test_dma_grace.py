@@ -24,8 +24,8 @@ from ecd.core.model.types import SessionId
 from ecd.rpc.cache import attach as daemons_side
 from ecd.rpc.cache.attach import AttachSocket, DmaProcesses
 from ecd_client import Client, EcdError
-from ecd_client.channel import open_channel
 from ecd_client.device.attach import attach
+from ecd_client.session.channel import open_channel
 from ecd_proto.contract import CONTRACT_VERSION
 from ecd_proto.mapping import Mapping
 from ecd_proto.shm.session_page import ATTACHED, DMA_BLIND_GRACE_S, DMA_GRACE_S, DMA_LIMIT_S

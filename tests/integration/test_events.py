@@ -23,8 +23,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ecd_client import Client, InvalidArgument
-from ecd_client.channel import open_channel
 from ecd_client.events import ASK_S, SILENT_S, Change, Subscriber
+from ecd_client.session.channel import open_channel
 from ecd_proto.events import END, SNAPSHOT
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc

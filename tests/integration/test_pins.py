@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ecd_client import Client, EcdError
-from ecd_client.connection import Connection
-from ecd_client.leases import Lease
-from ecd_client.session import Session
+from ecd_client.session.connection import Connection
+from ecd_client.session.leases import Lease
+from ecd_client.session.session import Session
 from ecd_client.shared.index import AskDaemon
 from ecd_proto.shm.session_page import DMA_WORD, MAX_PINS
 from support.daemon import Daemon
@@ -337,7 +337,7 @@ def interrupt(*_: object, **__: object) -> None:
     [
         "ecd_client.shared.index.row_mark",
         "ecd_client.shared.index.IndexReader._note_use",
-        "ecd_client.session.Pin",
+        "ecd_client.session.session.Pin",
         "ecd_client.acquire.Item",
     ],
 )

@@ -26,8 +26,8 @@ from ecd.memory.pool_dir import PoolDir
 from ecd.memory.shared_index import SharedIndex
 from ecd.rpc.cache.puts import Doorbell
 from ecd_client import Client, DaemonUnavailable
-from ecd_client.channel import open_channel
 from ecd_client.pools import MappedPool
+from ecd_client.session.channel import open_channel
 from ecd_client.shared.puts import MAX_UNANSWERED, Claim, NewEntry, PutOutcome, PutWriter
 from ecd_client.values import Extent
 from ecd_proto.shm.barriers import STORES_IN_ORDER

@@ -17,7 +17,7 @@ import pytest
 
 from ecd.commands import app
 from ecd_client import Client, PoolFull
-from ecd_client.channel import open_channel
+from ecd_client.session.channel import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.daemon import Daemon

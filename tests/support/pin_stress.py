@@ -146,7 +146,7 @@ def fork(by_multiprocessing: bool, client, item, longest_s: float) -> None:
 
 def run_worker(address: str, without: str, seed: int) -> None:
     import ecd_client.forks
-    import ecd_client.session
+    import ecd_client.session.session
     import ecd_client.shared.index
     from ecd_client import Client, EcdError
     from ecd_client.shared.claims import ClaimReader
@@ -172,7 +172,7 @@ def run_worker(address: str, without: str, seed: int) -> None:
             pause()
             return pin
 
-    ecd_client.session.IndexReader = SlowIndex
+    ecd_client.session.session.IndexReader = SlowIndex
     if without == "fork":
         ecd_client.forks.add = lambda made, last=False: None
     if without == "still":

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from random import Random
 
-from ecd_client.channel import open_channel
+from ecd_client.session.channel import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from fuzz.test_socket import Intruder, send_millions

@@ -10,9 +10,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from ecd_client.channel import call, open_channel
 from ecd_client.cli import render
 from ecd_client.errors import EcdError
+from ecd_client.session.channel import call, open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 

@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ecd_client.channel import NO_ANSWER, socket_path, unreachable, why_refused
 from ecd_client.cli.doctor_gpu import examine_gpu
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
+from ecd_client.session.channel import NO_ANSWER, socket_path, unreachable, why_refused
 from ecd_proto import findings
 from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, size_text
 from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding

@@ -15,7 +15,6 @@ import typer
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its retries are not the user's business
 
-from ecd_client.channel import resolve
 from ecd_client.cli import daemon, entries, keeping, render, routing, slow_log
 from ecd_client.cli.context import (
     FAILED,
@@ -27,6 +26,7 @@ from ecd_client.cli.context import (
     errors,
 )
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
+from ecd_client.session.channel import resolve
 from ecd_proto.contract import DISTRIBUTION
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]

@@ -26,8 +26,8 @@ from ecd_proto.contract import shown
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
-    from ecd_client.leases import Pin
-    from ecd_client.session import Session
+    from ecd_client.session.leases import Pin
+    from ecd_client.session.session import Session
     from ecd_client.tensors import TensorSource
     from ecd_client.values import Extent, Key, Parts
 

@@ -129,7 +129,7 @@ def run_daemon(without: str) -> None:
 def take_out(without: str) -> None:
     """Break one rule in this process."""
     from ecd_client.device import accelerator, copies, driver, ends
-    from ecd_client.session import Session
+    from ecd_client.session.session import Session
     from ecd_client.shared.index import IndexReader
     from ecd_client.tensors import TensorSource
 

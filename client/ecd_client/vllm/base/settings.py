@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ecd_client.arguments import text
-from ecd_client.channel import CALL_TIMEOUT_S, resolve
 from ecd_client.errors import InvalidArgument
+from ecd_client.session.channel import CALL_TIMEOUT_S, resolve
 from ecd_client.vllm.base.names import is_alone
 from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES
 

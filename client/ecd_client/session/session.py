@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ecd_client import forks
-from ecd_client.calls import Calls
 from ecd_client.device.dma import SessionDma
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.files import open_file
-from ecd_client.leases import Hold, Lease, Pin
 from ecd_client.pools import MappedPools
+from ecd_client.session.calls import Calls
+from ecd_client.session.leases import Hold, Lease, Pin
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.index import AskDaemon, IndexReader, OnMiss
 from ecd_client.shared.key_locks import KeyLocks

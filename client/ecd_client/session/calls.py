@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import grpc
 
 from ecd_client import forks
-from ecd_client.channel import CLOSED, call, from_status, late, translate, unreachable
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, bare
+from ecd_client.session.channel import CLOSED, call, from_status, late, translate, unreachable
 from ecd_proto.contract import MAX_MESSAGE_BYTES
 from ecd_proto.v1 import cache_pb2 as pb
 

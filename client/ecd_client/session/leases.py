@@ -14,7 +14,7 @@ from ecd_proto.shm.rows import Row
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
-    from ecd_client.session import Session
+    from ecd_client.session.session import Session
 
 
 class Content(Protocol):

@@ -18,10 +18,10 @@ from typing import Any
 import grpc
 
 from ecd_client import forks
-from ecd_client.calls import Calls, GrpcThreads
-from ecd_client.channel import CLOSED, open_channel, socket_owner, translate, unreachable
 from ecd_client.errors import DaemonUnavailable, EcdError
-from ecd_client.session import Outbox, Session
+from ecd_client.session.calls import Calls, GrpcThreads
+from ecd_client.session.channel import CLOSED, open_channel, socket_owner, translate, unreachable
+from ecd_client.session.session import Outbox, Session
 from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, POPULATING
 from ecd_proto.engines import Engine
 from ecd_proto.v1 import cache_pb2 as pb
