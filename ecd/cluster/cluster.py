@@ -247,7 +247,7 @@ class Cluster:
 
     def is_speculative(self, key: Key) -> bool:
         """Whether the key is being written by a speculative read, which no node has confirmed."""
-        return self._fetcher.is_speculative(key)
+        return self._fetcher.deliveries.is_speculative(key)
 
     def is_claiming(self, key: Key) -> bool:
         """Whether a claim of the key is on its way to the directory."""
@@ -291,7 +291,7 @@ class Cluster:
     def is_settled(self) -> bool:
         """Whether others are told of every change, and no read may write here any more."""
         is_told = self.is_hashed and self._directory.is_told and self._offers.is_idle
-        return is_told and not self._fetcher.counters.set_aside_bytes
+        return is_told and not self._fetcher.deliveries.counters.set_aside_bytes
 
     @property
     def is_hashed(self) -> bool:
@@ -307,7 +307,7 @@ class Cluster:
         return self._peers.never_reached()
 
     def status(self) -> cache_pb2.PeersReply:
-        state, counters = self._directory.state, self._fetcher.counters
+        state, counters = self._directory.state, self._fetcher.deliveries.counters
         now_s = self._live.clock.now_s()
         return cache_pb2.PeersReply(
             node=self.node,
@@ -322,7 +322,7 @@ class Cluster:
                 unpublished=state.unpublished,
                 lag_s=state.lag_s,
             ),
-            fetches=self._flights.outcomes,
+            fetches={outcome.value: n for outcome, n in self._flights.outcomes.items()},
             flights=len(self._flights),
             set_aside_bytes=counters.set_aside_bytes,
             set_aside=counters.set_aside,

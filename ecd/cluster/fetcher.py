@@ -1,73 +1,29 @@
-"""Brings entries from other nodes, for the flights.
+"""Brings entries from other nodes, for the flights: which nodes are asked, and how patiently.
 
-A flight asks one node after the other for a lease, reads the entry into a reservation of its own,
-verifies it, and commits it as any writer does. If a hint says where a small entry lies, it is read
-speculatively, while the lease is asked for: the bytes count only if that place is then leased, and
-if their checksum is right. Where nothing says where it lies, a small entry comes with its lease. A
-flight that ends early leaves no reservation here and no lease there.
-
-An entry that takes longer to read, at the peer's measured rate, than to encode is left to the
-clients here, if all that want it can make it.
+A flight asks one node after the other, until one delivers the entry (`deliveries`).
 
 A key that no node has, and that a client here makes, is claimed in the directory. If another node
 claimed it first, the flight asks that node for a lease, and so waits until it is stored there. Its
 deadline is later then by as long as the client waits. It waits no longer than a client that makes
 the key is left.
-An extent that a read may still write to is set aside until the read is over.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from math import inf
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-from ecd.base.checksum import digests, fold
-from ecd.base.wire import BYTES_WITH_LEASE, SPECULATIVE_BYTES
+from ecd.cluster.deliveries import Deliveries, Terms
 from ecd.cluster.directory.directory import Candidate
 from ecd.cluster.peers.admission import Admitted
 from ecd.cluster.peers.candidates import Candidates
-from ecd.cluster.peers.link import Elsewhere, Link, PeerLease, Question
-from ecd.cluster.peers.peer import PeerFull, PeerUnavailable
+from ecd.cluster.peers.link import Elsewhere
 from ecd.cluster.transport.pool_reads import PoolReads
-from ecd.cluster.transport.reads import ReadFailed, Reading
-from ecd.core.model.outcomes import (
-    AlreadyStored,
-    BeingWritten,
-    Committed,
-    LimitReached,
-    Reservation,
-    Reserved,
-)
-from ecd.core.model.types import Content, Key
-from ecd.live.background import within
-from ecd.live.flights import (
-    CORRUPT,
-    FAILED,
-    FETCHED,
-    FINAL,
-    FULL,
-    LOCAL,
-    MADE,
-    MISSING,
-    NO_ROOM,
-    SILENT,
-    SLOWER,
-    STALE,
-    UNREACHABLE,
-    Flight,
-    MadeElsewhere,
-)
+from ecd.core.model.types import Key
+from ecd.live.flights import Flight, Outcome
 from ecd.live.live import LiveCache
-from ecd.live.slow_log import Stage, waited
-from ecd.live.turns import Pace, Turns
-from ecd_proto.contract import Hint, shown
-
-logger = logging.getLogger(__name__)
+from ecd.live.slow_log import Stage
+from ecd_proto.contract import Hint
 
 MAX_SOURCES = 4
 """Nodes that one flight asks for a lease before it gives up."""
@@ -79,71 +35,76 @@ PATIENCE = 0.5
 """The part of a flight's time left for which it waits at a node that it was sent to."""
 MAX_AWAITED = 256
 """Flights that wait for another node to make their key; beyond, this node makes it."""
-READ_FIRST_BYTES = 1 << 20
-"""Entries of this size or more are read before the peer is asked: reading takes longer."""
-TURNS_TO_ASK = 2
-"""Turns of the event loop until a question to the peer is on its way."""
 PAUSES_S = (0.25, 0.5, 1.0)
 """Pauses, each up to twice as long, after which a patient flight asks again who was too busy."""
 MAX_PAUSING = 256
 """Flights, of 1,024, that pause so: others are not to be refused for them. Beyond, none pauses."""
-RETRY_PAUSE_S = 0.1
-"""Pause before a read is tried again, after more failures than connections that can have died."""
 
 
-class _Failed(Exception):
-    """One node did not deliver; the argument is the outcome."""
+class _Lineup:
+    """The nodes that one flight may ask, in their order.
 
+    Where clients come meanwhile, nodes that they name are next; those that only requests name are
+    last, as they may be made up, and silent.
+    """
 
-class _Place(NamedTuple):
-    """Where a hint says that an entry lies in the peer's memory."""
+    def __init__(self, candidates: Candidates, flight: Flight, first: int) -> None:
+        """`first` hinted nodes come before those of the directory."""
+        self.is_silent = False  # the directory, which may answer soon
+        self._candidates, self._flight, self._first = candidates, flight, first
+        self._next: deque[Admitted] = deque()
+        self._last: deque[Admitted] = deque()
+        self._is_begun = self._has_asked = False
+        self._asked: set[str] = set()
+        self._joined: set[str] = set()
 
-    address: int
-    nbytes: int
+    async def next(self) -> Admitted | None:
+        """The node to ask now; None at the end."""
+        if not self._is_begun:
+            self._is_begun, self._flight.followed = True, 0
+            hinted = await self._admitted(self._flight.hints)
+            self._next.extend(hinted[: self._first])
+            self._last.extend(hinted[self._first :])
+        while True:
+            if self._flight.followed < len(self._flight.joined):
+                await self._follow(self._flight.joined[self._flight.followed])
+            elif self._next:
+                node = self._next.popleft()
+                if self._is_new(node.hint.node):
+                    return node
+            elif not self._has_asked:
+                await self._ask_directory()
+            elif self._last:
+                self._next, self._last = self._last, self._next
+            else:
+                return None
 
+    async def _follow(self, hints: Sequence[Hint]) -> None:
+        """Line up the nodes that a further client names."""
+        self._flight.followed += 1
+        hinted = await self._admitted(hints)
+        self._joined.update(each.hint.node for each in hinted[:MAX_SOURCES])
+        self._next.extendleft(each for each in hinted if not each.hinted)
+        self._last.extend(each for each in hinted if each.hinted)
 
-def _place(link: Link, hint: Hint) -> _Place | None:
-    pools = {pool.pool: pool for pool in link.description.pools}
-    pool = pools.get(hint.pool)
-    if pool is None or hint.offset + hint.nbytes > pool.nbytes:
-        return None
-    return _Place(pool.address + hint.offset, hint.nbytes)
+    async def _ask_directory(self) -> None:
+        self._has_asked = True
+        with Stage("directory", self._flight.clock):
+            known = await self._candidates.known(self._flight.key)
+        self.is_silent = known is None
+        self._next.extend(known or ())
 
+    async def _admitted(self, hints: Sequence[Hint]) -> Sequence[Admitted]:
+        with Stage("directory", self._flight.clock):
+            return await self._candidates.hinted(hints)
 
-@dataclass
-class _Arrival:
-    """A reservation, and the read from the peer's memory that fills it."""
-
-    reserved: Reserved
-    address: int
-    asked_s: float  # when its lease was asked for
-    reading: Reading | None = None
-
-    def is_of(self, lease: PeerLease) -> bool:
-        read = self.address, self.reserved.extent.nbytes
-        return read == (lease.address, lease.content.nbytes)
-
-
-@dataclass
-class FetchCounters:
-    """Counts since the start."""
-
-    retries: int = 0
-    speculative: int = 0  # reads begun before their lease
-    speculative_used: int = 0
-    set_aside: int = 0
-    set_aside_bytes: int = 0  # now
-
-
-class _Terms(NamedTuple):
-    """How one node is asked for a lease."""
-
-    made_within_s: float | None
-    """The node makes the key, and is waited for so long."""
-    or_elsewhere: bool
-    """The node may name another, to be asked in its place."""
-    patience_s: float | None
-    """The lease is waited for no longer."""
+    def _is_new(self, node: str) -> bool:
+        """Whether to ask the node: it was not asked, nor were MAX_SOURCES besides those joined."""
+        is_one_more = node in self._joined or len(self._asked - self._joined) < MAX_SOURCES
+        if node in self._asked or not is_one_more:
+            return False
+        self._asked.add(node)
+        return True
 
 
 class Fetcher:
@@ -163,24 +124,14 @@ class Fetcher:
 
         The seconds are without the wait for its encode.
         """
-        self.counters = FetchCounters()
-        self._live, self._reads, self._candidates = live, reads, candidates
-        self._observe, self._timeout_s = observe, timeout_s
-        session = live.open_session()  # it owns the reservations
-        assert not isinstance(session, LimitReached)
-        self._session = session
-        self._speculative: set[Key] = set()
+        self.deliveries = Deliveries(live, reads, candidates, observe, timeout_s)
+        self._live, self._candidates, self._timeout_s = live, candidates, timeout_s
         self._claiming: set[Key] = set()
         self._awaited = self._pausing = 0  # flights
-        self._turns = Turns(live.clock)
 
     def reload(self, timeout_s: float) -> None:
         """Take over the deadline of flights that begin from now on."""
-        self._timeout_s = timeout_s
-
-    def is_speculative(self, key: Key) -> bool:
-        """Whether the key is being read without a lease: two nodes may do so from each other."""
-        return key in self._speculative
+        self._timeout_s = self.deliveries.timeout_s = timeout_s
 
     def is_claiming(self, key: Key) -> bool:
         """Whether a claim of the key is on its way to the directory."""
@@ -191,10 +142,10 @@ class Fetcher:
 
     # -- one flight ----------------------------------------------------------------------------
 
-    async def bring(self, flight: Flight) -> str:
+    async def bring(self, flight: Flight) -> Outcome:
         """Bring what a node has, or makes, or leave it to the flight's makers; the outcome."""
         outcome = await self._bring_stored(flight)
-        if outcome in (*FINAL, SLOWER):
+        if outcome.is_final or outcome is Outcome.SLOWER:
             return outcome
         void = ""
         while flight.makers:
@@ -205,21 +156,21 @@ class Fetcher:
             finally:
                 self._claiming.discard(flight.key)
             if claimed is None:
-                return MADE if flight.makers else outcome
+                return Outcome.MADE if flight.makers else outcome
             self._live.not_made(flight.key)
             left_s = flight.patience_left_s
             if left_s <= 0.0 or self._awaited >= MAX_AWAITED:
                 return outcome
             begun_s = self._live.clock.now_s()
             found = await self._wait_for(claimed.node, flight, left_s)
-            if found in (*FINAL, SLOWER):
+            if found.is_final or found is Outcome.SLOWER:
                 return found
-            is_by_time = found == MISSING and self._live.clock.now_s() - begun_s >= left_s
+            is_by_time = found is Outcome.MISSING and self._live.clock.now_s() - begun_s >= left_s
             if not (is_by_time and flight.patience_left_s > 0.0):  # of a maker that came meanwhile
                 void = claimed.incarnation
         return outcome
 
-    async def _wait_for(self, maker: Candidate, flight: Flight, wait_s: float) -> str:
+    async def _wait_for(self, maker: Candidate, flight: Flight, wait_s: float) -> Outcome:
         """Wait for what another node makes, and bring it; the outcome. Clients here can see it."""
         self._awaited += 1
         flight.is_awaited = True
@@ -227,16 +178,16 @@ class Fetcher:
             flight.end_within(self._timeout_s + flight.patience_s)
             self._live.makings.locks.note_elsewhere(flight.key, is_made=True)
             flight.let_go(self._live)
-            found = await self._try(Admitted(maker.hint), flight, made_within_s=wait_s)
-            if found == STALE:
-                found = await self._try(Admitted(maker.hint), flight)
+            found = await self._ask(Admitted(maker.hint), flight, made_within_s=wait_s)
+            if found is Outcome.STALE:
+                found = await self._ask(Admitted(maker.hint), flight)
             return found
         finally:
             self._live.makings.locks.note_elsewhere(flight.key, is_made=False)
             self._awaited -= 1
             flight.is_awaited = False
 
-    async def _bring_stored(self, flight: Flight) -> str:
+    async def _bring_stored(self, flight: Flight) -> Outcome:
         """Bring what a node has; the outcome.
 
         A node that takes no more links has been asked by many, so others have the key soon. A
@@ -262,58 +213,34 @@ class Fetcher:
                 self._pausing -= 1
                 flight.is_pausing = False
             if self._live.cache.contains(flight.key):
-                return LOCAL
+                return Outcome.LOCAL
             self._live.expect(flight.key)
             outcome, may_come = await self._ask_nodes(flight, 0)
         return outcome
 
-    async def _ask_nodes(self, flight: Flight, first: int) -> tuple[str, bool]:
-        """Ask so many hinted nodes, those of the directory, the other hinted ones.
+    async def _ask_nodes(self, flight: Flight, first: int) -> tuple[Outcome, bool]:
+        """Ask `first` hinted nodes, those of the directory, the other hinted ones.
 
-        Where clients come meanwhile, nodes that they name are next; those that only requests name
-        are last, as they may be made up, and silent. The outcome, and whether to ask again is of
-        use: FULL if a node took no more links, SILENT if the directory may answer soon. SLOWER if a
-        node would deliver it more slowly than clients here encode it.
+        The outcome, and whether to ask again is of use: FULL if a node took no more links, SILENT
+        if the directory may answer soon. SLOWER if a node would deliver it more slowly than clients
+        here encode it.
         """
-        asked: set[str] = set()
-        joined: set[str] = set()
-        outcome, is_silent = MISSING, False
-        with Stage("directory", self._live.clock):
-            hinted = await self._candidates.hinted(flight.hints)
-        left: deque[Admitted | None] = deque([*hinted[:first], None, *hinted[first:]])
-        flight.followed = 0
-        while left or flight.followed < len(flight.joined):
-            if flight.followed < len(flight.joined):
-                hints = flight.joined[flight.followed]
-                flight.followed += 1
-                with Stage("directory", self._live.clock):
-                    hinted = await self._candidates.hinted(hints)
-                joined.update(each.hint.node for each in hinted[:MAX_SOURCES])
-                left.extendleft(each for each in hinted if not each.hinted)
-                left.extend(each for each in hinted if each.hinted)
-                continue
-            each = left.popleft()
-            if each is None:
-                with Stage("directory", self._live.clock):
-                    known = await self._candidates.known(flight.key)
-                is_silent = known is None
-                left.extendleft(reversed(known or ()))
-                continue
-            node = each.hint.node
-            if node in asked or (node not in joined and len(asked - joined) == MAX_SOURCES):
-                continue
-            asked.add(node)
-            found = await self._try(each, flight)
-            if found in FINAL:
+        outcome, lineup = Outcome.MISSING, _Lineup(self._candidates, flight, first)
+        while (node := await lineup.next()) is not None:
+            found = await self._ask(node, flight)
+            if found.is_final:
                 return found, False
-            if found == SLOWER or (found != MISSING and outcome not in (SLOWER, FULL)):
+            is_kept = outcome in (Outcome.SLOWER, Outcome.FULL)
+            if found is Outcome.SLOWER or (found is not Outcome.MISSING and not is_kept):
                 outcome = found
-        may_come = outcome != SLOWER and (is_silent or outcome == FULL)
-        return (SILENT if is_silent and outcome == MISSING else outcome), may_come
+        if lineup.is_silent and outcome is Outcome.MISSING:
+            return Outcome.SILENT, True
+        may_come = outcome is not Outcome.SLOWER and (lineup.is_silent or outcome is Outcome.FULL)
+        return outcome, may_come
 
-    async def _try(
+    async def _ask(
         self, candidate: Admitted, flight: Flight, made_within_s: float | None = None
-    ) -> str:
+    ) -> Outcome:
         """Ask one node, and bring what it leases; the outcome.
 
         With `made_within_s` the node makes the key, and is waited for so long.
@@ -323,8 +250,8 @@ class Fetcher:
             patience_s = None
             if asked is not candidate:  # or one that has stopped takes all the time that is left
                 patience_s = max(0.0, flight.left_s * PATIENCE)
-            terms = _Terms(made_within_s, sent_on < MAX_SENT_ON, patience_s)
-            found = await self._try_one(asked, flight, terms)
+            terms = Terms(made_within_s, sent_on < MAX_SENT_ON, patience_s)
+            found = await self.deliveries.bring(asked, flight, terms)
             if isinstance(found, Elsewhere):
                 made_within_s = None
                 with Stage("directory", self._live.clock):
@@ -332,232 +259,6 @@ class Fetcher:
                 if named:
                     asked, sent_on = named[0], sent_on + 1
                     continue
-            elif asked is candidate or found in (*FINAL, SLOWER):
+            elif asked is candidate or found.is_final or found is Outcome.SLOWER:
                 return found
             asked, sent_on = candidate, MAX_SENT_ON  # it was sent in vain: wait there instead
-
-    async def _try_one(self, candidate: Admitted, flight: Flight, terms: _Terms) -> str | Elsewhere:
-        """As `_try`, but go nowhere else."""
-        try:
-            return await self._bring_from(candidate, flight, terms)
-        except PeerUnavailable as error:
-            logger.debug("%s: %s", shown(flight.key.mm_hash), error)
-            return FULL if isinstance(error, PeerFull) else UNREACHABLE
-        except _Failed as error:
-            name = shown(flight.key.mm_hash)
-            logger.warning("%s from %s: %s", name, candidate.hint.node, error)
-            return str(error)
-
-    async def _bring_from(
-        self, candidate: Admitted, flight: Flight, terms: _Terms
-    ) -> str | Elsewhere:
-        """As `_try_one`. Raises PeerUnavailable and _Failed."""
-        flight.peer = candidate.hint.node
-        with Stage("connecting", self._live.clock):
-            link = await self._candidates.link(candidate)
-        place = _place(link, candidate.hint)
-        bytes_up_to = 0 if candidate.hint.nbytes else BYTES_WITH_LEASE
-        if_made = terms.made_within_s is not None
-        if if_made and not flight.makers:
-            return MISSING  # they left while it connected
-        bounds_s = (terms.patience_s, terms.made_within_s, self._timeout_s)
-        wait_s = next(each for each in bounds_s if each is not None)
-        question = link.ask_lease(
-            flight.key, wait_s, bytes_up_to, if_made=if_made, or_elsewhere=terms.or_elsewhere
-        )
-        arrival: _Arrival | None = None
-        is_stored = False
-        try:
-            arrival = await self._read_speculatively(link, place, flight, question.asked_s)
-            with MadeElsewhere(flight) if if_made else Stage("lease", self._live.clock):
-                lease = await self._lease(link, question, terms.patience_s)
-            self._speculative.discard(flight.key)
-            if isinstance(lease, Elsewhere):
-                return lease
-            if lease is None or self._live.cache.is_expired(flight.key.namespace, lease.age_s):
-                return MISSING
-            if if_made and lease.is_late:
-                return STALE
-            content = lease.content
-            flight.nbytes = content.nbytes
-            if place == _Place(lease.address, content.nbytes):
-                link.peer.prove_hint()
-            if arrival is not None and not arrival.is_of(lease):
-                self._give_up(arrival)
-                arrival = None
-            if arrival is None:
-                if self._is_slower(link, flight, lease):
-                    return SLOWER
-                outcome = await self._reserve(flight.key, content)
-                if isinstance(outcome, AlreadyStored | BeingWritten):
-                    return LOCAL
-                if not isinstance(outcome, Reserved):
-                    return NO_ROOM
-                arrival = _Arrival(outcome, lease.address, question.asked_s)
-            await self._take_in(arrival, link, lease)
-            if self._live.cache.is_expired(flight.key.namespace, lease.age_s):
-                return MISSING  # its time ended on the way
-            self._commit(arrival, link, lease)
-            took_s = self._live.clock.now_s() - flight.started_s - flight.awaited_s
-            self._observe(took_s, content.nbytes)
-            arrival, is_stored = None, True
-            return FETCHED
-        finally:
-            self._speculative.discard(flight.key)
-            if arrival is not None:
-                self._give_up(arrival)
-            link.end(question, is_stored)
-
-    @staticmethod
-    async def _lease(
-        link: Link, question: Question, patience_s: float | None
-    ) -> PeerLease | Elsewhere | None:
-        """As `Link.lease`, for at most `patience_s`. Raises PeerUnavailable then, too."""
-        if patience_s is None:
-            return await link.lease(question)
-        try:
-            return await within(patience_s, link.lease(question))
-        except asyncio.TimeoutError:
-            raise PeerUnavailable(f"{link.peer.node} has not answered yet") from None
-
-    # -- one entry -----------------------------------------------------------------------------
-
-    async def _read_speculatively(
-        self, link: Link, place: _Place | None, flight: Flight, asked_s: float
-    ) -> _Arrival | None:
-        """Begin to read the hinted place: of a small entry once the question has gone out.
-
-        An entry that might be left to be encoded is leased first. Nothing is evicted: whoever
-        sends requests may have made the place up.
-        """
-        key = flight.key
-        if place is None or not 0 < place.nbytes <= SPECULATIVE_BYTES:
-            return None
-        if not flight.is_needed and link.peer.is_slow(place.nbytes):
-            return None
-        if not link.peer.read_ahead(place.nbytes):
-            return None
-        is_first = place.nbytes >= READ_FIRST_BYTES
-        for _ in range(0 if is_first else TURNS_TO_ASK):
-            await self._live.clock.sleep(0)
-        unknown = Content("uint8", (place.nbytes,), place.nbytes)
-        pace = await self._pace()
-        outcome = await self._live.reserve_spare(self._session, key, unknown, pace)
-        if not isinstance(outcome, Reserved):
-            return None
-        self.counters.speculative += 1
-        self._speculative.add(key)
-        arrival = _Arrival(outcome, place.address, asked_s)
-        self._begin(arrival, link)
-        if is_first:
-            self._live.clock.block(0)  # or the thread that reads waits for the question to go out
-        return arrival
-
-    def _is_slower(self, link: Link, flight: Flight, lease: PeerLease) -> bool:
-        """Whether the clients that want the entry had better encode it than have it read."""
-        if flight.is_needed or lease.data:
-            return False
-        known_s = self._live.cache.encode_s(flight.key, lease.content)
-        cost_s = lease.content.cost_s if known_s is None else known_s
-        return cost_s > 0.0 and link.peer.is_slower(lease.content.nbytes, cost_s)
-
-    async def _reserve(self, key: Key, content: Content) -> Reservation:
-        return await self._live.reserve(self._session, key, content, await self._pace())
-
-    async def _pace(self) -> Pace:
-        """The pace of a reservation, in its turn: one message may answer a thousand flights."""
-        with Stage("turns", self._live.clock):
-            await self._turns.any()
-        return self._turns.pace()
-
-    async def _take_in(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
-        """Read and verify what was leased; to be committed before another turn. Raises _Failed."""
-        peer, reserved = link.peer, arrival.reserved
-        is_speculative = arrival.reading is not None
-        if lease.data and not is_speculative:
-            if lease.ran_out:  # the peer may have hashed and sent what took the entry's place
-                peer.blame("its lease had run out when it came")
-                raise _Failed(STALE)
-            if fold(digests(memoryview(lease.data))) != lease.checksum:
-                raise self._corrupt(arrival, link)
-            self._reads.fill(reserved.extent, lease.data)
-            return
-        while True:
-            if arrival.reading is None:
-                self._begin(arrival, link)
-            assert arrival.reading is not None
-            ended = arrival.reading.ended
-            if not ended.done():
-                await self._wait_for_read(arrival.reading, link)
-            if not link.alive:
-                raise _Failed(FAILED)
-            if lease.ran_out:
-                peer.blame("its lease ran out during a read")
-                raise _Failed(STALE)
-            try:
-                if fold(ended.result()) == lease.checksum:
-                    break
-                if not is_speculative:
-                    raise self._corrupt(arrival, link)
-                # The speculative read came before the peer had written all of it.
-            except ReadFailed as error:
-                peer.blame(error)
-                with Stage("pause after a failure", self._live.clock):
-                    await self._live.clock.sleep(RETRY_PAUSE_S)
-            arrival.reading, is_speculative = None, False
-        self.counters.speculative_used += is_speculative
-
-    async def _wait_for_read(self, reading: Reading, link: Link) -> None:
-        """Wait until the read is over, or the link; time its turn in the queue apart."""
-        waits_s = self._live.clock.now_s()
-        try:
-            await asyncio.wait((reading.ended, link.gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            now_s = self._live.clock.now_s()
-            begun_s = min(now_s, max(waits_s, reading.read.begun_s or now_s))
-            waited("read queue", begun_s - waits_s)
-            waited("reading", now_s - begun_s)
-
-    def _commit(self, arrival: _Arrival, link: Link, lease: PeerLease) -> None:
-        reserved = arrival.reserved
-        read_s = link.peer.read_s(reserved.extent.nbytes)
-        refetch_s = inf if read_s is None else read_s
-        outcome = self._live.commit(
-            self._session, reserved.entry, lease.checksum, lease.content, refetch_s, lease.age_s
-        )
-        assert isinstance(outcome, Committed)
-        link.peer.brought(reserved.extent.nbytes)
-
-    def _corrupt(self, arrival: _Arrival, link: Link) -> _Failed:
-        link.peer.blame(f"sent {arrival.reserved.extent.nbytes} bytes that are not the entry's")
-        return _Failed(CORRUPT)
-
-    def _begin(self, arrival: _Arrival, link: Link) -> None:
-        reading = arrival.reading = self._reads.begin(
-            link.description, arrival.address, arrival.reserved.extent, arrival.asked_s
-        )
-        nbytes = arrival.reserved.extent.nbytes
-        link.peer.read_began(nbytes)
-
-        def over(ended: asyncio.Future[list[int]]) -> None:
-            is_whole = not ended.cancelled() and ended.exception() is None
-            link.peer.read_ended(nbytes, reading.failures, is_whole)
-            self.counters.retries += reading.failures
-
-        reading.ended.add_done_callback(over)
-
-    def _give_up(self, arrival: _Arrival) -> None:
-        """Give the reservation up; its extent is free once no read can write to it."""
-        reserved, reading = arrival.reserved, arrival.reading
-        if reading is None or reading.ended.done():
-            self._live.abort(self._session, reserved.entry)
-        else:
-            self._live.abandon(self._session, reserved.entry)
-            self.counters.set_aside += 1
-            self.counters.set_aside_bytes += reserved.extent.nbytes
-            reading.give_up()
-            reading.ended.add_done_callback(lambda _: self._reclaim(reserved))
-
-    def _reclaim(self, reserved: Reserved) -> None:
-        self.counters.set_aside_bytes -= reserved.extent.nbytes
-        self._live.reclaim(self._session, reserved.entry)

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 from ecd.base.clock import Clock
@@ -28,16 +29,34 @@ MAX_JOINED = 8
 MAX_FLIGHTS = 1024
 """Keys on their way here; more of them are misses."""
 
-FETCHED, MISSING, LOCAL, READ = "fetched", "missing", "written here", "read from disk"
-UNREACHABLE, FAILED, CORRUPT, STALE = "unreachable", "read failed", "corrupt", "stale"
-NO_ROOM, LATE, REFUSED, ERROR, MADE = "no room", "late", "too many", "error", "made here"
-SLOWER, FULL, SILENT = "slower than encoding", "full", "directory silent"
-OUTCOMES = (
-    *(FETCHED, MISSING, LOCAL, READ, UNREACHABLE, FAILED, CORRUPT, STALE),
-    *(NO_ROOM, LATE, REFUSED, ERROR, MADE, SLOWER, FULL, SILENT),
-)
-FINAL = {FETCHED, LOCAL, READ, NO_ROOM}
-"""Outcomes after which nobody else is asked."""
+
+class Outcome(str, Enum):
+    """How a flight ended, or what one of its sources answered; counted by these names."""
+
+    FETCHED = "fetched"
+    MISSING = "missing"
+    LOCAL = "written here"
+    READ = "read from disk"
+    UNREACHABLE = "unreachable"
+    FAILED = "read failed"
+    CORRUPT = "corrupt"
+    STALE = "stale"
+    NO_ROOM = "no room"
+    LATE = "late"
+    REFUSED = "too many"
+    ERROR = "error"
+    MADE = "made here"
+    SLOWER = "slower than encoding"
+    FULL = "full"
+    SILENT = "directory silent"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nobody else is asked after it."""
+        return self in _FINAL
+
+
+_FINAL = {Outcome.FETCHED, Outcome.LOCAL, Outcome.READ, Outcome.NO_ROOM}
 
 
 class Maker(NamedTuple):
@@ -158,8 +177,8 @@ class Source(Protocol):
     def may_have(self, key: Key) -> bool:
         """Whether asking is of use."""
 
-    async def bring(self, flight: Flight) -> str:
-        """Store the key here, if it can be had: one of OUTCOMES. May be cancelled at any time."""
+    async def bring(self, flight: Flight) -> Outcome:
+        """Store the key here, if it can be had. May be cancelled at any time."""
 
 
 class Flights:
@@ -170,7 +189,7 @@ class Flights:
     ) -> None:
         self.sources: list[Source] = []
         """In the order in which they are asked."""
-        self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
+        self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(Outcome, 0))
         """Counts of flights since the start."""
         self._live, self._timeout_s = live, timeout_s
         self._slow_log = slow_log or SlowLog(clock=live.clock)
@@ -222,7 +241,7 @@ class Flights:
         if not any(s.may_have(key) for s in self.sources if s.is_near or not is_near):
             return
         if len(self._flights) >= MAX_FLIGHTS:
-            self.outcomes[REFUSED] += 1
+            self.outcomes[Outcome.REFUSED] += 1
             return
         self._live.expect(key)
         clock = self._live.clock
@@ -256,18 +275,18 @@ class Flights:
         await self._background.close()
 
     async def _fly(self, flight: Flight) -> None:
-        outcome = LATE
+        outcome = Outcome.LATE
         time_stages()
         flight.end_within(self._timeout_s)
         try:
             outcome = await self._bring(flight)
         except asyncio.CancelledError:
             if flight.is_left:
-                outcome = MISSING
+                outcome = Outcome.MISSING
             else:
                 logger.warning("%s was not fetched in time", shown(flight.key.mm_hash))
         except Exception:
-            outcome = ERROR
+            outcome = Outcome.ERROR
             logger.exception("%s was not fetched", shown(flight.key.mm_hash))
         finally:
             assert flight.deadline is not None
@@ -281,30 +300,30 @@ class Flights:
                 flight.key,
                 flight.nbytes,
                 flight.peer,
-                outcome,
+                outcome.value,
                 awaited_s=flight.awaited_s,
             )
-            if outcome == MADE:
+            if outcome is Outcome.MADE:
                 self._live.make(next(iter(flight.makers)), flight.key)
             else:
                 self._live.not_made(flight.key)
             self._live.stop_expecting(flight.key)
 
-    async def _bring(self, flight: Flight) -> str:
+    async def _bring(self, flight: Flight) -> Outcome:
         outcome = await self._ask(flight)
-        is_over = outcome in FINAL or outcome == MADE
+        is_over = outcome.is_final or outcome is Outcome.MADE
         has_hints = len(flight.joined) > flight.followed
-        if (outcome == SLOWER and flight.is_needed) or (has_hints and not is_over):
+        if (outcome is Outcome.SLOWER and flight.is_needed) or (has_hints and not is_over):
             outcome = await self._ask(flight)  # somebody came who needs it, or knows where it is
         return outcome
 
-    async def _ask(self, flight: Flight) -> str:
-        outcome = MISSING
+    async def _ask(self, flight: Flight) -> Outcome:
+        outcome = Outcome.MISSING
         for source in self.sources:
             if (source.is_near or not flight.is_near) and source.may_have(flight.key):
                 flight.is_far = not source.is_near
                 found = await source.bring(flight)
-                outcome = found if found != MISSING else outcome
-                if outcome in FINAL or outcome == MADE:
+                outcome = found if found is not Outcome.MISSING else outcome
+                if outcome.is_final or outcome is Outcome.MADE:
                     break
         return outcome

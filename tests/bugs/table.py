@@ -387,7 +387,7 @@ EDITED = {
         "nodes",
         "cluster/test_fetch_or_encode.py",
         Edit(
-            "ecd/cluster/fetcher.py",
+            "ecd/cluster/deliveries.py",
             "if flight.is_needed or lease.data:",
             "if lease.data:",
         ),
@@ -410,7 +410,7 @@ EDITED = {
         "nodes",
         "cluster/test_failures.py",
         Edit(
-            "ecd/cluster/fetcher.py",
+            "ecd/cluster/deliveries.py",
             "if fold(digests(memoryview(lease.data))) != lease.checksum:",
             "if lease.checksum is None:",
         ),

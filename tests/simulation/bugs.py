@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
 
-from ecd.cluster import fetcher
+from ecd.cluster import deliveries
 from ecd.cluster.directory import redis_directory, redis_rows
 from ecd.cluster.peers import link
 from ecd.cluster.transport.identity import IdentityCheck
@@ -28,7 +28,7 @@ class _AnyChecksum(int):
     __hash__ = int.__hash__
 
 
-def _abort_at_once(self: fetcher.Fetcher, arrival: Any) -> None:
+def _abort_at_once(self: deliveries.Deliveries, arrival: Any) -> None:
     self._live.abort(self._session, arrival.reserved.entry)
 
 
@@ -112,9 +112,9 @@ BUGS = {
         IdentityCheck, "vouched", lambda *_: True, seeds=400, first=250
     ),
     "memory that a read may still write is not set aside": Bug(
-        fetcher.Fetcher, "_give_up", _abort_at_once
+        deliveries.Deliveries, "_give_up", _abort_at_once
     ),
-    "a failed fetch keeps its reservation": Bug(fetcher.Fetcher, "_give_up", _nothing),
+    "a failed fetch keeps its reservation": Bug(deliveries.Deliveries, "_give_up", _nothing),
     "a fetched entry's lease is not given back": Bug(link.Link, "_give_back", _nothing),
     "a flight has no deadline": Bug(Flights, "reload", _never_late),
     "a question to a peer has no deadline": Bug(link, "ANSWER_TIMEOUT_S", 1e6, seeds=200, first=15),
@@ -126,10 +126,10 @@ BUGS = {
         link.PeerLease, "ran_out", False, seeds=200, first=15
     ),
     "bytes are not compared with the checksum": Bug(
-        fetcher, "fold", lambda _: _AnyChecksum(), seeds=600, first=220
+        deliveries, "fold", lambda _: _AnyChecksum(), seeds=600, first=220
     ),
     "a speculative read counts, wherever the entry lies": Bug(
-        fetcher._Arrival, "is_of", lambda *_: True, seeds=500, first=130
+        deliveries._Arrival, "is_of", lambda *_: True, seeds=500, first=130
     ),
     "the directory is not told of evictions": Bug(
         redis_directory.RedisDirectory, "publish", _forgets_to_tell

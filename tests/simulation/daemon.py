@@ -129,7 +129,8 @@ class Daemon(Process):
         )
         self.fetcher = self.flights.sources[-1]
         self.watched = self.flights.sources[-1] = Watched(self.fetcher)
-        self.fetcher._commit = self._checked(self.fetcher._commit)
+        self.deliveries = self.fetcher.deliveries
+        self.deliveries._commit = self._checked(self.deliveries._commit)
         self.flights.reload(config.fetch_timeout_s)
         monitor = Monitor(pb.StatusReply, lambda *_: None)
         self.service = self.node.service(self.cluster, recovery, monitor, self.disk)
@@ -145,7 +146,7 @@ class Daemon(Process):
         return self.engine
 
     def _checked(self, commit: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
-        """The fetcher's commit; it may take in only what is leased to it until then."""
+        """The commit of deliveries; it may take in only what is leased to it until then."""
 
         def checked(arrival: Any, link: Any, lease: Any) -> None:
             if self.world.network.loop.now_s >= lease.until_s:
@@ -200,7 +201,7 @@ class Daemon(Process):
             "flights": len(self.flights),
             "leases": cache.leases,
             "waits": cache.waits,
-            "bytes set aside": self.fetcher.counters.set_aside_bytes,
+            "bytes set aside": self.deliveries.counters.set_aside_bytes,
             "reads": not self.engine.reads.is_idle,
             "transfers": len(self.engine._transfers),
             "turns of peers": len(self.peers.serving.lines),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ecd.base.wire import MAX_WAIT_S
 from ecd.core.model.states import EntryState
-from ecd.live.flights import CORRUPT, ERROR
+from ecd.live.flights import Outcome
 from simulation.daemon import Daemon
 from simulation.world import Run
 
@@ -38,22 +38,22 @@ class Watch:
             daemon.cache.check()
         except AssertionError as error:
             self._fail(daemon, f"the cache does not agree with itself: {error!r}")
-        fetcher, flights = daemon.fetcher, daemon.flights
+        deliveries, flights = daemon.deliveries, daemon.flights
         disk = daemon.disk
-        sources = {fetcher._session, None if disk is None else disk.reads._session}
+        sources = {deliveries._session, None if disk is None else disk.reads._session}
         aside_bytes = 0
         for entry in daemon.cache._entries:
-            if entry.state is EntryState.ORPHANED and entry.writer == fetcher._session:
+            if entry.state is EntryState.ORPHANED and entry.writer == deliveries._session:
                 aside_bytes += entry.content.nbytes
             is_reserved = entry.state is EntryState.RESERVED and entry.writer in sources
             if is_reserved and entry.key not in flights._flights:
                 self._fail(daemon, f"{entry.mm_hash} is reserved for a flight that is over")
-        if aside_bytes != fetcher.counters.set_aside_bytes:
+        if aside_bytes != deliveries.counters.set_aside_bytes:
             self._fail(daemon, f"{aside_bytes} bytes are set aside, not as many as counted")
         outcomes = flights.outcomes
-        if outcomes[CORRUPT] and not self._run.may_corrupt:
+        if outcomes[Outcome.CORRUPT] and not self._run.may_corrupt:
             self._fail(daemon, "a flight took other bytes for the entry's, and blames a good peer")
-        if outcomes[ERROR]:
+        if outcomes[Outcome.ERROR]:
             self._fail(daemon, "a flight ended with an error of the daemon's own")
         if daemon.watched.wrong:
             self._fail(daemon, daemon.watched.wrong)
@@ -99,6 +99,6 @@ def _figures(daemon: Daemon) -> tuple[object, ...]:
         len(readers.leases),
         readers.waits._last,
         len(readers.waits),
-        daemon.fetcher.counters.set_aside_bytes,
+        daemon.deliveries.counters.set_aside_bytes,
         sum(daemon.flights.outcomes.values()),
     )

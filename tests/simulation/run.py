@@ -27,12 +27,12 @@ from simulation.world import Run
 
 SCALE = {
     "ecd.base.checksum.PIECE_BYTES": 16 << 10,
-    "ecd.cluster.fetcher.BYTES_WITH_LEASE": 2 << 10,
+    "ecd.cluster.deliveries.BYTES_WITH_LEASE": 2 << 10,
     "ecd.rpc.peer.inbound_link.BYTES_WITH_LEASE": 2 << 10,
-    "ecd.cluster.fetcher.SPECULATIVE_BYTES": 64 << 10,
+    "ecd.cluster.deliveries.SPECULATIVE_BYTES": 64 << 10,
     "ecd.cluster.peers.link.SPECULATIVE_BYTES": 64 << 10,
     "ecd.rpc.peer.inbound_link.SPECULATIVE_BYTES": 64 << 10,
-    "ecd.cluster.fetcher.READ_FIRST_BYTES": 16 << 10,
+    "ecd.cluster.deliveries.READ_FIRST_BYTES": 16 << 10,
     "ecd.cluster.transport.read_queue.READ_BYTES": 32 << 10,
     "ecd.cluster.transport.transfers.LARGE_BYTES": 16 << 10,
     "ecd.memory.checksums.INLINE_BYTES": 16 << 10,

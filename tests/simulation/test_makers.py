@@ -311,7 +311,7 @@ def test_a_wait_for_an_encode_is_no_slow_fetch() -> None:
         maker, other, third = engines(run)
         fetched_s: list[float] = []
         for each in (other, third):
-            each.session.daemon.fetcher._observe = lambda seconds, _: fetched_s.append(seconds)
+            each.session.daemon.deliveries._observe = lambda seconds, _: fetched_s.append(seconds)
         await maker.begin()
         waiting = [asyncio.ensure_future(each.ask()) for each in (other, third)]
         await asyncio.sleep(20.0)

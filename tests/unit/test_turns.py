@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.fetcher import Fetcher
+from ecd.cluster.deliveries import Deliveries
 from ecd.core.cache import Cache
 from ecd.core.model.outcomes import (
     BeingWritten,
@@ -649,10 +649,10 @@ def test_flights_that_are_answered_together_reserve_one_a_turn(
     node.counted(monkeypatch, node.index, "scan_claims")
 
     async def act() -> None:
-        fetcher = Fetcher(node.live, None, None, lambda *_: None, 5.0)  # type: ignore[arg-type]
+        deliveries = Deliveries(node.live, None, None, lambda *_: None, 5.0)  # type: ignore[arg-type]
         content = Content("uint8", (4096,), 4096)
         outcomes = await asyncio.gather(
-            *(fetcher._reserve(Key("n", f"k{number}"), content) for number in range(64))
+            *(deliveries._reserve(Key("n", f"k{number}"), content) for number in range(64))
         )
         assert [type(outcome) for outcome in outcomes].count(Reserved) == 63
         assert outcomes[5] == BeingWritten()

@@ -16,7 +16,7 @@ from ecd.core.ahead import rounded
 from ecd.core.model.outcomes import AlreadyStored, BeingWritten, Committed, LimitReached, Reserved
 from ecd.core.model.types import Content, Key
 from ecd.core.shelf import Shelved
-from ecd.live.flights import CORRUPT, FAILED, LATE, LOCAL, MISSING, NO_ROOM, READ, SLOWER, Flight
+from ecd.live.flights import Flight, Outcome
 from ecd.live.live import LiveCache
 from ecd.live.slow_log import Stage
 from ecd.memory.disk.disk_files import DiskFiles
@@ -79,7 +79,7 @@ class DiskReads:
             and shelved.expires_s > self._live.clock.now_s()
         )
 
-    async def bring(self, flight: Flight) -> str:
+    async def bring(self, flight: Flight) -> Outcome:
         """Read the key's entry, unless all that want it can encode it sooner; the outcome."""
         shelved = self._files.shelf.get(flight.key)
         assert shelved is not None
@@ -87,13 +87,13 @@ class DiskReads:
         read_s = self._files.read_time.seconds(shelved.nbytes + self._asked_bytes)
         if not flight.is_needed and read_s >= shelved.cost_s:
             self._counters.skipped["slower"] += 1
-            return SLOWER
+            return Outcome.SLOWER
         patience_s = PATIENCE_S + shelved.nbytes / SLOWEST_BYTES_PER_S
         self._asked_bytes += shelved.nbytes
         try:
             if not await self._take_reader(patience_s):
                 self._counters.skipped["waiting"] += 1
-                return LATE
+                return Outcome.LATE
             return await self._read(shelved, patience_s)
         finally:
             self._asked_bytes -= shelved.nbytes
@@ -131,7 +131,7 @@ class DiskReads:
 
     # -- one read ------------------------------------------------------------------------------
 
-    async def _read(self, shelved: Shelved, patience_s: float) -> str:
+    async def _read(self, shelved: Shelved, patience_s: float) -> Outcome:
         """Read into a reservation, verify and commit, on a thread that was taken; the outcome."""
         key, nbytes, turns = shelved.key, shelved.nbytes, self._live.turns
         reserved: Reserved | None = None
@@ -143,9 +143,9 @@ class DiskReads:
             unknown = Content("uint8", (nbytes,), nbytes)
             outcome = await self._live.reserve(self._session, key, unknown, turns.pace())
             if isinstance(outcome, AlreadyStored | BeingWritten):
-                return LOCAL
+                return Outcome.LOCAL
             if not isinstance(outcome, Reserved):
-                return NO_ROOM
+                return Outcome.NO_ROOM
             reserved, begun_s = outcome, self._live.clock.now_s()
             pool, offset, _ = reserved.extent
             # Whole blocks, as an extent has whole granules.
@@ -158,28 +158,28 @@ class DiskReads:
                 await _wait_for(ended, patience_s)
             if not ended.done():
                 self.breaker.failed("slow", f"{nbytes} bytes take too long")
-                return LATE
+                return Outcome.LATE
             header = ended.result()
             now_s = self._live.clock.now_s()
             is_over = shelved.is_erased or shelved.expires_s <= now_s
             if is_over or self._files.shelf.get(key) is not shelved:
-                return MISSING  # an erasure cannot know of what has left the shelf
+                return Outcome.MISSING  # an erasure cannot know of what has left the shelf
             entry, reserved = reserved.entry, None
             as_read = header.checksum, header.content, math.inf, now_s - shelved.created_s
             done = self._live.commit(self._session, entry, *as_read)
             assert isinstance(done, Committed)
             self._note(shelved, self._live.clock.now_s() - begun_s)
-            return READ
+            return Outcome.READ
         except (CorruptFile, FileNotFoundError) as error:
             if self._files.shelf.get(key) is not shelved:
-                return MISSING  # removed for room meanwhile
+                return Outcome.MISSING  # removed for room meanwhile
             self._counters.failures["corrupt"] += 1
             logger.warning("%s on disk is removed: %s", shown(key.mm_hash), error)
             self._files.remove(shelved)
-            return CORRUPT
+            return Outcome.CORRUPT
         except OSError as error:
             self.breaker.failed("read", error)
-            return FAILED
+            return Outcome.FAILED
         except asyncio.CancelledError:  # its flight is late
             if ended is not None and not ended.done():
                 self.breaker.failed("slow", f"{nbytes} bytes take too long")
