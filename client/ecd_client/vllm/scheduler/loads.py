@@ -58,7 +58,7 @@ class Loads:
         load = Load(self._last, wanted.identifier, item.handle(), item.cost_s, item.metadata)
         self._new.append(load)
         loading = Loading(wanted, time.monotonic())
-        wanted.expected[loading] = load.handle.shape[0]
+        wanted.add(loading, load.handle.shape[0])
         self._loading[load.id] = loading
         if not self._begun.is_set():
             self._begun.set()

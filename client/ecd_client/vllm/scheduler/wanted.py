@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class WantedItem:
     identifier: str
     modalities: set[str] = field(default_factory=set)
     expected: dict[User, int] = field(default_factory=dict)
+    counts: Counter[int] = field(default_factory=Counter)  # of users, by what they expect
     bare: dict[User, Placeholder | None] = field(default_factory=dict)  # what each came with
     hints: list[Hint] = field(default_factory=list)  # nodes that are said to have it
     answer: Future[Item | None] | None = None
@@ -81,10 +83,26 @@ class WantedItem:
         return self.item is not None and self.item.has_left(share)
 
     def serves_all(self, share_left: float) -> bool:
-        """Whether the item is leased for long enough, and is what every user expects."""
-        return self.has_left(share_left) and all(
-            expected == self.embeddings for expected in self.expected.values()
-        )
+        """Whether the item is leased for long enough, and is what every user expects.
+
+        Each request with the item asks in each step, so this looks at no user.
+        """
+        return self.has_left(share_left) and self.counts.keys() <= {self.embeddings}
+
+    def add(self, user: User, embeddings: int) -> None:
+        """Note a user that counts on so many embeddings."""
+        self.remove(user)
+        self.expected[user] = embeddings
+        self.counts[embeddings] += 1
+
+    def remove(self, user: User) -> int | None:
+        """Forget a user; returns what it counted on. None: it was none."""
+        embeddings = self.expected.pop(user, None)
+        if embeddings is not None:
+            self.counts[embeddings] -= 1
+            if not self.counts[embeddings]:
+                del self.counts[embeddings]
+        return embeddings
 
     def serves(self, user: User, share_left: float) -> bool:
         """Whether the item is leased for long enough, and is what this user expects.
@@ -109,7 +127,8 @@ class WantedItem:
         if loadings and self.item is not None:
             kept = WantedItem(self.identifier, item=self.item)
             for loading in loadings:
-                kept.expected[loading] = self.expected.pop(loading)
+                kept.add(loading, self.expected[loading])
+                self.remove(loading)
                 loading.wanted = kept
         elif self.item is not None:
             self.item.close()
@@ -148,7 +167,7 @@ class WantedItems:
             wanted = self._items[needed.identifier] = WantedItem(needed.identifier)
         elif wanted.missing and user not in wanted.expected:
             wanted.start_over(wanted.cause)
-        wanted.expected[user] = needed.embeddings
+        wanted.add(user, needed.embeddings)
         if needed.modality not in wanted.modalities:
             wanted.modalities.add(needed.modality)
             wanted.measure(self._outputs)
@@ -170,7 +189,7 @@ class WantedItems:
     def leave(self, wanted: WantedItem, user: User) -> None:
         """End one use of an item; the last one ends the lease."""
         wanted.bare.pop(user, None)
-        if wanted.expected.pop(user, None) is None or wanted.expected:
+        if wanted.remove(user) is None or wanted.expected:
             return
         self._left(wanted)
         wanted.give_up(wanted.cause)
