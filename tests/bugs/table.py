@@ -671,7 +671,7 @@ EDITED = {
         "vllm",
         "e2e/test_metadata.py",
         Edit(
-            "client/ecd_client/vllm/base/compat.py",
+            "client/ecd_client/vllm/base/metadata.py",
             "return value.numel() == 1 and bool(value == ASSUMED[name])",
             "return value.numel() == 1",
         ),
@@ -680,7 +680,7 @@ EDITED = {
         "vllm",
         "e2e/test_metadata.py",
         Edit(
-            "client/ecd_client/vllm/base/compat.py",
+            "client/ecd_client/vllm/base/metadata.py",
             "and not any(isinstance(each, list) for",
             "and not any(isinstance(each, str) for",
         ),
@@ -761,9 +761,36 @@ EDITED = {
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
         Edit(
-            "client/ecd_client/vllm/base/compat.py",
-            '            is_told = said and said.is_of(stored.get(feature.identifier, b""))',
-            "            is_told = True",
+            "client/ecd_client/vllm/base/metadata.py",
+            "said is not None and said.is_of(metadata) and self._may_announce(feature, said)",
+            "said is not None and self._may_announce(feature, said)",
+        ),
+    ),
+    "an item that says nothing of its place is scheduled": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/base/metadata.py",
+            "return self._places_by_fields() or bool(",
+            "return bool(",
+        ),
+    ),
+    "a field that vLLM strips says where an item stands": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/base/metadata.py",
+            "if must_stay and not placeholder.fields.keys() <= stay:",
+            "if must_stay and not placeholder.fields:",
+        ),
+    ),
+    "all of a field is read, however long it is": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/base/metadata.py",
+            "if any(_is_long(data[name]) for name in wanted if name in data):",
+            "if not data and wanted and feature.data:",
         ),
     ),
     "a name apart is no hexadecimal number": Bug(
@@ -788,7 +815,7 @@ EDITED = {
         "vllm",
         "e2e/models/test_architectures.py::test_an_architecture",
         Edit(
-            "client/ecd_client/vllm/base/compat.py",
+            "client/ecd_client/vllm/base/metadata.py",
             "name not in fields and not element.field.keep_on_cpu",
             "name not in fields",
         ),

@@ -16,8 +16,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from ecd_client.errors import InvalidArgument
 from ecd_client.vllm.base import description
-from ecd_client.vllm.base.compat import PlaceholderMetadata
 from ecd_client.vllm.base.description import Description
+from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.settings import Settings
 from ecd_client.vllm.base.sharing import Sharing
 from ecd_proto.engines import Engine

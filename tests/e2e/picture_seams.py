@@ -24,7 +24,8 @@ from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.media import MediaConnector
 
 from e2e.tiny_models import MODELS
-from ecd_client.vllm.base.compat import PlaceholderMetadata, media_budgets
+from ecd_client.vllm.base.compat import media_budgets
+from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.middleware import answers
 from ecd_client.vllm.middleware.answers import Answers
 from ecd_client.vllm.middleware.images import Look

@@ -68,9 +68,11 @@ def feature(
     bare: bool = False,
     modality: str = "image",
     said: dict[str, torch.Tensor] | None = None,
-    by_cpu: Collection[str] = (),
+    by_cpu: Collection[str] = ("image_grid_thw", "video_grid_thw"),
 ):
-    data = None if bare else MultiModalKwargsItem.dummy()
+    data = MultiModalKwargsItem.dummy()
+    if bare:
+        said = {f"{modality}_grid_thw": torch.tensor([1, 2, 2 * length])}
     if said is not None:
         elements = {
             field: MultiModalFieldElem(value, MultiModalBatchedField(keep_on_cpu=field in by_cpu))
@@ -124,6 +126,13 @@ def settled(asked: SimpleNamespace, computed: int = 0, *others: SimpleNamespace)
     return value_of(word)
 
 
+def placed(length: int, modality: str = "image") -> bytes:
+    """The metadata of the entry of such a bare item."""
+    placeholder = Placeholder.of(modality, {f"{modality}_grid_thw": [1, 2, 2 * length]})
+    assert placeholder is not None
+    return placeholder.packed
+
+
 def put(name: str, length: int, metadata: bytes = b"") -> None:
     with Client(address, namespace=role.namespace) as client:
         rows = torch.zeros(length, 128, dtype=config.model_config.dtype)
@@ -132,7 +141,7 @@ def put(name: str, length: int, metadata: bytes = b"") -> None:
 
 done: dict[str, object] = {}
 
-put("given", 8)
+put("given", 8, placed(8))
 half = request("half", feature("given", 8, bare=True))
 assert settled(half) == "goes on"
 assert connector.has_cache_item("given")
@@ -318,7 +327,7 @@ for name, more in {"whole": {}, "of a stream": {"resumable": True}}.items():
     done[f"sound that is {name} is had"] = connector.has_cache_item(asked.mm_features[0].identifier)
     connector.request_finished(asked)
 
-put("one name", 6)
+put("one name", 6, placed(6, "video"))
 contested = [
     request("with media", feature("one name", 4)),
     request("without", feature("one name", 6, bare=True, modality="video")),
@@ -344,8 +353,8 @@ for name in ("ec_items", "ecd: gone when this cache is emptied"):
     done[f"finishes with the name {name}"] = isinstance(connector.request_finished(asked), tuple)
 connector.build_connector_meta(STEP)
 
-put("of a tenant", 8)
-put(stored_name("of a tenant", "one"), 8)
+for name in ("of a tenant", stored_name("of a tenant", "one")):
+    put(name, 8, placed(8))
 for salt in (None, "one", "other"):
     asked = request(f"salt {salt}", feature("of a tenant", 8, bare=True), salt=salt)
     done[f"a name alone, of {salt}"] = settled(asked)
@@ -511,6 +520,16 @@ if CAN_LEAVE_OUT_MEDIA:
         asked = request(name, feature("of a video", 8, modality="video", said=said, by_cpu=said))
         done[f"metadata: by tokens, {name}"] = settled(asked)
         connector.request_finished(asked)
+    for name, by_cpu in {"on the CPU": ["image_grid_thw"], "on the device": []}.items():
+        said = {"image_grid_thw": torch.tensor(grid)}
+        asked = request(name, feature("described", 8, said=said, by_cpu=by_cpu))
+        done[f"metadata: by tokens, {name}"] = settled(asked)
+        connector.request_finished(asked)
+    for name, data in {"an empty item": MultiModalKwargsItem({}), "no item": None}.items():
+        asked = request(name, feature("described", 8))
+        asked.mm_features[0].data = data
+        done[f"metadata: by tokens, {name}"] = settled(asked)
+        connector.request_finished(asked)
     whole_config = role._metadata._model_config
     for rotates in (True, False):
         role._metadata._model_config = SimpleNamespace(uses_mrope=rotates)
@@ -537,12 +556,23 @@ if CAN_LEAVE_OUT_MEDIA:
         for params in ({"do_remote_prefill": True}, {"do_remote_decode": True}, "do_remote_prefill")
     ]
     role._computed._takes_prefilled = False
-    for name in ("computed", "computed, without metadata"):
-        said = {"image_grid_thw": torch.tensor(grid), **media}
+    for name, sides in (
+        ("computed", grid),
+        ("computed, without metadata", grid),
+        ("computed", other),
+    ):
+        said = {"image_grid_thw": torch.tensor(sides), **media}
         asked = request(f"announced, {name}", feature(name, 8, said=said))
         settled(asked)
         answer = connector.request_finished(asked)[1]
-        done[f"announced, {name}"] = answer[name]["metadata"]
+        done[f"announced, {name} {sides}"] = answer[name]["metadata"]
+    read, to_list = [0], torch.Tensor.tolist
+    torch.Tensor.tolist = lambda tensor: read.append(tensor.numel()) or to_list(tensor)
+    asked = request("long", feature("computed", 8, said={"image_grid_thw": torch.ones(9999, 3)}))
+    settled(asked)
+    connector.request_finished(asked)
+    torch.Tensor.tolist = to_list
+    done["numbers that are read of a field of 29,997"] = max(read)
     misses = role.stats.data.get("misses", 0)
     for name, value in {"right": 0.0, "not a number": float("nan")}.items():
         said = {"embedding": torch.full((4, 128), value, dtype=dtype)}

@@ -187,6 +187,7 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         assert {name for name, end in described.items() if end == "goes on"} == {
             "metadata: right",
             "metadata: by tokens, of 1.0 s",
+            "metadata: by tokens, on the CPU",
             "metadata: none, and M-RoPE: False",
             "brought embeddings: right",
             "brought embeddings: right, a video",
@@ -195,9 +196,10 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         }
         may_come = {name for name, may in described.items() if may is True}
         assert may_come == {"may come: right", "may come: embeddings"}
-        assert len(described) == 36
+        assert len(described) == 40
         announced = [done.pop(name) for name in list(done) if name.startswith("announced")]
-        assert announced == [{"image_grid_thw": [1, 4, 8]}, {}]
+        assert announced == [{"image_grid_thw": [1, 4, 8]}, {}, {}]
+        assert done.pop("numbers that are read of a field of 29,997") == 0
         goes_on, fails = ["goes on", True], ["fails", False]
         tokens = {name: done.pop(name) for name in list(done) if name.startswith("tokens of")}
         assert tokens == {

@@ -13,8 +13,9 @@ from uuid import uuid4
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.item import Item
-from ecd_client.vllm.base.compat import PlaceholderMetadata, collect_ec_item_metadata
+from ecd_client.vllm.base.compat import collect_ec_item_metadata
 from ecd_client.vllm.base.hints import add_hints, consumers_in
+from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.middleware.images import Found, Look
 
 STAYS_S = 10.0

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.vllm.base.compat import PlaceholderMetadata, takes_prefilled
+from ecd_client.vllm.base.compat import takes_prefilled
+from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.sharing import Sharing
 from ecd_client.vllm.scheduler.request_items import NeededItem, RequestItems
 from ecd_proto.placeholders import Placeholder
@@ -49,7 +50,9 @@ class ComputedItems:
         of a name is noted.
         """
         identifier = feature.identifier
-        if _digest(identifier) not in self._with and self._metadata.fields_for(feature.modality):
+        if (digest := _digest(identifier)) in self._with:
+            self._with.move_to_end(digest)
+        elif self._metadata.fields_for(feature.modality):
             self.remember(identifier, self._metadata.packed(feature))
 
     def note_bare(self, state: RequestItems) -> None:
@@ -81,21 +84,23 @@ class ComputedItems:
         """
         while item := state.begins_at(num_computed_tokens):
             if item.described is not None and not (
-                self._are_its_own(request, state) or self._was_computed_as(item, item.described)
+                self._are_its_own(request) or self._was_computed_as(item, item.described)
             ):
                 return item
             state.judged += 1
         return None
 
-    def _are_its_own(self, request: Request, state: RequestItems) -> bool:
-        """Whether the tokens were computed, or loaded, for this request and no other.
+    def _are_its_own(self, request: Request) -> bool:
+        """Whether the tokens were computed, or are loaded, for this request and no other.
 
-        vLLM says once that another engine has prefilled: the request's state keeps that.
+        What another engine has prefilled counts as long as vLLM is to load it. If it cannot be
+        loaded, or after a preemption, the request has the tokens that this engine finds.
         """
+        if request.num_computed_tokens > 0:
+            return True
         params = request.kv_transfer_params
-        if self._takes_prefilled and isinstance(params, dict) and params.get("do_remote_prefill"):
-            state.is_prefilled = True
-        return state.is_prefilled or bool(request.num_computed_tokens > 0)
+        is_told = isinstance(params, dict) and bool(params.get("do_remote_prefill"))
+        return self._takes_prefilled and is_told
 
     def _was_computed_as(self, item: NeededItem, said: Placeholder) -> bool:
         """Whether tokens of the item were computed with the metadata that came, and no others.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
-from ecd_client.vllm.base.compat import PlaceholderMetadata
 from ecd_client.vllm.base.hints import add_hints
+from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.names import outer_name
 from ecd_client.vllm.base.sharing import Sharing
 from ecd_proto.contract import Hint

@@ -50,7 +50,6 @@ class RequestItems:
     seen: int = 0
     judged: int = 0
     noted: int = 0
-    is_prefilled: bool = False  # by another engine, for this one
     failed: bool = False
     _ends: list[int] = field(default_factory=list)  # token positions, one for each needed item
     _past: int = 0  # the first items of `needed`, which the request has computed past

@@ -16,14 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
-from ecd_client.vllm.base.compat import (
-    CAN_FAIL_ONE_REQUEST,
-    PlaceholderMetadata,
-    keep_media,
-    reach_of_step,
-)
+from ecd_client.vllm.base.compat import CAN_FAIL_ONE_REQUEST, reach_of_step
 from ecd_client.vllm.base.description import Description
 from ecd_client.vllm.base.hints import consumers_in, hints_in
+from ecd_client.vllm.base.metadata import PlaceholderMetadata, keep_media
 from ecd_client.vllm.base.names import brought_with, name_apart, outer_name
 from ecd_client.vllm.base.outputs import Outputs
 from ecd_client.vllm.base.reports import Reports, loading_ranks
@@ -228,12 +224,18 @@ class SchedulerRole:
     def ensure(self, request: Request, num_computed_tokens: int) -> bool:
         """Whether the request may be scheduled: every item it still needs is leased or missing."""
         state = self._requests.get(request.request_id)
+        is_more = state is not None and state.seen != len(request.mm_features)
+        if (state is None or is_more) and self.name_items(request):
+            # vLLM made it in a way that is not known, and found tokens by the names of before.
+            request.block_hashes.clear()
+            request.update_block_hashes()
+            return False
         if state is None:
             state = self._requests[request.request_id] = self._admit(request)
             if self._producer is not None:
                 past = state.before(num_computed_tokens)  # not looked up, but kept stored
                 self._producer.save_unless_stored(item.identifier for item in past)
-        elif state.seen != len(request.mm_features):  # more input came for a resumable request
+        elif is_more:  # input of a resumable request
             self._take_in(state, request)
             state.deadline_s = time.monotonic() + self._wait_s
         if state.preemptions != request.num_preemptions:
@@ -272,20 +274,12 @@ class SchedulerRole:
         While workers seem to report no loads, none is, unless the engine has no encoder. The
         request fails if what it says of one makes no sense: vLLM ends over some of that.
         """
-        if self.name_items(request):  # vLLM made it in a way that is not known
-            request.block_hashes.clear()
-            request.update_block_hashes()
         may_load = self._fails or self._loads.are_reported
         for index, feature in enumerate(request.mm_features[state.seen :], state.seen):
             identifier, position = feature.identifier, feature.mm_position
             is_bare = self._is_consumer and self._metadata.is_all_of(feature)
             placeholder = self._metadata.of_bare(feature) if is_bare else None
-            is_wrong = (
-                is_bare
-                and placeholder is None
-                and bool(feature.data)
-                and self._metadata.needs_fields(feature.modality)
-            )
+            is_wrong = is_bare and placeholder is None and self._metadata.must_say(feature)
             brought = brought_with(feature)
             if is_wrong or (brought is not None and not self._is_sensible(feature, brought)):
                 self._readiness.refuse(request, state, identifier)

@@ -1,0 +1,321 @@
+"""Placeholder metadata of items: which fields they are, and which requests may bring them alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from ecd_client.vllm.base.compat import (
+    CAN_LEAVE_OUT_MEDIA,
+    ReceiverCache,
+    collect_ec_item_metadata,
+    strip_covered_mm_data,
+)
+from ecd_client.vllm.base.outputs import configs_in
+from ecd_proto.placeholders import MAX_NUMBERS, Placeholder
+
+logger = init_logger(f"vllm.{__name__}")
+
+ENCODERS_OWN = {
+    *("pixel_values", "pixel_values_videos", "video_pixel_values", "patch_positions"),
+    *("tgt_sizes", "video_tgt_sizes", "input_features", "input_audio_features", "audio_features"),
+    *("feature_attention_mask", "chunk_counts"),
+    *("audio_lens", "audio_token_len", "audio_num_chunks"),
+}
+"""Fields of processed items that nothing but the model's encoder reads."""
+AUDIO_IN_VIDEO = "use_audio_in_video"
+ASSUMED = {"second_per_grid_ts": 1.0, AUDIO_IN_VIDEO: 0.0}
+"""Fields that some items have, and the value that models assume for items without the field."""
+
+
+class PlaceholderMetadata:
+    """Finds the fields of an item that size its placeholder, such as `image_grid_thw`.
+
+    A consumer that is sent only these and the item's name skips preprocessing.
+    """
+
+    def __init__(self, model_config: Any) -> None:
+        self._model_config = model_config
+        self._fields: dict[str, set[str]] = {}
+        self._announces: dict[str, bool] = {}
+        merges = (config.get("spatial_merge_size") for config in configs_in(model_config.hf_config))
+        self._merge = next((merge for merge in merges if type(merge) is int and merge > 0), None)
+
+    def is_all_of(self, feature: Any) -> bool:
+        """Whether the request brought only metadata of an item, and nothing to encode."""
+        return not feature.data or not _has_more(feature.data, self.fields_for(feature.modality))
+
+    def of(self, mm_features: list[Any], stored: Mapping[str, bytes]) -> dict[str, Any] | None:
+        """Describe the items by mm_hash, in the form of vLLM's own connectors since 0.32.
+
+        `stored` has the metadata of the entries. An item whose entry has others, or none, gets
+        none: consumers would refuse them. Without metadata the media travel on to the consumer. A
+        request may not mix the two, so all items of a modality have metadata or none has; and no
+        item has any where the audio of a video lies between its frames. vLLM 0.28 reads none from
+        JSON.
+        """
+        if not mm_features:
+            return None
+        if collect_ec_item_metadata is None:
+            items: dict[str, Any] = {}
+            for index, feature in enumerate(mm_features):
+                item = items.setdefault(feature.identifier, {"item_indices": [], "metadata": {}})
+                item["item_indices"].append(index)
+            return items
+        items = collect_ec_item_metadata(mm_features, _NoFields)  # which looks at no data
+        said: dict[str, Mapping[str, Any]] = {}
+        are_apart = not any(map(_is_interleaved, mm_features))
+        for feature in mm_features:
+            placeholder = self._announced(feature, stored) if are_apart else None
+            fields = {} if placeholder is None else placeholder.fields
+            said[feature.identifier] = said.get(feature.identifier, fields) and fields
+        incomplete: set[str] = set()
+        while (
+            more := {each.modality for each in mm_features if not said[each.identifier]}
+            - incomplete
+        ):  # a name may stand in two modalities
+            incomplete |= more
+            for feature in mm_features:
+                if feature.modality in incomplete:
+                    said[feature.identifier] = {}
+        for identifier, item in items.items():
+            item["metadata"] = dict(said[identifier])
+        return items
+
+    def _announced(self, feature: Any, stored: Mapping[str, bytes]) -> Placeholder | None:
+        """The fields of an item, if its entry has the same and they do for a consumer."""
+        if not (metadata := stored.get(feature.identifier)):
+            return None
+        said = self.of_item(feature)
+        is_told = said is not None and said.is_of(metadata) and self._may_announce(feature, said)
+        return said if is_told else None
+
+    def packed(self, feature: Any) -> bytes:
+        """The item's fields as its entry carries them; empty unless a consumer needs no others."""
+        placeholder = self.of_item(feature)
+        if placeholder is None or not self._may_announce(feature, placeholder):
+            return b""
+        return placeholder.stored
+
+    def _may_announce(self, feature: Any, said: Placeholder) -> bool:
+        """Whether an item's metadata do for a consumer in place of the item's media.
+
+        Its server takes flat lists of numbers alone. Its model reads further fields of some items,
+        for the times of a video; none but ENCODERS_OWN are known not to matter.
+        """
+        fields = said.fields
+        return (
+            self.announces(feature.modality)
+            and fields.keys() == self.fields_for(feature.modality)
+            and not any(isinstance(each, list) for value in fields.values() for each in value)
+            and _is_all_said(feature, fields)
+        )
+
+    def announces(self, modality: str) -> bool:
+        """Whether items of the modality can have metadata, and consumers' servers take them.
+
+        MiniCPM-V 4.6 declares a field that its pictures lack, and MiniCPM-o asks for the media.
+        """
+        if modality not in self._announces:
+            self._announces[modality] = bool(self.fields_for(modality)) and self._takes(modality)
+        return self._announces[modality]
+
+    @functools.cached_property
+    def _processor(self) -> Any:
+        """vLLM's processor of the model, whose own code may raise anything."""
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+
+        return MULTIMODAL_REGISTRY.create_processor(self._model_config)
+
+    @property
+    def media(self) -> dict[str, bool] | None:
+        """The model's modalities, and whether the engine's limits let requests bring each.
+
+        With a limit of 0 they may bring metadata alone, if anything. None: not known.
+        """
+        config = self._model_config.multimodal_config
+        try:
+            supported = () if config is None else self._processor.info.supported_mm_limits
+            return {
+                modality: bool(config.enable_mm_embeds or config.get_limit_per_prompt(modality))
+                for modality in sorted(supported)
+            }
+        except Exception:  # the model's own code
+            logger.warning("the media that the model takes are not known", exc_info=True)
+            return None
+
+    def _takes(self, modality: str) -> bool:
+        try:
+            processor = self._processor
+            made = processor._get_mm_fields_config({}, {})
+            if not self.fields_for(modality) <= made.keys():
+                return False
+            if not CAN_LEAVE_OUT_MEDIA:
+                return True
+            kind = type(processor.info)
+            consumers = type("Consumers", (kind,), {"allow_missing_mm_embeddings": True})
+            parser = consumers(processor.info.ctx).get_data_parser()
+            return bool(parser.allow_missing_mm_embeddings)
+        except Exception:  # the model's own code
+            logger.warning("no placeholder metadata for %s", modality, exc_info=True)
+            return False
+
+    def of_item(self, feature: Any) -> Placeholder | None:
+        """The fields of a request's item. None: some are not known, or make no sense."""
+        wanted = self.fields_for(feature.modality)
+        if not wanted:
+            return None
+        try:
+            data = {} if feature.data is None else feature.data.get_data()
+            if any(_is_long(data[name]) for name in wanted if name in data):
+                return None
+            if collect_ec_item_metadata is None:
+                fields = {
+                    name: (value if value.ndim else value.reshape(1)).tolist()
+                    for name, value in data.items()
+                    if name in wanted and isinstance(value, torch.Tensor)
+                }
+            else:
+                [item] = collect_ec_item_metadata([feature], self).values()
+                fields = item["metadata"]
+        except Exception:  # the model's own values: its consumers preprocess for themselves
+            logger.warning("no placeholder metadata for an item", exc_info=True)
+            return None
+        return self.checked(feature.modality, fields)
+
+    def of_bare(self, feature: Any) -> Placeholder | None:
+        """The fields of an item without media. None, too: it has others, and its model reads them.
+
+        vLLM's server for tokens sends all that stays on the CPU, of which an entry says nothing,
+        and takes values of any form: a worker ends over those that a processor does not make.
+        """
+        placeholder = self.of_item(feature)
+        if placeholder is None or not _is_all_said(feature, placeholder.fields):
+            return None
+        elements = feature.data or {}
+        if not all(
+            element.data is None or isinstance(element.data, torch.Tensor)
+            for name, element in elements.items()
+            if name in ASSUMED or name.endswith("_grid_thw")
+        ):
+            return None
+        # Once an item's tokens are cached, vLLM keeps all but such fields from the worker.
+        stay = {name for name, element in elements.items() if element.field.keep_on_cpu}
+        must_stay = strip_covered_mm_data is not None and self._places_by_fields()
+        if must_stay and not placeholder.fields.keys() <= stay:
+            return None
+        return placeholder
+
+    def must_say(self, feature: Any) -> bool:
+        """Whether an item without media has to say how it is placed.
+
+        Without that its tokens are others, or a worker ends as it looks where they stand.
+        """
+        return self._places_by_fields() or bool(feature.data and self.fields_for(feature.modality))
+
+    def _places_by_fields(self) -> bool:
+        """Whether the model's positions (M-RoPE, XD-RoPE) follow from items' fields."""
+        config = self._model_config
+        return bool(config.uses_mrope or getattr(config, "uses_xdrope_dim", 0))
+
+    def checked(
+        self, modality: str, fields: Any, embeddings: int | None = None
+    ) -> Placeholder | None:
+        """The fields that somebody says an item has. None: they are others, or make no sense.
+
+        `embeddings` is the number that the item has, if it is known.
+        """
+        placeholder = Placeholder.of(modality, fields)
+        if (
+            placeholder is None
+            or placeholder.fields.keys() != self.fields_for(modality)
+            or not placeholder.fits(self._merge, embeddings)
+        ):
+            return None
+        return placeholder
+
+    def fields_for(self, modality: str) -> set[str]:
+        """The names of a processed item's fields that are metadata."""
+        if modality not in self._fields:
+            self._fields[modality] = set()
+            try:
+                parser = self._processor.info.data_parser
+                self._fields[modality] = parser.placeholder_metadata_fields(modality)
+            except Exception:  # the model's own code: its consumers preprocess for themselves
+                logger.warning("no placeholder metadata for %s", modality, exc_info=True)
+        return self._fields[modality]
+
+
+def keep_media(metadata: PlaceholderMetadata) -> None:
+    """Have this engine core's cache of processed items keep none that came without its media.
+
+    vLLM 0.32 puts such an item in the place of the whole one of its name. A server whose own cache
+    has seen the media sends them no more, so that the engine would have nothing to encode.
+    """
+    if ReceiverCache is None or getattr(ReceiverCache, "_ecd_keeps_media", False):
+        return
+    ReceiverCache._ecd_keeps_media = True
+    update = ReceiverCache.get_and_update_item
+    fields = set().union(*map(metadata.fields_for, ("image", "video", "audio")))
+
+    def kept(cache: Any, mm_item: Any, mm_hash: str) -> Any:
+        if mm_item is not None and not _has_more(mm_item, fields):
+            return mm_item
+        return update(cache, mm_item, mm_hash)
+
+    ReceiverCache.get_and_update_item = kept
+
+
+class _NoFields:
+    """Names no field of any item as metadata."""
+
+    @staticmethod
+    def fields_for(modality: str) -> set[str]:  # noqa: ARG004
+        return set()
+
+
+def _is_long(value: Any) -> bool:
+    """Whether a field has more numbers than one may have, so that it is not looked at."""
+    count = value.numel() if isinstance(value, torch.Tensor) else len(value)
+    return count > MAX_NUMBERS
+
+
+def _is_all_said(feature: Any, fields: Collection[str]) -> bool:
+    """Whether the model's language part reads no more of an item than these fields."""
+    return all(
+        name in fields or name in ENCODERS_OWN or _is_assumed(name, element.data)
+        for name, element in (feature.data or {}).items()
+    )
+
+
+def _is_assumed(name: str, value: Any) -> bool:
+    """Whether an item's field is absent, or says what its model takes it to be without it."""
+    if value is None:
+        return True
+    if name not in ASSUMED:
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and bool(value == ASSUMED[name])
+    return isinstance(value, int | float) and value == ASSUMED[name]
+
+
+def _is_interleaved(feature: Any) -> bool:
+    """Whether an item is a video whose audio lies between its frames in the prompt."""
+    element = (feature.data or {}).get(AUDIO_IN_VIDEO)
+    return element is not None and not _is_assumed(AUDIO_IN_VIDEO, element.data)
+
+
+def _has_more(data: Any, fields: set[str]) -> bool:
+    """Whether a processed item has something besides these fields that an encoder could read.
+
+    None that stays on the CPU: vLLM says AUDIO_IN_VIDEO of each video of Qwen2.5-Omni, with media
+    or without, and its server for tokens sends all such fields without the media.
+    """
+    return any(
+        element.data is not None and name not in fields and not element.field.keep_on_cpu
+        for name, element in data.items()
+    )
