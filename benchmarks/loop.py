@@ -157,7 +157,7 @@ class Node:
                 break
         assert isinstance(reserved, Reserved), reserved
         self.cache.commit(session, reserved.entry, time.monotonic())
-        info = self.cache.info(Key("n", key))
+        info = self.cache.views.info(Key("n", key))
         assert info is not None
         return info.entry
 
@@ -269,7 +269,7 @@ async def miss(node: Node) -> None:
 
 def looked_at(node: Node) -> None:
     garbage(node)
-    while not node.cache.scan(0.0):
+    while not node.cache.evictor.scan(0.0):
         pass
 
 
@@ -280,10 +280,10 @@ async def evict(node: Node) -> None:
 async def look(node: Node) -> None:
     """Scan uses and pins to the end, as the daemon does four times a second."""
     with node.watching():
-        settled = node.cache.scan(time.monotonic())
+        settled = node.cache.evictor.scan(time.monotonic())
         while not settled:
             await asyncio.sleep(0)
-            settled = node.cache.scan_pins()
+            settled = node.cache.pins.step()
 
 
 async def close_sessions(node: Node) -> None:
@@ -333,7 +333,7 @@ async def end_a_rich_session(node: Node) -> None:
         node.cache.acquire(session, Key("n", "leased"), time.monotonic())
     with node.watching():
         node.streams.end(node.opened[session])
-        while node.cache.leases:
+        while node.cache.views.leases:
             await asyncio.sleep(0)
 
 
@@ -377,7 +377,7 @@ def asked_keys() -> list[pb.Key]:
 
 async def ask_as_a_peer(node: Node, request: peer_pb.LinkRequest) -> InboundLink:
     """Watch a peer's request from its arrival until all of it is answered."""
-    session = node.live.open_session()
+    session = node.live.cache.open_session()
     assert not isinstance(session, LimitReached)
     serving = Serving(2, node.live.refuse)
     link = InboundLink(node.live, PoolOfZeros(), serving, session, "127.0.0.1:1")  # type: ignore[arg-type]
@@ -450,7 +450,7 @@ async def publish(node: Node) -> None:
         publishing = asyncio.ensure_future(cluster._publish())
         last = Key("n", names[-1])
         with node.watching():
-            while (info := node.cache.info(last)) is None or info.checksum is None:
+            while (info := node.cache.views.info(last)) is None or info.checksum is None:
                 await asyncio.sleep(0)
         publishing.cancel()
 

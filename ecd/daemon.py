@@ -388,7 +388,7 @@ class Daemon:
         await parts.server.set_serving(True)
         self._manager.ready()
         await asyncio.gather(
-            self._manager.keep_alive(lambda: f"serving {count_text(cache.entries, 'entry')}"),
+            self._manager.keep_alive(lambda: f"serving {count_text(cache.views.entries, 'entry')}"),
             self._follow_puts(parts.checksums) if self._cluster is None else self._cluster.run(),
             parts.recovery.run(),
             *([] if parts.events is None else [parts.events.run()]),
@@ -455,7 +455,7 @@ class Daemon:
                 await asyncio.wait_for(parts.checksums.complete(), GRACE_S)
             logger.info(
                 "%s and %s in %s are left for the next start; `ecd clear` frees them",
-                count_text(cache.entries, "entry"),
+                count_text(cache.views.entries, "entry"),
                 size_text(self._pool.nbytes),
                 self._pool.directory.path,
             )

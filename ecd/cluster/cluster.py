@@ -227,8 +227,8 @@ class Cluster:
             engine=self._engine.endpoint,
             protocol=self._engine.protocol,
             identity_address=self._engine.identity_address,
-            lease_ttl_s=self._live.cache.lease_ttl_s,
-            leases=self._live.cache.leases,
+            lease_ttl_s=self._live.cache.views.lease_ttl_s,
+            leases=self._live.cache.views.leases,
             pools=[
                 peer_pb2.PeerPool(pool=number, address=memory.address, nbytes=memory.nbytes)
                 for number, memory in self._registered.items()

@@ -132,7 +132,7 @@ class Deliveries:
         self.timeout_s = timeout_s
         self._live, self._reads, self._candidates = live, reads, candidates
         self._observe = observe
-        session = live.open_session()  # it owns the reservations
+        session = live.cache.open_session()  # it owns the reservations
         assert not isinstance(session, LimitReached)
         self._session = session
         self._speculative: set[Key] = set()
@@ -180,7 +180,9 @@ class Deliveries:
             self._speculative.discard(flight.key)
             if isinstance(lease, Elsewhere):
                 return lease
-            if lease is None or self._live.cache.is_expired(flight.key.namespace, lease.age_s):
+            if lease is None or self._live.cache.retention.is_expired(
+                flight.key.namespace, lease.age_s
+            ):
                 return Outcome.MISSING
             if if_made and lease.is_late:
                 return Outcome.STALE
@@ -201,7 +203,7 @@ class Deliveries:
                     return Outcome.NO_ROOM
                 arrival = _Arrival(outcome, lease.address, question.asked_s)
             await self._take_in(arrival, link, lease)
-            if self._live.cache.is_expired(flight.key.namespace, lease.age_s):
+            if self._live.cache.retention.is_expired(flight.key.namespace, lease.age_s):
                 return Outcome.MISSING  # its time ended on the way
             self._commit(arrival, link, lease)
             took_s = self._live.clock.now_s() - flight.started_s - flight.awaited_s
@@ -263,7 +265,7 @@ class Deliveries:
         """Whether the clients that want the entry had better encode it than have it read."""
         if flight.is_needed or lease.data:
             return False
-        known_s = self._live.cache.encode_s(flight.key, lease.content)
+        known_s = self._live.cache.views.encode_s(flight.key, lease.content)
         cost_s = lease.content.cost_s if known_s is None else known_s
         return cost_s > 0.0 and link.peer.is_slower(lease.content.nbytes, cost_s)
 
@@ -366,4 +368,4 @@ class Deliveries:
 
     def _reclaim(self, reserved: Reserved) -> None:
         self.counters.set_aside_bytes -= reserved.extent.nbytes
-        self._live.reclaim(self._session, reserved.entry)
+        self._live.cache.reclaim(self._session, reserved.entry)

@@ -212,9 +212,9 @@ class Fetcher:
             finally:
                 self._pausing -= 1
                 flight.is_pausing = False
-            if self._live.cache.contains(flight.key):
+            if self._live.cache.views.contains(flight.key):
                 return Outcome.LOCAL
-            self._live.expect(flight.key)
+            self._live.cache.readers.expect(flight.key)
             outcome, may_come = await self._ask_nodes(flight, 0)
         return outcome
 

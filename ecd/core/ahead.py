@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import nlargest
 
-from ecd.core.cache import Cache
 from ecd.core.model.types import EntryInfo
 from ecd.core.shelf import Shelf
+from ecd.core.views import Views
 
 BLOCK_BYTES = 4096
 """A staged pool keeps headers and entries in whole blocks."""
@@ -41,18 +41,18 @@ class Budget:
         self._left -= nbytes
 
 
-def next_writes(cache: Cache, shelf: Shelf, read_time_s: Callable[[int], float]) -> list[EntryInfo]:
+def next_writes(views: Views, shelf: Shelf, read_time_s: Callable[[int], float]) -> list[EntryInfo]:
     """The entries to be written next, those that save most seconds for their bytes first.
 
     An entry is written if a read of it takes less than half of its encoding. `read_time_s` takes
     bytes, and gives the seconds of a read.
     """
     found: list[tuple[float, EntryInfo]] = []
-    for info in cache.next_victims(LOOKED_AT):
+    for info in views.next_victims(LOOKED_AT):
         nbytes = info.content.nbytes
         if shelf.get(info.key) is not None or nbytes + 4 * BLOCK_BYTES > shelf.nbytes:
             continue
-        cost_s, read_s = cache.cost_s(info.key, info.content), read_time_s(nbytes)
+        cost_s, read_s = views.cost_s(info.key, info.content), read_time_s(nbytes)
         if read_s < cost_s / 2:
             density = (cost_s - read_s) / (nbytes + BLOCK_BYTES)
             found.append(((1 + info.hits) * density, info))

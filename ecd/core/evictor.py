@@ -11,7 +11,7 @@ from ecd.core.model.board import Board
 from ecd.core.model.entry import Entry
 from ecd.core.model.outcomes import EntryTooLarge, MakingRoom, PoolFull
 from ecd.core.model.states import EntryEvent
-from ecd.core.model.types import EntryId, EvictionReport, Selection
+from ecd.core.model.types import EntryId, EvictionReport, Key, Selection
 from ecd.core.pins import Pins
 from ecd.core.pool.pool import Pool
 from ecd.core.terms import LOOKED_AT, Book
@@ -107,8 +107,8 @@ class Evictor:
         selection: Selection,
         now_s: float,
         limit: int,
-        after: EntryId | None,
-        dry_run: bool,
+        after: EntryId | None = None,
+        dry_run: bool = False,
     ) -> EvictionReport:
         """Evict the selected among the next `limit` entries, or only report them."""
         self.drain_uses(now_s)
@@ -138,8 +138,12 @@ class Evictor:
                 self.evict(entry, "requested")
         return report
 
+    def needs_trim(self) -> bool:
+        """Whether any pool is filled above its high watermark, or a namespace above its quota."""
+        return bool(self._book.over) or any(pool.needs_trim() for pool in self._entries.pools)
+
     def trim(self, limit: int, now_s: float) -> bool:
-        """Evict up to `limit` entries where it is needed; returns whether to go on.
+        """Evict up to `limit` entries where `needs_trim` finds a need; returns whether to go on.
 
         Namespaces above their quotas come first: what they lose may be all that a pool needs.
         """
@@ -195,3 +199,9 @@ class Evictor:
         self.scan(now_s)  # which frees the victims of the last call, some at a time
         for entry in self._book.take_expired(now_s, MAX_VICTIMS):
             self.evict(entry, "ttl")
+
+    def end_late(self, key: Key, now_s: float) -> None:
+        """Evict the key's entries whose time is over: the timer is late."""
+        for entry in list(self._entries.copies(key)) if self._book.is_timed else ():
+            if entry.terms is not None and entry.terms.expires_s <= now_s:
+                self.evict(entry, "ttl")

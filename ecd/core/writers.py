@@ -74,6 +74,13 @@ class Writers:
         count = self._entries.being_written + self._about_to_reserve
         self._board.announce_reservations(count)
 
+    def taken(self, key: Key, pool: Pool) -> AlreadyStored | BeingWritten | None:
+        """Why nobody may write the key in this pool now; None: somebody may."""
+        if self._entries.stored_in(pool, key) is not None:
+            self._counters.of(key.namespace).duplicates += 1
+            return AlreadyStored()
+        return None if self._entries.writing_in(pool, key) is None else BeingWritten()
+
     # -- reservations --------------------------------------------------------------------------
 
     def reserve(

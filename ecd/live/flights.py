@@ -236,14 +236,14 @@ class Flights:
                 flight.join(maker)
             if flight.is_pausing:
                 return
-        if not self._live.cache.wants(key):
+        if not self._live.cache.readers.wants(key):
             return
         if not any(s.may_have(key) for s in self.sources if s.is_near or not is_near):
             return
         if len(self._flights) >= MAX_FLIGHTS:
             self.outcomes[Outcome.REFUSED] += 1
             return
-        self._live.expect(key)
+        self._live.cache.readers.expect(key)
         clock = self._live.clock
         flight = self._flights[key] = Flight(key, hints, is_near, clock, clock.now_s())
         flight.join(maker)

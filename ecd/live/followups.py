@@ -108,7 +108,7 @@ class FollowUps:
             self._deliver(woken)
         self._note_change()
         self._arm()
-        if not self._is_trimming and self._cache.needs_trim():
+        if not self._is_trimming and self._cache.evictor.needs_trim():
             self._is_trimming = True
             self._background.spawn(self._trim())
 
@@ -173,7 +173,7 @@ class FollowUps:
         for session, leases in ended.items():
             if subscriber := self._subscribers.get(session):
                 subscriber.leases_ended(session, leases)
-        self.after(overdue, changed=self._cache.rules.has_ttls)
+        self.after(overdue, changed=self._cache.retention.rules.has_ttls)
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class FollowUps:
             goes_on = True
             while goes_on:
                 await pace.turn()
-                goes_on = self._cache.trim(EVICTED_AT_A_TIME, self._clock.now_s())
+                goes_on = self._cache.evictor.trim(EVICTED_AT_A_TIME, self._clock.now_s())
                 self._note_change()
         finally:
             self._is_trimming = False

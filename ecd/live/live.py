@@ -1,4 +1,4 @@
-"""The core on the event loop: the one front door through which the daemon changes its cache.
+"""The core on the event loop: the front door for all that has follow-ups.
 
 A call begins with `begin`, which stores what clients have put without a call, as its operations may
 depend on that. After each operation come its follow-ups: waits that ended are told, the timer of
@@ -24,7 +24,6 @@ from ecd.core.model.outcomes import (
     EntryTooLarge,
     Keeping,
     Leased,
-    LimitReached,
     MakingRoom,
     Missing,
     PoolFull,
@@ -39,7 +38,6 @@ from ecd.core.model.types import (
     Content,
     EntryId,
     EvictionReport,
-    Extent,
     Key,
     LeaseId,
     Selection,
@@ -68,7 +66,7 @@ Reserve = Callable[[Key, Content], Awaitable[Reservation]]
 class LiveCache:
     """The core, its clock and its follow-ups; one per daemon.
 
-    Questions that change nothing go to `cache` itself.
+    What needs no time, and from which nothing follows, goes to `cache` itself.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class LiveCache:
             settled = self.scan()
             while not settled:
                 await self.turns.next()
-                settled = self.cache.scan_pins()
+                settled = self.cache.pins.step()
 
     async def _look_on(self) -> None:
         """End makings that nobody works on any more, SCAN_S later or more where looking takes long.
@@ -117,20 +115,20 @@ class LiveCache:
 
     def _end_making(self, key: Key) -> None:
         """End a making that has lasted for a while, unless a client works on it still."""
-        if self.cache.contains(key):
+        if self.cache.views.contains(key):
             self.makings.take([key])  # whoever waited has the key
         else:
             self._unmade(self.makings.take_past(key))
 
     def scan(self) -> bool:
         """Count entries that were read without a call, and scan some pins. False: pins are left."""
-        return self.cache.scan(self.clock.now_s())
+        return self.cache.evictor.scan(self.clock.now_s())
 
     async def count_uses(self, pace: Pace) -> None:
         """Count all that was read without a call until now, in turns, and scan some pins."""
         self.scan()
         for _ in range(self.cache.limits.sessions):  # or readers that go on would keep us here
-            if self.cache.count_uses(self.clock.now_s()):
+            if self.cache.evictor.drain_uses(self.clock.now_s()):
                 return
             await pace.turn()
 
@@ -173,9 +171,9 @@ class LiveCache:
 
     async def learn(self, keys: Sequence[Key], pace: Pace) -> None:
         """Store puts of a moment ago and scan claims, once for all of these keys."""
-        if not all(map(self.cache.contains, keys)):
+        if not all(map(self.cache.views.contains, keys)):
             self.drain()
-        if not all(map(self.cache.contains, keys)):
+        if not all(map(self.cache.views.contains, keys)):
             await pace.through(self.cache.scan_claims())
 
     # -- changes -------------------------------------------------------------------------------
@@ -185,9 +183,6 @@ class LiveCache:
         return self._followups.follow_changes()
 
     # -- sessions ------------------------------------------------------------------------------
-
-    def open_session(self) -> SessionId | LimitReached:
-        return self.cache.open_session()
 
     def welcome(self, session: SessionId) -> None:
         """Grant memory for first puts to a session whose client holds its lock, if much is free."""
@@ -268,7 +263,7 @@ class LiveCache:
     ) -> Reservation | None:
         """Reserve for a fetch that may be in vain; None if something were evicted for it."""
         async with self._reserving(pace):
-            if not self.cache.has_spare(key.namespace, content.nbytes):
+            if not self.cache.views.has_spare(key.namespace, content.nbytes):
                 return None
             return await self._reserve(session, key, content, None, pace, -math.inf)
 
@@ -324,7 +319,7 @@ class LiveCache:
         )
         if isinstance(outcome, Committed):
             self._followups.after(outcome.woken, changed=True)
-            if self.cache.is_over_quota:
+            if self.cache.retention.is_over_quota:
                 self._followups.after_filling()
         return outcome
 
@@ -339,24 +334,8 @@ class LiveCache:
             self._followups.after(outcome.woken)
         return outcome
 
-    def reclaim(self, session: SessionId, reservation: EntryId) -> None:
-        self.cache.reclaim(session, reservation)
-
-    def recover(
-        self,
-        session: SessionId,
-        key: Key,
-        content: Content,
-        extent: Extent,
-        is_put: bool = False,
-    ) -> EntryId | None:
-        return self.cache.recover(session, key, content, extent, is_put)
-
-    def expect(self, key: Key) -> None:
-        self.cache.expect(key)
-
     def stop_expecting(self, key: Key) -> None:
-        self._followups.after(self.cache.stop_expecting(key))
+        self._followups.after(self.cache.readers.stop_expecting(key))
 
     # -- making --------------------------------------------------------------------------------
 
@@ -384,9 +363,6 @@ class LiveCache:
             cancel = self.turns.pace().each(lambda wait: self.cancel_wait(*wait), waits)
             self._background.spawn(cancel)
 
-    def note_checksum(self, entry: EntryId, checksum: int) -> None:
-        self.cache.note_checksum(entry, checksum)
-
     # -- reading -------------------------------------------------------------------------------
 
     def acquire(
@@ -404,13 +380,6 @@ class LiveCache:
             self._intake.hurry()
         self._followups.after()
         return outcome
-
-    def is_being_written(self, key: Key) -> bool:
-        """Whether a client of this node or a fetch writes the key, after `learn`."""
-        return self.cache.is_being_written(key)
-
-    def release(self, session: SessionId, lease: LeaseId) -> bool:
-        return self.cache.release(session, lease)
 
     def renew(self, session: SessionId, leases: Iterable[LeaseId]) -> tuple[float, list[LeaseId]]:
         return self.cache.renew(session, leases, self.clock.now_s())
@@ -435,7 +404,9 @@ class LiveCache:
         await self._scan_pins(pace)
         while (after := total.next_after) is not None:
             now_s = self.clock.now_s()
-            some = self.cache.evict(selection, now_s, EVICTED_AT_A_TIME, after, dry_run)
+            some = self.cache.evictor.evict_selected(
+                selection, now_s, EVICTED_AT_A_TIME, after, dry_run
+            )
             total = EvictionReport(
                 total.entries + some.entries,
                 total.nbytes + some.nbytes,
@@ -445,7 +416,7 @@ class LiveCache:
             )
             self._followups.after(changed=True)
             await pace.turn()
-            if not self.cache.is_settled:
+            if not self.cache.pins.is_settled:
                 await self._scan_pins(pace)
                 await pace.turn()
         return total
@@ -453,24 +424,26 @@ class LiveCache:
     # -- operators' rules ----------------------------------------------------------------------
 
     def keep(self, key: Key, for_s: float | None) -> Keeping:
-        """As `Cache.keep`, for so long; None: without an end."""
-        outcome = self.cache.keep(key, math.inf if for_s is None else self.clock.now_s() + for_s)
+        """As `Retention.keep`, for so long; None: without an end."""
+        outcome = self.cache.retention.keep(
+            key, math.inf if for_s is None else self.clock.now_s() + for_s
+        )
         self._followups.after()
         return outcome
 
     def use_rules(self, rules: Rules) -> None:
         """Take rules over at once, and apply them, in turns, to what is stored."""
-        self.cache.use_rules(rules)
+        self.cache.retention.use(rules)
         self._background.spawn(self._reapply_rules())
 
     async def _reapply_rules(self) -> None:
         after: EntryId | None = EntryId(0)
         while after is not None:
-            after = self.cache.reapply_rules(after, EVICTED_AT_A_TIME)
+            after = self.cache.retention.reapply(after, EVICTED_AT_A_TIME)
             await self.turns.next()
         self._followups.after_filling()
 
     async def _scan_pins(self, pace: Pace) -> None:
         """Scan pins until every evicted entry that nobody reads is free."""
-        while not self.cache.scan_pins():
+        while not self.cache.pins.step():
             await pace.turn()

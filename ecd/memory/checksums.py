@@ -63,7 +63,7 @@ class Checksums:
         """Hash all entries that have no checksum yet."""
         after: EntryId | None = EntryId(0)
         while after is not None:
-            entries, after = self._live.cache.page(after, PAGE)
+            entries, after = self._live.cache.views.page(after, PAGE)
             await self.note_all([entry.key for entry in entries if entry.checksum is None])
 
     async def note_all(self, keys: Sequence[Key]) -> None:
@@ -74,7 +74,7 @@ class Checksums:
 
     async def note(self, key: Key) -> None:
         """Hash the key's entry, if it is stored and has no checksum."""
-        info = self._live.cache.info(key)
+        info = self._live.cache.views.info(key)
         if info is not None and info.checksum is None:
             checksum = self._checksum(info.entry, info.extent)
             if not isinstance(checksum, int):
@@ -101,7 +101,7 @@ class Checksums:
         """The entry's checksum; discarded if the entry is evicted meanwhile."""
         if extent.nbytes <= INLINE_BYTES:
             checksum = self._read(extent)
-            self._live.note_checksum(entry, checksum)
+            self._live.cache.note_checksum(entry, checksum)
             return checksum
         if entry not in self._hashing:
             computing = self._hashing[entry] = self._hand_over(extent)
@@ -111,4 +111,4 @@ class Checksums:
     def _hashed(self, entry: EntryId, done: asyncio.Future[int]) -> None:
         del self._hashing[entry]
         if not done.cancelled():
-            self._live.note_checksum(entry, done.result())
+            self._live.cache.note_checksum(entry, done.result())

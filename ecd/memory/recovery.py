@@ -32,7 +32,7 @@ class Recovery:
         """Reserve the entries' places, before anything else is stored."""
         self._live, self._checksums = live, checksums
         self._leftovers, self._index = leftovers, index
-        session = live.open_session()
+        session = live.cache.open_session()
         assert not isinstance(session, LimitReached)
         self._session = session
         self._kept = 0
@@ -40,7 +40,7 @@ class Recovery:
         found, self._dropped = leftovers.entries()
         reserved: list[tuple[EntryId, LeftoverEntry]] = []
         for each in found:
-            entry = live.recover(session, each.key, each.content, each.extent, each.put)
+            entry = live.cache.recover(session, each.key, each.content, each.extent, each.put)
             if entry is None:
                 self._dropped += 1
             else:

@@ -172,7 +172,7 @@ class Events:
 
     def _note(self, changed: _Changed, key: Key) -> None:
         self.counters.events += 1
-        extent = self._live.cache.extent(key)
+        extent = self._live.cache.views.extent(key)
         if extent is None:
             changed.removed.append(key.mm_hash)
         else:
@@ -279,7 +279,7 @@ class Events:
         after: EntryId | None = EntryId(0)
         while after is not None:
             await pace.turn()
-            entries, after = self._live.cache.page(after, KEYS)
+            entries, after = self._live.cache.views.page(after, KEYS)
             page: dict[str, _Changed] = {}
             for entry in entries:
                 of_namespace = page.setdefault(entry.key.namespace, _Changed())

@@ -88,7 +88,7 @@ class Status:
 
     def read(self) -> pb.StatusReply:
         cache = self._cache
-        named, others = cache.namespaces(MAX_NAMESPACES)
+        named, others = cache.views.namespaces(MAX_NAMESPACES)
         return pb.StatusReply(
             incarnation=self._identity.incarnation,
             name=self._identity.name,
@@ -101,11 +101,11 @@ class Status:
             node=self._identity.node,
             events=self.events[0],
             events_replay=self.events[1],
-            entries=cache.entries,
-            unlisted=cache.entries if self._index is None else self._index.unlisted,
+            entries=cache.views.entries,
+            unlisted=cache.views.entries if self._index is None else self._index.unlisted,
             sessions=self._streams.clients,
-            leases=cache.leases,
-            waits=cache.waits,
+            leases=cache.views.leases,
+            waits=cache.views.waits,
             waiting_for_dma=self._streams.waiting_for_dma,
             pinning=0 if self._index is None else self._index.pinning_sessions,
             counters=pb.Counters(**cache.counters.figures()),
@@ -113,8 +113,8 @@ class Status:
             namespaces=[
                 pb.NamespaceStatus(
                     namespace=name,
-                    quota_bytes=cache.rules.quota_bytes(name),
-                    ttl_s=cache.rules.ttl_s(name),
+                    quota_bytes=cache.retention.rules.quota_bytes(name),
+                    ttl_s=cache.retention.rules.ttl_s(name),
                     **total._asdict(),
                 )
                 for name, total in named.items()

@@ -140,7 +140,7 @@ class _DiskTier:
         """Write what goes first now. False: nothing is left, or the budget comes too late."""
         if self._writes_left <= 0 or not self._may_write(True, until_s):
             return False
-        chosen = next_writes(self._cache, self._shelf, self._read_time_s)
+        chosen = next_writes(self._cache.views, self._shelf, self._read_time_s)
         if not chosen:
             self._writes_left = 0
         for info in chosen:
@@ -159,7 +159,7 @@ class _DiskTier:
 
     def _write(self, key: Key, content: Content) -> None:
         file_bytes = BLOCK_BYTES + rounded(content.nbytes)
-        cost_s = self._cache.cost_s(key, content)
+        cost_s = self._cache.views.cost_s(key, content)
         saved_s = cost_s - self._read_time_s(content.nbytes)
         self._budget.take(file_bytes)
         while not self._shelf.has_room(file_bytes):
@@ -214,8 +214,8 @@ def simulate(
             continue
         cache.commit(session, reserved.entry, now_s)
         outcome.moved_in_bytes += content.nbytes
-        if cache.needs_trim():
-            while cache.trim(TRIMMED_AT_ONCE, now_s):
+        if cache.evictor.needs_trim():
+            while cache.evictor.trim(TRIMMED_AT_ONCE, now_s):
                 pass
         if tier is not None:
             tier.note_put()

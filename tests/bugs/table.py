@@ -132,8 +132,8 @@ EDITED = {
         "invariant 6",
         CACHE,
         Edit(
-            "ecd/core/cache.py",
-            "        refusal = self._taken(key, pool)\n        if refusal is not None:\n"
+            "ecd/core/granted.py",
+            "        refusal = self._writers.taken(key, pool)\n        if refusal is not None:\n"
             "            self._pins.retire",
             "        refusal = None\n        if refusal is not None:\n"
             "            self._pins.retire",

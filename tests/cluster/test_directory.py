@@ -507,7 +507,7 @@ def test_a_lookup_that_raises_is_answered_at_once() -> None:
         directory = BrokenDirectory()
         admission = Admission("127.0.77.1:1", config, peers, directory)
         live = LiveCache(Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))]))
-        asking, told = live.open_session(), Asking()
+        asking, told = live.cache.open_session(), Asking()
         live.subscribe(asking, told)
         candidates = Candidates(peers, admission, directory, "")
         flights = Flights(live, LONG_S)

@@ -225,7 +225,7 @@ def test_nodes_that_ask_in_one_moment_all_get_a_link(node: Daemon) -> None:
 def test_what_is_published_gives_up_the_loop() -> None:
     live = LiveCache(Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))]))
     memory = Mapping.of_memory(1 << 24)
-    cache, session = live.cache, live.open_session()
+    cache, session = live.cache, live.cache.open_session()
     keys = [Key("default", str(n)) for n in range(1024)]
 
     async def run() -> None:
@@ -239,7 +239,7 @@ def test_what_is_published_gives_up_the_loop() -> None:
             reserved = reserve(cache, session, key, Content("uint8", (64,), 64), 0.0)
             live.commit(session, reserved.entry)
         publishing, turns = asyncio.ensure_future(cluster._publish()), 0
-        while cache.info(keys[-1]).checksum is None:
+        while cache.views.info(keys[-1]).checksum is None:
             await asyncio.sleep(0)
             turns += 1
         assert turns >= len(keys) / 8, "a few are hashed in one turn"
@@ -361,14 +361,17 @@ async def links_that_take_turns(
     identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
     about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None
     cluster = Cluster(config, live, *about)
-    session, turns = live.open_session(), Serving(1, live.refuse)
+    session, turns = live.cache.open_session(), Serving(1, live.refuse)
     for number in range(64):
         content = Content("uint8", (64,), 64)
         reserved = reserve(live.cache, session, Key("default", f"k{number}"), content, 0.0)
         live.commit(session, reserved.entry)
     yield (
         live,
-        [InboundLink(live, cluster, turns, live.open_session(), f"10.0.0.{n}:1") for n in (1, 2)],
+        [
+            InboundLink(live, cluster, turns, live.cache.open_session(), f"10.0.0.{n}:1")
+            for n in (1, 2)
+        ],
     )
     await cluster.close()
     checksums.close()

@@ -90,9 +90,9 @@ def test_a_daemon_that_makes_room_is_not_drained(
     daemon = make_daemon("32MiB")
     daemon.command = changed(
         "import os",
-        "from ecd.core.cache import Cache",
-        "trim = Cache.trim",
-        f"Cache.trim = lambda *about: os.path.exists({str(held)!r}) or trim(*about)",
+        "from ecd.core.evictor import Evictor",
+        "trim = Evictor.trim",
+        f"Evictor.trim = lambda *about: os.path.exists({str(held)!r}) or trim(*about)",
     )
     daemon.start()
     daemon.wait_idle("drained")

@@ -194,7 +194,7 @@ class Client:
 
     def _check_stored(self, session: Session, number: int, at: pb.Extent) -> None:
         """What was written is overwritten: only right if it has been evicted since."""
-        info = session.daemon.cache.info(key_of(number))
+        info = session.daemon.cache.views.info(key_of(number))
         if info is not None and info.extent.offset == at.offset:
             self._run.fail(f"k{number}: somebody else wrote where it is stored")
 
@@ -244,7 +244,7 @@ class Client:
         if holders and action.choice < 0.9:
             other = holders[action.other % len(holders)]
         hint.nodes.append(other.place.node)
-        now_there = other.cache.info(key)
+        now_there = other.cache.views.info(key)
         places = run.known_places.get((other.place.node, action.key), [])
         if now_there is not None and action.choice < 0.4:
             pool, offset, nbytes = now_there.extent

@@ -199,8 +199,8 @@ class Daemon(Process):
         cache, links = self.cache, self.cluster._peers._links.values()
         figures = {
             "flights": len(self.flights),
-            "leases": cache.leases,
-            "waits": cache.waits,
+            "leases": cache.views.leases,
+            "waits": cache.views.waits,
             "bytes set aside": self.deliveries.counters.set_aside_bytes,
             "reads": not self.engine.reads.is_idle,
             "transfers": len(self.engine._transfers),
@@ -209,7 +209,7 @@ class Daemon(Process):
             "waits for makings": len(self.live.makings._early),
             "makings": len(self.live.makings._makings),
             "keys made elsewhere": len(self.files.made_elsewhere),
-            "expected keys": len(cache._readers._expected),
+            "expected keys": len(cache.readers._expected),
             "reserved bytes": self.pool.reserved_bytes,
             "reads from disk": 0 if self.disk is None else READERS - self.disk.reads._free,
             "clients": self.node.streams.clients,
@@ -219,12 +219,12 @@ class Daemon(Process):
     def rows(self) -> set[str]:
         """The rows of the directory in which this daemon is to stand."""
         names = RowNames(self.config.cluster)
-        entries, _ = self.cache.page(None, 1 << 20)
+        entries, _ = self.cache.views.page(None, 1 << 20)
         return {names.row(entry.key) for entry in entries}
 
     def has(self, key: Key) -> bool:
         on_disk = self.disk is not None and self.disk.reads.may_have(key)
-        return on_disk or self.cache.contains(key)
+        return on_disk or self.cache.views.contains(key)
 
     async def evict_all(self) -> None:
         pace = await self.live.begin()
@@ -261,7 +261,7 @@ class Daemon(Process):
 
     def leftovers(self) -> list[LeftoverEntry]:
         """What the next daemon finds in this one's index."""
-        entries, _ = self.cache.page(None, 1 << 20)
+        entries, _ = self.cache.views.page(None, 1 << 20)
         return [
             LeftoverEntry(each.key, each.content, each.extent, each.checksum or 0, 1, False, number)
             for number, each in enumerate(entries)

@@ -90,7 +90,7 @@ class Watch:
 
 def _figures(daemon: Daemon) -> tuple[object, ...]:
     """What changes whenever the cache or the fetcher does."""
-    cache, readers = daemon.cache, daemon.cache._readers
+    cache, readers = daemon.cache, daemon.cache.readers
     return (
         cache._entries._last_id,
         daemon.pool.allocator.used_bytes,

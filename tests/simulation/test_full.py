@@ -92,7 +92,7 @@ def test_an_engine_encodes_at_once_what_a_node_that_is_not_full_delivers_more_sl
         await asyncio.sleep(0.5)
         await get(run, 3, OTHER)  # takes the link of the first
         await get(run, 2, LARGE - 1)  # finds how slow the second is
-        asker, session = run.daemons[2], run.daemons[2].live.open_session()
+        asker, session = run.daemons[2], run.daemons[2].live.cache.open_session()
         hints = [Hint(run.places[node].node) for node in (0, 1)]
         flights, maker = asker.flights, Maker(session, 0.0)
         asker.context.run(flights.want, key_of(LARGE), hints, maker)
@@ -110,7 +110,7 @@ def test_an_engine_encodes_what_only_a_full_node_has() -> None:
             await Client(run, 0).put(key, 0.001, 0.0)
         await asyncio.sleep(0.5)
         await get(run, 1, OTHER)  # takes the link
-        asker, session = run.daemons[2], run.daemons[2].live.open_session()
+        asker, session = run.daemons[2], run.daemons[2].live.cache.open_session()
         hints = [Hint(run.places[0].node)]
         asker.context.run(asker.flights.want, key_of(LARGE), hints, Maker(session, 0.0))
         await asyncio.sleep(0.2)

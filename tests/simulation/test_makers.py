@@ -225,7 +225,7 @@ def test_what_comes_late_from_a_maker_has_the_time_of_any_fetch() -> None:
         await asyncio.sleep(1.5 * fetch_s)
         await maker.store()
         assert (await waiting)[0] == "leased"
-        assert SIZES[NUMBER] == run.daemons[1].cache.info(KEY).content.nbytes
+        assert SIZES[NUMBER] == run.daemons[1].cache.views.info(KEY).content.nbytes
 
     play(2, 8, act)
 

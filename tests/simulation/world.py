@@ -167,7 +167,9 @@ class Run(World):
                 await self._do(action._replace(kind=kind, choice=choice, seconds=seconds))
                 await get
             case "move":
-                held = [each for each in range(len(SIZES)) if daemon.cache.contains(key_of(each))]
+                held = [
+                    each for each in range(len(SIZES)) if daemon.cache.views.contains(key_of(each))
+                ]
                 if held:
                     moved = held[action.key % len(held)]
                     await chosen.evict(moved)
@@ -232,7 +234,7 @@ class Run(World):
             wanted = [
                 number
                 for number in range(len(SIZES))
-                if self.holders(number) and not here.cache.contains(key_of(number))
+                if self.holders(number) and not here.cache.views.contains(key_of(number))
             ]
             return action._replace(key=wanted[action.key % len(wanted)]) if wanted else action
         read = [

@@ -16,9 +16,9 @@ def scan_claims(cache: Cache) -> None:
 
 
 def is_being_written(cache: Cache, key: Key) -> bool:
-    """`Cache.is_being_written`, as it is now."""
+    """`Views.is_being_written`, as it is now."""
     scan_claims(cache)
-    return cache.is_being_written(key)
+    return cache.views.is_being_written(key)
 
 
 def reserve(cache: Cache, *about: Any, **more: Any) -> Reservation | MakingRoom:

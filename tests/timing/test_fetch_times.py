@@ -67,7 +67,7 @@ def test_an_offer_of_many_keys(figure: Figure) -> None:
         checksums = Checksums(live, pools)
         identity = NodeIdentity("default", "a" * 32, "a test", config.peer_address)
         about = Flights(live), PoolMemory(pools, checksums), identity, lambda *_: None
-        cluster, session = Cluster(config, live, *about), live.open_session()
+        cluster, session = Cluster(config, live, *about), live.cache.open_session()
         keys = [Key("default", str(number)) for number in range(1024)]
         for key in keys:
             reserved = reserve(live.cache, session, key, Content("uint8", (64,), 64), 0.0)

@@ -320,7 +320,7 @@ class CacheMachine(RuleBasedStateMachine):
         """All entries of the cache, each key once in each pool."""
         infos, after = {}, None
         for _ in range(len(KEYS) * len(self.numbers) + 2):
-            page, after = self.cache.page(after, 3)
+            page, after = self.cache.views.page(after, 3)
             assert len(page) <= 3
             for info in page:
                 assert (info.key, info.extent.pool) not in infos
@@ -355,7 +355,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def scan(self) -> None:
         """Scan all pins, unless scans are slow."""
-        while not self.board.slow and not self.cache.scan_pins():
+        while not self.board.slow and not self.cache.pins.step():
             pass
 
     def forget_evicted(self) -> int:
@@ -366,7 +366,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.kept_s.pop(self.stored[place][0], None)
             del self.stored[place]
         stored = self.keys_stored()
-        assert all(self.cache.contains(key) == (key in stored) for key in KEYS)
+        assert all(self.cache.views.contains(key) == (key in stored) for key in KEYS)
         return len(gone)
 
     def any_open(self, data: st.DataObject) -> SessionId:
@@ -396,7 +396,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert leased.checksum == self.checksums[tag]
         assert self.reads(extent, tag), "the bytes are not those that were committed"
         self.counted.update(hits=1, bytes_out=extent.nbytes)
-        info = self.cache.info(key)
+        info = self.cache.views.info(key)
         assert info is not None
         assert info.entry == leased.entry
         reader = Reader(tag, extent, key, leased.expires_s, info)
@@ -462,7 +462,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.ended_session_is_told(session, lost)
         for writer in begun:
             content = Content("int8", (writer.extent.nbytes,), writer.extent.nbytes)
-            outcome = self.cache.put(session, writer.key, content, writer.extent, self.now_s)
+            outcome = self.cache.granted.put(
+                session, writer.key, content, writer.extent, self.now_s
+            )
             assert outcome == NotReserved()
 
     def ended_session_is_told(self, session: SessionId, lost: ModelSession) -> None:
@@ -495,7 +497,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.board.slow)
     @rule()
     def scan_on(self) -> None:
-        self.cache.scan_pins()
+        self.cache.pins.step()
 
     @rule()
     def reserve_many(self) -> None:
@@ -689,7 +691,7 @@ class CacheMachine(RuleBasedStateMachine):
         pool = self.any_pool(data)
         stored, leased = set(self.stored), self.known_leased_tags()
         before = self.granted(session)
-        granted = self.cache.grant(session, nbytes, least, most, self.now_s, pool)
+        granted = self.cache.granted.grant(session, nbytes, least, most, self.now_s, pool)
         evicted = stored - set(self.infos())
         assert all(number == pool.number for _, number in evicted), "evicted in another pool"
         assert least or not evicted, "a grant evicted that should not"
@@ -699,7 +701,7 @@ class CacheMachine(RuleBasedStateMachine):
         if granted:
             pieces = self.board.grants.pop(session)
             assert all(piece.nbytes >= nbytes for piece in pieces)
-            assert self.cache.puts_left(session, nbytes, pool) > 0
+            assert self.cache.granted.room(session, nbytes, pool) > 0
             for piece in pieces:
                 assert piece.pool == pool.number
                 self.assert_free(piece)
@@ -756,7 +758,7 @@ class CacheMachine(RuleBasedStateMachine):
         key, extent = writer.key, writer.extent
         content = Content("int8", (extent.nbytes,), extent.nbytes, key.mm_hash.encode())
         for other in {*self.open, *self.leaving} - {session}:
-            assert self.cache.put(other, key, content, extent, self.now_s) == NotReserved()
+            assert self.cache.granted.put(other, key, content, extent, self.now_s) == NotReserved()
         waiting = {
             (s, t) for s, m in self.open.items() for t, wait in m.waits.items() if wait[0] == key
         }
@@ -765,7 +767,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.stored[writer.place] = (writer.tag, extent, content, self.now_s)
             self.committed_s[writer.place] = self.warm_s[writer.tag] = self.now_s
             self.checksums[writer.tag] = None
-        outcome = self.cache.put(session, key, content, extent, self.now_s)
+        outcome = self.cache.granted.put(session, key, content, extent, self.now_s)
         match outcome:
             case Committed():
                 assert not was_stored
@@ -779,11 +781,11 @@ class CacheMachine(RuleBasedStateMachine):
                 assert writer.asks, "it was told that its put is stored"
             case NotReserved():
                 raise AssertionError("a put in granted memory was refused")
-        assert self.cache.put(session, key, content, extent, self.now_s) == NotReserved()
+        assert self.cache.granted.put(session, key, content, extent, self.now_s) == NotReserved()
 
     @rule(key=keys)
     def hash(self, key: Key) -> None:
-        info = self.cache.info(key)
+        info = self.cache.views.info(key)
         place = self.nearest(key)
         assert (info is not None) == (place is not None)
         on_its_way = key in self.keys_written() or self.board.is_begun(key)
@@ -843,9 +845,9 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=keys)
     def expect(self, key: Key) -> None:
         wanted = key not in self.keys_stored() | self.keys_written() | self.expected
-        assert self.cache.wants(key) == wanted
+        assert self.cache.readers.wants(key) == wanted
         if wanted:
-            self.cache.expect(key)
+            self.cache.readers.expect(key)
             self.expected.add(key)
 
     @precondition(lambda self: self.expected)
@@ -859,7 +861,7 @@ class CacheMachine(RuleBasedStateMachine):
             for t, wait in m.waits.items()
             if wait[0] == key and wait[2] and key not in self.keys_written()
         }
-        woken = self.cache.stop_expecting(key)
+        woken = self.cache.readers.stop_expecting(key)
         assert {(w.session, w.ticket) for w in woken} == giving_up
         self.take_wakeups(woken)
 
@@ -1052,7 +1054,7 @@ class CacheMachine(RuleBasedStateMachine):
                 tag, extent, content, _ = self.stored[place]
                 self.stored[place] = (tag, extent, content, self.now_s)
                 self.warm_s[tag] = self.now_s
-        self.cache._evictor.drain_uses(self.now_s)  # without a scan of the pins
+        self.cache.evictor.drain_uses(self.now_s)  # without a scan of the pins
 
     # -- time and eviction -----------------------------------------------------------------------
 
@@ -1101,7 +1103,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=keys, for_s=st.sampled_from([2.0, 20.0, inf]))
     def keep(self, key: Key, for_s: float) -> None:
         place = self.nearest(key)
-        outcome = self.cache.keep(key, self.now_s + for_s)
+        outcome = self.cache.retention.keep(key, self.now_s + for_s)
         if place is None:
             assert outcome == Missing()
             return
@@ -1122,7 +1124,7 @@ class CacheMachine(RuleBasedStateMachine):
     def unkeep(self, key: Key) -> None:
         place = self.nearest(key)
         tag = None if place is None else self.stored[place][0]
-        assert self.cache.unkeep(key) == (tag in self.kept_s)
+        assert self.cache.retention.unkeep(key) == (tag in self.kept_s)
         if tag in self.kept_s:
             self.kept_no_more(tag)
 
@@ -1160,7 +1162,7 @@ class CacheMachine(RuleBasedStateMachine):
         selection = Selection(key, namespace, idle_s, age_s, pool)
         totals, after = [0, 0, 0], None
         for _ in range(len(KEYS) * len(self.numbers) + 2):
-            report = self.cache.evict(selection, self.now_s, 2, after, dry_run)
+            report = self.cache.evictor.evict_selected(selection, self.now_s, 2, after, dry_run)
             totals = [
                 a + b
                 for a, b in zip(totals, (report.entries, report.nbytes, report.leased), strict=True)
@@ -1174,7 +1176,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert gone == (0 if dry_run else len(expected))
         self.counted["requested"] += gone
 
-    @precondition(lambda self: self.cache.needs_trim())
+    @precondition(lambda self: self.cache.evictor.needs_trim())
     @rule()
     def trim(self) -> None:
         self.scan_slowly(slow=False)
@@ -1183,7 +1185,7 @@ class CacheMachine(RuleBasedStateMachine):
         needy = [pool for pool in self.cache.pools if pool.needs_trim()]
         over = {key[0] for key, _ in self.stored if self.is_over(key[0])}
         for_quota = self.cache.counters.evictions["quota"]
-        while self.cache.trim(1, self.now_s):
+        while self.cache.evictor.trim(1, self.now_s):
             pass
         ambushed = self.board.ambushed or self.board.pins_starts
         for_quota = self.cache.counters.evictions["quota"] - for_quota
@@ -1241,7 +1243,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def every_byte_is_as_promised(self) -> None:
         for (key, _), (tag, extent, _, _) in self.stored.items():
-            assert self.cache.contains(key)
+            assert self.cache.views.contains(key)
             assert self.reads(extent, tag)
         for session in [*self.open.values(), *self.leaving.values()]:
             for reader in session.readers.values():
@@ -1256,15 +1258,15 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def figures_agree(self) -> None:
         everyone = [*self.open.values(), *self.leaving.values()]
-        assert self.cache.entries == len(self.stored)
+        assert self.cache.views.entries == len(self.stored)
         assert self.board.reservations == len(self.keys_written()) + (self.batch is not None)
         self.scan()
         kept = [pin for pin in self.board.pins if pin.blocks and not pin.late]
         alive = set(self.board.shown) | {pin.info.entry for pin in kept}
         pinned = 0 if self.board.slow else len(self.board.pins_set() & alive)
-        assert self.cache.leases - sum(len(m.readers) for m in everyone) >= pinned
-        assert self.cache.waits == sum(len(m.waits) for m in everyone)
-        assert self.cache.sessions == len(everyone)
+        assert self.cache.views.leases - sum(len(m.readers) for m in everyone) >= pinned
+        assert self.cache.views.waits == sum(len(m.waits) for m in everyone)
+        assert self.cache.views.sessions == len(everyone)
         for pool in self.cache.pools:
             assert pool.nbytes == self.granules[pool.number] * GRANULE_BYTES
             assert pool.used_bytes + pool.granted_bytes + pool.free_bytes == pool.nbytes
@@ -1272,8 +1274,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert pool.needs_trim() == (used_bytes > POOL_LIMITS.high_watermark * pool.nbytes)
         is_full = any(pool.needs_trim() for pool in self.cache.pools)
         is_over = any(self.is_over(namespace) for namespace in ("n0", "n1"))
-        assert self.cache.is_over_quota == is_over
-        assert self.cache.needs_trim() == (is_full or is_over)
+        assert self.cache.retention.is_over_quota == is_over
+        assert self.cache.evictor.needs_trim() == (is_full or is_over)
 
     @invariant()
     def pages_list_everything(self) -> None:
@@ -1306,7 +1308,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.board.ambush, self.board.garbage = False, set()
         self.board.slow = False
         self.scan()
-        self.cache.evict(Selection(), self.now_s, limit=len(KEYS) * len(self.numbers) + 1)
+        self.cache.evictor.evict_selected(
+            Selection(), self.now_s, limit=len(KEYS) * len(self.numbers) + 1
+        )
         self.scan()
         self.cache.check()
         for pool in self.cache.pools:
@@ -1343,13 +1347,13 @@ def test_who_waits_for_an_expected_key_outlasts_a_writer_that_gives_up() -> None
     writer, reader = cache.open_session(), cache.open_session()
     assert not isinstance(writer, LimitReached)
     assert not isinstance(reader, LimitReached)
-    cache.expect(key)
+    cache.readers.expect(key)
     reserved = reserve(cache, writer, key, Content("int8", (1,), 1), 0.0)
     assert isinstance(reserved, Reserved)
     waiting = cache.acquire(reader, key, 0.0, 5.0, wait_for=WaitFor.WRITER)
     assert isinstance(waiting, Waiting)
     assert cache.abort(writer, reserved.entry) == Aborted(), "it may still come from elsewhere"
-    assert cache.stop_expecting(key) == (Wakeup(reader, waiting.ticket, Missing()),)
+    assert cache.readers.stop_expecting(key) == (Wakeup(reader, waiting.ticket, Missing()),)
 
 
 def test_a_recovered_entry_is_seen_by_nobody_until_it_is_committed() -> None:
@@ -1367,7 +1371,7 @@ def test_a_recovered_entry_is_seen_by_nobody_until_it_is_committed() -> None:
     assert adopted[2] is None, "its place is another's"
     assert cache.recover(session, keys[0], content, Extent(0, 20 * GRANULE_BYTES, 5000)) is None
     cache.check()
-    assert cache.entries == 0
+    assert cache.views.entries == 0
     assert cache.acquire(reader, keys[0], 0.0) == Missing()
     assert reserve(cache, reader, keys[0], content, 0.0) == BeingWritten()
     waiting = cache.acquire(reader, keys[1], 0.0, 5.0, wait_for=WaitFor.WRITER)
@@ -1399,32 +1403,32 @@ def test_an_entry_hidden_during_a_scan_is_kept_for_who_pinned_it_behind_the_scan
         reserved = reserve(cache, first, key, Content("int8", (1,), 1), 0.0)
         assert isinstance(reserved, Reserved)
         cache.commit(first, reserved.entry, 0.0)
-    other, wanted = (cache.info(key) for key in KEYS[:2])
+    other, wanted = (cache.views.info(key) for key in KEYS[:2])
     assert other is not None
     assert wanted is not None
     lease = cache.acquire(second, KEYS[1], 0.0) if leased else None
     board.pins = [Pin(first, other), Pin(second, other)]
     board.slow = True
-    assert not cache.scan_pins(), "the page of the first session has been read, no other"
+    assert not cache.pins.step(), "the page of the first session has been read, no other"
     pin = Pin(first, wanted)
     board.pins.append(pin)
     board.pin(pin)
     board.recheck(pin)
     assert pin.held
-    cache.evict(Selection(key=KEYS[1]), 0.0, 1)
+    cache.evictor.evict_selected(Selection(key=KEYS[1]), 0.0, 1)
     if isinstance(lease, Leased):
         cache.release(second, lease.lease)
-    while cache._pins._scanned or cache._pins._scan is not None:
-        cache.scan_pins()
+    while cache.pins._scanned or cache.pins._scan is not None:
+        cache.pins.step()
     assert cache.pools[0].used_bytes == 2 * GRANULE_BYTES, (
         "the scan that was under way cannot decide it"
     )
-    assert not cache.is_settled
-    while not cache.scan_pins():
+    assert not cache.pins.is_settled
+    while not cache.pins.step():
         pass
     assert cache.pools[0].used_bytes == 2 * GRANULE_BYTES
     board.pins.remove(pin)
-    while not cache.scan_pins():
+    while not cache.pins.step():
         pass
     assert cache.pools[0].used_bytes == GRANULE_BYTES
     cache.check()
@@ -1435,7 +1439,7 @@ def stored_and_leased(cache: Cache, session: SessionId) -> tuple[EntryInfo, Leas
     reserved = reserve(cache, session, KEYS[0], Content("int8", (1,), 1), 0.0)
     assert isinstance(reserved, Reserved)
     cache.commit(session, reserved.entry, 0.0)
-    info = cache.info(KEYS[0])
+    info = cache.views.info(KEYS[0])
     lease = cache.acquire(session, KEYS[0], 0.0)
     assert info is not None
     assert isinstance(lease, Leased)
@@ -1455,22 +1459,22 @@ def test_a_pin_of_a_leased_entry_holds_when_the_lease_has_ended(
     assert not isinstance(other, LimitReached)
     info, lease = stored_and_leased(cache, session)
     board.pins = [Pin(other, info, set=under_way)]
-    cache.evict(Selection(key=KEYS[0]), 0.0, 1)
-    assert cache.scan_pins(), "decided: it is leased, and perhaps pinned by another reader"
+    cache.evictor.evict_selected(Selection(key=KEYS[0]), 0.0, 1)
+    assert cache.pins.step(), "decided: it is leased, and perhaps pinned by another reader"
     if under_way:  # a scan that has read the session's page, and finds that reader gone
         board.pins, board.slow = [Pin(session, info)], True
-        assert not cache.scan_pins()
+        assert not cache.pins.step()
     pin = Pin(session, info, set=True)
     board.pins = [pin]
     if runs_out:
         cache.expire(TTL_S)
     else:
         cache.release(session, lease.lease)
-    while not cache.scan_pins():
+    while not cache.pins.step():
         pass
     assert cache.pools[0].used_bytes == GRANULE_BYTES
     board.pins = []
-    while not cache.scan_pins():
+    while not cache.pins.step():
         pass
     assert cache.pools[0].used_bytes == 0
     cache.check()
@@ -1484,16 +1488,16 @@ def test_a_lease_that_ends_amid_a_scan_leaves_its_entry_to_the_next_one() -> Non
     assert not isinstance(session, LimitReached)
     assert not isinstance(other, LimitReached)
     info, lease = stored_and_leased(cache, session)
-    cache.evict(Selection(key=KEYS[0]), 0.0, 1)
+    cache.evictor.evict_selected(Selection(key=KEYS[0]), 0.0, 1)
     board.pins, board.slow = [Pin(session, info), Pin(other, info)], True
-    assert not cache.scan_pins(), "the page of the first session has been read, no other"
+    assert not cache.pins.step(), "the page of the first session has been read, no other"
     board.pins[0].set = True
     cache.release(session, lease.lease)
-    while cache._pins._scan is not None:
-        cache.scan_pins()
+    while cache.pins._scan is not None:
+        cache.pins.step()
     assert cache.pools[0].used_bytes == GRANULE_BYTES
     board.pins = []
-    while not cache.scan_pins():
+    while not cache.pins.step():
         pass
     assert cache.pools[0].used_bytes == 0
     cache.check()

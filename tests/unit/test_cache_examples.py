@@ -45,7 +45,7 @@ def test_a_reservation_is_invisible_until_it_is_committed(cache: Cache, client: 
     assert cache.acquire(client, KEY, now_s=0.0) == Missing()
     assert reserve(cache, client, KEY, content(1), now_s=0.0) == BeingWritten()
     assert cache.commit(client, reserved.entry, now_s=1.0) == Committed()
-    assert cache.contains(KEY)
+    assert cache.views.contains(KEY)
     assert reserve(cache, client, KEY, content(1), now_s=1.0) == AlreadyStored()
 
 
@@ -75,7 +75,7 @@ def test_the_least_recently_used_entry_makes_room(cache: Cache, client: SessionI
     store(cache, client, OTHER, pages=2, now_s=1.0)
     cache.release(client, cache.acquire(client, KEY, now_s=2.0).lease)  # KEY is the warmer now
     store(cache, client, Key("model", "image-3"), pages=1, now_s=3.0)
-    assert (cache.contains(KEY), cache.contains(OTHER)) == (True, False)
+    assert (cache.views.contains(KEY), cache.views.contains(OTHER)) == (True, False)
 
 
 def test_a_read_without_a_call_makes_an_entry_the_warmer() -> None:
@@ -91,9 +91,9 @@ def test_a_read_without_a_call_makes_an_entry_the_warmer() -> None:
     client = cache.open_session()
     for number, key in enumerate((KEY, OTHER)):
         store(cache, client, key, pages=2, now_s=float(number))
-    board.read = (cache.page(None, 1)[0][0].entry,)
+    board.read = (cache.views.page(None, 1)[0][0].entry,)
     store(cache, client, Key("model", "image-3"), pages=1, now_s=3.0)
-    assert (cache.contains(KEY), cache.contains(OTHER)) == (True, False)
+    assert (cache.views.contains(KEY), cache.views.contains(OTHER)) == (True, False)
 
 
 def test_a_session_has_no_more_leases_and_waits_than_it_may() -> None:
@@ -123,12 +123,12 @@ def test_a_leased_entry_is_evicted_but_its_bytes_stay(cache: Cache, client: Sess
     store(cache, client, KEY, pages=4)
     leased = cache.acquire(client, KEY, now_s=0.0)
     assert reserve(cache, client, OTHER, content(1), now_s=0.0) == PoolFull(PAGE, 0, 4 * PAGE)
-    report = cache.evict(Selection(key=KEY), now_s=0.0, limit=1)
+    report = cache.evictor.evict_selected(Selection(key=KEY), now_s=0.0, limit=1)
     assert (report.entries, report.leased) == (1, 1)
     assert cache.acquire(client, KEY, now_s=0.0) == Missing(), "nobody finds it any more"
-    assert cache.scan_pins(), "one step: nobody reads without a call here"
+    assert cache.pins.step(), "one step: nobody reads without a call here"
     assert cache.pools[0].free_bytes == 0, "its reader still reads"
     cache.release(client, leased.lease)
     assert cache.pools[0].free_bytes == 0, "its reader may have pinned it meanwhile"
-    assert cache.scan_pins()
+    assert cache.pins.step()
     assert cache.pools[0].free_bytes == 4 * PAGE

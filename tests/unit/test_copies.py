@@ -89,11 +89,11 @@ def store(cache: Cache, session: SessionId, key: Key, pages: int = 1) -> EntryId
     reserved = reserve(cache, session, key, content(pages), 0.0)
     assert isinstance(reserved, Reserved), reserved
     assert isinstance(cache.commit(session, reserved.entry, 0.0), Committed)
-    return cache.info(key).entry
+    return cache.views.info(key).entry
 
 
 def copy(cache: Cache, session: SessionId, key: Key, pool: int = NEAR) -> Extent:
-    entry = cache.info(key).entry
+    entry = cache.views.info(key).entry
     reserved = cache.reserve_copy(session, key, entry, cache.pools[pool], 0.0)
     assert isinstance(reserved, Reserved), reserved
     assert cache.commit(session, reserved.entry, 0.0) == Committed()
@@ -117,14 +117,14 @@ def test_a_copy_counts_as_no_entry_and_is_leased_to_nobody(
     cache.take_changes()
     assert copy(cache, session, KEYS[0]).pool == NEAR
     copy(cache, session, KEYS[0], FAR)
-    assert cache.entries == 1
+    assert cache.views.entries == 1
     assert cache.take_changes() == {}, "other nodes are told of nothing"
     leased = cache.acquire(session, KEYS[0], 0.0)
     assert isinstance(leased, Leased)
     assert leased.extent.pool == HOST
     counters = cache.counters
     assert (counters.puts, counters.bytes_in, counters.copies) == (1, PAGE, 2)
-    assert [info.extent.pool for info in cache.page(None, 10)[0]] == [HOST]
+    assert [info.extent.pool for info in cache.views.page(None, 10)[0]] == [HOST]
     cache.check()
 
 
@@ -133,10 +133,10 @@ def test_an_entry_takes_its_copies_along(cache: Cache, session: SessionId) -> No
     copy(cache, session, KEYS[0])
     copy(cache, session, KEYS[0], FAR)
     cache.take_changes()
-    report = cache.evict(Selection(key=KEYS[0]), 0.0, 10)
+    report = cache.evictor.evict_selected(Selection(key=KEYS[0]), 0.0, 10)
     assert (report.entries, report.nbytes) == (1, PAGE)
     assert cache.take_changes() == {KEYS[0]: False}, "other nodes are told that it has gone"
-    assert cache.scan_pins()
+    assert cache.pins.step()
     assert all(pool.allocator.is_one_free_extent for pool in cache.pools)
     assert [pool.evictions["requested"] for pool in cache.pools] == [1, 1, 1]
     cache.check()
@@ -145,10 +145,10 @@ def test_an_entry_takes_its_copies_along(cache: Cache, session: SessionId) -> No
 def test_one_pool_can_be_emptied_alone(cache: Cache, session: SessionId) -> None:
     store(cache, session, KEYS[0])
     copy(cache, session, KEYS[0])
-    assert cache.evict(Selection(pool=NEAR), 0.0, 10).entries == 1
-    cache.scan_pins()
+    assert cache.evictor.evict_selected(Selection(pool=NEAR), 0.0, 10).entries == 1
+    cache.pins.step()
     assert cache.pools[NEAR].allocator.is_one_free_extent
-    assert cache.contains(KEYS[0])
+    assert cache.views.contains(KEYS[0])
     copy(cache, session, KEYS[0])
 
 
@@ -158,8 +158,8 @@ def test_a_copy_is_made_of_the_entry_that_was_named(cache: Cache, session: Sessi
     late = cache.reserve_copy(session, key, first, near, 0.0)
     assert isinstance(late, Reserved)
     assert cache.reserve_copy(session, key, first, near, 0.0) == BeingWritten()
-    cache.evict(Selection(key=key), 0.0, 10)
-    cache.scan_pins()
+    cache.evictor.evict_selected(Selection(key=key), 0.0, 10)
+    cache.pins.step()
     second = store(cache, session, key)
     assert cache.commit(session, late.entry, 0.0) == NotReserved(), "it has the first one's bytes"
     assert near.allocator.is_one_free_extent
@@ -178,7 +178,7 @@ def test_a_pool_without_room_evicts_its_coldest_copies_alone() -> None:
     assert isinstance(cache.acquire(session, KEYS[0], 1.0), Leased)  # warms the copy, too
     copy(cache, session, KEYS[2])
     assert [key for key, pool in board.rows if pool == NEAR] == [KEYS[0], KEYS[2]]
-    assert all(map(cache.contains, KEYS))
+    assert all(map(cache.views.contains, KEYS))
     cache.check()
 
 
@@ -189,10 +189,12 @@ def test_a_copy_that_is_read_keeps_its_memory() -> None:
         store(cache, session, key, 2)
     copy(cache, session, KEYS[0])
     board.pins.append(board.rows[KEYS[0], NEAR].entry)
-    refused = cache.reserve_copy(session, KEYS[1], cache.info(KEYS[1]).entry, cache.pools[NEAR], 0)
+    refused = cache.reserve_copy(
+        session, KEYS[1], cache.views.info(KEYS[1]).entry, cache.pools[NEAR], 0
+    )
     assert refused == PoolFull(2 * PAGE, 0, 2 * PAGE)
     board.pins.clear()
-    cache.scan_pins()
+    cache.pins.step()
     copy(cache, session, KEYS[1])
     cache.check()
 
@@ -212,16 +214,16 @@ def test_a_copy_on_its_way_is_no_writer_of_the_key() -> None:
     cache, board = make()
     session, reader = cache.open_session(), cache.open_session()
     store(cache, session, KEYS[0])
-    entry = cache.info(KEYS[0]).entry
+    entry = cache.views.info(KEYS[0]).entry
     assert isinstance(cache.reserve_copy(session, KEYS[0], entry, cache.pools[NEAR], 0.0), Reserved)
     assert board.announced == 0, "puts without a call need not wait for their answers"
-    cache.evict(Selection(), 0.0, 10)
-    assert cache.wants(KEYS[0])
+    cache.evictor.evict_selected(Selection(), 0.0, 10)
+    assert cache.readers.wants(KEYS[0])
     assert reserve(cache, reader, KEYS[0], content(), 0.0).extent.pool == HOST
     cache.leave_session(session)
     cache.check()
     assert cache.close_session(session)
-    cache.scan_pins()
+    cache.pins.step()
     assert cache.pools[NEAR].allocator.is_one_free_extent
 
 
@@ -256,7 +258,7 @@ class Machine(RuleBasedStateMachine):
             self.tag += 1
             self.write(reserved.extent, self.tag)
             assert isinstance(self.cache.commit(self.writer, reserved.entry, self.now_s), Committed)
-            self.tags[self.cache.info(key).entry] = self.tag
+            self.tags[self.cache.views.info(key).entry] = self.tag
 
     @precondition(lambda self: self.board.rows)
     @rule(data=st.data(), pool=st.sampled_from(DEVICES))
@@ -320,15 +322,15 @@ class Machine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from([None, *KEYS]), pool=st.sampled_from([None, HOST, NEAR, FAR]))
     def evict(self, key: Key | None, pool: int | None) -> None:
-        self.cache.evict(Selection(key=key, pool=pool), self.now_s, 100)
+        self.cache.evictor.evict_selected(Selection(key=key, pool=pool), self.now_s, 100)
 
     @rule()
     def scan(self) -> None:
-        self.cache.scan(self.now_s)
+        self.cache.evictor.scan(self.now_s)
 
     @rule()
     def trim(self) -> None:
-        self.cache.trim(4, self.now_s)
+        self.cache.evictor.trim(4, self.now_s)
 
     @rule()
     def begin_another_life(self) -> None:
@@ -356,8 +358,8 @@ class Machine(RuleBasedStateMachine):
         self.cache.leave_session(self.writer)
         while not self.cache.close_session(self.writer):
             pass
-        self.cache.evict(Selection(), self.now_s, 100)
-        while not self.cache.scan_pins():
+        self.cache.evictor.evict_selected(Selection(), self.now_s, 100)
+        while not self.cache.pins.step():
             pass
         assert not self.board.rows
         assert all(pool.allocator.is_one_free_extent for pool in self.cache.pools)

@@ -204,7 +204,7 @@ def test_what_is_evicted_for_room_is_given_up() -> None:
         stored.put(f"k{number}", 64, 1.0)
     assert stored.pool.worth_s == pytest.approx(4.0)
     assert stored.pool.given_up_s == pytest.approx(1.0)
-    stored.cache.evict(Selection(), 0.0, 100)
+    stored.cache.evictor.evict_selected(Selection(), 0.0, 100)
     stored.cache.check()
     assert stored.pool.worth_s == pytest.approx(0.0)
     assert stored.pool.given_up_s == pytest.approx(1.0), "the rest was evicted on request"
@@ -221,8 +221,8 @@ def test_a_copy_is_worth_nothing_and_reports_nothing() -> None:
         stored.cache.commit(stored.session, reserved.entry, 0.0)
         stored.cache.check()
         assert (copies.worth_s, copies.given_up_s) == (0.0, 0.0)
-        stored.cache.evict(Selection(entry.key, pool=1), 0.0, 9)
-        stored.cache.scan_pins()
+        stored.cache.evictor.evict_selected(Selection(entry.key, pool=1), 0.0, 9)
+        stored.cache.pins.step()
     for number in range(4):
         stored.put(f"k{number}", 64, 3.0)
     assert stored.put("untold", 64, 0.0).cost_s == pytest.approx(3.0), "four of five say so"

@@ -69,10 +69,10 @@ def test_entries_that_save_most_for_their_bytes_are_written_first() -> None:
         for name in costs
     ]
     shelf.add(Key("n", "kept"), 1, 1, 1.0, 0.5, 0.0)
-    cache = SimpleNamespace(
+    views = SimpleNamespace(
         next_victims=lambda most: victims[:most], cost_s=lambda key, _: costs[key.mm_hash]
     )
-    chosen = next_writes(cache, shelf, lambda nbytes: 0.01 * nbytes / MIB)
+    chosen = next_writes(views, shelf, lambda nbytes: 0.01 * nbytes / MIB)
     assert [info.key.mm_hash for info in chosen] == ["read", "dear", "large"]
 
 

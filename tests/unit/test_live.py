@@ -24,7 +24,7 @@ class Told:
     """A session's owner."""
 
     def __init__(self, live: LiveCache) -> None:
-        session = live.open_session()
+        session = live.cache.open_session()
         assert not isinstance(session, LimitReached)
         self.session = session
         self.waits: list[Wakeup] = []
@@ -65,7 +65,7 @@ def test_a_commit_tells_who_waited_and_its_lease_runs_out() -> None:
         assert isinstance(ended.outcome, Leased)
         await eventually_async(lambda: reader.leases)
         assert reader.leases == [ended.outcome.lease]
-        assert live.cache.leases == 0
+        assert live.cache.views.leases == 0
 
     run(act)
 
@@ -92,7 +92,7 @@ def test_a_session_that_has_left_is_told_nothing() -> None:
         live.leave_session(reader.session)
         live.close_session(reader.session)
         await store(live, writer.session)
-        await eventually_async(lambda: live.cache.sessions == 1)
+        await eventually_async(lambda: live.cache.views.sessions == 1)
         assert not reader.waits
 
     run(act)
@@ -166,7 +166,9 @@ class OneGrant(NoPuts):
 
     def grant_next(self, now_s: float) -> None:
         self.is_pending = False
-        assert self._cache.grant(self.session, CONTENT.nbytes, 16, 16, now_s)
+        assert self._cache.granted.grant(
+            self.session, CONTENT.nbytes, 16, 16, now_s, self._cache.pools[0]
+        )
 
 
 def test_a_turn_that_only_grants_announces_what_it_evicted(tmp_path: Path) -> None:

@@ -100,11 +100,11 @@ def test_a_quotas_entries_are_found_whatever_has_been_read_or_is_held(
         lease = cache.acquire(session, key, 50.0)
         cache.release(session, lease.lease)
     put(cache, session, Key("n", "new"), 60.0)
-    assert not cache.contains(keys[31]), "the only one that nobody has read since"
+    assert not cache.views.contains(keys[31]), "the only one that nobody has read since"
     for number in range(11):
         put(cache, session, Key("n", f"new {number}"), 61.0)
-    assert not any(map(cache.contains, keys[20:31]))
-    assert all(map(cache.contains, held))
+    assert not any(map(cache.views.contains, keys[20:31]))
+    assert all(map(cache.views.contains, held))
     cache.check()
 
 
@@ -117,15 +117,15 @@ def test_reservations_count_against_the_quota_and_cost_no_other_namespace() -> N
     keys = [Key("n", str(number)) for number in range(5)]
     *outcomes, refused = [reserve(cache, session, key, content, 1.0) for key in keys]
     assert refused == PoolFull(PAGE, 0, 4 * PAGE, 4 * PAGE)
-    assert all(map(cache.contains, others))
+    assert all(map(cache.views.contains, others))
     written, given_up, abandoned, lost = [each.entry for each in outcomes]
     cache.check()
     cache.commit(session, written, 1.0)
     cache.abort(session, given_up)
     cache.abandon(session, abandoned)
     assert isinstance(reserve(cache, session, keys[4], content, 1.0), Reserved)
-    assert cache.contains(keys[0])
-    cache.use_rules(Rules({"m": PAGE}))
+    assert cache.views.contains(keys[0])
+    cache.retention.use(Rules({"m": PAGE}))
     cache.check()
     cache.reclaim(session, abandoned)
     cache.leave_session(session)
@@ -152,7 +152,7 @@ def test_a_quota_of_more_held_entries_than_a_look_takes_refuses(
     assert outcomes[-1] == PoolFull(PAGE, 0, 32 * PAGE, 32 * PAGE)
     cache.release(session, leases[9].lease)
     put(cache, session, Key("n", "new"), 40.0)
-    assert not cache.contains(keys[9])
+    assert not cache.views.contains(keys[9])
     cache.check()
 
 
@@ -163,8 +163,8 @@ def test_a_turn_of_trimming_is_short_however_many_namespaces_are_over() -> None:
         for number in range(9):
             put(cache, session, Key(name, str(number)))
     leases = [cache.acquire(session, Key(name, str(n)), 1.0) for name in names for n in range(9)]
-    cache.use_rules(Rules({"*": 2 * PAGE}))
-    cache.reapply_rules(EntryId(0), 1000)
+    cache.retention.use(Rules({"*": 2 * PAGE}))
+    cache.retention.reapply(EntryId(0), 1000)
     asked: list[str] = []
     coldest = cache._book.coldest
 
@@ -175,7 +175,7 @@ def test_a_turn_of_trimming_is_short_however_many_namespaces_are_over() -> None:
     cache._book.coldest = look  # type: ignore[method-assign]
     turns, goes_on = 0, True
     while goes_on:
-        goes_on = cache.trim(32, 2.0)
+        goes_on = cache.evictor.trim(32, 2.0)
         turns += 1
         assert len(asked) <= 4 * turns
     assert set(asked) == set(names), "all have their turn"
@@ -183,10 +183,10 @@ def test_a_turn_of_trimming_is_short_however_many_namespaces_are_over() -> None:
     for lease in leases:
         cache.release(session, lease.lease)
     for _ in range(11):  # as others put
-        while cache.trim(32, 3.0):
+        while cache.evictor.trim(32, 3.0):
             pass
-    assert cache.entries == 2 * len(names)
-    assert not cache.needs_trim()
+    assert cache.views.entries == 2 * len(names)
+    assert not cache.evictor.needs_trim()
     cache.check()
 
 
@@ -196,12 +196,12 @@ def test_what_a_namespace_above_its_quota_loses_spares_the_others() -> None:
     for number, key in enumerate([*others, *(Key("n", str(n)) for n in range(17))]):
         put(cache, session, key, float(number))
     assert cache.pools[0].needs_trim()
-    cache.use_rules(Rules({"n": 5 * PAGE}))
-    cache.reapply_rules(EntryId(0), 1000)
-    while cache.trim(32, 100.0):
+    cache.retention.use(Rules({"n": 5 * PAGE}))
+    cache.retention.reapply(EntryId(0), 1000)
+    while cache.evictor.trim(32, 100.0):
         pass
-    assert all(map(cache.contains, others)), "the pool has room again without them"
-    assert cache.entries == 85
+    assert all(map(cache.views.contains, others)), "the pool has room again without them"
+    assert cache.views.entries == 85
     cache.check()
 
 
@@ -211,23 +211,23 @@ def test_trimming_for_a_quota_looks_at_all_entries_once_and_ends() -> None:
     for key in keys:
         put(cache, session, key)
     leases = [cache.acquire(session, key, 1.0) for key in keys]
-    cache.use_rules(Rules({"n": 1990 * PAGE}))
+    cache.retention.use(Rules({"n": 1990 * PAGE}))
     after: EntryId | None = EntryId(0)
     while after is not None:
-        after = cache.reapply_rules(after, 500)
+        after = cache.retention.reapply(after, 500)
     calls = 1
-    while cache.trim(32, 2.0):
+    while cache.evictor.trim(32, 2.0):
         calls += 1
     assert 2000 / terms.LOOKED_AT < calls < 20, "all are held"
-    assert cache.entries == 2000
+    assert cache.views.entries == 2000
     for lease in leases:
         cache.release(session, lease.lease)
     put(cache, session, Key("m", "another"), 3.0)
-    cache.reapply_rules(EntryId(0), 5000)
-    while cache.trim(32, 3.0):
+    cache.retention.reapply(EntryId(0), 5000)
+    while cache.evictor.trim(32, 3.0):
         pass
-    assert cache.entries == 1991
-    assert not cache.needs_trim()
+    assert cache.views.entries == 1991
+    assert not cache.evictor.needs_trim()
 
 
 def test_a_quota_whose_entries_are_all_held_refuses_and_evicts_none() -> None:
@@ -239,7 +239,7 @@ def test_a_quota_whose_entries_are_all_held_refuses_and_evicts_none() -> None:
     content = Content("int8", (2 * PAGE,), 2 * PAGE)
     refused = reserve(cache, session, Key("n", "new"), content, 1.0)
     assert refused == PoolFull(2 * PAGE, 0, 3 * PAGE, 4 * PAGE)
-    assert cache.contains(keys[0]), "it alone makes too little room"
+    assert cache.views.contains(keys[0]), "it alone makes too little room"
     assert isinstance(reserve(cache, session, Key("m", "new"), content, 1.0), Reserved)
     cache.release(session, leases[0].lease)
     assert isinstance(reserve(cache, session, Key("n", "new"), content, 1.0), Reserved)
@@ -252,14 +252,14 @@ def test_an_age_counts_from_the_put_on_another_node() -> None:
     put(cache, session, Key("n", "here"), 100.0)
     put(cache, session, Key("n", "from elsewhere"), 100.0, age_s=7.0)
     assert cache.next_deadline_s() == 103.0
-    info = cache.info(Key("n", "from elsewhere"))
+    info = cache.views.info(Key("n", "from elsewhere"))
     assert info is not None
-    assert cache.put_age_s(info.entry, 102.0) == 9.0
+    assert cache.views.put_age_s(info.entry, 102.0) == 9.0
     assert cache.acquire(session, Key("n", "from elsewhere"), 103.0) == Missing(), "a late timer"
     cache.expire(103.0)
-    assert cache.entries == 1
+    assert cache.views.entries == 1
     cache.expire(110.0)
-    assert cache.entries == 0
+    assert cache.views.entries == 0
     assert cache.counters.evictions["ttl"] == 2
     cache.check()
 
@@ -268,8 +268,8 @@ def test_a_node_without_rules_keeps_an_age_and_tells_it() -> None:
     cache, session = make(Rules())
     put(cache, session, Key("n", "here"), 100.0)
     put(cache, session, Key("n", "from elsewhere"), 100.0, age_s=7.0)
-    infos = [cache.info(Key("n", name)) for name in ("here", "from elsewhere")]
-    assert [cache.put_age_s(info.entry, 102.0) for info in infos if info] == [2.0, 9.0]
+    infos = [cache.views.info(Key("n", name)) for name in ("here", "from elsewhere")]
+    assert [cache.views.put_age_s(info.entry, 102.0) for info in infos if info] == [2.0, 9.0]
 
 
 def test_a_put_replaces_an_entry_whose_time_is_over_while_the_timer_is_late() -> None:
@@ -286,12 +286,12 @@ def test_many_entries_end_in_bounded_steps() -> None:
     for number in range(1000):
         put(cache, session, Key("n", str(number)))
     cache.expire(10.0)
-    assert 900 < cache.entries < 1000
+    assert 900 < cache.views.entries < 1000
     steps = 1
     while (next_s := cache.next_deadline_s()) is not None and next_s <= 10.0:
         cache.expire(10.0)
         steps += 1
-    assert cache.entries == 0
+    assert cache.views.entries == 0
     assert steps > 10
 
 
@@ -299,17 +299,17 @@ def test_new_rules_hold_for_what_is_stored_already() -> None:
     cache, session = make(Rules({"a": 2 * PAGE}, {"b": 10.0}))
     for number in range(4):
         put(cache, session, Key("b", str(number)), float(number))
-    cache.keep(Key("b", "0"), 100.0)
-    cache.use_rules(Rules({"b": 3 * PAGE}, {"*": 20.0}))
+    cache.retention.keep(Key("b", "0"), 100.0)
+    cache.retention.use(Rules({"b": 3 * PAGE}, {"*": 20.0}))
     after: EntryId | None = EntryId(0)
     while after is not None:
-        after = cache.reapply_rules(after, 1)
+        after = cache.retention.reapply(after, 1)
         cache.check()
     cache.expire(19.0)
-    assert cache.needs_trim()
-    while cache.trim(1, 5.0):
+    assert cache.evictor.needs_trim()
+    while cache.evictor.trim(1, 5.0):
         pass
-    assert [cache.contains(Key("b", str(number))) for number in range(4)] == [1, 0, 1, 1]
+    assert [cache.views.contains(Key("b", str(number))) for number in range(4)] == [1, 0, 1, 1]
     assert cache.pools[0].kept == 1
     cache.check()
 

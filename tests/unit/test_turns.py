@@ -139,7 +139,7 @@ class Node:
             )
             assert isinstance(reserved, Reserved)
             self.cache.commit(self.clients[0], reserved.entry, 0.0)
-        infos = [self.cache.info(Key("n", name)) for name in names]
+        infos = [self.cache.views.info(Key("n", name)) for name in names]
         return [info.entry for info in infos if info is not None]
 
     def run(self, act: Callable[[], Awaitable[object]]) -> int:
@@ -199,8 +199,9 @@ def test_of_the_largest_batch_a_turn_does_one_piece(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = node.token()
-    for name in ("reserve", "commit", "acquire", "release", "contains", "abort"):
+    for name in ("reserve", "commit", "acquire", "release", "abort"):
         node.counted(monkeypatch, node.cache, name)
+    node.counted(monkeypatch, node.cache.views, "contains")
     replies: dict[str, object] = {}
 
     def most(name: str, request: object) -> int:
@@ -230,7 +231,7 @@ def test_of_the_largest_batch_a_turn_does_one_piece(
 def test_many_large_calls_at_once_share_the_turns(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node.counted(monkeypatch, node.cache, "contains")
+    node.counted(monkeypatch, node.cache.views, "contains")
     request = pb.ContainsRequest(keys=keys(MAX_BATCH))
 
     async def act() -> None:
@@ -268,7 +269,7 @@ def test_what_a_cancelled_call_has_done_is_undone(node: Node) -> None:
         acquire = pb.AcquireRequest(session=token, keys=wanted, wait_s=5.0)
         for turns_of_it in range(20, 60, 3):
             await cancelled("Acquire", acquire, turns_of_it)
-            assert (node.cache.leases, node.cache.waits) == (0, 0)
+            assert (node.cache.views.leases, node.cache.views.waits) == (0, 0)
 
     asyncio.run(act())
     assert node.cache.counters.aborts > 0, "the call was cancelled before it reserved anything"
@@ -304,16 +305,16 @@ def test_what_a_session_had_is_taken_back_in_turns(
         for number in range(2 * DUE_AT_A_TIME):
             key = Key("n", f"{session}-{number}")
             assert isinstance(reserve(node.cache, session, key, content, 0.0), Reserved)
-    node.counted(monkeypatch, node.cache._pins, "let_go")
+    node.counted(monkeypatch, node.cache.pins, "let_go")
     node.counted(monkeypatch, node.cache._writers, "_free")
 
     async def act() -> None:
         for session in sessions:
             node.live.leave_session(session)
             node.live.close_session(session)
-        while node.cache.sessions > SESSIONS - len(sessions):
+        while node.cache.views.sessions > SESSIONS - len(sessions):
             await asyncio.sleep(0)
-        assert (node.cache.leases, node.cache.pools[0].reserved_bytes) == (0, 0)
+        assert (node.cache.views.leases, node.cache.pools[0].reserved_bytes) == (0, 0)
 
     assert node.run(act) <= 2 * 2 * DUE_AT_A_TIME
 
@@ -356,7 +357,7 @@ def test_leases_that_were_renewed_are_looked_at_some_at_a_time(
         assert len(node.did) <= 2 * DUE_AT_A_TIME
         times += 1
     assert times > 2
-    assert node.cache.leases == count - count // 4
+    assert node.cache.views.leases == count - count // 4
 
 
 # -- pins ------------------------------------------------------------------------------------------
@@ -384,13 +385,13 @@ def test_of_pages_full_of_garbage_a_step_reads_a_few(
 
     monkeypatch.setattr(SessionPage, "pinned", counting)
     steps = 1
-    while not node.cache.scan_pins():
+    while not node.cache.pins.step():
         assert sum(words) <= shared_index.MAX_COST + MAX_PINS
         words.clear()
         steps += 1
     assert steps > 1
     words.clear()
-    assert node.cache.scan_pins(), "what has not changed is looked at in one step"
+    assert node.cache.pins.step(), "what has not changed is looked at in one step"
     assert (sum(words), len(words)) == (0, SESSIONS)
 
 
@@ -402,7 +403,7 @@ def test_room_waits_for_the_scan_and_is_not_refused(node: Node) -> None:
         reserved = reserve(node.cache, session, Key("n", name), half, 0.0)
         assert isinstance(reserved, Reserved)
         node.cache.commit(session, reserved.entry, 0.0)
-    info = node.cache.info(Key("n", "b"))
+    info = node.cache.views.info(Key("n", "b"))
     assert info is not None
     outcomes: list[object] = []
     while not outcomes or isinstance(outcomes[-1], MakingRoom):
@@ -415,7 +416,7 @@ def test_room_waits_for_the_scan_and_is_not_refused(node: Node) -> None:
     while not outcomes or isinstance(outcomes[-1], MakingRoom):
         outcomes.append(reserve(node.cache, other, Key("n", "d"), half, 0.0))
     assert isinstance(outcomes[-1], PoolFull)
-    assert node.cache.contains(Key("n", "b")) or not node.cache._index.is_readable(info.entry)
+    assert node.cache.views.contains(Key("n", "b")) or not node.cache._index.is_readable(info.entry)
 
 
 def test_room_that_others_take_again_is_not_made_for_ever(
@@ -451,14 +452,14 @@ def test_a_pin_is_seen_though_its_page_is_as_it_was(node: Node) -> None:
     [entry] = node.store("k")
     node.words(node.clients[7])[FIRST_PIN_WORD + 400] = entry
     for _ in range(3):
-        assert node.cache.scan_pins()
-        assert node.cache.leases == 1
-    node.cache.evict(Selection(), 0.0, 10)
+        assert node.cache.pins.step()
+        assert node.cache.views.leases == 1
+    node.cache.evictor.evict_selected(Selection(), 0.0, 10)
     for _ in range(3):
-        assert node.cache.scan_pins()
+        assert node.cache.pins.step()
         assert node.cache.pools[0].used_bytes == 4096
     node.words(node.clients[7])[FIRST_PIN_WORD + 400] = 0
-    assert node.cache.scan_pins()
+    assert node.cache.pins.step()
     assert node.cache.pools[0].used_bytes == 0
 
 
@@ -538,7 +539,7 @@ def test_claims_come_and_go_and_pages_change_hands(node: Node) -> None:
 @pytest.mark.parametrize("pool", [GRANTED_POOL, GRANTED_POOL + 1])
 def test_only_a_claim_in_the_pool_of_grants_keeps_memory(node: Node, pool: int) -> None:
     session = node.clients[3]
-    assert node.cache.grant(session, 4096, 1, 1, 0.0)
+    assert node.cache.granted.grant(session, 4096, 1, 1, 0.0, node.cache.pools[0])
     page = node.index._pages[session]
     offset = unpack_grant(page._mailbox[FIRST_GRANT_WORD]).offset
     node.claim(session, 0, "k", offset, pool)
@@ -568,7 +569,7 @@ class NoMemory:
 
 
 def peer_link(node: Node) -> InboundLink:
-    session = node.live.open_session()
+    session = node.live.cache.open_session()
     assert not isinstance(session, LimitReached)
     return InboundLink(node.live, NoMemory(), Serving(2, node.live.refuse), session, "127.0.0.1:1")  # type: ignore[arg-type]
 
@@ -602,7 +603,7 @@ def test_a_peers_question_about_many_keys_looks_at_claims_once(
         assert all(outcomes[ticket].HasField("missing") for ticket in range(62))
         assert outcomes[62].HasField("leased")
         assert 63 not in outcomes
-        assert node.cache.waits == 1, "for what is being put"
+        assert node.cache.views.waits == 1, "for what is being put"
         assert len(node.did) == 2
         link.end()
 
@@ -669,7 +670,7 @@ def granted_puts(node: Node, count: int) -> list[int]:
     for session in node.clients:
         if count <= 0:
             break
-        assert node.cache.grant(session, 4096, 1, MAX_CLAIMS, 0.0)
+        assert node.cache.granted.grant(session, 4096, 1, MAX_CLAIMS, 0.0, node.cache.pools[0])
         page = node.index._pages[session]
         grants = page._mailbox[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
         offset = unpack_grant(grants[0]).offset
@@ -685,7 +686,7 @@ def test_puts_rung_at_once_take_turns_and_who_asks_sees_them_all(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pages = granted_puts(node, 256)
-    node.counted(monkeypatch, node.cache, "put")
+    node.counted(monkeypatch, node.cache.granted, "put")
 
     async def act() -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bell:
@@ -741,7 +742,7 @@ def test_a_put_that_is_refused_evicts_nothing(node: Node) -> None:
 
     asyncio.run(act())
     assert sum(node.cache.counters.evictions.values()) == 0
-    assert node.cache.entries == number
+    assert node.cache.views.entries == number
 
 
 def test_turns_go_to_whoever_waits_still() -> None:

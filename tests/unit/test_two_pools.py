@@ -83,11 +83,11 @@ def test_a_copy_lives_in_the_second_pool_from_reservation_to_eviction(
     assert woken.outcome.extent == reserved.extent
     assert (figures(near), figures(far)) == ((0, 0, 0), (2, 0, 2))
     cache.check()
-    cache.evict(Selection(), 1.0, 10)
-    cache.scan_pins()
+    cache.evictor.evict_selected(Selection(), 1.0, 10)
+    cache.pins.step()
     assert figures(far) == (2, 0, 2), "it is leased"
     assert cache.release(session, woken.outcome.lease)
-    cache.scan_pins()
+    cache.pins.step()
     assert (figures(near), figures(far)) == ((0, 0, 0), (0, 0, 0))
     assert (near.evictions["requested"], far.evictions["requested"]) == (0, 1)
     cache.check()
@@ -99,7 +99,7 @@ def test_readers_get_the_nearest_copy(
     near, far = pools
     cache.take_changes()
     store(cache, session, KEY, far)
-    assert cache.extent(KEY).pool == far.number
+    assert cache.views.extent(KEY).pool == far.number
     assert reserve(cache, session, KEY, content(), 0.0, pool=far) == AlreadyStored()
     reserved = reserve(cache, session, KEY, content(), 0.0)
     assert reserve(cache, session, KEY, content(), 0.0) == BeingWritten()
@@ -110,11 +110,13 @@ def test_readers_get_the_nearest_copy(
     leased = cache.acquire(session, KEY, 0.0)
     assert isinstance(leased, Leased)
     assert leased.extent.pool == near.number
-    assert [info.extent.pool for info in cache.page(None, 10)[0]] == [2, 7], "in order of commit"
-    cache.evict(Selection(key=KEY, pool=near.number), 0.0, 1)
+    assert [info.extent.pool for info in cache.views.page(None, 10)[0]] == [2, 7], (
+        "in order of commit"
+    )
+    cache.evictor.evict_selected(Selection(key=KEY, pool=near.number), 0.0, 1)
     assert cache.take_changes() == {KEY: True}, "the farther copy is left"
-    assert cache.info(KEY).extent.pool == far.number
-    cache.evict(Selection(key=KEY), 0.0, 1)
+    assert cache.views.info(KEY).extent.pool == far.number
+    cache.evictor.evict_selected(Selection(key=KEY), 0.0, 1)
     assert cache.take_changes() == {KEY: False}
     assert cache.acquire(session, KEY, 0.0) == Missing()
     cache.check()
@@ -124,17 +126,18 @@ def test_memory_granted_in_the_second_pool_becomes_an_entry_there(pools: tuple[P
     near, far = pools
     cache = Cache(pools, board=GrantingBoard())
     session = cache.open_session()
-    assert cache.grant(session, PAGE, 1, 1, 0.0, far)
+    assert cache.granted.grant(session, PAGE, 1, 1, 0.0, far)
     assert (near.granted_bytes, far.granted_bytes) == (0, 2 * PAGE)
-    assert (cache.puts_left(session, PAGE), cache.puts_left(session, PAGE, far)) == (0, 1)
-    assert cache.put(session, KEY, content(), Extent(7, 0, PAGE), 1.0) == NotReserved()
-    assert cache.put(session, KEY, content(), Extent(2, 0, PAGE), 1.0) == Committed()
-    assert cache.extent(KEY) == Extent(2, 0, PAGE)
+    room = [cache.granted.room(session, PAGE, pool) for pool in pools]
+    assert room == [0, 1]
+    assert cache.granted.put(session, KEY, content(), Extent(7, 0, PAGE), 1.0) == NotReserved()
+    assert cache.granted.put(session, KEY, content(), Extent(2, 0, PAGE), 1.0) == Committed()
+    assert cache.views.extent(KEY) == Extent(2, 0, PAGE)
     assert (figures(near), figures(far)) == ((0, 0, 0), (2, 0, 0))
-    assert far.granted_bytes == cache.puts_left(session, PAGE, far) == 0
+    assert far.granted_bytes == cache.granted.room(session, PAGE, far) == 0
     cache.check()
-    cache.evict(Selection(pool=2), 1.0, 10)
-    cache.scan_pins()
+    cache.evictor.evict_selected(Selection(pool=2), 1.0, 10)
+    cache.pins.step()
     assert far.allocator.is_one_free_extent
     cache.check()
 
@@ -165,12 +168,12 @@ def test_only_the_pool_above_its_watermark_is_trimmed(
     for number in range(5):
         store(cache, session, Key("n", f"far{number}"), far, float(number))
     assert (near.needs_trim(), far.needs_trim()) == (True, False)
-    assert cache.needs_trim()
-    while cache.trim(2, 10.0):
+    assert cache.evictor.needs_trim()
+    while cache.evictor.trim(2, 10.0):
         pass
     assert (near.evictions["watermark"], far.evictions["watermark"]) == (3, 0)
-    assert not cache.contains(Key("n", "near2"))
-    assert cache.contains(Key("n", "near3"))
+    assert not cache.views.contains(Key("n", "near2"))
+    assert cache.views.contains(Key("n", "near3"))
 
 
 def test_a_writer_left_in_another_pool_is_still_waited_for(
@@ -186,7 +189,7 @@ def test_a_writer_left_in_another_pool_is_still_waited_for(
 def test_an_extent_of_a_pool_that_is_not_there_is_refused(cache: Cache, session: SessionId) -> None:
     nowhere = Extent(3, 0, PAGE)
     assert cache.recover(session, KEY, content(), nowhere) is None
-    assert cache.put(session, KEY, content(), nowhere, 0.0) == NotReserved()
+    assert cache.granted.put(session, KEY, content(), nowhere, 0.0) == NotReserved()
     assert cache.recover(session, KEY, content(), Extent(2, 0, PAGE)) is not None
     assert cache.recover(session, KEY, content(), Extent(2, 2 * PAGE, PAGE)) is None, "reserved"
     assert cache.recover(session, KEY, content(), Extent(7, 0, PAGE)) is not None

@@ -288,7 +288,7 @@ class RedisDirectory:
             self._sweeping, self._swept_s = EntryId(0), now_s
         if now_s < self._beat_s:
             return
-        record = pack_record(self._node, self._zone, self._cache.leases)
+        record = pack_record(self._node, self._zone, self._cache.views.leases)
         name = self._names.record(self._incarnation)
         pipeline = self._redis.pipeline(transaction=False)
         # Only where it stands: a record written by a beat whose answer is lost would hide the loss.
@@ -312,13 +312,13 @@ class RedisDirectory:
         sweeps = not batch and self._sweeping is not None
         start = after = self._sweeping
         if sweeps and start is not None:
-            entries, after = self._cache.page(start, BATCH)
+            entries, after = self._cache.views.page(start, BATCH)
             batch = dict.fromkeys((entry.key for entry in entries), True)
         pipeline = self._redis.pipeline(transaction=False)
         for key, stored in batch.items():
             row = self._names.row(key)
             if stored:
-                place = pack_place(self._cache.info(key))
+                place = pack_place(self._cache.views.info(key))
                 pipeline.hset(row, self._incarnation, place)
                 pipeline.expire(row, ROW_TTL_S)
             else:

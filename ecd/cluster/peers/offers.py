@@ -55,7 +55,7 @@ class Offers:
         if not admitted:
             return
         until_s = self._clock.now_s() + OFFER_TTL_S
-        stored = [key for key in keys if self._cache.contains(key)]
+        stored = [key for key in keys if self._cache.views.contains(key)]
         for key in set(keys).difference(stored):
             self._waiting[key] = admitted, until_s
             self._waiting.move_to_end(key)
@@ -70,6 +70,6 @@ class Offers:
     async def _send(self, to: Admitted, keys: Sequence[Key]) -> None:
         try:
             link = await self._candidates.link(to)
-            link.offer({key: self._cache.extent(key) for key in keys})
+            link.offer({key: self._cache.views.extent(key) for key in keys})
         except PeerUnavailable as error:
             logger.debug("an offer is lost: %s", error)

@@ -209,13 +209,13 @@ class DiskFiles:
     # -- steps ---------------------------------------------------------------------------------
 
     def _ttl_s(self, key: Key) -> float:
-        ttl_s = self._live.cache.rules.ttl_s(key.namespace)
+        ttl_s = self._live.cache.retention.rules.ttl_s(key.namespace)
         return inf if ttl_s is None else ttl_s
 
     def _add(
         self, key: Key, content: Content, file_bytes: int, age_s: float, idle_s: float = 0.0
     ) -> Shelved:
-        cost_s = self._live.cache.cost_s(key, content)
+        cost_s = self._live.cache.views.cost_s(key, content)
         saved_s = cost_s - self.read_time.seconds(content.nbytes)
         return self.shelf.add(
             key,

@@ -57,7 +57,7 @@ class DiskReads:
     ) -> None:
         self._live, self._files, self._pools = live, files, pools
         self._counters = files.counters
-        session = live.open_session()  # it owns the reservations
+        session = live.cache.open_session()  # it owns the reservations
         assert not isinstance(session, LimitReached)
         self._session = session
         self.breaker = Breaker("reads from disk", files.counters, live.clock)
@@ -207,7 +207,7 @@ class DiskReads:
         if reserved is not None:
             entry = reserved.entry
             self._live.abandon(self._session, entry)
-            ended.add_done_callback(lambda _: self._live.reclaim(self._session, entry))
+            ended.add_done_callback(lambda _: self._live.cache.reclaim(self._session, entry))
 
 
 async def _wait_for(future: asyncio.Future[Any], patience_s: float) -> None:

@@ -65,7 +65,7 @@ class DiskWrites:
                 shelved = None if is_stored else self._files.shelf.get(key)
                 is_kept = shelved is not None and shelved.expires_s > self._live.clock.now_s()
                 self._counters.kept += is_kept
-            lost = self._live.cache.evicted_for_room - self._counters.kept
+            lost = self._live.cache.views.evicted_for_room - self._counters.kept
             self._counters.lost = max(self._counters.lost, lost)
             self._has_changed.set()
 
@@ -82,7 +82,9 @@ class DiskWrites:
         """Write some of what memory evicts next, the most valuable first. False: nothing to do."""
         if self.breaker.is_resting:
             return False
-        chosen = next_writes(self._live.cache, self._files.shelf, self._files.read_time.seconds)
+        chosen = next_writes(
+            self._live.cache.views, self._files.shelf, self._files.read_time.seconds
+        )
         for start in range(0, len(chosen), WRITERS):
             some = chosen[start : start + WRITERS]
             wait_s = self.budget.wait_s(any(info.hits for info in some), self._live.clock.now_s())
@@ -116,7 +118,7 @@ class DiskWrites:
                 await self._files.discard(key)
                 return
             if info.checksum is None:
-                self._live.note_checksum(info.entry, checksum)
+                self._live.cache.note_checksum(info.entry, checksum)
             await self._files.publish(key, content, file_bytes, self._live.clock.now_s() - put_s)
         except OSError as error:
             self.breaker.failed("full" if error.errno in FULL else "write", error)
@@ -127,5 +129,5 @@ class DiskWrites:
 
     def _is_stored(self, info: EntryInfo) -> bool:
         """Whether this very entry is stored, and so has been all the time, its bytes unchanged."""
-        now = self._live.cache.info(info.key)
+        now = self._live.cache.views.info(info.key)
         return now is not None and (now.entry, now.extent) == (info.entry, info.extent)

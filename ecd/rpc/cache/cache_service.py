@@ -197,7 +197,7 @@ class CacheService(pb_grpc.CacheServicer):
             self._live.welcome(session)
         pace = await self._live.begin()
         released = await pace.each(
-            lambda lease: self._live.release(session, LeaseId(lease)), request.leases
+            lambda lease: self._live.cache.release(session, LeaseId(lease)), request.leases
         )
         return pb.ReleaseReply(incarnation=self._incarnation, released=released)
 
@@ -206,7 +206,7 @@ class CacheService(pb_grpc.CacheServicer):
         pace = await self._live.begin()
         keys = await pace.each(key_from, request.keys)
         await self._settle(keys)
-        contained = await pace.each(self._live.cache.contains, keys)
+        contained = await pace.each(self._live.cache.views.contains, keys)
         return pb.ContainsReply(incarnation=self._incarnation, contained=contained)
 
     def _undo(self, undo: Callable[[T], object], items: Sequence[T]) -> None:
@@ -272,10 +272,10 @@ class CacheService(pb_grpc.CacheServicer):
         await self._settle([key])
         if not request.stop:
             reply = to_keep_reply(self._live.keep(key, for_s))
-        elif self._live.cache.unkeep(key):
+        elif self._live.cache.retention.unkeep(key):
             reply = pb.KeepReply(outcome=pb.KeepReply.OUTCOME_STOPPED)
         else:
-            is_there = self._live.cache.contains(key)
+            is_there = self._live.cache.views.contains(key)
             missing, not_kept = pb.KeepReply.OUTCOME_MISSING, pb.KeepReply.OUTCOME_NOT_KEPT
             reply = pb.KeepReply(outcome=not_kept if is_there else missing)
         reply.incarnation = self._incarnation
@@ -288,7 +288,7 @@ class CacheService(pb_grpc.CacheServicer):
         after: EntryId | None = EntryId(request.after)
         while after is not None and len(reply.entries) < limit:
             count = min(EVICTED_AT_A_TIME, limit - len(reply.entries))
-            page, after = self._live.cache.page(after, count)
+            page, after = self._live.cache.views.page(after, count)
             now_s = self._live.clock.now_s()
             reply.entries.extend(
                 to_entry_info(info, now_s) for info in page if _is_listed(info.key, request)
@@ -329,7 +329,7 @@ class CacheService(pb_grpc.CacheServicer):
         node, now_s = self._streams.identity.holder, self._live.clock.now_s()
         for key in keys:
             await pace.step()
-            info = self._live.cache.info(key)
+            info = self._live.cache.views.info(key)
             own = [] if info is None else [to_holder(node, info, now_s)]
             others = [
                 pb.Holder(node=at.hint.node, nbytes=at.hint.nbytes, metadata=at.metadata)

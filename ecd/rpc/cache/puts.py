@@ -190,7 +190,7 @@ class PutIntake:
     def collect(self) -> None:
         self._rung |= dict.fromkeys(self._doorbell.take())
         cache, is_busy = self._cache, self._doorbell.taken >= BURST
-        self._doorbell.hurry(is_busy or cache.waits > 0 or cache.is_reserving)
+        self._doorbell.hurry(is_busy or cache.views.waits > 0 or cache.views.is_reserving)
 
     def hurry(self) -> None:
         self._doorbell.hurry(True)
@@ -224,17 +224,17 @@ class PutIntake:
             and filled <= limits.low_watermark * pool.nbytes
         ):
             puts = FIRST_GRANT_BYTES // pool.rounded_bytes(FIRST_PUT_BYTES)
-            self._cache.grant(session, FIRST_PUT_BYTES, 0, puts, now_s, pool)
+            self._cache.granted.grant(session, FIRST_PUT_BYTES, 0, puts, now_s, pool)
 
     def grant(self, session: SessionId, nbytes: int, now_s: float) -> None:
         cache, pool = self._cache, self._pool
         rounded = pool.rounded_bytes(nbytes)
         fewest, enough = KEPT_PUTS
         kept = max(fewest, min(enough, KEPT_BYTES // rounded))
-        if cache.puts_left(session, nbytes, pool) < kept:
+        if cache.granted.room(session, nbytes, pool) < kept:
             most = min(MAX_GRANT_BYTES, int(MAX_GRANT_SHARE * pool.nbytes))
             puts = max(GRANTED_PUTS, MIN_GRANT_BYTES // rounded)
-            cache.grant(session, nbytes, fewest, min(puts, most // rounded), now_s, pool)
+            cache.granted.grant(session, nbytes, fewest, min(puts, most // rounded), now_s, pool)
 
     def _empty(self, page: int, now_s: float, woken: list[Wakeup]) -> int:
         """Store and answer the page's puts, adding the waits that this ended; how many puts."""
@@ -255,9 +255,9 @@ class PutIntake:
             key, content = check_key(*put.key), check_content(put.content)
         except InvalidRequest as error:
             logger.warning("a put that makes no sense: %s", error)
-            self._cache.refuse_put(session, put.key, put.content, put.extent)
+            self._cache.granted.refuse(session, put.key, put.content, put.extent)
             return REFUSED
-        match self._cache.put(session, key, content, put.extent, now_s):
+        match self._cache.granted.put(session, key, content, put.extent, now_s):
             case Committed(ended):
                 woken += ended
                 return STORED

@@ -168,7 +168,7 @@ class SessionStreams:
 
     def open(self, client: str, pid: int = 0) -> Stream | LimitReached:
         """Open a session and its stream's books."""
-        opened = self._live.open_session()
+        opened = self._live.cache.open_session()
         if isinstance(opened, LimitReached):
             return opened
         stream = Stream(opened, self._live.clock.secret(16).hex(), client, pid)
@@ -208,7 +208,7 @@ class SessionStreams:
             session=stream.token,
             contract_version=CONTRACT_VERSION,
             daemon=self.identity.daemon,
-            lease_ttl_s=self._live.cache.lease_ttl_s,
+            lease_ttl_s=self._live.cache.views.lease_ttl_s,
             now_s=self._live.clock.now_s(),
             pools=self._files.pool_files(),
             lock_path=self._files.lock_path(),

@@ -192,8 +192,8 @@ class InboundLink:
                 await pace.turn()
             turn = keys[start : start + TURN]
             reply.found.extend(map(self._has, turn))
-            reply.extents.extend(to_extents(map(self._live.cache.extent, turn)))
-            infos = map(self._live.cache.info, turn)
+            reply.extents.extend(to_extents(map(self._live.cache.views.extent, turn)))
+            infos = map(self._live.cache.views.info, turn)
             reply.metadata.extend(
                 told_metadata(info.content.metadata) if info else b"" for info in infos
             )
@@ -205,8 +205,11 @@ class InboundLink:
         A speculative read does not count: the node that asks may be the one being read.
         """
         return (
-            self._live.cache.contains(key)
-            or (self._live.is_being_written(key) and not self._memory.is_speculative(key))
+            self._live.cache.views.contains(key)
+            or (
+                self._live.cache.views.is_being_written(key)
+                and not self._memory.is_speculative(key)
+            )
             or self._memory.is_near(key)
         )
 
@@ -277,7 +280,7 @@ class InboundLink:
         self._serving.end_all([turn for turn in turns if turn is not None])
 
     def _release(self, lease: LeaseId, is_stored: bool) -> None:
-        self._live.release(self.session, lease)
+        self._live.cache.release(self.session, lease)
         if (turn := self._turns.pop(lease, None)) is not None:
             self._serving.end(turn, is_stored)
 
@@ -310,7 +313,7 @@ class InboundLink:
             self._say(self._in_turn(asked, leased, await checksum))
         except Exception:
             logger.exception("what peer %s leased cannot be hashed", self.node)
-            self._live.release(self.session, leased.lease)
+            self._live.cache.release(self.session, leased.lease)
             self._say([_refused(asked.ticket, None)])
 
     def _in_turn(self, asked: _Asked, leased: Leased, checksum: int) -> list[pb.LeaseOutcome]:
@@ -326,13 +329,13 @@ class InboundLink:
 
         def leave(node: str) -> None:
             self._turns.pop(leased.lease, None)
-            self._live.release(self.session, leased.lease)
+            self._live.cache.release(self.session, leased.lease)
             full = LimitReached("nodes that wait for their turns to read", MAX_WAITING)
             self._say([_refused(asked.ticket, pb.Elsewhere(node=node) if node else full)])
 
         turn = Turn(leased.entry, self.node, begin, leave, asked.or_elsewhere)
         self._turns[leased.lease] = turn
-        until_s = min(asked.until_s, leased.expires_s - self._live.cache.lease_ttl_s / 2)
+        until_s = min(asked.until_s, leased.expires_s - self._live.cache.views.lease_ttl_s / 2)
         if self._serving.ask(turn, max(0.0, until_s - self._live.clock.now_s())):
             return [self._outcome(asked, leased, checksum)]
         return []
@@ -343,7 +346,7 @@ class InboundLink:
             content=to_content(leased.content),
             address=self._memory.address_of(leased.extent),
             checksum=checksum,
-            age_s=self._live.cache.put_age_s(leased.entry, self._live.clock.now_s()),
+            age_s=self._live.cache.views.put_age_s(leased.entry, self._live.clock.now_s()),
         )
         is_small = leased.extent.nbytes <= min(asked.bytes_up_to, BYTES_WITH_LEASE)
         if is_small and self.outbox.qsize() < UNREAD_WITH_BYTES:

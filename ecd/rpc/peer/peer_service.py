@@ -76,7 +76,7 @@ class PeerService(pb_grpc.PeerServicer):
 
     def _open_session(self) -> SessionId | LimitReached:
         if len(self._links) < MAX_LINKS or self._end_idle():
-            return self._live.open_session()
+            return self._live.cache.open_session()
         self._refuse(MAX_LINKS)
         return LimitReached("links of peers", MAX_LINKS)
 
@@ -90,7 +90,7 @@ class PeerService(pb_grpc.PeerServicer):
     def _end_idle(self) -> bool:
         """End the link that was not used for longest, if nothing asked on it can still go on."""
         link, used_s = next(iter(self._links.items()))
-        if self._live.clock.now_s() - used_s < MAX_WAIT_S + self._live.cache.lease_ttl_s:
+        if self._live.clock.now_s() - used_s < MAX_WAIT_S + self._live.cache.views.lease_ttl_s:
             return False
         del self._links[link]
         link.hang_up()

@@ -1,0 +1,135 @@
+"""What the cache holds, to be looked at: nothing here changes it, or counts as a use."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+
+from ecd.core.costs import Costs
+from ecd.core.counters import Counters
+from ecd.core.entries import Entries
+from ecd.core.model.board import Board
+from ecd.core.model.types import Content, EntryId, EntryInfo, Extent, Key, NamespaceSum
+from ecd.core.pins import Pins
+from ecd.core.pool.pool import FOR_ROOM
+from ecd.core.readers import Readers
+from ecd.core.sessions import Sessions
+from ecd.core.terms import Book
+from ecd.core.writers import Writers
+
+
+class Views:
+    """Questions to a cache."""
+
+    def __init__(
+        self,
+        entries: Entries,
+        sessions: Sessions,
+        pins: Pins,
+        readers: Readers,
+        writers: Writers,
+        board: Board,
+        book: Book,
+        costs: Costs,
+        counters: Counters,
+    ) -> None:
+        self._entries, self._sessions, self._pins = entries, sessions, pins
+        self._readers, self._writers = readers, writers
+        self._board, self._book, self._costs = board, book, costs
+        self._counters = counters
+
+    # -- of one key ----------------------------------------------------------------------------
+
+    def contains(self, key: Key) -> bool:
+        return self._entries.stored(key) is not None
+
+    def info(self, key: Key) -> EntryInfo | None:
+        """The key's nearest copy, if it is stored."""
+        entry = self._entries.stored(key)
+        return None if entry is None else entry.info()
+
+    def extent(self, key: Key) -> Extent | None:
+        """The extent of the key's nearest copy, if it is stored."""
+        entry = self._entries.stored(key)
+        return None if entry is None else entry.extent
+
+    def is_being_written(self, key: Key) -> bool:
+        """Whether the key is reserved or, as `scan_claims` has seen, claimed."""
+        return self._entries.writing(key) is not None or self._board.is_claimed(key)
+
+    def encode_s(self, key: Key, content: Content) -> float | None:
+        """The seconds that the content takes to encode, by the fit; None where nobody told any."""
+        seconds, is_known = self._costs.of(key.namespace, content)
+        return seconds if is_known else None
+
+    def cost_s(self, key: Key, content: Content) -> float:
+        """The same; as reported where nobody told any since the start, else a guess."""
+        seconds, is_known = self._costs.of(key.namespace, content)
+        return seconds if is_known else content.cost_s or seconds
+
+    def put_age_s(self, entry: EntryId, now_s: float) -> float:
+        """How long ago the entry was put, on whichever node; 0 if it has gone."""
+        found = self._entries.get(entry)
+        if found is None:
+            return 0.0
+        return now_s - (found.created_s if found.terms is None else found.terms.put_s)
+
+    # -- of all --------------------------------------------------------------------------------
+
+    def page(self, after: EntryId | None, limit: int) -> tuple[list[EntryInfo], EntryId | None]:
+        """Up to `limit` committed entries in order of commit, and where the next page starts.
+
+        Copies are left out.
+        """
+        entries, next_after = self._entries.page(after, limit)
+        return [entry.info() for entry in entries if not entry.copy_in], next_after
+
+    def next_victims(self, limit: int) -> list[EntryInfo]:
+        """Up to `limit` entries that eviction for room takes next, copies apart."""
+        own = (pool for pool in self._entries.pools if not pool.holds_copies)
+        victims = chain.from_iterable(pool.next_victims() for pool in own)
+        return [entry.info() for entry in islice(victims, limit)]
+
+    def namespaces(self, most: int) -> tuple[dict[str, NamespaceSum], NamespaceSum]:
+        """Up to `most` of the largest namespaces, the largest first, and the sum of the others.
+
+        Of more than LOOKED_AT namespaces some are not considered.
+        """
+        return self._entries.namespaces(most)
+
+    def has_spare(self, namespace: str, nbytes: int) -> bool:
+        """Whether `reserve` finds room in the first pool for which nothing is ever evicted."""
+        pool = self._entries.pools[0]
+        is_within = self._book.excess_bytes(namespace, pool.rounded_bytes(nbytes)) <= 0
+        return is_within and pool.has_spare(nbytes)
+
+    @property
+    def is_reserving(self) -> bool:
+        """Whether a key is, or is about to be, reserved: puts wait for their answers meanwhile."""
+        return self._writers.are_announced or self._entries.being_written > 0
+
+    @property
+    def evicted_for_room(self) -> int:
+        """Entries evicted since the start, those on request and by age left out."""
+        each = (self._counters, self._counters.bench)
+        return sum(counted.evictions[reason] for counted in each if counted for reason in FOR_ROOM)
+
+    @property
+    def entries(self) -> int:
+        return len(self._entries)
+
+    @property
+    def sessions(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def leases(self) -> int:
+        """Leases and the pins that scans have found."""
+        return len(self._readers.leases) + len(self._pins.held)
+
+    @property
+    def waits(self) -> int:
+        return len(self._readers.waits)
+
+    @property
+    def lease_ttl_s(self) -> float:
+        return self._readers.leases.ttl_s
