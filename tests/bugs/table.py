@@ -302,7 +302,7 @@ EDITED = {
         "security",
         "integration/test_shared_namespace.py",
         Edit(
-            "client/ecd_client/vllm/base/shared_namespace.py",
+            "client/ecd_client/vllm/base/identity/shared_namespace.py",
             " and found.st_uid == os.geteuid()",
             "",
         ),
@@ -447,7 +447,7 @@ EDITED = {
         "invariant 9",
         "e2e/test_identity.py",
         Edit(
-            "client/ecd_client/vllm/base/identity.py",
+            "client/ecd_client/vllm/base/identity/identity.py",
             '*("media_io_kwargs", "mm_processor_kwargs", "mm_device_do_normalize"),',
             '*("media_io_kwargs", "mm_device_do_normalize"),',
         ),
@@ -456,7 +456,7 @@ EDITED = {
         "vllm",
         "unit/test_digest.py",
         Edit(
-            "client/ecd_client/vllm/base/digest.py",
+            "client/ecd_client/vllm/base/identity/digest.py",
             "regions += _blocks(region, TENSOR_BLOCKS)",
             "regions += _blocks(region, 1)",
         ),
@@ -465,7 +465,7 @@ EDITED = {
         "vllm",
         "unit/test_digest.py",
         Edit(
-            "client/ecd_client/vllm/base/sources.py",
+            "client/ecd_client/vllm/base/identity/sources.py",
             'f"commit-{commit}-{digest.hex}" if commit',
             'f"commit-{commit}" if commit',
         ),
@@ -497,7 +497,7 @@ EDITED = {
         "vllm",
         "unit/test_sources.py",
         Edit(
-            "client/ecd_client/vllm/base/identity.py",
+            "client/ecd_client/vllm/base/identity/identity.py",
             'return f"run-{_readable(run)}|{named}" if run else named',
             "return named",
         ),
@@ -574,7 +574,7 @@ EDITED = {
         "vllm",
         "e2e/test_identity.py::test_equal_flags_give_each_role_one_namespace",
         Edit(
-            "client/ecd_client/vllm/base/identity.py",
+            "client/ecd_client/vllm/base/identity/identity.py",
             "_without_device(_without_chosen_decoder(value))",
             "_without_device(value)",
         ),
@@ -583,7 +583,7 @@ EDITED = {
         "vllm",
         "e2e/test_identity.py::test_the_namespace_holds_what_changes_embeddings_and_not_where_work_is_done",
         Edit(
-            "client/ecd_client/vllm/base/identity.py",
+            "client/ecd_client/vllm/base/identity/identity.py",
             "return content_of(value) or value",
             "return value",
         ),

@@ -19,9 +19,9 @@ from vllm.config import ECTransferConfig, LoadConfig, ModelConfig, MultiModalCon
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import LoadFormats
 
-from ecd_client.vllm.base.code_name import measured_name
 from ecd_client.vllm.base.engine_core import HARMLESS
-from ecd_client.vllm.base.identity import CHANGING, Identity, why_nothing_is_shared
+from ecd_client.vllm.base.identity.code_name import measured_name
+from ecd_client.vllm.base.identity.identity import CHANGING, Identity, why_nothing_is_shared
 
 model, whisper = map(Path, sys.argv[1:])
 other = Path(tempfile.mkdtemp(), "other")

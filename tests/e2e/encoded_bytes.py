@@ -14,7 +14,7 @@ import torch
 from transformers import ProcessorMixin
 from vllm import LLM, SamplingParams
 
-from ecd_client.vllm.base.code_name import measured_name
+from ecd_client.vllm.base.identity.code_name import measured_name
 
 ProcessorMixin.validate_inputs = lambda *_, **__: None
 """vLLM 0.28 and 0.30 were made for a transformers without this check."""

@@ -26,7 +26,7 @@ from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunne
 import ecd_client.vllm.worker.encode_time
 import ecd_client.vllm.worker.loader
 from ecd_client import Client
-from ecd_client.vllm.base.identity import Identity
+from ecd_client.vllm.base.identity.identity import Identity
 from support.cuda.gpu import StandinGpu
 from support.cuda.standin import Control, Hold
 from support.waiting import HANG_S, eventually

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from e2e.engines import NEXT, VERSIONS, Engine, installed, python_of, result_of
 from e2e.shared import CONTRACT, Engines, Pictures, Plain
 from ecd_client import Client
-from ecd_client.vllm.base.code_name import EQUAL_ON_CPUS
-from ecd_client.vllm.base.sources import FROM_A_SEED, FROM_ELSEWHERE, FROM_THE_MODEL
+from ecd_client.vllm.base.identity.code_name import EQUAL_ON_CPUS
+from ecd_client.vllm.base.identity.sources import FROM_A_SEED, FROM_ELSEWHERE, FROM_THE_MODEL
 from support.daemon import Daemon
 from support.waiting import eventually
 
@@ -291,7 +291,8 @@ UNRELATED = {
 }
 """Fields of vLLM's configuration that change no embedding, or stand in the namespace by name.
 
-A field that is neither here nor in `ecd_client.vllm.base.identity.CHANGING` has to be put into one.
+A field that is neither here nor in CHANGING of `ecd_client.vllm.base.identity.identity` has to be
+put into one.
 """
 
 

@@ -22,7 +22,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 
 from ecd_client import Client
-from ecd_client.vllm.base.identity import Identity
+from ecd_client.vllm.base.identity.identity import Identity
 from support.waiting import HANG_S, eventually
 
 address, model = sys.argv[1:]

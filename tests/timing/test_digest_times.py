@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ecd_client.vllm.base.digest import digest_of
+from ecd_client.vllm.base.identity.digest import digest_of
 
 Figure = Callable[[str, float, str, str], None]
 SHARDS, TENSORS, TENSOR_BYTES = 4, 500, 10 << 20

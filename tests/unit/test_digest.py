@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ecd_client.vllm.base import digest
-from ecd_client.vllm.base.digest import Unnamed, commit_of, digest_of
-from ecd_client.vllm.base.sources import Sources
+from ecd_client.vllm.base.identity import digest
+from ecd_client.vllm.base.identity.digest import Unnamed, commit_of, digest_of
+from ecd_client.vllm.base.identity.sources import Sources
 
 NEVER = float("inf")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from ecd_client.vllm.base.code_name import PLACES, digest_of_kinds, modules_of, source_of
-from ecd_client.vllm.base.digest import Unnamed
-from ecd_client.vllm.base.identity import Identity, _started_s
-from ecd_client.vllm.base.sources import FROM_ELSEWHERE, Sources, weights_of
+from ecd_client.vllm.base.identity.code_name import PLACES, digest_of_kinds, modules_of, source_of
+from ecd_client.vllm.base.identity.digest import Unnamed
+from ecd_client.vllm.base.identity.identity import Identity, _started_s
+from ecd_client.vllm.base.identity.sources import FROM_ELSEWHERE, Sources, weights_of
 
 NEVER = float("inf")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.envs import VLLM_PLUGINS
 from vllm.logger import init_logger
 
-from ecd_client.vllm.base.identity import Identity, why_nothing_is_shared
+from ecd_client.vllm.base.identity.identity import Identity, why_nothing_is_shared
 from ecd_client.vllm.base.settings import Settings
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.vllm.base.compat import media_budgets, open_image
 from ecd_client.vllm.base.hints import hints_in
-from ecd_client.vllm.base.identity import PRIVATE
+from ecd_client.vllm.base.identity.identity import PRIVATE
+from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.names import stored_name
 from ecd_client.vllm.base.settings import Settings
-from ecd_client.vllm.base.shared_namespace import SeenNamespace
 from ecd_client.vllm.middleware.encoders import UNKNOWN_TOKENS, tokens_of
 from ecd_client.vllm.middleware.images import IMAGE, Found, Look, Missing, packed
 from ecd_proto.placeholders import Placeholder

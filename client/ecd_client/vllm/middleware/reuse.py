@@ -24,9 +24,9 @@ from vllm.logger import init_logger
 from ecd_client.client import Client
 from ecd_client.errors import EcdError, InvalidArgument
 from ecd_client.vllm.base.compat import CAN_LEAVE_OUT_MEDIA
+from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.settings import FAIL, Settings
-from ecd_client.vllm.base.shared_namespace import SeenNamespace
 from ecd_client.vllm.middleware.answers import Answers
 from ecd_client.vllm.middleware.asgi import (
     Leaving,

@@ -19,12 +19,12 @@ from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.vllm.base.compat import CAN_FAIL_ONE_REQUEST, reach_of_step
 from ecd_client.vllm.base.description import Description
 from ecd_client.vllm.base.hints import consumers_in, hints_in
+from ecd_client.vllm.base.identity.shared_namespace import SharedNamespace
 from ecd_client.vllm.base.metadata import PlaceholderMetadata, keep_media
 from ecd_client.vllm.base.names import brought_with, name_apart, outer_name
 from ecd_client.vllm.base.outputs import Outputs
 from ecd_client.vllm.base.reports import Reports, loading_ranks
 from ecd_client.vllm.base.settings import FAIL, Settings
-from ecd_client.vllm.base.shared_namespace import SharedNamespace
 from ecd_client.vllm.base.sharing import Sharing
 from ecd_client.vllm.base.stats import EcdStats
 from ecd_client.vllm.base.transfer import EcdMetadata

@@ -19,9 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ecd_client.vllm.base.code_name import code_of
-from ecd_client.vllm.base.digest import Unnamed, content_of
-from ecd_client.vllm.base.sources import weights_of
+from ecd_client.vllm.base.identity.code_name import code_of
+from ecd_client.vllm.base.identity.digest import Unnamed, content_of
+from ecd_client.vllm.base.identity.sources import weights_of
 from ecd_proto.contract import MAX_NAMESPACE_BYTES
 from ecd_proto.engines import NAMESPACE, SHOWN, is_value
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ecd_client.vllm.base.digest import Unnamed, content_of
+from ecd_client.vllm.base.identity.digest import Unnamed, content_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ecd_client.vllm.base.digest import Unnamed, commit_of, digest_of
+from ecd_client.vllm.base.identity.digest import Unnamed, commit_of, digest_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
