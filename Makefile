@@ -254,6 +254,7 @@ bench: $(VENV)/.ready test-system vllm .venvs/lmcache/.ready  ## peers on one no
 	$(BIN)/python benchmarks/scale.py --output docs/benchmarks/scale.md
 	$(BIN)/python benchmarks/events.py --output docs/benchmarks/events.md
 	$(BIN)/python benchmarks/eviction.py --output docs/benchmarks/eviction.md --plot docs/benchmarks/eviction.svg
+	$(BIN)/python benchmarks/one_encode.py --output docs/benchmarks/one-encode.md
 
 .PHONY: clean
 clean:  ## remove what the other targets made
