@@ -36,12 +36,12 @@ Router = Callable[[int, int, list[float]], int]
 """The node of an access, by its number, its item's key and when each node's encoder is free."""
 
 
-def round_robin(number: int, key: int, free_s: list[float]) -> int:  # noqa: ARG001
+def round_robin(number: int, key: int, free_s: list[float]) -> int:
     """As vLLM's example proxy, vllm-router and Dynamo deal items to encoders."""
     return number % len(free_s)
 
 
-def least_busy(number: int, key: int, free_s: list[float]) -> int:  # noqa: ARG001
+def least_busy(number: int, key: int, free_s: list[float]) -> int:
     """As vllm-ascend's proxy chooses, by what is under way."""
     return free_s.index(min(free_s))
 
