@@ -26,7 +26,8 @@ from rich.text import Text
 
 from ecd.cluster.peers.tls import ClusterError
 from ecd.cluster.transport.engine import EngineError
-from ecd.daemon import Daemon, StartError
+from ecd.daemon import Daemon
+from ecd.holdings import StartError
 from ecd.memory.disk import disk_dir
 from ecd.memory.disk.disk_dir import DiskError
 from ecd.memory.pool_dir import PoolError, clear

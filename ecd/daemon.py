@@ -5,33 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import grp
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ecd.base.clock import Clock
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.cluster import Cluster, PoolMemory
-from ecd.core.cache import DEFAULT_LIMITS
 from ecd.core.model.board import Uses
-from ecd.live.background import Background, first_of
+from ecd.holdings import Holdings, StartError
+from ecd.live.background import Background, until_first
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.live.slow_log import SlowLog
 from ecd.memory.checksums import Checksums
-from ecd.memory.device import device_pools
 from ecd.memory.disk.disk import DiskTier
-from ecd.memory.disk.disk_dir import DiskDir
-from ecd.memory.host import HostPool
-from ecd.memory.pool_dir import PoolDir, clear_others
 from ecd.memory.recovery import Recovery
 from ecd.memory.session_files import SessionFiles
-from ecd.memory.shared_index import SharedIndex
-from ecd.node import Node, SharedBoard, live_cache, make_cache
+from ecd.node import Node, live_cache, make_cache
 from ecd.ops.events import Events
 from ecd.ops.history import History
 from ecd.ops.http import PATH, LocateOverHttp
@@ -40,21 +33,16 @@ from ecd.ops.service_manager import ServiceManager, is_supervised
 from ecd.ops.status import PooledMemory, Status
 from ecd.ops.status_page import StatusPage
 from ecd.ops.trace import Recorder
-from ecd.rpc.cache.attach import AttachSocket
 from ecd.rpc.cache.cache_service import Monitor
 from ecd.rpc.cache.origins import NoOtherNodes, NothingToRecover, Recovering
-from ecd.rpc.cache.puts import Doorbell
 from ecd.rpc.peer.peer_server import PeerServer
 from ecd.rpc.peer.peer_service import PeerService
 from ecd.rpc.peer.peer_token import TokenCheck
 from ecd.rpc.server import Server
-from ecd.rpc.socket import OwnedSocket
-from ecd.settings.config import RELOADABLE, RULES, Config, ConfigError
+from ecd.settings.config import RULES, Config, ConfigError
+from ecd.settings.reloading import taken_over
 from ecd_proto.contract import DISTRIBUTION, count_text, size_text
 from ecd_proto.leftovers import TOUCH_S
-from ecd_proto.shm.barriers import has_barriers
-from ecd_proto.shm.files import ATTACH_SUFFIX, DOORBELL_SUFFIX
-from ecd_proto.shm.session_page import GRANTED_POOL
 from ecd_proto.v1 import cache_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -66,12 +54,6 @@ PROGRESS_S = 0.5
 
 DEVICE_WAIT_S = 3.0
 """How long a start waits for memory of GPUs: clients that have attached before it came get none."""
-
-BoundSocket = TypeVar("BoundSocket", Doorbell, AttachSocket)
-
-
-class StartError(Exception):
-    """The daemon cannot start; the message says what to change."""
 
 
 class _Parts(NamedTuple):
@@ -108,81 +90,13 @@ class Daemon:
             f"ecd {version(DISTRIBUTION)}",
             config.peer_address or "",
         )
-        self._keep = False  # the pool, for the next daemon
-        self._has_served = False
         self._cluster: Cluster | None = None
         self._flights: Flights | None = None
         self._live: LiveCache | None = None
         self._disk: DiskTier | None = None
         self._slow_log: SlowLog | None = None
         self._background = Background()
-        self._gid = _gid(config.group)
-        with contextlib.ExitStack() as opened:
-            self._socket = OwnedSocket(config.address)
-            opened.callback(self._socket.close)
-            # Before there are files that a failure would leave.
-            devices = device_pools(config.device_pool_bytes, config.devices, GRANTED_POOL + 1)
-            self._devices = devices
-            for device in devices.values():
-                opened.callback(device.close)
-            self._disk_dir: DiskDir | None = None  # locked until the process ends
-            if config.disk_pool_bytes:
-                self._disk_dir = DiskDir(config.disk_dir, config.name)
-            clear_others(config.shm_dir, config.name)
-            self._pool = HostPool(
-                PoolDir(config.shm_dir, config.name, self._gid),
-                self._identity.incarnation,
-                config.host_pool_bytes,
-                # Without an index nothing can be recovered.
-                cold or config.warm_restart is False or not has_barriers(),
-            )
-            self._pools = {GRANTED_POOL: self._pool}
-            opened.callback(lambda: self._pool.close(self._keep, self._has_served))
-            index = self._make_index()
-            if index is not None:
-                opened.callback(index.close)
-            doorbell = attach = None
-            if index is not None:
-                doorbell = self._bind(Doorbell, DOORBELL_SUFFIX, "Every put is a call")
-                attach = self._bind(AttachSocket, ATTACH_SUFFIX, "No client copies by DMA")
-            if attach is None and self._devices:
-                logger.warning("no device pool: clients attach for it, and cannot")
-                self._devices = {}
-            self._board, self._attach = SharedBoard(index, doorbell), attach
-            for bound in (doorbell, attach):
-                if bound is not None:
-                    opened.callback(bound.close)
-            self._opened = opened.pop_all()
-
-    def _make_index(self) -> SharedIndex | None:
-        """The index; None if clients have to call for everything. Raises PoolError."""
-        if not has_barriers():
-            logger.warning(
-                "this kernel, or what confines this process, has no membarrier(2): every get "
-                "is a call, which takes some 0.5 ms"
-            )
-            return None
-        return SharedIndex(
-            self._pool.directory,
-            self._identity.incarnation,
-            sum(pool.nbytes for pool in self._pools.values())
-            + sum(pool.nbytes for pool in self._devices.values()),
-            DEFAULT_LIMITS.sessions,
-            self._pool.generation,
-        )
-
-    def _bind(
-        self, make: Callable[[Path], BoundSocket], suffix: str, without: str
-    ) -> BoundSocket | None:
-        """Bind a socket in the pool's directory. None: there is none, and `without` is logged."""
-        path = self._pool.directory.path / f"{self._identity.incarnation}{suffix}"
-        try:
-            bound = make(path)
-            self._pool.directory.share(path.name)
-            return bound
-        except OSError as error:
-            logger.warning("no socket at %s: %s. %s", path, error, without)
-            return None
+        self._own = Holdings(config, self._identity.incarnation, cold)
 
     def _idle(
         self, live: LiveCache, node: Node, checksums: Checksums, recovery: Recovering
@@ -212,15 +126,17 @@ class Daemon:
             loop.add_signal_handler(number, self._stop, number, stop)
         if self._reload is not None:
             loop.add_signal_handler(signal.SIGHUP, self._read_settings, self._reload)
-        with self._opened:
+        with self._own:
             async with contextlib.AsyncExitStack() as running:
                 metrics = Metrics(version(DISTRIBUTION), self._clock)
                 running.callback(metrics.close)
                 running.push_async_callback(self._background.close)
                 parts = self._make_parts(metrics, running)
                 running.push_async_callback(self._end, parts)
-                await parts.server.start(self._socket, self._gid, self._config.health_address)
-                await _first_of(
+                await parts.server.start(
+                    self._own.socket, self._own.gid, self._config.health_address
+                )
+                await until_first(
                     stop.wait(),
                     self._serve(parts),
                     parts.node.live.run(),
@@ -234,21 +150,26 @@ class Daemon:
 
         Raises EventsError, MetricsError, ClusterError, EngineError.
         """
-        config, board, pools, clock = self._config, self._board, self._pools, self._clock
+        config, board, pools, clock = (
+            self._config,
+            self._own.board,
+            self._own.pools,
+            self._clock,
+        )
         recorder = self._make_recorder(metrics, running)
         cache = make_cache(
             pools,
             config.lease_ttl_s,
             board,
             clock,
-            self._devices,
+            self._own.devices,
             config.eviction,
             recorder,
-            config.rules(self._pool.nbytes),
+            config.rules(self._own.pool.nbytes),
         )
         doorbell_path = None if board.doorbell is None else board.doorbell.path
-        attach_path = None if self._attach is None else self._attach.path
-        files = SessionFiles(pools, board.index, doorbell_path, attach_path, self._devices)
+        attach_path = None if self._own.attach is None else self._own.attach.path
+        files = SessionFiles(pools, board.index, doorbell_path, attach_path, self._own.devices)
         slow_log = self._slow_log = SlowLog(config.slow_log_s, metrics.count_slow, clock)
 
         def observe(method: str, seconds: float, *about: Any) -> None:
@@ -257,9 +178,9 @@ class Daemon:
 
         live = self._live = live_cache(cache, board, observe, clock)
         node = Node(live, files, self._identity, slow_log)
-        if self._attach is not None:
-            self._attach.listen(node.streams, self._devices)
-        memory_of: dict[int, PooledMemory] = {**pools, **self._devices}
+        if self._own.attach is not None:
+            self._own.attach.listen(node.streams, self._own.devices)
+        memory_of: dict[int, PooledMemory] = {**pools, **self._own.devices}
         status = Status(self._identity, cache, memory_of, board.index, node.streams, clock)
         checksums = Checksums(live, pools)
         running.callback(checksums.close)
@@ -312,13 +233,13 @@ class Daemon:
     def _make_disk(
         self, node: Node, status: Status, running: contextlib.AsyncExitStack
     ) -> DiskTier | None:
-        if self._disk_dir is None:
+        if self._own.disk_dir is None:
             return None
         config = self._config
         disk = DiskTier(
             node.live,
-            self._disk_dir,
-            self._pools,
+            self._own.disk_dir,
+            self._own.pools,
             config.disk_pool_bytes,
             config.disk_write_bytes_per_s,
         )
@@ -363,7 +284,7 @@ class Daemon:
         return events
 
     def _make_recovery(self, live: LiveCache, checksums: Checksums) -> Recovering:
-        leftovers, index = self._pool.leftovers, self._board.index
+        leftovers, index = self._own.pool.leftovers, self._own.board.index
         if leftovers is None or index is None:
             if index is not None:
                 index.begin_counting(Uses())
@@ -381,7 +302,7 @@ class Daemon:
             await parts.peer_server.start()
         gc.collect()
         gc.freeze()  # or all that was imported is looked through now and then: tens of ms
-        self._has_served = True
+        self._own.has_served = True
         config, cache = self._config, parts.node.live.cache
         parts.status.serving()
         logger.info("serving on %s, incarnation %s", config.address, self._identity.incarnation)
@@ -396,25 +317,25 @@ class Daemon:
         )
 
     async def _populate(self) -> None:
-        logger.info("populating %s: %s", self._pool.path, size_text(self._pool.nbytes))
+        logger.info("populating %s: %s", self._own.pool.path, size_text(self._own.pool.nbytes))
         last_s = self._clock.now_s()
 
         def progress(nbytes: int) -> None:
             nonlocal last_s
             if self._clock.now_s() - last_s >= PROGRESS_S:
                 last_s = self._clock.now_s()
-                percent = 100 * nbytes / self._pool.nbytes
+                percent = 100 * nbytes / self._own.pool.nbytes
                 logger.info("populating %.0f %%", percent)
                 self._manager.say(f"populating {percent:.0f} %")
 
         loop = asyncio.get_running_loop()
         await asyncio.gather(
-            loop.run_in_executor(None, self._pool.populate, progress), self._take_devices()
+            loop.run_in_executor(None, self._own.pool.populate, progress), self._take_devices()
         )
 
     async def _take_devices(self) -> None:
         """Take the memory of device pools; after DEVICE_WAIT_S this goes on in the background."""
-        takes = [self._background.spawn(device.take()) for device in self._devices.values()]
+        takes = [self._background.spawn(device.take()) for device in self._own.devices.values()]
         if takes:
             await asyncio.wait(takes, timeout=DEVICE_WAIT_S)
 
@@ -426,19 +347,19 @@ class Daemon:
     async def _touch_directory(self) -> None:
         """Keep the directory's time recent: after a SIGKILL it says since when it is unused."""
         while True:
-            self._pool.directory.touch()
+            self._own.pool.directory.touch()
             await self._clock.sleep(TOUCH_S)
 
     # -- its end -------------------------------------------------------------------------------
 
     def _stop(self, number: int, stop: asyncio.Event) -> None:
         warm = self._config.warm_restart
-        self._keep = number == signal.SIGTERM and (is_supervised() if warm is None else warm)
+        self._own.keep = number == signal.SIGTERM and (is_supervised() if warm is None else warm)
         stop.set()
 
     async def _end(self, parts: _Parts) -> None:
         """Let calls in flight finish; hash the rest of a pool that the next daemon takes over."""
-        self._keep &= self._has_served
+        self._own.keep &= self._own.has_served
         parts.status.stopping()
         self._manager.say("stopping")
         await parts.server.set_serving(False)
@@ -450,14 +371,14 @@ class Daemon:
         logger.info("counted %d hits, %d misses, %d puts", told.hits, told.misses, told.puts)
         servers = [each for each in (parts.server, parts.peer_server) if each is not None]
         await asyncio.gather(*(server.stop(GRACE_S) for server in servers))
-        if self._keep:
+        if self._own.keep:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(parts.checksums.complete(), GRACE_S)
             logger.info(
                 "%s and %s in %s are left for the next start; `ecd clear` frees them",
                 count_text(cache.views.entries, "entry"),
-                size_text(self._pool.nbytes),
-                self._pool.directory.path,
+                size_text(self._own.pool.nbytes),
+                self._own.pool.directory.path,
             )
 
     # -- settings ------------------------------------------------------------------------------
@@ -469,21 +390,7 @@ class Daemon:
         except ConfigError as error:
             logger.error("the settings stay as they are: %s", error)
             return
-        old = self._config
-        changed = [
-            name for name in type(new).model_fields if getattr(new, name) != getattr(old, name)
-        ]
-        at_once = [name for name in changed if name in RELOADABLE]
-        if new.directory_kind != old.directory_kind:
-            at_once = [name for name in at_once if name != "peers"]
-        for name in changed:
-            if name in at_once:
-                logger.info("%s is %s now", name, getattr(new, name))
-            else:
-                logger.warning("%s changed: the next start takes it over", name)
-        if not changed:
-            logger.info("no setting has changed")
-        self._config = old.model_copy(update={name: getattr(new, name) for name in at_once})
+        changed, self._config = taken_over(self._config, new)
         logging.getLogger().setLevel(self._config.log_level.upper())
         if self._flights is not None:
             self._flights.reload(self._config.fetch_timeout_s)
@@ -492,21 +399,6 @@ class Daemon:
         if self._cluster is not None:
             self._cluster.reload(self._config)
         if self._live is not None and any(name in RULES for name in changed):
-            self._live.use_rules(self._config.rules(self._pool.nbytes))
+            self._live.use_rules(self._config.rules(self._own.pool.nbytes))
             if self._disk is not None:
                 self._background.spawn(self._disk.reapply_rules())
-
-
-async def _first_of(*awaitables: Awaitable[object]) -> None:
-    """Run until the first ends, and raise what it raised."""
-    for ended in await first_of(*awaitables):
-        ended.result()
-
-
-def _gid(group: str | None) -> int | None:
-    if group is None or group.isdecimal():
-        return None if group is None else int(group)
-    try:
-        return grp.getgrnam(group).gr_gid
-    except KeyError:
-        raise StartError(f"no such group: {group} (ECD_GROUP or --group)") from None

@@ -26,6 +26,12 @@ async def first_of(*awaitables: Awaitable[object]) -> set[asyncio.Future[object]
     return ended
 
 
+async def until_first(*awaitables: Awaitable[object]) -> None:
+    """As `first_of`. Raises what the first has raised."""
+    for ended in await first_of(*awaitables):
+        ended.result()
+
+
 async def within(seconds: float, awaitable: Awaitable[T]) -> T:
     """Wait for it, cancelled where it takes longer. Raises its error, or asyncio.TimeoutError.
 

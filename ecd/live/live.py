@@ -46,7 +46,7 @@ from ecd.core.model.types import (
     WaitFor,
 )
 from ecd.core.pool.pool import Pool
-from ecd.live.background import Background, first_of
+from ecd.live.background import Background, until_first
 from ecd.live.followups import EVICTED_AT_A_TIME, Changes, FollowUps, Subscriber
 from ecd.live.intake import Intake, NoPuts, Taken
 from ecd.live.makings import MAX_MAKINGS, Makings, Wait
@@ -86,8 +86,7 @@ class LiveCache:
     async def run(self) -> None:
         """Store puts as clients ring, and look at what they do without a call, until cancelled."""
         self._intake.listen(self.drain)
-        for ended in await first_of(self._scan_on(), self._look_on()):
-            ended.result()
+        await until_first(self._scan_on(), self._look_on())
 
     async def _scan_on(self) -> None:
         while True:
