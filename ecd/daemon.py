@@ -399,6 +399,6 @@ class Daemon:
         if self._cluster is not None:
             self._cluster.reload(self._config)
         if self._live is not None and any(name in RULES for name in changed):
-            self._live.use_rules(self._config.rules(self._own.pool.nbytes))
+            self._live.operators.use_rules(self._config.rules(self._own.pool.nbytes))
             if self._disk is not None:
                 self._background.spawn(self._disk.reapply_rules())

@@ -22,7 +22,6 @@ from ecd.core.model.outcomes import (
     Commitment,
     Committed,
     EntryTooLarge,
-    Keeping,
     Leased,
     MakingRoom,
     Missing,
@@ -32,24 +31,22 @@ from ecd.core.model.outcomes import (
     Waiting,
     Wakeup,
 )
-from ecd.core.model.rules import Rules
 from ecd.core.model.types import (
     Answer,
     Content,
     EntryId,
-    EvictionReport,
     Key,
     LeaseId,
-    Selection,
     SessionId,
     Ticket,
     WaitFor,
 )
 from ecd.core.pool.pool import Pool
 from ecd.live.background import Background, until_first
-from ecd.live.followups import EVICTED_AT_A_TIME, Changes, FollowUps, Subscriber
+from ecd.live.followups import Changes, FollowUps, Subscriber
 from ecd.live.intake import Intake, NoPuts, Taken
 from ecd.live.makings import MAX_MAKINGS, Makings, Wait
+from ecd.live.operators import Operators
 from ecd.live.slow_log import Stage
 from ecd.live.turns import Pace, Turns
 from ecd_proto.contract import MAKING_S
@@ -80,6 +77,7 @@ class LiveCache:
         self.makings = Makings(clock)
         self._intake: Intake = NoPuts() if intake is None else intake
         self._followups = FollowUps(cache, self.turns, clock)
+        self.operators = Operators(cache, self._followups, self.turns, clock)
         self._is_draining = False
         self._background = Background()
 
@@ -394,55 +392,3 @@ class LiveCache:
             self.cache.release(session, outcome.lease)
         elif isinstance(outcome, Waiting):
             self.cache.cancel_wait(session, outcome.ticket)
-
-    # -- evicting ------------------------------------------------------------------------------
-
-    async def evict(self, selection: Selection, dry_run: bool, pace: Pace) -> EvictionReport:
-        """Evict all selected entries. The extents of those that nobody reads are free then."""
-        total = EvictionReport(0, 0, 0, EntryId(0))
-        await self._scan_pins(pace)
-        while (after := total.next_after) is not None:
-            now_s = self.clock.now_s()
-            some = self.cache.evictor.evict_selected(
-                selection, now_s, EVICTED_AT_A_TIME, after, dry_run
-            )
-            total = EvictionReport(
-                total.entries + some.entries,
-                total.nbytes + some.nbytes,
-                total.leased + some.leased,
-                some.next_after,
-                total.kept + some.kept,
-            )
-            self._followups.after(changed=True)
-            await pace.turn()
-            if not self.cache.pins.is_settled:
-                await self._scan_pins(pace)
-                await pace.turn()
-        return total
-
-    # -- operators' rules ----------------------------------------------------------------------
-
-    def keep(self, key: Key, for_s: float | None) -> Keeping:
-        """As `Retention.keep`, for so long; None: without an end."""
-        outcome = self.cache.retention.keep(
-            key, math.inf if for_s is None else self.clock.now_s() + for_s
-        )
-        self._followups.after()
-        return outcome
-
-    def use_rules(self, rules: Rules) -> None:
-        """Take rules over at once, and apply them, in turns, to what is stored."""
-        self.cache.retention.use(rules)
-        self._background.spawn(self._reapply_rules())
-
-    async def _reapply_rules(self) -> None:
-        after: EntryId | None = EntryId(0)
-        while after is not None:
-            after = self.cache.retention.reapply(after, EVICTED_AT_A_TIME)
-            await self.turns.next()
-        self._followups.after_filling()
-
-    async def _scan_pins(self, pace: Pace) -> None:
-        """Scan pins until every evicted entry that nobody reads is free."""
-        while not self.cache.pins.step():
-            await pace.turn()

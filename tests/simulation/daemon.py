@@ -228,7 +228,7 @@ class Daemon(Process):
 
     async def evict_all(self) -> None:
         pace = await self.live.begin()
-        await self.live.evict(Selection(), False, pace)
+        await self.live.operators.evict(Selection(), False, pace)
 
     # -- its end -------------------------------------------------------------------------------
 

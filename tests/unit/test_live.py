@@ -116,7 +116,7 @@ def test_each_follower_is_told_of_every_change_though_another_has_taken_it() -> 
         await store(live, writer.session)
         assert await eager.next() == {KEY: True}
         await store(live, writer.session, later)
-        await live.evict(Selection(key=KEY), False, live.turns.pace())
+        await live.operators.evict(Selection(key=KEY), False, live.turns.pace())
         assert await eager.next() == {later: True, KEY: False}
         assert await lazy.next() == {later: True, KEY: False}
         await store(live, writer.session)

@@ -250,7 +250,7 @@ class CacheService(pb_grpc.CacheServicer):
         await self._settle(None if selection.key is None else [selection.key])
         with Stage("disk", self._live.clock):
             first = await self._disk.erase(selection, request.dry_run)
-        report = await self._live.evict(selection, request.dry_run, pace)
+        report = await self._live.operators.evict(selection, request.dry_run, pace)
         # Again, for what was being written or read until its entry was evicted.
         then = (0, 0, 0) if request.dry_run else await self._disk.erase(selection, False)
         entries, nbytes = first[0] + then[0], first[1] + then[1]
@@ -271,7 +271,7 @@ class CacheService(pb_grpc.CacheServicer):
         await self._live.begin()
         await self._settle([key])
         if not request.stop:
-            reply = to_keep_reply(self._live.keep(key, for_s))
+            reply = to_keep_reply(self._live.operators.keep(key, for_s))
         elif self._live.cache.retention.unkeep(key):
             reply = pb.KeepReply(outcome=pb.KeepReply.OUTCOME_STOPPED)
         else:
