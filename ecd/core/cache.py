@@ -53,9 +53,8 @@ from ecd.core.model.types import (
 from ecd.core.pins import Pins
 from ecd.core.pool.pool import FOR_ROOM, Pool
 from ecd.core.readers import Readers
-from ecd.core.retention import Retention
+from ecd.core.retention import Book, Retention
 from ecd.core.sessions import Sessions
-from ecd.core.terms import Book
 from ecd.core.views import Views
 from ecd.core.writers import Writers
 

@@ -14,7 +14,7 @@ from ecd.core.model.states import EntryEvent
 from ecd.core.model.types import EntryId, EvictionReport, Key, Selection
 from ecd.core.pins import Pins
 from ecd.core.pool.pool import Pool
-from ecd.core.terms import LOOKED_AT, Book
+from ecd.core.retention import LOOKED_AT, Book
 
 NAMESPACES_AT_A_TIME = 4
 """Namespaces above their quotas that one turn trims."""

@@ -12,8 +12,8 @@ from ecd.core.model.types import Content, EntryId, EntryInfo, Extent, Key, Names
 from ecd.core.pins import Pins
 from ecd.core.pool.pool import FOR_ROOM
 from ecd.core.readers import Readers
+from ecd.core.retention import Book
 from ecd.core.sessions import Sessions
-from ecd.core.terms import Book
 from ecd.core.writers import Writers
 
 

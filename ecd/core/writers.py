@@ -25,8 +25,8 @@ from ecd.core.model.outcomes import (
 from ecd.core.model.states import EntryEvent, EntryState
 from ecd.core.model.types import Content, EntryId, Extent, Key, SessionId
 from ecd.core.pool.pool import Pool
+from ecd.core.retention import Book
 from ecd.core.sessions import Session, Sessions
-from ecd.core.terms import Book
 
 RECLAIMED_AT_A_TIME = 256
 """Most reservations freed by one call, for a session that closes."""

@@ -194,7 +194,7 @@ EDITED = {
     "no entry grows old": Bug(
         "eviction",
         "unit/test_terms.py",
-        Edit("ecd/core/terms.py", "put_s + ttl_s", "put_s + 1e9 * ttl_s"),
+        Edit("ecd/core/retention.py", "put_s + ttl_s", "put_s + 1e9 * ttl_s"),
     ),
     "an entry that an operator keeps is evicted": Bug(
         "eviction",
@@ -395,7 +395,11 @@ EDITED = {
     "a small entry is compared with its encoding": Bug(
         "nodes",
         "unit/test_rates.py",
-        Edit("ecd/core/rates.py", "return nbytes >= LEAST_BYTES and", "return nbytes > 0 and"),
+        Edit(
+            "ecd/cluster/peers/rates.py",
+            "return nbytes >= LEAST_BYTES and",
+            "return nbytes > 0 and",
+        ),
     ),
     "tcp in the place of the transport that was asked for": Bug(
         "nodes",

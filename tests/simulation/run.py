@@ -36,7 +36,7 @@ SCALE = {
     "ecd.cluster.transport.read_queue.READ_BYTES": 32 << 10,
     "ecd.cluster.transport.transfers.LARGE_BYTES": 16 << 10,
     "ecd.memory.checksums.INLINE_BYTES": 16 << 10,
-    "ecd.core.rates.LEAST_BYTES": 4 << 10,
+    "ecd.cluster.peers.rates.LEAST_BYTES": 4 << 10,
 }
 """Sizes in the daemon, some fifty times smaller, as the entries here are."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ecd.core.rates import EXPLORED, HALVED_IN_S, LEAST_S, SAMPLE_S, ReadRate
+from ecd.cluster.peers.rates import EXPLORED, HALVED_IN_S, LEAST_S, SAMPLE_S, ReadRate
 
 MIB = 1 << 20
 

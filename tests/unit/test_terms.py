@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ecd.core import terms
+from ecd.core import retention
 from ecd.core.cache import Cache
 from ecd.core.model.outcomes import Leased, LimitReached, MakingRoom, Missing, PoolFull, Reserved
 from ecd.core.model.rules import Rules
@@ -90,7 +90,7 @@ def test_a_quotas_entries_are_found_whatever_has_been_read_or_is_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each call looks at few: those that cannot go are passed by, and others follow."""
-    monkeypatch.setattr(terms, "LOOKED_AT", 4)
+    monkeypatch.setattr(retention, "LOOKED_AT", 4)
     cache, session = make(Rules({"n": 32 * PAGE}))
     keys = [Key("n", str(number)) for number in range(32)]
     for now_s, key in enumerate(keys):
@@ -138,7 +138,7 @@ def test_reservations_count_against_the_quota_and_cost_no_other_namespace() -> N
 def test_a_quota_of_more_held_entries_than_a_look_takes_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(terms, "LOOKED_AT", 4)
+    monkeypatch.setattr(retention, "LOOKED_AT", 4)
     cache, session = make(Rules({"n": 32 * PAGE}))
     keys = [Key("n", str(number)) for number in range(32)]
     for key in keys:
@@ -218,7 +218,7 @@ def test_trimming_for_a_quota_looks_at_all_entries_once_and_ends() -> None:
     calls = 1
     while cache.evictor.trim(32, 2.0):
         calls += 1
-    assert 2000 / terms.LOOKED_AT < calls < 20, "all are held"
+    assert 2000 / retention.LOOKED_AT < calls < 20, "all are held"
     assert cache.views.entries == 2000
     for lease in leases:
         cache.release(session, lease.lease)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ecd.base.clock import REAL, Clock
 from ecd.cluster.directory.directory import MAX_ERROR_CHARS
-from ecd.core.rates import ReadRate
+from ecd.cluster.peers.rates import ReadRate
 from ecd_proto.v1 import peer_pb2 as pb
 
 BACKOFF_S = (0.25, 10.0)
