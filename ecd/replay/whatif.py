@@ -11,15 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ecd.core.ahead import BLOCK_BYTES, LOOKED_AT, Budget, next_writes, rounded
 from ecd.core.cache import Cache
+from ecd.core.demotion import BLOCK_BYTES, LOOKED_AT, Budget, next_demotions, rounded
+from ecd.core.disk_catalog import Catalog
 from ecd.core.model.block import Block
 from ecd.core.model.outcomes import Leased, LimitReached, Reserved
 from ecd.core.model.types import Content, Key, PoolLimits
 from ecd.core.policy.policy import Policy
 from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import Evict, Pool, Scan
-from ecd.core.shelf import Shelf
 from ecd.replay.policies import MakePolicy
 from ecd.replay.reading import TOLD_EVERY, Accesses, Progress, no_progress
 
@@ -108,7 +108,7 @@ class _DiskTier:
     """The entries on disk. The cache does not change between two accesses."""
 
     def __init__(self, disk: Disk, cache: Cache, now_s: float) -> None:
-        self._cache, self._shelf = cache, Shelf(disk.nbytes)
+        self._cache, self._catalog = cache, Catalog(disk.nbytes)
         self._budget = Budget(disk.write_bytes_per_s, now_s)
         self._read_time_s = disk.read_time_s
         self._at_s = now_s
@@ -127,20 +127,20 @@ class _DiskTier:
 
     def read_s(self, key: Key, now_s: float) -> float | None:
         """Read a key, in so many seconds; None if it is not there, or encoding is quicker."""
-        shelved = self._shelf.get(key)
-        if shelved is None:
+        on_disk = self._catalog.get(key)
+        if on_disk is None:
             return None
-        seconds = self._read_time_s(shelved.nbytes)
-        if seconds >= shelved.cost_s:
+        seconds = self._read_time_s(on_disk.nbytes)
+        if seconds >= on_disk.cost_s:
             return None
-        self._shelf.use(shelved, now_s)
+        self._catalog.use(on_disk, now_s)
         return seconds
 
     def _write_some(self, until_s: float) -> bool:
         """Write what goes first now. False: nothing is left, or the budget comes too late."""
         if self._writes_left <= 0 or not self._may_write(True, until_s):
             return False
-        chosen = next_writes(self._cache.views, self._shelf, self._read_time_s)
+        chosen = next_demotions(self._cache.views, self._catalog, self._read_time_s)
         if not chosen:
             self._writes_left = 0
         for info in chosen:
@@ -162,9 +162,9 @@ class _DiskTier:
         cost_s = self._cache.views.cost_s(key, content)
         saved_s = cost_s - self._read_time_s(content.nbytes)
         self._budget.take(file_bytes)
-        while not self._shelf.has_room(file_bytes):
-            self._shelf.make_room(file_bytes, TRIMMED_AT_ONCE)
-        self._shelf.add(key, content.nbytes, file_bytes, cost_s, saved_s, self._at_s)
+        while not self._catalog.has_room(file_bytes):
+            self._catalog.make_room(file_bytes, TRIMMED_AT_ONCE)
+        self._catalog.add(key, content.nbytes, file_bytes, cost_s, saved_s, self._at_s)
         self.written_bytes += file_bytes
         self._writes_left -= 1
 

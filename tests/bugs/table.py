@@ -208,7 +208,7 @@ EDITED = {
     "what is read from disk as slowly as encoded is written": Bug(
         "eviction",
         "unit/test_disk_limits.py",
-        Edit("ecd/core/ahead.py", "if read_s < cost_s / 2:", "if read_s < cost_s * 1e9:"),
+        Edit("ecd/core/demotion.py", "if read_s < cost_s / 2:", "if read_s < cost_s * 1e9:"),
     ),
     # -- the event loop ------------------------------------------------------------------------
     "a large batch takes one turn": Bug(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ecd.core.ahead import BLOCK_BYTES
+from ecd.core.demotion import BLOCK_BYTES
 from ecd.core.model.types import Content, Key
 from ecd.memory.disk.disk_dir import DiskDir
 from ecd.memory.disk.disk_format import file_name

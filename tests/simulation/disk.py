@@ -14,7 +14,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from ecd.base.checksum import digests, fold
-from ecd.core.ahead import rounded
+from ecd.core.demotion import rounded
 from ecd.core.model.types import Content, Key
 from ecd.memory.disk.disk_dir import new_name
 from ecd.memory.disk.disk_format import CorruptFile, Found, Header, file_name

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecd.core.ahead import BURST_S, Budget, next_writes
+from ecd.core.demotion import BURST_S, Budget, next_demotions
+from ecd.core.disk_catalog import Catalog
 from ecd.core.model.types import Content, Key
-from ecd.core.shelf import Shelf
 from ecd.memory.disk.disk_limits import (
     FIRST_S,
     HALVED_IN_S,
@@ -57,7 +57,7 @@ def test_no_more_is_written_than_the_budget_allows(writes: list[tuple[int, bool,
 
 
 def test_entries_that_save_most_for_their_bytes_are_written_first() -> None:
-    shelf = Shelf(10 * MIB)
+    catalog = Catalog(10 * MIB)
     costs = {"large": 1.0, "dear": 1.0, "read": 0.5, "cheap": 0.019, "kept": 1.0, "huge": 9.0}
     sizes = {"large": 4 * MIB, "huge": 10 * MIB}
     victims = [
@@ -68,11 +68,11 @@ def test_entries_that_save_most_for_their_bytes_are_written_first() -> None:
         )
         for name in costs
     ]
-    shelf.add(Key("n", "kept"), 1, 1, 1.0, 0.5, 0.0)
+    catalog.add(Key("n", "kept"), 1, 1, 1.0, 0.5, 0.0)
     views = SimpleNamespace(
         next_victims=lambda most: victims[:most], cost_s=lambda key, _: costs[key.mm_hash]
     )
-    chosen = next_writes(views, shelf, lambda nbytes: 0.01 * nbytes / MIB)
+    chosen = next_demotions(views, catalog, lambda nbytes: 0.01 * nbytes / MIB)
     assert [info.key.mm_hash for info in chosen] == ["read", "dear", "large"]
 
 

@@ -57,12 +57,12 @@ class DiskTier:
         await self._files.reapply_rules()
 
     def status(self) -> pb.DiskStatus:
-        shelf = self._files.shelf
+        catalog = self._files.catalog
         return pb.DiskStatus(
             path=str(self._files.directory.path),
-            pool_bytes=shelf.nbytes,
-            used_bytes=shelf.used_bytes,
-            entries=len(shelf),
+            pool_bytes=catalog.nbytes,
+            used_bytes=catalog.used_bytes,
+            entries=len(catalog),
             reads_rest=self.reads.breaker.is_resting,
             writes_rest=self._writes.breaker.is_resting,
             write_bytes_per_s=self._writes.budget.bytes_per_s,

@@ -21,7 +21,7 @@ from pathlib import Path
 from ecd.base.checksum import digests, fold
 from ecd.base.clock import REAL, Clock
 from ecd.base.ownership import NotOurs, describe, open_place, take_lock
-from ecd.core.ahead import BLOCK_BYTES, rounded
+from ecd.core.demotion import BLOCK_BYTES, rounded
 from ecd.core.model.types import Content, Key
 from ecd.memory.disk.disk_format import (
     MAX_HEADER_BYTES,

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
+from ecd.core.disk_catalog import Catalog, OnDisk
 from ecd.core.model.types import Content, Key, Selection
-from ecd.core.shelf import Shelf, Shelved
 from ecd.live.background import within
 from ecd.live.live import LiveCache
 from ecd.memory.disk.disk_dir import DiskDir, new_name
@@ -44,7 +44,7 @@ class DiskFiles:
     """Which entries have a file; one per daemon, on its event loop."""
 
     def __init__(self, live: LiveCache, directory: DiskDir, nbytes: int) -> None:
-        self.directory, self.shelf = directory, Shelf(nbytes)
+        self.directory, self.catalog = directory, Catalog(nbytes)
         self.counters, self.read_time = DiskCounters(), ReadTime(live.clock)
         self._live = live
         self._clerk = Threads(1, "ecd-disk-files")
@@ -89,8 +89,8 @@ class DiskFiles:
         await self.make_room(0)  # the tier may have been larger
         logger.info(
             "%d entries, %s, on disk in %s; found in %.1f s",
-            len(self.shelf),
-            size_text(self.shelf.used_bytes),
+            len(self.catalog),
+            size_text(self.catalog.used_bytes),
             self.directory.path,
             self._live.clock.now_s() - started_s,
         )
@@ -113,11 +113,11 @@ class DiskFiles:
 
     def _take_over(self, found: Found) -> None:
         key, content = found.header.key, found.header.content
-        if self.shelf.get(key) is None:
-            shelved = self._add(key, content, found.file_bytes, found.age_s, found.idle_s)
+        if self.catalog.get(key) is None:
+            on_disk = self._add(key, content, found.file_bytes, found.age_s, found.idle_s)
             now_s = self._live.clock.now_s()
-            if any(_is_selected(shelved, erased, now_s) for erased in self._erasures):
-                self.remove(shelved)
+            if any(_is_selected(on_disk, erased, now_s) for erased in self._erasures):
+                self.remove(on_disk)
 
     # -- changes -------------------------------------------------------------------------------
 
@@ -128,22 +128,22 @@ class DiskFiles:
 
     def _remove_some(self, file_bytes: int) -> bool:
         """Remove some files for room. False: there is room."""
-        victims = self.shelf.make_room(file_bytes, REMOVED_AT_A_TIME)
+        victims = self.catalog.make_room(file_bytes, REMOVED_AT_A_TIME)
         if victims:
             self.counters.evictions += len(victims)
             self._remove_names([file_name(each.key) for each in victims])
-        return not self.shelf.has_room(file_bytes)
+        return not self.catalog.has_room(file_bytes)
 
     async def publish(self, key: Key, content: Content, file_bytes: int, age_s: float) -> None:
         """Let a written entry be found. Raises OSError; there is no file of it then."""
         self._stuck.discard(file_name(key))
-        shelved = self._add(key, content, file_bytes, age_s)
-        shelved.is_ready = False
+        on_disk = self._add(key, content, file_bytes, age_s)
+        on_disk.is_ready = False
         try:
             await self._clerk.do(lambda: self.directory.publish(file_name(key)))
-            shelved.is_ready = True
+            on_disk.is_ready = True
         except OSError:
-            self.shelf.remove(shelved)
+            self.catalog.remove(on_disk)
             await self.discard(key)
             raise
 
@@ -151,10 +151,10 @@ class DiskFiles:
         """Remove a written file that is not to be published."""
         await self._remove_names([new_name(file_name(key))])
 
-    def remove(self, shelved: Shelved) -> None:
-        """Take an entry off the shelf, and remove its file."""
-        self.shelf.remove(shelved)
-        self._remove_names([file_name(shelved.key)])
+    def remove(self, on_disk: OnDisk) -> None:
+        """Take an entry off the catalog, and remove its file."""
+        self.catalog.remove(on_disk)
+        self._remove_names([file_name(on_disk.key)])
 
     async def erase(self, selection: Selection, dry_run: bool) -> tuple[int, int, int]:
         """Erase the selected: entries, their bytes, and files that could not be removed.
@@ -170,18 +170,18 @@ class DiskFiles:
                 await within(KNOWN_S, self._is_known.wait())
             unknown = self._unknown
         pace, now_s = self._live.turns.pace(), self._live.clock.now_s()
-        named = None if selection.key is None else self.shelf.get(selection.key)
-        every = self.shelf if selection.key is None else [named] if named else []
+        named = None if selection.key is None else self.catalog.get(selection.key)
+        every = self.catalog if selection.key is None else [named] if named else []
         names: list[str] = []
         nbytes = failed = 0
-        for shelved in every:
+        for on_disk in every:
             await pace.step()
-            if _is_selected(shelved, selection, now_s):
-                names.append(file_name(shelved.key))
-                nbytes += shelved.nbytes
+            if _is_selected(on_disk, selection, now_s):
+                names.append(file_name(on_disk.key))
+                nbytes += on_disk.nbytes
                 if not dry_run:
-                    shelved.is_erased = True
-                    self.shelf.remove(shelved)
+                    on_disk.is_erased = True
+                    self.catalog.remove(on_disk)
         if not dry_run:
             every_name = [*names, *self._stuck]
             removal = self._remove_names(every_name)
@@ -195,16 +195,16 @@ class DiskFiles:
         """Remove, in turns, the files of entries whose time is over, until cancelled."""
         while True:
             await self._live.clock.sleep(EXPIRY_S)
-            while expired := self.shelf.take_expired(self._live.clock.now_s(), REMOVED_AT_A_TIME):
+            while expired := self.catalog.take_expired(self._live.clock.now_s(), REMOVED_AT_A_TIME):
                 self.counters.expired += len(expired)
                 self._remove_names([file_name(each.key) for each in expired])
                 await self._live.turns.next()
 
     async def reapply_rules(self) -> None:
         pace = self._live.turns.pace()
-        for shelved in self.shelf:
+        for on_disk in self.catalog:
             await pace.step()
-            self.shelf.end_after(shelved, self._ttl_s(shelved.key))
+            self.catalog.end_after(on_disk, self._ttl_s(on_disk.key))
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -214,10 +214,10 @@ class DiskFiles:
 
     def _add(
         self, key: Key, content: Content, file_bytes: int, age_s: float, idle_s: float = 0.0
-    ) -> Shelved:
+    ) -> OnDisk:
         cost_s = self._live.cache.views.cost_s(key, content)
         saved_s = cost_s - self.read_time.seconds(content.nbytes)
-        return self.shelf.add(
+        return self.catalog.add(
             key,
             content.nbytes,
             file_bytes,
@@ -255,11 +255,11 @@ class DiskFiles:
         return failed
 
 
-def _is_selected(shelved: Shelved, selection: Selection, now_s: float) -> bool:
+def _is_selected(on_disk: OnDisk, selection: Selection, now_s: float) -> bool:
     """Whether the entry is selected at a time, after which it may have been used or added."""
     return (
-        selection.key in (None, shelved.key)
-        and selection.namespace in (None, shelved.key.namespace)
-        and max(0.0, now_s - shelved.used_s) >= selection.idle_s
-        and max(0.0, now_s - shelved.created_s) >= selection.age_s
+        selection.key in (None, on_disk.key)
+        and selection.namespace in (None, on_disk.key.namespace)
+        and max(0.0, now_s - on_disk.used_s) >= selection.idle_s
+        and max(0.0, now_s - on_disk.created_s) >= selection.age_s
     )

@@ -10,7 +10,7 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from ecd.base.wire import InvalidRequest, content_from, key_from, to_content, to_key
-from ecd.core.ahead import rounded
+from ecd.core.demotion import rounded
 from ecd.core.model.types import Content, Key
 from ecd_proto.v1 import cache_pb2 as pb
 

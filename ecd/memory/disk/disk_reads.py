@@ -12,10 +12,10 @@ import math
 from collections.abc import Mapping as MappingOf
 from typing import Any, Protocol
 
-from ecd.core.ahead import rounded
+from ecd.core.demotion import rounded
+from ecd.core.disk_catalog import OnDisk
 from ecd.core.model.outcomes import AlreadyStored, BeingWritten, Committed, LimitReached, Reserved
 from ecd.core.model.types import Content, Key
-from ecd.core.shelf import Shelved
 from ecd.live.flights import Flight, Outcome
 from ecd.live.live import LiveCache
 from ecd.live.slow_log import Stage
@@ -71,32 +71,32 @@ class DiskReads:
         self._readers.close()
 
     def may_have(self, key: Key) -> bool:
-        shelved = self._files.shelf.get(key)
+        on_disk = self._files.catalog.get(key)
         return (
-            shelved is not None
-            and shelved.is_ready
+            on_disk is not None
+            and on_disk.is_ready
             and not self.breaker.is_resting
-            and shelved.expires_s > self._live.clock.now_s()
+            and on_disk.expires_s > self._live.clock.now_s()
         )
 
     async def bring(self, flight: Flight) -> Outcome:
         """Read the key's entry, unless all that want it can encode it sooner; the outcome."""
-        shelved = self._files.shelf.get(flight.key)
-        assert shelved is not None
-        flight.nbytes = shelved.nbytes
-        read_s = self._files.read_time.seconds(shelved.nbytes + self._asked_bytes)
-        if not flight.is_needed and read_s >= shelved.cost_s:
+        on_disk = self._files.catalog.get(flight.key)
+        assert on_disk is not None
+        flight.nbytes = on_disk.nbytes
+        read_s = self._files.read_time.seconds(on_disk.nbytes + self._asked_bytes)
+        if not flight.is_needed and read_s >= on_disk.cost_s:
             self._counters.skipped["slower"] += 1
             return Outcome.SLOWER
-        patience_s = PATIENCE_S + shelved.nbytes / SLOWEST_BYTES_PER_S
-        self._asked_bytes += shelved.nbytes
+        patience_s = PATIENCE_S + on_disk.nbytes / SLOWEST_BYTES_PER_S
+        self._asked_bytes += on_disk.nbytes
         try:
             if not await self._take_reader(patience_s):
                 self._counters.skipped["waiting"] += 1
                 return Outcome.LATE
-            return await self._read(shelved, patience_s)
+            return await self._read(on_disk, patience_s)
         finally:
-            self._asked_bytes -= shelved.nbytes
+            self._asked_bytes -= on_disk.nbytes
 
     # -- readers -------------------------------------------------------------------------------
 
@@ -131,9 +131,9 @@ class DiskReads:
 
     # -- one read ------------------------------------------------------------------------------
 
-    async def _read(self, shelved: Shelved, patience_s: float) -> Outcome:
+    async def _read(self, on_disk: OnDisk, patience_s: float) -> Outcome:
         """Read into a reservation, verify and commit, on a thread that was taken; the outcome."""
-        key, nbytes, turns = shelved.key, shelved.nbytes, self._live.turns
+        key, nbytes, turns = on_disk.key, on_disk.nbytes, self._live.turns
         reserved: Reserved | None = None
         ended: asyncio.Future[Header] | None = None
         is_wanted = True
@@ -161,21 +161,21 @@ class DiskReads:
                 return Outcome.LATE
             header = ended.result()
             now_s = self._live.clock.now_s()
-            is_over = shelved.is_erased or shelved.expires_s <= now_s
-            if is_over or self._files.shelf.get(key) is not shelved:
-                return Outcome.MISSING  # an erasure cannot know of what has left the shelf
+            is_over = on_disk.is_erased or on_disk.expires_s <= now_s
+            if is_over or self._files.catalog.get(key) is not on_disk:
+                return Outcome.MISSING  # an erasure cannot know of what has left the catalog
             entry, reserved = reserved.entry, None
-            as_read = header.checksum, header.content, math.inf, now_s - shelved.created_s
+            as_read = header.checksum, header.content, math.inf, now_s - on_disk.created_s
             done = self._live.commit(self._session, entry, *as_read)
             assert isinstance(done, Committed)
-            self._note(shelved, self._live.clock.now_s() - begun_s)
+            self._note(on_disk, self._live.clock.now_s() - begun_s)
             return Outcome.READ
         except (CorruptFile, FileNotFoundError) as error:
-            if self._files.shelf.get(key) is not shelved:
+            if self._files.catalog.get(key) is not on_disk:
                 return Outcome.MISSING  # removed for room meanwhile
             self._counters.failures["corrupt"] += 1
             logger.warning("%s on disk is removed: %s", shown(key.mm_hash), error)
-            self._files.remove(shelved)
+            self._files.remove(on_disk)
             return Outcome.CORRUPT
         except OSError as error:
             self.breaker.failed("read", error)
@@ -188,12 +188,12 @@ class DiskReads:
             is_wanted = False
             self._over(reserved, ended)
 
-    def _note(self, shelved: Shelved, seconds: float) -> None:
+    def _note(self, on_disk: OnDisk, seconds: float) -> None:
         self.breaker.worked()
-        self._files.read_time.learn(shelved.nbytes, seconds)
-        self._files.shelf.use(shelved, self._live.clock.now_s())
+        self._files.read_time.learn(on_disk.nbytes, seconds)
+        self._files.catalog.use(on_disk, self._live.clock.now_s())
         self._counters.reads += 1
-        self._counters.read_bytes += shelved.nbytes
+        self._counters.read_bytes += on_disk.nbytes
         self._counters.read_s += seconds
 
     def _over(self, reserved: Reserved | None, ended: asyncio.Future[Header] | None) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import functools
 from collections.abc import Mapping as MappingOf
 
-from ecd.core.ahead import Budget, next_writes, rounded
+from ecd.core.demotion import Budget, next_demotions, rounded
 from ecd.core.model.types import EntryInfo
 from ecd.live.live import LiveCache
 from ecd.memory.disk.disk_dir import FULL
@@ -62,8 +62,8 @@ class DiskWrites:
         """Count what memory evicts, and wake the writing."""
         while True:
             for key, is_stored in (await self._changes.next(PAUSE_S)).items():
-                shelved = None if is_stored else self._files.shelf.get(key)
-                is_kept = shelved is not None and shelved.expires_s > self._live.clock.now_s()
+                on_disk = None if is_stored else self._files.catalog.get(key)
+                is_kept = on_disk is not None and on_disk.expires_s > self._live.clock.now_s()
                 self._counters.kept += is_kept
             lost = self._live.cache.views.evicted_for_room - self._counters.kept
             self._counters.lost = max(self._counters.lost, lost)
@@ -82,8 +82,8 @@ class DiskWrites:
         """Write some of what memory evicts next, the most valuable first. False: nothing to do."""
         if self.breaker.is_resting:
             return False
-        chosen = next_writes(
-            self._live.cache.views, self._files.shelf, self._files.read_time.seconds
+        chosen = next_demotions(
+            self._live.cache.views, self._files.catalog, self._files.read_time.seconds
         )
         for start in range(0, len(chosen), WRITERS):
             some = chosen[start : start + WRITERS]

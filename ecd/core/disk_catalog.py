@@ -1,4 +1,4 @@
-"""The shelf: what lies in a staged pool, and what leaves it for room.
+"""The catalog of the disk tier: what lies on disk, and what leaves it for room.
 
 GreedyDual-Size-Frequency (Cherkasova, HPL-98-69R1): rank = L + uses * saved seconds / bytes. L is
 the rank of the last entry that left. A use saves the time of encoding less that of reading. Ranks
@@ -19,8 +19,8 @@ MAX_ENTRIES = 1 << 18
 
 
 @dataclass(slots=True, eq=False)
-class Shelved:
-    """One entry on the shelf; `file_bytes` are what it takes there."""
+class OnDisk:
+    """One entry on disk; `file_bytes` are what its file takes."""
 
     number: int
     key: Key
@@ -35,35 +35,35 @@ class Shelved:
     uses: int = 1
     is_ready: bool = True  # to be read
     is_erased: bool = False  # on request: what a read of it brings is not to be stored
-    earlier: Shelved | None = field(default=None, repr=False)  # neighbours in order of arrival
-    later: Shelved | None = field(default=None, repr=False)
+    earlier: OnDisk | None = field(default=None, repr=False)  # neighbours in order of arrival
+    later: OnDisk | None = field(default=None, repr=False)
 
 
-class Shelf:
-    """The entries of one staged pool. Every operation is O(log n)."""
+class Catalog:
+    """The entries of one disk tier. Every operation is O(log n)."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.used_bytes = nbytes, 0
-        self._by_key: dict[Key, Shelved] = {}
-        self._by_number: dict[int, Shelved] = {}
+        self._by_key: dict[Key, OnDisk] = {}
+        self._by_number: dict[int, OnDisk] = {}
         self._ranks: Deadlines[int] = Deadlines()
         self._ends: Deadlines[int] = Deadlines()
         self._least = 0.0  # L
         self._last = 0
-        self._head: Shelved | None = None
-        self._tail: Shelved | None = None
+        self._head: OnDisk | None = None
+        self._tail: OnDisk | None = None
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __iter__(self) -> Iterator[Shelved]:
+    def __iter__(self) -> Iterator[OnDisk]:
         """In order of arrival. Entries may come and go meanwhile, and none is copied before."""
-        shelved = self._head
-        while shelved is not None:
-            yield shelved
-            shelved = shelved.later
+        on_disk = self._head
+        while on_disk is not None:
+            yield on_disk
+            on_disk = on_disk.later
 
-    def get(self, key: Key) -> Shelved | None:
+    def get(self, key: Key) -> OnDisk | None:
         return self._by_key.get(key)
 
     def add(
@@ -77,7 +77,7 @@ class Shelf:
         age_s: float = 0.0,
         idle_s: float = 0.0,
         ttl_s: float = inf,
-    ) -> Shelved:
+    ) -> OnDisk:
         """Add a key that is not there; `make_room` comes first where there is a bound to keep.
 
         Its entry was put `age_s` ago, and its file not read for `idle_s`.
@@ -86,7 +86,7 @@ class Shelf:
         self._last += 1
         density = max(0.0, saved_s) / file_bytes
         rank = self._least + density
-        shelved = Shelved(
+        on_disk = OnDisk(
             self._last,
             key,
             nbytes,
@@ -97,49 +97,49 @@ class Shelf:
             now_s - idle_s,
             now_s - age_s,
         )
-        shelved.earlier = self._tail
+        on_disk.earlier = self._tail
         if self._tail is None:
-            self._head = shelved
+            self._head = on_disk
         else:
-            self._tail.later = shelved
-        self._tail = shelved
-        self._by_key[key] = self._by_number[shelved.number] = shelved
-        self._ranks.add(shelved.number, rank)
-        self.end_after(shelved, ttl_s)
+            self._tail.later = on_disk
+        self._tail = on_disk
+        self._by_key[key] = self._by_number[on_disk.number] = on_disk
+        self._ranks.add(on_disk.number, rank)
+        self.end_after(on_disk, ttl_s)
         self.used_bytes += file_bytes
-        return shelved
+        return on_disk
 
-    def use(self, shelved: Shelved, now_s: float) -> None:
+    def use(self, on_disk: OnDisk, now_s: float) -> None:
         """Count one read."""
-        if self._by_key.get(shelved.key) is shelved:
-            shelved.uses += 1
-            shelved.used_s = now_s
-            shelved.rank = self._least + shelved.uses * shelved.density
-            self._ranks.postpone(shelved.number, shelved.rank)
+        if self._by_key.get(on_disk.key) is on_disk:
+            on_disk.uses += 1
+            on_disk.used_s = now_s
+            on_disk.rank = self._least + on_disk.uses * on_disk.density
+            self._ranks.postpone(on_disk.number, on_disk.rank)
 
-    def remove(self, shelved: Shelved) -> None:
+    def remove(self, on_disk: OnDisk) -> None:
         """Take an entry away; no effect if it has left already."""
-        if self._by_key.get(shelved.key) is shelved:
-            self._ranks.remove(shelved.number)
-            self._forget(shelved)
+        if self._by_key.get(on_disk.key) is on_disk:
+            self._ranks.remove(on_disk.number)
+            self._forget(on_disk)
 
-    def end_after(self, shelved: Shelved, ttl_s: float) -> None:
+    def end_after(self, on_disk: OnDisk, ttl_s: float) -> None:
         """Have the entry end so long after its put, and not as was said before."""
-        if self._by_key.get(shelved.key) is shelved:
-            if shelved.expires_s < inf:
-                self._ends.remove(shelved.number)
-            shelved.expires_s = shelved.created_s + ttl_s
+        if self._by_key.get(on_disk.key) is on_disk:
+            if on_disk.expires_s < inf:
+                self._ends.remove(on_disk.number)
+            on_disk.expires_s = on_disk.created_s + ttl_s
             if ttl_s < inf:
-                self._ends.add(shelved.number, shelved.expires_s)
+                self._ends.add(on_disk.number, on_disk.expires_s)
 
-    def take_expired(self, now_s: float, most: int) -> list[Shelved]:
+    def take_expired(self, now_s: float, most: int) -> list[OnDisk]:
         """Take away up to `most` entries whose time is over."""
         taken = []
         for number in self._ends.take_due(now_s, most):
-            shelved = self._by_number[number]
+            on_disk = self._by_number[number]
             self._ends.add(number, now_s)
-            self.remove(shelved)
-            taken.append(shelved)
+            self.remove(on_disk)
+            taken.append(on_disk)
         return taken
 
     def has_room(self, file_bytes: int) -> bool:
@@ -147,44 +147,44 @@ class Shelf:
         is_full = self.used_bytes + file_bytes > self.nbytes or len(self) >= MAX_ENTRIES
         return not is_full or not self._by_key
 
-    def make_room(self, file_bytes: int, most: int) -> list[Shelved]:
+    def make_room(self, file_bytes: int, most: int) -> list[OnDisk]:
         """Take away some of those worth least, in `most` steps; `has_room` tells whether to go on.
 
         A step may find that an entry has been used since, and take none.
         """
-        taken: list[Shelved] = []
+        taken: list[OnDisk] = []
         for _ in range(most):
             if self.has_room(file_bytes):
                 break
             least = self._ranks.next_s
             assert least is not None
             for number in self._ranks.take_due(least, 1):
-                shelved = self._by_number[number]
-                self._least = max(self._least, shelved.rank)
-                self._forget(shelved)
-                taken.append(shelved)
+                on_disk = self._by_number[number]
+                self._least = max(self._least, on_disk.rank)
+                self._forget(on_disk)
+                taken.append(on_disk)
         return taken
 
-    def _forget(self, shelved: Shelved) -> None:
+    def _forget(self, on_disk: OnDisk) -> None:
         """Unlink an entry. Its own links stay, for an iteration that has come to it."""
-        if shelved.earlier is None:
-            self._head = shelved.later
+        if on_disk.earlier is None:
+            self._head = on_disk.later
         else:
-            shelved.earlier.later = shelved.later
-        if shelved.later is None:
-            self._tail = shelved.earlier
+            on_disk.earlier.later = on_disk.later
+        if on_disk.later is None:
+            self._tail = on_disk.earlier
         else:
-            shelved.later.earlier = shelved.earlier
-        del self._by_key[shelved.key], self._by_number[shelved.number]
-        if shelved.expires_s < inf:
-            self._ends.remove(shelved.number)
-        self.used_bytes -= shelved.file_bytes
+            on_disk.later.earlier = on_disk.earlier
+        del self._by_key[on_disk.key], self._by_number[on_disk.number]
+        if on_disk.expires_s < inf:
+            self._ends.remove(on_disk.number)
+        self.used_bytes -= on_disk.file_bytes
 
     def check(self) -> None:
         """Raise AssertionError unless all views agree. O(n)."""
         self._ranks.check()
         self._ends.check()
-        assert len(self._ends) == sum(shelved.expires_s < inf for shelved in self)
-        assert [shelved.number for shelved in self] == sorted(self._by_number)
+        assert len(self._ends) == sum(on_disk.expires_s < inf for on_disk in self)
+        assert [on_disk.number for on_disk in self] == sorted(self._by_number)
         assert len(self._ranks) == len(self._by_key)
-        assert self.used_bytes == sum(shelved.file_bytes for shelved in self)
+        assert self.used_bytes == sum(on_disk.file_bytes for on_disk in self)

@@ -1,16 +1,16 @@
-"""Writing ahead to a staged pool: which entries, which first, and how many bytes a second."""
+"""Demotion: what is written to disk before it is evicted, and how many bytes a second."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import nlargest
 
+from ecd.core.disk_catalog import Catalog
 from ecd.core.model.types import EntryInfo
-from ecd.core.shelf import Shelf
 from ecd.core.views import Views
 
 BLOCK_BYTES = 4096
-"""A staged pool keeps headers and entries in whole blocks."""
+"""The disk tier keeps headers and entries in whole blocks."""
 LOOKED_AT = 256
 """Entries looked at in one turn, the next to be evicted first."""
 WRITTEN_AT_A_TIME = 16
@@ -41,7 +41,9 @@ class Budget:
         self._left -= nbytes
 
 
-def next_writes(views: Views, shelf: Shelf, read_time_s: Callable[[int], float]) -> list[EntryInfo]:
+def next_demotions(
+    views: Views, catalog: Catalog, read_time_s: Callable[[int], float]
+) -> list[EntryInfo]:
     """The entries to be written next, those that save most seconds for their bytes first.
 
     An entry is written if a read of it takes less than half of its encoding. `read_time_s` takes
@@ -50,7 +52,7 @@ def next_writes(views: Views, shelf: Shelf, read_time_s: Callable[[int], float])
     found: list[tuple[float, EntryInfo]] = []
     for info in views.next_victims(LOOKED_AT):
         nbytes = info.content.nbytes
-        if shelf.get(info.key) is not None or nbytes + 4 * BLOCK_BYTES > shelf.nbytes:
+        if catalog.get(info.key) is not None or nbytes + 4 * BLOCK_BYTES > catalog.nbytes:
             continue
         cost_s, read_s = views.cost_s(info.key, info.content), read_time_s(nbytes)
         if read_s < cost_s / 2:
