@@ -1,9 +1,9 @@
-"""The core on the event loop: the front door for all that has follow-ups.
+"""The core on the event loop: the front door for all that has effects.
 
 A call begins with `begin`, which stores what clients have put without a call, as its operations may
-depend on that. After each operation come its follow-ups: waits that ended are told, the timer of
+depend on that. After each operation come its effects: waits that ended are told, the timer of
 the next deadline is set, changes are announced, and a pool that gets full is trimmed. Callers
-remember no follow-up.
+remember no effect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ecd.core.model.types import (
 )
 from ecd.core.pool.pool import Pool
 from ecd.live.background import Background, until_first
-from ecd.live.followups import Changes, FollowUps, Subscriber
+from ecd.live.effects import Changes, Effects, Subscriber
 from ecd.live.intake import Intake, NoPuts, Taken
 from ecd.live.makings import MAX_MAKINGS, Makings, Wait
 from ecd.live.operators import Operators
@@ -61,7 +61,7 @@ Reserve = Callable[[Key, Content], Awaitable[Reservation]]
 
 
 class LiveCache:
-    """The core, its clock and its follow-ups; one per daemon.
+    """The core, its clock and its effects; one per daemon.
 
     What needs no time, and from which nothing follows, goes to `cache` itself.
     """
@@ -76,8 +76,8 @@ class LiveCache:
         self.turns = Turns(clock)
         self.makings = Makings(clock)
         self._intake: Intake = NoPuts() if intake is None else intake
-        self._followups = FollowUps(cache, self.turns, clock)
-        self.operators = Operators(cache, self._followups, self.turns, clock)
+        self._effects = Effects(cache, self.turns, clock)
+        self.operators = Operators(cache, self._effects, self.turns, clock)
         self._is_draining = False
         self._background = Background()
 
@@ -152,7 +152,7 @@ class LiveCache:
         if self._intake.is_pending:
             taken = self._intake.step(self.clock.now_s())
             self._intake.grant_next(self.clock.now_s())
-            self._followups.after_filling(taken.woken)  # a grant may have evicted, too
+            self._effects.after_filling(taken.woken)  # a grant may have evicted, too
         if self._intake.is_pending:
             self._is_draining = True
             asyncio.get_running_loop().call_soon(self._drain_some)
@@ -160,11 +160,11 @@ class LiveCache:
     @property
     def is_drained(self) -> bool:
         """Whether all puts that clients have rung for are stored, and nothing follows from them."""
-        return not self._intake.is_pending and self._followups.is_idle
+        return not self._intake.is_pending and self._effects.is_idle
 
     def _took(self, taken: Taken) -> None:
         if taken.puts:
-            self._followups.after_filling(taken.woken)
+            self._effects.after_filling(taken.woken)
 
     async def learn(self, keys: Sequence[Key], pace: Pace) -> None:
         """Store puts of a moment ago and scan claims, once for all of these keys."""
@@ -177,7 +177,7 @@ class LiveCache:
 
     def follow_changes(self) -> Changes:
         """A new follower of what is stored and evicted from now on."""
-        return self._followups.follow_changes()
+        return self._effects.follow_changes()
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -191,14 +191,14 @@ class LiveCache:
 
     def subscribe(self, session: SessionId, subscriber: Subscriber) -> None:
         """Tell the subscriber how the session's waits and leases end, until the session leaves."""
-        self._followups.subscribe(session, subscriber)
+        self._effects.subscribe(session, subscriber)
 
     def leave_session(self, session: SessionId) -> None:
         """End the session for its client, whose process may still touch the memory."""
         self._took(self._intake.take_last(session, self.clock.now_s()))
         self._unmade(self.makings.take_session(session))
-        self._followups.unsubscribe(session)
-        self._followups.after(self.cache.leave_session(session))
+        self._effects.unsubscribe(session)
+        self._effects.after(self.cache.leave_session(session))
 
     def close_session(self, session: SessionId) -> None:
         """Take back, in turns, all memory of a session whose process cannot touch it any more.
@@ -246,7 +246,7 @@ class LiveCache:
             if last_bytes is not None:
                 self._intake.grant(session, last_bytes, self.clock.now_s())
         finally:
-            self._followups.after_filling()
+            self._effects.after_filling()
 
     async def reserve(
         self, session: SessionId, key: Key, content: Content, pace: Pace, pool: Pool | None = None
@@ -273,7 +273,7 @@ class LiveCache:
                 await pace.through(scan)
                 yield
         finally:
-            self._followups.after_filling()
+            self._effects.after_filling()
 
     async def _reserve(
         self,
@@ -298,7 +298,7 @@ class LiveCache:
         self, session: SessionId, key: Key, original: EntryId, pool: Pool
     ) -> Reservation | Missing:
         outcome = self.cache.reserve_copy(session, key, original, pool, self.clock.now_s())
-        self._followups.after_filling()
+        self._effects.after_filling()
         return outcome
 
     def commit(
@@ -315,9 +315,9 @@ class LiveCache:
             session, reservation, now_s, checksum, content, refetch_s, age_s
         )
         if isinstance(outcome, Committed):
-            self._followups.after(outcome.woken, changed=True)
+            self._effects.after(outcome.woken, changed=True)
             if self.cache.retention.is_over_quota:
-                self._followups.after_filling()
+                self._effects.after_filling()
         return outcome
 
     def abort(self, session: SessionId, reservation: EntryId) -> Abortion:
@@ -328,11 +328,11 @@ class LiveCache:
 
     def _stopped(self, outcome: Abortion) -> Abortion:
         if isinstance(outcome, Aborted):
-            self._followups.after(outcome.woken)
+            self._effects.after(outcome.woken)
         return outcome
 
     def stop_expecting(self, key: Key) -> None:
-        self._followups.after(self.cache.readers.stop_expecting(key))
+        self._effects.after(self.cache.readers.stop_expecting(key))
 
     # -- making --------------------------------------------------------------------------------
 
@@ -375,7 +375,7 @@ class LiveCache:
         outcome = self.cache.acquire(session, key, now_s, wait_s, wait_for, answer)
         if isinstance(outcome, Waiting):
             self._intake.hurry()
-        self._followups.after()
+        self._effects.after()
         return outcome
 
     def renew(self, session: SessionId, leases: Iterable[LeaseId]) -> tuple[float, list[LeaseId]]:
@@ -384,7 +384,7 @@ class LiveCache:
     def cancel_wait(self, session: SessionId, ticket: Ticket) -> None:
         """End the wait with Missing, unless it has ended: then its outcome is on the way."""
         if self.cache.cancel_wait(session, ticket):
-            self._followups.after([Wakeup(session, ticket, Missing())])
+            self._effects.after([Wakeup(session, ticket, Missing())])
 
     def drop(self, session: SessionId, outcome: Acquisition) -> None:
         """Undo an acquisition whose outcome cannot be told to anybody."""

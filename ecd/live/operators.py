@@ -10,15 +10,15 @@ from ecd.core.model.outcomes import Keeping
 from ecd.core.model.rules import Rules
 from ecd.core.model.types import EntryId, EvictionReport, Key, Selection
 from ecd.live.background import Background
-from ecd.live.followups import EVICTED_AT_A_TIME, FollowUps
+from ecd.live.effects import EVICTED_AT_A_TIME, Effects
 from ecd.live.turns import Pace, Turns
 
 
 class Operators:
     """The operators' part of `LiveCache`."""
 
-    def __init__(self, cache: Cache, followups: FollowUps, turns: Turns, clock: Clock) -> None:
-        self._cache, self._followups = cache, followups
+    def __init__(self, cache: Cache, effects: Effects, turns: Turns, clock: Clock) -> None:
+        self._cache, self._effects = cache, effects
         self._turns, self._clock = turns, clock
         self._background = Background()
 
@@ -38,7 +38,7 @@ class Operators:
                 some.next_after,
                 total.kept + some.kept,
             )
-            self._followups.after(changed=True)
+            self._effects.after(changed=True)
             await pace.turn()
             if not self._cache.pins.is_settled:
                 await self._scan_pins(pace)
@@ -50,7 +50,7 @@ class Operators:
         outcome = self._cache.retention.keep(
             key, math.inf if for_s is None else self._clock.now_s() + for_s
         )
-        self._followups.after()
+        self._effects.after()
         return outcome
 
     def use_rules(self, rules: Rules) -> None:
@@ -63,7 +63,7 @@ class Operators:
         while after is not None:
             after = self._cache.retention.reapply(after, EVICTED_AT_A_TIME)
             await self._turns.next()
-        self._followups.after_filling()
+        self._effects.after_filling()
 
     async def _scan_pins(self, pace: Pace) -> None:
         """Scan pins until every evicted entry that nobody reads is free."""

@@ -11,7 +11,7 @@ from typing import Protocol
 from ecd.base.checksum import digests, fold
 from ecd.core.model.outcomes import Leased
 from ecd.core.model.types import EntryId, Extent, Key
-from ecd.live.followups import Changes
+from ecd.live.effects import Changes
 from ecd.live.live import LiveCache
 from ecd_proto.mapping import Mapping
 

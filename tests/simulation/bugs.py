@@ -49,7 +49,7 @@ def _forgets_the_peer(self: InboundLink) -> None:
 
 
 def _keeps_expecting(self: LiveCache, key: Any) -> None:
-    self._followups.after(self.cache.readers.writer_lost(key))
+    self._effects.after(self.cache.readers.writer_lost(key))
 
 
 async def _beats_blindly(self: Any) -> None:

@@ -1,4 +1,4 @@
-"""Follow-ups of the core's operations, on the event loop.
+"""Effects of the core's operations, on the event loop.
 
 Waits that ended are told at once, and a pool that gets full is trimmed in the turns that follow.
 The timer of the next deadline is set once for all operations of a turn that took no memory, and at
@@ -68,8 +68,8 @@ class Changes:
         return taken
 
 
-class FollowUps:
-    """Does the follow-ups of every operation of the core."""
+class Effects:
+    """Does what follows from every operation of the core."""
 
     def __init__(self, cache: Cache, turns: Turns, clock: Clock) -> None:
         self._cache, self._turns, self._clock = cache, turns, clock
