@@ -118,7 +118,7 @@ class Item:
             except (AssertionError, RuntimeError) as error:  # it has no such device, or is full
                 raise DeviceError(f"torch does not copy to {device}: {error}") from None
         else:
-            from ecd_client.device.ends import under_way
+            from ecd_client.device.completions import under_way
 
             self.check()
             hold = self._hold
@@ -146,7 +146,7 @@ class Item:
 
     def _load(self, copies: Copies, copied: HeldCopy | None) -> torch.Tensor:
         """Queue a load of the copy, whose hold ends with it, or of the item. Raises DeviceError."""
-        from ecd_client.device.ends import after
+        from ecd_client.device.completions import after
         from ecd_client.tensors import load
 
         hold = self._hold
@@ -247,7 +247,7 @@ class Item:
         if queueing is None:
             hold.end()
             return
-        from ecd_client.device.ends import after
+        from ecd_client.device.completions import after
 
         with queueing:
             loads = self._loads

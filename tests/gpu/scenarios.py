@@ -20,7 +20,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ecd_client import Client, EcdError
-from ecd_client.device import copies, driver, ends, pinned
+from ecd_client.device import completions, copies, driver, pinned
 from ecd_client.device import pool as device_pool
 from ecd_client.errors import DaemonUnavailable, DeviceError
 from ecd_client.item import Item
@@ -476,7 +476,7 @@ def threads_run_out(address: str) -> dict:
 def await_ends() -> None:
     """Wait until all has ended that is to end after copies, or on the side, and may end now."""
     done = threading.Event()
-    ends.aside(done.set)
+    completions.aside(done.set)
     assert done.wait(HANG_S)
 
 

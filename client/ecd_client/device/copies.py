@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ecd_client import forks
-from ecd_client.device import accelerator, ends
+from ecd_client.device import accelerator, completions
 from ecd_client.errors import DeviceBusy
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Copies:
         """Raises DeviceError, and ImportError where cuda-bindings is missing."""
         from ecd_client.device import driver
 
-        ends.start()  # as a finalizer must not
+        completions.start()  # as a finalizer must not
         self.device = device
         self._gpu, self._driver = gpu, driver
         self._loads, self._saves = gpu.new_stream(device), gpu.new_stream(device)
@@ -95,18 +95,22 @@ class Copies:
                 return  # the hold is the parent's
             try:
                 streams.add(self._gpu.current_stream(self.device).cuda_stream)
-                ends.after([self._driver.work_on(self.device, stream) for stream in streams], end)
+                completions.after(
+                    [self._driver.work_on(self.device, stream) for stream in streams], end
+                )
             except DeviceBusy:  # there is no event to be had for now
-                ends.aside(lambda: self._end_after(streams, end))
+                completions.aside(lambda: self._end_after(streams, end))
             except Exception:
-                ends.after_failure(end)
+                completions.after_failure(end)
 
         [(address, nbytes)] = source
         memory = self._gpu.view(address, nbytes, self.device, unused)
         return memory.view(dtype).view(shape)
 
     def _end_after(self, streams: Iterable[int], end: Callable[[], None]) -> None:
-        ends.outlast(lambda: [self._driver.work_on(self.device, on).wait() for on in streams])
+        completions.outlast(
+            lambda: [self._driver.work_on(self.device, on).wait() for on in streams]
+        )
         end()
 
     def queued(self) -> Event:
@@ -152,7 +156,7 @@ class Copies:
 
     def _outlast(self, stream: int) -> BaseException | None:
         """Wait until all that is queued on the stream is over; return what came in between."""
-        return ends.outlast(lambda: self._driver.Event(self.device, stream).wait())
+        return completions.outlast(lambda: self._driver.Event(self.device, stream).wait())
 
 
 def _along(parts: Parts, start: int) -> Iterator[tuple[int, int, int]]:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from ecd_client.device import ends
+from ecd_client.device import completions
 from ecd_client.errors import DeviceError
 from ecd_proto.contract import size_text
 from ecd_proto.mapping import Mapping
@@ -149,7 +149,7 @@ _leaving: set[PinnedPool] = set()
 def acquire(fd: int, nbytes: int, device: int) -> PinnedPool:
     """The pinned pool of this file, for one session until `release`. Raises OSError."""
     found = os.fstat(fd)
-    ends.start()
+    completions.start()
     with _lock:
         pool = _pools.get((found.st_dev, found.st_ino))
         if pool is None:
@@ -161,7 +161,7 @@ def acquire(fd: int, nbytes: int, device: int) -> PinnedPool:
 def release(pool: PinnedPool) -> None:
     """Let go of a session's pool, and unpin it with the last one, on the side."""
     _leaving.add(pool)
-    ends.aside(lambda: _release(pool))
+    completions.aside(lambda: _release(pool))
 
 
 def _release(pool: PinnedPool) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-from ecd_client.device import driver, ends
+from ecd_client.device import completions, driver
 from ecd_client.device.copies import Copies
 from ecd_client.errors import DeviceBusy, DeviceError, EcdError
 from ecd_client.shared.index import AskDaemon, OnMiss
@@ -147,7 +147,7 @@ class DevicePool:
         """Unmap it, on the side. No copy may be under way (R4)."""
         self._side.shutdown(wait=False)
         os.close(self._fd)
-        ends.aside(self._unmap)
+        completions.aside(self._unmap)
 
     def _unmap(self) -> None:
         for address in (self._readable, self._writable):

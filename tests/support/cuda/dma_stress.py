@@ -128,7 +128,7 @@ def run_daemon(without: str) -> None:
 
 def take_out(without: str) -> None:
     """Break one rule in this process."""
-    from ecd_client.device import accelerator, copies, driver, ends
+    from ecd_client.device import accelerator, completions, copies, driver
     from ecd_client.session.session import Session
     from ecd_client.shared.index import IndexReader
     from ecd_client.tensors import TensorSource
@@ -175,7 +175,7 @@ def take_out(without: str) -> None:
 
             IndexReader.pin_copy = forget_copy
         case "R2":
-            ends.after = lambda events, end: end()
+            completions.after = lambda events, end: end()
         case "R3":
             precede = driver.Event.precede
 

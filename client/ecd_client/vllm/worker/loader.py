@@ -18,8 +18,8 @@ import torch
 from vllm.logger import init_logger
 
 from ecd_client.client import Client
+from ecd_client.device.completions import under_way
 from ecd_client.device.copies import Copies, for_device
-from ecd_client.device.ends import under_way
 from ecd_client.device.pinned import Pinning
 from ecd_client.errors import DeviceBusy, DeviceError, EcdError
 from ecd_client.item import Handle, Item
