@@ -284,7 +284,7 @@ EDITED = {
         "gpu",
         "gpu/test_dma.py::test_a_put_interrupted_before_it_waits_does_so_all_the_same[timeout]",
         Edit(
-            "client/ecd_client/device/ends.py",
+            "client/ecd_client/device/completions.py",
             "has_failed = has_failed or interruptions >= MAX_INTERRUPTIONS",
             "has_failed = True",
         ),

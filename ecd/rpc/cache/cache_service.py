@@ -20,8 +20,8 @@ from ecd.base.wire import (
 from ecd.core.model.outcomes import Aborted, Acquisition, Committed, Reserved, Waiting
 from ecd.core.model.types import Answer, Content, EntryId, Key, LeaseId, WaitFor
 from ecd.live.background import Background
+from ecd.live.effects import EVICTED_AT_A_TIME
 from ecd.live.flights import Flights, Maker
-from ecd.live.followups import EVICTED_AT_A_TIME
 from ecd.live.live import LiveCache
 from ecd.live.slow_log import SlowLog, Stage, time_stages
 from ecd.rpc.cache.convert import (

@@ -27,7 +27,7 @@ from ecd.live.makings import KeyLocks
 from ecd.rpc.cache.attach import DmaProcesses
 from ecd.rpc.cache.convert import SessionOver, to_acquire_outcome
 from ecd.rpc.cache.engines import Engines
-from ecd.rpc.cache.held import HeldAnswers
+from ecd.rpc.cache.long_poll import HeldAnswers
 from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH, shown
 from ecd_proto.engines import MAX_ENGINES, Engine
 from ecd_proto.v1 import cache_pb2 as pb
