@@ -7,7 +7,7 @@ from typing import Any
 
 from ecd.core.model.board import Uses
 from ecd.core.model.types import Key
-from ecd.live.flights import Flight, Source
+from ecd.live.flights import Flight, Outcome, Source
 from ecd.memory.leftovers import LeftoverEntry
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -81,7 +81,7 @@ class Watched:
     def may_have(self, key: Any) -> bool:
         return self._source.may_have(key)
 
-    async def bring(self, flight: Flight) -> str:
+    async def bring(self, flight: Flight) -> Outcome:
         key = flight.key
         self.bringing[key] = self.bringing.get(key, 0) + 1
         if self.bringing[key] > 1:
