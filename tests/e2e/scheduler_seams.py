@@ -514,6 +514,8 @@ if CAN_LEAVE_OUT_MEDIA:
         "of a time in a list": (sides, [1.0]),
         "of times in lists": (sides, [[1.0], [1.0, 1.0]]),
         "of a number": (sides, 1.0),
+        "of a grid in a grid": (sides[None], second),
+        "of a larger grid": (2 * sides, second),
         "of a list": ([1, 4, 8], second),
     }.items():
         said = {"video_grid_thw": sized, "second_per_grid_ts": timed}
@@ -551,10 +553,24 @@ if CAN_LEAVE_OUT_MEDIA:
     done["tokens of others, after it"] = not asked.skip_reading_prefix_cache
     connector.request_finished(asked)
     role._computed._takes_prefilled = True
+    told = {"do_remote_prefill": True}
     done["tokens of others, of an engine that prefills"] = [
-        computed("elsewhere", grid, kv_transfer_params=params)
-        for params in ({"do_remote_prefill": True}, {"do_remote_decode": True}, "do_remote_prefill")
+        computed(f"elsewhere {params}", grid, kv_transfer_params=params)
+        for params in (told, {"do_remote_decode": True}, "do_remote_prefill")
     ]
+    done["tokens of others, and those to be loaded"] = [
+        computed("computed, and evicted", each, kv_transfer_params=told) for each in (grid, other)
+    ]
+    asked = request(
+        "to be loaded", feature("not loaded", 8, said={"image_grid_thw": torch.tensor(grid)})
+    )
+    asked.kv_transfer_params = dict(told)
+    done["tokens to be loaded"] = settled(asked, 8)
+    role._computed.remember("not loaded", b"others")
+    asked.kv_transfer_params["do_remote_prefill"] = False
+    connector.ensure_cache_available(asked, 8)
+    done["tokens of others, where none could be loaded"] = not asked.skip_reading_prefix_cache
+    connector.request_finished(asked)
     role._computed._takes_prefilled = False
     for name, sides in (
         ("computed", grid),

@@ -196,10 +196,11 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
         }
         may_come = {name for name, may in described.items() if may is True}
         assert may_come == {"may come: right", "may come: embeddings"}
-        assert len(described) == 40
+        assert len(described) == 42
         announced = [done.pop(name) for name in list(done) if name.startswith("announced")]
         assert announced == [{"image_grid_thw": [1, 4, 8]}, {}, {}]
         assert done.pop("numbers that are read of a field of 29,997") == 0
+        assert done.pop("tokens to be loaded") == "goes on"
         goes_on, fails = ["goes on", True], ["fails", False]
         tokens = {name: done.pop(name) for name in list(done) if name.startswith("tokens of")}
         assert tokens == {
@@ -214,6 +215,8 @@ def test_nothing_that_a_request_says_or_does_ends_the_scheduler(
             "tokens of others, after it": False,
             "tokens of others, with media": goes_on,
             "tokens of others, of an engine that prefills": [goes_on, fails, fails],
+            "tokens of others, and those to be loaded": [goes_on, fails],
+            "tokens of others, where none could be loaded": False,
         }
     assert done == {
         "blocks of an answer, of None": [3, True],

@@ -28,6 +28,7 @@ ENCODERS_OWN = {
 }
 """Fields of processed items that nothing but the model's encoder reads."""
 AUDIO_IN_VIDEO = "use_audio_in_video"
+GRID = "_grid_thw"
 ASSUMED = {"second_per_grid_ts": 1.0, AUDIO_IN_VIDEO: 0.0}
 """Fields that some items have, and the value that models assume for items without the field."""
 
@@ -198,11 +199,14 @@ class PlaceholderMetadata:
             return None
         elements = feature.data or {}
         if not all(
-            element.data is None or isinstance(element.data, torch.Tensor)
+            element.data is None or _is_made(name, element.data)
             for name, element in elements.items()
-            if name in ASSUMED or name.endswith("_grid_thw")
+            if name in ASSUMED or name.endswith(GRID)
         ):
             return None
+        embeddings = feature.mm_position.get_num_embeds()
+        if not (self._is_pruned(feature.modality) or placeholder.fits(self._merge, embeddings)):
+            return None  # a worker ends over positions that do not fit the place
         # Once an item's tokens are cached, vLLM keeps all but such fields from the worker.
         stay = {name for name, element in elements.items() if element.field.keep_on_cpu}
         must_stay = strip_covered_mm_data is not None and self._places_by_fields()
@@ -216,6 +220,11 @@ class PlaceholderMetadata:
         Without that its tokens are others, or a worker ends as it looks where they stand.
         """
         return self._places_by_fields() or bool(feature.data and self.fields_for(feature.modality))
+
+    def _is_pruned(self, modality: str) -> bool:
+        """Whether fewer embeddings stand for an item than its fields say."""
+        config = self._model_config.multimodal_config
+        return modality == "video" and bool(getattr(config, "video_pruning_rate", None))
 
     def _places_by_fields(self) -> bool:
         """Whether the model's positions (M-RoPE, XD-RoPE) follow from items' fields."""
@@ -282,6 +291,11 @@ def _is_long(value: Any) -> bool:
     """Whether a field has more numbers than one may have, so that it is not looked at."""
     count = value.numel() if isinstance(value, torch.Tensor) else len(value)
     return count > MAX_NUMBERS
+
+
+def _is_made(name: str, value: Any) -> bool:
+    """Whether a field of one item has the form in which a processor makes it."""
+    return isinstance(value, torch.Tensor) and (value.ndim == 1 or not name.endswith(GRID))
 
 
 def _is_all_said(feature: Any, fields: Collection[str]) -> bool:

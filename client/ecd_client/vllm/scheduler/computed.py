@@ -79,28 +79,38 @@ class ComputedItems:
     ) -> NeededItem | None:
         """An item of which vLLM has tokens that it may have computed with other metadata.
 
-        An item that is still to be computed is judged before it is. An engine that has prefilled
-        for this one has judged the whole request.
+        An item that is still to be computed is judged before it is, and one whose tokens vLLM has
+        found in each step until it takes them for the request.
         """
-        while item := state.begins_at(num_computed_tokens):
-            if item.described is not None and not (
-                self._are_its_own(request) or self._was_computed_as(item, item.described)
-            ):
-                return item
-            state.judged += 1
+        is_taken = request.num_computed_tokens > 0
+        for item in state.begun_within(num_computed_tokens):
+            if item.described is not None and not is_taken:
+                if self._is_prefilled(request):
+                    if not self._may_join(item, item.described):
+                        return item
+                elif not self._was_computed_as(item, item.described):
+                    return item
+            state.judged += is_taken
         return None
 
-    def _are_its_own(self, request: Request) -> bool:
-        """Whether the tokens were computed, or are loaded, for this request and no other.
+    def _is_prefilled(self, request: Request) -> bool:
+        """Whether vLLM is to load the tokens that another engine has computed for this request.
 
-        What another engine has prefilled counts as long as vLLM is to load it. If it cannot be
-        loaded, or after a preemption, the request has the tokens that this engine finds.
+        That engine has judged the request. If they cannot be loaded, vLLM says so no longer.
         """
-        if request.num_computed_tokens > 0:
-            return True
         params = request.kv_transfer_params
         is_told = isinstance(params, dict) and bool(params.get("do_remote_prefill"))
         return self._takes_prefilled and is_told
+
+    def _may_join(self, item: NeededItem, said: Placeholder) -> bool:
+        """Whether tokens of the item that are loaded fit those that this engine has.
+
+        vLLM loads what it does not find, and what it loads others find.
+        """
+        if self._with.get(_digest(item.identifier), said.stored) != said.stored:
+            return False
+        self.remember(item.identifier, said.stored)
+        return True
 
     def _was_computed_as(self, item: NeededItem, said: Placeholder) -> bool:
         """Whether tokens of the item were computed with the metadata that came, and no others.

@@ -225,17 +225,16 @@ class Lookup:
     def note_mismatch(self, wanted: WantedItem) -> None:
         """Say once why an entry that is there cannot be used for all of the item's users."""
         assert wanted.item is not None
-        if wanted.mismatched:
-            return
         wanted.cause = (
             f"the entry is {wanted.item.dtype} of shape {wanted.item.shape}, but "
             f"{set(wanted.counts)} embeddings of {self._outputs} are expected, or other "
             "metadata came with it: the model may encode a picture otherwise where others stand "
             "beside it, or a client has given one uuid to different media or stored something else"
         )
-        wanted.mismatched = True
-        self._stats.count("mismatches")
-        logger.warning("ecd: %s is a miss: %s", shown(wanted.identifier), wanted.cause)
+        if not wanted.mismatched:
+            wanted.mismatched = True
+            self._stats.count("mismatches")
+            logger.warning("ecd: %s is a miss: %s", shown(wanted.identifier), wanted.cause)
 
     def _note_miss(self, wanted: WantedItem, cause: str) -> None:
         self._away = False

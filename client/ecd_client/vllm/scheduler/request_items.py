@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -36,8 +37,9 @@ class RequestItems:
 
     `deadline_s` ends the wait for missing items. `seen` counts the request's `mm_features` that
     were read; those whose items are not shared are not in `needed`. The first `judged` of these
-    may have tokens that another request has computed; of the first `noted` it is known with which
-    metadata this one computes them. `given` has the indices of items that were handed to a load.
+    may have tokens that another request has computed, which vLLM has taken for this one; of the
+    first `noted` it is known with which metadata this one computes them. `given` has the indices of
+    items that were handed to a load.
     """
 
     request_id: str
@@ -66,13 +68,12 @@ class RequestItems:
         """The items that end within the computed tokens."""
         return self.needed[: bisect_right(self._ends, num_computed_tokens)]
 
-    def begins_at(self, num_computed_tokens: int) -> NeededItem | None:
-        """The first item that was not judged, if it begins within the computed tokens."""
-        if self.judged < len(self.needed):
-            item = self.needed[self.judged]
-            if item.start < num_computed_tokens:
-                return item
-        return None
+    def begun_within(self, num_computed_tokens: int) -> Iterator[NeededItem]:
+        """The items that are not judged, and begin within the computed tokens."""
+        for item in self.needed[self.judged :]:
+            if item.start >= num_computed_tokens:
+                return
+            yield item
 
     def ahead(self) -> list[NeededItem]:
         """The items that the request has not computed past and that no load was given."""
