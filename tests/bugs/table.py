@@ -770,6 +770,34 @@ EDITED = {
             "said is not None and self._may_announce(feature, said)",
         ),
     ),
+    "tokens that are to be loaded are joined to any": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/scheduler/computed.py",
+            "if not self._may_join(item, item.described):",
+            "if not self._may_join(item, item.described) and is_taken:",
+        ),
+    ),
+    "tokens that are to be loaded are judged once": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/scheduler/computed.py",
+            "state.judged += is_taken",
+            "state.judged += 1",
+        ),
+    ),
+    "a grid of another size than its place is scheduled": Bug(
+        "vllm",
+        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
+        Edit(
+            "client/ecd_client/vllm/base/metadata.py",
+            "if not (self._is_pruned(feature.modality) or "
+            "placeholder.fits(self._merge, embeddings)):",
+            "if not placeholder.fits(self._merge):",
+        ),
+    ),
     "an item that says nothing of its place is scheduled": Bug(
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
