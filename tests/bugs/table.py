@@ -788,16 +788,6 @@ EDITED = {
             "state.judged += 1",
         ),
     ),
-    "a grid of another size than its place is scheduled": Bug(
-        "vllm",
-        "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
-        Edit(
-            "client/ecd_client/vllm/base/metadata.py",
-            "if not (self._is_pruned(feature.modality) or "
-            "placeholder.fits(self._merge, embeddings)):",
-            "if not placeholder.fits(self._merge):",
-        ),
-    ),
     "an item that says nothing of its place is scheduled": Bug(
         "vllm",
         "e2e/test_one_node.py::test_nothing_that_a_request_says_or_does_ends_the_scheduler",
