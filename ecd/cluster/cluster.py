@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from ecd.base.identity import NodeIdentity
+from ecd.cluster.deliveries import Deliveries
 from ecd.cluster.directory.directory import (
     Candidate,
     Directory,
@@ -130,7 +131,10 @@ class Cluster:
         self._candidates = Candidates(self._peers, self._admission, self._directory, config.zone)
         self._offers = Offers(live.cache, self._candidates, live.clock)
         reads = PoolReads(self._engine.reads, writable)
-        self._fetcher = Fetcher(live, reads, self._candidates, observe, config.fetch_timeout_s)
+        self._deliveries = Deliveries(
+            live, reads, self._candidates, observe, config.fetch_timeout_s
+        )
+        self._fetcher = Fetcher(live, self._candidates, self._deliveries)
         flights.sources.append(self._fetcher)
         self._changes = live.follow_changes()
 
@@ -144,7 +148,7 @@ class Cluster:
         self._config = config
         self._admission.reload(config)
         self._peers.reload(config.peers)
-        self._fetcher.reload(config.fetch_timeout_s)
+        self._deliveries.timeout_s = config.fetch_timeout_s
         self._directory.reload(self._other_nodes())
 
     def _other_nodes(self) -> Sequence[str]:
@@ -247,7 +251,7 @@ class Cluster:
 
     def is_speculative(self, key: Key) -> bool:
         """Whether the key is being written by a speculative read, which no node has confirmed."""
-        return self._fetcher.deliveries.is_speculative(key)
+        return self._deliveries.is_speculative(key)
 
     def is_claiming(self, key: Key) -> bool:
         """Whether a claim of the key is on its way to the directory."""
@@ -291,7 +295,7 @@ class Cluster:
     def is_settled(self) -> bool:
         """Whether others are told of every change, and no read may write here any more."""
         is_told = self.is_hashed and self._directory.is_told and self._offers.is_idle
-        return is_told and not self._fetcher.deliveries.counters.set_aside_bytes
+        return is_told and not self._deliveries.counters.set_aside_bytes
 
     @property
     def is_hashed(self) -> bool:
@@ -307,7 +311,7 @@ class Cluster:
         return self._peers.never_reached()
 
     def status(self) -> cache_pb2.PeersReply:
-        state, counters = self._directory.state, self._fetcher.deliveries.counters
+        state, counters = self._directory.state, self._deliveries.counters
         now_s = self._live.clock.now_s()
         return cache_pb2.PeersReply(
             node=self.node,

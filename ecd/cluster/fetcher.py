@@ -11,14 +11,13 @@ the key is left.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ecd.cluster.deliveries import Deliveries, Terms
 from ecd.cluster.directory.directory import Candidate
 from ecd.cluster.peers.admission import Admitted
 from ecd.cluster.peers.candidates import Candidates
 from ecd.cluster.peers.link import Elsewhere
-from ecd.cluster.transport.pool_reads import PoolReads
 from ecd.core.model.types import Key
 from ecd.live.flights import Flight, Outcome
 from ecd.live.live import LiveCache
@@ -112,26 +111,11 @@ class Fetcher:
 
     is_near = False
 
-    def __init__(
-        self,
-        live: LiveCache,
-        reads: PoolReads,
-        candidates: Candidates,
-        observe: Callable[[float, int], None],
-        timeout_s: float,
-    ) -> None:
-        """`observe` is told the seconds and bytes of each entry that is brought.
-
-        The seconds are without the wait for its encode.
-        """
-        self.deliveries = Deliveries(live, reads, candidates, observe, timeout_s)
-        self._live, self._candidates, self._timeout_s = live, candidates, timeout_s
+    def __init__(self, live: LiveCache, candidates: Candidates, deliveries: Deliveries) -> None:
+        self.deliveries = deliveries
+        self._live, self._candidates = live, candidates
         self._claiming: set[Key] = set()
         self._awaited = self._pausing = 0  # flights
-
-    def reload(self, timeout_s: float) -> None:
-        """Take over the deadline of flights that begin from now on."""
-        self._timeout_s = self.deliveries.timeout_s = timeout_s
 
     def is_claiming(self, key: Key) -> bool:
         """Whether a claim of the key is on its way to the directory."""
@@ -175,7 +159,7 @@ class Fetcher:
         self._awaited += 1
         flight.is_awaited = True
         try:
-            flight.end_within(self._timeout_s + flight.patience_s)
+            flight.end_within(self.deliveries.timeout_s + flight.patience_s)
             self._live.makings.locks.note_elsewhere(flight.key, is_made=True)
             flight.let_go(self._live)
             found = await self._ask(Admitted(maker.hint), flight, made_within_s=wait_s)

@@ -381,7 +381,11 @@ EDITED = {
     "a flight that waits for a maker ends as any other": Bug(
         "nodes",
         "simulation/test_makers.py",
-        Edit("ecd/cluster/fetcher.py", "self._timeout_s + flight.patience_s", "self._timeout_s"),
+        Edit(
+            "ecd/cluster/fetcher.py",
+            "self.deliveries.timeout_s + flight.patience_s",
+            "self.deliveries.timeout_s",
+        ),
     ),
     "a client without an encoder is told to encode": Bug(
         "nodes",

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from ecd.base.identity import NodeIdentity
+from ecd.cluster.deliveries import Deliveries
 from ecd.cluster.directory import redis_directory
 from ecd.cluster.directory.directory import Found, NoDirectory
 from ecd.cluster.directory.redis_directory import RedisDirectory
@@ -511,7 +512,8 @@ def test_a_lookup_that_raises_is_answered_at_once() -> None:
         live.subscribe(asking, told)
         candidates = Candidates(peers, admission, directory, "")
         flights = Flights(live, LONG_S)
-        flights.sources.append(Fetcher(live, None, candidates, lambda *_: None, LONG_S))
+        deliveries = Deliveries(live, None, candidates, lambda *_: None, LONG_S)
+        flights.sources.append(Fetcher(live, candidates, deliveries))
         keys = [Key("default", str(number)) for number in range(3)]
         for key in keys:
             flights.want(key)

@@ -128,7 +128,7 @@ def test_a_node_without_time_asks_no_more() -> None:
         await get(run, 1, OTHER)
         asker = run.daemons[2]
         asker.flights.reload(1.0)
-        asker.fetcher.reload(1.0)
+        asker.deliveries.timeout_s = 1.0
         hints = [Hint(run.places[0].node)]
         asker.context.run(asker.flights.want, key_of(LARGE), hints, None, False, True)
         await asyncio.sleep(1.1)
