@@ -165,8 +165,11 @@ class PlaceholderMetadata:
             logger.warning("no placeholder metadata for %s", modality, exc_info=True)
             return False
 
-    def of_item(self, feature: Any) -> Placeholder | None:
-        """The fields of a request's item. None: some are not known, or make no sense."""
+    def of_item(self, feature: Any, embeddings: int | None = None) -> Placeholder | None:
+        """The fields of a request's item. None: some are not known, or make no sense.
+
+        `embeddings` is as in `checked`.
+        """
         wanted = self.fields_for(feature.modality)
         if not wanted:
             return None
@@ -186,7 +189,7 @@ class PlaceholderMetadata:
         except Exception:  # the model's own values: its consumers preprocess for themselves
             logger.warning("no placeholder metadata for an item", exc_info=True)
             return None
-        return self.checked(feature.modality, fields)
+        return self.checked(feature.modality, fields, embeddings)
 
     def of_bare(self, feature: Any) -> Placeholder | None:
         """The fields of an item without media. None, too: it has others, and its model reads them.
@@ -194,7 +197,10 @@ class PlaceholderMetadata:
         vLLM's server for tokens sends all that stays on the CPU, of which an entry says nothing,
         and takes values of any form: a worker ends over those that a processor does not make.
         """
-        placeholder = self.of_item(feature)
+        # A worker ends over positions that do not fit the item's place.
+        is_whole = not self._is_pruned(feature.modality)
+        embeddings = feature.mm_position.get_num_embeds() if is_whole else None
+        placeholder = self.of_item(feature, embeddings)
         if placeholder is None or not _is_all_said(feature, placeholder.fields):
             return None
         elements = feature.data or {}
@@ -204,9 +210,6 @@ class PlaceholderMetadata:
             if name in ASSUMED or name.endswith(GRID)
         ):
             return None
-        embeddings = feature.mm_position.get_num_embeds()
-        if not (self._is_pruned(feature.modality) or placeholder.fits(self._merge, embeddings)):
-            return None  # a worker ends over positions that do not fit the place
         # Once an item's tokens are cached, vLLM keeps all but such fields from the worker.
         stay = {name for name, element in elements.items() if element.field.keep_on_cpu}
         must_stay = strip_covered_mm_data is not None and self._places_by_fields()
@@ -223,8 +226,9 @@ class PlaceholderMetadata:
 
     def _is_pruned(self, modality: str) -> bool:
         """Whether fewer embeddings stand for an item than its fields say."""
-        config = self._model_config.multimodal_config
-        return modality == "video" and bool(getattr(config, "video_pruning_rate", None))
+        if modality != "video":
+            return False
+        return bool(getattr(self._model_config.multimodal_config, "video_pruning_rate", None))
 
     def _places_by_fields(self) -> bool:
         """Whether the model's positions (M-RoPE, XD-RoPE) follow from items' fields."""
