@@ -65,6 +65,7 @@ def request(name: str, identifier: str) -> SimpleNamespace:
         request_id=name,
         mm_features=[feature],
         num_preemptions=0,
+        num_computed_tokens=0,
         resumable=False,
         ec_transfer_params=None,
         cache_salt=None,
