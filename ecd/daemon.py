@@ -126,7 +126,7 @@ class Daemon:
             loop.add_signal_handler(number, self._stop, number, stop)
         if self._reload is not None:
             loop.add_signal_handler(signal.SIGHUP, self._read_settings, self._reload)
-        with self._own:
+        with contextlib.closing(self._own):
             async with contextlib.AsyncExitStack() as running:
                 metrics = Metrics(version(DISTRIBUTION), self._clock)
                 running.callback(metrics.close)

@@ -1,4 +1,4 @@
-"""What a daemon takes of its node before its event loop runs: socket, pools, index, directories."""
+"""The socket, pools, index and directories that a daemon owns before its event loop runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import grp
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from ecd.core.cache import DEFAULT_LIMITS
@@ -35,7 +34,7 @@ class StartError(Exception):
 
 
 class Holdings:
-    """Files, sockets and memory of one daemon. As a context manager: given back at its end."""
+    """Files, sockets and memory of one daemon, until it is closed."""
 
     def __init__(self, config: Config, incarnation: str, cold: bool) -> None:
         """`cold`: nothing of the last daemon is taken over.
@@ -83,16 +82,9 @@ class Holdings:
                     opened.callback(bound.close)
             self._opened = opened.pop_all()
 
-    def __enter__(self) -> Holdings:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self._opened.__exit__(kind, error, where)
+    def close(self) -> None:
+        """Give all of it back, in the reverse order."""
+        self._opened.close()
 
     def _make_index(self) -> SharedIndex | None:
         """The index; None if clients have to call for everything. Raises PoolError."""
