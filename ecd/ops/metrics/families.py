@@ -17,6 +17,7 @@ Loop = Callable[[], asyncio.AbstractEventLoop | None]
 SCRAPE_S = 1.0
 
 Figures = TypeVar("Figures")
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 Row = tuple[str, str, float]
 """A metric's name without its prefix, its help text, its value."""
 
@@ -63,17 +64,17 @@ def counter_by(
     label: str, name: str, text: str, values: Iterable[tuple[str, float]]
 ) -> CounterMetricFamily:
     """A counter with one series for each value of its label."""
-    family = CounterMetricFamily(name, text, labels=[label])
-    for which, value in values:
-        family.add_metric([which], value)
-    return family
+    return _filled(CounterMetricFamily(name, text, labels=[label]), values)
 
 
 def gauge_by(
     label: str, name: str, text: str, values: Iterable[tuple[str, float]]
 ) -> GaugeMetricFamily:
     """A gauge with one series for each value of its label."""
-    family = GaugeMetricFamily(name, text, labels=[label])
+    return _filled(GaugeMetricFamily(name, text, labels=[label]), values)
+
+
+def _filled(family: Family, values: Iterable[tuple[str, float]]) -> Family:
     for which, value in values:
         family.add_metric([which], value)
     return family
