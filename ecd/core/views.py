@@ -1,4 +1,4 @@
-"""What the cache holds, to be looked at: nothing here changes it, or counts as a use."""
+"""Read-only questions to the cache: none changes an entry, or counts as a use of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ecd.core.writers import Writers
 
 
 class Views:
-    """Questions to a cache."""
+    """Answers what a cache holds, and what it would do next."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What operators ask of a running cache: to evict, to keep, and to follow other rules."""
+"""Operators' requests to a running cache: evict entries, keep them, follow other rules."""
 
 from __future__ import annotations
 

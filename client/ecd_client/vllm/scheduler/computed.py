@@ -41,7 +41,7 @@ class ComputedItems:
         self._client, self._sharing, self._metadata = client, sharing, metadata
         self._takes_prefilled = takes_prefilled(vllm_config)
         self._with: OrderedDict[bytes, bytes] = OrderedDict()
-        """What entries have of the metadata, by the SHA-256 of names, which may be long."""
+        """Metadata as entries store them, by the SHA-256 of items' names, which may be long."""
 
     def note(self, feature: Any) -> None:
         """The engine makes room for a request's item, whose tokens it computes now.
