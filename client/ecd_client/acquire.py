@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ecd_client import clock
 from ecd_client.errors import DaemonUnavailable, EcdError, bare, limit_reached
 from ecd_client.item import Item
 from ecd_client.session.session import Session
@@ -57,7 +57,7 @@ class Acquire:
     """Whether a pin counts as a use."""
     needs_lease: bool = False
     """Whether to ask for leases though this client can pin."""
-    begun_s: float = field(default_factory=time.monotonic)
+    begun_s: float = field(default_factory=clock.now_s)
 
     def request(self) -> pb.AcquireRequest:
         return pb.AcquireRequest(
@@ -139,7 +139,7 @@ class Acquire:
 
     def _ask_for_leases(self, indices: Sequence[int]) -> None:
         """Ask once more for keys that are stored, or were until just now."""
-        left_s = max(0.0, self.begun_s + self.timeout - time.monotonic())
+        left_s = max(0.0, self.begun_s + self.timeout - clock.now_s())
         replace(self._again(indices), timeout=left_s, needs_lease=True).send()
 
     def _again(self, indices: Sequence[int]) -> Acquire:

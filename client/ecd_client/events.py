@@ -11,7 +11,6 @@ Needs pyzmq and msgspec: `pip install encoder-cache-daemon[events]`; vLLM has bo
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-from ecd_client import arguments
+from ecd_client import arguments, clock
 from ecd_proto.events import (
     END,
     SIGN_S,
@@ -96,7 +95,7 @@ class Feed:
     @property
     def is_current(self) -> bool:
         """Whether nothing is known to be lost, and the daemon has been heard of late."""
-        return self._asked is None and time.monotonic() - self._heard_s < SILENT_S
+        return self._asked is None and clock.now_s() - self._heard_s < SILENT_S
 
     @property
     def socket(self) -> Any:
@@ -105,14 +104,14 @@ class Feed:
 
     def take(self) -> Iterator[Change]:
         """Take some of the messages that are here, without waiting."""
-        if self._asked is not None and time.monotonic() > self._until_s:
+        if self._asked is not None and clock.now_s() > self._until_s:
             self._ask(self._request)
         for _ in range(AT_ONCE):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._heard_s = time.monotonic()
+            self._heard_s = clock.now_s()
             try:
                 if self._asked is None:
                     yield from self._told(self._parse(frames))
@@ -189,7 +188,7 @@ class Feed:
         self._asked.ipv6 = self.replay.startswith("[")
         self._asked.connect(f"tcp://{self.replay}")
         self._asked.send_multipart([b"", request], zmq.NOBLOCK)
-        self._until_s = time.monotonic() + ASK_S
+        self._until_s = clock.now_s() + ASK_S
         self._begun = None
         self._fresh: Entries = {}
 
@@ -265,10 +264,10 @@ class Subscriber:
         The first of a daemon are all entries that it holds. Raises InvalidArgument for a time that
         is not finite, or below 0.
         """
-        until_s = time.monotonic() + arguments.seconds(timeout, "timeout")
+        until_s = clock.now_s() + arguments.seconds(timeout, "timeout")
         while True:
             found = [change for feed in self.feeds for change in feed.take()]
-            left_s = until_s - time.monotonic()
+            left_s = until_s - clock.now_s()
             if found or left_s <= 0:
                 return found
             poller = zmq.Poller()

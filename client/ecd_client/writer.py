@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
-from ecd_client import arguments, forks
+from ecd_client import arguments, clock, forks
 from ecd_client.errors import (
     DaemonUnavailable,
     EcdError,
@@ -64,7 +63,7 @@ class Writer:
     def put(self, entry: NewEntry, copy_to: CopyTo, timeout: float) -> bool:
         """False: stored already. Waits up to `timeout` s for another writer of the key."""
         timeout = arguments.seconds(timeout, "timeout")
-        deadline_s = time.monotonic() + timeout
+        deadline_s = clock.now_s() + timeout
         while True:
             session = self._connection.ref()
             try:
@@ -76,7 +75,7 @@ class Writer:
                 session.unref()
             if outcome is not _BEING_WRITTEN:
                 return outcome is _STORED
-            left_s = deadline_s - time.monotonic()
+            left_s = deadline_s - clock.now_s()
             if left_s <= 0:
                 raise EcdError(f"another client has been writing {entry.mm_hash!r} for {timeout} s")
             if self._reader.wait_for_writer((entry.namespace, entry.mm_hash), left_s):

@@ -39,9 +39,9 @@ class Clock:
         of_loop, self.ahead_s = asyncio.BaseEventLoop.time, 0.0
         ahead = lambda loop: of_loop(loop) + self.ahead_s  # noqa: E731
         monkeypatch.setattr(asyncio.BaseEventLoop, "time", ahead)
-        monkeypatch.setattr(encode_hop, "time", self)
+        monkeypatch.setattr(encode_hop, "clock", self)
 
-    def monotonic(self) -> float:
+    def now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
 

@@ -68,17 +68,17 @@ def publishing(make_daemon: MakeDaemon) -> Daemon:
 class Clock:
     """Stands still until a test moves it."""
 
-    now_s = 0.0
+    at_s = 0.0
 
-    def monotonic(self) -> float:
-        return self.now_s
+    def now_s(self) -> float:
+        return self.at_s
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of subscribers."""
     clock = Clock()
-    monkeypatch.setattr("ecd_client.events.time", clock)
+    monkeypatch.setattr("ecd_client.events.clock", clock)
     return clock
 
 
@@ -273,9 +273,9 @@ def test_the_entries_of_a_daemon_that_is_silent_are_not_current(
 ) -> None:
     with Subscriber([places(daemon)]) as subscriber:
         catches_up(subscriber, daemon)
-        clock.now_s += SILENT_S - 0.1
+        clock.at_s += SILENT_S - 0.1
         assert subscriber.is_current
-        clock.now_s += 0.1
+        clock.at_s += 0.1
         assert not subscriber.is_current
         catches_up(subscriber, daemon)  # by a sign of life
 
@@ -421,7 +421,7 @@ def test_messages_that_break_the_protocol_change_nothing(clock: Clock) -> None:
             router.send_multipart([asker, b"", b"", END, b""])
             eventually(lambda: (subscriber.changes(), feed.malformed)[1] == 8)
             assert (feed.entries, subscriber.is_current) == ({}, False)
-            clock.now_s += ASK_S + 0.1
+            clock.at_s += ASK_S + 0.1
             eventually(lambda: (subscriber.changes(), router.poll(0))[1], "asked again")
         pub.close()
         router.close()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
+from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.item import Item
@@ -43,7 +42,7 @@ def measure(address: str, room_bytes: int, rounds: int, evict: Evict) -> Iterato
 
     Raises WrongBytes, and EcdError.
     """
-    namespace = f"{BENCH_NAMESPACE}{secrets.token_hex(4)}"
+    namespace = f"{BENCH_NAMESPACE}{clock.secret(4)}"
     with Client(address, namespace=namespace, name="ecd-cli bench") as client:
         try:
             for size, nbytes in SIZES.items():
@@ -66,9 +65,9 @@ def _measure(
     target = memoryview(bytearray(nbytes))
 
     def timed(name: str, work: Callable[..., object], *arguments: object) -> None:
-        started_s = time.perf_counter()
+        started_s = clock.now_s()
         work(*arguments)
-        took[name].append((time.perf_counter() - started_s) * 1e6)
+        took[name].append((clock.now_s() - started_s) * 1e6)
 
     def copy(source: bytes | memoryview) -> None:
         target[:] = source

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-import time
 from typing import Annotated
 
 import typer
 from rich.console import RenderableType
 from rich.live import Live
 
+from ecd_client import clock
 from ecd_client.cli import render
 from ecd_client.cli.bench import KEYS, SIZES, fits, measure
 from ecd_client.cli.context import FAILED, AsJson, Options, errors, fail, out
@@ -109,7 +109,7 @@ def top(
     shown = Top(options.call, lambda: options.entries(pb.ListRequest(limit=1000)), rows)
     if as_json or options.as_json or once or not out.is_terminal:
         shown.sample()
-        time.sleep(interval)
+        clock.sleep(interval)
         if as_json or options.as_json:
             render.as_json(out, shown.as_json())
         else:
@@ -133,11 +133,11 @@ def top(
         keys() as key,
         Live(shown.frame(), console=out) as live,
     ):
-        looked_s = time.monotonic()
+        looked_s = clock.now_s()
         while not over.is_set():
-            pressed = key(max(0.0, looked_s + interval - time.monotonic()))
+            pressed = key(max(0.0, looked_s + interval - clock.now_s()))
             if pressed in ("q", "Q"):
                 return
             if not pressed:
                 live.update(frame(), refresh=True)
-                looked_s = time.monotonic()
+                looked_s = clock.now_s()

@@ -7,9 +7,10 @@ import os
 import select
 import sys
 import termios
-import time
 import tty
 from collections.abc import Callable, Iterator
+
+from ecd_client import clock
 
 
 @contextlib.contextmanager
@@ -31,7 +32,7 @@ def keys() -> Iterator[Callable[[float], str]]:
 
 
 def _pause(seconds: float) -> str:
-    time.sleep(seconds)
+    clock.sleep(seconds)
     return ""
 
 

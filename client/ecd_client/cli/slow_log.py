@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from ecd_client import clock
 from ecd_client.cli import render
 from ecd_client.cli.context import AsJson, Options, out
 from ecd_client.cli.render import escape
@@ -43,7 +43,7 @@ def _table(reply: pb.SlowReply) -> Table:
         spent = sorted(event.stages.items(), key=lambda each: -each[1])
         more = f" +{event.keys - 1:,}" if event.keys > 1 else ""
         table.add_row(
-            time.strftime("%m-%d %H:%M:%S", time.localtime(event.unix_s)),
+            f"{clock.local(event.unix_s):%m-%d %H:%M:%S}",
             escape(event.kind),
             f"{event.seconds:.3f} s",
             escape(", ".join(f"{stage} {s:.3f} s" for stage, s in spent if s >= 0.0005)),

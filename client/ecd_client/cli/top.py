@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from ecd_client import clock
 from ecd_client.cli import render
 from ecd_client.cli.render import escape
 from ecd_proto.contract import count_text, duration_text, size_text
@@ -61,7 +61,7 @@ class Top:
 
     def sample(self) -> tuple[pb.StatusReply, pb.PeersReply, Rates | None]:
         """Ask the daemon. The rates are None the first time, and after a restart of the daemon."""
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         status = self.call("Status", pb.StatusRequest())
         peers = self.call("Peers", pb.PeersRequest())
         if now_s - self._found_s >= ENTRIES_PERIOD_S:

@@ -7,10 +7,10 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from ecd_client import clock
 from ecd_client.errors import RETRY_S, DeviceBusy, DeviceError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def outlast(wait: Callable[[], object]) -> BaseException | None:
     while True:
         try:
             if pause_s:
-                time.sleep(pause_s)
+                clock.sleep(pause_s)
             if not has_failed:
                 wait()
             return came
@@ -121,7 +121,7 @@ def after_failure(end: Callable[[], None]) -> None:
     """Call `end` on the side once a GPU that reports errors has had its time."""
 
     def end_late() -> None:
-        time.sleep(FAILED_S)
+        clock.sleep(FAILED_S)
         end()
 
     _ends.add([], end_late)

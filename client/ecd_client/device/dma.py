@@ -6,10 +6,10 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from ecd_client import clock
 from ecd_client.device.attach import attach
 from ecd_client.errors import DeviceError, EcdError
 from ecd_client.shared.board import MappedBoard
@@ -113,9 +113,9 @@ class SessionDma:
 
     def _map_late(self, device: int) -> None:
         """Map the pool of this GPU once the daemon has its memory."""
-        until_s = time.monotonic() + NEAR_WAIT_S
+        until_s = clock.now_s() + NEAR_WAIT_S
         with contextlib.suppress(OSError, EcdError):  # the session is over, most likely
-            while time.monotonic() < until_s and not self._ended.wait(NEAR_AGAIN_S):
+            while clock.now_s() < until_s and not self._ended.wait(NEAR_AGAIN_S):
                 if self._map(self._attach(), device):
                     return
 

@@ -8,12 +8,12 @@ while: whatever the thread had before is current again after that.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from cuda.bindings import driver as cuda
 
+from ecd_client import clock
 from ecd_client.errors import RETRY_S, DeviceBusy, DeviceError
 from ecd_proto import cuda as memory
 from ecd_proto.collected import when_collected
@@ -149,7 +149,7 @@ class Event:
                         raise
                 return
             except DeviceBusy:
-                time.sleep(RETRY_S)
+                clock.sleep(RETRY_S)
 
     def precede(self, stream: int) -> None:
         """Have all that is queued on `stream` from now on wait for this. Raises DeviceError."""

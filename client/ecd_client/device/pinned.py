@@ -14,11 +14,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from ecd_client import clock
 from ecd_client.device import completions
 from ecd_client.errors import DeviceError
 from ecd_proto.contract import size_text
@@ -77,13 +77,13 @@ class PinnedPool:
     def _register(self) -> None:
         from ecd_client.device import driver  # cuda-bindings, which not every process has
 
-        started_s = told_s = time.monotonic()
+        started_s = told_s = clock.now_s()
         failure: str | None = None
         try:
             with driver.on(self._device):
                 while self.pinned_bytes < self.nbytes and _slowly(self._register_next):
-                    if time.monotonic() - told_s >= PROGRESS_S:
-                        told_s = time.monotonic()
+                    if clock.now_s() - told_s >= PROGRESS_S:
+                        told_s = clock.now_s()
                         percent = 100 * self.pinned_bytes / self.nbytes
                         logger.info("pinning the pool: %.0f %%", percent)
         except DeviceError as error:
@@ -94,7 +94,7 @@ class PinnedPool:
                 size_text(self.pinned_bytes),
                 error,
             )
-        took_s = time.monotonic() - started_s
+        took_s = clock.now_s() - started_s
         self.outcome = Pinning(self.pinned_bytes, took_s, failure)
         if failure is None and not self._closing:
             logger.info("pinned %s in %.2f s", size_text(self.nbytes), took_s)
@@ -134,9 +134,9 @@ _driver = threading.Lock()
 def _slowly(call: Callable[[], T]) -> T:
     """Make a call of the driver, then leave it to the engine's launches for as long."""
     with _driver:  # while one pool is unpinned, the next is pinned: pauses of both, not of each
-        started_s = time.monotonic()
+        started_s = clock.now_s()
         result = call()
-        time.sleep(time.monotonic() - started_s)
+        clock.sleep(clock.now_s() - started_s)
         return result
 
 

@@ -12,11 +12,11 @@ import logging
 import math
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
+from ecd_client import clock
 from ecd_client.device import completions, driver
 from ecd_client.device.copies import Copies
 from ecd_client.errors import DeviceBusy, DeviceError, EcdError
@@ -177,7 +177,7 @@ class DevicePool:
 
     @property
     def _is_quiet(self) -> bool:
-        return self._has_failed or time.monotonic() < self._quiet_until_s
+        return self._has_failed or clock.now_s() < self._quiet_until_s
 
     def _submit(self, session: Session, key: Key, entry: int, just_put: JustPut | None) -> bool:
         if self._is_quiet or not self._slots.acquire(blocking=False):
@@ -234,7 +234,7 @@ class DevicePool:
             if reply.HasField("reserved"):
                 self._copy_and_commit(session, original, reply.reserved, just_put)
             else:
-                self._quiet_until_s = time.monotonic() + REFUSED_S
+                self._quiet_until_s = clock.now_s() + REFUSED_S
         finally:
             original.end()
 
@@ -271,7 +271,7 @@ def _listed(session: Session, key: Key, entry: int, just_put: JustPut | None) ->
 
     With `just_put` it must be that put.
     """
-    until_s = time.monotonic() + LISTED_WITHIN_S
+    until_s = clock.now_s() + LISTED_WITHIN_S
     while True:
         try:
             pin = session.pin(*key, OnMiss.GO_ON, is_use=False)
@@ -282,8 +282,8 @@ def _listed(session: Session, key: Key, entry: int, just_put: JustPut | None) ->
         is_right = entry in (0, pin.entry) and (just_put is None or just_put.is_at(pin.extent))
         if pin.entry and is_right:
             return pin
-        is_over = bool(pin.entry or entry) or time.monotonic() >= until_s
+        is_over = bool(pin.entry or entry) or clock.now_s() >= until_s
         pin.end()
         if is_over:
             return None
-        time.sleep(LOOK_AGAIN_S)
+        clock.sleep(LOOK_AGAIN_S)

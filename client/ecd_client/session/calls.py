@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from ecd_client import forks
+from ecd_client import clock, forks
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, bare
 from ecd_client.session.channel import CLOSED, call, from_status, late, translate, unreachable
 from ecd_proto.contract import MAX_MESSAGE_BYTES
@@ -54,9 +53,9 @@ class GrpcThreads:
 
     def join(self) -> None:
         """Wait for the threads' end, JOIN_S at most."""
-        deadline_s = time.monotonic() + JOIN_S
+        deadline_s = clock.now_s() + JOIN_S
         for thread in self._threads - {threading.current_thread()}:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+            thread.join(max(0.0, deadline_s - clock.now_s()))
 
 
 class Calls:
@@ -186,7 +185,7 @@ class Calls:
                 self._replies.add_done_callback(self._threads.note)
                 if self.is_over:  # closed meanwhile, without this stream
                     self._replies.cancel()
-            self._due_s = time.monotonic() + self.timeout_s
+            self._due_s = clock.now_s() + self.timeout_s
             self._requests.put(pb.ExchangeRequest(**{name: request}))
             reply = next(self._replies)
         except StopIteration:
@@ -231,7 +230,7 @@ class Calls:
     def check(self) -> None:
         """End the stream if its reply is overdue: called now and then from another thread."""
         due_s = self._due_s
-        if due_s is not None and time.monotonic() > due_s:
+        if due_s is not None and clock.now_s() > due_s:
             self._overdue = True
             self.close()
 

@@ -10,14 +10,13 @@ import contextlib
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
 import grpc
 
-from ecd_client import forks
+from ecd_client import clock, forks
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.session.calls import Calls, GrpcThreads
 from ecd_client.session.channel import CLOSED, open_channel, socket_owner, translate, unreachable
@@ -108,12 +107,12 @@ class Connection:
 
         Raises DaemonUnavailable with the cause.
         """
-        started_s = time.monotonic()
+        started_s = clock.now_s()
         until_s = started_s + wait_s
         with self._changed:
             self._wait(wait_s)
             while self.current is None and not self._closed.is_set():
-                now_s = time.monotonic()
+                now_s = clock.now_s()
                 if str(self._cause).startswith(POPULATING):
                     until_s = now_s + wait_s  # its socket may be away for a moment meanwhile
                 if now_s >= min(until_s, started_s + max(wait_s, POPULATED_WITHIN_S)):
@@ -208,7 +207,7 @@ class Connection:
                 return
             calls = Calls(self._stub, self._address, self._call_timeout_s, self._threads)
             self._calls = calls
-            sent_s = time.monotonic()
+            sent_s = clock.now_s()
             stream = self._stream = self._stub.Session(self._requests(outbox))
         stream.add_done_callback(self._threads.note)
         session = None
@@ -257,8 +256,8 @@ class Connection:
         )
         session, check_s = outbox.get(), 0.0
         while isinstance(session, Session):
-            due_s = time.monotonic() + session.lease_ttl_s / 3
-            while (now_s := time.monotonic()) < due_s:
+            due_s = clock.now_s() + session.lease_ttl_s / 3
+            while (now_s := clock.now_s()) < due_s:
                 if now_s >= check_s:
                     session.calls.check()
                     session.key_locks.expire()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ecd_client import clock
 from ecd_client.pools import MappedPool
 from ecd_client.shared.index import IndexReader
 from ecd_client.values import Extent
@@ -45,7 +45,7 @@ class Hold(Protocol):
     def extent(self) -> Extent: ...
     @property
     def expires_s(self) -> float:
-        """On `time.monotonic`; infinite for a pin."""
+        """On `clock.now_s`; infinite for a pin."""
 
     @property
     def holds(self) -> bool: ...
@@ -61,7 +61,7 @@ class Hold(Protocol):
 
 @dataclass(eq=False)
 class Lease:
-    """A hold by a call; `expires_s`, on `time.monotonic`, is never after the daemon's."""
+    """A hold by a call; `expires_s`, on `clock.now_s`, is never after the daemon's."""
 
     id: int
     session: Session
@@ -73,14 +73,14 @@ class Lease:
 
     @property
     def holds(self) -> bool:
-        return time.monotonic() < self.expires_s
+        return clock.now_s() < self.expires_s
 
     @property
     def entry(self) -> int:
         return 0
 
     def has_left(self, share: float) -> bool:
-        return self.expires_s - time.monotonic() >= share * self.session.lease_ttl_s
+        return self.expires_s - clock.now_s() >= share * self.session.lease_ttl_s
 
     def end(self) -> None:
         """End the lease, once: an interrupted `pinned` may end it again."""

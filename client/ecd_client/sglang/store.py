@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
@@ -12,6 +11,7 @@ from typing import TypeVar
 import torch
 from sglang.srt.mem_cache.embedding_store import EmbeddingStore
 
+from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError, InvalidArgument
 from ecd_client.item import Item
@@ -70,7 +70,7 @@ class EcdEmbeddingStore(EmbeddingStore):
     def batch_is_exist(self, hashes: list[str]) -> list[bool]:
         """Which entries this node has, after those that other nodes have were fetched."""
         names, found = list(filter(_is_key, hashes)), set[str]()
-        deadline_s = time.monotonic() + BATCH_S
+        deadline_s = clock.now_s() + BATCH_S
         try:
             found.update(itertools.compress(names, self._contains(names)))
             for batch in _batches([name for name in names if name not in found]):
@@ -97,7 +97,7 @@ class EcdEmbeddingStore(EmbeddingStore):
     ) -> list[bool]:
         """Copy each entry into its parts, in order. False: a miss, and the parts are undefined."""
         results = [False] * len(hashes)
-        deadline_s = time.monotonic() + BATCH_S
+        deadline_s = clock.now_s() + BATCH_S
         wanted = self._checked(hashes, ptrs, sizes)
         for batch in _batches(list(wanted)):
             try:
@@ -115,10 +115,10 @@ class EcdEmbeddingStore(EmbeddingStore):
     ) -> list[bool]:
         """Store each entry from its parts. True: it is stored, by this call or before."""
         results = [False] * len(hashes)
-        deadline_s = time.monotonic() + BATCH_S
+        deadline_s = clock.now_s() + BATCH_S
         for index, parts in self._checked(hashes, ptrs, sizes).items():
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            left_s = max(0.0, deadline_s - time.monotonic())
+            left_s = max(0.0, deadline_s - clock.now_s())
             try:
                 self._client.put(hashes[index], whole, namespace=self._namespace, timeout=left_s)
                 results[index] = True
@@ -139,7 +139,7 @@ class EcdEmbeddingStore(EmbeddingStore):
         """The entries, each held; waits for those that are on their way. Raises EcdError."""
         if not self._namespace:
             return [None] * len(names)
-        left_s = max(0.0, deadline_s - time.monotonic())
+        left_s = max(0.0, deadline_s - clock.now_s())
         futures = self._client.get_async(
             names, left_s, only_if_written=True, namespace=self._namespace
         )
@@ -207,7 +207,7 @@ class EcdEmbeddingStore(EmbeddingStore):
     def _failed(self, why: object) -> None:
         """Count a failure, and say so once a minute."""
         self._failures += 1
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = now_s + QUIET_S
             logger.warning("ecd: a miss (%d so far that failed): %s", self._failures, why)

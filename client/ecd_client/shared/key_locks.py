@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 
+from ecd_client import clock
 from ecd_proto.shm.files import (
     elsewhere_offset,
     is_byte_locked,
@@ -34,7 +34,7 @@ class KeyLocks:
 
     def take(self, namespace: str, mm_hash: str, seconds: float) -> bool:
         """Lock the key for so long. False: another session has locked it."""
-        offset, until_s = key_offset(namespace, mm_hash), time.monotonic() + seconds
+        offset, until_s = key_offset(namespace, mm_hash), clock.now_s() + seconds
         with self._lock:
             if self._fd < 0:
                 return True
@@ -78,7 +78,7 @@ class KeyLocks:
     def expire(self) -> None:
         """End the locks whose time is over."""
         with self._lock:
-            now_s = time.monotonic()
+            now_s = clock.now_s()
             for offset, until_s in list(self._until_s.items()):
                 if until_s <= now_s:
                     self._release(offset)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
 
+from ecd_client import clock
 from ecd_client.errors import DaemonUnavailable
 from ecd_client.pools import MappedPool
 from ecd_client.shared.board import MappedBoard
@@ -297,10 +297,10 @@ class PutWriter:
 
         if answer := spin(look, SPIN_S):
             return answer
-        started_s = rung_s = time.monotonic()
+        started_s = rung_s = clock.now_s()
         pause_s, longest_s = PAUSES_S
         while not (answer := look()):
-            now_s = time.monotonic()
+            now_s = clock.now_s()
             if self.session_is_over:
                 raise DaemonUnavailable("the session ended before the daemon took the put")
             if now_s - started_s > timeout_s:
@@ -308,7 +308,7 @@ class PutWriter:
             if now_s - rung_s > RING_AGAIN_S:
                 self._ring()
                 rung_s = now_s
-            time.sleep(pause_s)
+            clock.sleep(pause_s)
             pause_s = min(pause_s * 2, longest_s)
         return answer
 

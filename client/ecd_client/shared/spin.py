@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import TypeVar
+
+from ecd_client import clock
 
 Found = TypeVar("Found")
 
 
 def spin(look: Callable[[], Found], within_s: float) -> Found | None:
     """Call `look` until it finds something, letting others run in between. None: not in time."""
-    deadline_s = time.perf_counter() + within_s
+    deadline_s = clock.now_s() + within_s
     while not (found := look()):
-        if time.perf_counter() > deadline_s:
+        if clock.now_s() > deadline_s:
             return None
         os.sched_yield()
     return found

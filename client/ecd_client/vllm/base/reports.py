@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 from typing import TYPE_CHECKING
 
+from ecd_client import clock
 from ecd_client.vllm.base.stats import COUNTERS, EcdStats
 from ecd_proto.mapping import memory_file
 
@@ -43,7 +43,7 @@ class Reports:
     def __init__(self, ranks: int) -> None:
         """`ranks` is the number of workers that load every item."""
         self._ranks = ranks
-        name = f"{NAME}-{secrets.token_hex(8)}"
+        name = f"{NAME}-{clock.secret(8)}"
         self._fd = memory_file(name, 8 * _WORDS * ranks)
         self._words = memoryview(mmap.mmap(self._fd, 8 * _WORDS * ranks)).cast("Q")
         self._taken = [[0] * len(COUNTERS) for _ in range(ranks)]

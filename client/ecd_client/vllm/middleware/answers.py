@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter, OrderedDict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.item import Item
@@ -65,7 +65,7 @@ class Answers:
         return {
             "id": f"chatcmpl-{uuid4().hex}",
             "object": "chat.completion",
-            "created": int(time.time()),
+            "created": int(clock.unix_s()),
             "model": look.request.get("model") or self._model,
             "choices": [
                 {
@@ -84,7 +84,7 @@ class Answers:
 
         Beyond MAX_STAYING the caller with the most entries loses its oldest.
         """
-        until_s = time.monotonic() + STAYS_S
+        until_s = clock.now_s() + STAYS_S
         for picture in found:
             key = picture.item.namespace, picture.item.mm_hash
             before = self._staying.pop(key, None)

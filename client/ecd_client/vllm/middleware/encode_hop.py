@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from prometheus_client import Counter, Gauge
 
+from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.vllm.base.hints import CONSUMERS, hints_in
@@ -125,13 +125,13 @@ class EncodeHop:
         """
         if look.pictures is None:
             return
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         for encoder in {promise.encoder for _, promise in look.promised}:
             self._note_failed(encoder, now_s, _Failed("what it promised cannot be loaded"))
 
     async def complete(self, look: Look, caller: str) -> None:
         """Have all pictures that the request lacks promised, or leave it as it was."""
-        until_s = time.monotonic() + self._within_s
+        until_s = clock.now_s() + self._within_s
         asker, turns = Asker(caller), asyncio.Semaphore(MAX_OF_REQUEST)
 
         async def in_turn(missing: Missing) -> Promise:
@@ -161,7 +161,7 @@ class EncodeHop:
         The search ends when it has a result, when its time is over, or when nobody waits for it.
         """
         if until_s is None:
-            until_s = time.monotonic() + self._within_s
+            until_s = clock.now_s() + self._within_s
         asker = asker or Asker("")
         key = missing.namespace, missing.stored_name
         if key not in self._flights:
@@ -194,7 +194,7 @@ class EncodeHop:
             return
         if self._in_need:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._places.wait(asker), until_s - time.monotonic())
+                await asyncio.wait_for(self._places.wait(asker), until_s - clock.now_s())
                 return
         self._metrics.count("full")
         raise NotEncoded
@@ -210,7 +210,7 @@ class EncodeHop:
         body: bytes | None = None
         tried: set[Encoder] = set()
         while True:
-            began_s = time.monotonic()
+            began_s = clock.now_s()
             if began_s >= until_s:
                 self._metrics.count("late")
                 return None
@@ -227,7 +227,7 @@ class EncodeHop:
                     body = await asyncio.to_thread(self._body, missing)
                 answer = await self._call(encoder, body, until_s)
                 promise = self._promise_in(answer, missing.name, encoder)
-                self._encoders.note_served(encoder, time.monotonic())
+                self._encoders.note_served(encoder, clock.now_s())
                 outcome = "encoded"
                 self._metrics.count("promised")
                 return promise
@@ -246,12 +246,12 @@ class EncodeHop:
                 self._metrics.calls.labels(encoder.url, outcome).inc()
 
     def _note_failed(self, encoder: Encoder, began_s: float, error: _Failed) -> None:
-        if self._encoders.note_failed(encoder, began_s, time.monotonic()):
+        if self._encoders.note_failed(encoder, began_s, clock.now_s()):
             rest_s, said = encoder.rest_s, shown(str(error))
             logger.warning("ecd: encoder %s is left out for %g s: %s", encoder.url, rest_s, said)
 
     def _note_refused(self, encoder: Encoder, error: _Refused) -> None:
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = now_s + SAID_EVERY_S
             said = shown(str(error))
@@ -283,7 +283,7 @@ class EncodeHop:
             )
         # `connect` has the time to resolve the name in it, which `sock_connect` has not.
         timeout = aiohttp.ClientTimeout(
-            total=max(0.001, until_s - time.monotonic()),
+            total=max(0.001, until_s - clock.now_s()),
             connect=self._within_s * SHARE_TO_CONNECT,
         )
         headers = {

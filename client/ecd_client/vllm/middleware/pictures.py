@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from io import BytesIO
@@ -18,6 +17,7 @@ from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 
+from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.vllm.base.compat import media_budgets, open_image
@@ -153,7 +153,7 @@ class Pictures:
         # No encoder stores in a namespace that this engine alone has.
         is_alone = (namespace or "").rpartition("|")[2].startswith(PRIVATE)
         has_hop = self._has_hop and not is_alone
-        until_s = time.monotonic() + REMOTE_WAIT_S
+        until_s = clock.now_s() + REMOTE_WAIT_S
         names = []
         with contextlib.suppress(EcdError):
             for part, content in zip(look.parts, contents, strict=True):
@@ -200,7 +200,7 @@ class Pictures:
     ) -> Found | None:
         """The picture that is `stored` under this name, if it is here or comes until then."""
         item, may_come = self._client.get_now(stored, namespace=namespace)
-        left_s = until_s - time.monotonic()
+        left_s = until_s - clock.now_s()
         if item is None and (may_come or nodes) and left_s > 0:
             item = self._client.get(stored, left_s, namespace=namespace, nodes=nodes)
         if item is None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.logger import init_logger
 
+from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError, InvalidArgument
 from ecd_client.vllm.base.compat import CAN_LEAVE_OUT_MEDIA
@@ -75,7 +75,7 @@ class ReuseMiddleware:
             await self._app(scope, again, send)
             return
         look = await reuse.pictures.look(body)
-        if reuse.rests.are_resting(look.pictures, time.monotonic()):
+        if reuse.rests.are_resting(look.pictures, clock.now_s()):
             look.close()
         if reuse.hop is None or not look.missing:
             await self._serve(reuse, look, scope, receive, send)
@@ -261,7 +261,7 @@ class Reuse:
         if self.hop is not None and look.promised and not is_refused:
             self.hop.blame(look)
         else:
-            self.rests.note_failed(look.pictures, time.monotonic())
+            self.rests.note_failed(look.pictures, clock.now_s())
         logger.warning("ecd: a request without its pictures failed, and was made with them")
 
 

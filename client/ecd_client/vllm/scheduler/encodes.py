@@ -10,13 +10,13 @@ node shows that, and its engines wait as for one of their own node.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm.envs import VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
 
+from ecd_client import clock
 from ecd_client.arguments import MAX_SECONDS
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
@@ -71,7 +71,7 @@ class Encodes:
 
     def take_on(self, absent: Sequence[WantedItem], request: RequestItems) -> bool:
         """Whether this engine goes on with all of these items of a request, or waits for one."""
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         if any(wanted.is_awaited and now_s < wanted.ask_again_s for wanted in absent):
             return False
         if len(absent) == 1 and self._waits_for_node(absent[0], now_s, request):
@@ -126,7 +126,7 @@ class Encodes:
         the request's KV again.
         """
         until_s = wanted.locked_until_s
-        if not until_s or wanted.encoded or time.monotonic() < until_s:
+        if not until_s or wanted.encoded or clock.now_s() < until_s:
             return False
         self._unlock(wanted)
         wanted.gave_way = True
@@ -141,14 +141,14 @@ class Encodes:
         """
         if not self._is_producer:
             return None
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         if len(absent) > 1 or now_s < self._rests_until_s:
             return 0.0
         return max(0.0, self._awaits_until_s(request, now_s) - now_s) / SHARE_WAITED
 
     def found(self, wanted: WantedItem) -> None:
         """Note that the daemon has found the item: it may have waited for another node."""
-        if wanted.makes_s and time.monotonic() - wanted.asked_s > NOTICED_S:
+        if wanted.makes_s and clock.now_s() - wanted.asked_s > NOTICED_S:
             self._waited(in_vain=False)
 
     def is_made_elsewhere(self, wanted: WantedItem) -> bool:
@@ -203,7 +203,7 @@ class Encodes:
 
     def _lock_asked(self, wanted: WantedItem, seconds: float) -> None:
         if wanted.locked_until_s and not wanted.encoded:  # else it was left, or has begun
-            wanted.locked_until_s = time.monotonic() + seconds
+            wanted.locked_until_s = clock.now_s() + seconds
             self._lock_for(wanted.identifier, seconds)
 
     def _unlock(self, wanted: WantedItem) -> None:
@@ -236,4 +236,4 @@ class Encodes:
     def _waited(self, *, in_vain: bool) -> None:
         self._stats.count("awaited_in_vain" if in_vain else "awaited")
         if in_vain:
-            self._rests_until_s = time.monotonic() + RESTS_S
+            self._rests_until_s = clock.now_s() + RESTS_S

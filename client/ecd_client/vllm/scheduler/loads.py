@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from vllm.envs import VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
 from vllm.logger import init_logger
 
+from ecd_client import clock
 from ecd_client.vllm.base.reports import Reports
 from ecd_client.vllm.base.transfer import Load
 from ecd_client.vllm.scheduler.wanted import Loading, WantedItem, WantedItems
@@ -57,7 +57,7 @@ class Loads:
         item = wanted.item
         load = Load(self._last, wanted.identifier, item.handle(), item.cost_s, item.metadata)
         self._new.append(load)
-        loading = Loading(wanted, time.monotonic())
+        loading = Loading(wanted, clock.now_s())
         wanted.add(loading, load.handle.shape[0])
         self._loading[load.id] = loading
         if not self._begun.is_set():
@@ -91,7 +91,7 @@ class Loads:
                     self._begun.clear()
 
     def _oldest_s(self) -> float:
-        return time.monotonic() - next(iter(self._loading.values())).since_s
+        return clock.now_s() - next(iter(self._loading.values())).since_s
 
     def _end(self, load: int) -> None:
         loading = self._loading.pop(load)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 
 from vllm.logger import init_logger
 
+from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.vllm.base.compat import ASKS_OF_RUNNING
@@ -82,7 +82,7 @@ class Lookup:
             or self.is_asking(wanted)
             or (wanted.missing and not wanted.bare)
             or (wanted.bare and not self._sharing.includes(wanted.identifier))
-            or (wanted.ask_again_s and time.monotonic() < wanted.ask_again_s)
+            or (wanted.ask_again_s and clock.now_s() < wanted.ask_again_s)
         ):
             return
         may_come = self._read(wanted)
@@ -100,7 +100,7 @@ class Lookup:
         if not self._encodes.take_on(absent, request):
             return
         makes_s = self._encodes.makes_s(absent, request)
-        has_time = makes_s is not None or time.monotonic() < request.deadline_s
+        has_time = makes_s is not None or clock.now_s() < request.deadline_s
         for wanted in absent:
             may_come = self._read(wanted)  # again: another engine may have stored it meanwhile
             if may_come is not None:
@@ -128,7 +128,7 @@ class Lookup:
     def _ask_later(self, wanted: WantedItem, may_come: bool, makes_s: float | None = None) -> None:
         wanted.absent = False
         if may_come:
-            wanted.makes_s, wanted.asked_s = makes_s, time.monotonic()
+            wanted.makes_s, wanted.asked_s = makes_s, clock.now_s()
             self._to_ask[wanted.identifier] = wanted
             self._encodes.ask(wanted)
         else:
@@ -146,7 +146,7 @@ class Lookup:
                 self._ask(unique, only_if_written=is_bare or not self._fails)
 
     def _ask(self, unique: list[WantedItem], *, only_if_written: bool) -> None:
-        asked_s = time.monotonic()
+        asked_s = clock.now_s()
         try:
             answers = self._client.get_async(
                 [wanted.identifier for wanted in unique],
@@ -211,7 +211,7 @@ class Lookup:
         """Whether a request's time for the item is over; a question of late has a moment."""
         if wanted.makes_s is not None and self.is_asking(wanted):
             deadline_s = max(deadline_s, wanted.asked_s + NOTICED_S)
-        return time.monotonic() >= deadline_s
+        return clock.now_s() >= deadline_s
 
     def note_late(self, wanted: WantedItem) -> None:
         """Give the item up, and count a daemon that did not answer in time."""
@@ -251,7 +251,7 @@ class Lookup:
         wanted.cause = cause
         wanted.absent = False
         wanted.missing = not self._fails
-        wanted.ask_again_s = time.monotonic() + ASK_AGAIN_S
+        wanted.ask_again_s = clock.now_s() + ASK_AGAIN_S
 
     def _note_away(self, cause: object) -> None:
         if not self._away:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from ecd_client import clock
 from ecd_client.vllm.base.compat import CAN_FAIL_ONE_REQUEST, fail_by_itself
 from ecd_client.vllm.base.settings import FAIL, Settings
 from ecd_client.vllm.base.sharing import Sharing
@@ -139,7 +139,7 @@ class Readiness:
 
     def _is_beyond_hope(self, state: RequestItems, wanted: WantedItem) -> bool:
         """Whether waiting for an item would be in vain."""
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         if wanted.item is not None:
             self._lookup.note_mismatch(wanted)
             return True

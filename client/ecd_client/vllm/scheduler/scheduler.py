@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable, InvalidArgument
 from ecd_client.vllm.base.compat import CAN_FAIL_ONE_REQUEST, reach_of_step
@@ -237,9 +237,9 @@ class SchedulerRole:
                 self._producer.save_unless_stored(item.identifier for item in past)
         elif is_more:  # input of a resumable request
             self._take_in(state, request)
-            state.deadline_s = time.monotonic() + self._wait_s
+            state.deadline_s = clock.now_s() + self._wait_s
         if state.preemptions != request.num_preemptions:
-            state.restart(request.num_preemptions, time.monotonic() + self._wait_s)
+            state.restart(request.num_preemptions, clock.now_s() + self._wait_s)
         if other := self._computed.others_in(request, state, num_computed_tokens):
             if request.skip_reading_prefix_cache:  # and vLLM 0.28 asks a connector for KV anyway
                 self._readiness.refuse(request, state, other.identifier)
@@ -255,7 +255,7 @@ class SchedulerRole:
         return is_ready
 
     def _admit(self, request: Request) -> RequestItems:
-        deadline_s = time.monotonic() + self._wait_s
+        deadline_s = clock.now_s() + self._wait_s
         state = RequestItems(request.request_id, deadline_s, request.num_preemptions)
         self._take_in(state, request)
         if params := request.ec_transfer_params:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from time import monotonic
 
 import torch
+
+from ecd_client import clock
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,9 @@ MAX_TIMED = 64
 class EncodeTime:
     """Times the encoder of one worker; a step is in three parts: `begin`, its encoder, `cost_s`."""
 
-    def __init__(self, device: Callable[[], torch.device], now_s: Callable[[], float] = monotonic):
+    def __init__(
+        self, device: Callable[[], torch.device], now_s: Callable[[], float] = clock.now_s
+    ):
         """`device` is asked once a step that encodes has begun."""
         self._device, self._now_s = device, now_s
         self._rows = 0

@@ -11,12 +11,12 @@ import contextlib
 import os
 from functools import cached_property
 from math import inf
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
 
+from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.device.completions import under_way
 from ecd_client.device.copies import Copies, for_device
@@ -129,7 +129,7 @@ class Loader:
             self._under_way.append((over, load.id))
             return copy
         over.wait()
-        if monotonic() >= handle.expires_s:
+        if clock.now_s() >= handle.expires_s:
             copy = self._load_anew(load, "its lease may have run out before this step")
         self.note_done(load.id)
         return copy
@@ -148,7 +148,7 @@ class Loader:
         handle = load.handle
         try:
             copy = private_copy(self._view(handle), handle.dtype, handle.shape, self.device)
-            if monotonic() < handle.expires_s:
+            if clock.now_s() < handle.expires_s:
                 return copy
             cause = "its lease may have run out before this step"
         except OSError as error:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict, deque
 from concurrent.futures import Future, wait
-from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
 from vllm.logger import init_logger
 
+from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.vllm.base.compat import TELLS_WHAT_TO_SAVE
@@ -209,17 +209,17 @@ class WorkerRole:
         Most saves go to memory that was granted ahead, and are shown at once. The others need the
         daemon's answer, which is waited for unless the last one did not come in time.
         """
-        deadline_s = monotonic() + (SEEN_WITHIN_S if self._is_answered else 0.0)
+        deadline_s = clock.now_s() + (SEEN_WITHIN_S if self._is_answered else 0.0)
         for identifier, future, _ in self._saves:
             while not (is_seen := future.done() or self._is_shown(identifier)):
-                if monotonic() >= deadline_s:
+                if clock.now_s() >= deadline_s:
                     break
                 wait([future], LOOK_AGAIN_S)
             self._is_answered = is_seen
 
     def _note_done(self, begun_s: float) -> None:
         """Wait for saves again once one was done in time, though nobody waited for it."""
-        if monotonic() - begun_s < SEEN_WITHIN_S:
+        if clock.now_s() - begun_s < SEEN_WITHIN_S:
             self._is_answered = True
 
     def _is_shown(self, identifier: str) -> bool:
@@ -242,7 +242,7 @@ class WorkerRole:
         if len(self._saves) >= MAX_SAVES or self._saving_bytes + nbytes > MAX_SAVING_BYTES:
             self._drop(identifier, "too many are on the way")
             return
-        begun_s = monotonic()
+        begun_s = clock.now_s()
         try:
             future = self._client.put_async(identifier, output, cost=cost_s, metadata=metadata)
         except EcdError as error:

@@ -15,13 +15,14 @@ import json
 import os
 import re
 import struct
-import time
 import zipfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
+
+from ecd_client import clock
 
 BLOCK_BYTES = 4 << 10
 TENSOR_BLOCKS = 8
@@ -84,7 +85,7 @@ def digest_of(
     count. A file of the hub's snapshot that was downloaded since then has not changed. Raises
     Unnamed where a file cannot be read, or where there are more than MAX_FILES.
     """
-    now_s = time.time()
+    now_s = clock.unix_s()
 
     def described(path: Path) -> tuple[str, int, str, bool]:
         name = path.name if path == source else path.relative_to(source).as_posix()

@@ -11,14 +11,13 @@ import json
 import multiprocessing
 import os
 import re
-import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecd_client import clock
 from ecd_client.vllm.base.identity.code_name import code_of
 from ecd_client.vllm.base.identity.digest import Unnamed, content_of
 from ecd_client.vllm.base.identity.sources import weights_of
@@ -282,7 +281,7 @@ def _readable(name: str) -> str:
 
 
 def _private() -> str:
-    return f"{PRIVATE}{secrets.token_hex(8)}"
+    return f"{PRIVATE}{clock.secret(8)}"
 
 
 def _started_s() -> float:
@@ -297,6 +296,6 @@ def _began_s(process: str) -> float:
     try:
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
-        return time.time()
-    booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        return clock.unix_s()
+    booted_s = clock.booted_s()
     return booted_s + ticks / os.sysconf("SC_CLK_TCK")
