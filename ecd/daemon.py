@@ -150,12 +150,7 @@ class Daemon:
 
         Raises EventsError, MetricsError, ClusterError, EngineError.
         """
-        config, board, pools, clock = (
-            self._config,
-            self._own.board,
-            self._own.pools,
-            self._clock,
-        )
+        config, board, pools, clock = self._config, self._own.board, self._own.pools, self._clock
         recorder = self._make_recorder(metrics, running)
         cache = make_cache(
             pools,
@@ -218,17 +213,7 @@ class Daemon:
         page = StatusPage(figures, others.status, history, clock)
         address = metrics.listen(config.metrics_address, {PATH: locate, **page.answers})
         logger.info("status page on http://%s/, metrics on http://%s/metrics", address, address)
-        return _Parts(
-            node,
-            status,
-            checksums,
-            recovery,
-            disk,
-            events,
-            server,
-            peer_server,
-            history,
-        )
+        return _Parts(node, status, checksums, recovery, disk, events, server, peer_server, history)
 
     def _make_disk(
         self, node: Node, status: Status, running: contextlib.AsyncExitStack

@@ -116,6 +116,13 @@ def nodes(values: Any) -> Sequence[Hint]:
     return [_hint(node) for node in some]
 
 
+def node_names(values: Any, call: str) -> list[str]:
+    """Nodes (host:port), for the method `call`."""
+    if isinstance(values, str):
+        raise InvalidArgument(f"nodes is a list: nodes=[{_shown(values)}]")
+    return [text(node, "node") for node in many(values, call)]
+
+
 def daemons(values: Any) -> list[tuple[str, str]]:
     """Where each of some daemons publishes its events, and where it replays them."""
     try:

@@ -10,12 +10,8 @@ with Client(namespace="my-model") as client:
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from importlib import import_module
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ecd_client import arguments, forks
@@ -24,11 +20,10 @@ from ecd_client.device.pinned import Pinning
 from ecd_client.errors import InvalidArgument
 from ecd_client.item import Handle, Item
 from ecd_client.locate import Located, locate
-from ecd_client.pools import MappedPool
 from ecd_client.reader import Reader
 from ecd_client.session.channel import CALL_TIMEOUT_S, resolve
 from ecd_client.session.connection import Connection
-from ecd_client.values import Extent, Key, to_key
+from ecd_client.values import Key, to_key
 from ecd_client.writer import Writer, describe_entry
 from ecd_proto.contract import BENCH_NAMESPACE, MAX_BATCH, Hint
 from ecd_proto.engines import Engine
@@ -65,9 +60,6 @@ class Client:
         background. A call, waits apart, that the daemon does not answer within `call_timeout`
         seconds fails.
         """
-        if "torch" in sys.modules:
-            with contextlib.suppress(Exception):  # it may be half imported, or barred
-                import_module("ecd_client.tensors")  # the first put would wait for it
         self.address = resolve(address)
         self.namespace = arguments.text(namespace, "namespace")
         name = arguments.text(name, "client's name")
@@ -133,11 +125,7 @@ class Client:
         Without it the first copy begins it. Does nothing where there is no such GPU, or where
         `ECD_PIN=off`; copies of memory that is not pinned take three times as long.
         """
-        from ecd_client.device.copies import for_device
-
-        copies = for_device(arguments.device(device))
-        if copies is not None:
-            self._connection.pin(copies.device)
+        self._connection.pin(arguments.device(device))
 
     @property
     def pinning(self) -> Pinning:
@@ -189,15 +177,7 @@ class Client:
         """
         content = arguments.buffer(data)
         entry = describe_entry(self._key(mm_hash, namespace), dtype, shape, cost, metadata)
-        if content.nbytes != entry.nbytes:
-            raise InvalidArgument(
-                f"{dtype} of shape {entry.shape} has {entry.nbytes} bytes, not {content.nbytes}"
-            )
-
-        def copy_to(pool: MappedPool, extent: Extent) -> None:
-            pool.write_view(extent)[:] = content
-
-        return self._writer.put(entry, copy_to, timeout)
+        return self._writer.put_bytes(entry, content, timeout)
 
     def put_async(
         self,
@@ -295,9 +275,7 @@ class Client:
         DaemonUnavailable.
         """
         keys = list(map(to_key, self._whole_keys(mm_hashes, namespace, "offer")))
-        if isinstance(nodes, str):
-            raise InvalidArgument(f"nodes is a list: nodes=[{nodes!r}]")
-        names = [arguments.text(node, "node") for node in arguments.many(nodes, "offer")]
+        names = arguments.node_names(nodes, "offer")
         calls = self._connection.session().calls
         for start in range(0, len(keys), MAX_BATCH):
             batch = keys[start : start + MAX_BATCH]
@@ -393,12 +371,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

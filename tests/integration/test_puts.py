@@ -28,7 +28,7 @@ from ecd.rpc.cache.puts import Doorbell
 from ecd_client import Client, DaemonUnavailable
 from ecd_client.pools import MappedPool
 from ecd_client.session.channel import open_channel
-from ecd_client.shared.puts import MAX_UNANSWERED, Claim, NewEntry, PutOutcome, PutWriter
+from ecd_client.shared.puts import MAX_UNANSWERED, Claim, NewEntry, PutState, PutWriter
 from ecd_client.values import Extent
 from ecd_proto.shm.barriers import STORES_IN_ORDER
 from ecd_proto.shm.session_page import DOORBELL, MAX_CLAIMS
@@ -395,7 +395,7 @@ def test_a_put_that_ends_after_its_stream_is_kept(
     def copy_to(pool: MappedPool, extent: Extent) -> None:
         pool.write_view(extent)[:] = b"\7" * 5000
 
-    def write(claim: Claim) -> PutOutcome:
+    def write(claim: Claim) -> PutState:
         puts.session_is_over = False
         return puts.write(claim, copy_to)
 
@@ -403,11 +403,11 @@ def test_a_put_that_ends_after_its_stream_is_kept(
     session._outbox.put(pb.SessionRequest(hello=pb.Hello()))  # a second one
     eventually(lambda: session._over)
     assert "broke the session's protocol" in daemon.text()
-    assert write(rung) is PutOutcome.STORED
-    assert write(claim("late")) is PutOutcome.STORED
+    assert write(rung) is PutState.STORED
+    assert write(claim("late")) is PutState.STORED
     assert daemon.status().entries == 3
     puts.close()
-    assert write(silent) is PutOutcome.UNANSWERED, "there is no doorbell"
+    assert write(silent) is PutState.UNANSWERED, "there is no doorbell"
     assert daemon.status().entries == 3
     session.unref()
     eventually(lambda: daemon.status().entries == 4)

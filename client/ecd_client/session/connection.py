@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -25,6 +25,9 @@ from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, POPULATING
 from ecd_proto.engines import Engine
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    import torch
 
 PAUSE_S = 0.25
 """Pause between the end of one session and the next; the channel adds its own backoff."""
@@ -127,13 +130,18 @@ class Connection:
             raise DaemonUnavailable(f"the daemon on {self._address} just went away")
         return session
 
-    def pin(self, device: int) -> None:
-        """Pin the pools of this session and of all later ones for this GPU's copies."""
+    def pin(self, device: torch.device) -> None:
+        """Pin the pools of this session and of all later ones for a GPU's copies, if it is one."""
+        from ecd_client.device.copies import for_device
+
+        copies = for_device(device)
+        if copies is None:
+            return
         with self._changed:
-            self._gpu = device
+            self._gpu = copies.device
             session = self._session
         if session is not None:
-            session.pools.pin(device)
+            session.pools.pin(copies.device)
 
     def describe(self, engine: Engine, on_apart: Callable[[Engine], None] | None) -> None:
         """Tell the daemon of this session, and of all later ones, which engine the client is of."""

@@ -53,17 +53,29 @@ CopyTo = Callable[[MappedPool, Extent], None]
 """Writes the entry's bytes to its extent of the pool; they are there when it returns or raises."""
 
 
-class PutOutcome(Enum):
+class PutState(Enum):
     """How far a put has come."""
 
-    STORED = 1
-    ALREADY_STORED = 2
+    CLAIMED = 1
+    """Granted memory is claimed for it, and to be written."""
+    UNANSWERED = 2
+    """Written, and the daemon may refuse it: its answer must be awaited."""
     MUST_CALL = 3
     """Nothing has happened: the entry must be reserved and committed by calls."""
-    UNANSWERED = 4
-    """Written, and the daemon may refuse it: its answer must be awaited."""
-    BEING_WRITTEN = 5
+    STORED = 4
+    ALREADY_STORED = 5
+    BEING_WRITTEN = 6
     """Another client is writing the key."""
+
+
+PUT: dict[PutState, tuple[PutState, ...]] = {
+    PutState.CLAIMED: (PutState.STORED, PutState.UNANSWERED),
+    PutState.UNANSWERED: (PutState.STORED, PutState.ALREADY_STORED, PutState.MUST_CALL),
+    PutState.MUST_CALL: (PutState.STORED, PutState.ALREADY_STORED, PutState.BEING_WRITTEN),
+}
+"""What each state may become. A put begins as CLAIMED, ALREADY_STORED or MUST_CALL, and ends in one
+that is not listed.
+"""
 
 
 class NewEntry(NamedTuple):
@@ -127,7 +139,7 @@ class PutWriter:
 
     # -- the steps -----------------------------------------------------------------------------
 
-    def claim(self, entry: NewEntry) -> Claim | PutOutcome:
+    def claim(self, entry: NewEntry) -> Claim | PutState:
         """Steps 1 to 4: claim granted memory for the entry, unless a call must decide.
 
         A waiter for the key waits for this put from now on, so every claim must be written or
@@ -136,24 +148,24 @@ class PutWriter:
         try:
             record = self._index.record(entry.namespace, entry.mm_hash)
         except AskDaemon:
-            return PutOutcome.MUST_CALL
+            return PutState.MUST_CALL
         if record is None:
-            return PutOutcome.MUST_CALL
+            return PutState.MUST_CALL
         if self._is_stored(record):
-            return PutOutcome.ALREADY_STORED
+            return PutState.ALREADY_STORED
         if not _is_plain(entry):
-            return PutOutcome.MUST_CALL
+            return PutState.MUST_CALL
         # Once more, as the grant may have changed in between.
         claim = self._claim(entry, record) or self._claim(entry, record)
         if claim is None:
-            return PutOutcome.MUST_CALL
+            return PutState.MUST_CALL
         # Step 4: see whether another session has claimed the key, or it is stored by now.
         if self._index.claims.any_elsewhere(record):
             self.leave(claim)
-            return PutOutcome.MUST_CALL
+            return PutState.MUST_CALL
         if self._is_stored(record):
             self.leave(claim)
-            return PutOutcome.ALREADY_STORED
+            return PutState.ALREADY_STORED
         return claim
 
     def _claim(self, entry: NewEntry, record: bytes) -> Claim | None:
@@ -193,7 +205,7 @@ class PutWriter:
                 return None
             return claim
 
-    def write(self, claim: Claim, copy_to: CopyTo) -> PutOutcome:
+    def write(self, claim: Claim, copy_to: CopyTo) -> PutState:
         """Steps 5 to 7: copy, mark the claim as done, ring. Raises what `copy_to` raises.
 
         Returns STORED or UNANSWERED.
@@ -208,15 +220,15 @@ class PutWriter:
         lags = len(self._unanswered) >= MAX_UNANSWERED
         is_rung = self._ring()  # step 7
         if not is_rung or lags or claim.needs_answer or self.session_is_over:
-            return PutOutcome.UNANSWERED
+            return PutState.UNANSWERED
         with self._lock:
             self._unanswered.append(claim)
         if not self._pool.is_huge:
             with suppress(OSError):  # no memory for a mapping: the put is done all the same
                 self._expect_writes()
-        return PutOutcome.STORED
+        return PutState.STORED
 
-    def answer(self, claim: Claim, timeout_s: float) -> PutOutcome:
+    def answer(self, claim: Claim, timeout_s: float) -> PutState:
         """Wait for the answer: STORED, ALREADY_STORED, or MUST_CALL where the daemon refused.
 
         Raises DaemonUnavailable, after which this session must end.
@@ -224,8 +236,8 @@ class PutWriter:
         answer = self._wait(claim, timeout_s)
         self.leave(claim)
         if answer == REFUSED:
-            return PutOutcome.MUST_CALL
-        return PutOutcome.STORED if answer == STORED else PutOutcome.ALREADY_STORED
+            return PutState.MUST_CALL
+        return PutState.STORED if answer == STORED else PutState.ALREADY_STORED
 
     def leave(self, claim: Claim) -> None:
         """Take the claim back: it has its answer, or nothing was written."""
