@@ -5,10 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ecd_proto.contract import Hint
 from ecd_proto.placeholders import Placeholder
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 RequestUser: TypeAlias = "tuple[str, int]"
 """One item of one request: the request's id, and the item's index in `mm_features`."""
@@ -29,6 +32,25 @@ class NeededItem:
     modality: str
     is_bare: bool
     described: Placeholder | None = None
+
+    @classmethod
+    def of(
+        cls,
+        feature: MultiModalFeatureSpec,
+        index: int,
+        is_bare: bool,
+        described: Placeholder | None,
+    ) -> NeededItem:
+        place = feature.mm_position
+        return cls(
+            index,
+            place.offset,
+            feature.identifier,
+            place.get_num_embeds(),
+            feature.modality,
+            is_bare,
+            described,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -56,10 +78,9 @@ class RequestItems:
     _ends: list[int] = field(default_factory=list)  # token positions, one for each needed item
     _past: int = 0  # the first items of `needed`, which the request has computed past
 
-    def add(self, item: NeededItem, end: int) -> None:
-        """Append an item whose placeholder ends before token `end`."""
+    def add(self, item: NeededItem, place: PlaceholderRange) -> None:
         self.needed.append(item)
-        self._ends.append(end)
+        self._ends.append(place.offset + place.length)
 
     def user(self, item: NeededItem) -> RequestUser:
         return self.request_id, item.index

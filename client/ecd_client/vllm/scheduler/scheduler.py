@@ -276,7 +276,7 @@ class SchedulerRole:
         """
         may_load = self._fails or self._loads.are_reported
         for index, feature in enumerate(request.mm_features[state.seen :], state.seen):
-            identifier, position = feature.identifier, feature.mm_position
+            identifier = feature.identifier
             is_bare = self._is_consumer and self._metadata.is_all_of(feature)
             placeholder = self._metadata.of_bare(feature) if is_bare else None
             is_wrong = is_bare and placeholder is None and self._metadata.must_say(feature)
@@ -284,16 +284,7 @@ class SchedulerRole:
             if is_wrong or (brought is not None and not self._is_sensible(feature, brought)):
                 self._readiness.refuse(request, state, identifier)
             if is_bare or (may_load and self._sharing.includes(identifier)):
-                item = NeededItem(
-                    index,
-                    position.offset,
-                    identifier,
-                    position.get_num_embeds(),
-                    feature.modality,
-                    is_bare,
-                    placeholder,
-                )
-                state.add(item, position.offset + position.length)
+                state.add(NeededItem.of(feature, index, is_bare, placeholder), feature.mm_position)
         state.seen = len(request.mm_features)
 
     def _is_sensible(self, feature: Any, brought: Any) -> bool:
