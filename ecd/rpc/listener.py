@@ -13,12 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ecd.base.clock import Clock
+from ecd_proto.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 """Pause between checks that the server is still there."""
-PAUSES_S = 0.01, 1.0
+PAUSES = Backoff(0.01, 1.0)
 """First and longest pause between attempts to bind again: each is twice the one before.
 
 The old server lets go of its address a moment after its end.
@@ -53,18 +54,17 @@ class Listener:
 
     async def _listen_again(self) -> None:
         """Try until it works; a failure that lasts is logged once."""
-        pause_s, longest_s = PAUSES_S
-        told = False
+        pause_s, told = PAUSES.after(), False
         while not self._stopping:
             try:
                 self._server = self._make()
                 await self._server.start()
             except Exception as error:
-                if pause_s == longest_s and not told:
+                if pause_s == PAUSES.longest_s and not told:
                     told = True
                     logger.error("nobody can connect, the server cannot listen again: %s", error)
                 await self._clock.sleep(pause_s)
-                pause_s = min(2 * pause_s, longest_s)
+                pause_s = PAUSES.after(pause_s)
             else:
                 if told:
                     logger.warning("the server listens again")

@@ -35,6 +35,7 @@ from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.settings.config import Config
 from ecd_client import Client
+from ecd_proto.backoff import Backoff
 from ecd_proto.shm.files import GRANULE_BYTES
 from support.daemon import Daemon
 from support.pairs import PATIENT, start_all
@@ -456,7 +457,7 @@ def test_lookups_at_one_time_do_not_hurt_each_other(
 ) -> None:
     """A lookup that times out drops its connections; another may be about to use them."""
     monkeypatch.setattr(redis_directory, "NODE_CACHE_S", 0.0)
-    monkeypatch.setattr(redis_directory, "PAUSE_S", (0.0, 0.0))  # Redis is always asked
+    monkeypatch.setattr(redis_directory, "PAUSE", Backoff(0.0, 0.0))  # Redis is always asked
     names = [f"{number:032x}" for number in range(16)]
     for name in names:
         a_node(empty_redis, name)

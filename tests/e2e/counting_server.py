@@ -19,6 +19,7 @@ from e2e.gates import pass_gate
 from ecd_client import Client
 from ecd_client.vllm.middleware import answers, rests
 from ecd_client.vllm.middleware.reuse import ReuseMiddleware
+from ecd_proto.backoff import Backoff
 from support.waiting import HANG_S
 
 call = InputProcessingContext.call_hf_processor
@@ -55,5 +56,5 @@ ReuseMiddleware.__init__ = begin_before_a_clock
 ReuseMiddleware.__call__ = serve_with_a_clock
 if os.environ.get("CALM"):
     Client.__init__.__kwdefaults__["call_timeout"] = 10 * HANG_S
-    rests.RESTS_S, answers.STAYS_S = (10 * HANG_S, 10 * HANG_S), HANG_S
+    rests.RESTS, answers.STAYS_S = Backoff(10 * HANG_S, 10 * HANG_S), HANG_S
 runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

@@ -20,6 +20,7 @@ from ecd_client.vllm.middleware import encode_hop, encoders
 from ecd_client.vllm.middleware.encode_hop import IS_HOP, EncodeHop, NotEncoded
 from ecd_client.vllm.middleware.encoders import Encoders
 from ecd_client.vllm.middleware.images import Missing
+from ecd_proto.backoff import Backoff
 from ecd_proto.contract import Hint
 from ecd_proto.placeholders import Placeholder
 from support.daemon import Daemon
@@ -28,7 +29,7 @@ from support.waiting import HANG_S, eventually_async
 
 @pytest.fixture(autouse=True)
 def _no_rest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "RESTS_S", (600.0, 600.0))
+    monkeypatch.setattr(encoders, "RESTS", Backoff(600.0, 600.0))
     monkeypatch.setattr(encode_hop, "CALM_S", 600.0)
 
 

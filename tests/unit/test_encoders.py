@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecd_client.errors import InvalidArgument
-from ecd_client.vllm.middleware.encoders import RESTS_S, Encoder, Encoders, tokens_of, urls_in
+from ecd_client.vllm.middleware.encoders import RESTS, Encoder, Encoders, tokens_of, urls_in
 from support.examples import draws
 
-FIRST_S, LONGEST_S = RESTS_S
+FIRST_S, LONGEST_S = RESTS
 
 
 def two() -> tuple[Encoders, Encoder, Encoder]:

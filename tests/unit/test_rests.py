@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ecd_client.vllm.middleware.rests import MAX_RESTS, RESTS_S, Rests
+from ecd_client.vllm.middleware.rests import MAX_RESTS, RESTS, Rests
 
-FIRST_S, LONGEST_S = RESTS_S
+FIRST_S, LONGEST_S = RESTS
 BOTH = frozenset("ab")
 
 

@@ -19,6 +19,7 @@ from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.index import AskDaemon, IndexReader
 from ecd_client.shared.spin import spin
 from ecd_client.values import Extent
+from ecd_proto.backoff import Backoff
 from ecd_proto.shm.files import granules_bytes
 from ecd_proto.shm.index import INDEX_HEADER_BYTES, MAILBOXES_AT, RESERVATIONS_WORD
 from ecd_proto.shm.rows import ROW_BYTES, Row, pack_row, row_is_truncated
@@ -44,7 +45,7 @@ MAX_UNANSWERED = MAX_CLAIMS // 2
 """Unanswered puts at which the next one waits for its answer: the daemon lags behind."""
 SPIN_S = 150e-6
 """How long a writer spins for an answer before it sleeps between two looks."""
-PAUSES_S = (20e-6, 1e-3)
+PAUSES = Backoff(20e-6, 1e-3)
 """First and longest sleep between two looks."""
 RING_AGAIN_S = 0.01
 
@@ -310,7 +311,7 @@ class PutWriter:
         if answer := spin(look, SPIN_S):
             return answer
         started_s = rung_s = clock.now_s()
-        pause_s, longest_s = PAUSES_S
+        pause_s = PAUSES.after()
         while not (answer := look()):
             now_s = clock.now_s()
             if self.session_is_over:
@@ -321,7 +322,7 @@ class PutWriter:
                 self._ring()
                 rung_s = now_s
             clock.sleep(pause_s)
-            pause_s = min(pause_s * 2, longest_s)
+            pause_s = PAUSES.after(pause_s)
         return answer
 
     def _ring(self) -> bool:

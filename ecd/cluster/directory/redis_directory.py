@@ -38,16 +38,17 @@ from ecd.core.model.types import EntryId, Key
 from ecd.live.background import within
 from ecd.settings.config import Config
 from ecd.settings.redaction import answer_without_password
+from ecd_proto.backoff import Backoff
 from ecd_proto.contract import Hint
 
 logger = logging.getLogger(__name__)
 
 LOOKUP_TIMEOUT_S = 0.25
-"""A lookup that takes longer is a miss; after it Redis is not asked for PAUSE_S."""
+"""A lookup that takes longer is a miss; after it Redis is not asked for the first pause."""
 HICCUP_S = 5.0
 """A Redis that has failed for no longer is taken to answer again soon."""
 WRITE_TIMEOUT_S = 2.0
-PAUSE_S = (1.0, 5.0)
+PAUSE = Backoff(1.0, 5.0)
 """Pauses between attempts to write: the first for HICCUP_S, then each twice the one before."""
 BEAT_S = NODE_TTL_S / 3
 """How often a node's record is written, and each claim of what it makes for longer."""
@@ -128,7 +129,7 @@ class RedisDirectory:
             return await within(LOOKUP_TIMEOUT_S, self._claim(keys))
         except Exception as error:
             self._failed(error, is_write=True)
-            self._claimless_until_s = self._clock.now_s() + PAUSE_S[0]
+            self._claimless_until_s = self._clock.now_s() + PAUSE.first_s
             return {}
 
     async def knows(self, node: str) -> bool:
@@ -345,13 +346,13 @@ class RedisDirectory:
         elif was_quiet:
             logger.warning("the directory does not answer: %s", self.state.last_error)
         self.state.up = False
-        now_s, (first_s, longest_s) = self._clock.now_s(), PAUSE_S
+        now_s = self._clock.now_s()
         if self._down_since_s is None:
             self._down_since_s = now_s
         is_hiccup = now_s - self._down_since_s < HICCUP_S
-        self._pause_s = first_s if is_hiccup else min(2 * self._pause_s, longest_s)
+        self._pause_s = PAUSE.after(0.0 if is_hiccup else self._pause_s)
         if not (is_write and isinstance(error, ResponseError)):
-            self._silent_until_s = now_s + first_s
+            self._silent_until_s = now_s + PAUSE.first_s
         self._beat_s = 0.0
         self._note_lag()
 

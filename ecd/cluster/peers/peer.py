@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from ecd.base.clock import REAL, Clock
 from ecd.cluster.directory.directory import MAX_ERROR_CHARS
 from ecd.cluster.peers.rates import ReadRate
+from ecd_proto.backoff import Backoff
 from ecd_proto.v1 import peer_pb2 as pb
 
-BACKOFF_S = (0.25, 10.0)
+BACKOFF = Backoff(0.25, 10.0)
 """First and longest time for which a peer that did not answer is not asked again."""
 
 
@@ -63,8 +64,7 @@ class Peer:
         """Ask the node no more for a while, each time for longer."""
         self.blame(why)
         self.is_full = is_full
-        first_s, longest_s = BACKOFF_S
-        self.backoff_s = min(max(2 * self.backoff_s, first_s), longest_s)
+        self.backoff_s = BACKOFF.after(self.backoff_s)
         self.retry_at_s = self.clock.now_s() + self.backoff_s
 
     def unavailable(self, why: str) -> PeerUnavailable:

@@ -28,6 +28,7 @@ from ecd.rpc.cache.attach import DmaProcesses
 from ecd.rpc.cache.convert import SessionOver, to_acquire_outcome
 from ecd.rpc.cache.engines import Engines
 from ecd.rpc.cache.long_poll import HeldAnswers
+from ecd_proto.backoff import Backoff
 from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH, shown
 from ecd_proto.engines import MAX_ENGINES, Engine
 from ecd_proto.v1 import cache_pb2 as pb
@@ -41,7 +42,7 @@ MAX_REFUSALS = 64
 """Clients of another contract that the log names."""
 RENEWED_AT_A_TIME = 64
 """Leases: each takes less than 1 us, and a client may have 65,536."""
-RECHECK_S = (0.01, 0.1)
+RECHECK = Backoff(0.01, 0.1)
 """First and longest pause between checks of the lock of a session whose stream ended."""
 
 Context = grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionEvent]
@@ -319,15 +320,14 @@ class SessionStreams:
         self._flights.leave_session(stream.session)
         self._live.leave_session(stream.session)
         self._leaving += 1
-        self._take_back(stream.session, RECHECK_S[0])
+        self._take_back(stream.session, RECHECK.after())
 
     def _take_back(self, session: SessionId, pause_s: float) -> None:
         if self._stopping:
             return  # the pool goes as a whole; clients keep what they have mapped
         if self._files.is_session_locked(session) or self._may_copy(session):
-            pause_s = min(pause_s, RECHECK_S[1])
             loop = asyncio.get_running_loop()
-            loop.call_later(pause_s, self._take_back, session, pause_s * 2)
+            loop.call_later(pause_s, self._take_back, session, RECHECK.after(pause_s))
             return
         self._leaving -= 1
         self._processes.forget(session)

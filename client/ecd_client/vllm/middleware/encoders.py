@@ -9,9 +9,10 @@ from ipaddress import IPv6Address
 from urllib.parse import urlsplit
 
 from ecd_client.errors import InvalidArgument
+from ecd_proto.backoff import Backoff
 
 VARIABLE = "ECD_ENCODERS"
-RESTS_S = (1.0, 60.0)
+RESTS = Backoff(1.0, 60.0)
 """First and longest time for which an encoder is left out after it failed."""
 UNKNOWN_TOKENS = 1024
 """Stand for a picture that is not opened here, as the client has named it."""
@@ -112,7 +113,6 @@ class Encoders:
         """
         if began_s < encoder._rests_until_s:
             return False
-        first_s, longest_s = RESTS_S
-        encoder.rest_s = min(max(first_s, 2 * encoder.rest_s), longest_s)
+        encoder.rest_s = RESTS.after(encoder.rest_s)
         encoder._rests_until_s = now_s + encoder.rest_s
         return True

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-RESTS_S = (1.0, 60.0)
+from ecd_proto.backoff import Backoff
+
+RESTS = Backoff(1.0, 60.0)
 """First and longest time for which pictures stay in their requests."""
 MAX_RESTS = 256
 """Requests' pictures that are remembered; the oldest are forgotten first."""
@@ -36,8 +38,7 @@ class Rests:
         """Let these pictures stay in their requests for a while, each time for longer."""
         if pictures is None:
             return
-        first_s, longest_s = RESTS_S
-        rest_s = min(max(first_s, 2 * self._of(pictures)[1]), longest_s)
+        rest_s = RESTS.after(self._of(pictures)[1])
         self._rests[pictures] = now_s + rest_s, rest_s
         self._rests.move_to_end(pictures)
         if len(self._rests) > MAX_RESTS:
