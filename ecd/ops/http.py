@@ -10,13 +10,13 @@ import json
 import threading
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from ecd.base.clock import Clock
 from ecd.base.wire import InvalidRequest, check_batch
 from ecd.ops.http_port import Refused
+from ecd.ops.on_loop import NoAnswer, on_loop
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -73,18 +73,17 @@ class LocateOverHttp:
     def _located(self, request: pb.LocateRequest) -> dict[str, Any]:
         if reason := self._unavailable():
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"{reason}: ask again")
-        asked = asyncio.run_coroutine_threadsafe(self._ask(request), self._loop)
+
+        async def ask() -> pb.LocateReply:
+            return await self._locate(request, None)
+
         try:
-            return _to_json(request, asked.result(ANSWER_S))
+            reply = on_loop(self._loop, ask, ANSWER_S, "no answer within {:g} s: ask again")
         except InvalidRequest as error:
             raise Refused(HTTPStatus.BAD_REQUEST, f"{error}. {FORM}") from None
-        except FutureTimeoutError:
-            asked.cancel()
-            text = f"no answer within {ANSWER_S:g} s: ask again"
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, text) from None
-
-    async def _ask(self, request: pb.LocateRequest) -> pb.LocateReply:
-        return await self._locate(request, None)
+        except NoAnswer as none:
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(none)) from None
+        return _to_json(request, reply)
 
 
 def _body(environ: WSGIEnvironment, clock: Clock) -> bytes:

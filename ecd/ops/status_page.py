@@ -11,8 +11,6 @@ import re
 import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from hashlib import sha256
 from http import HTTPStatus
 from pathlib import Path
@@ -22,6 +20,7 @@ from urllib.parse import parse_qs
 from ecd.base.clock import Clock
 from ecd.ops.history import LOT, PERIOD_S, History, Sample, lot
 from ecd.ops.http_port import Refused
+from ecd.ops.on_loop import LATE, NoAnswer, on_loop
 from ecd_proto.findings import examine, refusal
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 PAGE, DOCUMENT = "/", "/status.json"
 LOOK_S = 1.0
 """The age up to which a look is shown again, and how long one may take."""
-LATE = f"the daemon's event loop did not come round within {LOOK_S:g} s"
-STOPPED = "the daemon has stopped"
 MAX_PEERS = 50
 """Peers told of, those that were ever reached before others."""
 PEER_ORDER = {"unreachable": 0, "connected": 1, "connecting": 2}
@@ -122,7 +119,7 @@ class StatusPage:
     def _document(self, number: int) -> dict[str, Any]:
         """The JSON document, with the first LOT samples from this number on. Raises Refused."""
         if not self._looking.acquire(timeout=LOOK_S):
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, LATE)
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, LATE.format(LOOK_S))
         try:
             if self._seen is None or self._clock.now_s() - self._seen[1].at_s >= LOOK_S:
                 look = self._on_loop()
@@ -142,19 +139,10 @@ class StatusPage:
 
     def _on_loop(self) -> Look:
         """Look at the daemon, on its event loop. Raises Refused."""
-        looking = self._look()
         try:
-            asked = asyncio.run_coroutine_threadsafe(looking, self._loop)
-        except RuntimeError:  # the loop is closed
-            looking.close()
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, STOPPED) from None
-        try:
-            return asked.result(LOOK_S)
-        except FutureTimeoutError:
-            asked.cancel()
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, LATE) from None
-        except CancelledError:  # as the loop ended
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, STOPPED) from None
+            return on_loop(self._loop, self._look, LOOK_S)
+        except NoAnswer as none:
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(none)) from None
 
 
 def _since(environ: WSGIEnvironment) -> int:

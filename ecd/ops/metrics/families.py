@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import accumulate
 from typing import Generic, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+from ecd.ops.on_loop import NoAnswer, on_loop
 
 Loop = Callable[[], asyncio.AbstractEventLoop | None]
 """Gives the daemon's event loop, while it runs."""
@@ -36,17 +36,12 @@ class OnLoop(Generic[Figures]):
         loop = self._loop()
         if loop is None:
             return self._take()
-        taken: Future[Figures] = Future()
 
-        def take() -> None:
-            try:
-                taken.set_result(self._take())
-            except Exception as error:
-                taken.set_exception(error)
+        async def take() -> Figures:
+            return self._take()
 
-        with contextlib.suppress(FutureTimeoutError, RuntimeError):  # of a loop that is closed
-            loop.call_soon_threadsafe(take)
-            self._last = taken.result(SCRAPE_S)
+        with contextlib.suppress(NoAnswer):
+            self._last = on_loop(loop, take, SCRAPE_S)
         return self._last
 
 
