@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ecd_client import Client, DaemonUnavailable
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 
 ROOT = Path(__file__).parent.parent
 MEASURED = "<!-- A benchmark writes what is below. -->"
@@ -38,7 +38,7 @@ def timed_us(action: Callable[[], object]) -> float:
 
 def shared_memory(nbytes: int) -> torch.Tensor:
     """Shared memory like a pool's, in small pages."""
-    return torch.frombuffer(Mapping.of_memory(nbytes).view(0, nbytes), dtype=torch.uint8)
+    return torch.frombuffer(MappedFile.of_memory(nbytes).view(0, nbytes), dtype=torch.uint8)
 
 
 def start_daemon(

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from ecd_client import Client, Hint
 from ecd_client.session.channel import call, open_channel
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
@@ -62,7 +62,7 @@ def start_engine(host: str, ports: str) -> Any:
 
 
 def serve_bare(pipe: Connection) -> None:
-    memory = Mapping.of_memory(POOL_BYTES)
+    memory = MappedFile.of_memory(POOL_BYTES)
     memory.populate(0, POOL_BYTES)
     engine = start_engine(HOSTS[2], "18400-18431")
     engine.register_memory(memory.address, POOL_BYTES)
@@ -80,7 +80,7 @@ class Bare:
         self._server.start()
         self._peer, self._source = self._pipe.recv()
         self._engine = start_engine(HOSTS[1], "18432-18463")
-        self._target = Mapping.of_memory(POOL_BYTES)
+        self._target = MappedFile.of_memory(POOL_BYTES)
         self._target.populate(0, POOL_BYTES)
 
     def synchronous(self, nbytes: int, count: int) -> float:

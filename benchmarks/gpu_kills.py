@@ -26,7 +26,7 @@ from common import MIB
 from gpu_common import wait_pinned
 
 from ecd_client import Client, EcdError
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.shm.files import is_byte_locked, lock_byte
 
 WATCHED_BYTES = 64 * MIB
@@ -69,7 +69,7 @@ def _watch_one(path: Path) -> Kill:
         fds = [os.open(each, os.O_RDWR) for each in (path, path.with_suffix(".lock"))]
         for fd in fds:
             stack.callback(os.close, fd)
-        words = Mapping(fds[0], WATCHED_BYTES, writable=False).view(0, WATCHED_BYTES).cast("Q")
+        words = MappedFile(fds[0], WATCHED_BYTES, writable=False).view(0, WATCHED_BYTES).cast("Q")
         watched = words[::STEP]
         command = [sys.executable, __file__, "write", str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -110,7 +110,7 @@ def write(path: str) -> None:
     from ecd_client.device import driver
 
     fd = os.open(path, os.O_RDWR)
-    target = Mapping(fd, WATCHED_BYTES, writable=True)
+    target = MappedFile(fd, WATCHED_BYTES, writable=True)
     with driver.on(0):
         driver.register(target.address, target.nbytes)
         result, stream = cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)

@@ -18,7 +18,7 @@ from gpu_common import GIB, POOL_BYTES, Row, daemon_of, new_tensor, wait_pinned
 
 from ecd_client import Client
 from ecd_client.device.pinned import PIECE_BYTES, PinnedPool
-from ecd_proto.mapping import HUGE_BYTES, Mapping
+from ecd_proto.mapped_file import HUGE_BYTES, MappedFile
 
 SIZES = {f"{kib} KiB": kib << 10 for kib in (64, 256)} | {
     f"{mib} MiB": mib * MIB for mib in (1, 4, 8, 32, 128)
@@ -138,7 +138,7 @@ def _register_s(nbytes: int, is_huge: bool) -> tuple[float, float] | None:
     """Seconds to register shared memory in pieces, and to undo that. None: no huge pages."""
     from ecd_client.device import driver
 
-    mapping = Mapping.of_memory(nbytes)
+    mapping = MappedFile.of_memory(nbytes)
     if is_huge:
         for at in range(0, nbytes, HUGE_BYTES):
             mapping.populate(at, 4096)
@@ -183,7 +183,7 @@ def stalls() -> list[Row]:
     rows = [Row("longest stall of a launch loop, beside nothing", f"{idle_ms:.2f} ms")]
     fd = os.memfd_create("ecd-bench")
     os.ftruncate(fd, nbytes)
-    mapping = Mapping(fd, nbytes, writable=True)
+    mapping = MappedFile(fd, nbytes, writable=True)
     mapping.populate(0, nbytes)
     began: list[PinnedPool] = []
 

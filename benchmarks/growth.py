@@ -39,7 +39,7 @@ from ecd.ops.status import Status
 from ecd.ops.status_page import MAX_PEERS, Look, described
 from ecd_client import Client
 from ecd_client.session.channel import call, open_channel
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
@@ -197,7 +197,7 @@ def measure_ready(pool_bytes: int) -> dict[str, float]:
     """Seconds: a daemon from its start until it serves, and touching as much memory."""
     ready, touched = [], []
     for _ in range(READY_TIMES):
-        memory = Mapping.of_memory(pool_bytes)
+        memory = MappedFile.of_memory(pool_bytes)
         started_s = time.perf_counter()
         memory.populate(0, pool_bytes)
         touched.append(time.perf_counter() - started_s)

@@ -49,7 +49,7 @@ from ecd.rpc.peer.inbound_link import InboundLink
 from ecd.rpc.peer.serving import Serving
 from ecd.settings.config import Config
 from ecd_proto.contract import MAX_BATCH
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.shm.rows import Row, key_record, pack_row
 from ecd_proto.shm.session_page import (
@@ -415,7 +415,7 @@ async def a_cluster(node: Node) -> AsyncIterator[Cluster]:
         peer_token="the token of a benchmark",
         hint_networks="127.0.0.0/8",
     )
-    memory = Mapping.of_memory(64 * MIB)
+    memory = MappedFile.of_memory(64 * MIB)
     pools = {0: SimpleNamespace(readable=memory, writable=memory)}
     checksums = Checksums(node.live, pools)
     identity = NodeIdentity("bench", "a" * 32, "bench", "127.0.88.1:9465")

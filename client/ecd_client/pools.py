@@ -13,7 +13,7 @@ from ecd_client.device.dma import SessionDma
 from ecd_client.errors import EcdError
 from ecd_client.files import open_file
 from ecd_client.values import Extent, Parts
-from ecd_proto.mapping import HUGE_SHARE, Mapping, populate_aside
+from ecd_proto.mapped_file import HUGE_SHARE, MappedFile, populate_aside
 from ecd_proto.shm.session_page import GRANTED_POOL, Grant
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -45,7 +45,7 @@ class MappedPool:
         self._dma = dma
         self._pinned: pinned.PinnedPool | None = None
         self._is_closed = False
-        self._writable: Mapping | None = None
+        self._writable: MappedFile | None = None
 
     def populate_soon(self) -> None:
         """Fill the page tables, on a thread, where huge pages make them few."""
@@ -79,14 +79,14 @@ class MappedPool:
         if unpopulated:
             populate_aside(populate)
 
-    def _map_writable(self) -> Mapping:
+    def _map_writable(self) -> MappedFile:
         with self._lock:
             if self._writable is None:
                 self._writable = self._map(writable=True)
             return self._writable
 
-    def _map(self, writable: bool) -> Mapping:
-        return Mapping(self._fd, self.nbytes, writable, is_huge=self.is_huge)
+    def _map(self, writable: bool) -> MappedFile:
+        return MappedFile(self._fd, self.nbytes, writable, is_huge=self.is_huge)
 
     # -- copies of GPUs ------------------------------------------------------------------------
 

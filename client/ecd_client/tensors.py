@@ -13,7 +13,7 @@ from ecd_client.errors import DeviceError, InvalidArgument
 from ecd_client.pools import MappedPool, address_of
 from ecd_client.values import Extent, Parts
 from ecd_proto.contract import DTYPES
-from ecd_proto.mapping import advise_huge_pages
+from ecd_proto.mapped_file import advise_huge_pages
 
 if TYPE_CHECKING:
     from ecd_client.device.driver import Event

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from collections.abc import Mapping as MappingOf
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import grpc
@@ -35,7 +34,7 @@ from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.settings.config import Config
 from ecd_proto.contract import CONTRACT_VERSION, Hint
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.v1 import cache_pb2, peer_pb2
 
 logger = logging.getLogger(__name__)
@@ -62,16 +61,16 @@ class SharedPool(Protocol):
     """One pool's memory, as other nodes may read it and as only this one may write it."""
 
     @property
-    def readable(self) -> Mapping: ...
+    def readable(self) -> MappedFile: ...
 
     @property
-    def writable(self) -> Mapping: ...
+    def writable(self) -> MappedFile: ...
 
 
 class PoolMemory(NamedTuple):
     """The pools by their numbers, and the checksums of the entries in them."""
 
-    pools: MappingOf[int, SharedPool]
+    pools: Mapping[int, SharedPool]
     checksums: EntryChecksums
 
 
@@ -265,7 +264,7 @@ class Cluster:
         """Bring the key from this node's disk, asking no other node."""
         self._flights.want(key, is_near=True)
 
-    async def offered(self, found: MappingOf[Key, Hint]) -> None:
+    async def offered(self, found: Mapping[Key, Hint]) -> None:
         """Take an offer: a node has these keys and expects this one to want them."""
         for number, (key, hint) in enumerate(found.items()):
             self._flights.want(key, [hint])

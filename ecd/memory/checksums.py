@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from collections.abc import Mapping as MappingOf
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from ecd.core.model.outcomes import Leased
 from ecd.core.model.types import EntryId, Extent, Key
 from ecd.live.effects import Changes
 from ecd.live.live import LiveCache
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 
 INLINE_BYTES = 1 << 20
 """Entries up to here are hashed on the event loop: it takes less than handing them over."""
@@ -28,13 +27,13 @@ class ReadablePool(Protocol):
     """One pool's memory, as far as it is hashed."""
 
     @property
-    def readable(self) -> Mapping: ...
+    def readable(self) -> MappedFile: ...
 
 
 class Checksums:
     """Computes checksums, once each, and keeps them with their entries; one per daemon."""
 
-    def __init__(self, live: LiveCache, pools: MappingOf[int, ReadablePool]) -> None:
+    def __init__(self, live: LiveCache, pools: Mapping[int, ReadablePool]) -> None:
         """`pools` are all of the cache's, by their numbers."""
         self._live, self._pools = live, pools
         self._hashing: dict[EntryId, asyncio.Future[int]] = {}

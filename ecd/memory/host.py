@@ -20,7 +20,7 @@ from ecd.base.clock import REAL, Clock
 from ecd.memory import holders
 from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find
 from ecd.memory.pool_dir import PoolDir, PoolError
-from ecd_proto.mapping import CHUNK_BYTES, HUGE_BYTES, Mapping
+from ecd_proto.mapped_file import CHUNK_BYTES, HUGE_BYTES, MappedFile
 from ecd_proto.shm.files import (
     POOL_SUFFIX,
     SESSIONS_SUFFIX,
@@ -75,8 +75,8 @@ class HostPool:
                 self.populated_bytes = 0
                 self._require_space(shm_dir, wait_s=SPACE_WAIT_S if removed else 0.0)
                 self._fd = directory.create(self.path.name, self.nbytes)
-            self.writable = Mapping(self._fd, self.nbytes, writable=True)
-            self.readable = Mapping(self._fd, self.nbytes, writable=False)
+            self.writable = MappedFile(self._fd, self.nbytes, writable=True)
+            self.readable = MappedFile(self._fd, self.nbytes, writable=False)
             self._sessions_fd = directory.create(self.sessions_path.name)
         except BaseException:
             self._remove_files()

@@ -18,7 +18,7 @@ from ecd.memory.host import advice
 from ecd.memory.pool_dir import PoolDir, PoolError
 from ecd.memory.session_page import SessionPage
 from ecd.memory.use_counters import UseCounters
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.shm.barriers import STORES_IN_ORDER, barrier
 from ecd_proto.shm.files import GRANULE_BYTES, INDEX_SUFFIX, PINS_SUFFIX
 from ecd_proto.shm.index import (
@@ -93,7 +93,7 @@ class SharedIndex:
                 f"the pool's index needs {self.shape.rows_at} bytes more in {directory.path}: "
                 f"{error.strerror}. {advice(pool_bytes)}"
             ) from None
-        memory = Mapping(self._fd, self.shape.nbytes, writable=True)
+        memory = MappedFile(self._fd, self.shape.nbytes, writable=True)
         header = pack_index_header(self.shape)
         memory.view(0, len(header))[:] = header
         self._header = memory.view(0, INDEX_HEADER_BYTES).cast("Q")
@@ -104,7 +104,7 @@ class SharedIndex:
         self._buckets = memory.view(self.shape.buckets_at, buckets * BUCKET_BYTES).cast("I")
         rows_view = memory.view(self.shape.rows_at, rows * ROW_BYTES)
         self._rows, self._row_words = rows_view, rows_view.cast("Q")
-        self._pins = Mapping(self._pins_fd, sessions * PAGE_BYTES, writable=True)
+        self._pins = MappedFile(self._pins_fd, sessions * PAGE_BYTES, writable=True)
         self._free_rows: list[int] = []
         self._rows_with_memory = 0
         pin_words = self._pins.view(0, self._pins.nbytes).cast("Q")

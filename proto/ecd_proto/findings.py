@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ecd_proto.contract import count_text, duration_text, size_text
 from ecd_proto.engines import Engine, advice, difference, lonely, nearest
-from ecd_proto.mapping import HUGE_BYTES, HUGE_SHARE
+from ecd_proto.mapped_file import HUGE_BYTES, HUGE_SHARE
 from ecd_proto.v1 import cache_pb2 as pb
 
 GOOD, DOUBTFUL, BAD = "ok", "look", "fix"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ecd_client import Client, Item
 from ecd_client.session.leases import Pin
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 
 NAMESPACES = "red", "blue"
 """Two: the same mm_hash has other bytes in each."""
@@ -120,7 +120,7 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
-            mapping = Mapping(file.fileno(), 8 * WORDS, True)
+            mapping = MappedFile(file.fileno(), 8 * WORDS, True)
         self._words = mapping.view(0, 8 * WORDS).cast("Q")
 
     def add(self, count: str, by: int = 1) -> None:

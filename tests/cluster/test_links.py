@@ -42,7 +42,7 @@ from ecd.rpc.peer.serving import Serving
 from ecd.settings.config import Config
 from ecd_client import Client
 from ecd_proto.contract import CONTRACT_VERSION, proof
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
@@ -224,7 +224,7 @@ def test_nodes_that_ask_in_one_moment_all_get_a_link(node: Daemon) -> None:
 
 def test_what_is_published_gives_up_the_loop() -> None:
     live = LiveCache(Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))]))
-    memory = Mapping.of_memory(1 << 24)
+    memory = MappedFile.of_memory(1 << 24)
     cache, session = live.cache, live.cache.open_session()
     keys = [Key("default", str(n)) for n in range(1024)]
 
@@ -256,7 +256,7 @@ def test_peers_read_and_fill_the_pool_that_an_extent_names(monkeypatch: pytest.M
     Its start waits for its own engine for longer than it would for another node's.
     """
     monkeypatch.setattr(handshake, "TIMEOUT_S", 0.0)
-    memory = [Mapping.of_memory(1 << 20) for _ in range(2)]
+    memory = [MappedFile.of_memory(1 << 20) for _ in range(2)]
     live = LiveCache(Cache([Pool(Allocator(n, 1 << 20, GRANULE_BYTES)) for n in range(2)]))
     source, target = Extent(1, 4096, 100_000), Extent(1, 1 << 19, 100_000)
     memory[1].view(source.offset, source.nbytes)[:] = content = secrets.token_bytes(source.nbytes)
@@ -354,7 +354,7 @@ async def links_that_take_turns(
     monkeypatch.setattr(inbound_link, "SPECULATIVE_BYTES", 0)
     monkeypatch.setattr(serving, "TURN_S", 10 * HANG_S)
     live = LiveCache(Cache([Pool(Allocator(0, 1 << 20, GRANULE_BYTES))], lease_ttl_s))
-    memory = Mapping.of_memory(1 << 20)
+    memory = MappedFile.of_memory(1 << 20)
     pools = {0: SimpleNamespace(readable=memory, writable=memory)}
     checksums = Checksums(live, pools)
     config = Config(peer_address="127.0.88.3:9465", peer_token=TOKEN)

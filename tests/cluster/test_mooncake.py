@@ -398,7 +398,7 @@ import asyncio, json, sys
 from pathlib import Path
 from ecd.cluster.transport.engine import Engine, EngineError, EngineSettings
 from ecd.cluster.transport.handshake import describe
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 
 def access(address):
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -408,7 +408,7 @@ def access(address):
 
 async def main():
     engine = Engine(EngineSettings("127.0.0.1", sys.argv[1], "18200-18231"), b"i" * 16)
-    pool = Mapping.of_memory(1 << 20)
+    pool = MappedFile.of_memory(1 << 20)
     await engine.register(pool)
     buffers = (await describe(engine.endpoint))["buffers"]
     places = {"identity": engine.identity_address, "scratch": engine.reads.scratch.address}

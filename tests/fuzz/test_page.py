@@ -16,7 +16,7 @@ from zlib import crc32
 
 from ecd_client import Client
 from ecd_proto.contract import DTYPES
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.shm.index import MAILBOXES_AT, IndexShape, unpack_index_header
 from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD, Row, key_record, pack_row
 from ecd_proto.shm.session_page import (
@@ -197,10 +197,10 @@ OTHERS_KEYS = [("citizen 0", f"citizen 0 key {number}") for number in range(2)]
 OTHERS_KEYS += [(f"citizen {who}", f"ghost {number}") for who in range(2) for number in range(2)]
 
 
-def mapped(path: Path, writable: bool) -> Mapping:
+def mapped(path: Path, writable: bool) -> MappedFile:
     fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
-        return Mapping(fd, os.fstat(fd).st_size, writable)
+        return MappedFile(fd, os.fstat(fd).st_size, writable)
     finally:
         os.close(fd)
 

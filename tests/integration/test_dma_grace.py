@@ -27,7 +27,7 @@ from ecd_client import Client, EcdError
 from ecd_client.device.attach import attach
 from ecd_client.session.channel import open_channel
 from ecd_proto.contract import CONTRACT_VERSION
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.shm.session_page import ATTACHED, DMA_BLIND_GRACE_S, DMA_GRACE_S, DMA_LIMIT_S
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
@@ -184,7 +184,7 @@ class Device:
     def __init__(self, daemon: Daemon, offset: int) -> None:
         [pool] = daemon.shm.glob("*.pool")
         fd = os.open(pool, os.O_RDWR)
-        self._view = Mapping(fd, pool.stat().st_size, writable=True).view(offset, RESERVED_BYTES)
+        self._view = MappedFile(fd, pool.stat().st_size, writable=True).view(offset, RESERVED_BYTES)
         os.close(fd)
 
     def write(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace, SharedNamespace
-from ecd_proto.mapping import memory_file
+from ecd_proto.mapped_file import memory_file
 from support.processes import child
 from support.users import MALLORY, acting_as, needs_root
 

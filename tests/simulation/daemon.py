@@ -29,7 +29,7 @@ from ecd.rpc.cache.origins import NothingToRecover, Recovering
 from ecd.rpc.peer.peer_service import PeerService
 from ecd.rpc.peer.peer_token import TokenCheck
 from ecd.settings.config import Config
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.v1 import cache_pb2 as pb
 from simulation.clock import Process
 from simulation.disk import SimulatedDisk
@@ -54,16 +54,16 @@ class Place:
     """What outlives a daemon on its node: its memory's addresses, its ports."""
 
     node: str
-    pool: Mapping
-    identity: Mapping
+    pool: MappedFile
+    identity: MappedFile
     disk: SimulatedDisk | None
 
     @property
-    def readable(self) -> Mapping:
+    def readable(self) -> MappedFile:
         return self.pool
 
     @property
-    def writable(self) -> Mapping:
+    def writable(self) -> MappedFile:
         return self.pool
 
 

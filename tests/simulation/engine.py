@@ -18,7 +18,7 @@ from ecd.cluster.transport.identity import Identities
 from ecd.cluster.transport.read_queue import SWEEP_S, ReadQueue
 from ecd.cluster.transport.reads import Reading
 from ecd.cluster.transport.transfers import Progress, Read, RemoteExtent
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from simulation.clock import OUTSIDE, Hashers, Process
 from simulation.network import Network
 
@@ -106,7 +106,7 @@ class SimulatedEngine:
     """In place of `Engine`: transfers and the event loop's view of them."""
 
     def __init__(
-        self, engines: Engines, process: Process, node: str, endpoint: str, identity: Mapping
+        self, engines: Engines, process: Process, node: str, endpoint: str, identity: MappedFile
     ) -> None:
         """`identity` is the page that peers read to know whose memory they have read."""
         self.process, self.node, self.endpoint, self.protocol = process, node, endpoint, "tcp"
@@ -120,7 +120,7 @@ class SimulatedEngine:
     async def verify(self, protocol: str) -> None:
         self._engines.answering[self.endpoint] = self
 
-    async def register(self, *pools: Mapping) -> None:
+    async def register(self, *pools: MappedFile) -> None:
         self._memory += pools
         await asyncio.sleep(0.001)
 

@@ -10,7 +10,7 @@ from random import Random
 
 from ecd.core.model.states import EntryState
 from ecd.settings.config import Config
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.v1 import cache_pb2 as pb
 from simulation.client import Client
 from simulation.clock import VirtualLoop
@@ -303,6 +303,6 @@ WRITABLE = (EntryState.RESERVED, EntryState.ORPHANED)
 
 
 @cache
-def memory_of(number: int, nbytes: int) -> tuple[Mapping, Mapping]:
+def memory_of(number: int, nbytes: int) -> tuple[MappedFile, MappedFile]:
     """A node's pool and the page with its identity: memory is not made anew for each run."""
-    return Mapping.of_memory(nbytes), Mapping.of_memory(4096)
+    return MappedFile.of_memory(nbytes), MappedFile.of_memory(4096)

@@ -20,7 +20,7 @@ from ecd.base.clock import REAL
 from ecd.cluster.transport.engine import Engine, EngineSettings
 from ecd.rpc.peer.peer_token import TokenCheck
 from ecd_proto.contract import CONTRACT_VERSION
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
@@ -67,7 +67,7 @@ class LyingPeer(pb_grpc.PeerServicer):
         self.leases = 0
         self.elsewhere: dict[str, str] = {}  # where lies send the asker
         host = node.partition(":")[0]
-        self.memory = Mapping.of_memory(4 << 20)
+        self.memory = MappedFile.of_memory(4 << 20)
         self.memory.view(0, NBYTES)[:] = content(NBYTES, 1)
         self.engine = Engine(EngineSettings(host, "tcp", ports), bytes.fromhex(self.incarnation))
         self.identity_address = self.engine.identity_address

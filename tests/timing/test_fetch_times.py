@@ -23,7 +23,7 @@ from ecd.memory.checksums import Checksums
 from ecd.rpc.peer.serving import TURN_S, Serving, Turn
 from ecd.settings.config import Config
 from ecd_client.vllm.base import hints
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.shm.files import GRANULE_BYTES
 from support.hints import IDENTIFIERS, SHAPES, huge
 from support.nodes import NodeClient
@@ -59,7 +59,7 @@ def test_hints_of_any_form(shape: str, figure: Figure) -> None:
 def test_an_offer_of_many_keys(figure: Figure) -> None:
     async def run() -> None:
         live = LiveCache(Cache([Pool(Allocator(0, 1 << 24, GRANULE_BYTES))]))
-        memory = Mapping.of_memory(1 << 24)
+        memory = MappedFile.of_memory(1 << 24)
         config = Config(
             peer_address="127.0.88.1:9465", peer_insecure=True, hint_networks="127.0.0.0/8"
         )

@@ -8,7 +8,7 @@ from support.processes import run
 
 ENDS_AMID = """
 import sys, threading, weakref
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 
 class Thing: pass
 
@@ -19,7 +19,7 @@ weakref.finalize(many[0], print, "another library's")
 
 def map_and_unmap():
     while True:
-        begun.set() if Mapping.of_memory(4096) else None
+        begun.set() if MappedFile.of_memory(4096) else None
 
 begun = threading.Event()
 threading.Thread(target=map_and_unmap, daemon=True).start()

@@ -26,7 +26,7 @@ from ecd.cluster.transport.read_queue import (
 )
 from ecd.cluster.transport.reads import Reads
 from ecd.cluster.transport.transfers import LANES, LARGE_BYTES, Ended, Progress, Read, RemoteExtent
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from support.examples import drawn, draws
 from support.waiting import within_hang
 
@@ -589,8 +589,8 @@ class Local:
     delay_s = now_s = 0.0
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = Mapping.of_memory(IDENTITY_BYTES + nbytes, IDENTITY)
-        self.target = Mapping.of_memory(nbytes)
+        self.memory = MappedFile.of_memory(IDENTITY_BYTES + nbytes, IDENTITY)
+        self.target = MappedFile.of_memory(nbytes)
         self.identity_reads = 0
         self.begun: list[tuple[int, int, int]] = []
 

@@ -22,7 +22,7 @@ from ecd_client import clock
 from ecd_client.device import completions
 from ecd_client.errors import DeviceError
 from ecd_proto.contract import size_text
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class PinnedPool:
         """All zero until nothing more will be registered."""
         self.users = 0  # sessions; changed by `acquire` and `release` alone
         self._device = device
-        self._mapping = Mapping(fd, nbytes, writable=True)
+        self._mapping = MappedFile(fd, nbytes, writable=True)
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._register, name="ecd-pin", daemon=True)

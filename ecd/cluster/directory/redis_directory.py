@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Mapping as MappingOf
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -122,7 +121,7 @@ class RedisDirectory:
                 self._changed.set()  # `run` waits for its next beat, seconds after a late lookup
         return found
 
-    async def claim(self, keys: MappingOf[Key, str]) -> MappingOf[Key, Claimed]:
+    async def claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
         if self._is_silent or self._clock.now_s() < self._claimless_until_s:
             return {}
         try:
@@ -193,7 +192,7 @@ class RedisDirectory:
             if row
         }
 
-    async def _claim(self, keys: MappingOf[Key, str]) -> MappingOf[Key, Claimed]:
+    async def _claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
         pipeline = self._redis.pipeline(transaction=False)
         for key, void in keys.items():
             ttl_ms = 1000 * NODE_TTL_S
@@ -210,7 +209,7 @@ class RedisDirectory:
         dead = {key: by for key, by in makers.items() if nodes[by] is None and keys[key] != by}
         return {**claimed, **await self._claim(dead)} if dead else claimed
 
-    async def _learn(self, incarnations: set[str]) -> MappingOf[str, Candidate | None]:
+    async def _learn(self, incarnations: set[str]) -> Mapping[str, Candidate | None]:
         """The node of each incarnation; None for one that is dead."""
         now_s = self._clock.now_s()
         nodes = {
@@ -239,7 +238,7 @@ class RedisDirectory:
     def is_told(self) -> bool:
         return self._known and not self._unpublished and self._sweeping is None
 
-    def publish(self, changes: MappingOf[Key, bool]) -> None:
+    def publish(self, changes: Mapping[Key, bool]) -> None:
         if not changes:
             return
         self._unpublished.update(changes)

@@ -7,8 +7,7 @@ import itertools
 import logging
 import re
 from collections import deque
-from collections.abc import Mapping as MappingOf
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,7 +230,7 @@ class Link:
             batch = pb.ReleaseLeases(leases=ended[start : start + MAX_BATCH], stored=stored)
             self._send(pb.LinkRequest(release=batch))
 
-    def offer(self, stored: MappingOf[Key, Extent | None]) -> None:
+    def offer(self, stored: Mapping[Key, Extent | None]) -> None:
         if len(self._others) < MAX_UNSENT:
             keys, extents = map(to_key, stored), to_extents(stored.values())
             self._send(pb.LinkRequest(offer=pb.OfferKeys(keys=keys, extents=extents)))

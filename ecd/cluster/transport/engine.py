@@ -15,7 +15,7 @@ from typing import Any
 from ecd.cluster.transport.handshake import describe
 from ecd.cluster.transport.reads import Reads
 from ecd.cluster.transport.transfers import LANES, Progress
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Engine:
         self.reads = Reads(self._transfers)
         is_tcp = settings.protocol == "tcp"
         # A device registers only memory that it may write to, and reads only into such memory.
-        page = Mapping.of_memory(os.sysconf("SC_PAGESIZE"), identity, writable=not is_tcp)
+        page = MappedFile.of_memory(os.sysconf("SC_PAGESIZE"), identity, writable=not is_tcp)
         self.identity_address = page.address
         self._registered = [page] if is_tcp else [page, self.reads.scratch]
 
@@ -113,7 +113,7 @@ class Engine:
             )
         self.reads.start()
 
-    async def register(self, *pools: Mapping) -> None:
+    async def register(self, *pools: MappedFile) -> None:
         """Let other nodes read the pools and this node's identity. Raises EngineError.
 
         Registration runs in a thread: a device pins whole pools, for some seconds if large.

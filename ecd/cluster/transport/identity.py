@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ecd.cluster.transport.transfers import LANES, Ended, Progress, Read, RemoteExtent, Transfers
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 
 IDENTITY_BYTES = 16
 MAX_IDENTITY_READS = 4096
@@ -23,7 +23,7 @@ class Identities:
     """The identity last read from each peer, and the memory that identities are read into."""
 
     def __init__(self, slots: int = MAX_IDENTITY_READS) -> None:
-        self.scratch = Mapping.of_memory(slots * IDENTITY_BYTES)
+        self.scratch = MappedFile.of_memory(slots * IDENTITY_BYTES)
         self.seen: dict[str, bytes] = {}
         """The identities read last, by the names of the peers' engines."""
         self.free_slots = list(range(0, self.scratch.nbytes, IDENTITY_BYTES))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping as MappingOf
+from collections.abc import Mapping
 
 from ecd.cluster.transport.reads import Reading, Reads
 from ecd.cluster.transport.transfers import RemoteExtent
 from ecd.core.model.types import Extent
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 from ecd_proto.v1 import peer_pb2 as pb
 
 
 class PoolReads:
     """An engine's reads, with extents of the pools as their destinations."""
 
-    def __init__(self, reads: Reads, pools: MappingOf[int, Mapping]) -> None:
+    def __init__(self, reads: Reads, pools: Mapping[int, MappedFile]) -> None:
         """`pools` are the writable memory of each pool, by its number."""
         self._reads, self._pools = reads, pools
 

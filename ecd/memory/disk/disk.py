@@ -6,7 +6,7 @@ A disk that fails, hangs or is full costs the tier alone: after failures reads, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping as MappingOf
+from collections.abc import Mapping
 
 from ecd.core.model.types import Selection
 from ecd.live.live import LiveCache
@@ -24,7 +24,7 @@ class DiskTier:
         self,
         live: LiveCache,
         directory: DiskDir,
-        pools: MappingOf[int, WritablePool],
+        pools: Mapping[int, WritablePool],
         nbytes: int,
         write_bytes_per_s: int,
     ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping as MappingOf
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ecd.core.demotion import rounded
@@ -24,7 +24,7 @@ from ecd.memory.disk.disk_format import CorruptFile, Header, file_name
 from ecd.memory.disk.disk_limits import Breaker
 from ecd.memory.disk.threads import Threads
 from ecd_proto.contract import shown
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ class WritablePool(Protocol):
     """One pool's memory."""
 
     @property
-    def readable(self) -> Mapping: ...
+    def readable(self) -> MappedFile: ...
 
     @property
-    def writable(self) -> Mapping: ...
+    def writable(self) -> MappedFile: ...
 
 
 class DiskReads:
@@ -53,7 +53,7 @@ class DiskReads:
     is_near = True
 
     def __init__(
-        self, live: LiveCache, files: DiskFiles, pools: MappingOf[int, WritablePool]
+        self, live: LiveCache, files: DiskFiles, pools: Mapping[int, WritablePool]
     ) -> None:
         self._live, self._files, self._pools = live, files, pools
         self._counters = files.counters

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping as MappingOf
+from collections.abc import Mapping
 
 from ecd.core.demotion import Budget, next_demotions, rounded
 from ecd.core.model.types import EntryInfo
@@ -33,7 +33,7 @@ class DiskWrites:
         self,
         live: LiveCache,
         files: DiskFiles,
-        pools: MappingOf[int, WritablePool],
+        pools: Mapping[int, WritablePool],
         bytes_per_s: int,
     ) -> None:
         self._live, self._files, self._pools = live, files, pools

@@ -21,7 +21,7 @@ from cuda.bindings import driver as cuda
 
 from ecd_client.device import accelerator, driver
 from ecd_proto.collected import when_collected
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 
 MAX_CONTENT_BYTES = 64 << 20
 """Largest tensor whose content can be read."""
@@ -48,7 +48,7 @@ class StandinGpu:
         self._busy: list[tuple[driver.Event, tuple[int, int], int]] = []
         self._live: dict[int, int] = {}
         self._own = threading.local()
-        self._out = Mapping.of_memory(MAX_CONTENT_BYTES)
+        self._out = MappedFile.of_memory(MAX_CONTENT_BYTES)
         with driver.on(device):
             self.stream = self.new_stream(device)
             driver.register(self._out.address, self._out.nbytes)

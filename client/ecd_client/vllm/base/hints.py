@@ -9,8 +9,7 @@ fields, so nothing is taken for granted about their form.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
-from collections.abc import Mapping as MappingOf
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -70,7 +69,7 @@ def consumers_in(params: object) -> list[str]:
     return _nodes(consumers if isinstance(consumers, list) else [consumers])
 
 
-def add_hints(params: dict[str, Any], hints: MappingOf[str, Hint]) -> None:
+def add_hints(params: dict[str, Any], hints: Mapping[str, Hint]) -> None:
     """Write into the answer to a request where its items lie."""
     for mm_hash, item in params.items():
         if hint := hints.get(mm_hash):

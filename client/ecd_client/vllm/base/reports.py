@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ecd_client import clock
 from ecd_client.vllm.base.stats import COUNTERS, EcdStats
-from ecd_proto.mapping import memory_file
+from ecd_proto.mapped_file import memory_file
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig

@@ -29,7 +29,7 @@ from ecd_client.tensors import private_copy
 from ecd_client.vllm.base.stats import EcdStats
 from ecd_client.vllm.base.transfer import Load
 from ecd_proto.contract import shown
-from ecd_proto.mapping import Mapping
+from ecd_proto.mapped_file import MappedFile
 
 if TYPE_CHECKING:
     from ecd_client.device.driver import Event
@@ -52,7 +52,7 @@ class Loader:
         """
         self._client, self._timeout_s, self._stats = client, timeout_s, stats
         self._device_views = device_views
-        self._pools: dict[tuple[str, str], Mapping] = {}  # by incarnation and path
+        self._pools: dict[tuple[str, str], MappedFile] = {}  # by incarnation and path
         self._done: list[int] = []
         self._under_way: list[tuple[Event, int]] = []
         self._pinning = Pinning()
@@ -186,7 +186,7 @@ class Loader:
         pool.populate_once(handle.offset, handle.nbytes)
         return view
 
-    def _pool(self, handle: Handle) -> Mapping:
+    def _pool(self, handle: Handle) -> MappedFile:
         place = handle.incarnation, handle.pool_path
         pool = self._pools.get(place)
         if pool is None:
@@ -195,7 +195,7 @@ class Loader:
             except FileNotFoundError:  # the daemon was restarted: the scheduler still has it open
                 fd = os.open(handle.pool_fd_path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                pool = self._pools[place] = Mapping(fd, handle.pool_bytes, writable=False)
+                pool = self._pools[place] = MappedFile(fd, handle.pool_bytes, writable=False)
             finally:
                 os.close(fd)
             incarnations = list(dict.fromkeys(incarnation for incarnation, _ in self._pools))

@@ -16,7 +16,7 @@ import stat
 import struct
 from zlib import crc32
 
-from ecd_proto.mapping import keeps_size, memory_file
+from ecd_proto.mapped_file import keeps_size, memory_file
 
 logger = logging.getLogger(f"vllm.{__name__}")
 

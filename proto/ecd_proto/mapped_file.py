@@ -65,7 +65,7 @@ def keeps_size(fd: int) -> bool:
     return bool(fcntl.fcntl(fd, _F_GET_SEALS) & _SHRINK)
 
 
-class Mapping:
+class MappedFile:
     """A file, or a part of it, mapped. Every view of it keeps it mapped.
 
     Python's own `mmap` gives no buffer of a read-only mapping that torch takes without a copy,
@@ -91,7 +91,7 @@ class Mapping:
         self._is_populated = False
 
     @classmethod
-    def of_memory(cls, nbytes: int, content: bytes = b"", writable: bool = True) -> Mapping:
+    def of_memory(cls, nbytes: int, content: bytes = b"", writable: bool = True) -> MappedFile:
         """New memory that begins with `content`. Raises OSError."""
         fd = memory_file("ecd", nbytes)
         try:
