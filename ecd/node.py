@@ -68,7 +68,7 @@ def make_cache(
 
     pools = [pool(number, each.nbytes) for number, each in memory.items()]
     pools += [
-        Pool(Allocator(number, each.nbytes, GRANULE_BYTES), "device", holds_copies=True)
+        Pool(Allocator(number, each.nbytes, GRANULE_BYTES), "device", holds_replicas=True)
         for number, each in devices.items()
     ]
     return Cache(pools, lease_ttl_s, DEFAULT_LIMITS, board.index, rules)

@@ -196,10 +196,10 @@ class Cache:
             return EntryTooLarge(content.nbytes, pool.nbytes)
         return self._writers.reserve(pool, owner, key, content, now_s)
 
-    def reserve_copy(
+    def reserve_replica(
         self, session: SessionId, key: Key, original: EntryId, pool: Pool, now_s: float
     ) -> Reservation | Missing:
-        """Allocate an extent for a copy of a stored entry, in a pool that holds copies.
+        """Allocate an extent for a replica of a stored entry, in a pool that holds replicas.
 
         Missing: the key's entry is another one, or none. Evicts some other copies of the pool.
         """
@@ -208,7 +208,7 @@ class Cache:
             return SessionEnded()
         if len(owner.reservations) >= self.limits.reservations_per_session:
             return self.counters.refuse("reservations", self.limits.reservations_per_session)
-        return self._writers.reserve_copy(pool, owner, key, original, now_s)
+        return self._writers.reserve_replica(pool, owner, key, original, now_s)
 
     def no_room(self, nbytes: int, pool: Pool | None = None) -> PoolFull:
         """Refuse a reservation: no room can be made, or the caller stops trying."""
@@ -241,7 +241,7 @@ class Cache:
             assert content.nbytes == entry.content.nbytes
             entry.content = content
         self._writers.publish(owner, entry, now_s, checksum, refetch_s, age_s)
-        return Committed(() if entry.copy_in else self.readers.wake(entry, now_s))
+        return Committed(() if entry.replica_in else self.readers.wake(entry, now_s))
 
     def abort(self, session: SessionId, reservation: EntryId) -> Abortion:
         """Give a reservation back: its writer touches the extent no more."""
@@ -250,7 +250,7 @@ class Cache:
             return NotReserved()
         owner, entry = found
         self._writers.abort(owner, entry)
-        return Aborted(() if entry.copy_in else self.readers.writer_lost(entry.key))
+        return Aborted(() if entry.replica_in else self.readers.writer_lost(entry.key))
 
     def abandon(self, session: SessionId, reservation: EntryId) -> Abortion:
         """Give a reservation up, but keep its extent until `reclaim`: it may still be written."""
@@ -382,7 +382,7 @@ class Cache:
             assert entry.state is not EntryState.GONE
         counted, apart = self.counters, self.bench
         for reason, count in counted.evictions.items():
-            own = (pool for pool in self.pools if not pool.holds_copies)
+            own = (pool for pool in self.pools if not pool.holds_replicas)
             assert count + apart.evictions[reason] == sum(pool.evictions[reason] for pool in own)
         for each in (counted, apart):
             for_room = sum(each.evictions[reason] for reason in FOR_ROOM)

@@ -47,7 +47,7 @@ class Counters:
     recovered: int = 0  # entries taken over from an earlier incarnation
     duplicates: int = 0
     aborts: int = 0
-    copies: int = 0  # made in pools that hold copies
+    copies: int = 0  # made in pools that hold replicas
     bytes_in: int = 0
     bytes_out: int = 0
     saved_s: float = 0.0  # encoding time that the hits saved

@@ -40,8 +40,8 @@ class Entries:
         self._sums: dict[str, NamespaceSum] = {}
         self._count = self._nbytes = 0
         self._writing: dict[Key, Entry] = {}  # reservation in the nearest pool
-        self._copying: dict[Key, Entry] = {}  # the same of copies, for which nobody waits
-        self._copies = 0  # committed
+        self._replicating: dict[Key, Entry] = {}  # the same of replicas, for which nobody waits
+        self._replicas = 0  # committed
         self._order: list[list[EntryId]] = []  # committed ids, ascending, in groups
         self._changes: dict[Key, bool] | None = None
         self._last_id = 0
@@ -84,8 +84,8 @@ class Entries:
         if not self._order or len(self._order[-1]) == IN_A_GROUP:
             self._order.append([])
         self._order[-1].append(entry.id)
-        if entry.copy_in:
-            self._copies += 1
+        if entry.replica_in:
+            self._replicas += 1
             return
         self._add_up(entry, 1)
         if self._changes is not None:
@@ -107,8 +107,8 @@ class Entries:
         elif not of_namespace:
             del self._stored[entry.namespace]
         self._count -= 1
-        if entry.copy_in:
-            self._copies -= 1
+        if entry.replica_in:
+            self._replicas -= 1
         else:
             self._add_up(entry, -1)
             if self._changes is not None:
@@ -157,19 +157,19 @@ class Entries:
         return _in_pool(pool.number, self.stored(key))
 
     def writing_in(self, pool: Pool, key: Key) -> Entry | None:
-        writing = self._copying if pool.holds_copies else self._writing
+        writing = self._replicating if pool.holds_replicas else self._writing
         return _in_pool(pool.number, writing.get(key))
 
-    def copies_of(self, entry: Entry) -> list[Entry]:
-        """The committed copies of a committed entry, in pools that hold copies."""
-        if entry.copy_in or not self._copies:
+    def replicas_of(self, entry: Entry) -> list[Entry]:
+        """The committed replicas of a committed entry."""
+        if entry.replica_in or not self._replicas:
             return []
-        return [copy for copy in self.copies(entry.key) if copy.copy_in]
+        return [replica for replica in self.copies(entry.key) if replica.replica_in]
 
     def use(self, entry: Entry, now_s: float) -> None:
         """Count one read of an entry, which keeps all copies of its key."""
         self.pool_of(entry).use(entry, now_s)
-        for copy in self.copies(entry.key) if self._copies else ():
+        for copy in self.copies(entry.key) if self._replicas else ():
             if copy is not entry:
                 self.pool_of(copy).use(copy, now_s)
 
@@ -184,15 +184,15 @@ class Entries:
 
     @property
     def being_written(self) -> int:
-        """How many keys have an open reservation, those of copies apart."""
+        """How many keys have an open reservation, those of replicas apart."""
         return len(self._writing)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._by_id.values())
 
     def __len__(self) -> int:
-        """The number of committed entries, copies apart."""
-        return self._count - self._copies
+        """The number of committed entries, replicas apart."""
+        return self._count - self._replicas
 
     def page(self, after: EntryId | None, limit: int) -> tuple[list[Entry], EntryId | None]:
         """Up to `limit` committed entries in order of commit, and where the next page starts.
@@ -224,7 +224,7 @@ class Entries:
             del self._sums[entry.namespace]
 
     def _writing_like(self, entry: Entry) -> dict[Key, Entry]:
-        return self._copying if entry.copy_in else self._writing
+        return self._replicating if entry.replica_in else self._writing
 
     def _linked(self, nearest: Entry | None, entry: Entry) -> Entry:
         """Add an entry to its key's chain; returns the chain's nearest."""
@@ -242,24 +242,24 @@ class Entries:
             assert entry.block.owner is entry
             assert not entry.block.is_free
             pool, key = self.pool_of(entry), entry.key
-            assert entry.copy_in == (pool.number if pool.holds_copies else 0)
+            assert entry.replica_in == (pool.number if pool.holds_replicas else 0)
             stored, writing = self.stored_in(pool, key), self.writing_in(pool, key)
             assert (stored is entry) == (entry.state is EntryState.COMMITTED)
             assert (writing is entry) == (entry.state is EntryState.RESERVED)
         assert all(self._stored.values()), "an empty group was kept"
         listed = [[*_chain(e)] for group in self._stored.values() for e in group.values()]
-        assert not any(chain[0].copy_in for chain in listed), "a copy of nothing"
-        reserved = (*self._writing.values(), *self._copying.values())
+        assert not any(chain[0].replica_in for chain in listed), "a replica of nothing"
+        reserved = (*self._writing.values(), *self._replicating.values())
         for chain in (*listed, *map(list, map(_chain, reserved))):
             places = [self._nearness[entry.pool] for entry in chain]
             assert places == sorted(set(places)), "copies out of order, or two in one pool"
             assert all(self._by_id[entry.id] is entry for entry in chain)
         committed = {e.id for e in self._by_id.values() if e.state is EntryState.COMMITTED}
         assert len(committed) == self._count
-        assert self._copies == sum(self._by_id[entry].copy_in > 0 for entry in committed)
+        assert self._replicas == sum(self._by_id[entry].replica_in > 0 for entry in committed)
         sums: dict[str, list[int]] = {}
         for entry in map(self._by_id.__getitem__, committed):
-            if not entry.copy_in:
+            if not entry.replica_in:
                 sums.setdefault(entry.namespace, []).append(entry.content.nbytes)
         assert self._sums == {name: (len(sizes), sum(sizes)) for name, sizes in sums.items()}
         assert self._nbytes == sum(map(sum, sums.values()))

@@ -39,15 +39,15 @@ class Evictor:
         Its copies go first: a reader that sees the entry listed after it has pinned a copy knows
         that the copy is of this entry.
         """
-        for copy in self._entries.copies_of(entry):
+        for copy in self._entries.replicas_of(entry):
             self.evict(copy, reason)
-        if not entry.copy_in:
+        if not entry.replica_in:
             idle_s = max(0.0, self._now_s - entry.used_s)
             nbytes = entry.content.nbytes
             self._counters.of(entry.namespace).evicted(reason, idle_s, nbytes)
         entry.step(EntryEvent.EVICT)
         self._entries.hide(entry)
-        self._board.hide(entry.id, entry.key, entry.copy_in)
+        self._board.hide(entry.id, entry.key, entry.replica_in)
         self._entries.pool_of(entry).drop(entry, reason)
         if entry.terms is not None:
             self._book.leave(entry)
@@ -120,7 +120,7 @@ class Evictor:
             entry
             for entry in page
             if selection.namespace in (None, entry.namespace)
-            and (not entry.copy_in if selection.pool is None else entry.pool == selection.pool)
+            and (not entry.replica_in if selection.pool is None else entry.pool == selection.pool)
             and now_s - entry.used_s >= selection.idle_s
             and now_s - entry.created_s >= selection.age_s
         ]

@@ -217,7 +217,7 @@ class Book:
                 reserved[entry.namespace] = reserved.get(entry.namespace, 0) + entry.block.nbytes
             if terms is None or entry.state is not EntryState.COMMITTED:
                 continue
-            assert not entry.copy_in, "a copy has its entry's terms"
+            assert not entry.replica_in, "a replica has its entry's terms"
             ends += terms.expires_s < inf
             kept += 0.0 < terms.kept_until_s < inf
             if terms.has_quota:
@@ -258,7 +258,7 @@ class Retention:
         """Apply the rules to the next `limit` entries; where to go on, None at the end."""
         entries, next_after = self._entries.page(after, limit)
         for entry in entries:
-            if not entry.copy_in:
+            if not entry.replica_in:
                 self._book.readmit(entry)
         return next_after
 

@@ -81,11 +81,11 @@ class Views:
         Copies are left out.
         """
         entries, next_after = self._entries.page(after, limit)
-        return [entry.info() for entry in entries if not entry.copy_in], next_after
+        return [entry.info() for entry in entries if not entry.replica_in], next_after
 
     def next_victims(self, limit: int) -> list[EntryInfo]:
         """Up to `limit` entries that eviction for room takes next, copies apart."""
-        own = (pool for pool in self._entries.pools if not pool.holds_copies)
+        own = (pool for pool in self._entries.pools if not pool.holds_replicas)
         victims = chain.from_iterable(pool.next_victims() for pool in own)
         return [entry.info() for entry in islice(victims, limit)]
 

@@ -106,11 +106,11 @@ class Writers:
             self._book.reserve(entry)
         return Reserved(entry.id, entry.extent)
 
-    def reserve_copy(
+    def reserve_replica(
         self, pool: Pool, owner: Session, key: Key, original: EntryId, now_s: float
     ) -> Reserved | AlreadyStored | BeingWritten | PoolFull | EntryTooLarge | Missing:
         """Reserve room for a copy of this entry of the key, where that takes no second call."""
-        assert pool.holds_copies, "the key's own entry cannot lie there"
+        assert pool.holds_replicas, "the key's own entry cannot lie there"
         stored = self._entries.stored(key)
         if stored is None or stored.id != original:
             return Missing()
@@ -180,12 +180,12 @@ class Writers:
         self._stop_writing(entry)
 
     def orphan_all(self, owner: Session) -> list[Key]:
-        """Orphan the session's open reservations; returns their keys, those of copies apart."""
+        """Orphan the session's open reservations; returns their keys, those of replicas apart."""
         entries = [self._entry(reservation) for reservation in owner.reservations]
         lost = [entry for entry in entries if entry.state is EntryState.RESERVED]
         for entry in lost:
             self.orphan(entry)
-        return [entry.key for entry in lost if not entry.copy_in]
+        return [entry.key for entry in lost if not entry.replica_in]
 
     def reclaim(self, owner: Session, reservation: EntryId) -> None:
         """Free the extent of an orphaned reservation: nothing can write there any more."""
@@ -261,7 +261,7 @@ class Writers:
     ) -> Entry:
         """Make a reservation of an allocated block."""
         entry = Entry(self._entries.next_id(), *key, content, block, owner.id, created_s=now_s)
-        entry.copy_in, entry.original = pool.number if original else 0, original
+        entry.replica_in, entry.original = pool.number if original else 0, original
         self._entries.add(entry)
         owner.reservations.add(entry.id)
         pool.begin_write(entry)
@@ -285,12 +285,12 @@ class Writers:
         self._entries.publish(entry)
         self._price(entry, refetch_s)
         self._entries.pool_of(entry).admit(entry)
-        if (self._book.has_rules or age_s) and not entry.copy_in:
+        if (self._book.has_rules or age_s) and not entry.replica_in:
             self._book.admit(entry, now_s - age_s)
         self._board.show(entry.info())
         self._publish_count()
         counters = self._counters.of(entry.namespace)
-        if entry.copy_in:
+        if entry.replica_in:
             counters.copies += 1
         elif is_put:
             counters.put(entry.content.nbytes)
@@ -299,7 +299,7 @@ class Writers:
 
     def _price(self, entry: Entry, refetch_s: float) -> None:
         """Set what the entry costs, by the fit; less if it is cheaper to fetch again."""
-        if not entry.copy_in:
+        if not entry.replica_in:
             self._costs.learn(entry.namespace, entry.content)
         entry.cost_s, is_known = self._costs.of(entry.namespace, entry.content)
         if is_known:
@@ -309,7 +309,7 @@ class Writers:
     def _stop_writing(self, entry: Entry) -> None:
         self._entries.stop_writing(entry)
         self._publish_count()
-        is_given_up = not entry.copy_in and self._recovering.pop(entry.id, True)
+        is_given_up = not entry.replica_in and self._recovering.pop(entry.id, True)
         self._counters.of(entry.namespace).aborts += is_given_up
 
     def _take(self, owner: Session, entry: Entry) -> None:

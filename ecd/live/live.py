@@ -294,10 +294,10 @@ class LiveCache:
             with Stage("room", self.clock):
                 await pace.turn()
 
-    def reserve_copy(
+    def reserve_replica(
         self, session: SessionId, key: Key, original: EntryId, pool: Pool
     ) -> Reservation | Missing:
-        outcome = self.cache.reserve_copy(session, key, original, pool, self.clock.now_s())
+        outcome = self.cache.reserve_replica(session, key, original, pool, self.clock.now_s())
         self._effects.after_filling()
         return outcome
 

@@ -123,12 +123,12 @@ class SharedIndex:
     # -- the core's announcements --------------------------------------------------------------
 
     def show(self, info: EntryInfo) -> None:
-        record = self._record(info.key, info.copy_in)
+        record = self._record(info.key, info.replica_in)
         if record is None:
             return  # clients know by the same rule that they have to call
         number = self._take_row()
         if number is None:
-            if not info.copy_in:  # a copy that nobody finds is no loss
+            if not info.replica_in:  # a replica that nobody finds is no loss
                 self._unlisted.add(info.entry)
                 self._note_unlisted()
             return
@@ -172,8 +172,8 @@ class SharedIndex:
     def announce_reservations(self, count: int) -> None:
         self._header[RESERVATIONS_WORD] = count
 
-    def hide(self, entry: EntryId, key: Key, copy_in: int = 0) -> None:
-        bucket, before, number = self._place_of(entry, key, copy_in)
+    def hide(self, entry: EntryId, key: Key, replica_in: int = 0) -> None:
+        bucket, before, number = self._place_of(entry, key, replica_in)
         if not number:
             self._unlisted.discard(entry)
             self._note_unlisted()
@@ -320,14 +320,14 @@ class SharedIndex:
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def _record(self, key: Key, copy_in: int) -> bytes | None:
+    def _record(self, key: Key, replica_in: int) -> bytes | None:
         """The key as rows spell it. None if it cannot have a row, as clients know by this rule."""
         namespace = self._names.add(key.namespace)
-        return None if namespace is None else key_record(namespace, key.mm_hash, copy_in)
+        return None if namespace is None else key_record(namespace, key.mm_hash, replica_in)
 
-    def _place_of(self, entry: EntryId, key: Key, copy_in: int = 0) -> tuple[int, int, int]:
+    def _place_of(self, entry: EntryId, key: Key, replica_in: int = 0) -> tuple[int, int, int]:
         """The entry's bucket, the row before its own, and its row; 0 for each it does not have."""
-        record = self._record(key, copy_in)
+        record = self._record(key, replica_in)
         if record is None:
             return 0, 0, 0
         bucket = bucket_of(record, self.shape)

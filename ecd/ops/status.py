@@ -81,7 +81,7 @@ class Status:
             return None
         if self._state == State.STATE_STOPPING:
             return "the daemon is stopping"
-        pools = [self._memory[pool.number] for pool in self._cache.pools if not pool.holds_copies]
+        pools = [self._memory[pool.number] for pool in self._cache.pools if not pool.holds_replicas]
         populated_bytes = sum(pool.populated_bytes for pool in pools)
         percent = 100 * populated_bytes // sum(pool.nbytes for pool in pools)
         return f"{POPULATING}: {percent} %"
@@ -128,7 +128,7 @@ class Status:
     def figures(self) -> Figures:
         """The figures that history keeps; cheap."""
         told, pools = self._cache.counters, self._cache.pools
-        used_bytes = sum(pool.used_bytes for pool in pools if not pool.holds_copies)
+        used_bytes = sum(pool.used_bytes for pool in pools if not pool.holds_replicas)
         return Figures(told.hits, told.misses, told.saved_s, used_bytes, told.refused)
 
     def _read_pool(self, pool: Pool) -> pb.PoolStatus:

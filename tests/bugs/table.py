@@ -85,19 +85,19 @@ EDITED = {
     ),
     "an entry is hidden before its copies": Bug(
         "reading-without-a-call",
-        "unit/test_copies.py",
+        "unit/test_replicas.py",
         Edit(
             "ecd/core/evictor.py",
-            "        for copy in self._entries.copies_of(entry):\n"
+            "        for copy in self._entries.replicas_of(entry):\n"
             "            self.evict(copy, reason)\n",
-            "        self._board.hide(entry.id, entry.key, entry.copy_in)\n"
-            "        for copy in self._entries.copies_of(entry):\n"
+            "        self._board.hide(entry.id, entry.key, entry.replica_in)\n"
+            "        for copy in self._entries.replicas_of(entry):\n"
             "            self.evict(copy, reason)\n",
         ),
     ),
     "a copy is committed after its entry has gone": Bug(
         "reading-without-a-call",
-        "unit/test_copies.py",
+        "unit/test_replicas.py",
         Edit(
             "ecd/core/cache.py",
             "entry.original is not None and entry.original.state is not EntryState.COMMITTED",

@@ -158,7 +158,7 @@ class Board:
     def note_checksum(self, entry: EntryId, key: Key, checksum: int) -> None:
         assert self.shown[entry].key == key
 
-    def hide(self, entry: EntryId, key: Key, copy_in: int = 0) -> None:
+    def hide(self, entry: EntryId, key: Key, replica_in: int = 0) -> None:
         assert self.shown[entry].key == key
         for pin in self.pins:
             if self.ambush and pin.info.entry == entry and not pin.set:

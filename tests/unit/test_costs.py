@@ -211,12 +211,12 @@ def test_what_is_evicted_for_room_is_given_up() -> None:
 
 
 def test_a_copy_is_worth_nothing_and_reports_nothing() -> None:
-    stored, copies = Stored(), Pool(Allocator(1, 4 * 4096, 4096), "device", holds_copies=True)
+    stored, copies = Stored(), Pool(Allocator(1, 4 * 4096, 4096), "device", holds_replicas=True)
     stored.cache = Cache([stored.pool, copies])
     stored.cache.open_session()
     entry = stored.put("k", 64, 1.0)
     for _ in range(9):
-        reserved = stored.cache.reserve_copy(stored.session, entry.key, entry.id, copies, 0.0)
+        reserved = stored.cache.reserve_replica(stored.session, entry.key, entry.id, copies, 0.0)
         assert isinstance(reserved, Reserved)
         stored.cache.commit(stored.session, reserved.entry, 0.0)
         stored.cache.check()

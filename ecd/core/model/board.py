@@ -66,10 +66,10 @@ class Board(Protocol):
     def note_checksum(self, entry: EntryId, key: Key, checksum: int) -> None:
         """Record the checksum of a shown entry's bytes, for a daemon's recovery."""
 
-    def hide(self, entry: EntryId, key: Key, copy_in: int = 0) -> None:
+    def hide(self, entry: EntryId, key: Key, replica_in: int = 0) -> None:
         """Let no client find the entry; a pin set after this fails the client's recheck.
 
-        `copy_in`: as in `EntryInfo`.
+        `replica_in`: as in `EntryInfo`.
         """
 
     def pinned(self, live: KeysView[EntryId], starts: Set[Start]) -> Iterator[Portion]:
@@ -117,7 +117,7 @@ class NoBoard:
     def note_checksum(self, entry: EntryId, key: Key, checksum: int) -> None:
         pass
 
-    def hide(self, entry: EntryId, key: Key, copy_in: int = 0) -> None:
+    def hide(self, entry: EntryId, key: Key, replica_in: int = 0) -> None:
         pass
 
     def pinned(self, live: KeysView[EntryId], starts: Set[Start]) -> Iterator[Portion]:

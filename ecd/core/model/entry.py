@@ -32,7 +32,7 @@ class Entry:
     cost_s: float = 0.0  # what the policy ranks by
     encode_s: float = 0.0  # by the fit; 0 where no producer reported a cost
     terms: Terms | None = None  # what operators have set
-    copy_in: int = 0  # the pool's number if that holds copies
+    replica_in: int = 0  # the pool's number if that holds replicas
     original: Entry | None = field(default=None, repr=False)  # what a reserved copy is made of
     farther: Entry | None = field(default=None, repr=False)  # the key's next copy
     colder: Entry | None = field(default=None, repr=False)  # neighbours in the policy's order
@@ -65,7 +65,7 @@ class Entry:
     @property
     def worth_s(self) -> float:
         """The seconds to have the entry again; 0 of a copy, and where no cost was reported."""
-        return self.cost_s if self.encode_s and not self.copy_in else 0.0
+        return self.cost_s if self.encode_s and not self.replica_in else 0.0
 
     @property
     def is_kept(self) -> bool:
@@ -87,6 +87,6 @@ class Entry:
             self.created_s,
             self.used_s,
             self.checksum,
-            self.copy_in,
+            self.replica_in,
             self.terms,
         )

@@ -110,8 +110,8 @@ class EntryInfo(NamedTuple):
     created_s: float
     used_s: float
     checksum: int | None
-    copy_in: int = 0
-    """The number of the entry's pool if that holds copies, which clients look for by it."""
+    replica_in: int = 0
+    """The number of the entry's pool if that holds replicas, which clients look for by it."""
     terms: Terms | None = None
 
 

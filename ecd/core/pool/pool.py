@@ -43,16 +43,16 @@ class Pool:
         kind: str = "host",
         limits: PoolLimits | None = None,
         policy: Policy | None = None,
-        holds_copies: bool = False,
+        holds_replicas: bool = False,
     ) -> None:
         """`kind` names the memory to operators, the allocator's number names it in extents.
 
-        `holds_copies`: an entry lies here only while another pool has the key's own, of which it
+        `holds_replicas`: an entry lies here only while another pool has the key's own, of which it
         is a copy for readers that ask for this pool.
         """
         self.allocator = allocator
         self.number, self.kind = allocator.pool_number, kind
-        self.holds_copies = holds_copies
+        self.holds_replicas = holds_replicas
         self.limits = PoolLimits() if limits is None else limits
         self.policy: Policy = Lru() if policy is None else policy
         self.grants = Grants(self.allocator)

@@ -140,7 +140,7 @@ class CacheService(pb_grpc.CacheServicer):
         key = key_from(request.key)
         pool = copies_pool(self._live.cache.pools, request.pool)
         await self._live.begin()
-        outcome = self._live.reserve_copy(session, key, EntryId(request.entry), pool)
+        outcome = self._live.reserve_replica(session, key, EntryId(request.entry), pool)
         return to_promote_reply(outcome, self._incarnation)
 
     async def _settle(self, keys: Sequence[Key] | None) -> None:

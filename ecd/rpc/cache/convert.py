@@ -89,7 +89,7 @@ def to_reserve_outcome(outcome: Reservation) -> pb.ReserveOutcome:
 def copies_pool(pools: Iterable[Pool], number: int) -> Pool:
     """The pool of this number, for copies. Raises InvalidRequest."""
     for pool in pools:
-        if pool.number == number and pool.holds_copies:
+        if pool.number == number and pool.holds_replicas:
             return pool
     raise InvalidRequest(f"pool {number} is no device pool")
 

@@ -47,16 +47,16 @@ class Row(NamedTuple):
     truncated: bool
 
 
-def key_record(namespace: int, mm_hash: str, copy_in: int = 0) -> bytes | None:
+def key_record(namespace: int, mm_hash: str, replica_in: int = 0) -> bytes | None:
     """The key as a row holds it, with the namespace's number in `Namespaces`.
 
-    `copy_in`: the number of a pool that holds copies, for the row of the copy there; 0 for the
+    `replica_in`: the number of a pool that holds replicas, for the row of the one there; 0 for the
     key's own row. None if the mm_hash is too long: such a key has no row.
     """
     encoded = mm_hash.encode()
     if len(encoded) > _MAX_RECORD - _RECORD.size:
         return None
-    return _RECORD.pack(namespace, len(encoded), copy_in) + encoded
+    return _RECORD.pack(namespace, len(encoded), replica_in) + encoded
 
 
 def copy_record(record: bytes, pool: int) -> bytes:
@@ -100,7 +100,7 @@ def unpack_key(row: bytes) -> tuple[int, str]:
 
 
 def row_is_copy(row: bytes) -> bool:
-    """Whether the row is of a copy, in a pool that holds copies."""
+    """Whether the row is of a copy, in a pool that holds replicas."""
     return bool(_RECORD.unpack_from(row, _RECORD_AT)[2])
 
 

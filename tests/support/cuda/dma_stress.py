@@ -85,8 +85,8 @@ def run_daemon(without: str) -> None:
             while late:
                 hide(self, *late.pop())
 
-        def hide_late(self, entry, key, copy_in: int = 0) -> None:
-            late.append((entry, key, copy_in)) if copy_in else hide(self, entry, key)
+        def hide_late(self, entry, key, replica_in: int = 0) -> None:
+            late.append((entry, key, replica_in)) if replica_in else hide(self, entry, key)
 
         SharedIndex.show, SharedIndex.hide = show_then_hide, hide_late
     if without == "scan":  # pins of copies are not seen
@@ -94,7 +94,7 @@ def run_daemon(without: str) -> None:
 
         def show_and_note(self, info) -> None:
             show(self, info)
-            if info.copy_in:
+            if info.replica_in:
                 copies.add(info.entry)
 
         def pinned_originals(self, live, starts):

@@ -52,15 +52,15 @@ class Shown(NoBoard):
         self.announced = 0
 
     def show(self, info: EntryInfo) -> None:
-        assert info.copy_in in (0, info.extent.pool)
-        if info.copy_in:
+        assert info.replica_in in (0, info.extent.pool)
+        if info.replica_in:
             assert (info.key, 0) in self.rows, "a copy of nothing is shown"
-        assert (info.key, info.copy_in) not in self.rows
-        self.rows[info.key, info.copy_in] = info
+        assert (info.key, info.replica_in) not in self.rows
+        self.rows[info.key, info.replica_in] = info
 
-    def hide(self, entry: EntryId, key: Key, copy_in: int = 0) -> None:
-        assert self.rows.pop((key, copy_in)).entry == entry
-        if not copy_in:
+    def hide(self, entry: EntryId, key: Key, replica_in: int = 0) -> None:
+        assert self.rows.pop((key, replica_in)).entry == entry
+        if not replica_in:
             left = [pool for other, pool in self.rows if other == key]
             assert not left, "an entry went before its copies"
 
@@ -75,8 +75,8 @@ def make(host: int = 8, near: int = 4, far: int = 4) -> tuple[Cache, Shown]:
     board = Shown()
     pools = [
         Pool(Allocator(HOST, host * PAGE, PAGE)),
-        Pool(Allocator(NEAR, near * PAGE, PAGE), "device", holds_copies=True),
-        Pool(Allocator(FAR, far * PAGE, PAGE), "device", holds_copies=True),
+        Pool(Allocator(NEAR, near * PAGE, PAGE), "device", holds_replicas=True),
+        Pool(Allocator(FAR, far * PAGE, PAGE), "device", holds_replicas=True),
     ]
     return Cache(pools, board=board), board
 
@@ -94,7 +94,7 @@ def store(cache: Cache, session: SessionId, key: Key, pages: int = 1) -> EntryId
 
 def copy(cache: Cache, session: SessionId, key: Key, pool: int = NEAR) -> Extent:
     entry = cache.views.info(key).entry
-    reserved = cache.reserve_copy(session, key, entry, cache.pools[pool], 0.0)
+    reserved = cache.reserve_replica(session, key, entry, cache.pools[pool], 0.0)
     assert isinstance(reserved, Reserved), reserved
     assert cache.commit(session, reserved.entry, 0.0) == Committed()
     return reserved.extent
@@ -155,16 +155,16 @@ def test_one_pool_can_be_emptied_alone(cache: Cache, session: SessionId) -> None
 def test_a_copy_is_made_of_the_entry_that_was_named(cache: Cache, session: SessionId) -> None:
     key, near = KEYS[0], cache.pools[NEAR]
     first = store(cache, session, key)
-    late = cache.reserve_copy(session, key, first, near, 0.0)
+    late = cache.reserve_replica(session, key, first, near, 0.0)
     assert isinstance(late, Reserved)
-    assert cache.reserve_copy(session, key, first, near, 0.0) == BeingWritten()
+    assert cache.reserve_replica(session, key, first, near, 0.0) == BeingWritten()
     cache.evictor.evict_selected(Selection(key=key), 0.0, 10)
     cache.pins.step()
     second = store(cache, session, key)
     assert cache.commit(session, late.entry, 0.0) == NotReserved(), "it has the first one's bytes"
     assert near.allocator.is_one_free_extent
-    assert cache.reserve_copy(session, key, first, near, 0.0) == Missing()
-    assert isinstance(cache.reserve_copy(session, key, second, near, 0.0), Reserved)
+    assert cache.reserve_replica(session, key, first, near, 0.0) == Missing()
+    assert isinstance(cache.reserve_replica(session, key, second, near, 0.0), Reserved)
     cache.check()
 
 
@@ -189,7 +189,7 @@ def test_a_copy_that_is_read_keeps_its_memory() -> None:
         store(cache, session, key, 2)
     copy(cache, session, KEYS[0])
     board.pins.append(board.rows[KEYS[0], NEAR].entry)
-    refused = cache.reserve_copy(
+    refused = cache.reserve_replica(
         session, KEYS[1], cache.views.info(KEYS[1]).entry, cache.pools[NEAR], 0
     )
     assert refused == PoolFull(2 * PAGE, 0, 2 * PAGE)
@@ -202,12 +202,12 @@ def test_a_copy_that_is_read_keeps_its_memory() -> None:
 def test_what_cannot_be_copied_is_refused(cache: Cache, session: SessionId) -> None:
     entry = store(cache, session, KEYS[0], 5)
     near = cache.pools[NEAR]
-    refused = cache.reserve_copy(session, KEYS[0], entry, near, 0.0)
+    refused = cache.reserve_replica(session, KEYS[0], entry, near, 0.0)
     assert refused == EntryTooLarge(5 * PAGE, 4 * PAGE)
-    assert cache.reserve_copy(session, KEYS[1], entry, near, 0.0) == Missing()
-    assert cache.reserve_copy(SessionId(99), KEYS[0], entry, near, 0.0) == SessionEnded()
+    assert cache.reserve_replica(session, KEYS[1], entry, near, 0.0) == Missing()
+    assert cache.reserve_replica(SessionId(99), KEYS[0], entry, near, 0.0) == SessionEnded()
     with pytest.raises(AssertionError):
-        cache.reserve_copy(session, KEYS[0], entry, cache.pools[HOST], 0.0)
+        cache.reserve_replica(session, KEYS[0], entry, cache.pools[HOST], 0.0)
 
 
 def test_a_copy_on_its_way_is_no_writer_of_the_key() -> None:
@@ -215,7 +215,9 @@ def test_a_copy_on_its_way_is_no_writer_of_the_key() -> None:
     session, reader = cache.open_session(), cache.open_session()
     store(cache, session, KEYS[0])
     entry = cache.views.info(KEYS[0]).entry
-    assert isinstance(cache.reserve_copy(session, KEYS[0], entry, cache.pools[NEAR], 0.0), Reserved)
+    assert isinstance(
+        cache.reserve_replica(session, KEYS[0], entry, cache.pools[NEAR], 0.0), Reserved
+    )
     assert board.announced == 0, "puts without a call need not wait for their answers"
     cache.evictor.evict_selected(Selection(), 0.0, 10)
     assert cache.readers.wants(KEYS[0])
@@ -267,7 +269,7 @@ class Machine(RuleBasedStateMachine):
         entry = self.board.rows[key, 0].entry
         self.now_s += 1
         was_there = (key, pool) in self.board.rows
-        outcome = self.cache.reserve_copy(
+        outcome = self.cache.reserve_replica(
             self.writer, key, entry, self.cache.pools[pool], self.now_s
         )
         if isinstance(outcome, Reserved):
@@ -293,8 +295,8 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         """As a client does: pin the copy, then see the entry listed."""
-        key, copy_in = data.draw(st.sampled_from(sorted(self.board.rows)))
-        info, own = self.board.rows[key, copy_in], self.board.rows[key, 0]
+        key, replica_in = data.draw(st.sampled_from(sorted(self.board.rows)))
+        info, own = self.board.rows[key, replica_in], self.board.rows[key, 0]
         self.board.pins.append(info.entry)
         self.pinned.append((info.entry, self.tags[own.entry], info.extent))
 
