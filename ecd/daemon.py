@@ -103,12 +103,13 @@ class Daemon:
     ) -> pb.Idle:
         """The state of each part that works behind the calls."""
         cluster, disk = self._cluster, self._disk
-        is_hashed = recovery.is_done and checksums.is_idle
+        is_drained, is_hashed = live.is_drained, recovery.is_done and checksums.is_idle
+        is_settled = is_drained and not len(node.flights)  # else more is evicted, and then told
         return pb.Idle(
-            drained=live.is_drained,
+            drained=is_drained,
             hashed=is_hashed and (cluster is None or cluster.is_hashed),
-            settled=not len(node.flights) and (cluster is None or cluster.is_settled),
-            written=disk is None or disk.is_idle,
+            settled=is_settled and (cluster is None or cluster.is_settled),
+            written=disk is None or (is_drained and disk.is_idle),
         )
 
     # -- its life ------------------------------------------------------------------------------

@@ -368,6 +368,7 @@ def test_what_is_erased_is_erased_on_disk(make_disk: DiskDaemon) -> None:
     assert not on_disk(daemon, secrets, "secret")
     with Client(daemon.address, namespace="secret") as client:
         assert not found(client, dict.fromkeys(secrets, LARGE))
+    daemon.wait_idle("written")  # what a new client is granted may evict others
     kept = sorted(on_disk(daemon, sizes))
     reply = daemon.evict(pb.Key(namespace="default", mm_hash=kept[0]))
     assert reply.disk_entries == 1
