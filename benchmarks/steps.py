@@ -16,12 +16,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
+from unittest import mock
 
 import typer
 from common import MIB, end_daemon, report, start_daemon
@@ -130,6 +132,32 @@ def of_ecd(client: Client) -> dict[str, Step]:
     }
 
 
+def by_calls(address: str, clients: ExitStack) -> dict[str, Step]:
+    """Gets and puts of clients that read no shared memory: their kernels lack membarrier(2).
+
+    With the stream that blocking calls share (`Exchange`), and with a unary call for each.
+    """
+    source, steps = fresh(NBYTES), {}
+    for way in ("over one stream", "by unary calls"):
+        with mock.patch("ecd_client.shared.board.join_barriers", return_value=False):
+            client = clients.enter_context(Client(address, namespace=way))
+        session: Any = client._connection.session()
+        if way == "by unary calls":
+            session.calls.now = session.calls.alone
+        client.put("k0", source)
+        numbers = count(1)
+
+        def get(client: Client = client) -> None:
+            with client.get("k0") as item:
+                _ = item.tensor
+
+        def put(client: Client = client, numbers: Iterator[int] = numbers) -> None:
+            client.put(f"k{next(numbers)}", source)
+
+        steps |= {f"get, tensor, close {way}": get, f"put of 64 KiB {way}": put}
+    return steps
+
+
 def main(
     rounds: Annotated[int, typer.Option(help="Of each step.")] = 60,
     output: Annotated[Path | None, typer.Option(help="Write Markdown here as well.")] = None,
@@ -139,11 +167,12 @@ def main(
     with tempfile.TemporaryDirectory() as directory:
         daemon, address = start_daemon(Path(directory), "steps", 256 * MIB)
         try:
-            with Client(address, namespace="steps") as client:
+            with ExitStack() as clients:
+                client = clients.enter_context(Client(address, namespace="steps"))
                 client.put("k0", fresh(NBYTES))
                 for number in range(3):
                     client.put(f"first {number}", fresh(NBYTES))
-                steps = bare() | of_ecd(client)
+                steps = bare() | of_ecd(client) | by_calls(address, clients)
                 for name, step in steps.items():
                     cold = []
                     for _ in range(rounds):
