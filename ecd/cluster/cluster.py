@@ -256,13 +256,13 @@ class Cluster:
         """Whether a claim of the key is on its way to the directory."""
         return self._fetcher.is_claiming(key)
 
-    def is_near(self, key: Key) -> bool:
+    def is_local(self, key: Key) -> bool:
         """Whether the key may lie on this node's disk."""
-        return self._flights.is_near(key)
+        return self._flights.is_local(key)
 
     def want_near(self, key: Key) -> None:
         """Bring the key from this node's disk, asking no other node."""
-        self._flights.want(key, is_near=True)
+        self._flights.want(key, is_local=True)
 
     async def offered(self, found: Mapping[Key, Hint]) -> None:
         """Take an offer: a node has these keys and expects this one to want them."""

@@ -109,7 +109,7 @@ class _Lineup:
 class Fetcher:
     """The other nodes, as the source of flights that is asked last."""
 
-    is_near = False
+    is_local = False
 
     def __init__(self, live: LiveCache, candidates: Candidates, deliveries: Deliveries) -> None:
         self.deliveries = deliveries

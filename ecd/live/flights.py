@@ -72,7 +72,7 @@ class Flight:
 
     key: Key
     hints: Sequence[Hint]
-    is_near: bool  # only this node's own sources are asked
+    is_local: bool  # only this node's own sources are asked
     clock: Clock
     started_s: float
     makers: dict[SessionId, None] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Flight:
     is_needed: bool = False  # by a client that has not said that it makes the key
     is_patient: bool = False  # a client waits until anybody has the key
     is_pausing: bool = False  # before nodes are asked again: the key is not expected
-    is_far: bool = False  # other nodes are asked
+    is_remote: bool = False  # other nodes are asked
     is_awaited: bool = False  # another node makes the key, or has just made it
     is_waiting: bool = False  # for that node's encode
     is_left: bool = False  # by its last maker, as it waited so
@@ -171,7 +171,7 @@ class MadeElsewhere(Stage):
 class Source(Protocol):
     """Where flights look for a key."""
 
-    is_near: bool
+    is_local: bool
     """Whether it is this node's own."""
 
     def may_have(self, key: Key) -> bool:
@@ -203,27 +203,27 @@ class Flights:
         """Take over the deadline of flights that begin from now on."""
         self._timeout_s = timeout_s
 
-    def is_near(self, key: Key) -> bool:
+    def is_local(self, key: Key) -> bool:
         """Whether a source of this node's own may have the key, and no flight has left them.
 
         Two nodes would wait for each other's flights otherwise.
         """
         flight = self._flights.get(key)
-        if flight is not None and flight.is_far:
+        if flight is not None and flight.is_remote:
             return False
-        return any(source.is_near and source.may_have(key) for source in self.sources)
+        return any(source.is_local and source.may_have(key) for source in self.sources)
 
     def want(
         self,
         key: Key,
         hints: Sequence[Hint] = (),
         maker: Maker | None = None,
-        is_near: bool = False,
+        is_local: bool = False,
         is_patient: bool = False,
     ) -> None:
         """Try to bring the key here, unless it is here or on its way.
 
-        The maker, if there is one, makes the key if no node has it. With `is_near` other nodes are
+        The maker, if there is one, makes the key if no node has it. With `is_local` other nodes are
         not asked. With `is_patient` they are asked again, if need be: the client waits until
         anybody has the key.
         """
@@ -231,21 +231,21 @@ class Flights:
         if flight is not None:
             flight.is_patient |= is_patient
             flight.join_hints(hints)
-            flight.is_near = flight.is_near and is_near
+            flight.is_local = flight.is_local and is_local
             if maker is None or not flight.is_pausing:
                 flight.join(maker)
             if flight.is_pausing:
                 return
         if not self._live.cache.readers.wants(key):
             return
-        if not any(s.may_have(key) for s in self.sources if s.is_near or not is_near):
+        if not any(s.may_have(key) for s in self.sources if s.is_local or not is_local):
             return
         if len(self._flights) >= MAX_FLIGHTS:
             self.outcomes[Outcome.REFUSED] += 1
             return
         self._live.cache.readers.expect(key)
         clock = self._live.clock
-        flight = self._flights[key] = Flight(key, hints, is_near, clock, clock.now_s())
+        flight = self._flights[key] = Flight(key, hints, is_local, clock, clock.now_s())
         flight.join(maker)
         flight.is_patient = is_patient
         flight.task = self._background.spawn(self._fly(flight))
@@ -295,7 +295,7 @@ class Flights:
             self.outcomes[outcome] += 1
             took_s = self._live.clock.now_s() - flight.started_s
             self._slow_log.flight(
-                FETCH if flight.is_far else DISK_READ,
+                FETCH if flight.is_remote else DISK_READ,
                 took_s,
                 flight.key,
                 flight.nbytes,
@@ -320,8 +320,8 @@ class Flights:
     async def _ask(self, flight: Flight) -> Outcome:
         outcome = Outcome.MISSING
         for source in self.sources:
-            if (source.is_near or not flight.is_near) and source.may_have(flight.key):
-                flight.is_far = not source.is_near
+            if (source.is_local or not flight.is_local) and source.may_have(flight.key):
+                flight.is_remote = not source.is_local
                 found = await source.bring(flight)
                 outcome = found if found is not Outcome.MISSING else outcome
                 if outcome.is_final or outcome is Outcome.MADE:

@@ -74,7 +74,7 @@ class Watched:
     """A source of flights, which counts how often it is asked for one key at a time."""
 
     def __init__(self, source: Source) -> None:
-        self._source, self.is_near = source, source.is_near
+        self._source, self.is_local = source, source.is_local
         self.bringing: dict[Any, int] = {}
         self.wrong: str = ""
 

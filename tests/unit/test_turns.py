@@ -555,7 +555,7 @@ class NoMemory:
     def is_speculative(self, key: Key) -> bool:
         return False
 
-    def is_near(self, key: Key) -> bool:
+    def is_local(self, key: Key) -> bool:
         return False
 
     def address_of(self, extent: Extent) -> int:

@@ -50,7 +50,7 @@ class WritablePool(Protocol):
 class DiskReads:
     """All reads of the disk tier."""
 
-    is_near = True
+    is_local = True
 
     def __init__(
         self, live: LiveCache, files: DiskFiles, pools: Mapping[int, WritablePool]

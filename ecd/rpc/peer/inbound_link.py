@@ -64,7 +64,7 @@ class Memory(Protocol):
     def is_claiming(self, key: Key) -> bool:
         """Whether a claim of the key is on its way to the directory."""
 
-    def is_near(self, key: Key) -> bool:
+    def is_local(self, key: Key) -> bool:
         """Whether the key may lie on this node's disk."""
 
     def want_near(self, key: Key) -> None:
@@ -210,7 +210,7 @@ class InboundLink:
                 self._live.cache.views.is_being_written(key)
                 and not self._memory.is_speculative(key)
             )
-            or self._memory.is_near(key)
+            or self._memory.is_local(key)
         )
 
     def _is_made(self, key: Key) -> bool:
@@ -252,7 +252,7 @@ class InboundLink:
                     known.append(pb.LeaseOutcome(ticket=asked.ticket, missing=cache_pb2.Missing()))
                     continue
                 wait_for = WaitFor.ANY
-            elif self._memory.is_near(key):
+            elif self._memory.is_local(key):
                 self._memory.want_near(key)
             outcome = self._live.acquire(self.session, key, wait_s, wait_for, Answer.PEER)
             if isinstance(outcome, Waiting):
