@@ -119,14 +119,14 @@ class Daemon:
 
         After SIGTERM the pool and its index are left to the next daemon if one is expected, else no
         file is. A daemon that never served leaves the files that it found. SIGHUP reloads the
-        settings if they can be read anew, and else is one more such signal.
+        settings if they can be read anew; it never ends the daemon, so that a closed terminal
+        does not.
         """
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number, stop)
-        if self._reload is not None:
-            loop.add_signal_handler(signal.SIGHUP, self._read_settings, self._reload)
+        loop.add_signal_handler(signal.SIGHUP, self._read_settings)
         with contextlib.closing(self._own):
             async with contextlib.AsyncExitStack() as running:
                 metrics = Metrics(version(DISTRIBUTION), self._clock)
@@ -341,6 +341,7 @@ class Daemon:
     def _stop(self, number: int, stop: asyncio.Event) -> None:
         warm = self._config.warm_restart
         self._own.keep = number == signal.SIGTERM and (is_supervised() if warm is None else warm)
+        logger.info("stopping: %s", signal.Signals(number).name)
         stop.set()
 
     async def _end(self, parts: _Parts) -> None:
@@ -349,7 +350,6 @@ class Daemon:
         parts.status.stopping()
         self._manager.say("stopping")
         await parts.server.set_serving(False)
-        logger.info("stopping")
         parts.node.streams.end_all()
         cache = parts.node.live.cache
         parts.node.live.scan()
@@ -369,10 +369,13 @@ class Daemon:
 
     # -- settings ------------------------------------------------------------------------------
 
-    def _read_settings(self, reload: Callable[[], Config]) -> None:
+    def _read_settings(self) -> None:
         """Take over settings that can change while the daemon runs, and log those that cannot."""
+        if self._reload is None:
+            logger.info("SIGHUP changes nothing: there is no --config to read again")
+            return
         try:
-            new = reload()
+            new = self._reload()
         except ConfigError as error:
             logger.error("the settings stay as they are: %s", error)
             return

@@ -217,10 +217,15 @@ def test_hangup_reloads_what_can_be_and_names_the_rest(
         assert client.get("nobody has it") is None
 
 
-def test_hangup_ends_a_daemon_that_has_no_file(make_daemon: MakeDaemon) -> None:
+def test_a_hangup_ends_no_daemon_that_has_no_file(make_daemon: MakeDaemon) -> None:
+    """A terminal that closes sends one, also to what was started by nohup."""
     daemon = make_daemon().start()
     os.kill(daemon.pid, signal.SIGHUP)
-    eventually(lambda: not daemon.shm.exists(), "its files are gone")
+    eventually(lambda: "SIGHUP changes nothing: there is no --config" in daemon.text())
+    with Client(daemon.address) as client:
+        assert client.put_bytes("k", b"1", "uint8", (1,))
+    assert daemon.terminate() == 0
+    assert "ecd.daemon: stopping: SIGTERM" in daemon.text()
 
 
 def test_lines_carry_their_severity_to_the_journal(make_daemon: MakeDaemon) -> None:
