@@ -20,6 +20,7 @@ from ecd.base.clock import REAL, Clock
 from ecd.memory import holders
 from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find
 from ecd.memory.pool_dir import PoolDir, PoolError
+from ecd_proto.contract import size_text
 from ecd_proto.mapped_file import CHUNK_BYTES, HUGE_BYTES, MappedFile
 from ecd_proto.shm.files import (
     POOL_SUFFIX,
@@ -37,6 +38,8 @@ MAX_FAILURES = 8
 """Huge pages in a row that could not be had, after which no more are tried."""
 SPACE_WAIT_S = 10.0
 """How long a start waits for clients of a dead daemon to let go of its pool."""
+SMALL_BYTES = 256 << 20
+"""A pool of fewer bytes that nobody asked for is worth a warning: an item has up to 130 MB."""
 
 
 class HostPool:
@@ -125,8 +128,9 @@ class HostPool:
         while (free_bytes := (space := _space(shm_dir)).f_bavail * space.f_frsize) < self.nbytes:
             if self._clock.now_s() >= deadline_s:
                 raise PoolError(
-                    f"the host pool needs {self.nbytes} bytes in {shm_dir}, which has {free_bytes} "
-                    f"free. {holders.advice(self.directory.path)}{advice(self.nbytes)}"
+                    f"the host pool needs {size_text(self.nbytes)} in {shm_dir}, which has "
+                    f"{size_text(free_bytes)} free. {holders.advice(self.directory.path)}"
+                    f"{advice(self.nbytes)}"
                 )
             logger.info("waiting for clients of the last daemon to let go of its pool")
             self._clock.block(0.5)
@@ -175,8 +179,8 @@ class HostPool:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
             raise PoolError(
-                f"memory ran out after {offset} of {self.nbytes} bytes of {self.path}. "
-                + advice(self.nbytes)
+                f"memory ran out after {size_text(offset)} of {size_text(self.nbytes)} of "
+                f"{self.path}. " + advice(self.nbytes)
             ) from None
         if not self.writable.populate(offset, nbytes):
             view = self.writable.view(offset, nbytes)
@@ -215,17 +219,32 @@ class HostPool:
 def pool_bytes(wanted: int | str | None, shm_dir: str) -> int:
     """The pool's size as configured: bytes, a share of the directory's size ("75%"), or None.
 
-    None stands for a quarter of the directory's free space, at most 4 GiB. Shares are
-    whole MiB. Raises PoolError.
+    None stands for a quarter of the directory's free space, at most 4 GiB, and a small one is
+    logged. Shares are whole MiB. Raises PoolError, also for a share of less than one.
     """
     if isinstance(wanted, int):
         return wanted
     space = _space(shm_dir)
+    free_bytes = space.f_bavail * space.f_frsize
     if wanted is None:
-        nbytes = min(space.f_bavail * space.f_frsize // 4, 4 << 30)
+        share, nbytes = "a quarter of that", min(free_bytes // 4, 4 << 30)
     else:
-        nbytes = space.f_blocks * space.f_frsize * int(wanted.removesuffix("%")) // 100
-    return nbytes >> 20 << 20
+        all_bytes = space.f_blocks * space.f_frsize
+        share, nbytes = f"{wanted} of its size", all_bytes * int(wanted.removesuffix("%")) // 100
+    nbytes = nbytes >> 20 << 20
+    found = f"{shm_dir} has {size_text(free_bytes)} free"
+    if not nbytes:
+        raise PoolError(
+            f"{found}; {share} is too little for a pool. Make it larger: {_enlarging(SMALL_BYTES)}"
+        )
+    if wanted is None and nbytes < SMALL_BYTES:
+        logger.warning(
+            "the host pool has %s, as %s, and one item may take more. Make that larger: %s",
+            size_text(nbytes),
+            found,
+            _enlarging(SMALL_BYTES),
+        )
+    return nbytes
 
 
 def _space(shm_dir: str) -> os.statvfs_result:
@@ -240,10 +259,16 @@ def _space(shm_dir: str) -> os.statvfs_result:
 
 def advice(nbytes: int) -> str:
     """A sentence that says how to make room for a pool of this size."""
-    gib = -(-nbytes // (1 << 30)) + 1
     return (
         "Make the pool smaller (ECD_HOST_POOL_BYTES or --host-pool-bytes), or the file system "
-        f"larger: under Docker `--shm-size={gib}g`; under Kubernetes an emptyDir volume with "
+        f"larger: {_enlarging(nbytes)}"
+    )
+
+
+def _enlarging(nbytes: int) -> str:
+    gib = -(-nbytes // (1 << 30)) + 1
+    return (
+        f"under Docker `--shm-size={gib}g`; under Kubernetes an emptyDir volume with "
         f"`medium: Memory` and `sizeLimit: {gib}Gi` mounted at /dev/shm, counted in the "
         f"container's memory limit; elsewhere `mount -o remount,size={gib}G /dev/shm`"
     )

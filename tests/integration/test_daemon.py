@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ecd_client import Client, DaemonUnavailable, EcdError
 from ecd_client.session.channel import open_channel
-from ecd_proto.contract import CONTRACT_VERSION, POPULATING
+from ecd_proto.contract import CONTRACT_VERSION, POPULATING, size_text
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.daemon import Daemon, changed
@@ -124,11 +124,36 @@ def test_too_little_shared_memory_says_what_to_do(ecd: Ecd, tmp_path: Path) -> N
     place = "--address", f"unix://{tmp_path}/s", "--name", "toolarge"
     done = ecd("serve", *place, "--host-pool-bytes", str(wanted))
     assert done.returncode == 1
-    for text in (str(wanted), "free", "--shm-size", "sizeLimit", "--host-pool-bytes"):
+    for text in (size_text(wanted), "free", "--shm-size", "sizeLimit", "--host-pool-bytes"):
         assert text in done.stderr
     assert "Traceback" not in done.stderr
     assert not Path("/dev/shm/ecd-toolarge").exists()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        (
+            "2m",
+            "MiB free; a quarter of that is too little for a pool. Make it larger: under Docker",
+        ),
+        ("64m", "MiB free, and one item may take more. Make that larger: under Docker"),
+    ],
+)
+def test_a_default_pool_of_a_small_dev_shm_is_told(
+    make_daemon: MakeDaemon, size: str, says: str
+) -> None:
+    """Docker gives its containers 64 MiB."""
+    mounted = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$@"'
+    if run(["unshare", "--mount", "sh", "-c", mounted, "sh", "true"]).returncode:
+        pytest.skip("NO SMALL /dev/shm IS TRIED: this user mounts nothing")
+    daemon = make_daemon()
+    unset = "env", "-u", "ECD_HOST_POOL_BYTES"
+    daemon.prefix = ("unshare", "--mount", "sh", "-c", mounted, "sh", *unset)
+    daemon.start(wait=False)
+    eventually(lambda: says in daemon.text(), says)
+    assert "Traceback" not in daemon.text()
 
 
 @pytest.mark.parametrize(
