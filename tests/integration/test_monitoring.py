@@ -18,6 +18,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from ecd.live.flights import Outcome
 from ecd_client import Client
 from support.daemon import Daemon, close_all
 from support.processes import child, run
@@ -96,6 +97,15 @@ def test_every_alert_is_seen_to_fire_and_has_its_line_in_the_runbook() -> None:
             alert
         )
         assert f'<a id="{alert.lower()}"></a>`{alert}`' in runbook, "the chart's runbook_url"
+
+
+def test_every_outcome_of_a_fetch_is_a_failure_or_is_seen_to_alert_nobody() -> None:
+    [failures] = re.findall(r'ecd_fetches_total{job="ecd", outcome=~"([^"]+)"}', RULES.read_text())
+    _, _, silent = (
+        RULES.with_name("ecd.rules.test.yml").read_text().partition("are no EcdFetchesFail")
+    )
+    successes = re.findall(r'outcome="([^"]+)"', silent.partition("- name:")[0])
+    assert sorted((*failures.split("|"), *successes)) == sorted(Outcome)
 
 
 @pytest.mark.parametrize("source", [RULES, DASHBOARD], ids=["rules", "dashboard"])
