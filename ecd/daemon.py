@@ -26,6 +26,7 @@ from ecd.memory.recovery import Recovery
 from ecd.memory.session_files import SessionFiles
 from ecd.node import Node, live_cache, make_cache
 from ecd.ops.events import Events
+from ecd.ops.health import Health
 from ecd.ops.history import History
 from ecd.ops.http import PATH, LocateOverHttp
 from ecd.ops.metrics.registry import Metrics
@@ -212,7 +213,10 @@ class Daemon:
         locate = LocateOverHttp(service.Locate, status.unavailable, clock)
         history = History(status.figures, clock)
         page = StatusPage(figures, others.status, history, clock)
-        address = metrics.listen(config.metrics_address, {PATH: locate, **page.answers})
+        health = Health(status.unavailable)
+        address = metrics.listen(
+            config.metrics_address, {PATH: locate, **page.answers, **health.answers}
+        )
         logger.info("status page on http://%s/, metrics on http://%s/metrics", address, address)
         return _Parts(node, status, checksums, recovery, disk, events, server, peer_server, history)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ecd.base.clock import Clock
 from ecd.base.wire import InvalidRequest, check_batch
-from ecd.ops.http_port import Refused
+from ecd.ops.http_port import Refused, refuse, send
 from ecd.ops.on_loop import NoAnswer, on_loop
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2 as pb
@@ -46,21 +46,15 @@ class LocateOverHttp:
         self._room = threading.BoundedSemaphore(MAX_REQUESTS)
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        status, answer = HTTPStatus.OK, {}
         try:
-            answer = self._answer(environ)
+            body = json.dumps(self._answer(environ)).encode()
         except Refused as refused:
-            status, answer = refused.status, {"error": str(refused)}
-        body = json.dumps(answer).encode()
-        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-        if status is HTTPStatus.SERVICE_UNAVAILABLE:
-            headers.append(("Retry-After", "1"))
-        start_response(f"{status.value} {status.phrase}", headers)
-        return [body]
+            return refuse(environ, start_response, refused)
+        return send(environ, start_response, HTTPStatus.OK, body)
 
     def _answer(self, environ: WSGIEnvironment) -> dict[str, Any]:
         if environ["REQUEST_METHOD"] != "POST":
-            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, FORM)
+            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, FORM, ("Allow", "POST"))
         body = _body(environ, self._clock)
         if not self._room.acquire(blocking=False):
             text = f"{MAX_REQUESTS} requests are being answered: ask again"
@@ -114,15 +108,16 @@ def _request_from(body: bytes) -> pb.LocateRequest:
     """Raises Refused."""
     try:
         said = json.loads(body)
-        namespace, mm_hashes = said["namespace"], said["mm_hashes"]
-        if not isinstance(mm_hashes, list) or not isinstance(namespace, str):
-            raise TypeError("namespace is no text, or mm_hashes no list")
+        if not isinstance(said, dict) or not isinstance(said.get("namespace"), str):
+            raise ValueError("the namespace is missing, or no text")
+        mm_hashes = said.get("mm_hashes")
+        if not isinstance(mm_hashes, list):
+            raise ValueError("mm_hashes are missing, or no list")
         check_batch(mm_hashes)
-        keys = [pb.Key(namespace=namespace, mm_hash=mm_hash) for mm_hash in mm_hashes]
+        keys = [pb.Key(namespace=said["namespace"], mm_hash=mm_hash) for mm_hash in mm_hashes]
         return pb.LocateRequest(keys=keys)
-    except (ValueError, TypeError, KeyError, RecursionError, InvalidRequest) as error:
-        text = f"{type(error).__name__}: {str(error)[:200]}. {FORM}"
-        raise Refused(HTTPStatus.BAD_REQUEST, text) from None
+    except (ValueError, TypeError, RecursionError, InvalidRequest) as error:
+        raise Refused(HTTPStatus.BAD_REQUEST, f"{str(error)[:200]}. {FORM}") from None
 
 
 def _to_json(request: pb.LocateRequest, reply: pb.LocateReply) -> dict[str, Any]:

@@ -48,9 +48,56 @@ HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+)(:[0-9]+)?")
 class Refused(Exception):
     """The request is not answered; the text says what to do."""
 
-    def __init__(self, status: HTTPStatus, text: str) -> None:
+    def __init__(self, status: HTTPStatus, text: str, *headers: tuple[str, str]) -> None:
         super().__init__(text)
-        self.status = status
+        self.status, self.headers = status, headers
+
+
+def check_reads(environ: WSGIEnvironment) -> None:
+    """Raise Refused unless the request is a GET or a HEAD."""
+    if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+        allow = "Allow", "GET, HEAD"
+        raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, "this page can only be read", allow)
+
+
+def send(
+    environ: WSGIEnvironment,
+    start_response: StartResponse,
+    status: HTTPStatus,
+    body: bytes,
+    kind: str = "application/json",
+    headers: Iterable[tuple[str, str]] = (),
+) -> Iterable[bytes]:
+    """Send an answer, to HEAD without its body."""
+    sizes = ("Content-Type", kind), ("Content-Length", str(len(body)))
+    start_response(f"{status.value} {status.phrase}", [*headers, *sizes])
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+
+def refuse(
+    environ: WSGIEnvironment,
+    start_response: StartResponse,
+    refused: Refused,
+    headers: Iterable[tuple[str, str]] = (),
+) -> Iterable[bytes]:
+    """Send a refusal, as JSON."""
+    body = json.dumps({"error": str(refused)}).encode()
+    headers = *headers, *refused.headers
+    if refused.status is HTTPStatus.SERVICE_UNAVAILABLE:
+        headers = *headers, ("Retry-After", "1")
+    return send(environ, start_response, refused.status, body, headers=headers)
+
+
+def with_head(application: WSGIApplication) -> WSGIApplication:
+    """The application, which knows no HEAD, with answers to it: those to GET without their body."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] != "HEAD":
+            return application(environ, start_response)
+        application(environ | {"REQUEST_METHOD": "GET"}, start_response)
+        return []
+
+    return answer
 
 
 def by_path(answers: Mapping[str, WSGIApplication]) -> WSGIApplication:
@@ -64,10 +111,7 @@ def by_path(answers: Mapping[str, WSGIApplication]) -> WSGIApplication:
                 known = ", ".join(sorted(answers))
                 raise Refused(HTTPStatus.NOT_FOUND, f"there is no such path; there are {known}")
         except Refused as refused:
-            body = json.dumps({"error": str(refused)}).encode()
-            headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-            start_response(f"{refused.status.value} {refused.status.phrase}", headers)
-            return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+            return refuse(environ, start_response, refused)
         return found(environ, start_response)
 
     return answer

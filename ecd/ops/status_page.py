@@ -19,7 +19,7 @@ from urllib.parse import parse_qs
 
 from ecd.base.clock import Clock
 from ecd.ops.history import LOT, PERIOD_S, History, Sample, lot
-from ecd.ops.http_port import Refused
+from ecd.ops.http_port import Refused, check_reads, refuse, send
 from ecd.ops.on_loop import LATE, NoAnswer, on_loop
 from ecd_proto.findings import examine, refusal
 from ecd_proto.plain import plain
@@ -99,22 +99,13 @@ class StatusPage:
         kind: str,
         make: Callable[[], bytes],
     ) -> Iterable[bytes]:
-        status, headers, method = HTTPStatus.OK, list(HEADERS), environ["REQUEST_METHOD"]
+        headers = *HEADERS, ("Content-Security-Policy", self._policy)
         try:
-            if method not in ("GET", "HEAD"):
-                headers.append(("Allow", "GET, HEAD"))
-                raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, "this page can only be read")
+            check_reads(environ)
             body = make()
         except Refused as refused:
-            status, kind = refused.status, "application/json"
-            body = json.dumps({"error": str(refused)}).encode()
-        headers += [
-            ("Content-Type", kind),
-            ("Content-Length", str(len(body))),
-            ("Content-Security-Policy", self._policy),
-        ]
-        start_response(f"{status.value} {status.phrase}", headers)
-        return [] if method == "HEAD" else [body]
+            return refuse(environ, start_response, refused, headers)
+        return send(environ, start_response, HTTPStatus.OK, body, kind, headers)
 
     def _document(self, number: int) -> dict[str, Any]:
         """The JSON document, with the first LOT samples from this number on. Raises Refused."""

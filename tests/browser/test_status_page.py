@@ -331,7 +331,14 @@ def test_the_port_lets_nobody_write_and_no_other_site_read(busy: Daemon, path: s
 
 def test_every_path_is_known_and_refuses_other_sites(busy: Daemon) -> None:
     assert b"ecd_entries" in asked(busy, "/metrics")[1]
-    for path in ("/metrics", "/metrics?name[]=ecd_entries", "/v1/locate", "/nothing", "//"):
+    for path in (
+        "/metrics",
+        "/metrics?name[]=ecd_entries",
+        "/v1/locate",
+        "/readyz",
+        "/nothing",
+        "//",
+    ):
         for host in ("evil.example", "evil@localhost"):
             answer, body = asked(busy, path, Host=host)
             assert answer.status == 403
@@ -339,7 +346,7 @@ def test_every_path_is_known_and_refuses_other_sites(busy: Daemon) -> None:
     for path in ("/nothing", "/metrics/", "/favicon.ico"):
         answer, body = asked(busy, path)
         assert answer.status == 404
-        assert json.loads(body)["error"].endswith("/metrics, /status.json, /v1/locate")
+        assert json.loads(body)["error"].endswith("/metrics, /readyz, /status.json, /v1/locate")
         assert asked(busy, path, "HEAD")[1] == b""
 
 

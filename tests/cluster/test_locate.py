@@ -124,6 +124,7 @@ def test_a_request_that_breaks_the_contract_is_told_so(daemon: Daemon, client: C
         assert (status, "POST {" in answer["error"]) == (400, True), said
     assert over_http(daemon, b"x" * ((256 << 10) + 1))[0] == 413
     assert over_http(daemon, b"", "PUT")[0] == 405
+    assert "the namespace is missing" in over_http(daemon, b"{}")[1]["error"]
     place = urlsplit(daemon.metrics_url())
     unsized = http.client.HTTPConnection(place.hostname, place.port, timeout=HANG_S)
     unsized.putrequest("POST", "/v1/locate")

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -282,8 +284,12 @@ def test_populating_is_told_and_nothing_is_served_before(
                 assert check.status == health_pb2.HealthCheckResponse.NOT_SERVING
             with pytest.raises(grpc.RpcError, match=rf"populating its pool: {25 * step} %"):
                 next(stub.Session(iter([hello])))
+            assert over_http(daemon, "/healthz") == (200, "ok\n")
+            reason = f"the daemon is populating its pool: {25 * step} %"
+            assert over_http(daemon, "/readyz") == (503, json.dumps({"error": reason}))
             stepwise.go_on()
         daemon.wait_serving()
+        assert over_http(daemon, "/readyz") == (200, "ok\n")
         asked = health_pb2.HealthCheckRequest(service="ecd.v1.Cache")
         for probe in probes:  # it says so once calls are answered
             eventually(
@@ -294,6 +300,23 @@ def test_populating_is_told_and_nothing_is_served_before(
     assert re.findall(r"populating (\d+) %", daemon.text()) == ["25", "50", "75", "100"]
     blocks = next(daemon.shm.glob("*.pool")).stat().st_blocks * 512
     assert blocks == 32 * MIB, "every page is there before the first client"
+
+
+def over_http(daemon: Daemon, path: str, method: str = "GET") -> tuple[int, str]:
+    url = daemon.metrics_url().replace("/metrics", path)
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method)) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/healthz", "/readyz", "/status.json"])
+def test_what_is_read_over_http_answers_head_and_takes_nothing(daemon: Daemon, path: str) -> None:
+    assert over_http(daemon, path)[0] == 200
+    assert over_http(daemon, path, "HEAD") == (200, "")
+    assert over_http(daemon, path, "POST")[0] == 405
 
 
 def test_a_client_waits_for_a_daemon_that_populates_its_pool(

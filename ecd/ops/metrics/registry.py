@@ -20,7 +20,7 @@ from prometheus_client import (
 from ecd.base.clock import Clock
 from ecd.core.counters import SIZE_BOUNDS_BYTES
 from ecd.live.slow_log import DISK_READ, FETCH
-from ecd.ops.http_port import HttpPort, by_path
+from ecd.ops.http_port import HttpPort, by_path, with_head
 from ecd.ops.metrics.cluster import EventsCollector, PeersCollector
 from ecd.ops.metrics.core import CoreCollector
 from ecd_proto.v1 import cache_pb2 as pb
@@ -108,7 +108,7 @@ class Metrics:
                 "ECD_METRICS_ADDRESS or --metrics-address; port 0 takes any free one"
             ) from None
         self._port = server
-        server.set_app(by_path({"/metrics": make_wsgi_app(self.registry), **answers}))
+        server.set_app(by_path({"/metrics": with_head(make_wsgi_app(self.registry)), **answers}))
         server.start()
         return f"{host}:{server.server_port}"
 
