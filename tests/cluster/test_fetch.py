@@ -368,13 +368,17 @@ def test_a_node_without_the_token_gets_nothing_and_is_told_why(
     peers: Pair, make_peer: MakePeer
 ) -> None:
     peers.here.put("k", torch.ones(10))
-    strangers = [make_peer(ECD_PEER_TOKEN="another secret of a test"), make_peer()]
+    another = "another secret of a test"
+    strangers = [make_peer(ECD_PEER_TOKEN=another, ECD_PEERS=peers.a.peer), make_peer()]
     del strangers[1]._settings["ECD_PEER_TOKEN"]
     start_all(*strangers)
     for stranger in strangers:
         assert missed(peers.client_of(stranger), "k", [peers.a.peer])
         [peer] = stranger.peers().peers
         assert "ECD_PEER_TOKEN" in peer.last_error or "token" in peer.last_error
+    told = f"WARNING ecd.cluster.peers.peers: peer {peers.a.peer}: no proof of the cluster's token"
+    assert told in strangers[0].text()
+    assert "is refused: no proof of the cluster's token" in peers.a.text()
 
 
 def test_a_node_that_does_not_know_the_token_is_not_believed(

@@ -14,6 +14,7 @@ import grpc
 
 from ecd.base.clock import REAL, Clock
 from ecd.base.identity import NodeIdentity
+from ecd.cluster.directory.directory import MAX_ERROR_CHARS
 from ecd.cluster.peers.link import ADDRESSES, Link
 from ecd.cluster.peers.peer import Peer, PeerUnavailable
 from ecd.cluster.transport.handshake import probe
@@ -251,8 +252,9 @@ class Peers:
             else:
                 raise
             why = " ".join(why.split())  # it may be the node's own words: one line of log is ours
-            peer.failed(why, is_full)
-            logger.info("peer %s: %s", peer.node, why)
+            is_news = peer.last_error != why[:MAX_ERROR_CHARS] and not peer.is_stranger
+            peer.failed(why, is_full)  # of made-up nodes no log is to be full
+            logger.log(logging.WARNING if is_news else logging.INFO, "peer %s: %s", peer.node, why)
             raise peer.unavailable(f": {why}") from None
         finally:
             del self._connecting[peer.node]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 import hmac
+import logging
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +15,12 @@ import grpc
 from ecd.base.clock import Clock
 from ecd_proto.contract import proof
 
+logger = logging.getLogger(__name__)
+
 CLOCKS_APART_S = 300.0
 """Most by which the clocks of two nodes may differ, and the age of an acceptable proof."""
+TOLD_EVERY_S = 60.0
+"""Least time between two lines of the log about nodes that are refused."""
 MAX_PROOFS = 1 << 16
 """Proofs remembered, of the calls of ten minutes: 30 for each link that a node takes."""
 
@@ -52,6 +58,8 @@ class TokenCheck:
     def __init__(self, node: str, token: str | None, clock: Clock) -> None:
         self._node, self._token, self._clock = node, token, clock
         self._spent = SpentProofs()
+        self._told_s = -math.inf
+        self._untold = 0
 
     async def check(
         self,
@@ -68,17 +76,19 @@ class TokenCheck:
         nonce, when = str(said.get("ecd-nonce", "")), str(said.get("ecd-time", ""))
         expected = proof(self._token, "ask", self._node, nonce, when)
         if not hmac.compare_digest(expected, str(said.get("ecd-proof", ""))):
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED,
+            await self._refuse(
+                context,
                 f"no proof of the cluster's token for {self._node}: set the same ECD_PEER_TOKEN on "
                 "every node, and name nodes as their ECD_PEER_ADDRESS does",
             )
         made_s = int(when) if re.fullmatch(r"[0-9]{1,19}", when) else 0
         now_s = self._clock.unix_s()
         if abs(now_s - made_s) > CLOCKS_APART_S:
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED,
-                f"the proof is of another time: clocks may differ by {CLOCKS_APART_S:.0f} s",
+            await self._refuse(
+                context,
+                f"the clock of {self._node} differs from the asking node's by "
+                f"{now_s - made_s:+,.0f} s, and at most {CLOCKS_APART_S:.0f} s are accepted: "
+                "set both clocks (NTP)",
             )
         is_new = self._spent.spend(expected, made_s + CLOCKS_APART_S, now_s)
         if is_new is None:
@@ -89,8 +99,17 @@ class TokenCheck:
                 f"{MAX_PROOFS} calls have come within {2 * CLOCKS_APART_S:.0f} s: ask later",
             )
         if not is_new:
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "the proof was used before: make one for each call"
-            )
+            await self._refuse(context, "the proof was used before: make one for each call")
         answer = proof(self._token, "answer", self._node, nonce)
         await context.send_initial_metadata((("ecd-proof", answer),))
+
+    async def _refuse(self, context: grpc.aio.ServicerContext[Any, Any], why: str) -> None:
+        """Abort the call, and have the log tell of it now and then."""
+        now_s = self._clock.now_s()
+        if now_s - self._told_s >= TOLD_EVERY_S:
+            more = f" ({self._untold:,} more since the last such line)" * bool(self._untold)
+            logger.warning("%s is refused: %s%s", context.peer(), why, more)
+            self._told_s, self._untold = now_s, 0
+        else:
+            self._untold += 1
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
