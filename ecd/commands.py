@@ -168,10 +168,9 @@ def _log_to_stderr(settings: Config) -> None:
     handler = logging.StreamHandler()
     stderr = os.fstat(handler.stream.fileno())
     if settings.log_format == "json":
-        names = {"levelname": "level", "name": "logger", "asctime": "time"}
-        handler.setFormatter(
-            JsonFormatter("%(asctime)s %(levelname)s %(name)s %(message)s", rename_fields=names)
-        )
+        names = {"levelname": "level", "name": "logger"}
+        fields = "%(levelname)s %(name)s %(message)s"
+        handler.setFormatter(JsonFormatter(fields, rename_fields=names, timestamp="time"))
     elif os.environ.get("JOURNAL_STREAM") == f"{stderr.st_dev}:{stderr.st_ino}":
         handler.setFormatter(_ToJournal("%(name)s: %(message)s"))
     else:

@@ -44,6 +44,7 @@ def test_an_engine_serves_without_a_daemon_and_shares_once_there_is_one(
     await_sessions(engine, daemon)
     engine.generate(new.requests(2))
     eventually(lambda: daemon.status().entries == 2)
+    assert "the daemon answers again" in engine.text()
 
 
 def test_a_second_engine_reuses_the_first_ones_work_and_encodes_the_rest(

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -244,7 +245,7 @@ def test_lines_are_json_where_that_is_wanted(make_daemon: MakeDaemon) -> None:
     [serving] = [line for line in lines if line["message"].startswith("serving on ")]
     assert serving["level"] == "INFO"
     assert serving["logger"] == "ecd.daemon"
-    assert serving["time"]
+    assert datetime.fromisoformat(serving["time"]).utcoffset() == timedelta(0), "RFC 3339"
 
 
 # -- systemd ---------------------------------------------------------------------------------------

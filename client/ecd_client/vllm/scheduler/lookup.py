@@ -122,7 +122,7 @@ class Lookup:
             return may_come
         self._encodes.stored(wanted)
         wanted.take(item, self._outputs)
-        self._away = False
+        self._note_back()
         return None
 
     def _ask_later(self, wanted: WantedItem, may_come: bool, makes_s: float | None = None) -> None:
@@ -182,7 +182,7 @@ class Lookup:
             return
         self._encodes.found(wanted)
         wanted.take(item, self._outputs)
-        self._away = False
+        self._note_back()
 
     # -- outcomes ------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Lookup:
             logger.warning("ecd: %s is a miss: %s", shown(wanted.identifier), wanted.cause)
 
     def _note_miss(self, wanted: WantedItem, cause: str) -> None:
-        self._away = False
+        self._note_back()
         wanted.denied = True
         self._note_absent(wanted, cause)
 
@@ -257,3 +257,8 @@ class Lookup:
         if not self._away:
             self._away = True
             logger.warning("ecd: every item is a miss for now: %s", cause)
+
+    def _note_back(self) -> None:
+        if self._away:
+            self._away = False
+            logger.info("ecd: the daemon answers again: items are found as before")
