@@ -103,7 +103,7 @@ def run_daemon(without: str) -> None:
 
         SharedIndex.show, SharedIndex.pinned = show_and_note, pinned_originals
     if without == "copies":
-        Entries.copies_of = lambda self, entry: []
+        Entries.replicas_of = lambda self, entry: []
 
         async def hash_nothing(self, keys) -> None:
             """What is left of an entry is its copy, which the daemon cannot read."""
