@@ -73,8 +73,8 @@ class Config(BaseSettings):
         | None
     ) = Field(
         default=None,
-        description="Size of the host pool, such as 4GiB, or a share of shm_dir's size, such as "
-        "75%. By default a quarter of what shm_dir has free, at most 4 GiB.",
+        description="Size of the host pool, such as 4GiB, 1MiB at least, or a share of shm_dir's "
+        "size, such as 75%. By default a quarter of what shm_dir has free, at most 4 GiB.",
     )
     eviction: Literal["value", "lru"] = Field(
         default="value",

@@ -223,6 +223,9 @@ def nodes(peers: pb.PeersReply) -> Iterator[Finding]:
     else:
         found = f"{directory.kind} does not answer: {directory.last_error}"
         advice = f"check that {directory.kind} runs, and that ECD_DIRECTORY leads to it"
+        if re.search(r"password|NOAUTH|NOPERM", directory.last_error):
+            found = f"{directory.kind} lets this node not in: {directory.last_error}"
+            advice = "put the user and the password into the URL of ECD_DIRECTORY"
         yield Finding("directory", BAD, found, advice)
     away = [peer for peer in peers.peers if peer.state == "unreachable"]
     away.sort(key=lambda peer: not peer.incarnation)  # anybody can make up a node's name

@@ -36,7 +36,9 @@ from ecd.live.live import LiveCache
 from ecd.settings.config import Config
 from ecd_client import Client
 from ecd_proto.backoff import Backoff
+from ecd_proto.findings import nodes
 from ecd_proto.shm.files import GRANULE_BYTES
+from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon
 from support.pairs import PATIENT, start_all
 from support.processes import child, run
@@ -662,6 +664,9 @@ def test_a_password(patient: None, make_redis: MakeRedis, caplog: pytest.LogCapt
     assert not wrong.state.up
     assert wrong.state.last_error
     assert "wrong-word" not in wrong.state.last_error + caplog.text
+    status = pb.DirectoryStatus(kind="redis", last_error=wrong.state.last_error)
+    away, *_ = nodes(pb.PeersReply(node="n", directory=status))
+    assert away.advice == "put the user and the password into the URL of ECD_DIRECTORY"
 
 
 def test_tls(patient: None, make_redis: MakeRedis, tmp_path: Path) -> None:

@@ -338,6 +338,8 @@ def test_no_daemon_is_exit_code_3(make_daemon: Callable[..., Daemon]) -> None:
         assert "there is no /" in done.stderr
     daemon.start().kill()
     assert "which a dead daemon left; start the daemon" in cli(daemon, "status").stderr
+    done = run([*PROGRAM, "--address", __file__, "status"], capture_output=True, text=True)
+    assert f"{__file__} is no socket; say where the daemon's is (ECD_ADDRESS)" in done.stderr
 
 
 # -- looking after it ------------------------------------------------------------------------------
@@ -362,6 +364,7 @@ def test_doctor_finds_nothing_wrong_with_a_daemon_that_is_well(daemon: Daemon) -
     for check in ("socket", "daemon", "versions", "reading", "pool", "other nodes"):
         assert found[check]["state"] == "ok", found[check]
     assert found["reading"]["found"] == "hits make no call"
+    assert "clock" not in found, "without other nodes none matters"
     assert cli(daemon, "doctor").stdout.count("\n") >= len(found)
 
 
@@ -461,6 +464,15 @@ def test_doctor_says_of_a_vllm_that_nobody_has_tried(
     assert found["advice"].endswith(advised)
 
 
+def test_doctor_says_that_a_container_does_not_see_the_pool(daemon: Daemon) -> None:
+    apart = "unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"
+    if run([*apart, "true"]).returncode:
+        pytest.skip("NO OTHER /dev/shm IS TRIED: this user mounts nothing")
+    _, found = findings(daemon, apart)
+    assert "No such file" in found["reading"]["found"]
+    assert "mount it into the container" in found["reading"]["advice"]
+
+
 def test_doctor_says_that_the_pool_is_too_small(own_daemon: Daemon) -> None:
     with Client(own_daemon.address) as client, pytest.raises(EntryTooLarge):
         client.put_bytes("k", bytes(100 << 20), "uint8", (100 << 20,))
@@ -497,6 +509,7 @@ def test_doctor_says_which_nodes_and_directory_are_away(make_daemon: Callable[..
     assert found["peer port"]["state"] == found["engine port"]["state"] == "ok"
     assert found["directory"]["state"] == "fix"
     assert found["peers"]["found"].startswith("127.0.83.2:9465: ")
+    assert "clock" in found
 
 
 def test_bench_measures_and_leaves_everything_as_it_was(daemon: Daemon) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
+import errno
 import os
 import re
 import socket
@@ -65,7 +66,8 @@ def examine(address: str, call: Callable[[str, Any], Any]) -> Iterator[Finding]:
     yield _shared_memory(status)
     yield _leftovers(status)
     yield _mooncake()
-    yield _clock()
+    if peers is None or peers.node:  # without other nodes no clock matters
+        yield _clock()
     yield _vllm()
     yield from examine_gpu(status)
 
@@ -95,7 +97,10 @@ def _reading(address: str, status: pb.StatusReply) -> Finding:
             client.contains(["doctor"])
             is_mapped = client._connection.session().index is not None
     except (EcdError, OSError) as error:
-        return Finding("reading", BAD, str(error), "run engines as members of the daemon's group")
+        advice = "let this process see the daemon's ECD_SHM_DIR: mount it into the container"
+        if os.strerror(errno.EACCES) in str(error):
+            advice = "run engines as members of the daemon's group"
+        return Finding("reading", BAD, str(error), advice)
     if not has_barriers():
         advice = "allow membarrier(2) in the seccomp profile, of this process and the daemon's"
         return Finding("reading", DOUBTFUL, "every get is a call: no membarrier(2) here", advice)
