@@ -1,4 +1,4 @@
-"""`ecd`: one line where the daemon's packages are missing, as beside vLLM."""
+"""`ecd`: prints one line if the daemon's packages are missing, as beside vLLM."""
 
 from __future__ import annotations
 

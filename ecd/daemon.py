@@ -49,12 +49,12 @@ from ecd_proto.v1 import cache_pb2 as pb
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""How long calls in flight may take after the daemon was told to stop."""
+"""Longest time that calls in flight get to finish after the daemon is told to stop."""
 
 PROGRESS_S = 0.5
 
 DEVICE_WAIT_S = 3.0
-"""How long a start waits for memory of GPUs: clients that have attached before it came get none."""
+"""How long a start waits for memory of GPUs: clients that attach before it comes get none."""
 
 
 class _Parts(NamedTuple):
@@ -72,7 +72,7 @@ class _Parts(NamedTuple):
 
 
 class Daemon:
-    """One daemon's life, from `run` to a signal."""
+    """One run of a daemon, from `run` to a signal."""
 
     def __init__(
         self, config: Config, reload: Callable[[], Config] | None = None, cold: bool = False
@@ -102,7 +102,7 @@ class Daemon:
     def _idle(
         self, live: LiveCache, node: Node, checksums: Checksums, recovery: Recovering
     ) -> pb.Idle:
-        """The state of each part that works behind the calls."""
+        """The state of each part that works in the background."""
         cluster, disk = self._cluster, self._disk
         is_drained, is_hashed = live.is_drained, recovery.is_done and checksums.is_idle
         is_settled = is_drained and not len(node.flights)  # else more is evicted, and then told
@@ -148,7 +148,7 @@ class Daemon:
                 )
 
     def _make_parts(self, metrics: Metrics, running: contextlib.AsyncExitStack) -> _Parts:
-        """Make what serves, in order of need.
+        """Make the serving parts, in order of need.
 
         Raises EventsError, MetricsError, ClusterError, EngineError.
         """
@@ -242,7 +242,7 @@ class Daemon:
     def _make_recorder(
         self, metrics: Metrics, running: contextlib.AsyncExitStack
     ) -> Recorder | None:
-        """The trace, if there is to be one. Raises StartError."""
+        """The trace, if one is configured. Raises StartError."""
         path = self._config.trace
         if path is None:
             return None
@@ -262,7 +262,7 @@ class Daemon:
         metrics: Metrics,
         running: contextlib.AsyncExitStack,
     ) -> Events | None:
-        """The stream of changes, if there is to be one. Raises EventsError."""
+        """The stream of changes, if one is configured. Raises EventsError."""
         address, identity = self._config.events_address, self._identity
         if address is None:
             return None
@@ -330,7 +330,7 @@ class Daemon:
             await asyncio.wait(takes, timeout=DEVICE_WAIT_S)
 
     async def _follow_puts(self, checksums: Checksums) -> None:
-        """Hash what is put, for the next daemon; with a cluster that is done for other nodes."""
+        """Hash stored entries for the next daemon; a cluster already does so for other nodes."""
         if self._config.warm_restart is not False:
             await checksums.follow()
 
@@ -374,7 +374,7 @@ class Daemon:
     # -- settings ------------------------------------------------------------------------------
 
     def _read_settings(self) -> None:
-        """Take over settings that can change while the daemon runs, and log those that cannot."""
+        """Apply settings that can change while the daemon runs, and log those that cannot."""
         if self._reload is None:
             logger.info("SIGHUP changes nothing: there is no --config to read again")
             return

@@ -83,7 +83,7 @@ class Holdings:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Give all of it back, in the reverse order."""
+        """Release all of it, in reverse order."""
         self._opened.close()
 
     def _make_index(self) -> SharedIndex | None:

@@ -1,4 +1,4 @@
-"""One node's cache on its event loop, as its clients reach it: all but files, servers and peers."""
+"""One node's cache on its event loop, without files, servers and peers."""
 
 from __future__ import annotations
 

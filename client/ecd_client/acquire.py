@@ -116,7 +116,7 @@ class Acquire:
     def _end(self, index: int, outcome: pb.AcquireOutcome | None) -> bool:
         """Settle one key's future; an outcome of None: the session ended first.
 
-        False: the entry is stored and no pin is to be had, so a lease must be asked for.
+        False: the entry is stored but could not be pinned, so a lease must be asked for.
         """
         future, key, item = self.futures[index], self.keys[index], None
         if outcome is not None and outcome.WhichOneof("outcome") == "stored":
@@ -143,7 +143,7 @@ class Acquire:
         replace(self._again(indices), timeout=left_s, needs_lease=True).send()
 
     def _again(self, indices: Sequence[int]) -> Acquire:
-        """The same for some of its keys, with nothing that was for the first call alone."""
+        """A call for some of the keys, without the parts that are only for the first call."""
         keys, futures = [self.keys[i] for i in indices], [self.futures[i] for i in indices]
         return replace(self, keys=keys, futures=futures, hints=(), makes=())
 

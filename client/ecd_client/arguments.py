@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_SECONDS = 1e9
-"""Longest time that may be given: the kernel's and Python's clocks take no infinite one."""
+"""Longest time that may be given: the kernel's and Python's clocks accept no infinite time."""
 MAX_NUMBER = (1 << 31) - 1
 _ADDRESS = re.compile(r"(?:\[[0-9A-Za-z:.%]{1,64}\]|[0-9A-Za-z_.-]{1,255}):([0-9]{1,5})")
 MAX_POOL, MAX_PLACE = (1 << 32) - 1, (1 << 64) - 1
@@ -57,7 +57,7 @@ def text(value: Any, what: str) -> str:
 
 
 def key(namespace: Any, mm_hash: Any) -> tuple[str, str]:
-    """A key that daemons take."""
+    """A key that daemons accept."""
     for what, value, limit in (
         ("namespace", namespace, MAX_NAMESPACE_BYTES),
         ("mm_hash", mm_hash, MAX_MM_HASH_BYTES),
@@ -80,7 +80,7 @@ def many(values: Any, call: str) -> list[Any]:
 
 
 def engine(value: Any) -> Engine:
-    """A description of an engine that daemons take."""
+    """A description of an engine that daemons accept."""
     if not isinstance(value, Engine):
         raise InvalidArgument(f"an engine is an ecd_proto.engines.Engine, not {_shown(value)}")
     try:
@@ -213,7 +213,7 @@ def _is_address(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number of 0 or more; None: it is none."""
+    """A finite number of 0 or more; None if the value is none."""
     if type(value) is not float:
         if not isinstance(value, Real):
             return None
@@ -226,7 +226,7 @@ def _number(value: Any) -> float | None:
 
 
 def _length(value: Any) -> int:
-    """Raises TypeError for what is no length."""
+    """The value as a length. Raises TypeError if it is none."""
     if type(value) is not int:
         if isinstance(value, bool):
             raise TypeError

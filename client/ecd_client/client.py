@@ -387,7 +387,7 @@ class Client:
         return self._namespace(namespace), arguments.text(mm_hash, "key")
 
     def _whole_key(self, mm_hash: str, namespace: str | None) -> Key:
-        """A key such as the daemon takes, where no answer would tell of another."""
+        """A key that the daemon accepts, for calls whose answer would not report another."""
         return arguments.key(*self._key(mm_hash, namespace))
 
     def _keys(self, mm_hashes: Sequence[str], namespace: str | None, call: str) -> list[Key]:

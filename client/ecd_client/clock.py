@@ -1,4 +1,4 @@
-"""The client's clock: nothing else in `ecd_client` reads the time, sleeps or draws lots.
+"""The client's clock: no other module of `ecd_client` reads the time, sleeps or draws random bytes.
 
 A module, as the client's threads, its hooks in an engine and its command line have one process.
 """
@@ -14,9 +14,9 @@ now_s = time.monotonic
 unix_s = time.time
 """Seconds since 1970, to show to people and to compare with files and other machines."""
 sleep = time.sleep
-"""Keep this thread waiting for so many seconds."""
+"""Block this thread for this many seconds."""
 secret = secrets.token_hex
-"""So many bytes that nobody can guess, as hexadecimal text."""
+"""Random bytes that cannot be guessed, this many, as hexadecimal text."""
 
 
 def booted_s() -> float:
@@ -25,5 +25,5 @@ def booted_s() -> float:
 
 
 def local(at_unix_s: float) -> datetime:
-    """A moment as people here write it."""
+    """The time in the local form."""
     return datetime.fromtimestamp(at_unix_s)

@@ -33,16 +33,16 @@ from ecd_proto.events import (
 )
 
 UNREAD = 10_000
-"""Messages that wait to be taken, of each daemon."""
+"""Messages queued from each daemon."""
 AT_ONCE = 256
-"""Messages taken from one daemon before the next has its turn."""
+"""Messages read from one daemon before the next has its turn."""
 ASK_S = 3.0
-"""How long an answer may say nothing until it is asked for again."""
+"""How long an answer may be silent before it is asked for again."""
 SILENT_S = 5 * SIGN_S
-"""After so long without a sign of life a daemon's entries are not current."""
+"""Seconds without a sign of life after which a daemon's entries are not current."""
 CHECK_S = 0.5
 LEFT = 8
-"""Epochs that are remembered as past: messages of them may still come."""
+"""Past epochs that are remembered: their messages may still come."""
 MAX_MESSAGE_BYTES = 4 << 20
 
 Entries = dict[tuple[str, str], int]
@@ -94,7 +94,7 @@ class Feed:
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing is known to be lost, and the daemon has been heard of late."""
+        """Whether no loss is known, and the daemon has sent messages recently."""
         return self._asked is None and clock.now_s() - self._heard_s < SILENT_S
 
     @property
@@ -103,7 +103,7 @@ class Feed:
         return self._sub if self._asked is None else self._asked
 
     def take(self) -> Iterator[Change]:
-        """Take some of the messages that are here, without waiting."""
+        """Read some of the messages that have arrived, without waiting."""
         if self._asked is not None and clock.now_s() > self._until_s:
             self._ask(self._request)
         for _ in range(AT_ONCE):
@@ -177,7 +177,7 @@ class Feed:
     # -- questions -----------------------------------------------------------------------------
 
     def _ask(self, request: bytes) -> None:
-        """Ask on a socket of its own, so that no answer is taken for another question's."""
+        """Ask on a socket of its own, so that no answer is mistaken for another question's."""
         self._end_question()
         self._asked, self._request = self._context.socket(zmq.DEALER), request
         self._asked.linger, self._asked.rcvhwm, self._asked.maxmsgsize = (

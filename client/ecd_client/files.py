@@ -1,4 +1,4 @@
-"""Files that the daemon names, opened with care."""
+"""Files that the daemon names, opened safely."""
 
 from __future__ import annotations
 

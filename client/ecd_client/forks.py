@@ -46,7 +46,7 @@ class Pending(Future[Result]):
 pid = os.getpid()
 """The process that owns the clients: a child differs until all in it is cut off."""
 has_had_clients = False
-"""Whether gRPC has run here: a thread of its own may hold a lock long after the last client."""
+"""Whether gRPC has run here: one of its threads may hold a lock long after the last client."""
 is_child = False
 """Whether this process was forked from one that had clients."""
 steady = threading.RLock()
@@ -66,7 +66,7 @@ def add(made: Forked, last: bool = False) -> None:
 
 
 def is_uncut() -> bool:
-    """Whether this process is a child in which not all is cut off yet: it must end nothing."""
+    """Whether this process is a child that is not cut off entirely yet: it must release nothing."""
     return os.getpid() != pid
 
 
@@ -109,7 +109,7 @@ def _blocked_signals() -> set[signal.Signals] | set[int]:
 
 
 def in_child() -> None:
-    """Cut all off, if this is a child in which that was not done: C code may fork without hooks."""
+    """Cut everything off, in a child that has not done so: C code may fork without hooks."""
     global pid, is_child, steady
     if not is_uncut():
         return

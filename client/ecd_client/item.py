@@ -49,7 +49,7 @@ class Item:
     _queueing: AbstractContextManager[bool] | None = None
     """Held while a load is queued; made with the first one."""
     was_near = False
-    """Whether the last copy or view of it came from the GPU's device pool."""
+    """Whether the last copy or view of the item came from the GPU's device pool."""
 
     def __init__(self, namespace: str, mm_hash: str, hold: Hold) -> None:
         self.namespace, self.mm_hash = namespace, mm_hash
@@ -187,7 +187,7 @@ class Item:
         return view
 
     def _near_copy(self, copies: Copies) -> HeldCopy | None:
-        """Hold the copy on this GPU; where there is none, have one made for the next time."""
+        """Hold the copy on this GPU; if there is none, request one for the next time."""
         hold = self._hold
         hold.pool.use_dma(copies.device)
         near = hold.session.near
@@ -216,7 +216,7 @@ class Item:
         )
 
     def is_of(self, handle: Handle) -> bool:
-        """Whether the handle is of this entry."""
+        """Whether the handle names this entry."""
         own = self.handle()._replace(pool_fd_path=handle.pool_fd_path, expires_s=handle.expires_s)
         return own == handle
 

@@ -26,8 +26,8 @@ class Holder(NamedTuple):
 class Located(NamedTuple):
     """The holders of each key, this node first.
 
-    `is_partial`: other nodes may hold more, as the directory or a node did not answer in time, or
-    there is none.
+    `is_partial`: the list may be incomplete: no directory is configured, or the directory or a node
+    did not answer in time.
     """
 
     holders: list[list[Holder]]
@@ -35,7 +35,7 @@ class Located(NamedTuple):
 
 
 def locate(session: Session, keys: Sequence[Key]) -> Located:
-    """Raises EcdError."""
+    """The nodes that hold these keys. Raises EcdError."""
     return located(session.calls.alone("locate", pb.LocateRequest(keys=map(to_key, keys))))
 
 

@@ -37,7 +37,7 @@ class MappedPool:
             if os.fstat(self._fd).st_ino != file.inode:
                 raise FileNotFoundError(f"{file.path} is not the daemon's file")
             self.is_huge = file.huge_bytes >= HUGE_SHARE * file.nbytes
-            """Whether the page tables of all of it are small enough to be filled ahead of need."""
+            """Whether the whole pool's page tables are small enough to be filled ahead of need."""
             self._readable = self._map(writable=False)
             self._file = opened.pop_all()
         self.fd_path = f"/proc/{os.getpid()}/fd/{self._fd}"
@@ -53,7 +53,7 @@ class MappedPool:
             self._readable.populate_soon()
 
     def read_view(self, extent: Extent, keeps: object = None) -> memoryview:
-        """The extent's bytes, for reading; whatever refers to the view refers to `keeps` too."""
+        """The extent's bytes, for reading; every reference to the view keeps `keeps` alive."""
         view = self._readable.view(extent.offset, extent.nbytes, keeps)
         self._readable.populate_once(extent.offset, extent.nbytes)
         return view
@@ -91,7 +91,7 @@ class MappedPool:
     # -- copies of GPUs ------------------------------------------------------------------------
 
     def use_dma(self, device: int) -> None:
-        """Begin to pin the pools of this one's session for a GPU's copies, unless that was done."""
+        """Begin to pin the pools of this session for a GPU's copies, unless that was done."""
         if self._dma is not None:
             self._dma.begin(device)
 
@@ -113,13 +113,13 @@ class MappedPool:
             pinned.release(pool)
 
     def wait_pinned(self) -> int:
-        """Wait until as much is registered as can be; returns how many bytes."""
+        """Wait until as much as possible is registered; returns how many bytes."""
         pinned_pool = self._pinned
         return 0 if pinned_pool is None else pinned_pool.wait()
 
     @property
     def pinning(self) -> pinned.Pinning:
-        """How far pinning has come; all zero where it goes on, or was not begun."""
+        """The progress of pinning; all zero while it runs, or if it was not begun."""
         pinned_pool = self._pinned
         return pinned.Pinning() if pinned_pool is None else pinned_pool.outcome
 
@@ -144,14 +144,14 @@ class MappedPool:
             self._dma.note_write()
 
     def _pinned_parts(self, extent: Extent) -> Parts:
-        """Empty: not all of the extent is pinned."""
+        """The pinned parts; empty if not all of the extent is pinned."""
         pinned_pool = self._pinned
         return [] if pinned_pool is None else pinned_pool.parts(extent.offset, extent.nbytes)
 
     # -- life ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the file, and unpin the pool. Views keep what is mapped."""
+        """Close the file, and unpin the pool. Views keep their memory mapped."""
         with self._lock:
             self._is_closed = True
             unused, self._pinned = self._pinned, None
@@ -160,7 +160,7 @@ class MappedPool:
         self._file.close()
 
     def cut_off(self) -> None:
-        """In a forked child: nothing written here reaches the pool any more."""
+        """In a forked child: writes here no longer reach the pool."""
         self._lock = threading.RLock()
         if self._writable is not None:
             self._writable.cut_off()
@@ -208,7 +208,7 @@ class MappedPools:
             pool.populate_soon()
 
     def pin(self, device: int) -> None:
-        """Pin all of them for this GPU's copies, in the background, unless that has begun."""
+        """Pin all pools for this GPU's copies, in the background, unless that has begun."""
         self.granted.use_dma(device)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ STORED, MUST_CALL = PutState.STORED, PutState.MUST_CALL  # as looking them up ta
 
 
 class Put:
-    """One put on its way through the states of `PUT`: each has one step, those that end it none."""
+    """One put in the states of `PUT`: each has one step, those that end it none."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Put:
         self._taken = threading.Lock()
 
     def is_taken_up(self) -> bool:
-        """Whether this caller, and no other before, is to end the put and let go of its session."""
+        """Whether this caller, and no earlier one, has to end the put and release its session."""
         return self._taken.acquire(blocking=False)
 
     def send_reserve(self) -> None:
@@ -53,7 +53,7 @@ class Put:
         self._reply = self.session.calls.later("reserve", self._reserve_request())
 
     def write(self) -> None:
-        """Write what is claimed, unless it is written. Raises what `copy_to` raises."""
+        """Write the claimed memory, unless it is written. Raises what `copy_to` raises."""
         if self.state is PutState.CLAIMED:
             self._step()
 

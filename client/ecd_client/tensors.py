@@ -95,12 +95,12 @@ class TensorSource:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether copying it is this thread's own work, and waits for no device."""
+        """Whether this thread itself copies the tensor, without waiting for a device."""
         return self._copies is None and self._tensor.is_cpu
 
     @property
     def device(self) -> int | None:
-        """The number of its GPU, if copies are made on streams of ecd's own."""
+        """The number of its GPU, if copies are made on ecd's own streams."""
         return None if self._copies is None else self._copies.device
 
     def copy_near(self, address: int) -> None:

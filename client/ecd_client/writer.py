@@ -1,4 +1,4 @@
-"""put: at once, or on the side."""
+"""put: at once, or on a thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_PENDING_PUTS = 256
 """Asynchronous puts in flight before `put_async` refuses."""
 COPIED_HERE_BYTES = 256 << 10
-"""Up to here `put_async` copies itself: waking another thread takes about as long."""
+"""Size up to which `put_async` copies by itself: waking another thread takes about as long."""
 
 
 def describe_entry(
@@ -132,7 +132,7 @@ class Writer:
             self._has_side = True
 
     def _finish_aside(self, put: Put) -> Future[bool]:
-        """Have the rest done on the side. Raises DaemonUnavailable: the client is being closed."""
+        """Leave the rest to the thread. Raises DaemonUnavailable: the client is being closed."""
         future: forks.Pending[bool] = forks.Pending()
         forks.add(future)
         future.set_running_or_notify_cancel()  # others wait for a claim: it is not cancelled

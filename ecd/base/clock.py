@@ -1,6 +1,6 @@
-"""The clock of a daemon: nothing else in `ecd` reads the time, waits, or draws lots.
+"""The clock of a daemon: no other module of `ecd` reads the time, waits, or draws random numbers.
 
-`Daemon` makes one and hands it down; a simulation hands down one of its own.
+`Daemon` makes one and hands it down; a simulation hands down its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 
 class Clock:
-    """Time and chance, as the machine has them."""
+    """Time and randomness, as the machine has them."""
 
     now_s = staticmethod(time.monotonic)  # which costs no more than the function itself
     """Seconds since some moment, for durations and deadlines; never set back."""
@@ -22,7 +22,7 @@ class Clock:
         return time.time()
 
     async def sleep(self, seconds: float) -> None:
-        """Let others of the event loop go on for so long, or for one turn (0)."""
+        """Let other tasks of the event loop run for this long, or for one turn (0)."""
         await asyncio.sleep(seconds)
 
     def block(self, seconds: float) -> None:
@@ -30,11 +30,11 @@ class Clock:
         time.sleep(seconds)
 
     def uniform(self, least: float, most: float) -> float:
-        """A number between these two, by lot."""
+        """A random number between these two."""
         return random.uniform(least, most)
 
     def secret(self, nbytes: int) -> bytes:
-        """Bytes that nobody can guess."""
+        """Random bytes that cannot be guessed."""
         return secrets.token_bytes(nbytes)
 
 

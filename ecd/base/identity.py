@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NodeIdentity:
-    """One life of a daemon on one node; `node` is its host:port for peers, empty without any."""
+    """One incarnation of a daemon on one node; `node` is its host:port for peers, or empty."""
 
     name: str
     incarnation: str

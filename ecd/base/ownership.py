@@ -24,7 +24,7 @@ _ALL_USERS = ["0", "0", "4294967295"]
 
 
 class NotOurs(Exception):
-    """Another user can change what lies there; the message says who, and what to do."""
+    """Another user can change the file or directory; the message says who, and what to do."""
 
 
 def describe(found: os.stat_result) -> str:

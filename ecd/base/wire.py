@@ -13,9 +13,9 @@ from ecd_proto.placeholders import Placeholder, is_claimed
 from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_WAIT_S = 60.0
-"""Longest wait of one node for what another makes or writes, however long a client would wait."""
+"""Longest wait of one node for an entry that another makes or writes, whatever its client says."""
 TOLD_METADATA_BYTES = 128
-"""Longest metadata that directories tell; a picture's has some 40 bytes."""
+"""Longest metadata in directories; a picture's has some 40 bytes."""
 BYTES_WITH_LEASE = 64 << 10
 """Largest entry that comes with its lease: a read of a larger one takes less than a message."""
 SPECULATIVE_BYTES = 8 << 20
@@ -92,7 +92,7 @@ def _tensor(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], i
 
 
 def _is_nonsense(metadata: bytes) -> bool:
-    """Whether they begin as placeholder metadata do, and are none."""
+    """Whether the metadata begins as placeholder metadata does, but is malformed."""
     return is_claimed(metadata) and not _is_placeholder(metadata)
 
 

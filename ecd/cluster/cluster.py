@@ -40,11 +40,11 @@ from ecd_proto.v1 import cache_pb2, peer_pb2
 logger = logging.getLogger(__name__)
 
 PUBLISH_BATCH = 256
-"""Changes told to the directory at a time."""
+"""Changes published to the directory at a time."""
 LOCATE_S = 1.0
 """How long the directory may be asked for the holders of one request's keys."""
 LOCATED = 64
-"""Keys asked of the directory at a time: more would hold up the event loop."""
+"""Keys looked up in the directory at a time: more would block the event loop."""
 TURN = 8
 """Small entries hashed, and keys wanted, before the event loop gets its turn."""
 
@@ -82,7 +82,7 @@ def connect(url: str, timeout_s: float) -> Any:
 
 
 class Outside(NamedTuple):
-    """The makers of all that a node reaches beyond its process; a simulation brings its own."""
+    """The makers of all that a node uses outside its process; a simulation brings its own."""
 
     engine: Callable[[EngineSettings, bytes], Engine] = Engine
     channel: Callable[[str, grpc.ChannelCredentials | None], Any] = open_channel
@@ -143,7 +143,7 @@ class Cluster:
         await self._engine.register(*self._registered.values())
 
     def reload(self, config: Config) -> None:
-        """Take over what may change at any time: the peers asked, hints followed, the deadline."""
+        """Apply settings that may change at any time: peers asked, hints followed, the deadline."""
         self._config = config
         self._admission.reload(config)
         self._peers.reload(config.peers)
@@ -154,7 +154,7 @@ class Cluster:
         return [node for node in self._config.peers if node != self.node]
 
     async def run(self) -> None:
-        """Tell the directory and other nodes what changes here, until cancelled."""
+        """Publish changes to the directory and to other nodes, until cancelled."""
         logger.info(
             "peers on %s, engine on %s over %s, directory %s",
             self.node,
@@ -200,13 +200,13 @@ class Cluster:
     # -- for engines on this node --------------------------------------------------------------
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
-        """Tell these nodes of these keys: now, or when they are stored."""
+        """Offer these keys to these nodes: now, or when they are stored."""
         self._offers.offer(keys, nodes)
 
     # -- for routers ---------------------------------------------------------------------------
 
     async def locate(self, keys: Sequence[Key]) -> tuple[Found, bool]:
-        """The other nodes that hold these keys, and whether all were heard, within LOCATE_S."""
+        """The other nodes that hold these keys, and whether all answered within LOCATE_S."""
         state, found = self._directory.state, dict[Key, Sequence[Candidate]]()
         before, until_s = (state.errors, state.skipped), self._live.clock.now_s() + LOCATE_S
         for start in range(0, len(keys), LOCATED):
@@ -261,11 +261,11 @@ class Cluster:
         return self._flights.is_local(key)
 
     def want_near(self, key: Key) -> None:
-        """Bring the key from this node's disk, asking no other node."""
+        """Bring the key from this node's disk, without asking other nodes."""
         self._flights.want(key, is_local=True)
 
     async def offered(self, found: Mapping[Key, Hint]) -> None:
-        """Take an offer: a node has these keys and expects this one to want them."""
+        """Accept an offer: a node has these keys and expects this one to want them."""
         for number, (key, hint) in enumerate(found.items()):
             self._flights.want(key, [hint])
             if number % TURN == 0:
@@ -274,7 +274,7 @@ class Cluster:
     # -- the background ------------------------------------------------------------------------
 
     async def _publish(self) -> None:
-        """Hash and offer what is stored, and tell the directory of all changes."""
+        """Hash and offer stored entries, and publish all changes to the directory."""
         while True:
             changes = list((await self._changes.next()).items())
             for start in range(0, len(changes), PUBLISH_BATCH):
@@ -292,7 +292,7 @@ class Cluster:
 
     @property
     def is_settled(self) -> bool:
-        """Whether others are told of every change, and no read may write here any more."""
+        """Whether every change is published, and no read may write here any more."""
         is_told = self.is_hashed and self._directory.is_told and self._offers.is_idle
         return is_told and not self._deliveries.counters.set_aside_bytes
 

@@ -106,11 +106,11 @@ class Terms(NamedTuple):
     """How one node is asked for a lease."""
 
     made_within_s: float | None
-    """The node makes the key, and is waited for so long."""
+    """The node makes the key; how long to wait for that."""
     or_elsewhere: bool
     """The node may name another, to be asked in its place."""
     patience_s: float | None
-    """The lease is waited for no longer."""
+    """Longest wait for the lease."""
 
 
 class Deliveries:
@@ -262,7 +262,7 @@ class Deliveries:
         return arrival
 
     def _is_slower(self, link: Link, flight: Flight, lease: PeerLease) -> bool:
-        """Whether the clients that want the entry had better encode it than have it read."""
+        """Whether encoding the entry is quicker, for the clients that want it, than reading it."""
         if flight.is_needed or lease.data:
             return False
         known_s = self._live.cache.views.encode_s(flight.key, lease.content)

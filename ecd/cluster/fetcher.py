@@ -29,15 +29,15 @@ MAX_SOURCES = 4
 MAX_HINTED = 2
 """Hinted nodes that are asked before the directory's: hints may be wrong."""
 MAX_SENT_ON = 16
-"""How often a flight is sent from a node that is busy to one that has the key by then."""
+"""How often a flight may be redirected from a busy node to a node that has the key by then."""
 PATIENCE = 0.5
-"""The part of a flight's time left for which it waits at a node that it was sent to."""
+"""The share of a flight's remaining time for which it waits at a node to which it was sent."""
 MAX_AWAITED = 256
 """Flights that wait for another node to make their key; beyond, this node makes it."""
 PAUSES_S = (0.25, 0.5, 1.0)
-"""Pauses, each up to twice as long, after which a patient flight asks again who was too busy."""
+"""Pauses, each up to twice as long, before a patient flight asks a busy node again."""
 MAX_PAUSING = 256
-"""Flights, of 1,024, that pause so: others are not to be refused for them. Beyond, none pauses."""
+"""Flights, of 1,024, that may pause: the rest stays free for others. Beyond, none pauses."""
 
 
 class _Lineup:
@@ -79,7 +79,7 @@ class _Lineup:
                 return None
 
     async def _follow(self, hints: Sequence[Hint]) -> None:
-        """Line up the nodes that a further client names."""
+        """Queue the nodes that a further client names."""
         self._flight.followed += 1
         hinted = await self._admitted(hints)
         self._joined.update(each.hint.node for each in hinted[:MAX_SOURCES])
@@ -107,7 +107,7 @@ class _Lineup:
 
 
 class Fetcher:
-    """The other nodes, as the source of flights that is asked last."""
+    """The other nodes, as the last source that a flight asks."""
 
     is_local = False
 
@@ -127,7 +127,7 @@ class Fetcher:
     # -- one flight ----------------------------------------------------------------------------
 
     async def bring(self, flight: Flight) -> Outcome:
-        """Bring what a node has, or makes, or leave it to the flight's makers; the outcome."""
+        """Bring an entry that a node has or makes, or leave it to its makers; the outcome."""
         outcome = await self._bring_stored(flight)
         if outcome.is_final or outcome is Outcome.SLOWER:
             return outcome
@@ -155,7 +155,10 @@ class Fetcher:
         return outcome
 
     async def _wait_for(self, maker: Candidate, flight: Flight, wait_s: float) -> Outcome:
-        """Wait for what another node makes, and bring it; the outcome. Clients here can see it."""
+        """Wait until another node has made the entry, and bring it; clients here can see the wait.
+
+        Returns the outcome.
+        """
         self._awaited += 1
         flight.is_awaited = True
         try:

@@ -138,9 +138,9 @@ class Cache:
         return tuple(wakeup for key in keys for wakeup in self.readers.writer_lost(key))
 
     def close_session(self, session: SessionId) -> bool:
-        """Take back all that a leaving session had: its process can touch the memory no more.
+        """Reclaim the memory of a leaving session, whose process can no longer touch it.
 
-        Returns False if that was only some of it: go on in the next turn.
+        Returns False if some is left: call again in the next turn.
         """
         leaving = self._sessions.leaving(session)
         if leaving is None:
@@ -211,7 +211,7 @@ class Cache:
         return self._writers.reserve_replica(pool, owner, key, original, now_s)
 
     def no_room(self, nbytes: int, pool: Pool | None = None) -> PoolFull:
-        """Refuse a reservation: no room can be made, or the caller stops trying."""
+        """Refuse a reservation, because no room can be made or the caller stops trying."""
         return self._writers.no_room(pool or self.pools[0], nbytes)
 
     def commit(
@@ -244,7 +244,7 @@ class Cache:
         return Committed(() if entry.replica_in else self.readers.wake(entry, now_s))
 
     def abort(self, session: SessionId, reservation: EntryId) -> Abortion:
-        """Give a reservation back: its writer touches the extent no more."""
+        """Give a reservation back: its writer no longer touches the extent."""
         found = self._writers.find(session, reservation)
         if found is None:
             return NotReserved()

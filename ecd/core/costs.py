@@ -30,7 +30,7 @@ _JSON = b'\x01{"'
 
 
 class Cost(NamedTuple):
-    """The seconds that an entry takes to encode; `is_known` if a producer of its group told any."""
+    """The seconds to encode an entry; `is_known` if a producer of its group reported any."""
 
     seconds: float
     is_known: bool
@@ -44,7 +44,7 @@ class Costs:
         self._fits: OrderedDict[tuple[str, bytes], _Fit] = OrderedDict()
 
     def learn(self, namespace: str, content: Content) -> None:
-        """Take the content's report into account, if its producer made one."""
+        """Include the content's cost in the fit, if its producer reported one."""
         if content.cost_s <= 0.0 or not _rows(content):
             return
         group = namespace, _modality(content)

@@ -1,4 +1,4 @@
-"""Demotion: what is written to disk before it is evicted, and how many bytes a second."""
+"""Demotion: which entries are written to disk before their eviction, and at which rate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Budget:
         self._at_s = now_s
 
     def wait_s(self, was_read: bool, now_s: float) -> float:
-        """How long to wait with a write. One of unread entries leaves half of the savings."""
+        """Seconds until the next write. A write of unread entries leaves half of the savings."""
         self._left = min(self._most, self._left + (now_s - self._at_s) * self.bytes_per_s)
         self._at_s = now_s
         return max(0.0, (0.0 if was_read else self._most / 2) - self._left) / self.bytes_per_s

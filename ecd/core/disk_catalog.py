@@ -15,12 +15,12 @@ from ecd.core.model.deadlines import Deadlines
 from ecd.core.model.types import Key
 
 MAX_ENTRIES = 1 << 18
-"""More would stop the event loop for too long when their tables grow."""
+"""Limit of entries: larger tables would block the event loop for too long when they grow."""
 
 
 @dataclass(slots=True, eq=False)
 class OnDisk:
-    """One entry on disk; `file_bytes` are what its file takes."""
+    """One entry on disk; `file_bytes` is the size of its file."""
 
     number: int
     key: Key
@@ -118,13 +118,13 @@ class Catalog:
             self._ranks.postpone(on_disk.number, on_disk.rank)
 
     def remove(self, on_disk: OnDisk) -> None:
-        """Take an entry away; no effect if it has left already."""
+        """Remove an entry; no effect if it has left already."""
         if self._by_key.get(on_disk.key) is on_disk:
             self._ranks.remove(on_disk.number)
             self._forget(on_disk)
 
     def end_after(self, on_disk: OnDisk, ttl_s: float) -> None:
-        """Have the entry end so long after its put, and not as was said before."""
+        """Set the age, counted from the put, at which the entry expires."""
         if self._by_key.get(on_disk.key) is on_disk:
             if on_disk.expires_s < inf:
                 self._ends.remove(on_disk.number)
@@ -133,7 +133,7 @@ class Catalog:
                 self._ends.add(on_disk.number, on_disk.expires_s)
 
     def take_expired(self, now_s: float, most: int) -> list[OnDisk]:
-        """Take away up to `most` entries whose time is over."""
+        """Remove up to `most` expired entries."""
         taken = []
         for number in self._ends.take_due(now_s, most):
             on_disk = self._by_number[number]
@@ -143,14 +143,14 @@ class Catalog:
         return taken
 
     def has_room(self, file_bytes: int) -> bool:
-        """Whether one more entry of so many bytes has room, or nothing can be taken away for it."""
+        """Whether an entry of this size has room, or no other can be removed for it."""
         is_full = self.used_bytes + file_bytes > self.nbytes or len(self) >= MAX_ENTRIES
         return not is_full or not self._by_key
 
     def make_room(self, file_bytes: int, most: int) -> list[OnDisk]:
-        """Take away some of those worth least, in `most` steps; `has_room` tells whether to go on.
+        """Remove entries that are worth least, in `most` steps; `has_room` tells whether to go on.
 
-        A step may find that an entry has been used since, and take none.
+        A step may find that an entry has been used since, and remove none.
         """
         taken: list[OnDisk] = []
         for _ in range(most):

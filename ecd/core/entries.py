@@ -17,7 +17,7 @@ from ecd.core.model.types import EntryId, Key, NamespaceSum
 from ecd.core.pool.pool import Pool
 
 LOOKED_AT = 4096
-"""Namespaces among which the largest are sought: the event loop waits for that."""
+"""Namespaces among which the largest are searched for: the search blocks the event loop."""
 IN_A_GROUP = 512
 """Most ids in one group of the order of commit: one list of all would be moved at once."""
 
@@ -92,14 +92,14 @@ class Entries:
             self._changes[entry.key] = True
 
     def stop_writing(self, entry: Entry) -> None:
-        """End a reservation: its key is free for another writer in its pool."""
+        """End a reservation: another writer may take its key in its pool."""
         writing, key = self._writing_like(entry), entry.key
         nearest = _unlinked(writing.pop(key), entry)
         if nearest is not None:
             writing[key] = nearest
 
     def hide(self, entry: Entry) -> None:
-        """Take a committed copy away from its key."""
+        """Unlink a committed copy from its key."""
         of_namespace = self._stored[entry.namespace]
         nearest = _unlinked(of_namespace.pop(entry.mm_hash), entry)
         if nearest is not None:

@@ -1,4 +1,4 @@
-"""The evictor: hides and retires entries, and makes room by it."""
+"""The evictor: hides and retires entries, and thereby makes room."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Evictor:
         self._pins.retire(entry)
 
     def drain_uses(self, now_s: float) -> bool:
-        """Count reads without a call, and tell the policies of them. False: some are left."""
+        """Count a batch of reads without a call, for the policies too. False: some are left."""
         self._now_s = now_s
         uses = self._board.drain_uses()
         self._counters.hits += uses.hits
@@ -74,7 +74,7 @@ class Evictor:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every evicted entry that nobody reads is free."""
+        """Whether every evicted entry without a reader is free."""
         return self._pins.is_settled
 
     def scan(self, now_s: float) -> bool:
@@ -195,13 +195,13 @@ class Evictor:
         return MakingRoom() if excess_bytes > 0 else None
 
     def expire(self, now_s: float) -> None:
-        """Evict some of the entries whose time is over, and let some be kept no longer."""
+        """Evict some of the expired entries, and end some expired holds of operators (`keep`)."""
         self.scan(now_s)  # which frees the victims of the last call, some at a time
         for entry in self._book.take_expired(now_s, MAX_VICTIMS):
             self.evict(entry, "ttl")
 
     def end_late(self, key: Key, now_s: float) -> None:
-        """Evict the key's entries whose time is over: the timer is late."""
+        """Evict the key's expired entries, which the timer has not reached yet."""
         for entry in list(self._entries.copies(key)) if self._book.is_timed else ():
             if entry.terms is not None and entry.terms.expires_s <= now_s:
                 self.evict(entry, "ttl")

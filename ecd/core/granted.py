@@ -56,7 +56,7 @@ class Granted:
         return Committed(self._readers.wake(entry, now_s))
 
     def refuse(self, session: SessionId, key: Key, content: Content, extent: Extent) -> None:
-        """Retire an extent that the session wrote in its grants: somebody may read it already."""
+        """Retire an extent that the session wrote in its grants: a client may read it already."""
         pool = self._entries.pool(extent.pool)
         block = None if pool is None else pool.grants.take(session, extent)
         if block is not None:

@@ -44,7 +44,7 @@ class Pins:
         self._scanned_taken: dict[Start, EntryId] = {}  # of puts taken before that
 
     def retire(self, entry: Entry) -> None:
-        """Keep a hidden entry's extent until a scan shows that no reader can have it."""
+        """Keep a hidden entry's extent until a scan shows that no reader can hold it."""
         self._retired[entry.id] = entry
         self._starts[entry.extent.start] = entry.id
 
@@ -62,7 +62,7 @@ class Pins:
         return self._scan is None and not self._retired and not self._ended
 
     def step(self) -> bool:
-        """Go on with the scan under way, or begin one; returns `is_settled`."""
+        """Continue the scan under way, or begin one; returns `is_settled`."""
         if self._ended:
             self._end_some()
         else:

@@ -40,16 +40,16 @@ class Book:
     def __init__(self, entries: Entries, rules: Rules) -> None:
         self.use(rules)
         self.over: dict[str, int] = {}
-        """Namespaces above their quotas, and how many entries to look at for some to evict."""
+        """Namespaces above their quotas, and how many entries to examine for some to evict."""
         self.is_timed = False
-        """Whether any entry has had an end: until then nobody need ask."""
+        """Whether any entry ever had a TTL: until then no caller needs to ask."""
         self._entries = entries
         self._quotas: dict[str, _Quota] = {}
         self._ends: Deadlines[EntryId] = Deadlines()
         self._kept: Deadlines[EntryId] = Deadlines()
 
     def use(self, rules: Rules) -> None:
-        """Set terms by these rules from now on, those of earlier entries as they are readmitted."""
+        """Set terms by these rules from now on; earlier entries change as they are readmitted."""
         self.rules, self.has_rules = rules, rules.has_quotas or rules.has_ttls
 
     def admit(self, entry: Entry, put_s: float, kept_until_s: float = 0.0) -> None:
@@ -72,14 +72,14 @@ class Book:
             self.keep(entry, kept_until_s)
 
     def readmit(self, entry: Entry) -> None:
-        """Set a committed entry's terms anew, by the rules as they are now."""
+        """Set a committed entry's terms again, by the present rules."""
         terms = entry.terms or Terms(entry.created_s)
         self.leave(entry)
         entry.terms = None
         self.admit(entry, terms.put_s, terms.kept_until_s)
 
     def leave(self, entry: Entry) -> None:
-        """Take an entry's terms off the books, which leaves them to its last readers."""
+        """Remove an entry's terms from the books; its last readers may still hold it."""
         terms = entry.terms
         if terms is None:
             return
@@ -105,7 +105,7 @@ class Book:
             entry.terms = Terms(entry.created_s, has_quota=True)
 
     def end_reservation(self, entry: Entry) -> None:
-        """Count the extent of a reservation no more: it is committed, or nobody can write it."""
+        """Stop counting the extent of a reservation: it is committed, or nobody can write it."""
         if entry.terms is not None:
             quota, entry.terms = self._quotas[entry.namespace], None
             quota.reserved_bytes -= entry.block.nbytes
@@ -164,12 +164,12 @@ class Book:
     # -- ends ----------------------------------------------------------------------------------
 
     def next_s(self) -> float | None:
-        """The earliest time at which an entry, or its keeping, may end; never too late."""
+        """The earliest time at which an entry, or its keeping, may expire; never too late."""
         ends = [s for s in (self._ends.next_s, self._kept.next_s) if s is not None]
         return min(ends, default=None)
 
     def take_expired(self, now_s: float, most: int) -> list[Entry]:
-        """Take entries whose time is over, to be evicted; and let the keeping of others end."""
+        """Return expired entries, to be evicted, and end expired holds of operators."""
         for each in self._kept.take_due(now_s, most):
             kept = self._entries.get(each)
             assert kept is not None, f"kept entry {each} vanished"
@@ -187,7 +187,7 @@ class Book:
     # -- what operators keep -------------------------------------------------------------------
 
     def keep(self, entry: Entry, until_s: float) -> None:
-        """Evict a committed entry for no room until then: until `unkeep`, if that is infinite."""
+        """Keep a committed entry from eviction for room until then; infinite: until `unkeep`."""
         self.unkeep(entry)
         entry.terms = (entry.terms or Terms(entry.created_s))._replace(kept_until_s=until_s)
         self._entries.pool_of(entry).keep(entry)
@@ -196,7 +196,7 @@ class Book:
             self.is_timed = True
 
     def unkeep(self, entry: Entry) -> bool:
-        """Let room be made of an entry again; False if it was not kept."""
+        """Allow eviction of an entry for room again. False: it was not kept."""
         terms = entry.terms
         if terms is None or not entry.is_kept:
             return False
@@ -249,13 +249,13 @@ class Retention:
         return bool(self._book.over)
 
     def use(self, rules: Rules) -> None:
-        """Take these rules over; entries that are stored follow them after `reapply`."""
+        """Set new rules; stored entries follow them after `reapply`."""
         self._book.use(rules)
         for pool in self._entries.pools:
             pool.piece_bytes = min(pool.nbytes, rules.least_quota_bytes or pool.nbytes)
 
     def reapply(self, after: EntryId | None, limit: int) -> EntryId | None:
-        """Apply the rules to the next `limit` entries; where to go on, None at the end."""
+        """Apply the rules to the next `limit` entries; where to continue, or None at the end."""
         entries, next_after = self._entries.page(after, limit)
         for entry in entries:
             if not entry.replica_in:
@@ -263,14 +263,14 @@ class Retention:
         return next_after
 
     def is_expired(self, namespace: str, age_s: float) -> bool:
-        """Whether an entry of the namespace, put so long ago, is not to be served any more."""
+        """Whether an entry of the namespace with this age must not be served any more."""
         ttl_s = self.rules.ttl_s(namespace) if self.rules.has_ttls else None
         return ttl_s is not None and age_s >= ttl_s
 
     def keep(self, key: Key, until_s: float) -> Keeping:
-        """Evict the key's entry for no room until then; its age and a request evict it still.
+        """Keep the key's entry from eviction for room until then; TTL and requests still apply.
 
-        Counts a refusal, where more of the pool would be kept than may be.
+        Counts a refusal if operators would keep more of the pool than they may.
         """
         entry = self._entries.stored(key)
         if entry is None:
@@ -283,6 +283,6 @@ class Retention:
         return Kept()
 
     def unkeep(self, key: Key) -> bool:
-        """Let room be made of the key's entry again; False if it was not kept."""
+        """Allow eviction of the key's entry for room again. False: it was not kept."""
         entry = self._entries.stored(key)
         return entry is not None and self._book.unkeep(entry)

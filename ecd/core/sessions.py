@@ -1,4 +1,4 @@
-"""Sessions: the lives of clients as the daemon sees them, and the reservations of each."""
+"""Sessions: clients as the daemon sees them, and the reservations of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Session:
 
 
 class Sessions:
-    """Sessions that are open, or whose processes may still touch the memory."""
+    """Sessions that are open, and those whose processes may still touch the memory."""
 
     def __init__(self) -> None:
         self._sessions: dict[SessionId, Session] = {}
@@ -52,7 +52,7 @@ class Sessions:
         return found if found is not None and found.state is SessionState.LEAVING else None
 
     def close(self, session: SessionId) -> None:
-        """Forget a leaving session: its process can touch the memory no more."""
+        """Forget a leaving session: its process can no longer touch the memory."""
         self._sessions.pop(session).step(SessionEvent.PROCESS_GONE)
 
     def reservations(self) -> set[EntryId]:

@@ -18,7 +18,7 @@ from ecd.core.writers import Writers
 
 
 class Views:
-    """Answers what a cache holds, and what it would do next."""
+    """Answers what a cache holds, and what it would evict next."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class Views:
         return self._entries.writing(key) is not None or self._board.is_claimed(key)
 
     def encode_s(self, key: Key, content: Content) -> float | None:
-        """The seconds that the content takes to encode, by the fit; None where nobody told any."""
+        """The seconds to encode the content, by the fit; None if no producer reported any."""
         seconds, is_known = self._costs.of(key.namespace, content)
         return seconds if is_known else None
 
     def cost_s(self, key: Key, content: Content) -> float:
-        """The same; as reported where nobody told any since the start, else a guess."""
+        """As `encode_s`; without reports since the start, the entry's own report, else a guess."""
         seconds, is_known = self._costs.of(key.namespace, content)
         return seconds if is_known else content.cost_s or seconds
 
@@ -84,7 +84,7 @@ class Views:
         return [entry.info() for entry in entries if not entry.replica_in], next_after
 
     def next_victims(self, limit: int) -> list[EntryInfo]:
-        """Up to `limit` entries that eviction for room takes next, copies apart."""
+        """Up to `limit` entries that eviction for room would choose next, without copies."""
         own = (pool for pool in self._entries.pools if not pool.holds_replicas)
         victims = chain.from_iterable(pool.next_victims() for pool in own)
         return [entry.info() for entry in islice(victims, limit)]
@@ -109,7 +109,7 @@ class Views:
 
     @property
     def evicted_for_room(self) -> int:
-        """Entries evicted since the start, those on request and by age left out."""
+        """Entries evicted since the start, without those evicted on request and by age."""
         each = (self._counters, self._counters.bench)
         return sum(counted.evictions[reason] for counted in each if counted for reason in FOR_ROOM)
 

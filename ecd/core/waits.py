@@ -1,4 +1,4 @@
-"""Waits: clients wait for a key and are woken by its commit; nobody polls."""
+"""Waits: clients wait for a key and are woken by its commit, without polling."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Waits:
         return [self._drop(self._waits[ticket]) for ticket in list(tickets)] if tickets else []
 
     def take_writer_lost(self, key: Key) -> list[Wait]:
-        """End the waits for a writer of `key`, the oldest first: nobody writes it any more."""
+        """End the waits for a writer of `key`, the oldest first: no client writes it any more."""
         return [
             self._drop(wait)
             for ticket in list(self._by_key.get(key, ()))

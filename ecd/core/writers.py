@@ -58,12 +58,12 @@ class Writers:
         return self._about_to_reserve > 0
 
     def announce(self) -> None:
-        """Count one caller more who is about to reserve (see `Board.announce_reservations`)."""
+        """Count one more caller that is about to reserve (see `Board.announce_reservations`)."""
         self._about_to_reserve += 1
         self._publish_count()
 
     def settle(self) -> None:
-        """Count one such caller less; after the last, no room is being made."""
+        """Count one such caller fewer; after the last, no room is being made."""
         self._about_to_reserve -= 1
         self._publish_count()
         if not self._about_to_reserve:
@@ -75,7 +75,7 @@ class Writers:
         self._board.announce_reservations(count)
 
     def taken(self, key: Key, pool: Pool) -> AlreadyStored | BeingWritten | None:
-        """Why nobody may write the key in this pool now; None: somebody may."""
+        """Why the key cannot be written in this pool now; None: it can."""
         if self._entries.stored_in(pool, key) is not None:
             self._counters.of(key.namespace).duplicates += 1
             return AlreadyStored()
@@ -188,7 +188,7 @@ class Writers:
         return [entry.key for entry in lost if not entry.replica_in]
 
     def reclaim(self, owner: Session, reservation: EntryId) -> None:
-        """Free the extent of an orphaned reservation: nothing can write there any more."""
+        """Free the extent of an orphaned reservation, which cannot be written any more."""
         entry = self._entry(reservation)
         entry.step(EntryEvent.WRITER_GONE)
         self._free(owner, entry)
@@ -218,7 +218,7 @@ class Writers:
         return True
 
     def give_back(self, session: SessionId, begun: list[Extent]) -> None:
-        """Free what the session was granted in any pool, but for what it has begun to write."""
+        """Free the session's grants in all pools, except memory that it has begun to write."""
         for pool in self._entries.pools:
             pool.grants.give_back(session, begun)
 
@@ -234,7 +234,7 @@ class Writers:
     def discard_granted(
         self, session: SessionId, key: Key, content: Content, block: Block
     ) -> Entry:
-        """Make a doomed entry of what the session wrote in a block of its grants."""
+        """Store what the session wrote in a block of its grants as a doomed entry."""
         content = Content(content.dtype, content.shape, content.nbytes)  # nothing else is checked
         entry = Entry(
             self._entries.next_id(), *key, content, block, session, state=EntryState.DOOMED
@@ -277,7 +277,7 @@ class Writers:
         refetch_s: float = inf,
         age_s: float = 0.0,
     ) -> None:
-        """Let everybody find the entry."""
+        """Make the entry visible to all clients."""
         entry.step(EntryEvent.COMMIT)
         entry.original = None
         entry.created_s = entry.used_s = now_s
@@ -298,7 +298,7 @@ class Writers:
             counters.recovered += 1
 
     def _price(self, entry: Entry, refetch_s: float) -> None:
-        """Set what the entry costs, by the fit; less if it is cheaper to fetch again."""
+        """Set the cost of an entry by the fit, or lower if another fetch is cheaper."""
         if not entry.replica_in:
             self._costs.learn(entry.namespace, entry.content)
         entry.cost_s, is_known = self._costs.of(entry.namespace, entry.content)
@@ -313,7 +313,7 @@ class Writers:
         self._counters.of(entry.namespace).aborts += is_given_up
 
     def _take(self, owner: Session, entry: Entry) -> None:
-        """Take a reservation off the books."""
+        """Remove a reservation from the books."""
         owner.reservations.remove(entry.id)
         self._entries.pool_of(entry).end_write(entry)
         if entry.terms is not None:

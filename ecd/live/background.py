@@ -1,4 +1,4 @@
-"""Tasks that run without a caller who waits for them."""
+"""Tasks that run in the background, without a waiting caller."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ EVICTED_AT_A_TIME = 32
 
 
 class Subscriber(Protocol):
-    """The owner of sessions, told of their events between calls."""
+    """The owner of sessions, which receives their events between calls."""
 
     def wait_ended(self, wakeup: Wakeup) -> None: ...
 
@@ -33,7 +33,7 @@ class Subscriber(Protocol):
 
 
 class Changes:
-    """The changes that one follower has not taken yet: of each key the last alone."""
+    """The changes that one follower has not received yet; of each key only the last."""
 
     def __init__(self, share: Callable[[], None], clock: Clock) -> None:
         """`share` gives every follower what the core has noted."""
@@ -57,7 +57,7 @@ class Changes:
             self._waiting.set()
 
     async def next(self, collect_s: float = 0.0) -> dict[Key, bool]:
-        """Wait for a change, and collect more for so long: keys stored (True) or evicted."""
+        """Wait for a change, and collect more for this long: keys stored (True) or evicted."""
         self._is_asking = True
         await self._waiting.wait()
         self._is_asking = False
@@ -69,7 +69,7 @@ class Changes:
 
 
 class Effects:
-    """Does what follows from every operation of the core."""
+    """Carries out the consequences of every operation of the core."""
 
     def __init__(self, cache: Cache, turns: Turns, clock: Clock) -> None:
         self._cache, self._turns, self._clock = cache, turns, clock
@@ -83,7 +83,7 @@ class Effects:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every ended wait is told and no pool is being trimmed."""
+        """Whether every ended wait is reported and no pool is being trimmed."""
         return not self._woken and not self._is_trimming
 
     def subscribe(self, session: SessionId, subscriber: Subscriber) -> None:
@@ -113,7 +113,7 @@ class Effects:
             self._background.spawn(self._trim())
 
     def follow_changes(self) -> Changes:
-        """A new follower of what is stored and evicted from now on."""
+        """A new follower of the keys that are stored and evicted from now on."""
         self._share_changes()
         self._followers.append(Changes(self._share_changes, self._clock))
         return self._followers[-1]
@@ -140,9 +140,9 @@ class Effects:
             self._tell_some()
 
     def _tell_some(self) -> None:
-        """Tell a piece of the ended waits, the rest in the next turns: a thousand may end at once.
+        """Report some of the ended waits, the rest in the next turns: a thousand may end at once.
 
-        A session that has left is not told.
+        A session that has left is not notified.
         """
         for _ in range(min(PIECE, len(self._woken))):
             wakeup = self._woken.popleft()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_JOINED = 8
 """Clients whose hints one flight follows, besides those that it began with."""
 MAX_FLIGHTS = 1024
-"""Keys on their way here; more of them are misses."""
+"""Keys on their way here; further keys are misses."""
 
 
 class Outcome(str, Enum):
@@ -52,7 +52,7 @@ class Outcome(str, Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nobody else is asked after it."""
+        """Whether no other source is asked after it."""
         return self in _FINAL
 
 
@@ -76,7 +76,7 @@ class Flight:
     clock: Clock
     started_s: float
     makers: dict[SessionId, None] = field(default_factory=dict)
-    """Sessions that make the key if no node has it, in the order in which they said so."""
+    """Sessions that make the key if no node has it, in the order in which they announced it."""
     patience_s: float = 0.0  # from its start, until no maker waits for another node any more
     task: asyncio.Task[None] | None = None
     is_needed: bool = False  # by a client that has not said that it makes the key
@@ -90,16 +90,16 @@ class Flight:
     peer: str = ""  # the node that was asked last
     nbytes: int = 0  # as far as known
     impatient: list[tuple[SessionId, Ticket]] = field(default_factory=list)
-    """Waits that are to end when another node is waited for."""
+    """Waits to be ended once the flight waits for another node's encode."""
     joined: list[Sequence[Hint]] = field(default_factory=list)
-    """Hints of clients that came later, to be followed before the flight ends."""
+    """Hints of clients that joined later, to be followed before the flight ends."""
     followed: int = 0  # of those
     deadline: asyncio.TimerHandle | None = None
     until_s: float = 0.0
 
     @property
     def left_s(self) -> float:
-        """Until its deadline."""
+        """Seconds until its deadline."""
         return self.until_s - self.clock.now_s()
 
     @property
@@ -108,7 +108,7 @@ class Flight:
         return self.started_s + self.patience_s - self.clock.now_s()
 
     def join(self, maker: Maker | None) -> None:
-        """Note who wants the key: a client that makes it if no node has it, or one that cannot."""
+        """Note a client that wants the key: one that makes it if no node has it, or cannot."""
         if maker is None:
             self.is_needed = True
         else:
@@ -117,14 +117,14 @@ class Flight:
             self.patience_s = max(self.patience_s, waited_s + maker.wait_s)
 
     def join_hints(self, hints: Sequence[Hint]) -> None:
-        """Note where a further client has the key from: the first one's hints may be made up."""
+        """Note the hints of a further client: the first one's may be made up."""
         if hints and len(self.joined) < MAX_JOINED:
             self.joined.append(hints)
 
     def leave(self, session: SessionId) -> None:
-        """Note that the session makes the key no more.
+        """Note that the session no longer makes the key.
 
-        Without a maker the flight waits for no other node's encode, and ends.
+        Without a maker the flight ends, instead of waiting for another node's encode.
         """
         if session in self.makers:
             del self.makers[session]
@@ -134,7 +134,7 @@ class Flight:
                 self.task.cancel()
 
     def end_within(self, seconds: float) -> None:
-        """Set its deadline, so long after its start."""
+        """Set its deadline, counted from its start."""
         self.until_s = self.started_s + seconds
         if self.deadline is not None:
             self.deadline.cancel()
@@ -143,7 +143,7 @@ class Flight:
         self.deadline = loop.call_later(self.left_s, self.task.cancel)
 
     def let_go(self, live: LiveCache) -> None:
-        """End the waits that are not for what another node makes."""
+        """End the waits of clients that do not wait for another node's encode."""
         waits, self.impatient = self.impatient, []
         for session, ticket in waits:
             live.cancel_wait(session, ticket)
@@ -175,7 +175,7 @@ class Source(Protocol):
     """Whether it is this node's own."""
 
     def may_have(self, key: Key) -> bool:
-        """Whether asking is of use."""
+        """Whether the source may have the key."""
 
     async def bring(self, flight: Flight) -> Outcome:
         """Store the key here, if it can be had. May be cancelled at any time."""
@@ -188,7 +188,7 @@ class Flights:
         self, live: LiveCache, timeout_s: float = 5.0, slow_log: SlowLog | None = None
     ) -> None:
         self.sources: list[Source] = []
-        """In the order in which they are asked."""
+        """Sources in the order in which flights ask them."""
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(Outcome, 0))
         """Counts of flights since the start."""
         self._live, self._timeout_s = live, timeout_s
@@ -200,7 +200,7 @@ class Flights:
         return len(self._flights)
 
     def reload(self, timeout_s: float) -> None:
-        """Take over the deadline of flights that begin from now on."""
+        """Set the deadline of flights that begin from now on."""
         self._timeout_s = timeout_s
 
     def is_local(self, key: Key) -> bool:
@@ -251,7 +251,7 @@ class Flights:
         flight.task = self._background.spawn(self._fly(flight))
 
     def waits_for_nobody(self, key: Key, session: SessionId, ticket: Ticket) -> None:
-        """End this wait for the key if the key is, or gets, waited for as another node makes it."""
+        """End this wait as soon as the flight of the key waits for another node's encode."""
         flight = self._flights.get(key)
         if flight is not None:
             flight.impatient.append((session, ticket))
@@ -259,7 +259,7 @@ class Flights:
                 flight.let_go(self._live)
 
     def stop_making(self, session: SessionId, keys: Iterable[Key]) -> None:
-        """Note that the session does not make these keys after all, or not any more."""
+        """Note that the session does not make these keys, or no longer makes them."""
         keys = list(keys)
         for key in keys:
             if (flight := self._flights.get(key)) is not None:

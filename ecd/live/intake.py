@@ -21,7 +21,7 @@ class Intake(Protocol):
 
     @property
     def is_pending(self) -> bool:
-        """Whether `step` or `grant_next` has something to do."""
+        """Whether `step` or `grant_next` has work to do."""
 
     @property
     def taken(self) -> int:
@@ -38,19 +38,19 @@ class Intake(Protocol):
         """Queue the pages whose clients have rung since the last call."""
 
     def hurry(self) -> None:
-        """Take puts at once until nobody waits for one: somebody has begun to, or may."""
+        """Store puts at once while a caller waits for one, or may."""
 
     def step(self, now_s: float) -> Taken:
         """Store the puts of some queued pages."""
 
     def grant_next(self, now_s: float) -> None:
-        """Grant memory to one session that has put: it may have to evict for that."""
+        """Grant memory to one session that has put; this may evict."""
 
     def take_last(self, session: SessionId, now_s: float) -> Taken:
         """Store all finished puts of one session."""
 
     def welcome(self, session: SessionId, now_s: float) -> None:
-        """Give a new session memory for its first puts, if much is free: it may only read."""
+        """Give a new session memory for its first puts, if much is free: it may never put."""
 
     def grant(self, session: SessionId, nbytes: int, now_s: float) -> None:
         """Give the session memory for some puts of this size, if it has less."""

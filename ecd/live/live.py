@@ -52,9 +52,9 @@ from ecd.live.turns import Pace, Turns
 from ecd_proto.contract import MAKING_S
 
 SCAN_S = 0.25
-"""Longest pause between two scans of what clients read without a call."""
+"""Longest pause between two scans of reads without a call."""
 LOOKING_SHARE = 0.05
-"""Share of a core that looking at lasting makings may take, however many locks the kernel has."""
+"""Share of a core for checking the locks of lasting makings, however many locks the kernel has."""
 
 Reserve = Callable[[Key, Content], Awaitable[Reservation]]
 """Reserves space for one entry, within `LiveCache.reserving`."""
@@ -118,11 +118,11 @@ class LiveCache:
             self._unmade(self.makings.take_past(key))
 
     def scan(self) -> bool:
-        """Count entries that were read without a call, and scan some pins. False: pins are left."""
+        """Count reads without a call, and scan some pins. False: pins are left."""
         return self.cache.evictor.scan(self.clock.now_s())
 
     async def count_uses(self, pace: Pace) -> None:
-        """Count all that was read without a call until now, in turns, and scan some pins."""
+        """Count all reads without a call until now, in turns, and scan some pins."""
         self.scan()
         for _ in range(self.cache.limits.sessions):  # or readers that go on would keep us here
             if self.cache.evictor.drain_uses(self.clock.now_s()):
@@ -142,7 +142,7 @@ class LiveCache:
         return self.turns.pace()
 
     def drain(self) -> None:
-        """Store some of what was put without a call, the rest in the next turns."""
+        """Store some of the puts made without a call, the rest in the next turns."""
         self._intake.collect()
         if not self._is_draining:
             self._drain_some()
@@ -159,7 +159,7 @@ class LiveCache:
 
     @property
     def is_drained(self) -> bool:
-        """Whether all puts that clients have rung for are stored, and nothing follows from them."""
+        """Whether all puts that clients have rung for are stored, with their consequences."""
         return not self._intake.is_pending and self._effects.is_idle
 
     def _took(self, taken: Taken) -> None:
@@ -167,7 +167,7 @@ class LiveCache:
             self._effects.after_filling(taken.woken)
 
     async def learn(self, keys: Sequence[Key], pace: Pace) -> None:
-        """Store puts of a moment ago and scan claims, once for all of these keys."""
+        """Store recent puts and scan claims, once for all of these keys."""
         if not all(map(self.cache.views.contains, keys)):
             self.drain()
         if not all(map(self.cache.views.contains, keys)):
@@ -176,7 +176,7 @@ class LiveCache:
     # -- changes -------------------------------------------------------------------------------
 
     def follow_changes(self) -> Changes:
-        """A new follower of what is stored and evicted from now on."""
+        """A new follower of the keys that are stored and evicted from now on."""
         return self._effects.follow_changes()
 
     # -- sessions ------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class LiveCache:
         self.cache.counters.refuse(cause, limit)
 
     def subscribe(self, session: SessionId, subscriber: Subscriber) -> None:
-        """Tell the subscriber how the session's waits and leases end, until the session leaves."""
+        """Notify the subscriber how the session's waits and leases end, until it leaves."""
         self._effects.subscribe(session, subscriber)
 
     def leave_session(self, session: SessionId) -> None:
@@ -258,7 +258,7 @@ class LiveCache:
     async def reserve_spare(
         self, session: SessionId, key: Key, content: Content, pace: Pace
     ) -> Reservation | None:
-        """Reserve for a fetch that may be in vain; None if something were evicted for it."""
+        """Reserve for a fetch that may be in vain; None if that needed an eviction."""
         async with self._reserving(pace):
             if not self.cache.views.has_spare(key.namespace, content.nbytes):
                 return None
@@ -337,9 +337,9 @@ class LiveCache:
     # -- making --------------------------------------------------------------------------------
 
     def make(self, session: SessionId, key: Key) -> None:
-        """Note that the session makes the key, for other nodes to wait for it.
+        """Note that the session makes the key, so that other nodes wait for it.
 
-        It does not if it has ended meanwhile.
+        No effect if the session has ended meanwhile.
         """
         if not self.cache.is_open(session):
             self.not_made(key)
@@ -348,7 +348,7 @@ class LiveCache:
             self.refuse("makings", MAX_MAKINGS)
 
     def not_made(self, key: Key) -> None:
-        """End the waits of those who expected that the key is about to be made here."""
+        """End the waits of clients that expected the key to be made here."""
         self._unmade(self.makings.take_early(key))
 
     def stop_making(self, session: SessionId, keys: Iterable[Key]) -> None:
@@ -387,7 +387,7 @@ class LiveCache:
             self._effects.after([Wakeup(session, ticket, Missing())])
 
     def drop(self, session: SessionId, outcome: Acquisition) -> None:
-        """Undo an acquisition whose outcome cannot be told to anybody."""
+        """Undo an acquisition whose outcome cannot be delivered."""
         if isinstance(outcome, Leased):
             self.cache.release(session, outcome.lease)
         elif isinstance(outcome, Waiting):

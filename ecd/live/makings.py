@@ -18,7 +18,7 @@ from ecd.core.model.types import Key, SessionId, Ticket
 from ecd_proto.contract import MAKING_S
 
 MAX_MAKINGS = 256
-"""Makings of one session; keys beyond are made by every node that needs them."""
+"""Makings of one session; further keys are made by every node that needs them."""
 Wait = tuple[SessionId, Ticket]
 
 
@@ -29,11 +29,11 @@ class KeyLocks(Protocol):
         """Whether a client has locked the key."""
 
     def note_elsewhere(self, key: Key, *, is_made: bool) -> None:
-        """Show clients that another node makes the key, and is waited for here; or no longer."""
+        """Show clients that the daemon waits for another node that makes the key; or no longer."""
 
 
 class NoLocks:
-    """Those of a node whose clients share no files."""
+    """The locks of a node whose clients share no files: none."""
 
     def is_key_locked(self, key: Key) -> bool:  # noqa: ARG002
         return False
@@ -59,7 +59,7 @@ class Makings:
         self._early: dict[Key, dict[Wait, None]] = {}
 
     def begin(self, session: SessionId, key: Key) -> bool:
-        """Note that the session makes the key. False: it makes too many."""
+        """Note that the session makes the key. False: it makes too many already."""
         own = self._by_session.get(session, set())
         if key not in own and len(own) >= MAX_MAKINGS:
             return False
@@ -77,7 +77,7 @@ class Makings:
         )
 
     def lasting(self, for_s: float) -> Iterator[Key]:
-        """The keys that have been made for so long, or longer, the oldest first."""
+        """The keys that have been made for at least this long, the oldest first."""
         now_s = self._clock.now_s()
         for key, making in self._makings.items():
             if now_s < making.begun_s + for_s:
@@ -85,9 +85,10 @@ class Makings:
             yield key
 
     def note_wait(self, key: Key, session: SessionId, ticket: Ticket) -> None:
-        """Have a wait for the key told when its making is taken; its own end is not told here.
+        """Note a wait that ends when the key's making is taken.
 
-        The making may be about to begin, or not (`take_early`).
+        A wait that ends by itself is removed by `forget_wait`. The making need not have begun
+        (`take_early`).
         """
         making = self._makings.get(key)
         waits = self._early.setdefault(key, {}) if making is None else making.waits
@@ -108,7 +109,7 @@ class Makings:
         return list(self._early.pop(key, ()))
 
     def take(self, keys: Iterable[Key], session: SessionId | None = None) -> list[Wait]:
-        """End these makings, if they are the session's or none is given; the waits for them."""
+        """End these makings, those of the session if one is given; returns the waits for them."""
         waits: list[Wait] = []
         for key in keys:
             making = self._makings.get(key)
@@ -118,11 +119,11 @@ class Makings:
         return waits
 
     def take_past(self, key: Key) -> list[Wait]:
-        """End the making unless it lasts; the waits for it."""
+        """End the making unless it lasts; returns the waits for it."""
         return [] if key in self else self.take([key])
 
     def take_session(self, session: SessionId) -> list[Wait]:
-        """End all makings of the session; the waits for them."""
+        """End all makings of the session; returns the waits for them."""
         return self.take(list(self._by_session.get(session, ())))
 
     def _remove(self, key: Key) -> None:

@@ -23,7 +23,7 @@ class Operators:
         self._background = Background()
 
     async def evict(self, selection: Selection, dry_run: bool, pace: Pace) -> EvictionReport:
-        """Evict all selected entries. The extents of those that nobody reads are free then."""
+        """Evict all selected entries. Afterwards the extents of those without a reader are free."""
         total = EvictionReport(0, 0, 0, EntryId(0))
         await self._scan_pins(pace)
         while (after := total.next_after) is not None:
@@ -46,7 +46,7 @@ class Operators:
         return total
 
     def keep(self, key: Key, for_s: float | None) -> Keeping:
-        """As `Retention.keep`, for so long; None: without an end."""
+        """As `Retention.keep`, for this long; None: without a limit."""
         outcome = self._cache.retention.keep(
             key, math.inf if for_s is None else self._clock.now_s() + for_s
         )
@@ -54,7 +54,7 @@ class Operators:
         return outcome
 
     def use_rules(self, rules: Rules) -> None:
-        """Take rules over at once, and apply them, in turns, to what is stored."""
+        """Set new rules at once, and apply them, in turns, to stored entries."""
         self._cache.retention.use(rules)
         self._background.spawn(self._reapply_rules())
 
@@ -66,6 +66,6 @@ class Operators:
         self._effects.after_filling()
 
     async def _scan_pins(self, pace: Pace) -> None:
-        """Scan pins until every evicted entry that nobody reads is free."""
+        """Scan pins until every evicted entry without a reader is free."""
         while not self._cache.pins.step():
             await pace.turn()

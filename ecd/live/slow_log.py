@@ -24,22 +24,22 @@ logger = logging.getLogger(__name__)
 MAX_SLOW = 128
 """Events kept; each is some hundred bytes."""
 FETCH_FACTOR = 10.0
-"""A fetch from another node is slow from so many times the threshold of a call on."""
+"""The threshold of a fetch from another node, as a multiple of that of a call."""
 MAX_UINT64 = (1 << 64) - 1
 LOG_PERIOD_S = 60.0
-"""One line of log for so long, however many events are slow."""
+"""Interval in which at most one line is logged, however many events are slow."""
 DISK_READ, FETCH = "disk read", "fetch"
 
 _stages: ContextVar[dict[str, float] | None] = ContextVar("stages", default=None)
 
 
 def time_stages() -> None:
-    """Time the stages of what this task does from now on."""
+    """Time the stages of this task from now on."""
     _stages.set({})
 
 
 def waited(stage: str, seconds: float) -> None:
-    """Note that this task spent so long in a stage."""
+    """Note that this task spent this time in a stage."""
     stages = _stages.get()
     if stages is not None:
         stages[stage] = stages.get(stage, 0.0) + seconds
@@ -144,7 +144,7 @@ class SlowLog:
 
 
 def _name(event: pb.SlowEvent, namespace: str, mm_hash: str) -> None:
-    """Set the key, which nobody has checked yet."""
+    """Set the key, which is not checked yet."""
     event.namespace, event.mm_hash = namespace[:MAX_NAMESPACE_BYTES], mm_hash[:MAX_MM_HASH_BYTES]
 
 

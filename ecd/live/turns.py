@@ -15,7 +15,7 @@ B = TypeVar("B")
 PIECE = 32
 """Items of a batch done in one turn: most take some 10 us, those that evict up to 1 ms."""
 PIECE_S = 0.001
-"""How long a piece may have taken before it ends early."""
+"""How long a piece may take before it ends early."""
 
 
 class Turns:
@@ -27,7 +27,7 @@ class Turns:
         self._taken = False
 
     async def any(self) -> None:
-        """Wait for a turn, unless the present one is nobody's: before a first piece."""
+        """Wait for a turn, unless no call has the present one: before a first piece."""
         if self._taken or self._waiting:
             await self.next()
         else:
@@ -38,7 +38,7 @@ class Turns:
         self._taken = False
 
     async def next(self) -> None:
-        """Wait for a turn: before each piece but a call's first."""
+        """Wait for a turn: before each piece of a call except the first."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._give)
@@ -70,7 +70,7 @@ class Pace:
         self._left, self._started_s = PIECE, self._turns.clock.now_s()
 
     async def step(self) -> None:
-        """Before each item: wait for a turn where the piece is done. Anything may happen then."""
+        """Before each item: wait for a turn if the piece is done. The state may change then."""
         if not self._left or self._turns.clock.now_s() - self._started_s > PIECE_S:
             await self.turn()
         self._left -= 1

@@ -17,14 +17,14 @@ from ecd_proto.mapped_file import MappedFile
 INLINE_BYTES = 1 << 20
 """Entries up to here are hashed on the event loop: it takes less than handing them over."""
 PAUSE_S = 0.1
-"""How long what was put may wait for its checksum: puts go first."""
+"""How long a new entry may wait for its checksum: puts have priority."""
 TURN = 8
 """Small entries hashed before the event loop gets its turn."""
 PAGE = 1000
 
 
 class ReadablePool(Protocol):
-    """One pool's memory, as far as it is hashed."""
+    """One pool's memory, for hashing."""
 
     @property
     def readable(self) -> MappedFile: ...
@@ -55,7 +55,7 @@ class Checksums:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being hashed, and what was put before is, if puts are followed."""
+        """Whether nothing is being hashed, and, if puts are followed, earlier puts are hashed."""
         return not self._hashing and (self._followed is None or self._followed.is_idle)
 
     async def complete(self) -> None:
@@ -80,7 +80,7 @@ class Checksums:
                 await checksum
 
     async def compute(self, extent: Extent) -> int:
-        """The checksum of whatever bytes lie there."""
+        """The checksum of the bytes that are there, whatever they are."""
         if extent.nbytes <= INLINE_BYTES:
             await self._live.clock.sleep(0)
             return self._read(extent)

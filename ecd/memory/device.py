@@ -19,9 +19,9 @@ from ecd_proto.contract import size_text
 logger = logging.getLogger(__name__)
 
 MEMORY_WAIT_S = 60.0
-"""How long a full GPU is asked for memory: engines may still map the pool of the last daemon."""
+"""How long the daemon retries to get memory of a full GPU: engines may still map the last pool."""
 RETRY_S = 0.2
-"""The pause before it is asked again."""
+"""The pause before the next attempt."""
 
 
 class DevicePool:
@@ -73,7 +73,7 @@ class DevicePool:
         return f"{size_text(self.nbytes)} of {self.uuid}"
 
     def close(self) -> None:
-        """Let go of the memory, which lasts as long as clients have it mapped."""
+        """Release the memory, which lasts as long as clients have it mapped."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

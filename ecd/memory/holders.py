@@ -39,7 +39,7 @@ def holders(directory: Path) -> list[str]:
 
 
 def _describe(process: Path) -> str:
-    """The process, for people. Raises OSError: it has ended."""
+    """A description of the process, for people. Raises OSError: it has ended."""
     status = dict(
         line.split(":\t", 1)
         for line in (process / "status").read_text().splitlines()

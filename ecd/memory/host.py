@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 TAKEN_OVER_WITHIN_S = 1.0
 """Longest time in which small pages of a pool that is taken over are moved to huge ones."""
 MAX_FAILURES = 8
-"""Huge pages in a row that could not be had, after which no more are tried."""
+"""Failed attempts in a row to get a huge page, after which no more are made."""
 SPACE_WAIT_S = 10.0
-"""How long a start waits for clients of a dead daemon to let go of its pool."""
+"""How long a start waits for clients of a dead daemon to release its pool."""
 SMALL_BYTES = 256 << 20
 """A pool of fewer bytes that nobody asked for is worth a warning: an item has up to 130 MB."""
 
@@ -155,7 +155,7 @@ class HostPool:
             progress(offset + nbytes)
 
     def _collapse(self, offset: int, nbytes: int) -> None:
-        """Move pages to huge ones: all at once, or else as many as can be had."""
+        """Move pages to huge ones: all at once, or else as many as possible."""
         if self._failures < MAX_FAILURES and self.writable.collapse(offset, nbytes):
             self.huge_bytes += nbytes // HUGE_BYTES * HUGE_BYTES
             return
@@ -193,7 +193,7 @@ class HostPool:
         return is_byte_locked(self._sessions_fd, offset)
 
     def lock(self, offset: int, *, is_held: bool) -> None:
-        """Hold the lock of such a byte, for clients to see, or end it. Raises OSError."""
+        """Hold the lock of this byte, for clients to see, or release it. Raises OSError."""
         (lock_byte if is_held else unlock_byte)(self._sessions_fd, offset)
 
     def close(self, keep: bool = False, was_served: bool = False) -> None:

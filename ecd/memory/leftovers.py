@@ -70,9 +70,9 @@ KEPT_SUFFIXES = POOL_SUFFIX, INDEX_SUFFIX, SESSIONS_SUFFIX, PINS_SUFFIX, PUTS_SU
 """Files that a generation leaves."""
 CHUNK_ROWS = 2048
 MAX_GENERATION = 1 << 63
-"""More than there can have been; the next generation's number has to fit its word."""
+"""More than can ever exist; the next generation's number has to fit its word."""
 WAIT_S = 10.0
-"""How long a start waits for clients of the last daemon to let go of its pool; DMA comes on top."""
+"""How long a start waits for clients of the last daemon to release its pool; DMA is extra."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def _let_go(sessions: Sequence[Path], clock: Clock) -> bool:
 
 
 def _died_copying(index: Path) -> bool:
-    """Whether a page, all locks having dropped, says that a device may copy for its client."""
+    """Whether a page says, with all locks dropped, that a device may copy for its client."""
     try:
         fd = os.open(index.with_suffix(PUTS_SUFFIX), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -313,7 +313,7 @@ def _left(row: bytes, names: Namespaces, generation: int, pool_bytes: int) -> Le
 
 
 def _puts(index: Path, generation: int, pool_bytes: int) -> Iterator[LeftoverEntry]:
-    """Puts that were written whole and had no answer, as far as the pages tell."""
+    """Puts that were written completely and not answered, by their pages."""
     try:
         pages = index.with_suffix(PUTS_SUFFIX).open("rb")
     except FileNotFoundError:

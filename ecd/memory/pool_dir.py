@@ -27,7 +27,7 @@ OTHERS_MAX_AGE_S = 3600.0
 
 
 class PoolError(Exception):
-    """The pool cannot be had; the message says what to change."""
+    """The pool cannot be made; the message says what to change."""
 
 
 class PoolDir:
@@ -83,7 +83,7 @@ class PoolDir:
         os.link(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
 
     def unlink(self, name: str) -> None:
-        """Remove a file. Raises PoolError: it is none of the daemon's."""
+        """Remove a file. Raises PoolError if it is not the daemon's."""
         try:
             os.unlink(name, dir_fd=self._fd)
         except FileNotFoundError:
@@ -135,7 +135,7 @@ class PoolDir:
         os.utime(self._fd)
 
     def close(self) -> None:
-        """Let go of the directory, and remove it if it is empty: foreign files stay."""
+        """Release the directory, and remove it if it is empty: foreign files stay."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(LOCK_NAME, dir_fd=self._fd)
         with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ class PoolDir:
             os.close(fd)
 
     def _give(self, fd: int, group_mode: int) -> None:
-        """Set owner's and group's rights; without a group there are none for it."""
+        """Set the rights of the owner and the group; without a group, the group has none."""
         mode = 0o700 if stat.S_ISDIR(os.fstat(fd).st_mode) else 0o600
         if self._gid is None:
             os.fchmod(fd, mode)

@@ -61,7 +61,7 @@ class Recovery:
         index.begin_counting(leftovers.uses())
 
     async def run(self) -> None:
-        """Verify whatever no client asks for, and remove the leftovers."""
+        """Verify leftovers that no client asks for, then remove their files."""
         started_s = self._live.clock.now_s()
         logger.info("%s of the last daemon to verify", count_text(len(self._unseen), "entry"))
         await self.settle(None)

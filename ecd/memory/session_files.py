@@ -17,7 +17,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 
 class SessionFiles:
-    """The pools, the index and the paths of sockets, as they are told to clients."""
+    """The pools, the index and the paths of sockets, as clients receive them."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SessionFiles:
         return files
 
     def index_file(self, session: SessionId) -> pb.IndexFile | None:
-        """Open a page for the session. None: it must call for everything."""
+        """Open a page for the session. None: it must make a call for everything."""
         offset = None if self._index is None else self._index.open_page(session)
         if self._index is None or offset is None:
             return None

@@ -42,7 +42,7 @@ from ecd_proto.shm.session_page import (
 )
 
 MAX_GROWTH = 1 << 40
-"""Most by which a client's own counters may grow between two scans: more is not true."""
+"""Most by which a client's own counters can grow between two scans: larger growth is ignored."""
 
 _NO_PINS = bytes(8 * MAX_PINS)
 _NO_GRANT = memoryview(bytes(8 * MAX_GRANTS)).cast("Q")
@@ -62,7 +62,7 @@ class SessionPage:
         self._pins = words[FIRST_PIN_WORD : FIRST_PIN_WORD + MAX_PINS]
         self._last_pins, self._last_pinned = _NO_PINS, frozenset[EntryId]()
         self.pinned_starts: frozenset[Start] = frozenset()
-        """Where extents start that the last `pinned` found pinned, and no entries."""
+        """Starts of extents that the last `pinned` found pinned, without entries."""
         self._counted = (0, 0, 0, 0)
         self.taken: tuple[int, ...] = (0, 0, 0, 0)
         """The sums of all that `drain_uses` returned, in the order of USE_COUNTERS."""
@@ -118,7 +118,7 @@ class SessionPage:
     # -- writing -------------------------------------------------------------------------------
 
     def grant(self, pieces: Sequence[Extent]) -> bool:
-        """Show a grant to the client. False: the words cannot say where it lies."""
+        """Show a grant to the client. False: the words cannot express its place."""
         if len(pieces) > MAX_GRANTS or any(piece.pool != GRANTED_POOL for piece in pieces):
             return False
         words = [0] * MAX_GRANTS
@@ -134,7 +134,7 @@ class SessionPage:
         return True
 
     def _allow(self, pieces: Sequence[Extent]) -> None:
-        """Note which puts the client has begun, before the words that allow them go."""
+        """Note which puts the client has begun, before the words that allow them are removed."""
         self._allowed = self._granted
         self.begun()
         self._granted = [(piece.offset, piece.offset + piece.nbytes) for piece in pieces]
@@ -159,7 +159,7 @@ class SessionPage:
         return extents
 
     def finished_puts(self) -> list[Put]:
-        """Puts whose bytes are all written, once the caller has made a barrier."""
+        """Puts whose bytes are all written, if the caller has made a barrier."""
         puts = [
             self._read(place, number) for place, number, done in self._open_puts() if done == number
         ]

@@ -57,7 +57,7 @@ MIN_BUCKETS = 1024
 CHUNK_ROWS = 2048
 """Rows whose memory is allocated at a time."""
 MAX_COST = 8192
-"""Cost of one step of a scan, in words that it has to examine anew: about 0.6 ms."""
+"""Cost of one step of a scan, in words to be examined: about 0.6 ms."""
 PAGE_COST, PIN_COST = 16, 10
 """Cost, in such words, of a page that has not changed, and of an entry that it newly pins."""
 
@@ -117,7 +117,7 @@ class SharedIndex:
 
     @property
     def unlisted(self) -> int:
-        """Entries that found no memory for a row."""
+        """Entries without a row, because there was no memory for one."""
         return len(self._unlisted)
 
     # -- the core's announcements --------------------------------------------------------------
@@ -162,7 +162,7 @@ class SharedIndex:
         self._header[RECOVERING_WORD] = 0
 
     def note_unseen(self, count: int) -> None:
-        """Have clients that miss a key ask for it, while so many entries are not verified."""
+        """Make clients that miss a key make a call, while this many entries are not verified."""
         self._unseen = count
         self._note_unlisted()
 
@@ -219,9 +219,9 @@ class SharedIndex:
         return self._uses.take(self._header[PAGES_WORD], self._page_at)
 
     def begin_counting(self, earlier: Uses) -> None:
-        """Tell the next daemon what is counted, from now on.
+        """Record what is counted for the next daemon, from now on.
 
-        The next drain counts what an `earlier` incarnation's clients read uncounted.
+        The next drain counts uncounted reads of an `earlier` incarnation's clients.
         """
         self._uses.begin(earlier)
 
@@ -338,7 +338,7 @@ class SharedIndex:
         return bucket, before, number
 
     def _write(self, start: int, row: bytes) -> None:
-        """Write in any order: a reader sees by the row's checksum that it is not whole."""
+        """Write in any order: a reader detects an incomplete row by its checksum."""
         self._rows[start : start + ROW_BYTES] = row
 
     def _take_row(self) -> int | None:
@@ -354,5 +354,5 @@ class SharedIndex:
 
     @staticmethod
     def _take_memory(fd: int, offset: int, nbytes: int) -> None:
-        """Allocate file memory, so that a lack of it is an OSError and not a SIGBUS."""
+        """Allocate file memory, so that a lack of it is an OSError instead of a SIGBUS."""
         os.posix_fallocate(fd, offset, nbytes)

@@ -1,4 +1,4 @@
-"""The counters by which sessions say what they read without a call."""
+"""The counters by which sessions report reads without a call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ecd_proto.shm.session_page import PAGE_WORDS, USE_COUNTERS
 MAX_USES = 1024
 """Entries ranked anew at a time."""
 MAX_USED_PAGES = 128
-"""Pages whose uses are taken at a time: each takes some 5 us."""
+"""Pages whose uses are read at a time: each takes some 5 us."""
 _NONE = (0, 0, 0, 0)
 _WORD = 1 << 64
 _NOTHING = 1 << 63
-"""Said where all that the pages say has been counted; 0 where nothing is known of that."""
+"""Value when all uses in the pages have been counted; 0 when that is unknown."""
 
 
 def uncounted(said: Iterable[Sequence[int]], told: Sequence[int]) -> Uses:
@@ -78,7 +78,7 @@ class UseCounters:
         return total
 
     def forget(self, page: SessionPage) -> None:
-        """Keep the last uses of a page, which is cleared next, for `take`."""
+        """Save the last uses of a page, which is cleared next, for `take`."""
         number = page.number
         first, second, third, fourth = (words[number] for words in self._counters)
         self._left.append(page.drain_uses((first, second, third, fourth)))
@@ -96,7 +96,7 @@ class UseCounters:
         self._tell(_numbers(earlier), sign=-1)
 
     def _tell(self, numbers: Sequence[int], sign: int = 1) -> None:
-        """Tell the next daemon how much more, or less, of the pages has been counted."""
+        """Record for the next daemon by how much the counted uses of the pages changed."""
         for word, number in enumerate(numbers):
             self._told[word] = (self._told[word] + sign * number) % _WORD
 

@@ -41,11 +41,11 @@ KEYS = 256
 KEPT_BYTES = 16 << 20
 """Messages kept for replay."""
 UNSENT = 256
-"""Messages that wait for one subscriber; it loses more."""
+"""Messages queued for one subscriber; it loses further ones."""
 UNSENT_ANSWERS = 16
-"""Messages of an answer that wait for one asker; the rest is sent as it takes them."""
+"""Messages of an answer queued for one asker; the rest is sent as it reads them."""
 ANSWERS = 16
-"""Answers given at one time; further requests are dropped, and asked again by their senders."""
+"""Answers given at one time; further requests are dropped, and their senders ask again."""
 PATIENCE_S = 10.0
 """How long one answer waits, in all, for an asker that is full."""
 FULL_S = 0.01
@@ -57,7 +57,7 @@ MAX_FRAMES, FRAMES_IN_TURN = 3, 64
 
 
 class EventsError(Exception):
-    """The events' ports cannot be had; the message says what to change."""
+    """The events' ports cannot be bound; the message says what to change."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class EventCounters:
 
 @dataclass
 class _Changed:
-    """The changes of one namespace that are not sent yet."""
+    """The unsent changes of one namespace."""
 
     stored: list[str] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
@@ -156,7 +156,7 @@ class Events:
     # -- changes -------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """Tell of each changed key whether it is stored at that moment."""
+        """Publish for each changed key whether it is stored at that moment."""
         while True:
             pace = self._live.turns.pace()
             changed: dict[str, _Changed] = {}
@@ -202,7 +202,7 @@ class Events:
             self._pub.xpub_nodrop = True
 
     async def _live_on(self) -> None:
-        """Give signs of life: by one a subscriber sees that it lost the last message."""
+        """Send signs of life, by which a subscriber notices that it lost the last message."""
         while True:
             self._send(topic(self._node), self._batch([]))
             await self._live.clock.sleep(SIGN_S)
@@ -213,7 +213,7 @@ class Events:
     # -- requests ------------------------------------------------------------------------------
 
     async def _answer(self) -> None:
-        """Take one request a turn: any number of them may have come."""
+        """Read one request a turn, however many have come."""
         answering: set[asyncio.Task[Any]] = set()
         while True:
             frames = await self._request()
@@ -227,7 +227,7 @@ class Events:
             await self._live.clock.sleep(0)
 
     async def _request(self) -> list[bytes]:
-        """The next request, or the first frames of a message that is none."""
+        """The next request, or the first frames of a malformed message."""
         frames = [await self._router.recv()]
         count = 1
         while self._router.rcvmore:
@@ -240,7 +240,7 @@ class Events:
         return frames
 
     def _answer_to(self, frames: list[bytes]) -> _Answer | None:
-        """The answer to a request; None if it makes no sense."""
+        """The answer to a request; None if the request is malformed."""
         if len(frames) != 3 or frames[1]:
             return None
         if frames[2] == SNAPSHOT:
@@ -251,7 +251,7 @@ class Events:
         return lambda asker: self._replay(asker, first)
 
     async def _give(self, answer: Coroutine[Any, Any, None]) -> None:
-        """Give an answer, unless its asker goes away or is too slow."""
+        """Send an answer, unless its asker disconnects or is too slow."""
         try:
             await answer
         except zmq.ZMQError as error:
@@ -271,7 +271,7 @@ class Events:
         await self._reply(asker, b"", END, b"")
 
     async def _snapshot(self, asker: _Asker) -> None:
-        """Send all entries under the present sequence: changes of them follow under later ones."""
+        """Send all entries under the present sequence: their later changes have later sequences."""
         self.counters.snapshots += 1
         pace = self._live.turns.pace()
         sequence = _sequence(self._next - 1)

@@ -12,7 +12,7 @@ PERIOD_S = 10.0
 KEPT = 2160
 """Samples kept: six hours of them, some 0.5 MiB."""
 LOT = 360
-"""Samples told at one time: a JSON encoder does not let other threads go on."""
+"""Samples in one answer: a JSON encoder does not let other threads run."""
 
 
 class Sample(NamedTuple):
@@ -37,7 +37,7 @@ class Figures(NamedTuple):
 
 
 class History:
-    """Samples of one daemon, and when it last refused something. Used on its event loop."""
+    """Samples of one daemon, and the time of each cause's last refusal. Used on its event loop."""
 
     def __init__(self, read: Callable[[], Figures], clock: Clock) -> None:
         self._read, self._clock, self._started_s = read, clock, clock.now_s()
@@ -69,13 +69,13 @@ class History:
         self._refused = dict(refused)
 
     def refused_s_ago(self) -> dict[str, float]:
-        """Seconds since each cause's last refusal; up to PERIOD_S more where nobody asked since."""
+        """Seconds since each cause's last refusal; up to PERIOD_S more if no caller asked since."""
         self._note(self._read().refused)
         now_s = self._clock.now_s()
         return {cause: now_s - at_s for cause, at_s in self._refused_at_s.items()}
 
     def samples(self) -> list[Sample]:
-        """All that are kept, the oldest first."""
+        """All samples, the oldest first."""
         return list(self._samples)
 
 

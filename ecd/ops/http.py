@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PATH = "/v1/locate"
 MAX_BODY_BYTES = 256 << 10
-"""More would hold up the event loop: a JSON parser does not let other threads go on."""
+"""Largest request: a JSON parser does not let other threads run, so more would block the loop."""
 MAX_REQUESTS = 16
 """Requests answered at one time."""
 ANSWER_S = BODY_S = 5.0
@@ -105,7 +105,7 @@ def _body(environ: WSGIEnvironment, clock: Clock) -> bytes:
 
 
 def _request_from(body: bytes) -> pb.LocateRequest:
-    """Raises Refused."""
+    """The request in the body. Raises Refused."""
     try:
         said = json.loads(body)
         if not isinstance(said, dict) or not isinstance(said.get("namespace"), str):

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 64
-"""Connections that are served at one time; more are told to come again."""
+"""Connections served at one time; more are told to retry."""
 BACKLOG = 128
-"""Connections that wait to be taken: the library's five would let those of a burst wait."""
+"""Connections queued by the kernel: the library's five would delay those of a burst."""
 SILENCE_S = 10.0
-"""How long a client may say nothing within its request."""
+"""How long a client may be silent within its request."""
 WHOLE_S = 30.0
 """How long one connection may last: a client that sends a byte at a time is never silent."""
 FULL = (
@@ -101,7 +101,7 @@ def with_head(application: WSGIApplication) -> WSGIApplication:
 
 
 def by_path(answers: Mapping[str, WSGIApplication]) -> WSGIApplication:
-    """Answer each path by its application, if the request may be answered at all."""
+    """Route each path to its application, if the request may be answered at all."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         try:
@@ -155,7 +155,7 @@ class HttpPort(ThreadingMixIn, WSGIServer):
     request_queue_size = BACKLOG
 
     def __init__(self, host: str, port: int, refused: Callable[[], None], clock: Clock) -> None:
-        """Bind. `refused` is called for each connection that is turned away. Raises OSError."""
+        """Bind. `refused` is called for each refused connection. Raises OSError."""
         [found, *_] = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
@@ -195,7 +195,7 @@ class HttpPort(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End what has lasted too long; called twice a second."""
+        """Close connections that have lasted too long; called twice a second."""
         now_s = self._clock.now_s()
         with self._lock:
             late = [request for request, until_s in self._until_s.items() if until_s <= now_s]
@@ -204,7 +204,7 @@ class HttpPort(ThreadingMixIn, WSGIServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, *_: Any) -> None:
-        """Log what failed here; clients may leave as they like."""
+        """Log faults of this server; clients may disconnect at any time."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             logger.error("a request to the HTTP port failed", exc_info=error)

@@ -14,7 +14,7 @@ STOPPED = "the daemon has stopped"
 
 
 class NoAnswer(Exception):
-    """The event loop is held up, or has ended; the message says which."""
+    """The event loop is blocked, or has ended; the message says which."""
 
 
 def on_loop(

@@ -16,7 +16,7 @@ STATUS_PERIOD_S = 5.0
 
 
 def is_supervised() -> bool:
-    """Whether systemd or Kubernetes runs this daemon, and so starts it again."""
+    """Whether systemd or Kubernetes runs this daemon, and so restarts it."""
     return any(map(os.environ.get, ("NOTIFY_SOCKET", "KUBERNETES_SERVICE_HOST")))
 
 

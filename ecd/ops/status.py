@@ -17,7 +17,7 @@ from ecd_proto.contract import CONTRACT_VERSION, POPULATING
 from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_NAMESPACES = 50
-"""Namespaces of which status and metrics tell apart, as each is a time series."""
+"""Namespaces that status and metrics show separately, as each is a time series."""
 State = pb.StatusReply.State
 
 
@@ -65,7 +65,7 @@ class Status:
         self.disk: Callable[[], pb.DiskStatus] | None = None
         """The figures of the disk tier, where there is one."""
         self.idle: Callable[[], pb.Idle] | None = None
-        """The state of each part that works behind the calls."""
+        """The state of each part that works in the background."""
         self._state = State.STATE_POPULATING
         self._started_s = self._clock.now_s()
 
@@ -76,7 +76,7 @@ class Status:
         self._state = State.STATE_STOPPING
 
     def unavailable(self) -> str | None:
-        """Why calls are refused now; None while they are not."""
+        """Why calls are refused now; None: they are not."""
         if self._state == State.STATE_SERVING:
             return None
         if self._state == State.STATE_STOPPING:

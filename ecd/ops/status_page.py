@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 PAGE, DOCUMENT = "/", "/status.json"
 LOOK_S = 1.0
-"""The age up to which a look is shown again, and how long one may take."""
+"""The age up to which a look is shown again, and the longest time for one."""
 MAX_PEERS = 50
-"""Peers told of, those that were ever reached before others."""
+"""Peers shown, with those that were ever reached first."""
 PEER_ORDER = {"unreachable": 0, "connected": 1, "connecting": 2}
 HEADERS = (
     ("Cache-Control", "no-store"),
@@ -53,7 +53,7 @@ class Look(NamedTuple):
 
 
 class StatusPage:
-    """Answers two paths of the daemon's HTTP port, by GET and HEAD alone."""
+    """Answers two paths of the daemon's HTTP port, only by GET and HEAD."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ def _since(environ: WSGIEnvironment) -> int:
 
 
 def described(look: Look) -> dict[str, Any]:
-    """The document but for its history: status and peers are as `ecd-cli --json` tells them."""
+    """The document without its history: status and peers are as in `ecd-cli --json`."""
     peers = sorted(
         look.peers.peers,
         key=lambda peer: (not peer.incarnation, PEER_ORDER.get(peer.state, 3), -peer.read_bytes),

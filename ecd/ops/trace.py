@@ -45,13 +45,13 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 MAX_WAITING = 1 << 16
-"""Most records that wait for the writer's thread; more are a hole in the trace."""
+"""Most records queued for the writer's thread; further ones are a hole in the trace."""
 WRITTEN_AT_ONCE = 512
-"""Records encoded at once: the event loop waits for the interpreter meanwhile."""
+"""Records encoded at once: the event loop waits for the interpreter's lock meanwhile."""
 PERIOD_S = 0.25
 CLOSE_S = 0.5
 MAX_NAMESPACES = 1 << 16
-"""Namespaces that are told apart; those that come later are all number 0."""
+"""Namespaces with a number of their own; later ones are all number 0."""
 
 Record = tuple[Any, ...]
 
@@ -110,7 +110,7 @@ class Recorder:
         return pool
 
     def write(self, *record: Any) -> None:
-        """Take a record; a thread writes it. A record that finds no room leaves a hole."""
+        """Queue a record, which a thread writes. A record without room leaves a hole."""
         if len(self._waiting) >= MAX_WAITING or self._has_failed:
             self._missing += 1
             self.lost += 1
@@ -179,7 +179,7 @@ class _Allocator(Allocator):
 
 
 class _Policy:
-    """Writes down what a policy is told. The questions go to the policy itself."""
+    """Records the calls of a policy, and forwards its questions."""
 
     def __init__(
         self, policy: Policy, fingerprint: Callable[[Entry], int], write: Write, begin_s: int

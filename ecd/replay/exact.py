@@ -1,4 +1,4 @@
-"""Replays a trace's operations in order, and compares what is evicted with what was."""
+"""Replays a trace's operations in order, and compares the evictions with the recorded ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ecd.replay.reading import Header, TraceError
 
 @dataclass
 class Comparison:
-    """How a replay of the recorded pool went."""
+    """The result of a replay of the recorded pool."""
 
     evictions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     operations: int = 0
@@ -36,7 +36,7 @@ class _Different(Exception):
 
 
 class Replay:
-    """The recorded pool, built anew: its allocator, its policy and its plans."""
+    """The recorded pool, rebuilt: its allocator, its policy and its plans."""
 
     def __init__(self, header: Header) -> None:
         """Raises TraceError for a policy that this ecd does not have."""
@@ -49,7 +49,7 @@ class Replay:
         self._given_up: set[int] = set()
 
     def run(self, operations: Iterable[list[Any]]) -> Comparison:
-        """Raises TraceError if an operation is none, or speaks of what is not there."""
+        """Run all operations. Raises TraceError if one is malformed, or names unknown objects."""
         done = Comparison()
         for operation in operations:
             match operation:

@@ -26,11 +26,11 @@ CSV_COLUMNS = {
 GRANULE_BYTES = 4096
 
 Progress = Callable[[int, int], None]
-"""Is told what is done and what there is to do, in one unit of any kind."""
+"""Receives the work done and the work in total, in one unit of any kind."""
 
 
 class TraceError(Exception):
-    """The file is no trace that this version can read; the message says why."""
+    """The file is not a trace that this version can read; the message says why."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class Accesses:
 
     @property
     def footprint_bytes(self) -> int:
-        """The bytes of all keys together: in a pool of so many nothing is evicted."""
+        """The bytes of all keys together: a pool of this size evicts nothing."""
         return sum(self.block_bytes(item) for item in self.items)
 
     def block_bytes(self, item: Item) -> int:
@@ -80,7 +80,7 @@ class Accesses:
 
 
 def no_progress(done: int, total: int) -> None:
-    """Tell nobody."""
+    """Report no progress."""
 
 
 def is_trace(path: Path) -> bool:

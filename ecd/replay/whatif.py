@@ -61,7 +61,7 @@ class Outcome:
     disk_hits: int = 0
     """The hits that were read from disk."""
     disk_saved_s: float = 0.0
-    """The saved seconds that these brought: those of encoding less those of reading."""
+    """The seconds that these saved: those of encoding less those of reading."""
     disk_written_bytes: int = 0
 
     @property
@@ -116,11 +116,11 @@ class _DiskTier:
         self.written_bytes = 0
 
     def note_put(self) -> None:
-        """Look again for what is to be written, LOOKED_AT entries at most until the next put."""
+        """Search again for entries to write, LOOKED_AT at most until the next put."""
         self._writes_left = LOOKED_AT
 
     def write_until(self, now_s: float) -> None:
-        """Write ahead what the budget allows by then."""
+        """Write ahead as much as the budget allows by then."""
         while self._write_some(now_s):
             pass
         self._at_s = max(self._at_s, now_s)
@@ -137,7 +137,7 @@ class _DiskTier:
         return seconds
 
     def _write_some(self, until_s: float) -> bool:
-        """Write what goes first now. False: nothing is left, or the budget comes too late."""
+        """Write what is evicted next. False: nothing is left, or the budget comes too late."""
         if self._writes_left <= 0 or not self._may_write(True, until_s):
             return False
         chosen = next_demotions(self._cache.views, self._catalog, self._read_time_s)

@@ -22,7 +22,7 @@ LOOK_S = 0.1
 PAUSES = Backoff(0.01, 1.0)
 """First and longest pause between attempts to bind again: each is twice the one before.
 
-The old server lets go of its address a moment after its end.
+The old server releases its address a moment after its end.
 """
 KEPT = 8
 """Ended servers that are kept for their open calls: grpcio cancels them with the server object."""

@@ -97,7 +97,7 @@ class Server:
         observe: Observe,
         clock: Clock,
     ) -> None:
-        """`unavailable` says why calls are refused now; `observe` is told how long each took."""
+        """`unavailable` says why calls are refused now; `observe` receives each call's seconds."""
         self._service, self._clock = service, clock
         self._calls = _Calls(unavailable, observe, clock)
         self._health = health.aio.HealthServicer()

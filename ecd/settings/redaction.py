@@ -1,4 +1,4 @@
-"""Settings as they may be shown: without what is secret in them."""
+"""Settings without their secrets, for display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that a daemon takes over while it runs."""
+"""Settings that a running daemon can change."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Copies between GPUs and the pools by DMA, which the daemon is told of."""
+"""Copies between GPUs and the pools by DMA, which the client reports to the daemon."""

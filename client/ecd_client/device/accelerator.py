@@ -30,7 +30,7 @@ class Accelerator(Protocol):
     """Tensors and streams of the process's GPUs, which are numbered as its driver numbers them."""
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
-        """The GPU that has the tensor; None: it is elsewhere."""
+        """The GPU that has the tensor; None: it is not on a GPU of this kind."""
 
     def current_device(self) -> int: ...
 

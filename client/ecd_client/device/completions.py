@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAILED_S = 1.0
-"""How long a GPU that reports an error may go on with copies, as after its process's end (D1)."""
+"""How long a GPU that reports an error may continue copies, as after its process's end (D1)."""
 MAX_INTERRUPTIONS = 100
 """Errors that are not the driver's in one wait for copies, each after a pause of RETRY_S."""
 
 
 class _Ends:
-    """A queue of what is to be done after copies, and the thread that works it off."""
+    """A queue of work to do after copies, and its thread."""
 
     def __init__(self) -> None:
         self._later: queue.SimpleQueue[tuple[list[Event], Callable[[], None]]]
@@ -110,7 +110,7 @@ os.register_at_fork(after_in_child=_in_child)  # the holds are the parent's
 
 
 def after(events: Iterable[Event], end: Callable[[], None]) -> None:
-    """Call `end` once all events are over: now, or on the side."""
+    """Call `end` once all events are over: now, or on the thread."""
     if left := under_way(events):
         _ends.add(left, end)
     else:
@@ -118,7 +118,7 @@ def after(events: Iterable[Event], end: Callable[[], None]) -> None:
 
 
 def after_failure(end: Callable[[], None]) -> None:
-    """Call `end` on the side once a GPU that reports errors has had its time."""
+    """Call `end` on the thread once a GPU that reports errors has had its time."""
 
     def end_late() -> None:
         clock.sleep(FAILED_S)

@@ -178,7 +178,7 @@ def for_tensor(tensor: torch.Tensor) -> Copies | None:
 
 
 def for_device(device: torch.device) -> Copies | None:
-    """The copies of a GPU. None: it is none, or torch must copy there."""
+    """The copies of a GPU. None: the device is not one, or torch must copy there."""
     gpu = accelerator.find() if device.type == "cuda" else None
     if gpu is None:
         return None

@@ -1,4 +1,4 @@
-"""One session's DMA: the daemon is told of it before the first copy, and the pools are pinned."""
+"""One session's DMA: the daemon learns of it before the first copy, and the pools are pinned."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SessionDma:
         self._has_begun = False
         self._ended = threading.Event()
         self._has_written = False
-        """Whether the page says anything of copies. Else it may be another session's by now."""
+        """Whether the page announces copies. Otherwise it may be another session's by now."""
         self._pools: tuple[MappedPool, ...] = ()
         self.may_write = False
         """Whether the daemon knows of this process, so that copies into pinned memory may begin."""
@@ -155,12 +155,12 @@ class SessionDma:
         return True
 
     def note_write(self) -> None:
-        """Say that copies by DMA into the pool may be under way, until `end`."""
+        """Announce that copies by DMA into the pool may be under way, until `end`."""
         self._has_written = True
         self._words[DMA_WORD] = 1
 
     def end(self) -> None:
-        """Say that no copy is under way, and none will be."""
+        """Announce that no copy is under way, and none will be."""
         with self._lock:
             self._ended.set()
             self._pools = ()  # which refer to this object, and would keep each other mapped

@@ -35,7 +35,7 @@ _contexts: dict[int, Any] = {}
 
 
 def _checked(function: Callable[..., T]) -> Callable[..., T]:
-    """The function, with the client's errors for the driver's."""
+    """The function, with the driver's errors raised as the client's."""
 
     def call(*arguments: Any) -> T:
         try:
@@ -47,7 +47,7 @@ def _checked(function: Callable[..., T]) -> Callable[..., T]:
 
 
 class _Captured(DeviceBusy):
-    """The event was recorded into a graph: nothing of it is ever over."""
+    """The event was recorded into a graph, so its work is never reported as over."""
 
 
 def _meaning(error: CudaError) -> DeviceError:
@@ -127,7 +127,7 @@ class Event:
         _call(cuda.cuEventRecord, self._event, cuda.CUstream(self._stream))
 
     def is_over(self) -> bool:
-        """Whether all of it is done. Raises DeviceError where the device has failed."""
+        """Whether all of the work is done. Raises DeviceError if the device has failed."""
         with on(self._device):
             result = _result_of(cuda.cuEventQuery, self._event)[0]
             if result == _CAPTURED:
@@ -152,7 +152,7 @@ class Event:
                 clock.sleep(RETRY_S)
 
     def precede(self, stream: int) -> None:
-        """Have all that is queued on `stream` from now on wait for this. Raises DeviceError."""
+        """Make all later work on `stream` wait for this event. Raises DeviceError."""
         with on(self._device):
             _call(cuda.cuStreamWaitEvent, cuda.CUstream(stream), self._event, 0)
 

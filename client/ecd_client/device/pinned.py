@@ -27,14 +27,14 @@ from ecd_proto.mapped_file import MappedFile
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
-"""Bytes registered by one call, which takes some 1 ms: the most that a launch waits for it."""
+"""Bytes registered by one call, which takes some 1 ms: the longest that a launch waits for it."""
 PROGRESS_S = 2.0
 
 T = TypeVar("T")
 
 
 class Pinning(NamedTuple):
-    """How far a process came with pinning: bytes and seconds once it ended, or the refusal."""
+    """The progress of pinning in a process: bytes and seconds once it ended, or the refusal."""
 
     nbytes: int = 0
     took_s: float = 0.0
@@ -124,7 +124,7 @@ class PinnedPool:
                 _slowly(partial(driver.unregister, self._mapping.address + offset))
 
     def cut_off(self) -> None:
-        """In a forked child: nothing written here reaches the pool any more."""
+        """In a forked child: writes here no longer reach the pool."""
         self._mapping.cut_off()
 
 
@@ -132,7 +132,7 @@ _driver = threading.Lock()
 
 
 def _slowly(call: Callable[[], T]) -> T:
-    """Make a call of the driver, then leave it to the engine's launches for as long."""
+    """Make a call of the driver, then leave the driver to the engine's launches for as long."""
     with _driver:  # while one pool is unpinned, the next is pinned: pauses of both, not of each
         started_s = clock.now_s()
         result = call()
@@ -159,7 +159,7 @@ def acquire(fd: int, nbytes: int, device: int) -> PinnedPool:
 
 
 def release(pool: PinnedPool) -> None:
-    """Let go of a session's pool, and unpin it with the last one, on the side."""
+    """Release a session's pool, and unpin it with the last one, in the background."""
     _leaving.add(pool)
     completions.aside(lambda: _release(pool))
 

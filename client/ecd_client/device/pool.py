@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PROMOTIONS = 64
-"""Copies to be made, beyond which no more are taken on: a later load asks again."""
+"""Copies queued; further ones are dropped: a later load asks again."""
 REFUSED_S = 0.1
-"""How long nothing is promoted after the daemon had no room, or another client is faster."""
+"""Pause of promotion after the daemon had no room, or another client was faster."""
 LISTED_WITHIN_S = 0.1
 """How long a promotion of an entry that was just put waits for the daemon to list it."""
 LOOK_AGAIN_S = 0.5e-3
@@ -50,7 +50,7 @@ class HeldCopy(NamedTuple):
 
 
 class JustPut:
-    """A tensor of this GPU that was just put: its copy is made of it, not of the host's memory."""
+    """A tensor of this GPU that was just put: the copy's source, instead of the host's memory."""
 
     def __init__(self, tensor: TensorSource, held: Pin, then: Callable[[], None]) -> None:
         """`held` is of the extent that it was put to, since before the put could be seen.
@@ -63,7 +63,7 @@ class JustPut:
         self._extent = held.extent
 
     def is_at(self, extent: Extent) -> bool:
-        """Whether the put lies there."""
+        """Whether the put is at this place."""
         return (self._extent.pool, self._extent.offset) == (extent.pool, extent.offset)
 
     def let_go(self) -> None:
@@ -72,7 +72,7 @@ class JustPut:
             self._held.pop().end()
 
     def end(self) -> None:
-        """End what has not ended: the tensor is not read any more."""
+        """End the holds that are left: the tensor is no longer read."""
         try:
             self.let_go()
         finally:
@@ -84,7 +84,7 @@ class DevicePool:
     """One device pool, mapped in this process: for reading, and for writing once it is written."""
 
     def __init__(self, number: int, nbytes: int, fd: int, copies: Copies) -> None:
-        """Map it, and take charge of `fd`, by which it is mapped. Raises DeviceError."""
+        """Map the pool, and own `fd`, by which it is mapped. Raises DeviceError."""
         self.number, self.nbytes, self.copies = number, nbytes, copies
         self._fd = fd
         self._writable: int | None = None
@@ -138,13 +138,13 @@ class DevicePool:
         return HeldCopy([(self._readable + row.offset, nbytes)], end)
 
     def fail(self, error: BaseException) -> None:
-        """Use it no more in this process's session."""
+        """Stop using the pool in this process's session."""
         if not self._has_failed:
             self._has_failed = True
             logger.warning("the device pool is not used any more: %s", error)
 
     def close(self) -> None:
-        """Unmap it, on the side. No copy may be under way (R4)."""
+        """Unmap the pool, in the background. No copy may be under way (R4)."""
         self._side.shutdown(wait=False)
         os.close(self._fd)
         completions.aside(self._unmap)
@@ -159,7 +159,7 @@ class DevicePool:
                 logger.warning("a device pool stays mapped in this process: %s", error)
 
     def cut_off(self) -> None:
-        """In a forked child: it must not keep the memory."""
+        """In a forked child: release the memory."""
         os.close(self._fd)
 
     # -- promotion -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The batch calls of one session, each awaited at once or told to a future."""
+"""The batch calls of one session, each awaited at once or answered through a future."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ JOIN_S = 1.0
 Reply = TypeVar("Reply")
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 _answering = threading.local()
-"""`is_here`: whether this thread of gRPC's is telling an answer."""
+"""`is_here`: whether this thread of gRPC's is delivering an answer."""
 _Queued = tuple[Future[Any], str, Any]
 """The future of the reply, the name of the call, the request."""
 
@@ -115,7 +115,7 @@ class Calls:
         return reply
 
     def end(self) -> None:
-        """Fail what waits for its turn, and all later calls of `later`: the session is over."""
+        """Fail queued calls, and all later calls of `later`: the session is over."""
         with self._turns:
             self._has_ended = True
             queued, self._queued = self._queued, deque()
@@ -126,9 +126,9 @@ class Calls:
         return DaemonUnavailable(f"the daemon on {self.address} went away meanwhile")
 
     def _send_queued(self) -> None:
-        """Send what is queued, as far as it may be sent now.
+        """Send queued calls, as far as the limit allows.
 
-        A call that fails at once is answered in here, so one thread at a time loops.
+        A call that fails at once is answered in here, so only one thread at a time loops.
         """
         is_ours, interruption = False, None
         while True:
@@ -210,7 +210,7 @@ class Calls:
         return getattr(reply, name)
 
     def alone(self, name: str, request: Any) -> Any:
-        """`now`, and no other call waits for this one, which may take long. Raises EcdError."""
+        """Like `now`, for slow calls: it does not block other calls. Raises EcdError."""
         if self._is_cut_off:
             raise forks.before_fork()
         _check_size(request)
@@ -228,14 +228,14 @@ class Calls:
         return DaemonUnavailable(CLOSED)
 
     def check(self) -> None:
-        """End the stream if its reply is overdue: called now and then from another thread."""
+        """End the stream if its reply is overdue; called regularly from another thread."""
         due_s = self._due_s
         if due_s is not None and clock.now_s() > due_s:
             self._overdue = True
             self.close()
 
     def cut_off(self) -> None:
-        """In a forked child: gRPC's objects here are not touched again."""
+        """In a forked child: do not touch gRPC's objects here again."""
         self._lock, self._turns = threading.Lock(), threading.RLock()
         self.is_over = self._has_ended = self._is_cut_off = True
 

@@ -1,4 +1,4 @@
-"""The channel to the daemon: its address, one call, and the errors that refusals become."""
+"""The channel to the daemon: its address, one call, and the errors for its refusals."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
 from ecd_proto.contract import MAX_MESSAGE_BYTES, as_address, default_address
 
 CALL_TIMEOUT_S = 5.0
-"""How long the daemon may take to answer one call, waits apart."""
+"""How long the daemon may take to answer one call, besides waits."""
 NO_ANSWER = (
     "the daemon is starting, stopping or busy",
     "its log says more; or start it anew: systemctl restart ecd",
 )
-"""The cause, and what to do, where a connection is made and no call is answered."""
+"""The cause, and what to do, if a connection is made but no call is answered."""
 CLOSED = "the client is closed"
 PROBE_S = 0.1
 

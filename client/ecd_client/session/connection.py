@@ -54,7 +54,7 @@ class Connection:
     def __init__(
         self, address: str, name: str, call_timeout_s: float, counts_reads: bool = True
     ) -> None:
-        """`counts_reads`: reads without a call are told to the daemon."""
+        """`counts_reads`: whether the daemon counts this client's reads without a call."""
         forks.in_child()
         if forks.is_child:
             raise DaemonUnavailable(NOT_IN_A_CHILD)
@@ -152,7 +152,7 @@ class Connection:
                 session.describe(engine, on_apart)
 
     def cut_off(self) -> None:
-        """In a forked child: gRPC's objects here are not touched again, not even to end them."""
+        """In a forked child: do not touch gRPC's objects here again, not even to end them."""
         self.is_cut_off, self._session = True, None
         _kept.append(self)
         forks.close_connections(self._address.removeprefix("unix:").removeprefix("//"))

@@ -45,7 +45,7 @@ class Hold(Protocol):
     def extent(self) -> Extent: ...
     @property
     def expires_s(self) -> float:
-        """On `clock.now_s`; infinite for a pin."""
+        """The end on `clock.now_s`; infinite for a pin."""
 
     @property
     def holds(self) -> bool: ...
@@ -83,7 +83,7 @@ class Lease:
         return self.expires_s - clock.now_s() >= share * self.session.lease_ttl_s
 
     def end(self) -> None:
-        """End the lease, once: an interrupted `pinned` may end it again."""
+        """End the lease only once: an interrupted `pinned` may end it again."""
         is_open, self._is_open = self._is_open, False
         if is_open:
             self.session.release(self)
@@ -111,7 +111,7 @@ class Pin:
         return True
 
     def end(self) -> None:
-        """End the pin, once: two items would share its word afterwards."""
+        """End the pin only once: two items would share its word afterwards."""
         pin, self._pin = self._pin, 0
         if pin:
             self._index.unpin(pin)

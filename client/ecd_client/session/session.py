@@ -117,7 +117,7 @@ class Session:
 
     @contextlib.contextmanager
     def whole_or_abandoned(self) -> Iterator[None]:
-        """Abandon the session where the body breaks off: its state is unknown then."""
+        """Abandon the session if the body is interrupted: its state is unknown then."""
         try:
             yield
         except Exception as error:
@@ -153,7 +153,7 @@ class Session:
             _in_use.discard(self)
 
     def abandon(self) -> None:
-        """End the stream: the daemon takes back all that the session owns."""
+        """End the stream: the daemon reclaims all that the session owns."""
         if self.is_cut_off or forks.is_uncut():
             return
         self.abandoned = True
@@ -291,7 +291,7 @@ class Session:
         return None if self._dma is None else self._dma.near
 
     def release(self, lease: Lease) -> None:
-        """End a lease; nobody waits for the daemon's answer."""
+        """End a lease, without waiting for the daemon's answer."""
         with self._lock:
             lease.expires_s = 0.0
             is_kept = self._leases.pop(lease.id, None) is not None
@@ -329,7 +329,7 @@ class Session:
         ended(outcome)
 
     def cancel_wait(self, ticket: int) -> None:
-        """End a wait early; its outcome still comes as every wait's does."""
+        """End a wait early; its outcome still comes, as every wait's does."""
         self._outbox.put(pb.SessionRequest(cancel_waits=pb.CancelWaits(tickets=[ticket])))
 
     def stop_making(self, keys: Sequence[pb.Key]) -> None:
@@ -341,7 +341,7 @@ class Session:
     # -- the engine ----------------------------------------------------------------------------
 
     def describe(self, engine: Engine, on_apart: Callable[[Engine], None] | None) -> None:
-        """Tell the daemon which engine this client is of; one of before such messages is not."""
+        """Describe this client's engine to the daemon, unless it is too old for such messages."""
         self._on_apart = on_apart
         if self._takes_engine:
             self._outbox.put(pb.SessionRequest(engine=engine.message))

@@ -1,4 +1,4 @@
-"""The store that SGLang's encoder asks before it encodes, and gives what it has encoded."""
+"""The store that SGLang's encoder asks before it encodes, and to which it gives its outputs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class EcdEmbeddingStore(EmbeddingStore):
     # -- SGLang's calls ------------------------------------------------------------------------
 
     def batch_is_exist(self, hashes: list[str]) -> list[bool]:
-        """Which entries this node has, after those that other nodes have were fetched."""
+        """Which entries this node has, after fetching those that other nodes have."""
         names, found = list(filter(_is_key, hashes)), set[str]()
         deadline_s = clock.now_s() + BATCH_S
         try:

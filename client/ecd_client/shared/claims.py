@@ -67,9 +67,9 @@ class ClaimReader:
                     yield SeenClaim(pages[at + CLAIM_DONE] == number, row, number, at, answer)
 
     def is_still(self, claim: SeenClaim) -> bool:
-        """Whether a claim that was seen to be done has had no answer until now.
+        """Whether a claim that was seen to be done is still unanswered.
 
-        The answer is read first: the words after it tell that it was this claim's.
+        The answer is read first: the words read after it show that it was this claim's.
         """
         pages, at, number = self._pages, claim.at, claim.number
         return (

@@ -58,7 +58,7 @@ TRIES = 8
 """Walks along a chain that changes meanwhile before the daemon is asked."""
 MAX_CHAIN = 256
 LISTED_WITHIN_S = 500e-6
-"""How long a reader waits for the daemon to list a put that is done, before it makes a call."""
+"""How long a reader waits for the daemon to list a finished put, before it makes a call."""
 _U64 = (1 << 64) - 1
 _row_at = struct.Struct(f"{ROW_BYTES}s").unpack_from
 
@@ -75,14 +75,14 @@ class OnMiss(Enum):
     GO_ON = 2
     """Leave the counting to the daemon, which the caller asks next."""
     ASK_IF_CLAIMED = 3
-    """Raise AskDaemon where somebody may be writing the key."""
+    """Raise AskDaemon if a client may be writing the key."""
 
 
 _COUNT, _ASK_IF_CLAIMED = OnMiss.COUNT, OnMiss.ASK_IF_CLAIMED
 
 
 def _first_of(rows: Iterable[bytes]) -> Row | None:
-    """The first of these rows that is one; None: there is none."""
+    """The first of these that is a row; None: none is."""
     for row in filter(row_is_whole, rows):
         with contextlib.suppress(struct.error, IndexError):  # a claim is another client's
             return unpack_row(row)
@@ -110,7 +110,7 @@ class IndexReader:
         self._free = list(range(FIRST_PIN_WORD + MAX_PINS - 1, FIRST_PIN_WORD - 1, -1))
 
     def contains(self, namespace: str, mm_hashes: Sequence[str]) -> list[bool]:
-        """Tell for each key whether it is stored. Raises AskDaemon."""
+        """Return for each key whether it is stored. Raises AskDaemon."""
         found, find = [], self._find
         for mm_hash in mm_hashes:
             record = self.record(namespace, mm_hash)
@@ -253,7 +253,7 @@ class IndexReader:
         self._free.append(pin)
 
     def cut_off(self) -> None:
-        """In a forked child: its pins and claims are private, and nobody sees them."""
+        """In a forked child: its pins and claims are private, and no other process sees them."""
         self._page.cut_off()
         self._lock = threading.Lock()
 
@@ -365,7 +365,7 @@ class IndexReader:
 
 
 def _makes_sense(row: Row) -> bool:
-    """Whether a claim's row can become an entry: no daemon has checked it yet."""
+    """Whether a claim's row can become an entry: the daemon has not checked it yet."""
     return (
         not row.truncated
         and row.nbytes == nbytes_of(row.dtype, row.shape)

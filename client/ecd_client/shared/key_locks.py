@@ -33,7 +33,7 @@ class KeyLocks:
         self._lock = threading.RLock()  # a garbage-collected item may close the session within it
 
     def take(self, namespace: str, mm_hash: str, seconds: float) -> bool:
-        """Lock the key for so long. False: another session has locked it."""
+        """Lock the key for this long. False: another session has locked it."""
         offset, until_s = key_offset(namespace, mm_hash), clock.now_s() + seconds
         with self._lock:
             if self._fd < 0:
@@ -76,7 +76,7 @@ class KeyLocks:
                 self._release(offset)
 
     def expire(self) -> None:
-        """End the locks whose time is over."""
+        """End the expired locks."""
         with self._lock:
             now_s = clock.now_s()
             for offset, until_s in list(self._until_s.items()):

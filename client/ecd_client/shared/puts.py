@@ -44,18 +44,18 @@ from ecd_proto.shm.session_page import (
 MAX_UNANSWERED = MAX_CLAIMS // 2
 """Unanswered puts at which the next one waits for its answer: the daemon lags behind."""
 SPIN_S = 150e-6
-"""How long a writer spins for an answer before it sleeps between two looks."""
+"""How long a writer spins for an answer before it sleeps between two checks."""
 PAUSES = Backoff(20e-6, 1e-3)
-"""First and longest sleep between two looks."""
+"""First and longest sleep between two checks."""
 RING_AGAIN_S = 0.01
 
 
 CopyTo = Callable[[MappedPool, Extent], None]
-"""Writes the entry's bytes to its extent of the pool; they are there when it returns or raises."""
+"""Writes the entry's bytes to its extent of the pool; all are written when it returns or raises."""
 
 
 class PutState(Enum):
-    """How far a put has come."""
+    """The progress of a put."""
 
     CLAIMED = 1
     """Granted memory is claimed for it, and to be written."""
@@ -115,7 +115,7 @@ class PutWriter:
         """`pool` is where grants lie. Raises OSError where the doorbell is missing."""
         self.page_number = board.page_number
         self.session_is_over = False
-        """Set when the stream has ended: nobody answers any more."""
+        """Set when the stream has ended: no answers will come."""
         self._is_cut_off = False
         self._index, self._pool = index, pool
         self._memory = board.page.view(0, board.page.nbytes)
@@ -278,7 +278,7 @@ class PutWriter:
         return None
 
     def _expect_writes(self) -> None:
-        """Have grants that are new populated before they are written."""
+        """Populate new grants before they are written."""
         words = self._mailbox[FIRST_GRANT_WORD : FIRST_GRANT_WORD + MAX_GRANTS].tolist()
         if words != self._expected:
             self._pool.expect_writes(map(unpack_grant, set(words) - set(self._expected)))
@@ -302,7 +302,7 @@ class PutWriter:
         self._records.discard(claim.record)
 
     def _wait(self, claim: Claim, timeout_s: float) -> int:
-        """Read the mailbox until the answer is there, and ring again now and then."""
+        """Read the mailbox until the answer is there, and ring again from time to time."""
         mailbox, word = self._mailbox, FIRST_ANSWER_WORD + claim.place
 
         def look() -> int:

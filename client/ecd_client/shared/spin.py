@@ -12,7 +12,7 @@ Found = TypeVar("Found")
 
 
 def spin(look: Callable[[], Found], within_s: float) -> Found | None:
-    """Call `look` until it finds something, letting others run in between. None: not in time."""
+    """Call `look` until it finds something, and let others run in between. None: not in time."""
     deadline_s = clock.now_s() + within_s
     while not (found := look()):
         if clock.now_s() > deadline_s:

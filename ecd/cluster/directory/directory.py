@@ -56,13 +56,13 @@ Found = Mapping[Key, Sequence[Candidate]]
 
 
 class Directory(Protocol):
-    """Tells which nodes hold a key. No call raises: a directory that is down knows nothing."""
+    """Finds which nodes hold a key. No call raises: a directory that is down finds nothing."""
 
     state: DirectoryState
 
     @property
     def is_told(self) -> bool:
-        """Whether others can know of every change that was published."""
+        """Whether other nodes can know of every published change."""
 
     async def find(self, keys: Sequence[Key], all_within_s: float | None = None) -> Found | None:
         """The nodes that may hold these keys, within a bounded time; None: it may answer soon.
@@ -71,7 +71,7 @@ class Directory(Protocol):
         """
 
     async def knows(self, node: str) -> bool:
-        """Whether a living node of the cluster is reached at this host:port, as soon as `find`."""
+        """Whether a living node of the cluster has this host:port; answers as soon as `find`."""
 
     async def claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
         """Claim these keys for this node, which makes them; return those that others claimed first.
@@ -80,20 +80,20 @@ class Directory(Protocol):
         """
 
     def publish(self, changes: Mapping[Key, bool]) -> None:
-        """Tell others, in the background, which keys are stored here (True) or evicted."""
+        """Publish, in the background, which keys are stored here (True) or evicted."""
 
     async def run(self) -> None:
         """Do the work in the background, until cancelled."""
 
     async def close(self) -> None:
-        """Tell others that this node holds nothing any more."""
+        """Publish that this node no longer holds anything."""
 
     def reload(self, nodes: Sequence[str]) -> None:
         """Take over the list of other nodes in the settings."""
 
 
 class NoDirectory:
-    """The directory of a cluster in which only hints lead to other nodes."""
+    """The directory of a cluster without one: only hints lead to other nodes."""
 
     is_told = True
 
@@ -127,7 +127,7 @@ Ask = Callable[[str, Sequence[Key]], Awaitable[Sequence[Candidate | None]]]
 
 
 class StaticDirectory(NoDirectory):
-    """A fixed list of nodes, all asked at one time."""
+    """A fixed list of nodes, all asked at the same time."""
 
     def __init__(self, nodes: Sequence[str], ask: Ask, clock: Clock = REAL) -> None:
         self.state = DirectoryState("static")

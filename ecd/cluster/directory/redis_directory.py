@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 LOOKUP_TIMEOUT_S = 0.25
 """A lookup that takes longer is a miss; after it Redis is not asked for the first pause."""
 HICCUP_S = 5.0
-"""A Redis that has failed for no longer is taken to answer again soon."""
+"""A Redis that has failed for no longer than this is expected to answer again soon."""
 WRITE_TIMEOUT_S = 2.0
 PAUSE = Backoff(1.0, 5.0)
 """Pauses between attempts to write: the first for HICCUP_S, then each twice the one before."""
@@ -54,7 +54,7 @@ BEAT_S = NODE_TTL_S / 3
 NODE_CACHE_S = 2.0
 BATCH = 512
 MAX_UNPUBLISHED = 1 << 18
-"""Changes that wait for Redis; with more, all entries are told again instead."""
+"""Changes that wait for Redis; with more, all entries are published again instead."""
 MAX_CANDIDATES = 16
 MAX_KNOWN = 4096
 """Nodes whose records are remembered, and addresses, each for NODE_CACHE_S."""
@@ -62,7 +62,7 @@ DOWN = (RedisError, OSError, asyncio.TimeoutError)
 
 
 class RedisDirectory:
-    """Tells Redis this node's entries, and finds those of others; one per daemon."""
+    """Publishes this node's entries in Redis, and finds those of others; one per daemon."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class RedisDirectory:
         self._asking: dict[str, asyncio.Task[bool]] = {}  # by address
 
     def reload(self, nodes: Sequence[str]) -> None:
-        """Change nothing: nodes are known from Redis alone."""
+        """Change nothing: nodes are known only from Redis."""
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -147,11 +147,11 @@ class RedisDirectory:
 
     @property
     def _is_silent(self) -> bool:
-        """Whether Redis has failed a moment ago: nobody waits for it now."""
+        """Whether Redis failed a moment ago, so that no lookup waits for it."""
         return self._clock.now_s() < self._silent_until_s
 
     def _nothing(self) -> Found | None:
-        """The answer to a lookup that Redis has not answered."""
+        """The answer to a lookup without an answer from Redis."""
         now_s = self._clock.now_s()
         if self._unanswered_since_s is None:
             self._unanswered_since_s = now_s
@@ -307,7 +307,7 @@ class RedisDirectory:
             await self.claim(dict.fromkeys(made[start : start + BATCH], ""))
 
     async def _write(self) -> None:
-        """Write one batch of changes, or of all entries if they are to be told again."""
+        """Write one batch of changes, or of all entries if they have to be published again."""
         batch = dict(islice(self._unpublished.items(), BATCH))
         sweeps = not batch and self._sweeping is not None
         start = after = self._sweeping

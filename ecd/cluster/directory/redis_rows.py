@@ -93,7 +93,7 @@ def pack_place(info: EntryInfo | None) -> bytes:
 
 
 def unpack_place(value: bytes) -> tuple[Extent, bytes]:
-    """The extent and the metadata; no bytes of either if unknown, or if the value is not ours."""
+    """The extent and the metadata; both empty if unknown, or if ecd did not write the value."""
     place, _, metadata = value.partition(b" ")
     found = re.fullmatch(rb"([0-9]{1,4}):([0-9]{1,18})\+([0-9]{1,18})", place)
     if found is None or len(metadata) > TOLD_METADATA_BYTES:
@@ -106,7 +106,7 @@ def pack_record(node: str, zone: str, load: int) -> str:
 
 
 def unpack_record(record: bytes) -> Candidate | None:
-    """The node of a record; None if there is no record, or it is not ours."""
+    """The node of a record; None if there is no record, or if ecd did not write it."""
     if not record or len(record) > MAX_RECORD_BYTES:
         return None
     try:

@@ -45,7 +45,7 @@ class Admission:
 
     def __init__(self, node: str, config: Config, peers: Peers, directory: Directory) -> None:
         self.ignored = 0
-        """Hints not followed, because nothing allows to ask their node."""
+        """Hints not followed, because no setting or record allows their node."""
         self._node, self._peers, self._directory = node, peers, directory
         self._told: set[str] = set()
         self.reload(config)

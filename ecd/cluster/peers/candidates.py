@@ -77,7 +77,7 @@ class _Together(Generic[Answer]):
         self._asked: dict[Key, tuple[str, asyncio.Future[Answer | None]]] = {}
 
     async def ask(self, key: Key, about: str = "") -> Answer | None:
-        """The answer to this key, which nobody else asks about meanwhile."""
+        """The answer to this key, about which no other caller asks meanwhile."""
         loop = asyncio.get_running_loop()
         if not self._asked:
             loop.call_soon(lambda: self._background.spawn(self._ask_all()))

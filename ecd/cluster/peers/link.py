@@ -1,4 +1,4 @@
-"""A link to another node: leases are asked for and ended, keys looked for and offered."""
+"""A link to another node, for asking for and ending leases, and for finding and offering keys."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from ecd_proto.v1 import peer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 1.0
-"""How long a peer may take to answer, waits apart, before the link to it is given up."""
+"""How long a peer may take to answer, besides waits, before the link to it is given up."""
 ADDRESSES = 1 << 64
-"""Bytes that addresses can tell apart: no memory ends beyond."""
+"""The range of addresses: no memory ends beyond it."""
 RELEASE_PAUSE_S = 0.05
 """How long ends of leases are collected before they are sent."""
 MAX_UNSENT = 1024
@@ -47,7 +47,7 @@ MAX_UNREAD = 8 * MAX_UNSENT
 
 @dataclass(frozen=True)
 class _Open:
-    """A question that the peer has not answered yet, whether or not somebody still waits."""
+    """A question that the peer has not answered yet, whether or not a caller still waits."""
 
     kind: type[Any]  # of the answer
     keys: int
@@ -84,12 +84,12 @@ class PeerLease:
 
     @property
     def age_s(self) -> float:
-        """Since the entry was put."""
+        """Seconds since the entry was put."""
         return self.clock.now_s() - self.put_s
 
     @property
     def is_late(self) -> bool:
-        """Whether it came so late that it may run out soon: nothing says when it was granted."""
+        """Whether the lease came so late that it may run out soon: its start is not known."""
         return self.clock.now_s() >= self.until_s - self.ttl_s / 2
 
     @property
@@ -346,7 +346,7 @@ class Link:
         return True
 
     def _settle(self, ticket: int, result: pb.LeaseOutcome | pb.FoundKeys) -> bool:
-        """End the question with its answer; False, and the question stays, if it is none."""
+        """End the question with its answer. False: the reply is another's, and it stays open."""
         opened = self._open.get(ticket)
         if opened is None or opened.kind is not type(result) or not _is_of(opened.keys, result):
             return False
@@ -363,7 +363,7 @@ class Link:
 
 
 def _is_of(keys: int, answer: pb.LeaseOutcome | pb.FoundKeys) -> bool:
-    """Whether the answer is about so many keys; it may leave out where they are."""
+    """Whether the answer is about this number of keys; it may leave out where they are."""
     if isinstance(answer, pb.LeaseOutcome):
         return True
     return len(answer.found) == keys >= max(len(answer.extents), len(answer.metadata))

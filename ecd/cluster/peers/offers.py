@@ -1,4 +1,4 @@
-"""Offers: keys that other nodes are told of, because they are expected to want them."""
+"""Offers: keys that are announced to other nodes, which are expected to want them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Offers:
         return self._background.is_idle
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
-        """Tell these nodes of these keys: now, or when they are stored."""
+        """Offer these keys to these nodes: now, or when they are stored."""
         self._background.spawn(self._offer(keys, [Hint(node) for node in nodes[:MAX_HINTS]]))
 
     def stored(self, key: Key) -> None:

@@ -11,7 +11,7 @@ from ecd_proto.backoff import Backoff
 from ecd_proto.v1 import peer_pb2 as pb
 
 BACKOFF = Backoff(0.25, 10.0)
-"""First and longest time for which a peer that did not answer is not asked again."""
+"""First and longest pause after which a peer that did not answer is asked again."""
 
 
 MAX_UNPROVEN_BYTES, LEAST_UNPROVEN_BYTES = 64 << 20, 64 << 10
@@ -53,7 +53,7 @@ class Peer:
 
     @property
     def is_stranger(self) -> bool:
-        """Whether the node is known from hints alone, and was never reached."""
+        """Whether the node is known only from hints, and was never reached."""
         return self.hinted and not self.was_reached
 
     def connected(self, description: pb.NodeDescription) -> None:
@@ -61,7 +61,7 @@ class Peer:
         self.is_full, self.backoff_s = False, 0.0
 
     def failed(self, why: object, is_full: bool = False) -> None:
-        """Ask the node no more for a while, each time for longer."""
+        """Do not ask the node for a while, each time for longer."""
         self.blame(why)
         self.is_full = is_full
         self.backoff_s = BACKOFF.after(self.backoff_s)
@@ -107,7 +107,7 @@ class Peer:
         return self.rate.is_slow(nbytes, self.clock.now_s())
 
     def is_slower(self, nbytes: int, than_s: float) -> bool:
-        """Whether an entry is better encoded, in `than_s`, than read from the node."""
+        """Whether encoding an entry, in `than_s`, is quicker than reading it from the node."""
         return self.rate.is_slower(nbytes, than_s, self.clock.now_s())
 
     def read_s(self, nbytes: int) -> float | None:

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 1.0
 MAX_PEERS = 1024
-"""Nodes remembered; one that is not in use is forgotten for another."""
+"""Nodes remembered; a node that is not in use is forgotten to make room for another."""
 MAX_STRANGERS = 256
-"""Nodes remembered that were named by hints alone and never reached."""
+"""Nodes remembered that only hints named and that were never reached."""
 MAX_STRANGERS_TRIED = 64
 """Links being made to nodes that were never reached."""
 MAX_WAITING_FOR_STRANGERS = 256
@@ -108,7 +108,7 @@ class Peers:
         self._background = Background()
 
     def reload(self, configured: Collection[str]) -> None:
-        """Take over which nodes are never forgotten."""
+        """Replace the set of nodes that are never forgotten."""
         self._configured = configured
 
     def __iter__(self) -> Iterator[Peer]:

@@ -1,9 +1,9 @@
-"""Read rates: how long a read of so many bytes from one source takes, by those of lately."""
+"""Read rates: how long a read of a given size from one source takes, by recent reads."""
 
 from __future__ import annotations
 
 LEAST_BYTES = 1 << 20
-"""Smaller reads tell nothing of the bandwidth, and are always cheaper than encoding."""
+"""Smaller reads do not show the bandwidth, and are always cheaper than encoding."""
 LEAST_S = 5e-3
 """A read expected to take less is always made."""
 SAMPLE_S = 1.0
@@ -26,7 +26,7 @@ class ReadRate:
     def __init__(self) -> None:
         self.under_way_bytes = 0
         self.too_slow = 0
-        """Reads that were not to be made, those of EXPLORED included."""
+        """Reads that seemed not worth making, including those of EXPLORED."""
         self._floor_s = 0.0
         self._s_per_byte: float | None = None
         self._measured_s = 0.0
@@ -44,7 +44,10 @@ class ReadRate:
         self.under_way_bytes += nbytes
 
     def ended(self, nbytes: int, now_s: float, is_whole: bool) -> None:
-        """`is_whole`: all bytes have come. Otherwise the bandwidth is at most what it seems."""
+        """Note the end of a read.
+
+        `is_whole`: all bytes have come. Otherwise the measured bandwidth is an upper bound.
+        """
         self.under_way_bytes -= nbytes
         self._reads += 1
         self._bytes += nbytes
@@ -57,7 +60,7 @@ class ReadRate:
         self._begin(now_s)
 
     def bytes_per_s(self, now_s: float) -> float:
-        """0 while unknown."""
+        """The measured bandwidth; 0 while unknown."""
         seconds = self._seconds_per_byte(now_s)
         return 1 / seconds if seconds else 0.0
 
@@ -67,12 +70,12 @@ class ReadRate:
         return None if per_byte is None else self._floor_s + nbytes * per_byte
 
     def is_slow(self, nbytes: int, now_s: float) -> bool:
-        """Whether a read is worth a thought: `is_slower` may be true of it."""
+        """Whether `is_slower` may be true of a read of this size."""
         expected_s = self.seconds(self.under_way_bytes + nbytes, now_s)
         return nbytes >= LEAST_BYTES and expected_s is not None and expected_s > LEAST_S
 
     def is_slower(self, nbytes: int, than_s: float, now_s: float) -> bool:
-        """Whether a read is better not made, because it takes longer than `than_s`."""
+        """Whether a read is not worth making, because it takes longer than `than_s`."""
         expected_s = self.seconds(self.under_way_bytes + nbytes, now_s)
         if not self.is_slow(nbytes, now_s) or expected_s is None or expected_s <= than_s:
             return False

@@ -76,7 +76,7 @@ class MooncakeTransfers:
         return _OVER.get(self._mooncake.transfer_check_status(transfer), Progress.UNDER_WAY)
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Release the engine."""
         del self._mooncake
 
 

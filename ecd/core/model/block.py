@@ -8,7 +8,7 @@ from ecd.core.model.types import Extent
 
 
 class Allocating(Protocol):
-    """The allocator that a block is of, as the block needs it."""
+    """The block's allocator, as far as the block needs it."""
 
     pool_number: int
     granule_bytes: int

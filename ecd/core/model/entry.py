@@ -10,7 +10,7 @@ from ecd.core.model.states import ENTRY, EntryEvent, EntryState, apply
 from ecd.core.model.types import Content, EntryId, EntryInfo, Extent, Key, SessionId, Terms
 
 MAX_COST_S = 3600.0
-"""A report of more saves no more."""
+"""Largest cost that counts: a report of more saves no more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class Entry:
 
     @property
     def worth_s(self) -> float:
-        """The seconds to have the entry again; 0 of a copy, and where no cost was reported."""
+        """The seconds to get the entry again; 0 for a copy, and where no cost was reported."""
         return self.cost_s if self.encode_s and not self.replica_in else 0.0
 
     @property

@@ -114,7 +114,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Missing:
-    """The key is not stored, nobody writes it, and no fetch is expected to bring it."""
+    """The key is not stored, not being written, and not expected from a fetch."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,12 @@ class Expired:
 
 @dataclass(frozen=True)
 class Kept:
-    """The entry is evicted for no room."""
+    """An operator keeps the entry: it is not evicted for room."""
 
 
 @dataclass(frozen=True)
 class KeptTooMuch:
-    """With the entry, more of its pool would be kept than may be."""
+    """With this entry, operators would keep more of its pool than they may."""
 
     nbytes: int
     kept_bytes: int

@@ -1,4 +1,4 @@
-"""Rules: what operators have set for namespaces, by their names or by patterns of them."""
+"""Rules: the settings of operators for namespaces, by name or by pattern."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 T = TypeVar("T", int, float)
 
 KNOWN = 4096
-"""Namespaces whose rules are remembered; those of others are sought again."""
+"""Namespaces whose rules are remembered; for others the rules are looked up again."""
 _NONE: Mapping[str, int] = MappingProxyType({})
 
 
@@ -29,9 +29,9 @@ class Rules:
         self.has_quotas, self.has_ttls = bool(quotas), bool(ttls)
         self.least_quota_bytes = min(quotas.values(), default=None)
         self.quota_bytes: Callable[[str], int | None] = _finder(quotas)
-        """Finds the bytes that a namespace may have; None: as many as it likes."""
+        """Finds the quota of a namespace in bytes; None: it has none."""
         self.ttl_s: Callable[[str], float | None] = _finder(ttls)
-        """Finds the age at which a namespace's entries are evicted; None: they have none."""
+        """Finds the age at which a namespace's entries are evicted; None: they never expire."""
 
 
 def _finder(rules: Mapping[str, T]) -> Callable[[str], T | None]:

@@ -91,10 +91,10 @@ class Terms(NamedTuple):
     """An operator's terms for one entry: by the rules for its namespace, and by `keep`."""
 
     put_s: float
-    """When it was put, on whichever node."""
+    """When the entry was put, on whichever node."""
     expires_s: float = inf
     kept_until_s: float = 0.0
-    """0: it is not kept; infinite: without an end."""
+    """0: not kept; infinite: kept without a limit."""
     has_quota: bool = False
 
 
@@ -124,9 +124,9 @@ class NamespaceSum(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """The conditions for an eviction: an entry goes if it meets all that are given.
+    """The conditions for an eviction: it evicts the entries that meet all that are given.
 
-    `pool` is the core's alone: no message of the contract can name one (docs/decisions.md).
+    Only the core uses `pool`: no message of the contract can name one (docs/decisions.md).
     """
 
     key: Key | None = None

@@ -27,7 +27,7 @@ class Weighing(NamedTuple):
 class Policy(Protocol):
     """Ranks the entries of one pool. Every operation is O(1) or O(log n).
 
-    Only entries that nobody holds are ranked; a policy may remember the others.
+    Only entries without a holder are ranked; a policy may remember the others.
     """
 
     @property
@@ -57,7 +57,7 @@ class Policy(Protocol):
         """Forget an evicted entry, held or not."""
 
     def coldest(self) -> Iterator[Entry]:
-        """The ranked entries, the first to be evicted first."""
+        """The ranked entries in order of eviction."""
 
     def warmth(self, entry: Entry) -> float | None:
         """The entry's rank, larger for later eviction; None if it is not ranked."""

@@ -60,13 +60,13 @@ class Queues:
         return queue
 
     def enlist(self, queue: Queue, place: int) -> None:
-        """Have an unlisted queue found, to which an entry of this place is appended next."""
+        """Make an unlisted queue findable; an entry of this place is appended to it next."""
         queue.is_listed = True
         queue.weight = queue.weights[self._chosen]
         heappush(self._young, (place, queue))
 
     def weigh(self, chosen: int) -> None:
-        """Put another weighing in force. O(queues log queues)."""
+        """Apply another weighing. O(queues log queues)."""
         self._chosen = chosen
         for _, queue in self._young:
             queue.weight = queue.weights[chosen]

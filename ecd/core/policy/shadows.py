@@ -85,7 +85,7 @@ class Shadows:
 
     @property
     def saved_s(self) -> list[float]:
-        """Seconds that each weighing would have saved of late, of the sampled keys."""
+        """Seconds that each weighing would have saved recently, of the sampled keys."""
         return [shadow.saved_s for shadow in self._shadows]
 
     @property

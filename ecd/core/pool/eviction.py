@@ -105,5 +105,5 @@ def _window(
 
 
 def _is_colder(one: Entry, other: Entry, policy: Policy) -> bool:
-    """Whether of two ranked entries the first goes first."""
+    """Whether the first of two ranked entries is evicted before the second."""
     return (policy.warmth(one) or 0.0, one.id) < (policy.warmth(other) or 0.0, other.id)

@@ -23,10 +23,10 @@ REASONS = (*FOR_ROOM, "ttl", "requested")
 """Why entries are evicted."""
 
 REFETCHED_S = 60.0
-"""How long after its fetch an entry ranks by what another fetch costs: its holder may lose it."""
+"""How long after its fetch an entry ranks by the cost of another fetch: its holder may lose it."""
 
 KEPT_SHARE = 0.5
-"""Most of a pool that operators keep at a time: the rest must find room."""
+"""Largest share of a pool that operators may keep: reservations need the rest."""
 
 Evict = Callable[[Entry, str], None]
 """Evicts an entry for one of REASONS. Its extent is not free before a scan of the pins."""
@@ -35,7 +35,7 @@ Scan = Callable[[], bool]
 
 
 class Pool:
-    """Memory of one kind. The cache decides who gets it; the pool knows where there is room."""
+    """Memory of one kind. The cache decides who gets it; the pool finds room in it."""
 
     def __init__(
         self,
@@ -61,7 +61,10 @@ class Pool:
         self.leased_bytes = 0  # in extents that somebody holds, by lease or pin
         self.kept_bytes = self.kept = 0  # of entries, and their number, that an operator keeps
         self.piece_bytes = self.nbytes
-        """The largest piece of a grant: the least quota, or larger entries would come uncalled."""
+        """Largest extent that a grant may contain.
+
+        Equal to the smallest quota, so that an entry too large for a quota always needs a call.
+        """
         self.worth_s = 0.0  # to have all entries again
         self.given_up_s = 0.0  # the same of those evicted for room, since the start
         self.is_making_room = False
@@ -104,7 +107,7 @@ class Pool:
 
     @property
     def kept_most_bytes(self) -> int:
-        """Most bytes of the pool that operators keep at a time."""
+        """Most bytes of the pool that operators may keep at a time."""
         return int(KEPT_SHARE * self.nbytes)
 
     def rounded_bytes(self, nbytes: int) -> int:
@@ -112,7 +115,7 @@ class Pool:
         return self.allocator.rounded_bytes(nbytes)
 
     def has_spare(self, nbytes: int) -> bool:
-        """Whether an extent of `nbytes` has nothing evicted for it, neither now nor by `trim`."""
+        """Whether an extent of `nbytes` fits without an eviction, now or by `trim`."""
         used_bytes = self.allocator.used_bytes + self.rounded_bytes(nbytes)
         is_below = used_bytes <= self.limits.high_watermark * self.nbytes
         return is_below and self.rounded_bytes(nbytes) <= self.largest_free_bytes
@@ -135,7 +138,7 @@ class Pool:
     # -- readers -------------------------------------------------------------------------------
 
     def hold(self, entry: Entry) -> None:
-        """Count one lease or pin more: a held entry cannot be evicted for room."""
+        """Count another lease or pin: a held entry cannot be evicted for room."""
         if entry.leases == 0:
             is_kept = entry.terms is not None and entry.terms.kept_until_s > 0.0
             if entry.state is EntryState.COMMITTED and not is_kept:
@@ -144,7 +147,7 @@ class Pool:
         entry.leases += 1
 
     def let_go(self, entry: Entry) -> None:
-        """Count one lease or pin less."""
+        """Count one lease or pin fewer."""
         entry.leases -= 1
         if entry.leases == 0:
             self.leased_bytes -= entry.block.nbytes
@@ -153,7 +156,7 @@ class Pool:
                 self.policy.let_go(entry)
 
     def keep(self, entry: Entry) -> None:
-        """Rank an entry no more that an operator keeps, until `unkeep`."""
+        """Stop ranking an entry that an operator keeps, until `unkeep`."""
         self.kept += 1
         self.kept_bytes += entry.block.nbytes
         if entry.leases == 0:
@@ -176,14 +179,14 @@ class Pool:
         entry.used_s = now_s
 
     def price_anew(self, entry: Entry) -> None:
-        """Have a fetched entry cost its encoding: the node that had it may have lost it."""
+        """Price a fetched entry by its encoding: the node that had it may have lost it."""
         self.worth_s += entry.encode_s - entry.cost_s
         entry.cost_s = entry.encode_s
 
     # -- making room ---------------------------------------------------------------------------
 
     def begin_making_room(self) -> None:
-        """Keep memory that gets free for a reservation: nothing is granted meanwhile."""
+        """Reserve freed memory for a reservation: no grants are made meanwhile."""
         self.is_making_room = True
 
     def end_making_room(self) -> None:
@@ -191,7 +194,7 @@ class Pool:
         self.is_making_room = False
 
     def drop(self, entry: Entry, reason: str) -> None:
-        """Rank an evicted entry no more, and count it under one of REASONS."""
+        """Stop ranking an evicted entry, and count it under one of REASONS."""
         self.policy.remove(entry)
         self.evictions[reason] += 1
         self.worth_s = max(0.0, self.worth_s - entry.worth_s)
@@ -248,7 +251,7 @@ class Pool:
         return pieces
 
     def next_victims(self) -> Iterator[Entry]:
-        """The entries that go first as the next share of the pool fills, the coldest first."""
+        """The entries to be evicted first as the pool's next share fills, the coldest first."""
         left_bytes = self.allocator.used_bytes
         left_bytes -= int((self.limits.low_watermark - self.limits.ahead_share) * self.nbytes)
         for entry in self.policy.coldest():

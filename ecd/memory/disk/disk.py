@@ -34,7 +34,7 @@ class DiskTier:
         self._writes = DiskWrites(live, self._files, pools, write_bytes_per_s)
 
     async def run(self) -> None:
-        """Find what lies there, then write ahead, until cancelled."""
+        """Find the existing files, then write ahead, until cancelled."""
         await self._files.find()
         await asyncio.gather(self._writes.run(), self._files.expire())
 

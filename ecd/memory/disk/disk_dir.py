@@ -42,13 +42,13 @@ _NAME = re.compile(r"[0-9a-f]{32}(\.entry|\.new)")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a disk that takes no more."""
+"""Errors of a disk that is full."""
 _LATER = (*FULL, errno.EIO)
-"""Errors that a directory which can be used may have for now: the tier starts, and writes rest."""
+"""Errors that a usable directory may have for now: the tier starts, and writes are paused."""
 
 
 class DiskError(Exception):
-    """The directory cannot be had; the message says what to change."""
+    """The directory cannot be used; the message says what to change."""
 
 
 class _Asides(threading.local):
@@ -204,7 +204,7 @@ class DiskDir:
         return header
 
     def close(self) -> None:
-        """Let go of the directory; its files stay."""
+        """Release the directory; its files stay."""
         for fd in (self._fd, self._lock_fd, self._parent_fd):
             os.close(fd)
 

@@ -37,7 +37,7 @@ REMOVAL_S, REMOVAL_EACH_S = 10.0, 0.01
 """How long an erasure waits for files to be removed: a constant, and as much for each."""
 PROGRESS_S = 5.0
 EXPIRY_S = 1.0
-"""Pause between two looks for files whose time is over; none of them is read meanwhile."""
+"""Pause between two searches for expired files, which are not read meanwhile."""
 
 
 class DiskFiles:
@@ -64,7 +64,7 @@ class DiskFiles:
     # -- the start -----------------------------------------------------------------------------
 
     async def find(self) -> None:
-        """Take over the files of earlier daemons, and remove those that are none of theirs."""
+        """Take over the files of earlier daemons, and remove foreign ones."""
         started_s = said_s = self._live.clock.now_s()
         try:
             names = await self._clerk.do(self.directory.names)
@@ -122,12 +122,12 @@ class DiskFiles:
     # -- changes -------------------------------------------------------------------------------
 
     async def make_room(self, file_bytes: int) -> None:
-        """Remove, in turns, what is worth least, until so many bytes more have room."""
+        """Remove, in turns, the least valuable files, until this many bytes have room."""
         while self._remove_some(file_bytes):
             await self._live.turns.next()
 
     def _remove_some(self, file_bytes: int) -> bool:
-        """Remove some files for room. False: there is room."""
+        """Remove some files for room. False: there is room already."""
         victims = self.catalog.make_room(file_bytes, REMOVED_AT_A_TIME)
         if victims:
             self.counters.evictions += len(victims)
@@ -135,7 +135,7 @@ class DiskFiles:
         return not self.catalog.has_room(file_bytes)
 
     async def publish(self, key: Key, content: Content, file_bytes: int, age_s: float) -> None:
-        """Let a written entry be found. Raises OSError; there is no file of it then."""
+        """Make a written entry findable. Raises OSError; then it has no file."""
         self._stuck.discard(file_name(key))
         on_disk = self._add(key, content, file_bytes, age_s)
         on_disk.is_ready = False
@@ -152,7 +152,7 @@ class DiskFiles:
         await self._remove_names([new_name(file_name(key))])
 
     def remove(self, on_disk: OnDisk) -> None:
-        """Take an entry off the catalog, and remove its file."""
+        """Remove an entry from the catalog, and its file."""
         self.catalog.remove(on_disk)
         self._remove_names([file_name(on_disk.key)])
 
@@ -192,7 +192,7 @@ class DiskFiles:
     # -- time ----------------------------------------------------------------------------------
 
     async def expire(self) -> None:
-        """Remove, in turns, the files of entries whose time is over, until cancelled."""
+        """Remove, in turns, the files of expired entries, until cancelled."""
         while True:
             await self._live.clock.sleep(EXPIRY_S)
             while expired := self.catalog.take_expired(self._live.clock.now_s(), REMOVED_AT_A_TIME):
@@ -230,7 +230,7 @@ class DiskFiles:
         )
 
     def _remove_names(self, names: Sequence[str]) -> asyncio.Future[list[str]]:
-        """Remove files; the names of those that could not be."""
+        """Remove files; returns the names of those that could not be removed."""
 
         def removed(done: asyncio.Future[list[str]]) -> None:
             if done.cancelled():  # with the task that waited, as the daemon stops

@@ -16,14 +16,14 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 SUFFIX = ".entry"
 MAX_HEADER_BYTES = 16 << 10
-"""More than the longest key and metadata take."""
+"""More than the longest key and metadata need."""
 _MAGIC, _VERSION = b"ecd-disk", 1
 _HEADER = struct.Struct("<8sIIQIIQ")
 """Magic, version, header's bytes, entry's checksum, bytes of key and content, own checksum."""
 
 
 class CorruptFile(Exception):
-    """The file is not what was written there."""
+    """The file differs from what was written."""
 
 
 class Header(NamedTuple):
@@ -73,6 +73,6 @@ def file_name(key: Key) -> str:
 
 
 def header_bytes(block: bytes) -> int:
-    """The size of the header that begins with this block, as far as it can be believed."""
+    """The size of the header that begins with this block, if it is plausible."""
     size: int = _HEADER.unpack_from(block)[2]
     return size

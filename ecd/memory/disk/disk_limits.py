@@ -1,4 +1,4 @@
-"""The limits of the disk tier: rests after failures, the time of a read."""
+"""The limits of the disk tier: pauses after failures, the time of a read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ecd.base.clock import Clock
 logger = logging.getLogger(__name__)
 
 FAILURES = 3
-"""Failures in a row after which reads, or writes, rest for REST_S."""
+"""Failures in a row after which reads, or writes, pause for REST_S."""
 REST_S = 30.0
 SMALL_BYTES = 256 << 10
-"""Reads of fewer bytes tell of the constant, the others of the rate."""
+"""Reads of fewer bytes measure the constant, the others the rate."""
 WEIGHT = 1 / 20
 FIRST_S, FIRST_BYTE_S = 1e-3, 1e-9
-"""The assumed time of a read, and of each byte, until something has been read."""
+"""The assumed time of a read, and of each byte, until the first read."""
 HALVED_IN_S = 30.0
 
 FAILURE_KINDS = ("read", "write", "full", "slow", "corrupt", "remove")
@@ -43,7 +43,7 @@ class DiskCounters:
 
 
 class Breaker:
-    """Lets nothing through for REST_S after FAILURES failures in a row."""
+    """Allows nothing for REST_S after FAILURES failures in a row."""
 
     def __init__(self, what: str, counters: DiskCounters, clock: Clock) -> None:
         self._what, self._counters, self._clock = what, counters, clock

@@ -34,7 +34,7 @@ PATIENCE_S = 1.0
 """
 SLOWEST_BYTES_PER_S = 100e6
 STEPS = 10
-"""A wait is made in so many steps, and a halt of this process uses up one: it is not the disk's."""
+"""Steps of a wait; a pause of this process uses up only one, as it is not the disk's."""
 
 
 class WritablePool(Protocol):
@@ -80,7 +80,10 @@ class DiskReads:
         )
 
     async def bring(self, flight: Flight) -> Outcome:
-        """Read the key's entry, unless all that want it can encode it sooner; the outcome."""
+        """Read the key's entry, unless every client that wants it can encode it sooner.
+
+        Returns the outcome.
+        """
         on_disk = self._files.catalog.get(flight.key)
         assert on_disk is not None
         flight.nbytes = on_disk.nbytes
@@ -101,7 +104,7 @@ class DiskReads:
     # -- readers -------------------------------------------------------------------------------
 
     async def _take_reader(self, patience_s: float) -> bool:
-        """Wait for a thread, to be given back. False: it is too late."""
+        """Wait for a thread, to be given back later. False: none came in time."""
         asked_s = self._live.clock.now_s()
         if self._free:
             self._free -= 1

@@ -50,7 +50,7 @@ class DiskWrites:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all changes are looked at, and all is written that was chosen after them."""
+        """Whether all changes are examined, and all entries chosen after them are written."""
         is_behind = self._is_writing or self._has_changed.is_set()
         return self._changes.is_idle and not is_behind
 
@@ -59,7 +59,7 @@ class DiskWrites:
         await asyncio.gather(self._follow(), self._write_ahead())
 
     async def _follow(self) -> None:
-        """Count what memory evicts, and wake the writing."""
+        """Count evictions from memory, and wake the writer."""
         while True:
             for key, is_stored in (await self._changes.next(PAUSE_S)).items():
                 on_disk = None if is_stored else self._files.catalog.get(key)
@@ -79,7 +79,10 @@ class DiskWrites:
                 pass
 
     async def _write_some(self) -> bool:
-        """Write some of what memory evicts next, the most valuable first. False: nothing to do."""
+        """Write some of the entries that memory evicts next, the most valuable first.
+
+        False: there is nothing to do.
+        """
         if self.breaker.is_resting:
             return False
         chosen = next_demotions(
@@ -96,7 +99,7 @@ class DiskWrites:
         return bool(chosen)
 
     async def _write(self, info: EntryInfo) -> None:
-        """Write an entry, and keep the file if the entry was stored all the while."""
+        """Write an entry, and keep the file if the entry stayed stored meanwhile."""
         key, content, begun_s = info.key, info.content, self._live.clock.now_s()
         if self.breaker.is_resting or not self._is_stored(info):
             return

@@ -1,4 +1,4 @@
-"""Threads that do the event loop's blocking work, and that nobody waits for at the end.
+"""Threads for the event loop's blocking work, which the process's end does not wait for.
 
 The threads of `concurrent.futures` are joined when the process ends, however long a disk hangs.
 """
@@ -17,7 +17,7 @@ _Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 
 class Threads:
-    """Does jobs in the order in which they come, `count` at a time, for the loop that made it."""
+    """Runs jobs in order of arrival, `count` at a time, for the loop that made it."""
 
     def __init__(self, count: int, name: str) -> None:
         self._loop = asyncio.get_running_loop()

@@ -21,7 +21,7 @@ from ecd_proto.contract import pool_names
 from ecd_proto.v1 import cache_pb2 as pb
 
 OTHERS = "other"
-"""The label of all namespaces that have none of their own."""
+"""The label of all namespaces without one of their own."""
 
 
 class CoreCollector(Collector):
@@ -115,7 +115,7 @@ def _of_sizes(counted: pb.Counters) -> Iterable[Metric]:
 
 
 def _of_namespaces(status: pb.StatusReply) -> Iterable[Metric]:
-    """The namespaces' sizes; a namespace that is called OTHERS counts among the others."""
+    """The namespaces' sizes; a namespace with the name OTHERS counts among the others."""
     named = [each for each in status.namespaces if each.namespace != OTHERS]
     entries, nbytes = status.entries, status.other_namespaces.nbytes
     nbytes += sum(each.nbytes for each in status.namespaces)

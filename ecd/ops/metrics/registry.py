@@ -36,7 +36,7 @@ LAG_PERIOD_S = 0.25
 
 
 class MetricsError(Exception):
-    """The metrics port cannot be had; the message says what to change."""
+    """The metrics port cannot be bound; the message says what to change."""
 
 
 class Metrics:

@@ -31,13 +31,13 @@ from ecd_proto.shm.session_page import (
 logger = logging.getLogger(__name__)
 
 SILENT_S = 5.0
-"""How long a connection may say nothing: a client sends its token as soon as it has connected."""
+"""How long a connection may be silent: a client sends its token as soon as it has connected."""
 MAX_TOKEN_BYTES = 64
-"""More than a token has: the kernel discards the rest of a longer packet."""
+"""More than the length of a token: the kernel discards the rest of a longer packet."""
 BACKLOG = 4096
 """Connections that the kernel queues: as many as there can be sessions, which may start at once."""
 MAX_SILENT = 128
-"""Connections that have said nothing: all may speak in one turn of the loop, at 20 us each."""
+"""Silent connections: all may send in one turn of the loop, at 20 us each."""
 ACCEPTED_AT_A_TIME = 16
 """Connections accepted in one turn of the event loop: each takes some 20 us."""
 PF_EXITING, STAT_FLAGS = 0x4, 6
@@ -97,7 +97,7 @@ class AttachSocket:
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._accept, sessions)
 
     def close(self) -> None:
-        """Stop listening on the running event loop, and drop connections that have said nothing."""
+        """Stop listening on the running event loop, and drop silent connections."""
         if self._pause is not None:
             self._pause.cancel()
         for connection in list(self._silent):
@@ -127,7 +127,7 @@ class AttachSocket:
                 self._hear(next(iter(self._silent)), sessions)  # it may have spoken by now
 
     def _hear(self, connection: socket.socket, sessions: Sessions) -> None:
-        """Answer what a connection has sent, if anything, and close it."""
+        """Answer the message of a connection, if it has sent one, and close it."""
         try:
             token = connection.recv(MAX_TOKEN_BYTES).decode("ascii")
             pidfd = _peer_pidfd(connection)
@@ -181,7 +181,7 @@ class DmaProcesses:
         return len(self._dropped_s)
 
     def attach(self, session: SessionId, pidfd: int | None) -> None:
-        """Take charge of the pidfd of the session's process, in place of an earlier one."""
+        """Keep the pidfd of the session's process, in place of an earlier one."""
         self.forget(session)
         if pidfd is None:
             return
@@ -209,7 +209,7 @@ class DmaProcesses:
         return now_s < self._ended_s.setdefault(session, now_s) + DMA_GRACE_S
 
     def forget(self, session: SessionId) -> None:
-        """Let go of a session's process."""
+        """Release a session's process."""
         self._dropped_s.pop(session, None)
         self._ended_s.pop(session, None)
         pidfd = self._pidfds.pop(session, None)

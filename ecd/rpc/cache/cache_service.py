@@ -43,15 +43,15 @@ from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
 MAKING_ROOM_S = 2.0
-"""How long one reservation makes room while others take what it frees: less than a client waits."""
+"""How long a reservation makes room while others take it: less than a client waits."""
 TURNS_TO_ASK = 2
-"""Turns of the event loop in which questions to other nodes go out, before the rest is done."""
+"""Turns of the event loop in which questions to other nodes are sent before other work."""
 DEFAULT_PAGE = 100
 
 T = TypeVar("T")
 Ctx = grpc.aio.ServicerContext[Any, Any]
 Observe = Callable[..., None]
-"""Is told of each call its method and seconds, its request or the put, and its reply."""
+"""Receives for each call its method and seconds, its request or the put, and its reply."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The engines of this node, as they describe themselves, and who is to be told of another one."""
+"""The engines of this node by their own descriptions, and which of them must learn of another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Engines:
         self._told: set[SessionId] = set()
 
     def describe(self, session: SessionId, engine: Engine) -> bool:
-        """Note what a session's engine says it is. False: there are too many."""
+        """Store the description of a session's engine. False: there are too many."""
         if session not in self._by_session and len(self._by_session) >= MAX_ENGINES:
             return False
         self._by_session[session] = engine

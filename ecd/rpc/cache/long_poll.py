@@ -1,4 +1,4 @@
-"""Answers that are held back for some moments, while all they could say is "wait"."""
+"""Answers that are held back briefly while they could only say "wait"."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ecd.core.model.types import SessionId, Ticket
 from ecd.live.live import LiveCache
 
 HOLD_S = 0.005
-"""How long an answer of waits alone is held back: most fetches take less."""
+"""How long an answer with only waits is held back: most fetches take less."""
 
 
 @dataclass(eq=False)
 class _Held:
-    """The waits of one call that is not answered yet."""
+    """The waits of one call without an answer yet."""
 
     waiting: set[Ticket]
     over: asyncio.Future[None]
@@ -47,7 +47,7 @@ class HeldAnswers:
         self._answers: dict[Ticket, _Held] = {}
 
     def take(self, wakeup: Wakeup) -> bool:
-        """Put the end of a wait into the answer that is held back for it. False: there is none."""
+        """Add the end of a wait to the held answer. False: there is none."""
         answer = self._answers.pop(wakeup.ticket, None)
         if answer is not None:
             answer.end(wakeup)

@@ -11,7 +11,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 
 class Holding(Protocol):
-    """Another node that holds a key: where, and what is known of the entry's metadata."""
+    """Another node that holds a key: its place, and the known metadata of the entry."""
 
     @property
     def hint(self) -> Hint: ...
@@ -27,16 +27,16 @@ class OtherNodes(Protocol):
     """The nodes around this one, as the service needs them."""
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
-        """Tell these nodes of these keys, as soon as they are stored here."""
+        """Offer these keys to these nodes, as soon as they are stored here."""
 
     async def locate(self, keys: Sequence[Key]) -> tuple[Found, bool]:
-        """The other nodes that hold these keys, and whether all were heard, in bounded time."""
+        """The other nodes that hold these keys, and whether all answered, in bounded time."""
 
     def status(self) -> pb.PeersReply: ...
 
 
 class NoOtherNodes:
-    """A daemon that serves its node alone."""
+    """The other nodes of a daemon that serves only its own node."""
 
     def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
         pass
@@ -69,7 +69,7 @@ class Recovering(Protocol):
     """Whether all are verified, and have their checksums."""
 
     async def run(self) -> None:
-        """Verify whatever no client asks for."""
+        """Verify entries that no client asks for."""
 
     async def settle(self, keys: Sequence[Key] | None) -> None:
         """Verify these, or all, now."""

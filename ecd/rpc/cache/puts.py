@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 GRANTED_PUTS, MIN_GRANT_BYTES, MAX_GRANT_BYTES = 8, 4 << 20, 64 << 20
 FIRST_GRANT_BYTES, FIRST_PUT_BYTES = 1 << 20, 64 << 10
-"""Granted to a client as it comes, in pieces of at least the latter."""
+"""The first grant of a new client, in pieces of at least the second number."""
 WELCOME_SHARE = 1 / 2
-"""Part of what may be granted in all that clients which have not put yet leave to the others."""
+"""Share of all grants that clients without a put leave to the others."""
 KEPT_PUTS, KEPT_BYTES = (2, 8), 1 << 20
 """A grant with less than this left is replaced, so that its client never waits for one."""
 MAX_GRANT_SHARE = 1 / 16
@@ -42,9 +42,9 @@ MAX_GRANT_SHARE = 1 / 16
 PUTS_AT_A_TIME = 16
 """Puts stored in one turn of the event loop, and the rest of their page: each takes some 40 us."""
 MAX_RINGS = 1024
-"""Rings taken at a time: more than the kernel queues for one socket by default."""
+"""Rings received at a time: more than the kernel queues for one socket by default."""
 BURST = 3
-"""Rings taken at a time from which on the event loop listens: the kernel's queue is short."""
+"""Rings received at a time above which the event loop listens: the kernel's queue is short."""
 QUEUE_PATH = Path("/proc/sys/net/unix/max_dgram_qlen")
 
 
@@ -64,7 +64,7 @@ class Doorbell:
         self._listener: threading.Thread | None = None
         self._is_urgent = False
         self.taken = 0
-        """Rings that the last `take` has taken."""
+        """Number of rings that the last `take` received."""
         with contextlib.ExitStack() as opened:
             self._stop = os.eventfd(0, os.EFD_CLOEXEC)
             opened.callback(os.close, self._stop)
@@ -105,7 +105,7 @@ class Doorbell:
             self._rung()
 
     def hurry(self, is_urgent: bool) -> None:
-        """Have the event loop woken by each ring, or no more."""
+        """Wake the event loop by each ring, or stop doing so."""
         is_urgent = is_urgent or self._listener is None
         if is_urgent == self._is_urgent or self._rung is None:
             return
@@ -237,7 +237,7 @@ class PutIntake:
             cache.granted.grant(session, nbytes, fewest, min(puts, most // rounded), now_s, pool)
 
     def _empty(self, page: int, now_s: float, woken: list[Wakeup]) -> int:
-        """Store and answer the page's puts, adding the waits that this ended; how many puts."""
+        """Store and answer the page's puts, adding the ended waits; returns the number of puts."""
         session, puts = self._mailboxes.finished_puts(page) or (None, [])
         if session is None:
             return 0

@@ -83,7 +83,7 @@ class Stream:
 
 
 class SessionStreams:
-    """All open streams, and the sessions whose stream has ended while their process lives on."""
+    """All open streams, and sessions whose stream has ended while their process still lives."""
 
     def __init__(
         self, live: LiveCache, flights: Flights, files: OpenedFiles, identity: NodeIdentity
@@ -102,7 +102,7 @@ class SessionStreams:
 
     @property
     def clients(self) -> int:
-        """Sessions of clients, open or leaving; the daemon's own and its peers' apart."""
+        """Sessions of clients, open or leaving, without the daemon's own and its peers'."""
         return len(self._by_session) + self._leaving
 
     @property
@@ -168,7 +168,7 @@ class SessionStreams:
             self.end(stream)
 
     def open(self, client: str, pid: int = 0) -> Stream | LimitReached:
-        """Open a session and its stream's books."""
+        """Open a session, and record its stream."""
         opened = self._live.cache.open_session()
         if isinstance(opened, LimitReached):
             return opened
@@ -179,7 +179,7 @@ class SessionStreams:
         return stream
 
     def end_all(self) -> None:
-        """Make every stream end, as the daemon stops."""
+        """End every stream, as the daemon stops."""
         self._stopping = True
         for stream in self._by_session.values():
             self._close_outbox(stream)
@@ -249,13 +249,13 @@ class SessionStreams:
                     self._pass_over(stream, f"{kind or 'a request'} is too long, or not known here")
 
     def _pass_over(self, stream: Stream, cause: object) -> None:
-        """Note that a message of the client's has no effect: its session does not end for that."""
+        """Note that a message of the client's has no effect; it does not end the session."""
         if not stream.has_erred:
             stream.has_erred = True
             logger.warning("%s sends what is passed over: %s", stream.client, cause)
 
     def _describe(self, stream: Stream, message: pb.Engine) -> None:
-        """Note what an engine says it is; tell it, or others, where it is apart by mistake."""
+        """Store an engine's description; report to it, or to others, an unintended difference."""
         engine = Engine.of(message, stream.pid)
         if engine is None:  # a newer client may say more than this daemon knows
             if not stream.is_misread:
@@ -313,7 +313,7 @@ class SessionStreams:
     # -- the end of a session ------------------------------------------------------------------
 
     def end(self, stream: Stream) -> None:
-        """End the stream's session, and take back its memory once its lock is free."""
+        """End the stream's session, and reclaim its memory once its lock is free."""
         del self._by_token[stream.token]
         del self._by_session[stream.session]
         self.engines.forget(stream.session)

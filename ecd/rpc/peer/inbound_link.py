@@ -33,9 +33,9 @@ from ecd_proto.v1 import peer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD_REPLIES = 10_000
-"""Replies a peer may leave unread before its link is ended."""
+"""Replies a peer may leave unread before its link is closed."""
 MAX_UNREAD_BYTES = 4 << 20
-"""Bytes of unread replies beyond which no further request of the link is read."""
+"""Bytes of unread replies above which no further request of the link is read."""
 TURN = 64
 """Keys of one request before the event loop gets its turn."""
 HASHED_IN_TURN = 8
@@ -43,7 +43,7 @@ HASHED_IN_TURN = 8
 TURN_WITH_BYTES = 16
 """Keys in a turn where their entries' bytes may be sent: 1 MiB of them."""
 UNREAD_WITH_BYTES = 4
-"""Unread replies from which on leases come without bytes: a slow peer is to take no memory."""
+"""Unread replies above which leases come without bytes, so that a slow peer uses no memory."""
 
 
 class Memory(Protocol):
@@ -68,10 +68,10 @@ class Memory(Protocol):
         """Whether the key may lie on this node's disk."""
 
     def want_near(self, key: Key) -> None:
-        """Bring the key from this node's disk, asking no other node."""
+        """Bring the key from this node's disk, without asking other nodes."""
 
     async def offered(self, found: Mapping[Key, Hint]) -> None:
-        """Take an offer: a node has these keys and expects this one to want them."""
+        """Accept an offer: a node has these keys and expects this one to want them."""
 
 
 class _Asked(NamedTuple):
@@ -100,7 +100,7 @@ class Outbox(asyncio.Queue[pb.LinkReply]):
 
     @property
     def is_full(self) -> bool:
-        """Whether the peer is to read before a further request is answered."""
+        """Whether the peer has to read replies before a further request is answered."""
         return not self._has_room.is_set()
 
     async def room(self) -> None:
@@ -152,7 +152,7 @@ class InboundLink:
         self._hashing.cancel()
 
     def hang_up(self) -> None:
-        """Make the link end, whatever replies are unread, and though none can be written."""
+        """Close the link, even with unread replies, and even if none can be written."""
         if not self.hung_up.done():
             self.hung_up.set_result(None)
 
@@ -301,7 +301,7 @@ class InboundLink:
             self._post(pb.LinkReply(leases=pb.LeaseOutcomes(outcomes=outcomes)))
 
     def _granted(self, asked: _Asked, leased: Leased) -> list[pb.LeaseOutcome]:
-        """The outcome to say now; none while the entry's checksum is being computed."""
+        """The outcome to send now; none while the entry's checksum is being computed."""
         checksum = self._memory.checksum_of(leased)
         if isinstance(checksum, int):
             return self._in_turn(asked, leased, checksum)

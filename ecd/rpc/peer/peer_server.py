@@ -19,7 +19,7 @@ some are cancelled from 1,000 on, and a node whose call is cancelled takes this 
 
 
 class PeerServerError(Exception):
-    """The address for peers cannot be had; the message says what to change."""
+    """The address for peers cannot be bound; the message says what to change."""
 
 
 class PeerServer:
@@ -32,7 +32,7 @@ class PeerServer:
         self._listener: Listener | None = None
 
     def bind(self, address: str) -> None:
-        """Take the address, for `start`. Raises PeerServerError."""
+        """Bind the address, for `start`. Raises PeerServerError."""
         try:
             self._listener = Listener(lambda: self._make(address), self._clock)
         except RuntimeError:

@@ -41,7 +41,7 @@ class PeerService(pb_grpc.PeerServicer):
         self._live, self._memory, self._token = live, memory, token
         self.serving = Serving(readers_per_entry, live.refuse)
         self._links: OrderedDict[InboundLink, float] = OrderedDict()
-        """When each was used last, in that order."""
+        """When each link was last used, in that order."""
 
     async def Describe(self, request: pb.DescribeRequest, context: Ctx) -> pb.NodeDescription:
         await self._token.check(context, self._refuse)
@@ -88,7 +88,7 @@ class PeerService(pb_grpc.PeerServicer):
         self._links.move_to_end(link)
 
     def _end_idle(self) -> bool:
-        """End the link that was not used for longest, if nothing asked on it can still go on."""
+        """Close the least recently used link, if no question on it can still be answered."""
         link, used_s = next(iter(self._links.items()))
         if self._live.clock.now_s() - used_s < MAX_WAIT_S + self._live.cache.views.lease_ttl_s:
             return False
@@ -110,7 +110,7 @@ class PeerService(pb_grpc.PeerServicer):
                 return
 
     def end_all(self) -> None:
-        """Make every link end, as the daemon stops."""
+        """Close every link, as the daemon stops."""
         for link in self._links:
             link.hang_up()
 

@@ -18,11 +18,11 @@ from ecd.core.model.types import EntryId
 from ecd.live.turns import PIECE
 
 MAX_WAITING = 4096
-"""Turns that are waited for; more are told that the limit is reached."""
+"""Turns in all queues; further nodes are told that the limit is reached."""
 MAX_WAITING_OF_NODE = 64
-"""Those of them that one node may wait for, each at another entry."""
+"""Turns in queues of one node, each at another entry."""
 TURN_S = 1.0
-"""How long a turn may keep others waiting: a node that has stopped must not keep them for good."""
+"""Maximum time that a turn may block others, so that a stopped node cannot block them for good."""
 
 
 @dataclass(eq=False)
@@ -32,14 +32,14 @@ class Turn:
     entry: EntryId
     node: str
     begin: Callable[[], None]
-    """Tells the node, which has waited, its lease."""
+    """Sends the node, which has waited, its lease."""
     leave: Callable[[str], None]
-    """Sends the node to another one, or nowhere (""), and gives its lease back."""
+    """Redirects the node to another one, or nowhere (""), and gives its lease back."""
     or_elsewhere: bool = True
-    """Whether the node may be sent to another one."""
+    """Whether the node may be redirected to another one."""
     begun_s: float = 0.0
     until_s: float = 0.0
-    """When the node has waited for long enough, on the loop's clock."""
+    """When the node stops waiting, on the loop's clock."""
     timer: asyncio.TimerHandle | None = None
 
     def no_longer(self) -> None:
@@ -58,7 +58,7 @@ class _Line:
         return self.waiting.get(turn.node) is turn
 
     def following(self) -> Turn | None:
-        """The first that waits, and whose node does not read under another turn."""
+        """The first waiting turn whose node does not read under another turn."""
         turns = (turn for node, turn in self.waiting.items() if node not in self.reading)
         return next(turns, None)
 
@@ -67,7 +67,7 @@ class Serving:
     """All turns at one daemon, on its event loop."""
 
     def __init__(self, readers: int, refuse: Callable[[str, int], None]) -> None:
-        """`readers` of one entry at a time; `refuse` counts what meets a bound."""
+        """`readers` of one entry at a time; `refuse` counts refusals at a bound."""
         self.readers, self._refuse = readers, refuse
         self.lines: dict[EntryId, _Line] = {}
         self.waiting = 0
@@ -98,7 +98,7 @@ class Serving:
         return False
 
     def end(self, turn: Turn, is_stored: bool = False) -> None:
-        """End a turn, or stop waiting for it; `is_stored`: its node has the entry now."""
+        """End a turn, or a wait for it; `is_stored`: its node has the entry now."""
         turn.no_longer()
         line = self.lines.get(turn.entry, _Line())
         if line.waits(turn):
@@ -120,7 +120,7 @@ class Serving:
             self.lines.pop(turn.entry, None)
 
     def end_all(self, turns: Sequence[Turn]) -> None:
-        """End turns of one node in pieces; first those that wait, so that none of them begins."""
+        """End turns of one node in pieces; waiting ones first, so that none of them begins."""
         reading = []
         for turn in turns:
             line = self.lines.get(turn.entry)
@@ -178,7 +178,7 @@ class Serving:
 
 
 def _in_pieces(do: Callable[[Turn], None], turns: list[Turn]) -> None:
-    """Do it to all of them, from the last on, some in each turn of the event loop."""
+    """Apply it to all turns, from the last on, some in each turn of the event loop."""
     for turn in turns[-PIECE:]:
         do(turn)
     del turns[-PIECE:]

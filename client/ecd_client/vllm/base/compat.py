@@ -1,4 +1,4 @@
-"""The differences between vLLM 0.28 and 0.33; no other file asks which one runs."""
+"""The differences between vLLM 0.28 and 0.33; no other file checks which version runs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ASKS_OF_RUNNING = CAN_FAIL_ONE_REQUEST  # whether the scheduler asks the connect
 CAN_LEAVE_OUT_MEDIA = ReceiverCache is not None
 """Whether the server takes placeholder metadata as JSON, in place of an item's media."""
 TELLS_WHAT_TO_SAVE = hasattr(ECConnectorBase, "start_save_caches")
-"""Whether a producer's worker is shown its encoder cache at the beginning of each step."""
+"""Whether a producer's worker receives its encoder cache at the beginning of each step."""
 
 OF_ONE_REQUEST = {
     *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),

@@ -1,6 +1,6 @@
-"""What an engine says of itself at its start: the media that it shares, and its namespace's parts.
+"""An engine's description at its start: the media that it shares, and its namespace's parts.
 
-Its log gets it, and its daemon, which shows it to operators and compares engines of one model.
+It goes to the engine's log and to its daemon, which shows it and compares engines of one model.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Description:
 
     @property
     def shares(self) -> str:
-        """The media that are shared, and why not the others."""
+        """The media that are shared, and why others are not."""
         if why := self._why_nothing:
             return f"nothing: {why.partition('. ')[0]}"
         said = [_in_words(self._shared) or ALL_MEDIA]
@@ -107,7 +107,7 @@ class Description:
             logger.info("ecd: this engine shares %s", self.shares)
 
     def log_apart(self, other: Engine) -> None:
-        """Tell, once for each other engine, that what it stores is not found here."""
+        """Log, once for each other engine, that its entries are not found here."""
         mine = self.engine
         if (
             other.id != self._told_of
@@ -129,6 +129,6 @@ def _in_words(names: Sequence[str]) -> str:
 
 
 def _one_line(text: str) -> str:
-    """The text as a daemon takes it: printable, and not too long."""
+    """The text as a daemon accepts it: printable, and not too long."""
     shown = "".join(each if each.isprintable() else "?" for each in text)
     return shown.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore")

@@ -41,7 +41,7 @@ KEEPS_WEIGHTS = 1
 
 
 class Watcher(Protocol):
-    """The scheduler's connector, told of requests, and of calls that may change weights."""
+    """The scheduler's connector, notified of requests, and of calls that may change weights."""
 
     def name_items(self, request: EngineCoreRequest) -> bool: ...
 
@@ -61,7 +61,7 @@ _names: ContextVar[Watcher | None] = ContextVar("names", default=None)
 
 
 def watch(kind: type) -> None:
-    """Have this process's engine core tell its scheduler's connector, if that is a `kind`."""
+    """Make this process's engine core notify its scheduler's connector, if that is a `kind`."""
     if getattr(EngineCore, "_ecd_watches", False):
         return
     _name_items_first()
@@ -123,7 +123,7 @@ def _name_items_first() -> None:
 
 
 def _called(connector: Watcher, _: Any, call: dict[str, Any]) -> None:
-    """Tell of a call to the workers before it is made: it may fail half way."""
+    """Report a call to the workers before it is made: it may fail halfway."""
     method = call["method"]
     if isinstance(method, str) and (method in HARMLESS or connector.is_harmless(method)):
         return
@@ -136,12 +136,12 @@ def _version_set(connector: Watcher, _: Any, call: dict[str, Any]) -> None:
 
 
 def _fell_asleep(connector: Watcher, core: Any, call: dict[str, Any]) -> None:
-    """Tell of a sleep before it begins. It resets the encoder cache, which is told, too."""
+    """Report a sleep before it begins. It resets the encoder cache, which is reported, too."""
     is_awake = not core.model_executor.is_sleeping
     connector.weights_sleep(call["level"] == KEEPS_WEIGHTS and is_awake)
 
 
 def _woke(connector: Watcher, core: Any, slept: bool) -> None:
-    """Tell once all is awake. Waking what is awake does nothing."""
+    """Report the wake-up once everything is awake. Waking an engine that is awake does nothing."""
     if slept and not core.model_executor.is_sleeping:
         connector.weights_wake()

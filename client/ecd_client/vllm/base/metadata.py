@@ -1,4 +1,4 @@
-"""Placeholder metadata of items: which fields they are, and which requests may bring them alone."""
+"""Placeholder metadata of items: its fields, and which requests may bring only these."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENCODERS_OWN = {
     *("feature_attention_mask", "chunk_counts"),
     *("audio_lens", "audio_token_len", "audio_num_chunks"),
 }
-"""Fields of processed items that nothing but the model's encoder reads."""
+"""Fields of processed items that only the model's encoder reads."""
 AUDIO_IN_VIDEO = "use_audio_in_video"
 GRID = "_grid_thw"
 ASSUMED = {"second_per_grid_ts": 1.0, AUDIO_IN_VIDEO: 0.0}
@@ -36,7 +36,7 @@ ASSUMED = {"second_per_grid_ts": 1.0, AUDIO_IN_VIDEO: 0.0}
 class PlaceholderMetadata:
     """Finds the fields of an item that size its placeholder, such as `image_grid_thw`.
 
-    A consumer that is sent only these and the item's name skips preprocessing.
+    A consumer that receives only these and the item's name skips preprocessing.
     """
 
     def __init__(self, model_config: Any) -> None:
@@ -88,7 +88,7 @@ class PlaceholderMetadata:
         return items
 
     def _announced(self, feature: Any, stored: Mapping[str, bytes]) -> Placeholder | None:
-        """The fields of an item, if its entry has the same and they do for a consumer."""
+        """The fields of an item, if its entry has the same and a consumer needs no others."""
         if not (metadata := stored.get(feature.identifier)):
             return None
         said = self.of_item(feature)
@@ -166,7 +166,7 @@ class PlaceholderMetadata:
             return False
 
     def of_item(self, feature: Any, embeddings: int | None = None) -> Placeholder | None:
-        """The fields of a request's item. None: some are not known, or make no sense.
+        """The fields of a request's item. None: some are unknown or malformed.
 
         `embeddings` is as in `checked`.
         """
@@ -311,7 +311,7 @@ def _is_all_said(feature: Any, fields: Collection[str]) -> bool:
 
 
 def _is_assumed(name: str, value: Any) -> bool:
-    """Whether an item's field is absent, or says what its model takes it to be without it."""
+    """Whether an item's field is absent, or has the value that its model assumes without it."""
     if value is None:
         return True
     if name not in ASSUMED:

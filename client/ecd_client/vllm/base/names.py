@@ -15,7 +15,7 @@ import hashlib
 from typing import Any
 
 SALTED, ALONE = "5a17ed0ecd", "a10e0ecd0d"
-"""Beginnings of names; no digest begins like that but by a chance of 1 in 10^12."""
+"""Beginnings of names; a digest begins like that only by a chance of 1 in 10^12."""
 _GUESSED, _BROUGHT, _PRIVATE = (f"{ALONE}{kind}" for kind in ("00", "b0", "d0"))
 PROMPT = "prompt_embeds"
 """Modality of a part of the prompt that comes as embeddings (`--enable-prompt-embeds`)."""
@@ -38,7 +38,7 @@ def _apart(kind: str, name: str, salt: str = "") -> str:
 
 
 def outer_name(identifier: str) -> str:
-    """The name that vLLM gave to an item of this identifier."""
+    """vLLM's name of the item with this identifier."""
     for kind in (_BROUGHT, _PRIVATE):  # which are made of others
         if identifier.startswith(kind):
             identifier = identifier[len(kind) : -_DIGITS]
@@ -49,7 +49,7 @@ def outer_name(identifier: str) -> str:
 
 
 def is_alone(identifier: str) -> bool:
-    """Whether an item is never to leave this engine."""
+    """Whether an item must never leave this engine."""
     return identifier.startswith(ALONE)
 
 

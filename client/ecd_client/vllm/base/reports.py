@@ -104,7 +104,7 @@ class RankReports:
         self._words = words[rank * _WORDS : (rank + 1) * _WORDS]
 
     def done(self, load: int) -> None:
-        """Say that this rank needs the scheduler's hold of a load's item no more."""
+        """Report that this rank no longer needs the scheduler's hold of a load's item."""
         self._words[_LOADS + load % SLOTS] = load
 
     def end_step(self, number: int) -> None:
@@ -112,7 +112,7 @@ class RankReports:
         self._words[_STEP] = number
 
     def forgot(self, move: int) -> None:
-        """Say in which move the cache was emptied, if not by the scheduler; or -1."""
+        """Report in which move the cache was emptied, if not by the scheduler; or -1."""
         self._words[_FORGOTTEN] = move + 1
 
     def add(self, stats: EcdStats) -> None:

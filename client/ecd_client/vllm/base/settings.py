@@ -25,7 +25,7 @@ KEYS = (
     *("ecd_device_views", "ecd_modalities"),
 )
 MODALITIES = "audio", "image", "video", "vision_chunk"
-"""Those that vLLM's models have; the last is Kimi-K2.5's one medium, of pictures and videos."""
+"""The modalities of vLLM's models; the last is Kimi-K2.5's one medium, of pictures and videos."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Settings:
     code_version: str | None = None
     harmless_calls: frozenset[str] = frozenset()
     modalities: frozenset[str] | None = None
-    """Those that are shared; None: all."""
+    """The shared modalities; None: all."""
 
     @property
     def call_timeout_s(self) -> float:

@@ -60,7 +60,7 @@ class Sharing:
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """What the namespace is made of (`ecd_proto.engines`)."""
+        """The parts of the namespace (`ecd_proto.engines`)."""
         return self._identity.parts
 
     @property

@@ -1,4 +1,4 @@
-"""Counters of one engine, in the form that vLLM's metrics take."""
+"""Counters of one engine, in the form that vLLM's metrics need."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.middleware.images import Found, Look
 
 STAYS_S = 10.0
-"""How long what an answer names is held, for its consumer to come."""
+"""How long the entries of an answer are held, for its consumer to come."""
 MAX_STAYING = 256
 """Entries held so: half of the pins that a session has."""
 
@@ -31,7 +31,7 @@ class _Staying(NamedTuple):
 
 
 class Answers:
-    """Makes the answers, and holds what they name."""
+    """Makes the answers, and holds the entries that they name."""
 
     def __init__(
         self, client: Client, metadata: PlaceholderMetadata, model: str, *, announces_node: bool
@@ -42,7 +42,7 @@ class Answers:
         self._staying: OrderedDict[tuple[str, str], _Staying] = OrderedDict()
 
     def answer(self, look: Look, caller: str) -> dict[str, Any]:
-        """The answer to a request whose pictures are stored; they stay so for STAYS_S."""
+        """The answer to a request whose pictures are stored; they stay stored for STAYS_S."""
         features = [
             SimpleNamespace(identifier=picture.name, modality="image", data=None, mm_position=None)
             for picture in look.found
@@ -99,6 +99,6 @@ class Answers:
         asyncio.get_running_loop().call_later(STAYS_S, self._let_go, until_s)
 
     def _let_go(self, until_s: float) -> None:
-        """Release what stays until `until_s` at most: by no clock, as uvloop's timers are early."""
+        """Release entries held until `until_s` at most; no clock: uvloop's timers are early."""
         while self._staying and next(iter(self._staying.values())).until_s <= until_s:
             self._staying.popitem(last=False)[1].item.close()

@@ -1,4 +1,4 @@
-"""A request in parts: what it is, its body, and a client that may leave meanwhile."""
+"""A request in parts: its kind, its body, and a client that may disconnect meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope
 
 PATH = "/v1/chat/completions"
 MAX_BODY_BYTES = 256 << 20
-"""Largest body that is looked into."""
+"""Largest body that is parsed."""
 
 
 def is_chat(scope: Scope) -> bool:
@@ -22,7 +22,7 @@ def is_chat(scope: Scope) -> bool:
 
 
 def caller_of(scope: Scope, has_keys: bool) -> str:
-    """Who has sent a request, as far as a caller cannot choose it: its address, and its key."""
+    """The sender of a request, as far as a caller cannot choose it: its address, and its key."""
     key = dict(scope["headers"]).get(b"authorization", b"") if has_keys else b""
     host, _ = scope.get("client") or ("", 0)
     return repr((host, key))
@@ -34,7 +34,7 @@ def is_stream(start: Message) -> bool:
 
 
 async def whole_body(receive: Receive) -> tuple[bytes | None, Receive]:
-    """The body, and a `receive` that gives it again. None: it is too large, or did not come."""
+    """The body, and a `receive` that returns it again. None: it is too large, or did not come."""
     messages: list[Message] = []
     nbytes, is_last = 0, False
     while not is_last and nbytes <= MAX_BODY_BYTES:
@@ -64,17 +64,17 @@ def with_body(scope: Scope, body: bytes, receive: Receive) -> tuple[Scope, Recei
 
 
 class Leaving:
-    """Hears of a client that leaves, after the request's body has come."""
+    """Notices a client that disconnects, after the request's body has come."""
 
     def __init__(self, receive: Receive) -> None:
         self._left = asyncio.ensure_future(_left(receive))
 
     async def receive(self) -> Message:
-        """The next message, that the client has left; any number of listeners get it."""
+        """The next message, that the client has disconnected; all listeners get it."""
         return await asyncio.shield(self._left)
 
     async def interrupts(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, unless the client leaves."""
+        """Do the work, unless the client disconnects."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait((task, self._left), return_when=asyncio.FIRST_COMPLETED)

@@ -36,11 +36,11 @@ logger = logging.getLogger(f"vllm.{__name__}")
 SHARE_TO_CONNECT = 1 / 4
 """Share of a picture's time in which an encoder has to be reached."""
 CALM_S = 10.0
-"""An encoder that served a picture so short a time ago is busy, not dead, if it is late."""
+"""An encoder that served a picture within this time is busy, not dead, if it is late."""
 MAX_CALLS = 64
-"""Pictures that are called for at one time; more wait, or are left to the engine."""
+"""Pictures requested at one time; more wait, or are left to the engine."""
 MAX_OF_REQUEST, MAX_OF_CALLER = 16, 48
-"""Those of one request, which come in turns, and those of one caller."""
+"""Pictures at one time of one request, which come in turns, and of one caller."""
 SAID_EVERY_S = 60.0
 """Pause between two messages about pictures that encoders refuse."""
 MAX_ANSWER_BYTES = 64 << 10
@@ -51,7 +51,7 @@ IS_HOP_PARAM = "ecd_hop"
 _IDLE_S = 2.0
 """How long a connection is kept without a call: vLLM closes it after 5 s."""
 _REFUSALS = (400, 413, 422)
-"""Statuses that blame the picture: no other encoder will take it."""
+"""Statuses that blame the picture: other encoders would refuse it, too."""
 
 
 class NotEncoded(Exception):
@@ -59,7 +59,7 @@ class NotEncoded(Exception):
 
 
 class _Failed(Exception):
-    """Why a call has failed, by the encoder's fault."""
+    """Why a call has failed, through the encoder's fault."""
 
 
 class _Late(_Failed):
@@ -130,7 +130,7 @@ class EncodeHop:
             self._note_failed(encoder, now_s, _Failed("what it promised cannot be loaded"))
 
     async def complete(self, look: Look, caller: str) -> None:
-        """Have all pictures that the request lacks promised, or leave it as it was."""
+        """Get promises for all pictures that the request lacks, or leave it as it was."""
         until_s = clock.now_s() + self._within_s
         asker, turns = Asker(caller), asyncio.Semaphore(MAX_OF_REQUEST)
 
@@ -156,9 +156,9 @@ class EncodeHop:
     async def promise(
         self, missing: Missing, asker: Asker | None = None, until_s: float | None = None
     ) -> Promise:
-        """Have a picture encoded, once for all who ask for it meanwhile. Raises NotEncoded.
+        """Have a picture encoded once for all requests that want it. Raises NotEncoded.
 
-        The search ends when it has a result, when its time is over, or when nobody waits for it.
+        The search ends with a result, with its time, or when no request waits for it.
         """
         if until_s is None:
             until_s = clock.now_s() + self._within_s

@@ -15,7 +15,7 @@ VARIABLE = "ECD_ENCODERS"
 RESTS = Backoff(1.0, 60.0)
 """First and longest time for which an encoder is left out after it failed."""
 UNKNOWN_TOKENS = 1024
-"""Stand for a picture that is not opened here, as the client has named it."""
+"""Tokens assumed for a picture that is not opened here, because the client has named it."""
 _PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"[\w.-]+|\[[\w:.]+\]")
 _SIDE = 28
@@ -51,7 +51,7 @@ def _url(said: str) -> str:
 
 @dataclass(eq=False)
 class Encoder:
-    """An engine that encodes for others, and how it fares.
+    """An engine that encodes for others, and its state.
 
     `rest_s` is the length of its last rest; it is 0 once a call has succeeded.
     """

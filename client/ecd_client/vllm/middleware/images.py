@@ -18,7 +18,7 @@ IMAGE, EMBEDS = "image_url", "image_embeds"
 
 
 class Found(NamedTuple):
-    """A picture in a request: the part, its name there, what ecd has of it, and its metadata."""
+    """A picture in a request: the part, its name there, its entry in ecd, and its metadata."""
 
     part: dict[str, Any]
     name: str
@@ -27,7 +27,7 @@ class Found(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """A picture in a request that ecd has not: its bytes as a URL, and its tokens, estimated."""
+    """A picture in a request that ecd lacks: its bytes as a URL, and its tokens, estimated."""
 
     part: dict[str, Any]
     url: str
@@ -42,7 +42,7 @@ class Missing(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """The metadata of a picture that an encoder has stored, where it lies, and who says so."""
+    """A stored picture's metadata and place, and the encoder that says so."""
 
     placeholder: Placeholder
     hints: list[Hint]
@@ -98,7 +98,7 @@ class Look:
 
 
 def packed(request: dict[str, Any]) -> bytes:
-    """The body that says the request."""
+    """The request as a body."""
     return json.dumps(request).encode()
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a chat completion, named by vLLM's own hasher, and what ecd has of them."""
+"""Pictures of a chat completion, named by vLLM's own hasher, and their entries in ecd."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 MAX_PICTURES = 64
-"""Most pictures of a request that are looked for."""
+"""Most pictures that are looked up for one request."""
 REMOTE_WAIT_S = 0.05
 """How long a request waits for pictures that are being written, or that other nodes may have."""
 _UNNAMED = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields of a request that change its pictures' names."""
 BYTES_OF_A_PIXEL = 4
-"""What vLLM counts a decoded picture's pixel for (`ImageMediaIO.load_bytes`)."""
+"""Bytes that vLLM counts for a decoded picture's pixel (`ImageMediaIO.load_bytes`)."""
 _PLAIN = frozenset(("text", "input_text", "output_text", "refusal", "thinking", IMAGE))
 """Types of parts that may stand beside pictures."""
 
@@ -130,7 +130,7 @@ class Pictures:
         return []
 
     def _fetcher(self) -> Callable[[dict[str, Any]], Coroutine[Any, Any, Any]]:
-        """What loads the pictures of one request, within the limits that vLLM has for it."""
+        """The loader of one request's pictures, within the limits that vLLM has for it."""
         budgets = media_budgets()
         media = MEDIA_CONNECTOR_REGISTRY.load(
             envs.VLLM_MEDIA_CONNECTOR,
@@ -262,7 +262,7 @@ def _tokens(content: Any) -> int:
 
 
 def _put_in(part: dict[str, Any], content: Any) -> bool:
-    """Put what was fetched in place of its URL, so that it is not fetched again."""
+    """Replace a URL by its fetched content, so that it is not fetched again."""
     url = None if content is None else _data_url(part, content)
     if url is None or url == _url(part):
         return False

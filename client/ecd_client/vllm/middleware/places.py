@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class Asker:
-    """One request of a caller. `pictures` counts those of it that have a place or wait for one."""
+    """One request of a caller. `pictures` counts its pictures that have a place or wait for one."""
 
     caller: str
     pictures: int = 0
@@ -22,12 +22,12 @@ class Asker:
 
     @property
     def turn(self) -> asyncio.Future[None] | None:
-        """The first picture that waits, and has not left meanwhile."""
+        """The first waiting picture that was not withdrawn meanwhile."""
         return next((turn for turn in self.turns if not turn.done()), None)
 
 
 class Places:
-    """So many places, of which one caller has a share at most. Used from one event loop.
+    """A limited number of places, of which one caller has a share. Used from one event loop.
 
     A request waits only while all places are taken, or its caller has its share.
     """
@@ -65,7 +65,7 @@ class Places:
             raise
 
     def give(self, asker: Asker) -> None:
-        """Give a place back: to a request that waits and whose caller has not its share."""
+        """Give a place back: to a waiting request whose caller does not have its share."""
         asker.pictures -= 1
         self._free += 1
         self._held[asker.caller] -= 1

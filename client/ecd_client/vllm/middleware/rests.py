@@ -35,7 +35,7 @@ class Rests:
             self._rests.pop(pictures, None)
 
     def note_failed(self, pictures: frozenset[str] | None, now_s: float) -> None:
-        """Let these pictures stay in their requests for a while, each time for longer."""
+        """Keep these pictures in their requests for a while, each time for longer."""
         if pictures is None:
             return
         rest_s = RESTS.after(self._of(pictures)[1])

@@ -184,7 +184,7 @@ class Unsuitable(Exception):
 
 
 class Reuse:
-    """One server's pictures and answers, and which are not reused for a while after a failure."""
+    """One server's pictures and answers, and the pictures that a failure excludes for a while."""
 
     def __init__(self, state: Any) -> None:
         """Take the settings of a server by its application's state. Raises Unsuitable."""
@@ -322,7 +322,7 @@ def _keys(args: Any) -> list[str]:
 
 
 def _key_check(tokens: list[str]) -> Callable[[Headers], bool]:
-    """What vLLM's own check of --api-key says: it comes after this middleware."""
+    """vLLM's own check of --api-key, which runs after this middleware."""
     if not tokens:
         return lambda _: True
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware

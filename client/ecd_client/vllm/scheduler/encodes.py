@@ -29,7 +29,7 @@ from ecd_proto.contract import MAKING_S
 SHARE_WAITED = 3 / 4
 """Share of the daemon's wait for another node for which a request waits: it is to know the end."""
 AGAIN_S = 0.002
-"""Interval at which memory is looked at for an item that another engine encodes."""
+"""Interval between two looks into memory for an item that another engine encodes."""
 NOTICED_S = 0.4
 """An answer of the daemon that takes longer has waited for another node: a look-up has 0.25 s. A
 request whose time is over waits for one so long."""
@@ -39,13 +39,13 @@ MAX_STEPS = 1024
 """Most steps whose end is waited for. Where workers report none the oldest are forgotten: the locks
 of what they encode end by time."""
 TIMES_WAITED = 5
-"""How often `ecd_load_timeout_s` a request waits for other engines that encode."""
+"""A request's wait for other engines that encode, as a multiple of `ecd_load_timeout_s`."""
 RESTS_S = 10.0
-"""How long this engine waits for no other, after it has waited in vain: perhaps ecd is full."""
+"""How long this engine does not wait for others after it has waited in vain: ecd may be full."""
 
 
 class _Step(NamedTuple):
-    """What a step encodes, and what the daemon was asked for before it."""
+    """The items that a step encodes, and those that the daemon was asked for before it."""
 
     number: int
     begun: list[str]
@@ -53,7 +53,7 @@ class _Step(NamedTuple):
 
 
 class Encodes:
-    """This engine's share in encoding what the cluster lacks."""
+    """This engine's share in encoding the items that the cluster lacks."""
 
     def __init__(
         self, client: Client, stats: EcdStats, wait_s: float, *, is_producer: bool
@@ -70,7 +70,7 @@ class Encodes:
         self._steps: deque[_Step] = deque(maxlen=MAX_STEPS)
 
     def take_on(self, absent: Sequence[WantedItem], request: RequestItems) -> bool:
-        """Whether this engine goes on with all of these items of a request, or waits for one."""
+        """Whether this engine continues with all of these items of a request, or waits for one."""
         now_s = clock.now_s()
         if any(wanted.is_awaited and now_s < wanted.ask_again_s for wanted in absent):
             return False
@@ -158,13 +158,13 @@ class Encodes:
         return False
 
     def wait_on(self, wanted: WantedItem) -> None:
-        """Have memory looked at for the item, which this engine does not encode for now."""
+        """Watch memory for the item, which this engine does not encode for now."""
         self._unlock(wanted)
         wanted.start_over("another node encodes it")
         wanted.is_awaited = True
 
     def stored(self, wanted: WantedItem) -> None:
-        """Note that memory shows the item: it may have been waited for."""
+        """Note that memory shows the item, for which a request may have waited."""
         if wanted.is_awaited:
             self._waited(in_vain=False)
 
@@ -180,7 +180,7 @@ class Encodes:
                 self._client.stop_making([wanted.identifier])
 
     def let_go(self) -> None:
-        """Let others encode everything: what this engine encoded is not stored."""
+        """Let others encode everything: this engine's outputs are not stored."""
         begun = [*self._begun, *(each for step in self._steps for each in step.begun)]
         self._steps.clear()
         self._asked.clear()

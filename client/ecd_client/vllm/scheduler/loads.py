@@ -47,7 +47,7 @@ class Loads:
 
     @property
     def are_reported(self) -> bool:
-        """Whether workers report what they have done, as far as one can tell."""
+        """Whether workers report their finished loads, as far as this engine can tell."""
         return not self._loading or self._oldest_s() < UNSURE_S
 
     def begin(self, wanted: WantedItem) -> None:

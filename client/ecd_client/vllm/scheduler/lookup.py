@@ -29,9 +29,9 @@ ASK_AGAIN_S = 0.05
 
 
 class Lookup:
-    """Finds items without waiting; what came of it is noted in each `WantedItem`.
+    """Finds items without waiting, and notes the results in each `WantedItem`.
 
-    A producer is told of the items that memory does not show, so that it stores them again.
+    It names items that memory does not show to a producer, which stores them again.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Lookup:
             wanted.absent, wanted.may_come = True, may_come
 
     def take_on(self, absent: Sequence[WantedItem], request: RequestItems) -> None:
-        """Go on with absent items of one request, unless another engine encodes one of them."""
+        """Continue with absent items of one request, unless another engine encodes one of them."""
         if not self._encodes.take_on(absent, request):
             return
         makes_s = self._encodes.makes_s(absent, request)
@@ -208,7 +208,7 @@ class Lookup:
         return False
 
     def is_late(self, wanted: WantedItem, deadline_s: float) -> bool:
-        """Whether a request's time for the item is over; a question of late has a moment."""
+        """Whether a request's time for the item is over; a recent question gets a moment."""
         if wanted.makes_s is not None and self.is_asking(wanted):
             deadline_s = max(deadline_s, wanted.asked_s + NOTICED_S)
         return clock.now_s() >= deadline_s
@@ -223,7 +223,7 @@ class Lookup:
         wanted.give_up("ecd did not answer in time")
 
     def note_mismatch(self, wanted: WantedItem) -> None:
-        """Say once why an entry that is there cannot be used for all of the item's users."""
+        """Log once why an existing entry cannot be used for all of the item's users."""
         assert wanted.item is not None
         wanted.cause = (
             f"the entry is {wanted.item.dtype} of shape {wanted.item.shape}, but "

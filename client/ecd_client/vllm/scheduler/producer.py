@@ -37,7 +37,7 @@ class Producer:
         self._placeholders: dict[str, bytes] = {}
 
     def forget(self) -> None:
-        """Drop what was noted for the next step: it was encoded with other weights."""
+        """Drop the notes for the next step, which belong to other weights."""
         self._to_save.clear()
         self._to_keep.clear()
         self._to_offer.clear()
@@ -58,7 +58,7 @@ class Producer:
         self._to_keep.add(identifier)
 
     def describe(self, feature: Any) -> None:
-        """Note what the entry of an item says of its placeholder; this step encodes the item."""
+        """Note an item's placeholder metadata for its entry; this step encodes the item."""
         if self._sharing.includes(feature.identifier):
             self._placeholders[feature.identifier] = self._metadata.packed(feature)
 
@@ -84,7 +84,7 @@ class Producer:
     # -- offers --------------------------------------------------------------------------------
 
     def offer(self, identifiers: list[str], consumers: Iterable[str]) -> None:
-        """Have the next `send_offers` tell the consumers' nodes of the items."""
+        """Have the next `send_offers` offer the items to the consumers' nodes."""
         self._to_offer.setdefault(tuple(consumers), []).extend(identifiers)
 
     def send_offers(self) -> None:

@@ -157,7 +157,7 @@ class Readiness:
         return True
 
     def refuse(self, request: Request, state: RequestItems, identifier: str) -> None:
-        """Fail a request that says of an item what makes no sense."""
+        """Fail a request whose statement about an item is malformed."""
         why = "the engine would not outlive that"
         self._fail(request, state, identifier, why, "what the request says of it makes no sense")
 

@@ -114,7 +114,7 @@ class RequestItems:
         return left
 
     def restart(self, preemptions: int, deadline_s: float) -> None:
-        """Note a preemption: vLLM loads again what was loaded before."""
+        """Note a preemption: vLLM repeats earlier loads."""
         self.preemptions, self.deadline_s = preemptions, deadline_s
         self.given.clear()
         self.judged = self.noted = 0  # its tokens may be others' now

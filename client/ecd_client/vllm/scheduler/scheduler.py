@@ -163,7 +163,7 @@ class SchedulerRole:
         return self._sharing.moves
 
     def _show(self) -> None:
-        """Tell where this engine shares: its API server's middleware, and other engines.
+        """Publish where this engine shares: to its API server's middleware, and to other engines.
 
         The middleware gets the namespace of pictures, if they are shared.
         """
@@ -173,7 +173,7 @@ class SchedulerRole:
 
     @hook
     def weights_changed(self, cause: str) -> None:
-        """Use nothing that was encoded before, and let nobody else use what is encoded now."""
+        """Use no earlier embeddings, and share no later ones."""
         self._sharing.move_alone(cause)
         self._start_over()
 
@@ -190,7 +190,7 @@ class SchedulerRole:
 
     @hook
     def weights_wake(self) -> None:
-        """Share as before the sleep, if nothing else happened meanwhile."""
+        """Share as before the sleep, if no other change happened meanwhile."""
         self._sharing.wake_up()
         self._start_over()
 
@@ -296,7 +296,7 @@ class SchedulerRole:
 
     @hook
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Let go of all that the request needed; return what its consumers need of its items."""
+        """Release all items of the request; return what its consumers need of them."""
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._items.leave_all(state, state.needed)
@@ -381,7 +381,7 @@ class SchedulerRole:
         )
 
     def _hear(self) -> None:
-        """Take in what the workers have reported, once a step."""
+        """Process the workers' reports, once a step."""
         if not self.reports.have_news():
             return
         self._loads.look()

@@ -96,7 +96,7 @@ class WantedItem:
         self.counts[embeddings] += 1
 
     def remove(self, user: User) -> int | None:
-        """Forget a user; returns what it counted on. None: it was none."""
+        """Remove a user; returns what it expected. None: the user is unknown."""
         embeddings = self.expected.pop(user, None)
         if embeddings is not None:
             self.counts[embeddings] -= 1
@@ -149,7 +149,7 @@ class WantedItems:
     """The wanted items by identifier. An item leaves with its last user, and so does its lease."""
 
     def __init__(self, outputs: Outputs, left: Callable[[WantedItem], None]) -> None:
-        """`left` is told of each item that its last user leaves."""
+        """`left` is called with each item that its last user leaves."""
         self._outputs, self._left = outputs, left
         self._items: dict[str, WantedItem] = {}
 

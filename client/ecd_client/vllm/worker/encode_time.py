@@ -38,7 +38,7 @@ class EncodeTime:
         self._row_s: dict[int, float] = {}  # seconds a row, by the logarithm of the step's rows
 
     def begin(self, rows: int) -> None:
-        """A step begins whose encoder makes so many rows; the last call before it counts."""
+        """Note a step whose encoder makes this many rows; the last call before it counts."""
         self._rows, self._began_s, self._took_s, self._began = rows, self._now_s(), None, None
         if rows and self._device().type == "cuda" and len(self._timed) < MAX_TIMED:
             self._began = _recorded()
@@ -61,7 +61,7 @@ class EncodeTime:
         return self._row_s.get(step_rows.bit_length(), 0.0) * rows
 
     def note(self, rows: int, seconds: float) -> None:
-        """Take over the time of a step on the GPU."""
+        """Record the time of a step on the GPU."""
         self._row_s[rows.bit_length()] = seconds / rows
 
     def _take_timed(self) -> None:

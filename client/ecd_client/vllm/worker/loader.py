@@ -95,7 +95,7 @@ class Loader:
         self._done.append(load)
 
     def take_done(self) -> list[int]:
-        """The loads that were done since the last step; waits for none."""
+        """The loads finished since the last step, without waiting."""
         if self.device.type == "cuda":
             self._note_pinning()
         if self._under_way:
@@ -204,7 +204,7 @@ class Loader:
         return pool
 
     def _note_pinning(self) -> None:
-        """Count what was pinned and what that took, or a refusal, once for each pool."""
+        """Count the pinned bytes and the time, or a refusal, once for each pool."""
         pinning = self._client.pinning
         if pinning == self._pinning:
             return

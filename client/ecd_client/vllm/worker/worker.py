@@ -35,7 +35,7 @@ It is no string, so that no client can name it.
 SEEN_WITHIN_S = 0.1
 """Longest wait of a step until memory shows the items that it saved."""
 LOOK_AGAIN_S = 1e-3
-"""Between two looks: a save is shown before its future is done, which may wait for a copy."""
+"""Pause between two looks: a save is shown before its future is done, which may be late."""
 MAX_ORIGINS = 1 << 14
 """Items whose origins are remembered, in case they have to be stored again."""
 
@@ -113,7 +113,7 @@ class WorkerRole:
         self._encode_time.begin(self._encoded_rows)
 
     def end_step(self) -> None:
-        """Report what was done since the last call."""
+        """Report the work done since the last call."""
         if self._only_encodes:
             self._wait_seen()
         self._reap()
@@ -218,7 +218,7 @@ class WorkerRole:
             self._is_answered = is_seen
 
     def _note_done(self, begun_s: float) -> None:
-        """Wait for saves again once one was done in time, though nobody waited for it."""
+        """Wait for saves again once one was done in time, even if no step waited for it."""
         if clock.now_s() - begun_s < SEEN_WITHIN_S:
             self._is_answered = True
 

@@ -1,4 +1,4 @@
-"""The name of the code that makes embeddings: a tower or processor that is mended has another."""
+"""The name of the code that makes embeddings: a corrected tower or processor has another name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLACES = (
     *("vllm.model_executor.models", "vllm.transformers_utils.processors", "vllm.multimodal"),
     "transformers.models",
 )
-"""Where models and processors are. The packages' versions name the rest of them."""
+"""Where models and processors are. The packages' versions name the rest of the packages."""
 RESIZING = "torchvision", "Pillow"
 """Packages that processors change pictures with."""
 ADAPTERS = "vllm.model_executor.models.adapters"

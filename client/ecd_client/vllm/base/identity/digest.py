@@ -28,9 +28,9 @@ BLOCK_BYTES = 4 << 10
 TENSOR_BLOCKS = 8
 """Blocks of a tensor that are read, from its first byte to its last; a tensor of fewer is whole."""
 EXPERT_BYTES = 512
-"""What is read of a tensor of a numbered expert: a model may have 100,000, an encoder has none."""
+"""Bytes read of a tensor of a numbered expert: a model may have 100,000, an encoder has none."""
 SPREAD_BLOCKS = 1024
-"""Blocks of a large file that is no file of weights, or whose tensors have checksums."""
+"""Blocks of a large file that is not a file of weights, or whose tensors have checksums."""
 WHOLE_WEIGHTS_BYTES = 1 << 20
 """Size up to which a file of weights is read whole."""
 WHOLE_BYTES = 64 << 20
@@ -55,15 +55,15 @@ NOT_OF_THE_FORMAT = (
     *(ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError),
     *(zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, MemoryError),
 )
-"""What reading a file of another format, or a spoilt one, raises."""
+"""Errors of reading a file of another format, or a damaged one."""
 _EXPERT = re.compile(r"experts?[._]\d")
-"""What a tensor of a numbered expert is called, in part."""
+"""Part of the name of a numbered expert's tensor."""
 _BLOB = re.compile(r"(?:\.\./)+blobs/([0-9a-f]{40}|[0-9a-f]{64})")
 _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})")
 
 
 class Unnamed(Exception):
-    """Nothing names these weights; the message says why."""
+    """These weights have no name; the message says why."""
 
 
 class Digest(NamedTuple):
@@ -246,7 +246,7 @@ def _content(file: BinaryIO, size: int, suffix: str) -> str:
 
 
 _Parts = tuple[bytes, list[_Region]]
-"""What a large file says of itself, and the regions to read of it."""
+"""A large file's description of itself, and the regions of it to read."""
 
 
 def _parts(file: BinaryIO, size: int) -> _Parts | None:
@@ -322,7 +322,7 @@ def _blocks(within: _Region, count: int, block_bytes: int = BLOCK_BYTES) -> list
 
 
 def _merged(regions: list[_Region]) -> list[_Region]:
-    """The regions in the file's order, those that touch made one."""
+    """The regions in the file's order, adjacent ones merged."""
     merged: list[_Region] = []
     for region in sorted(regions):
         if merged and region.start <= merged[-1].end:

@@ -68,7 +68,7 @@ class Identity:
     why_private: str = ""
     """Why no other engine can have this namespace, and what helps; "" if one can."""
     settings_parts: Mapping[str, str] = field(default_factory=dict)
-    """What the settings are made of, in short words or digests (`ecd_proto.engines`)."""
+    """The parts of the settings, in short words or digests (`ecd_proto.engines`)."""
 
     @property
     def is_private(self) -> bool:
@@ -84,7 +84,7 @@ class Identity:
 
     @property
     def parts(self) -> dict[str, str]:
-        """What the namespace is made of, in short words or digests (`ecd_proto.engines`)."""
+        """The parts of the namespace, in short words or digests (`ecd_proto.engines`)."""
         is_versioned = self.weights.startswith(("version-", "run-"))
         name = "ecd_weights_version" if is_versioned else "weights"
         weights = {name: _digest(self.weights)} if self.weights else {}
@@ -108,7 +108,7 @@ class Identity:
         weights_run: str | None = None,
         code_version: str | None = None,
     ) -> Identity:
-        """Derive both parts; what is given takes the place of what would be found."""
+        """Derive both parts; given values replace those that would be found."""
         if namespace is None:
             settings, parts = _settings_of(vllm_config)
         else:

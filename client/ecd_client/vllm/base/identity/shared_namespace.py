@@ -62,7 +62,7 @@ class SharedNamespace:
 
 
 def _links(process: str) -> list[str]:
-    """The paths of a process's descriptors; none of one that is another user's, or gone."""
+    """The paths of a process's descriptors; none if it is another user's, or gone."""
     with contextlib.suppress(OSError):
         return [link.path for link in os.scandir(f"/proc/{process}/fd")]
     return []
