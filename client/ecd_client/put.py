@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ecd_client.tensors import TensorSource
     from ecd_client.values import Extent
 
-STORED, MUST_CALL = PutState.STORED, PutState.MUST_CALL  # as looking them up takes longer
+CLAIMED, MUST_CALL, STORED = PutState.CLAIMED, PutState.MUST_CALL, PutState.STORED
+BEING_WRITTEN = PutState.BEING_WRITTEN  # as looking them up takes longer
 
 
 class Put:
@@ -39,7 +40,7 @@ class Put:
         self._entry, self._copy_to, self._tensor = entry, copy_to, tensor
         claimed = MUST_CALL if session.puts is None else session.puts.claim(entry)
         self._claim = claimed if isinstance(claimed, Claim) else None
-        self.state = PutState.CLAIMED if isinstance(claimed, Claim) else claimed
+        self.state: PutState = CLAIMED if isinstance(claimed, Claim) else claimed
         self._reply: Any = None  # to a Reserve that was sent already
         self._held: Pin | None = None  # the extent's, from before the put is done
         self._taken = threading.Lock()
@@ -54,7 +55,7 @@ class Put:
 
     def write(self) -> None:
         """Write the claimed memory, unless it is written. Raises what `copy_to` raises."""
-        if self.state is PutState.CLAIMED:
+        if self.state is CLAIMED:
             self._step()
 
     def finish(self) -> PutState:

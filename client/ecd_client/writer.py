@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ecd_client import arguments, clock, forks
 from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument, bare
-from ecd_client.put import MUST_CALL, STORED, Put
+from ecd_client.put import BEING_WRITTEN, CLAIMED, MUST_CALL, STORED, Put
 from ecd_client.reader import Reader
 from ecd_client.session.channel import CALL_TIMEOUT_S
 from ecd_client.session.connection import Connection
@@ -68,7 +68,7 @@ class Writer:
                     put.copy_near(lambda: None)
             finally:
                 session.unref()
-            if state is not PutState.BEING_WRITTEN:
+            if state is not BEING_WRITTEN:
                 return state is STORED
             left_s = deadline_s - clock.now_s()
             if left_s <= 0:
@@ -111,7 +111,7 @@ class Writer:
                 ended = None
                 if put.state is MUST_CALL:
                     put.send_reserve()
-                elif put.state is not PutState.CLAIMED or is_copied_here:
+                elif put.state is not CLAIMED or is_copied_here:
                     ended = _try_now(put)
                 if ended is None:
                     return self._finish_aside(put)

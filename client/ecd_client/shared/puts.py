@@ -66,6 +66,7 @@ class PutState(Enum):
     STORED = 4
     ALREADY_STORED = 5
     BEING_WRITTEN = 6
+    __hash__ = object.__hash__  # enum's own is a function of Python's, and each put hashes three
     """Another client is writing the key."""
 
 
