@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -122,8 +123,9 @@ def why_refused(address: str) -> tuple[str, str] | None:
         advice = "join the daemon's group (ECD_GROUP; under systemd ecd), or run as its user"
         return f"{path} does not let this user in", advice
     except ConnectionRefusedError:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return f"{path} is no socket", "say where the daemon's is (ECD_ADDRESS)"
+        with contextlib.suppress(OSError):  # a daemon that starts has just removed it
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                return f"{path} is no socket", "say where the daemon's is (ECD_ADDRESS)"
         advice = "start the daemon: it takes the file over"
         return f"nobody listens on {path}, which a dead daemon left", advice
     except OSError as error:
