@@ -49,7 +49,8 @@ class Lookup:
         self._fails = settings.on_unavailable == FAIL
         self._stats, self._producer, self._encodes = stats, producer, encodes
         self._to_ask: dict[str, WantedItem] = {}
-        self._away = False
+        self._is_away = False
+        self._is_late = False  # away, with a session: memory alone does not show that it is back
 
     def forget(self) -> None:
         """Drop the questions of the next message: they are about items of other weights."""
@@ -118,11 +119,12 @@ class Lookup:
         except EcdError as error:
             self._note_failure(wanted, error)
             return None
+        if self._is_away and not self._is_late:
+            self._note_back()
         if item is None:
             return may_come
         self._encodes.stored(wanted)
         wanted.take(item, self._outputs)
-        self._note_back()
         return None
 
     def _ask_later(self, wanted: WantedItem, may_come: bool, makes_s: float | None = None) -> None:
@@ -173,8 +175,9 @@ class Lookup:
         wanted.answer = None
         error = answer.exception()
         if error is not None:
-            self._note_failure(wanted, error)
+            self._note_failure(wanted, error, is_late=True)
             return
+        self._note_back()
         item = answer.result()
         if item is None:
             if not self.goes_on(wanted):
@@ -182,7 +185,6 @@ class Lookup:
             return
         self._encodes.found(wanted)
         wanted.take(item, self._outputs)
-        self._note_back()
 
     # -- outcomes ------------------------------------------------------------------------------
 
@@ -219,7 +221,7 @@ class Lookup:
             wanted.give_up("another node encodes it still")
             return
         self._stats.count("failures")
-        self._note_away("it did not answer in time")
+        self._note_away("it did not answer in time", is_late=True)
         wanted.give_up("ecd did not answer in time")
 
     def note_mismatch(self, wanted: WantedItem) -> None:
@@ -237,13 +239,14 @@ class Lookup:
             logger.warning("ecd: %s is a miss: %s", shown(wanted.identifier), wanted.cause)
 
     def _note_miss(self, wanted: WantedItem, cause: str) -> None:
-        self._note_back()
         wanted.denied = True
         self._note_absent(wanted, cause)
 
-    def _note_failure(self, wanted: WantedItem, error: BaseException) -> None:
+    def _note_failure(
+        self, wanted: WantedItem, error: BaseException, *, is_late: bool = False
+    ) -> None:
         self._stats.count("failures")
-        self._note_away(error)
+        self._note_away(error, is_late=is_late)
         wanted.denied = False
         self._note_absent(wanted, str(error))
 
@@ -253,12 +256,14 @@ class Lookup:
         wanted.missing = not self._fails
         wanted.ask_again_s = clock.now_s() + ASK_AGAIN_S
 
-    def _note_away(self, cause: object) -> None:
-        if not self._away:
-            self._away = True
+    def _note_away(self, cause: object, *, is_late: bool) -> None:
+        self._is_late = is_late
+        if not self._is_away:
+            self._is_away = True
             logger.warning("ecd: every item is a miss for now: %s", cause)
 
     def _note_back(self) -> None:
-        if self._away:
-            self._away = False
+        self._is_late = False
+        if self._is_away:
+            self._is_away = False
             logger.info("ecd: the daemon answers again: items are found as before")
