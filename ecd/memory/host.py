@@ -127,10 +127,11 @@ class HostPool:
         deadline_s = self._clock.now_s() + wait_s
         while (free_bytes := (space := _space(shm_dir)).f_bavail * space.f_frsize) < self.nbytes:
             if self._clock.now_s() >= deadline_s:
+                lacking = size_text(self.nbytes - free_bytes)
                 raise PoolError(
                     f"the host pool needs {size_text(self.nbytes)} in {shm_dir}, which has "
-                    f"{size_text(free_bytes)} free. {holders.advice(self.directory.path)}"
-                    f"{advice(self.nbytes)}"
+                    f"{lacking} less free. {holders.advice(self.directory.path)}"
+                    f"{advice(self.nbytes, shm_dir)}"
                 )
             logger.info("waiting for clients of the last daemon to let go of its pool")
             self._clock.block(0.5)
@@ -180,7 +181,7 @@ class HostPool:
                 raise
             raise PoolError(
                 f"memory ran out after {size_text(offset)} of {size_text(self.nbytes)} of "
-                f"{self.path}. " + advice(self.nbytes)
+                f"{self.path}. " + advice(self.nbytes, self.directory.shm_dir)
             ) from None
         if not self.writable.populate(offset, nbytes):
             view = self.writable.view(offset, nbytes)
@@ -225,25 +226,19 @@ def pool_bytes(wanted: int | str | None, shm_dir: str) -> int:
     if isinstance(wanted, int):
         return wanted
     space = _space(shm_dir)
-    free_bytes = space.f_bavail * space.f_frsize
+    free_bytes, all_bytes = (count * space.f_frsize for count in (space.f_bavail, space.f_blocks))
     if wanted is None:
         share, nbytes = "a quarter of that", min(free_bytes // 4, 4 << 30)
     else:
-        all_bytes = space.f_blocks * space.f_frsize
-        share, nbytes = f"{wanted} of its size", all_bytes * int(wanted.removesuffix("%")) // 100
+        share, nbytes = f"{wanted} of all", all_bytes * int(wanted.removesuffix("%")) // 100
     nbytes = nbytes >> 20 << 20
-    found = f"{shm_dir} has {size_text(free_bytes)} free"
+    found = f"{shm_dir} has {size_text(free_bytes)} of {size_text(all_bytes)} free"
+    more = f"`ecd-cli doctor` says what daemons have left there. Or {_enlarging(shm_dir, 1 << 30)}"
     if not nbytes:
-        raise PoolError(
-            f"{found}; {share} is too little for a pool. Make it larger: {_enlarging(SMALL_BYTES)}"
-        )
+        raise PoolError(f"{found}; {share} is too little for a pool. {more}")
     if wanted is None and nbytes < SMALL_BYTES:
-        logger.warning(
-            "the host pool has %s, as %s, and one item may take more. Make that larger: %s",
-            size_text(nbytes),
-            found,
-            _enlarging(SMALL_BYTES),
-        )
+        few = "the host pool has only %s, %s, as %s: few items fit. %s"
+        logger.warning(few, size_text(nbytes), share, found, more)
     return nbytes
 
 
@@ -257,18 +252,19 @@ def _space(shm_dir: str) -> os.statvfs_result:
         ) from None
 
 
-def advice(nbytes: int) -> str:
+def advice(nbytes: int, shm_dir: str) -> str:
     """A sentence that says how to make room for a pool of this size."""
-    return (
-        "Make the pool smaller (ECD_HOST_POOL_BYTES or --host-pool-bytes), or the file system "
-        f"larger: {_enlarging(nbytes)}"
-    )
+    smaller = "Make the pool smaller (ECD_HOST_POOL_BYTES or --host-pool-bytes)"
+    return f"{smaller}, or {_enlarging(shm_dir, nbytes)}"
 
 
-def _enlarging(nbytes: int) -> str:
-    gib = -(-nbytes // (1 << 30)) + 1
+def _enlarging(shm_dir: str, more_bytes: int) -> str:
+    """How to enlarge the file system by so many bytes."""
+    space = _space(shm_dir)
+    gib = -(-(space.f_blocks * space.f_frsize + more_bytes) // (1 << 30))
     return (
-        f"under Docker `--shm-size={gib}g`; under Kubernetes an emptyDir volume with "
-        f"`medium: Memory` and `sizeLimit: {gib}Gi` mounted at /dev/shm, counted in the "
-        f"container's memory limit; elsewhere `mount -o remount,size={gib}G /dev/shm`"
+        f"make the file system larger: under Docker `--shm-size={gib}g`; under Kubernetes an "
+        f"emptyDir volume with `medium: Memory` and `sizeLimit: {gib}Gi` mounted at {shm_dir}, "
+        "counted in the container's memory limit; elsewhere "
+        f"`mount -o remount,size={gib}G {shm_dir}`"
     )

@@ -91,7 +91,7 @@ class SharedIndex:
         except OSError as error:
             raise PoolError(
                 f"the pool's index needs {self.shape.rows_at} bytes more in {directory.path}: "
-                f"{error.strerror}. {advice(pool_bytes)}"
+                f"{error.strerror}. {advice(pool_bytes, directory.shm_dir)}"
             ) from None
         memory = MappedFile(self._fd, self.shape.nbytes, writable=True)
         header = pack_index_header(self.shape)

@@ -126,7 +126,7 @@ def test_too_little_shared_memory_says_what_to_do(ecd: Ecd, tmp_path: Path) -> N
     place = "--address", f"unix://{tmp_path}/s", "--name", "toolarge"
     done = ecd("serve", *place, "--host-pool-bytes", str(wanted))
     assert done.returncode == 1
-    for text in (size_text(wanted), "free", "--shm-size", "sizeLimit", "--host-pool-bytes"):
+    for text in (size_text(wanted), "less free", "--shm-size", "sizeLimit", "--host-pool-bytes"):
         assert text in done.stderr
     assert "Traceback" not in done.stderr
     assert not Path("/dev/shm/ecd-toolarge").exists()
@@ -138,9 +138,9 @@ def test_too_little_shared_memory_says_what_to_do(ecd: Ecd, tmp_path: Path) -> N
     [
         (
             "2m",
-            "MiB free; a quarter of that is too little for a pool. Make it larger: under Docker",
+            "MiB free; a quarter of that is too little for a pool. `ecd-cli doctor` says what",
         ),
-        ("64m", "MiB free, and one item may take more. Make that larger: under Docker"),
+        ("64m", "MiB free: few items fit. `ecd-cli doctor` says what daemons have left there"),
     ],
 )
 def test_a_default_pool_of_a_small_dev_shm_is_told(
