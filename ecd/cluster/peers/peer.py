@@ -36,6 +36,7 @@ class Peer:
     clock: Clock = REAL
     last: pb.NodeDescription = field(default_factory=pb.NodeDescription)
     last_error: str = ""
+    warned: str = ""  # the error of the last attempt to connect, which the log has
     is_full: bool = False  # it took no more links when it was asked last
     backoff_s: float = 0.0
     retry_at_s: float = 0.0
@@ -57,7 +58,7 @@ class Peer:
         return self.hinted and not self.was_reached
 
     def connected(self, description: pb.NodeDescription) -> None:
-        self.last, self.last_error = description, ""
+        self.last, self.last_error, self.warned = description, "", ""
         self.is_full, self.backoff_s = False, 0.0
 
     def failed(self, why: object, is_full: bool = False) -> None:

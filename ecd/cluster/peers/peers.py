@@ -14,7 +14,6 @@ import grpc
 
 from ecd.base.clock import REAL, Clock
 from ecd.base.identity import NodeIdentity
-from ecd.cluster.directory.directory import MAX_ERROR_CHARS
 from ecd.cluster.peers.link import ADDRESSES, Link
 from ecd.cluster.peers.peer import Peer, PeerUnavailable
 from ecd.cluster.transport.handshake import probe
@@ -252,9 +251,11 @@ class Peers:
             else:
                 raise
             why = " ".join(why.split())  # it may be the node's own words: one line of log is ours
-            is_news = peer.last_error != why[:MAX_ERROR_CHARS] and not peer.is_stranger
-            peer.failed(why, is_full)  # of made-up nodes no log is to be full
+            peer.failed(why, is_full)
+            is_news = why != peer.warned and not peer.is_stranger  # nobody fills the log with names
             logger.log(logging.WARNING if is_news else logging.INFO, "peer %s: %s", peer.node, why)
+            if is_news:
+                peer.warned = why
             raise peer.unavailable(f": {why}") from None
         finally:
             del self._connecting[peer.node]

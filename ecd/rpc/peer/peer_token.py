@@ -7,6 +7,7 @@ import hmac
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -58,8 +59,8 @@ class TokenCheck:
     def __init__(self, node: str, token: str | None, clock: Clock) -> None:
         self._node, self._token, self._clock = node, token, clock
         self._spent = SpentProofs()
-        self._told_s = -math.inf
-        self._untold = 0
+        self._told_s = {True: -math.inf, False: -math.inf}  # of members of the cluster, of others
+        self._untold: Counter[bool] = Counter()
 
     async def check(
         self,
@@ -86,9 +87,10 @@ class TokenCheck:
         if abs(now_s - made_s) > CLOCKS_APART_S:
             await self._refuse(
                 context,
-                f"the clock of {self._node} differs from the asking node's by "
-                f"{now_s - made_s:+,.0f} s, and at most {CLOCKS_APART_S:.0f} s are accepted: "
-                "set both clocks (NTP)",
+                f"the clock of {self._node} differs from the asking node's by about "
+                f"{(now_s - made_s) / 60:+,.0f} minutes, and at most {CLOCKS_APART_S / 60:.0f} are "
+                "accepted: set both clocks (NTP)",
+                is_member=True,
             )
         is_new = self._spent.spend(expected, made_s + CLOCKS_APART_S, now_s)
         if is_new is None:
@@ -99,17 +101,21 @@ class TokenCheck:
                 f"{MAX_PROOFS} calls have come within {2 * CLOCKS_APART_S:.0f} s: ask later",
             )
         if not is_new:
-            await self._refuse(context, "the proof was used before: make one for each call")
+            why = "the proof was used before: make one for each call"
+            await self._refuse(context, why, is_member=True)
         answer = proof(self._token, "answer", self._node, nonce)
         await context.send_initial_metadata((("ecd-proof", answer),))
 
-    async def _refuse(self, context: grpc.aio.ServicerContext[Any, Any], why: str) -> None:
-        """Abort the call, and have the log tell of it now and then."""
+    async def _refuse(
+        self, context: grpc.aio.ServicerContext[Any, Any], why: str, *, is_member: bool = False
+    ) -> None:
+        """Abort the call, and log some of the refusals: those of strangers hide no member's."""
         now_s = self._clock.now_s()
-        if now_s - self._told_s >= TOLD_EVERY_S:
-            more = f" ({self._untold:,} more since the last such line)" * bool(self._untold)
+        if now_s - self._told_s[is_member] >= TOLD_EVERY_S:
+            untold = self._untold.pop(is_member, 0)
+            more = f" ({untold:,} more since the last such line)" if untold else ""
             logger.warning("%s is refused: %s%s", context.peer(), why, more)
-            self._told_s, self._untold = now_s, 0
+            self._told_s[is_member] = now_s
         else:
-            self._untold += 1
+            self._untold[is_member] += 1
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
