@@ -94,7 +94,15 @@ def with_head(application: WSGIApplication) -> WSGIApplication:
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] != "HEAD":
             return application(environ, start_response)
-        application(environ | {"REQUEST_METHOD": "GET"}, start_response)
+        said: list[tuple[str, list[tuple[str, str]]]] = []
+
+        def note(status: str, headers: list[tuple[str, str]], *_: Any) -> Callable[..., object]:
+            said.append((status, headers))
+            return lambda _: None
+
+        body = b"".join(application(environ | {"REQUEST_METHOD": "GET"}, note))
+        [(status, headers)] = said
+        start_response(status, [*headers, ("Content-Length", str(len(body)))])
         return []
 
     return answer
