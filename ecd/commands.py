@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -194,6 +195,7 @@ def serve(
     **flags: str | None,
 ) -> None:
     """Run the daemon until SIGTERM or SIGINT. SIGHUP reads the file of --config again."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the daemon listens to it
     os.umask(os.umask(0o022) | 0o022)  # nobody else connects before the socket has its mode
     if warm:
         flags["warm_restart"] = "true"
