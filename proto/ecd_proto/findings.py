@@ -215,6 +215,16 @@ def engines(status: pb.StatusReply) -> Iterator[Finding]:
         yield Finding("engines", GOOD, f"{count}: none is kept from what another one stores")
 
 
+_REFUSALS_OF_REDIS = {
+    "without any password": "take the password out of the URL of ECD_DIRECTORY",
+    "NOAUTH|WRONGPASS|username-password|[Ii]nvalid password|Authentication required": (
+        "put the user and the password into the URL of ECD_DIRECTORY"
+    ),
+    "NOPERM|no permissions": "allow the user of ECD_DIRECTORY the command that is named",
+}
+"""Advice by what Redis says of a login, the first that fits."""
+
+
 def nodes(peers: pb.PeersReply) -> Iterator[Finding]:
     """Check the directory, and up to MAX_AWAY of the nodes that cannot be reached."""
     directory = peers.directory
@@ -223,9 +233,11 @@ def nodes(peers: pb.PeersReply) -> Iterator[Finding]:
     else:
         found = f"{directory.kind} does not answer: {directory.last_error}"
         advice = f"check that {directory.kind} runs, and that ECD_DIRECTORY leads to it"
-        if re.search(r"password|NOAUTH|NOPERM", directory.last_error):
-            found = f"{directory.kind} lets this node not in: {directory.last_error}"
-            advice = "put the user and the password into the URL of ECD_DIRECTORY"
+        for pattern, better in _REFUSALS_OF_REDIS.items():
+            if re.search(pattern, directory.last_error):
+                found = f"{directory.kind} refuses this node: {directory.last_error}"
+                advice = better
+                break
         yield Finding("directory", BAD, found, advice)
     away = [peer for peer in peers.peers if peer.state == "unreachable"]
     away.sort(key=lambda peer: not peer.incarnation)  # anybody can make up a node's name

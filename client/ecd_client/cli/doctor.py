@@ -97,8 +97,10 @@ def _reading(address: str, status: pb.StatusReply) -> Finding:
             client.contains(["doctor"])
             is_mapped = client._connection.session().index is not None
     except (EcdError, OSError) as error:
-        advice = "let this process see the daemon's ECD_SHM_DIR: mount it into the container"
-        if os.strerror(errno.EACCES) in str(error):
+        advice = "the daemon's log says why"
+        if os.strerror(errno.ENOENT) in str(error):
+            advice = "let this process see the daemon's ECD_SHM_DIR: mount it into the container"
+        elif os.strerror(errno.EACCES) in str(error):
             advice = "run engines as members of the daemon's group"
         return Finding("reading", BAD, str(error), advice)
     if not has_barriers():

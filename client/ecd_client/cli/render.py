@@ -91,6 +91,8 @@ WORK = {
 def _at_work(reply: pb.StatusReply) -> str:
     """The work of the parts that are not idle; "" of a daemon too old to report them."""
     work = [said for part, said in WORK.items() if not getattr(reply.idle, part)]
+    if not reply.idle.drained:  # until then the daemon says of none that it is done
+        work = work[:1]
     return f"; {', '.join(work)}" if work and reply.HasField("idle") else ""
 
 
