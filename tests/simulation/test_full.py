@@ -3,75 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from random import Random
 
 from ecd.cluster.fetcher import MAX_PAUSING
 from ecd.core.model.types import Key
 from ecd.live.flights import MAX_FLIGHTS, Maker
 from ecd_proto.contract import Hint
-from simulation.client import Client
-from simulation.clock import VirtualLoop
-from simulation.network import Weather
-from simulation.run import _abandon, small
-from simulation.scenario import SIZES, Action, Scenario, key_of
+from simulation.acts import FETCH_TIMEOUT_S, get, has, play, store
+from simulation.scenario import SIZES, key_of
 from simulation.world import Run
 
 LARGE, OTHER = len(SIZES) - 1, 0
-FETCH_TIMEOUT_S = 5.0
-
-
-Act = Callable[[Run], Coroutine[object, object, None]]
-
-
-def play(nodes: int, links: int, act: Act) -> None:
-    """Have nodes that take so many links start, and act."""
-    rng = Random(1)
-    loop = VirtualLoop(rng)
-    asyncio.set_event_loop(loop)
-    try:
-        with small(links):
-            loop.run_until_complete(_start_and_act(loop, nodes, act))
-    finally:
-        _abandon(loop)
-        asyncio.set_event_loop(None)
-
-
-async def _start_and_act(loop: VirtualLoop, nodes: int, act: Act) -> None:
-    about = "redis", 256 << 10, 30.0, FETCH_TIMEOUT_S, False, Weather(), 0.0, None, 0.0, (), 2
-    run = Run(loop, Scenario(1, nodes, *about))
-    for number in range(nodes):
-        run.start(number, is_warm=False)
-    await asyncio.sleep(0.5)
-    await act(run)
-    assert not [*run.violations, *loop.errors]
-
-
-async def get(run: Run, node: int, key: int) -> None:
-    """Ask the directory for the key, as an engine does that cannot encode it."""
-    await Client(run, node).get(Action(0.0, "get", node, 0, key, 5.0, 0.2))
-
-
-def has(run: Run, key: int) -> list[int]:
-    return [number for number, each in enumerate(run.daemons) if each.has(key_of(key))]
 
 
 def test_nodes_that_are_refused_read_from_those_that_were_not() -> None:
     async def act(run: Run) -> None:
-        await Client(run, 0).put(LARGE, 0.001, 0.0)
+        await store(run, 0, LARGE)
         await asyncio.sleep(0.5)
         await asyncio.gather(*(get(run, node, LARGE) for node in range(1, 7)))
         assert has(run, LARGE) == list(range(7))
         refused = [each.cache.counters.refused["peer_links"] for each in run.daemons]
         assert refused[0] >= 4
 
-    play(7, 2, act)
+    play(7, act, links=2)
 
 
 def test_a_link_that_is_not_used_makes_room_for_another() -> None:
     async def act(run: Run) -> None:
         for key in (LARGE, OTHER):
-            await Client(run, 0).put(key, 0.001, 0.0)
+            await store(run, 0, key)
         await asyncio.sleep(0.5)
         await get(run, 1, LARGE)
         await get(run, 2, OTHER)
@@ -81,14 +40,14 @@ def test_a_link_that_is_not_used_makes_room_for_another() -> None:
         await get(run, 2, OTHER)
         assert has(run, OTHER) == [0, 2]
 
-    play(3, 1, act)
+    play(3, act, links=1)
 
 
 def test_an_engine_encodes_at_once_what_a_node_that_is_not_full_delivers_more_slowly() -> None:
     async def act(run: Run) -> None:
         run.network.weather.bytes_per_s = 1e5
         for node, key in ((0, LARGE), (1, LARGE), (0, OTHER), (1, LARGE - 1)):
-            await Client(run, node).put(key, 0.001, 0.0)
+            await store(run, node, key)
         await asyncio.sleep(0.5)
         await get(run, 3, OTHER)  # takes the link of the first
         await get(run, 2, LARGE - 1)  # finds how slow the second is
@@ -101,13 +60,13 @@ def test_an_engine_encodes_at_once_what_a_node_that_is_not_full_delivers_more_sl
         assert outcomes == {"fetched": 1, "slower than encoding": 1}
         asker.live.close_session(session)
 
-    play(4, 1, act)
+    play(4, act, links=1)
 
 
 def test_an_engine_encodes_what_only_a_full_node_has() -> None:
     async def act(run: Run) -> None:
         for key in (LARGE, OTHER):
-            await Client(run, 0).put(key, 0.001, 0.0)
+            await store(run, 0, key)
         await asyncio.sleep(0.5)
         await get(run, 1, OTHER)  # takes the link
         asker, session = run.daemons[2], run.daemons[2].live.cache.open_session()
@@ -117,13 +76,13 @@ def test_an_engine_encodes_what_only_a_full_node_has() -> None:
         assert +asker.flights.outcomes == {"made here": 1}
         asker.live.close_session(session)
 
-    play(3, 1, act)
+    play(3, act, links=1)
 
 
 def test_a_node_without_time_asks_no_more() -> None:
     async def act(run: Run) -> None:
         for key in (LARGE, OTHER):
-            await Client(run, 0).put(key, 0.001, 0.0)
+            await store(run, 0, key)
         await asyncio.sleep(0.5)
         await get(run, 1, OTHER)
         asker = run.daemons[2]
@@ -134,13 +93,13 @@ def test_a_node_without_time_asks_no_more() -> None:
         await asyncio.sleep(1.1)
         assert +asker.flights.outcomes == {"full": 1}, "it is not late"
 
-    play(3, 1, act)
+    play(3, act, links=1)
 
 
 def test_flights_to_a_full_node_take_no_place_of_others() -> None:
     async def act(run: Run) -> None:
         for node, key in ((0, LARGE), (1, OTHER)):
-            await Client(run, node).put(key, 0.001, 0.0)
+            await store(run, node, key)
         await asyncio.sleep(0.5)
         await get(run, 2, LARGE)  # it has reached the node
         await asyncio.sleep(60.0 + 30.0)
@@ -157,13 +116,13 @@ def test_flights_to_a_full_node_take_no_place_of_others() -> None:
         await asyncio.sleep(FETCH_TIMEOUT_S)
         assert asker.flights.outcomes["full"] == MAX_FLIGHTS
 
-    play(4, 1, act)
+    play(4, act, links=1)
 
 
 def test_a_node_whose_idle_link_ended_asks_at_once() -> None:
     async def act(run: Run) -> None:
         for key in (LARGE, OTHER):
-            await Client(run, 0).put(key, 0.001, 0.0)
+            await store(run, 0, key)
         await asyncio.sleep(0.5)
         for node in (1, 2):
             await get(run, node, OTHER)
@@ -175,4 +134,4 @@ def test_a_node_whose_idle_link_ended_asks_at_once() -> None:
         assert has(run, LARGE) == [0, 1], "the link of another makes room"
         await reading
 
-    play(4, 2, act)
+    play(4, act, links=2)

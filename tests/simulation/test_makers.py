@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -14,41 +15,20 @@ from ecd.live.live import LOOKING_SHARE, SCAN_S
 from ecd.live.makings import MAX_MAKINGS
 from ecd_proto.contract import MAKING_S
 from ecd_proto.v1 import cache_pb2 as pb
-from simulation.client import Client, Session
+from simulation.acts import AT_ONCE_S, Answer, Engine, has, play, store
 from simulation.scenario import SIZES, key_of
-from simulation.test_full import has, play
 from simulation.world import Run
 
 NUMBER = 0
 KEY = key_of(NUMBER)
 LONG_S = 50.0
-AT_ONCE_S = 0.1
 
 
-class Engine:
+class Maker(Engine):
     """An engine that makes the key if no node has it."""
 
-    def __init__(self, run: Run, node: int) -> None:
-        self.run, self.node, self.session = run, node, Session(run, run.daemons[node])
-
-    def request(self, *makes: pb.Make, wait_s: float = LONG_S) -> pb.AcquireRequest:
-        return pb.AcquireRequest(
-            session=self.session.stream.token,
-            keys=[pb.Key(namespace=KEY.namespace, mm_hash=KEY.mm_hash)],
-            wait_s=wait_s,
-            only_if_written=True,
-            makes=makes,
-        )
-
-    async def ask(self, makes_s: float = LONG_S, wait_s: float = LONG_S) -> tuple[str, float]:
-        """Ask for the key: the outcome, and the seconds it took."""
-        request = self.request(pb.Make(index=0, wait_s=makes_s), wait_s=wait_s)
-        begun_s = self.run.loop.now_s
-        service = self.session.daemon.service
-        [outcome] = (await self.session.call(service.Acquire(request, None), 0.0)).outcomes
-        if outcome.HasField("waiting"):
-            outcome = await self.session.wait(outcome.waiting.ticket)
-        return outcome.WhichOneof("outcome"), self.run.loop.now_s - begun_s
+    async def ask(self, number: int = NUMBER, **about: Any) -> Answer:
+        return await super().ask(number, **{"makes_s": LONG_S, "wait_s": LONG_S, **about})
 
     async def begin(self) -> None:
         """Be the one that makes the key, and work on it."""
@@ -58,22 +38,27 @@ class Engine:
         assert took_s < AT_ONCE_S
 
     async def store(self) -> None:
-        await Client(self.run, self.node).put(NUMBER, 0.001, 0.0)
+        await store(self.run, self.node, NUMBER)
+
+    def stop(self, *keys: Key) -> None:
+        daemon = self.session.daemon
+        daemon.context.run(daemon.flights.stop_making, self.session.stream.session, keys)
 
     @property
     def sees_it_made_elsewhere(self) -> bool:
         return KEY in self.session.daemon.files.made_elsewhere
 
 
-def engines(run: Run) -> list[Engine]:
-    return [Engine(run, node) for node in range(len(run.daemons))]
+def makers(run: Run) -> list[Maker]:
+    """One on each node."""
+    return [Maker(run, node) for node in range(len(run.daemons))]
 
 
 def test_others_wait_for_as_long_as_the_maker_works_on_it() -> None:
     """The claim expires twice meanwhile, for a node that comes late."""
 
     async def act(run: Run) -> None:
-        maker, early, late = engines(run)
+        maker, early, late = makers(run)
         await maker.begin()
         waiting = [asyncio.ensure_future(early.ask())]
         await asyncio.sleep(2.5 * NODE_TTL_S)
@@ -89,28 +74,27 @@ def test_others_wait_for_as_long_as_the_maker_works_on_it() -> None:
         await asyncio.sleep(MAKING_S)
         assert not list(run.daemons[0].live.makings.lasting(0.0)), "it is stored"
 
-    play(3, 8, act)
+    play(3, act)
 
 
-async def kill(maker: Engine) -> None:
+async def kill(maker: Maker) -> None:
     maker.session.end()
 
 
-async def kill_daemon(maker: Engine) -> None:
+async def kill_daemon(maker: Maker) -> None:
     maker.session.daemon.die(silently=False)
 
 
-async def stop_daemon(maker: Engine) -> None:
+async def stop_daemon(maker: Maker) -> None:
     """In order: its record goes from the directory, and its claims stay."""
     await maker.session.daemon.stop()
 
 
-async def take_back(maker: Engine) -> None:
-    daemon = maker.session.daemon
-    daemon.context.run(daemon.flights.stop_making, maker.session.stream.session, [KEY])
+async def take_back(maker: Maker) -> None:
+    maker.stop(key_of(NUMBER + 1), KEY)
 
 
-async def find_no_room(maker: Engine) -> None:
+async def find_no_room(maker: Maker) -> None:
     content = pb.Content(dtype="uint8", shape=[1 << 30], nbytes=1 << 30)
     key = pb.Key(namespace=KEY.namespace, mm_hash=KEY.mm_hash)
     request = pb.ReserveRequest(
@@ -120,7 +104,7 @@ async def find_no_room(maker: Engine) -> None:
     assert reply.outcomes[0].HasField("entry_too_large")
 
 
-async def unlock(maker: Engine) -> None:
+async def unlock(maker: Maker) -> None:
     maker.session.unlock(KEY)
 
 
@@ -135,10 +119,10 @@ async def unlock(maker: Engine) -> None:
     ],
 )
 def test_who_works_on_it_no_more_is_waited_for_no_more(
-    stop: Callable[[Engine], object], within_s: float
+    stop: Callable[[Maker], object], within_s: float
 ) -> None:
     async def act(run: Run) -> None:
-        maker, other, third = engines(run)
+        maker, other, third = makers(run)
         await maker.begin()
         waiting = asyncio.ensure_future(other.ask())
         await asyncio.sleep(5.0)
@@ -154,17 +138,17 @@ def test_who_works_on_it_no_more_is_waited_for_no_more(
         await other.store()
         assert (await again)[0] == "leased"
 
-    play(3, 8, act)
+    play(3, act)
 
 
 @pytest.mark.parametrize("stop", [kill_daemon, stop_daemon])
 def test_what_a_daemon_that_has_gone_made_is_taken_over_by_one(
-    stop: Callable[[Engine], object],
+    stop: Callable[[Maker], object],
 ) -> None:
     """Nobody waited for it, so nobody knows that it has gone."""
 
     async def act(run: Run) -> None:
-        maker, second, third = engines(run)
+        maker, second, third = makers(run)
         await maker.begin()
         await stop(maker)
         await asyncio.sleep(NODE_TTL_S - 2 * MAKING_S)
@@ -175,25 +159,25 @@ def test_what_a_daemon_that_has_gone_made_is_taken_over_by_one(
         await second.store()
         assert (await waiting)[0] == "leased"
 
-    play(3, 8, act)
+    play(3, act)
 
 
 def test_a_key_that_nobody_works_on_is_waited_for_a_moment() -> None:
     async def act(run: Run) -> None:
-        maker, other = engines(run)
+        maker, other = makers(run)
         assert (await maker.ask())[0] == "missing"
         outcome, took_s = await other.ask()
         assert outcome == "missing"
         assert took_s < MAKING_S + SCAN_S + AT_ONCE_S
 
-    play(2, 8, act)
+    play(2, act)
 
 
 def test_a_maker_that_never_ends_is_waited_for_as_long_as_was_asked_for() -> None:
     """A call ends before, and its client sees why it found nothing."""
 
     async def act(run: Run) -> None:
-        maker, other, third = engines(run)
+        maker, other, third = makers(run)
         await maker.begin()
         outcome, took_s = await other.ask(makes_s=10.0, wait_s=2.0)
         assert outcome == "missing"
@@ -213,12 +197,12 @@ def test_a_maker_that_never_ends_is_waited_for_as_long_as_was_asked_for() -> Non
         await other.store()
         assert (await waiting)[0] == "leased", "the second had taken it over"
 
-    play(3, 8, act)
+    play(3, act)
 
 
 def test_what_comes_late_from_a_maker_has_the_time_of_any_fetch() -> None:
     async def act(run: Run) -> None:
-        maker, other = engines(run)
+        maker, other = makers(run)
         await maker.begin()
         fetch_s = run.scenario.fetch_timeout_s
         waiting = asyncio.ensure_future(other.ask(makes_s=2 * fetch_s, wait_s=2 * fetch_s))
@@ -227,17 +211,17 @@ def test_what_comes_late_from_a_maker_has_the_time_of_any_fetch() -> None:
         assert (await waiting)[0] == "leased"
         assert SIZES[NUMBER] == run.daemons[1].cache.views.info(KEY).content.nbytes
 
-    play(2, 8, act)
+    play(2, act)
 
 
 @pytest.mark.parametrize("leave", [take_back, kill])
 def test_a_node_waits_no_longer_than_an_engine_of_it_makes_the_key(
-    leave: Callable[[Engine], object],
+    leave: Callable[[Maker], object],
 ) -> None:
     """However long it has waited: it makes the key no more, and nobody waits for it."""
 
     async def act(run: Run) -> None:
-        maker, other, third = engines(run)
+        maker, other, third = makers(run)
         await maker.begin()
         waiting = asyncio.ensure_future(other.ask())
         await asyncio.sleep(5.0)
@@ -252,12 +236,12 @@ def test_a_node_waits_no_longer_than_an_engine_of_it_makes_the_key(
         assert outcome == "missing"
         assert took_s < AT_ONCE_S, "the second does not make it"
 
-    play(3, 8, act)
+    play(3, act)
 
 
 def test_a_node_waits_for_as_long_as_the_most_patient_of_its_engines_that_is_left() -> None:
     async def act(run: Run) -> None:
-        maker, hasty, patient = *engines(run), Engine(run, 1)
+        maker, hasty, patient = *makers(run), Maker(run, 1)
         await maker.begin()
         first = asyncio.ensure_future(hasty.ask(makes_s=3.0))
         await asyncio.sleep(1.0)
@@ -275,14 +259,14 @@ def test_a_node_waits_for_as_long_as_the_most_patient_of_its_engines_that_is_lef
         await take_back(patient)
         assert KEY not in run.daemons[1].live.makings
 
-    play(2, 8, act)
+    play(2, act)
 
 
 def test_no_node_waits_longer_than_a_minute_whoever_makes_the_key_by_then() -> None:
     async def act(run: Run) -> None:
-        maker, *others = engines(run)
+        maker, *others = makers(run)
         await maker.begin()
-        waiting = [asyncio.ensure_future(each.ask(1e9, 1e9)) for each in others]
+        waiting = [asyncio.ensure_future(each.ask(makes_s=1e9, wait_s=1e9)) for each in others]
         await asyncio.sleep(0.7 * MAX_WAIT_S)
         for each in others:
             each.session.lock(KEY)
@@ -291,24 +275,25 @@ def test_no_node_waits_longer_than_a_minute_whoever_makes_the_key_by_then() -> N
         assert [outcome for outcome, _ in outcomes] == ["missing"] * 2
         assert max(took_s for _, took_s in outcomes) < MAX_WAIT_S + AT_ONCE_S
 
-    play(3, 8, act)
+    play(3, act)
 
 
 @pytest.mark.parametrize("wrong", [[(1, 0.0)], [(0, 0.0), (0, 1.0)], [(0, -1.0)], [(0, 1e999)]])
 def test_makes_that_make_no_sense_are_refused(wrong: list[tuple[int, float]]) -> None:
     async def act(run: Run) -> None:
-        [engine] = engines(run)
+        [engine] = makers(run)
         await engine.begin()
-        request = engine.request(*(pb.Make(index=index, wait_s=wait_s) for index, wait_s in wrong))
+        makes = [pb.Make(index=index, wait_s=wait_s) for index, wait_s in wrong]
+        request = engine.request(KEY, wait_s=LONG_S, makes=makes)
         with pytest.raises(InvalidRequest):
             await engine.session.call(engine.session.daemon.service.Acquire(request, None), 0.0)
 
-    play(1, 8, act)
+    play(1, act)
 
 
 def test_a_wait_for_an_encode_is_no_slow_fetch() -> None:
     async def act(run: Run) -> None:
-        maker, other, third = engines(run)
+        maker, other, third = makers(run)
         fetched_s: list[float] = []
         for each in (other, third):
             each.session.daemon.deliveries._observe = lambda seconds, _: fetched_s.append(seconds)
@@ -324,23 +309,23 @@ def test_a_wait_for_an_encode_is_no_slow_fetch() -> None:
         for each in (other, third):
             assert not each.session.daemon.flights._slow_log.newest(clear=False)
 
-    play(3, 8, act)
+    play(3, act)
 
 
-async def run_out(other: Engine, waiting: asyncio.Task[tuple[str, float]]) -> None:
+async def run_out(other: Maker, waiting: asyncio.Task[Answer]) -> None:
     await waiting
 
 
-async def break_link(other: Engine, waiting: asyncio.Task[tuple[str, float]]) -> None:
+async def break_link(other: Maker, waiting: asyncio.Task[Answer]) -> None:
     await kill_daemon(other)
 
 
 @pytest.mark.parametrize("end", [run_out, break_link])
 def test_a_wait_that_has_ended_is_forgotten_where_the_key_is_made(
-    end: Callable[[Engine, asyncio.Task[tuple[str, float]]], Awaitable[None]],
+    end: Callable[[Engine, asyncio.Task[Answer]], Awaitable[None]],
 ) -> None:
     async def act(run: Run) -> None:
-        maker, other = engines(run)
+        maker, other = makers(run)
         await maker.begin()
         waiting = asyncio.ensure_future(other.ask(makes_s=10.0))
         await asyncio.sleep(5.0)
@@ -350,7 +335,7 @@ def test_a_wait_that_has_ended_is_forgotten_where_the_key_is_made(
         await asyncio.sleep(AT_ONCE_S)
         assert not making.waits
 
-    play(2, 8, act)
+    play(2, act)
 
 
 def test_looking_at_many_makings_takes_little_and_delays_no_scan() -> None:
@@ -379,4 +364,4 @@ def test_looking_at_many_makings_takes_little_and_delays_no_scan() -> None:
         assert makings < looks < (LOOKING_SHARE * for_s + SCAN_S) / look_s
         assert scans > (1.0 - 2 * LOOKING_SHARE) * for_s / SCAN_S
 
-    play(1, 8, act)
+    play(1, act)

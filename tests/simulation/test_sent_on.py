@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
-from simulation.client import Client
-from simulation.test_full import LARGE, get, has, play
+from simulation.acts import get, has, play, store
+from simulation.scenario import SIZES
 from simulation.world import Run
 
-NODES = 9
+NODES, LARGE = 9, len(SIZES) - 1
 
 
 def test_a_node_reads_where_it_was_sent() -> None:
     async def act(run: Run) -> None:
         run.network.weather.bytes_per_s = 1e6
-        await Client(run, 0).put(LARGE, 0.001, 0.0)
+        await store(run, 0, LARGE)
         await asyncio.sleep(0.5)
         await asyncio.gather(*(get(run, node, LARGE) for node in range(1, NODES)))
         assert has(run, LARGE) == list(range(NODES))
@@ -22,4 +22,4 @@ def test_a_node_reads_where_it_was_sent() -> None:
         assert len(read) == NODES - 1
         assert read.count(run.places[0].node) < len(read), "some read from those that had it first"
 
-    play(NODES, 2048, act)
+    play(NODES, act)

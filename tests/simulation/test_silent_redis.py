@@ -7,45 +7,19 @@ import asyncio
 import pytest
 from redis import ResponseError
 
+from ecd.cluster.directory.redis_directory import LOOKUP_TIMEOUT_S
 from ecd.core.model.types import Key
 from ecd_proto.contract import Hint
-from ecd_proto.v1 import cache_pb2 as pb
-from simulation.client import Client, Session
+from simulation.acts import Engine, has, play, store
 from simulation.scenario import SIZES, key_of
-from simulation.test_full import has, play
 from simulation.world import Run
 
 LARGE, OTHER = len(SIZES) - 1, 0
 
 
-async def ask(
-    run: Run, only_if_written: bool, makes_s: float | None = None, wait_s: float = 5.0
-) -> tuple[str, float]:
-    """Have a client of node 1 ask for LARGE: the outcome, and the seconds it took."""
-    session, key = Session(run, run.daemons[1]), key_of(LARGE)
-    request = pb.AcquireRequest(
-        session=session.stream.token,
-        keys=[pb.Key(namespace=key.namespace, mm_hash=key.mm_hash)],
-        wait_s=wait_s,
-        only_if_written=only_if_written,
-    )
-    if makes_s is not None:
-        request.makes.add(index=0, wait_s=makes_s)
-    begun_s = run.loop.now_s
-    reply = await session.call(session.daemon.service.Acquire(request, None), 0.0)
-    [outcome] = reply.outcomes
-    if outcome.HasField("waiting"):
-        outcome = await session.wait(outcome.waiting.ticket)
-    return outcome.WhichOneof("outcome"), run.loop.now_s - begun_s
-
-
 async def wait(run: Run, wait_s: float = 5.0) -> str:
-    """Ask as an engine does that has no encoder; the outcome."""
-    return (await ask(run, only_if_written=False, wait_s=wait_s))[0]
-
-
-async def store(run: Run, node: int, key: int = LARGE) -> None:
-    await Client(run, node).put(key, 0.001, 0.0)
+    """Have an engine of node 1 that has no encoder ask for LARGE; the outcome."""
+    return (await Engine(run, 1).ask(LARGE, only_if_written=False, wait_s=wait_s)).outcome
 
 
 def outcomes(run: Run) -> dict[str, int]:
@@ -57,11 +31,11 @@ def outcomes(run: Run) -> dict[str, int]:
 def test_who_waits_outlasts_a_short_failure(down_s: float, is_stored: str) -> None:
     async def act(run: Run) -> None:
         if is_stored == "before":
-            await store(run, 0)
+            await store(run, 0, LARGE)
             await asyncio.sleep(0.5)
         run.redis.is_down = True
         if is_stored == "meanwhile":
-            await store(run, 0)
+            await store(run, 0, LARGE)
         waiting = asyncio.ensure_future(wait(run))
         await asyncio.sleep(down_s)
         run.redis.is_down = False
@@ -69,7 +43,7 @@ def test_who_waits_outlasts_a_short_failure(down_s: float, is_stored: str) -> No
         assert await waiting == "leased"
         assert has(run, LARGE) == [0, 1]
 
-    play(2, 2, act)
+    play(2, act)
 
 
 @pytest.mark.parametrize("makes_s", [None, 0.0, 1.5])
@@ -82,13 +56,13 @@ def test_who_goes_on_without_does_not_wait(after_s: float | None, makes_s: float
         if after_s is not None:
             waiting = asyncio.ensure_future(wait(run, 0.05))
             await asyncio.sleep(after_s)
-        outcome, took_s = await ask(run, True, makes_s)
+        outcome, took_s = await Engine(run, 1).ask(LARGE, makes_s=makes_s)
         assert outcome == "missing"
-        assert took_s < 0.3
+        assert took_s < LOOKUP_TIMEOUT_S + 0.01
         if after_s is not None:
             await waiting
 
-    play(2, 2, act)
+    play(2, act)
 
 
 def test_nobody_waits_for_a_redis_that_is_away_for_long() -> None:
@@ -100,7 +74,7 @@ def test_nobody_waits_for_a_redis_that_is_away_for_long() -> None:
             assert outcomes(run)[outcome] == before + 1
             await asyncio.sleep(1.0)
 
-    play(2, 2, act)
+    play(2, act)
 
 
 def test_nobody_waits_for_a_redis_that_refuses_lookups() -> None:
@@ -118,12 +92,12 @@ def test_nobody_waits_for_a_redis_that_refuses_lookups() -> None:
             assert number == 0 or not run.daemons[1].flights
             await asking
 
-    play(2, 2, act)
+    play(2, act)
 
 
 def test_offers_take_no_place_of_clients_that_wait() -> None:
     async def act(run: Run) -> None:
-        await store(run, 0)
+        await store(run, 0, LARGE)
         await asyncio.sleep(0.5)
         here, run.redis.is_down = run.daemons[1], True
         here_too = Hint(run.places[0].node)
@@ -134,7 +108,7 @@ def test_offers_take_no_place_of_clients_that_wait() -> None:
         run.redis.is_down = False
         assert await waiting == "leased"
 
-    play(2, 2, act)
+    play(2, act)
 
 
 def test_what_a_client_here_has_stored_meanwhile_is_written_here() -> None:
@@ -142,12 +116,12 @@ def test_what_a_client_here_has_stored_meanwhile_is_written_here() -> None:
         run.redis.is_down = True
         waiting = asyncio.ensure_future(wait(run))
         await asyncio.sleep(0.1)
-        await store(run, 1)
+        await store(run, 1, LARGE)
         assert await waiting == "leased"
         await asyncio.sleep(5.0)
         assert outcomes(run) == {"written here": 1}
 
-    play(2, 2, act)
+    play(2, act)
 
 
 def test_a_hinted_node_that_does_not_answer_is_counted_as_such() -> None:
@@ -158,4 +132,4 @@ def test_a_hinted_node_that_does_not_answer_is_counted_as_such() -> None:
         await asyncio.sleep(5.0)
         assert outcomes(run) == {"unreachable": 1}
 
-    play(2, 2, act)
+    play(2, act)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import itertools
+from collections.abc import Mapping
 from functools import cache
 from random import Random
+from typing import Any
 
 from ecd.core.model.states import EntryState
 from ecd.settings.config import Config
@@ -39,8 +41,11 @@ def _config() -> Config:
 class Run(World):
     """One run of a scenario; `violations` is what it has shown to be broken."""
 
-    def __init__(self, loop: VirtualLoop, scenario: Scenario) -> None:
-        self.scenario, self.loop = scenario, loop
+    def __init__(
+        self, loop: VirtualLoop, scenario: Scenario, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """`settings` are those of every daemon, besides what the scenario says."""
+        self.scenario, self.loop, self.settings = scenario, loop, settings or {}
         self.rng = Random(scenario.seed + 1)
         network = Network(loop, self.rng)
         super().__init__(network, Engines(network), SimulatedRedis(network))
@@ -102,6 +107,7 @@ class Run(World):
                 "lease_ttl_s": scenario.lease_ttl_s,
                 "fetch_timeout_s": scenario.fetch_timeout_s,
                 "readers_per_entry": scenario.readers_per_entry,
+                **self.settings,
             }
         )
         incarnation = f"{next(self._incarnations):032x}"
