@@ -1,7 +1,7 @@
 """A model of the Redis that the directory asks: its rows in memory, its answers late or lost.
 
-It knows the commands and the two scripts that `redis_rows` sends, no others. Tests of the
-directory against a real Redis are in tests/cluster.
+It knows the commands and the two scripts that `redis_rows` sends, no others. `test_simulated_redis`
+in tests/cluster compares its answers with those of a real one.
 """
 
 from __future__ import annotations
@@ -65,14 +65,16 @@ class SimulatedRedis:
         return (self._get(name) or b"")[start : end + 1]
 
     def hset(self, name: str, field: str, value: bytes) -> int:
-        self._rows.setdefault(name, {})[field.encode()] = value
-        return 1
+        row = self._rows.setdefault(name, {})
+        is_new = field.encode() not in row
+        row[field.encode()] = value
+        return int(is_new)
 
     def hdel(self, name: str, field: str) -> int:
         return int(self._rows.get(name, {}).pop(field.encode(), None) is not None)
 
-    def expire(self, name: str, ttl_s: float) -> int:
-        return 1  # an hour: longer than any simulated run
+    def expire(self, name: str, ttl_s: float) -> bool:
+        return bool(self._rows.get(name))  # an hour: longer than any simulated run
 
     def eval(self, script: str, count: int, name: str, *args: Any) -> Any:
         if script == SOME_OF_ROW:

@@ -1,0 +1,52 @@
+"""The simulation's model of Redis answers as Redis does, whatever the directory says to it."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+from ecd.cluster.directory.redis_rows import CLAIM, SOME_OF_ROW, connect
+from simulation.clock import VirtualLoop
+from simulation.network import Network
+from simulation.redis import SimulatedRedis
+from support.redis import RedisServer
+from support.waiting import HANG_S
+
+ONE, TWO = "1" * 32, "2" * 32
+TTL_MS, GONE_S = 900_000, 3600
+PIPELINES: list[list[tuple[Any, ...]]] = [
+    [("set", "n", "record", {"ex": 900, "xx": True}), ("exists", "n"), ("getrange", "n", 0, 3)],
+    [("set", "n", "record", {"ex": 900}), ("set", "n", "again", {"ex": 900, "xx": True})],
+    [("exists", "n"), ("getrange", "n", 0, 2), ("getrange", "n", 0, 1024)],
+    [("hset", "e", ONE, b"0:0+5"), ("hset", "e", ONE, b"0:8+5"), ("expire", "e", GONE_S)],
+    [("eval", SOME_OF_ROW, 1, "e", 16), ("eval", SOME_OF_ROW, 1, "nothing", 16)],
+    [("hdel", "e", TWO), ("hdel", "e", ONE), ("eval", SOME_OF_ROW, 1, "e", 16)],
+    [("eval", CLAIM, 1, "m", ONE, "", TTL_MS), ("eval", CLAIM, 1, "m", TWO, "", TTL_MS)],
+    [("eval", CLAIM, 1, "m", TWO, ONE, TTL_MS), ("eval", CLAIM, 1, "m", ONE, "", TTL_MS)],
+    [("eval", CLAIM, 1, "m", TWO, "", TTL_MS), ("getrange", "m", 0, 1024)],
+    [("delete", "n"), ("delete", "n"), ("exists", "n")],
+]
+
+
+async def answers(client: Any) -> list[Any]:
+    said = []
+    for commands in PIPELINES:
+        pipeline = client.pipeline(transaction=False)
+        for name, *arguments in commands:
+            how = arguments.pop() if isinstance(arguments[-1], dict) else {}
+            getattr(pipeline, name)(*arguments, **how)
+        said.append(await pipeline.execute(raise_on_error=False))
+    await client.set("n", "record", ex=900)
+    said.append([await client.exists("n")])
+    await client.aclose()
+    return said
+
+
+def test_it_answers_as_redis_does(redis: RedisServer) -> None:
+    rng = Random(1)
+    loop = VirtualLoop(rng)
+    model = SimulatedRedis(Network(loop, rng))
+    simulated = loop.run_until_complete(answers(model.client("redis://r", 1.0)))
+    loop.close()
+    assert simulated == asyncio.run(answers(connect(redis.url, HANG_S)))
