@@ -397,6 +397,34 @@ def test_a_poisoned_row_costs_its_own_candidates(empty_redis: RedisServer) -> No
     check_that_all_is_found(redis)
 
 
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        ("set", "CLAIM", "x" * 100_000),
+        ("set", "CLAIM", "0" * 32),
+        ("set", "CLAIM", ""),
+        ("hset", "CLAIM", "a", "b"),
+        ("set", "CLAIM", "\udcff\udcfe" * 16),
+    ],
+    ids=["long", "unknown", "empty", "hash", "bytes"],
+)
+def test_a_claim_that_is_not_ours_costs_nothing(
+    empty_redis: RedisServer, garbage: tuple[str, ...]
+) -> None:
+    key = Key("default", "k")
+    name = RowNames("default").claim(key)
+    empty_redis.ask(*(name if word == "CLAIM" else word for word in garbage))
+    assert empty_redis.ask("exists", name) == "1"
+
+    async def claim() -> None:
+        directory = directory_at(empty_redis.url)
+        assert await directory.claim({key: ""}) == {}
+        assert directory.state.errors == 0
+        await directory.close()
+
+    asyncio.run(claim())
+
+
 MANY_FIELDS = (
     "for i = 1, 10000 do redis.call('hset', KEYS[1], string.format('%032x', i), '0:0+5') end"
 )
