@@ -389,7 +389,7 @@ EDITED = {
     ),
     "a client without an encoder is told to encode": Bug(
         "nodes",
-        "cluster/test_fetch_or_encode.py",
+        "simulation/test_fetch_or_encode.py",
         Edit(
             "ecd/cluster/deliveries.py",
             "if flight.is_needed or lease.data:",

@@ -18,6 +18,7 @@ from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import Pool
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
+from ecd.live.slow_log import SlowLog
 from ecd.memory.checksums import Checksums
 from ecd.memory.disk.disk import DiskTier
 from ecd.memory.disk.disk_reads import READERS
@@ -105,7 +106,8 @@ class Daemon(Process):
         self.live = LiveCache(self.cache, clock=loop.clock)
         self.files = Files()
         identity = NodeIdentity("default", self.incarnation, "ecd simulated", node)
-        self.node = Node(self.live, self.files, identity)
+        slow_log = SlowLog(clock=loop.clock)
+        self.node = Node(self.live, self.files, identity, slow_log)
         self.flights: Flights = self.node.flights
         self.checksums = Checksums(self.live, {0: place})
         recovery: Recovering = NothingToRecover()
@@ -132,7 +134,7 @@ class Daemon(Process):
         self.deliveries = self.fetcher.deliveries
         self.deliveries._commit = self._checked(self.deliveries._commit)
         self.flights.reload(config.fetch_timeout_s)
-        monitor = Monitor(pb.StatusReply, lambda *_: None)
+        monitor = Monitor(pb.StatusReply, lambda *_: None, slow_log)
         self.service = self.node.service(self.cluster, recovery, monitor, self.disk)
         self.peers = PeerService(
             self.live, self.cluster, TokenCheck(node, None, loop.clock), config.readers_per_entry

@@ -28,7 +28,6 @@ def get(client: Client, command: dict) -> dict:
         timeout,
         only_if_written=True,
         nodes=[command["nodes"]],
-        makes=[command.get("makes")],
     )
     item = found.result(timeout + 5)
     seconds = time.monotonic() - started
