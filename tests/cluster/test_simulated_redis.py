@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from random import Random
 from typing import Any
+
+import pytest
+from redis import RedisError
 
 from ecd.cluster.directory.redis_rows import CLAIM, SOME_OF_ROW, connect
 from simulation.clock import VirtualLoop
@@ -43,10 +47,35 @@ async def answers(client: Any) -> list[Any]:
     return said
 
 
-def test_it_answers_as_redis_does(redis: RedisServer) -> None:
+async def failure(client: Any) -> str:
+    with pytest.raises(RedisError) as error:
+        await client.exists("n")
+    await client.aclose()
+    return error.typename
+
+
+@pytest.fixture
+def model() -> Iterator[SimulatedRedis]:
     rng = Random(1)
     loop = VirtualLoop(rng)
-    model = SimulatedRedis(Network(loop, rng))
-    simulated = loop.run_until_complete(answers(model.client("redis://r", 1.0)))
+    yield SimulatedRedis(Network(loop, rng))
     loop.close()
+
+
+def test_it_answers_as_redis_does(redis: RedisServer, model: SimulatedRedis) -> None:
+    simulated = model.network.loop.run_until_complete(answers(model.client("redis://r", 1.0)))
     assert simulated == asyncio.run(answers(connect(redis.url, HANG_S)))
+
+
+def test_it_stands_still_as_redis_does(redis: RedisServer, model: SimulatedRedis) -> None:
+    model.is_halted = True
+    simulated = model.network.loop.run_until_complete(failure(model.client("redis://r", 1.0)))
+    with redis.stopped():
+        assert simulated == asyncio.run(failure(connect(redis.url, 0.1)))
+
+
+def test_it_is_away_as_redis_is(redis: RedisServer, model: SimulatedRedis) -> None:
+    model.is_down = True
+    simulated = model.network.loop.run_until_complete(failure(model.client("redis://r", 1.0)))
+    redis.kill()
+    assert simulated == asyncio.run(failure(connect(redis.url, HANG_S)))

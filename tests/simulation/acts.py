@@ -8,7 +8,9 @@ from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
+from ecd.cluster.cluster import LOCATE_S
 from ecd.core.model.types import Key
+from ecd.rpc.cache.cache_service import MAKING_ROOM_S
 from ecd_proto.contract import Hint
 from ecd_proto.v1 import cache_pb2 as pb
 from simulation.client import Client, Session
@@ -133,6 +135,25 @@ class Engine:
     async def ask(self, number: int, **about: Any) -> Answer:
         [answer] = await self.ask_for(key_of(number), **about)
         return answer
+
+    async def put(self, *keys: Key, metadata: bytes = b"") -> None:
+        """Store small entries, with no bytes that `ask` knows."""
+        service, token = self.session.daemon.service, self.session.stream.token
+        content = pb.Content(dtype="uint8", shape=[100], nbytes=100, metadata=metadata)
+        named = [pb.Key(namespace=key.namespace, mm_hash=key.mm_hash) for key in keys]
+        items = [pb.ReserveItem(key=key, content=content) for key in named]
+        reserve = service.Reserve(pb.ReserveRequest(session=token, items=items), None)
+        outcomes = (await self.session.call(reserve, MAKING_ROOM_S)).outcomes
+        reservations = [outcome.reserved.reservation for outcome in outcomes]
+        commit = service.Commit(pb.CommitRequest(session=token, reservations=reservations), None)
+        assert all((await self.session.call(commit, 0.0)).committed)
+
+    async def locate(self, *keys: Key) -> tuple[pb.LocateReply, float]:
+        """What the daemon says of these keys, and the seconds it took."""
+        named = [pb.Key(namespace=key.namespace, mm_hash=key.mm_hash) for key in keys]
+        begun_s = self.run.loop.now_s
+        locate = self.session.daemon.service.Locate(pb.LocateRequest(keys=named), None)
+        return await self.session.call(locate, LOCATE_S), self.run.loop.now_s - begun_s
 
 
 def engines(run: Run) -> list[Engine]:

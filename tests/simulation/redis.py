@@ -10,11 +10,13 @@ import asyncio
 from typing import Any
 
 from redis import ConnectionError as RedisConnectionError
+from redis import TimeoutError as RedisTimeoutError
 
 from ecd.cluster.directory.redis_rows import CLAIM, SOME_OF_ROW
 from simulation.network import Network
 
 Row = dict[bytes, bytes]
+HALT_STEP_S = 0.001
 
 
 class SimulatedRedis:
@@ -22,7 +24,8 @@ class SimulatedRedis:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.is_down = False
+        self.is_down = self.is_halted = False
+        self.took_s = 0.0  # until it has obeyed what is sent at one time
         self.lost = 0.0  # share of answers that never come, to commands that were obeyed
         self._strings: dict[str, tuple[bytes, float]] = {}
         self._rows: dict[str, Row] = {}
@@ -112,12 +115,24 @@ class Client:
         await asyncio.sleep(network.delay_s())
         if redis.is_down:
             raise RedisConnectionError("it is down")
+        if redis.is_halted or redis.took_s:
+            await self._wait_for_it()
         answers = [getattr(redis, name)(*args, **how) for name, args, how in commands]
         await asyncio.sleep(network.delay_s())
         if redis.is_down or network.rng.random() < redis.lost:
             await asyncio.sleep(self._timeout_s)
             raise RedisConnectionError("the answer did not come")
         return answers
+
+    async def _wait_for_it(self) -> None:
+        """Wait until it goes on, and is done."""
+        loop = self._redis.network.loop
+        until_s = loop.now_s + self._timeout_s
+        while self._redis.is_halted:
+            if loop.now_s >= until_s:
+                raise RedisTimeoutError("it says nothing")
+            await asyncio.sleep(HALT_STEP_S)
+        await asyncio.sleep(self._redis.took_s)
 
 
 class Pipeline:
