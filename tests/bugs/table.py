@@ -434,7 +434,7 @@ EDITED = {
     ),
     "locate says that it heard all": Bug(
         "nodes",
-        "cluster/test_locate.py",
+        "simulation/test_locate.py",
         Edit(
             "ecd/cluster/cluster.py",
             'return found, was_heard and state.kind != "none"',

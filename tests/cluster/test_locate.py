@@ -25,7 +25,6 @@ import pytest
 from ecd_client import Client, Holder, InvalidArgument, Located
 from ecd_proto.contract import MAX_BATCH
 from support.daemon import Daemon, changed
-from support.pairs import start_all
 from support.processes import run
 from support.redis import RedisServer
 from support.waiting import HANG_S, eventually, value_of
@@ -89,6 +88,7 @@ def test_the_command_shows_it_and_finds_the_namespace(daemon: Daemon, client: Cl
     client.put_bytes("[red]k", b"x", "uint8", (1,), namespace="n")
     done = locate(daemon, "[red]k")
     assert done.returncode == 0, done.stderr
+    assert "may hold more" in done.stdout
     assert f"{socket.gethostname()}/{daemon.name}" in done.stdout
     assert "[red]k" in done.stdout
     told = json.loads(locate(daemon, "[red]k", "--json").stdout)
@@ -296,43 +296,3 @@ def test_redis_knows_the_other_holders(
         return (done.returncode, there.peer in done.stdout) == (0, True)
 
     eventually(is_shown, "the command shows it")
-    with shared_redis.stopped():
-        found = client.locate(["both", "far"])
-        assert [len(holders) for holders in found.holders] == [1, 0]
-        assert found.is_partial, "nobody knows what Redis would have said"
-        assert "may hold more" in locate(here, "both").stdout
-    assert whole(client, ["far"]) == [[far]]
-
-
-def test_every_static_peer_is_heard_and_a_dead_one_is_said(
-    unused_pair: list[Daemon], make_peer: MakePeer, client_of: ClientOf
-) -> None:
-    first, second = [daemon.peer for daemon in unused_pair]
-    here = make_peer(ECD_PEERS=f"{first},{second}")
-    other = make_peer(ECD_PEERS=f"{first},127.0.78.3:9465")  # nobody is there
-    start_all(here, other)
-    client = client_of(here)
-    for each in unused_pair:
-        put(client_of(each), "k", 55)
-    client_of(unused_pair[1]).put_bytes("told", b"1", "uint8", (1,), metadata=b"\x01")
-    assert whole(client, ["told"]) == [[Holder(second, 1, None, b"\x01")]]
-    holders, none = whole(client, ["k", "absent"])
-    assert {(at.node, at.nbytes) for at in holders} == {(first, 55), (second, 55)}
-    assert none == []
-    assert len(whole(client, ["k"])[0]) == 2, "the first answer is not the last"
-
-    def one_is_heard() -> bool:
-        found = client_of(other).locate(["k"])
-        assert found.is_partial
-        return [at.node for at in found.holders[0]] == [first]
-
-    eventually(one_is_heard, "the living one answers in time")
-
-
-def test_without_a_directory_an_answer_is_for_this_node_alone(
-    make_peer: MakePeer, client_of: ClientOf
-) -> None:
-    client = client_of(make_peer().start())
-    put(client, "k")
-    found = client.locate(["k"])
-    assert (len(found.holders[0]), found.is_partial) == (1, True)
