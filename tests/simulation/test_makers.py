@@ -269,6 +269,20 @@ def test_a_key_that_nobody_works_on_is_waited_for_a_moment() -> None:
     play(2, act)
 
 
+def test_a_maker_that_begins_anew_all_the_time_is_waited_for_no_longer_than_asked() -> None:
+    async def act(run: Run) -> None:
+        first, *others = makers(run)
+        await first.begin()
+        waiting = [asyncio.ensure_future(each.ask(makes_s=MAKING_S)) for each in others]
+        while not all(each.done() for each in waiting):
+            await first.ask(makes_s=0.0)
+            await asyncio.sleep(0.2)
+        for outcome, took_s in await asyncio.gather(*waiting):
+            assert (outcome, took_s) == ("missing", pytest.approx(MAKING_S, abs=0.01))
+
+    play(4, act)
+
+
 def test_what_comes_after_the_end_of_a_call_is_for_the_next() -> None:
     async def act(run: Run) -> None:
         maker, other = makers(run)
