@@ -343,7 +343,7 @@ EDITED = {
     # -- other nodes ---------------------------------------------------------------------------
     "a hint leads to any node": Bug(
         "nodes",
-        "cluster/test_hints.py",
+        "simulation/test_hints.py",
         Edit(
             "ecd/cluster/peers/admission.py",
             "return _Standing.HINTED if _is_within(host, self._networks) else _Standing.UNKNOWN",
@@ -857,7 +857,7 @@ EDITED = {
     ),
     "entries are evicted for a place that a hint names": Bug(
         "security",
-        "cluster/test_hints.py",
+        "simulation/test_hints.py",
         Edit(
             "ecd/core/pool/pool.py",
             "return is_below and self.rounded_bytes(nbytes) <= self.largest_free_bytes",

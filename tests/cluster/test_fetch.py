@@ -126,26 +126,6 @@ def test_hints_alone(peers: Pair) -> None:
         assert (item.tensor == 1).all(), "a dead hint costs an attempt"
 
 
-def test_hints_lead_only_where_they_may(
-    peers: Pair, make_peer: MakePeer, client_of: ClientOf
-) -> None:
-    """Hints come from whoever sends requests."""
-    here, elsewhere = peers.here, {"ECD_HINT_NETWORKS": "10.0.0.0/8"}
-    b = make_peer(**elsewhere)
-    c = make_peer(**elsewhere, ECD_PEERS=here.node, ECD_DIRECTORY="none")
-    start_all(b, c)
-    here.put("k", torch.ones(100))
-    there = peers.client_of(b)
-    for hint in (
-        *(here.node, there.node, "169.254.169.254:80", "example.org:443", "127.0.0.1", "::1:9465"),
-        *("127.0.0.1:99999", "a" * 5000, "127.0.0.1:9465\n", ""),
-    ):
-        assert missed(there, "k", [hint]), hint
-    assert len(b.peers().peers) == 0, "nobody was even asked"
-    with peers.client_of(c).get("k", HANG_S, nodes=[here.node]) as item:
-        assert (item.tensor == 1).all(), "a node that the settings name may always be asked"
-
-
 def test_static_peers_are_asked_at_one_time(peers: Pair, make_peer: MakePeer) -> None:
     asking = make_peer(ECD_PEERS=f"{NOBODY},{peers.a.peer},{peers.b.peer}").start()
     client = peers.client_of(asking)

@@ -87,7 +87,7 @@ def test_hints_wait_no_longer_for_a_redis_that_stands_still() -> None:
         assert {outcome for outcome, _ in answers} == {"missing"}
         assert max(answer.took_s for answer in answers) < LOOKUP_TIMEOUT_S + MOMENT_S
 
-    play(1, act, {"hint_networks": ""})
+    play(1, act, {"hint_networks": ()})
 
 
 def test_no_question_waits_longer_than_a_lookup() -> None:
@@ -141,7 +141,7 @@ def test_hints_lead_to_nodes_that_the_directory_knows() -> None:
         assert (await engine.ask(NUMBER, hints=hints)).outcome == "leased"
         assert [peer.node for peer in daemon.cluster.status().peers] == [run.places[0].node]
 
-    play(2, act, {"hint_networks": ""})
+    play(2, act, {"hint_networks": ()})
 
 
 def of_row(run: Run, node: int) -> tuple[str, str]:
