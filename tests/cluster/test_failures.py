@@ -251,31 +251,6 @@ def test_some_packets_are_lost(two_in_haste: TwoNodes) -> None:
     two.nothing_leaked()
 
 
-def test_a_fetch_that_takes_too_long_is_a_miss(two_in_haste: TwoNodes) -> None:
-    two = two_in_haste
-    before = two.begin().fetches["late"]
-    two.end(found=False)
-    assert two.wants.peers().fetches["late"] == before + 1
-    two.near.throttle("10gbit")
-    two.works("k")
-    two.nothing_leaked()
-
-
-def test_nodes_that_expect_a_key_from_each_other_do_not_wait(make_peer: MakePeer) -> None:
-    a, b = both = [make_peer(ECD_FETCH_TIMEOUT_S=str(LONG_S)) for _ in range(2)]
-    a._settings["ECD_PEERS"], b._settings["ECD_PEERS"] = b.peer, a.peer
-    start_all(*both)
-    with Client(a.address) as here, Client(b.address) as there:
-        for attempt in range(10):
-            hints = [Hint(node, 0, 0, 1000 * attempt) for node in (b.peer, a.peer)]
-            found = [
-                client.get_async([f"k{attempt}"], LONG_S, only_if_written=True, nodes=[[hint]])[0]
-                for client, hint in zip((here, there), hints, strict=True)
-            ]
-            assert [each.result(HANG_S) for each in found] == [None, None]
-    assert a.peers().speculative_reads + b.peers().speculative_reads > 0
-
-
 # -- a peer that lies ------------------------------------------------------------------------------
 
 SEVERAL = """

@@ -126,19 +126,6 @@ def test_hints_alone(peers: Pair) -> None:
         assert (item.tensor == 1).all(), "a dead hint costs an attempt"
 
 
-def test_static_peers_are_asked_at_one_time(peers: Pair, make_peer: MakePeer) -> None:
-    asking = make_peer(ECD_PEERS=f"{NOBODY},{peers.a.peer},{peers.b.peer}").start()
-    client = peers.client_of(asking)
-    for number, holder in enumerate((peers.here, peers.there)):
-        holder.put(f"k{number}", torch.full((1000,), float(number)))
-    for number in range(2):
-        with client.get(f"k{number}", HANG_S) as item:
-            assert (item.tensor == number).all()
-    assert missed(client, "nothing"), "nobody waits for the node that is away"
-    assert asking.peers().directory.kind == "static"
-    assert asking.peers().speculative_reads_used == 2
-
-
 def test_an_entry_that_is_being_written_is_waited_for(
     peers: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,19 +153,6 @@ def test_an_entry_that_is_being_written_is_waited_for(
         assert stored.result(HANG_S)
     counted = peers.counted
     assert (counted["speculative"], counted["speculative used"]) == (1, 0), "what lay there before"
-
-
-def test_offers_bring_entries_ahead_of_need(peers: Pair) -> None:
-    here, there = peers.here, peers.there
-    here.put("before", torch.full((1 << 20,), 1.0))
-    here.offer(["before", "after"], [there.node])
-    here.offer(["never"], ["169.254.0.1:80", "nonsense"])
-    eventually(lambda: there.contains(["before"]) == [True], what="what is stored already")
-    here.put("after", torch.full((1 << 20,), 2.0))
-    eventually(lambda: there.contains(["after"]) == [True], what="what was stored later")
-    with there.get("after") as item:
-        assert (item.tensor == 2.0).all()
-    assert (peers.counted["fetched"], peers.counted["speculative used"]) == (2, 2)
 
 
 # -- hints that say where an entry lies ------------------------------------------------------------
@@ -308,22 +282,6 @@ def test_hints_grow_old_while_they_are_followed(peers: Pair, make_peer: MakePeer
 
 
 # -- bounds ----------------------------------------------------------------------------------------
-
-
-def test_no_room_is_a_miss(peers: Pair, make_peer: MakePeer) -> None:
-    b = make_peer("16MiB").start()
-    here, there = peers.here, peers.client_of(b)
-    here.put("huge", torch.zeros(32 << 20, dtype=torch.uint8))
-    here.put("big", torch.zeros(12 << 20, dtype=torch.uint8))
-    there.put("mine", torch.zeros(10 << 20, dtype=torch.uint8))
-    with there.get("mine"):
-        for key in ("huge", "big"):
-            assert missed(there, key, [here.node])
-    assert b.peers().fetches["no room"] == 2
-    eventually(lambda: b.status().leases == 0, what="what is in the way being released")
-    with there.get("big", HANG_S, nodes=[here.node]) as item:
-        assert (item.tensor == 0).all()
-    b.check_nothing_leaked()
 
 
 def test_a_daemon_without_peers_listens_on_nothing_but_its_metrics(daemon: Daemon) -> None:
@@ -569,23 +527,3 @@ def test_an_entry_on_the_disk_of_a_node_is_found_and_fetched(
     a.evict_all()
     b.evict_all()
     assert missed(there, away[0]), "it is erased"
-
-
-def test_a_ttl_counts_from_the_put_on_whichever_node(peers: Pair, make_peer: MakePeer) -> None:
-    ttls = "1h", "1h", "1s"
-    a, b, strict = (make_peer(ECD_NAMESPACE_TTLS=f"{peers.name}={ttl}") for ttl in ttls)
-    start_all(a, b, strict)
-    here, there, elsewhere = map(peers.client_of, (a, b, strict))
-    here.put("k", torch.ones(1000))
-    peers.here.put("of a node without rules", torch.ones(1000))
-    are_old = lambda: all(e.age_s > 1.0 for each in (a, peers.a) for e in each.entries())  # noqa: E731
-    eventually(are_old, "too old for the strict node")
-    assert missed(elsewhere, "of a node without rules", [peers.a.peer]), "it tells the age"
-    assert missed(elsewhere, "k", [a.peer])
-    assert [peer.state for peer in strict.peers().peers] == ["connected"] * 2
-    assert strict.peers().fetches["fetched"] == 0
-    [entry] = a.entries()
-    with there.get("k", HANG_S, nodes=[here.node]) as item:
-        assert torch.equal(item.tensor, torch.ones(1000))
-    [fetched] = b.entries()
-    assert 0.0 < fetched.expires_in_s <= entry.expires_in_s, "not from its arrival"

@@ -102,7 +102,8 @@ class Daemon(Process):
         loop, node = world.network.loop, place.node
         policy = ValueDensity(place.pool.nbytes, fingerprints(b"salt")) if has_values else Lru()
         pool = Pool(Allocator(0, place.pool.nbytes, GRANULE_BYTES), policy=policy)
-        self.pool, self.cache = pool, Cache([pool], config.lease_ttl_s)
+        rules = config.rules(place.pool.nbytes)
+        self.pool, self.cache = pool, Cache([pool], config.lease_ttl_s, rules=rules)
         self.live = LiveCache(self.cache, clock=loop.clock)
         self.files = Files()
         identity = NodeIdentity("default", self.incarnation, "ecd simulated", node)

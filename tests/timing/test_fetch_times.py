@@ -102,28 +102,6 @@ def test_a_turn_that_takes_long(figure: Figure) -> None:
     asyncio.run(run())
 
 
-def test_a_miss_at_nodes_that_are_away(apart: Apart, figure: Figure) -> None:
-    nowhere = [f"{apart.near.address}:{port}" for port in range(1, 5)]
-    took_s = [apart.asker.get(f"k{n}", nodes=nowhere)["seconds"] for n in range(5)]
-    figure("longest of five", max(took_s), "s", "below 0.5: nothing listens there")
-
-
-def test_a_fetch_that_is_late(apart: Apart, figure: Figure) -> None:
-    apart.owner.put("first")
-    assert apart.asker.get("first", nodes=[apart.peer])["right"]
-    apart.owner.put("k", 48 * MIB)
-    apart.near.throttle("64mbit")
-    reply = apart.asker.get("k", nodes=[apart.peer], timeout=20.0)
-    assert not reply["found"]
-    figure("reading slowly", reply["seconds"], "s", "5.0 to 5.5: ECD_FETCH_TIMEOUT_S")
-    apart.near.throttle("10gbit")
-    eventually(lambda: apart.wants.peers().set_aside_bytes == 0, "the late read is over")
-    with apart.has.stopped():
-        reply = apart.asker.get("k", nodes=[apart.peer], timeout=20.0)
-    assert not reply["found"]
-    figure("the peer stands still", reply["seconds"], "s", "5.0 to 5.5: ECD_FETCH_TIMEOUT_S")
-
-
 def test_a_small_read_beside_a_large_one(apart: Apart, figure: Figure) -> None:
     for key, nbytes in (("first", 4096), ("large", 16 * MIB), ("small", 4096)):
         apart.owner.put(key, nbytes)
@@ -156,22 +134,6 @@ def test_reads_during_first_contact_with_nobody(apart: Apart, figure: Figure) ->
     figure("longest", max(took_s), "s", "below 2: contact takes 5 s and more")
     second.receive()
     second.close()
-
-
-def test_an_entry_of_another_node_grows_old(tmp_path: Path, figure: Figure) -> None:
-    """Its TTL counts from the put, so that it goes from both nodes at one time."""
-    with cable() as (near, far):
-        apart = Apart(near, far, tmp_path, ECD_NAMESPACE_TTLS="default=6s")
-        apart.has._settings["ECD_NAMESPACE_TTLS"] = "default=6s"
-        with apart.running():
-            begun_s = time.monotonic()
-            apart.owner.put("k")
-            eventually(lambda: apart.has.entries()[0].age_s > 2.0)
-            assert apart.asker.get("k", nodes=[apart.peer])["right"]
-            eventually(lambda: not apart.has.entries() and not apart.wants.entries())
-            figure("gone from both", time.monotonic() - begun_s, "s", "6 to 7: the TTL")
-            for daemon in (apart.has, apart.wants):
-                assert daemon.status().counters.evictions["ttl"] == 1
 
 
 @pytest.mark.timeout(240)
