@@ -161,7 +161,7 @@ def engines(run: Run) -> list[Engine]:
     return [Engine(run, node) for node in range(len(run.daemons))]
 
 
-async def slow_fetches(engine: Engine) -> list[pb.SlowEvent]:
+async def slow_events(engine: Engine, kind: str = "fetch") -> list[pb.SlowEvent]:
     """Those in the slow log of the engine's daemon, the newest first."""
     reply = await engine.session.call(engine.session.daemon.service.Slow(pb.SlowRequest(), None), 0)
-    return [event for event in reply.events if event.kind == "fetch"]
+    return [event for event in reply.events if event.kind == kind]

@@ -33,6 +33,8 @@ class SimulatedDisk:
 
     def __init__(self, rng: Random, failures: float) -> None:
         self._rng, self._failures = rng, failures
+        self.read_error: OSError | None = None  # of every read from now on
+        self.write_error: OSError | None = None
         self._files: dict[str, _File] = {}
         self.may_write: Callable[[memoryview], None] = lambda _: None
         """Raises unless a read may write there."""
@@ -49,7 +51,7 @@ class SimulatedDisk:
     def write(
         self, name: str, key: Key, content: Content, memory: memoryview, age_s: float = 0.0
     ) -> int:
-        self._fail_sometimes()
+        self._fail_sometimes(self.write_error)
         checksum = fold(digests(memory))
         self._files[new_name(name)] = _File(Header(key, content, checksum), bytes(memory))
         return checksum
@@ -65,7 +67,7 @@ class SimulatedDisk:
     ) -> Header:
         if name not in self._files:
             raise FileNotFoundError(name)
-        self._fail_sometimes()
+        self._fail_sometimes(self.read_error)
         self.may_write(target)
         target[:nbytes] = self._files[name].data
         if not is_wanted():
@@ -74,7 +76,9 @@ class SimulatedDisk:
 
     def close(self) -> None: ...
 
-    def _fail_sometimes(self) -> None:
+    def _fail_sometimes(self, error: OSError | None) -> None:
+        if error is not None:
+            raise error
         if self._rng.random() < self._failures:
             raise OSError(errno.EIO, "a bad block")
 

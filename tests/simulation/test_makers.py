@@ -15,7 +15,7 @@ from ecd.live.live import LOOKING_SHARE, SCAN_S
 from ecd.live.makings import MAX_MAKINGS
 from ecd_proto.contract import MAKING_S, Hint
 from ecd_proto.v1 import cache_pb2 as pb
-from simulation.acts import AT_ONCE_S, Answer, Engine, has, play, slow_fetches, store
+from simulation.acts import AT_ONCE_S, Answer, Engine, has, play, slow_events, store
 from simulation.client import Session
 from simulation.scenario import SIZES, key_of
 from simulation.world import Run
@@ -431,7 +431,7 @@ def test_a_wait_for_an_encode_is_no_slow_fetch() -> None:
         assert outcomes == ["leased", "missing"]
         assert len(fetched_s) == 1
         for each in (other, third):
-            assert not await slow_fetches(each)
+            assert not await slow_events(each)
 
     play(3, act)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ecd_proto.contract import Hint
-from simulation.acts import FETCH_TIMEOUT_S, Engine, play, slow_fetches, store
+from simulation.acts import FETCH_TIMEOUT_S, Engine, play, slow_events, store
 from simulation.run import SCALE
 from simulation.scenario import SIZES, key_of
 from simulation.world import Run
@@ -22,7 +22,7 @@ def test_a_fetch_says_where_its_time_went() -> None:
         engine, peer = Engine(run, 1), run.places[0].node
         await store(run, 0, LARGE)
         answer = await engine.ask(LARGE, hints=[Hint(peer)])
-        [event] = await slow_fetches(engine)
+        [event] = await slow_events(engine)
         said = event.mm_hash, event.peer, event.nbytes, event.outcome
         assert said == (key_of(LARGE).mm_hash, peer, SIZES[LARGE], "fetched")
         assert event.seconds == pytest.approx(answer.took_s, abs=0.01)
@@ -42,7 +42,7 @@ def test_a_peer_that_stands_still_is_named() -> None:
         run.daemons[0].pause()
         outcome, took_s = await engine.ask(LARGE, wait_s=60.0, hints=[Hint(peer)])
         assert (outcome, took_s) == ("missing", pytest.approx(FETCH_TIMEOUT_S, abs=0.01))
-        [event] = await slow_fetches(engine)
+        [event] = await slow_events(engine)
         assert (event.peer, event.outcome) == (peer, "late")
         assert event.stages["lease"] == pytest.approx(FETCH_TIMEOUT_S, abs=0.01)
 
