@@ -432,6 +432,56 @@ EDITED = {
             "writable",
         ),
     ),
+    "two nodes wait for each other's disk": Bug(
+        "nodes",
+        "simulation/test_disk.py",
+        Edit(
+            "ecd/live/flights.py",
+            "        if flight is not None and flight.is_far:\n",
+            "        if flight is not None and flight.key != key:\n",
+        ),
+    ),
+    "two nodes that read ahead wait for each other": Bug(
+        "nodes",
+        "simulation/test_fetch.py",
+        Edit(
+            "ecd/rpc/peer/inbound_link.py",
+            "                and not self._memory.is_speculative(key)\n",
+            "",
+        ),
+    ),
+    "a fetched entry is as old as its stay": Bug(
+        "eviction",
+        "simulation/test_fetch.py",
+        Edit("ecd/cluster/deliveries.py", "refetch_s, lease.age_s", "refetch_s, 0.0"),
+    ),
+    "a Redis that has just failed is asked again": Bug(
+        "nodes",
+        "simulation/test_directory.py",
+        Edit(
+            "ecd/cluster/directory/redis_directory.py",
+            "self._silent_until_s = now_s + PAUSE.first_s",
+            "self._silent_until_s = now_s",
+        ),
+    ),
+    "a session ends what another one makes": Bug(
+        "nodes",
+        "simulation/test_makers.py",
+        Edit(
+            "ecd/live/makings.py",
+            "making is not None and session in (None, making.session)",
+            "making is not None",
+        ),
+    ),
+    "memory that a disk may still write is reused": Bug(
+        "invariant 1",
+        "simulation/test_disk.py",
+        Edit(
+            "ecd/memory/disk/disk_reads.py",
+            "            self._live.abandon(self._session, entry)",
+            "            self._live.abort(self._session, entry)",
+        ),
+    ),
     "locate says that it heard all": Bug(
         "nodes",
         "simulation/test_locate.py",
