@@ -1,6 +1,7 @@
 """A local disk in the simulated world, under ecd's own disk tier: files in memory, slow or bad.
 
-It stands in for `DiskDir`, whose files are tested on real file systems, and for the tier's threads.
+It stands in for `DiskDir`, with which integration/test_simulated_disk.py compares it, and for the
+tier's threads. Files tell no age.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ecd.base.checksum import digests, fold
 from ecd.core.demotion import rounded
 from ecd.core.model.types import Content, Key
 from ecd.memory.disk.disk_dir import new_name
-from ecd.memory.disk.disk_format import CorruptFile, Found, Header, file_name
+from ecd.memory.disk.disk_format import SUFFIX, CorruptFile, Found, Header, file_name
 from simulation.clock import PROCESS, VirtualLoop
 
 
@@ -40,7 +41,7 @@ class SimulatedDisk:
         """Raises unless a read may write there."""
 
     def names(self) -> list[str]:
-        return list(self._files)
+        return [name for name in self._files if name.endswith(SUFFIX)]
 
     def read_header(self, name: str) -> Found:
         header = self._files[name].header
@@ -66,7 +67,7 @@ class SimulatedDisk:
         self, name: str, key: Key, nbytes: int, target: memoryview, is_wanted: Callable[[], bool]
     ) -> Header:
         if name not in self._files:
-            raise FileNotFoundError(name)
+            raise FileNotFoundError(errno.ENOENT, "no such file", name)
         self._fail_sometimes(self.read_error)
         self.may_write(target)
         target[:nbytes] = self._files[name].data
