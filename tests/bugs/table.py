@@ -437,7 +437,7 @@ EDITED = {
         "simulation/test_disk.py",
         Edit(
             "ecd/live/flights.py",
-            "        if flight is not None and flight.is_far:\n",
+            "        if flight is not None and flight.is_remote:\n",
             "        if flight is not None and flight.key != key:\n",
         ),
     ),
