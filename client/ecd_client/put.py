@@ -39,8 +39,10 @@ class Put:
         self.session = session
         self._entry, self._copy_to, self._tensor = entry, copy_to, tensor
         claimed = MUST_CALL if session.puts is None else session.puts.claim(entry)
-        self._claim = claimed if isinstance(claimed, Claim) else None
-        self.state: PutState = CLAIMED if isinstance(claimed, Claim) else claimed
+        self._claim: Claim | None = None
+        if isinstance(claimed, Claim):
+            self._claim, claimed = claimed, CLAIMED
+        self.state = claimed
         self._reply: Any = None  # to a Reserve that was sent already
         self._held: Pin | None = None  # the extent's, from before the put is done
         self._taken = threading.Lock()
@@ -151,7 +153,7 @@ class Put:
             case "already_stored":
                 return PutState.ALREADY_STORED
             case "being_written":
-                return PutState.BEING_WRITTEN
+                return BEING_WRITTEN
             case "pool_full":
                 full = outcome.pool_full
                 if full.quota_bytes:
@@ -194,7 +196,7 @@ class Put:
 
 
 _STEPS: dict[PutState, Callable[[Put], PutState]] = {
-    PutState.CLAIMED: Put._write,
+    CLAIMED: Put._write,
     PutState.UNANSWERED: Put._await_answer,
-    PutState.MUST_CALL: Put._put_by_calls,
+    MUST_CALL: Put._put_by_calls,
 }

@@ -66,8 +66,9 @@ class PutState(Enum):
     STORED = 4
     ALREADY_STORED = 5
     BEING_WRITTEN = 6
-    __hash__ = object.__hash__  # enum's own is a function of Python's, and each put hashes three
     """Another client is writing the key."""
+
+    __hash__ = object.__hash__  # enum's own is a function of Python's, and each put hashes three
 
 
 PUT: dict[PutState, tuple[PutState, ...]] = {
@@ -75,8 +76,9 @@ PUT: dict[PutState, tuple[PutState, ...]] = {
     PutState.UNANSWERED: (PutState.STORED, PutState.ALREADY_STORED, PutState.MUST_CALL),
     PutState.MUST_CALL: (PutState.STORED, PutState.ALREADY_STORED, PutState.BEING_WRITTEN),
 }
-"""What each state may become. A put begins as CLAIMED, ALREADY_STORED or MUST_CALL, and ends in one
-that is not listed.
+"""The states that may follow each state of a put.
+
+A put begins as CLAIMED, ALREADY_STORED or MUST_CALL. The states without a row end it.
 """
 
 

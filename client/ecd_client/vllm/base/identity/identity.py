@@ -297,5 +297,4 @@ def _began_s(process: str) -> float:
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
         return clock.unix_s()
-    booted_s = clock.booted_s()
-    return booted_s + ticks / os.sysconf("SC_CLK_TCK")
+    return clock.booted_s() + ticks / os.sysconf("SC_CLK_TCK")
