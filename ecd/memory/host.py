@@ -232,13 +232,14 @@ def pool_bytes(wanted: int | str | None, shm_dir: str) -> int:
     else:
         share, nbytes = f"{wanted} of all", all_bytes * int(wanted.removesuffix("%")) // 100
     nbytes = nbytes >> 20 << 20
+    if nbytes >= SMALL_BYTES or (nbytes and wanted is not None):
+        return nbytes
     found = f"{shm_dir} has {size_text(free_bytes)} of {size_text(all_bytes)} free"
     more = f"`ecd-cli doctor` says what daemons have left there. Or {_enlarging(shm_dir, 1 << 30)}"
     if not nbytes:
         raise PoolError(f"{found}; {share} is too little for a pool. {more}")
-    if wanted is None and nbytes < SMALL_BYTES:
-        few = "the host pool has only %s, %s, as %s: few items fit. %s"
-        logger.warning(few, size_text(nbytes), share, found, more)
+    few = "the host pool has only %s, %s, as %s: few items fit. %s"
+    logger.warning(few, size_text(nbytes), share, found, more)
     return nbytes
 
 
