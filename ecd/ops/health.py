@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from ecd.ops.http_port import Refused, check_reads, refuse, send
-from ecd.ops.on_loop import NoAnswer, on_loop
+from ecd.ops.on_loop import on_loop
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -39,7 +39,7 @@ class Health:
 
     async def _is_ready(self) -> None:
         if reason := self._unavailable():
-            raise NoAnswer(reason)
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, reason)
 
     def _answer(
         self,
@@ -52,7 +52,4 @@ class Health:
             on_loop(self._loop, ask, LOOK_S)
         except Refused as refused:
             return refuse(environ, start_response, refused)
-        except NoAnswer as none:
-            unavailable = Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(none))
-            return refuse(environ, start_response, unavailable)
         return send(environ, start_response, HTTPStatus.OK, b"ok\n", "text/plain; charset=utf-8")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ecd.base.clock import Clock
 from ecd.base.wire import InvalidRequest, check_batch
 from ecd.ops.http_port import Refused, refuse, send
-from ecd.ops.on_loop import NoAnswer, on_loop
+from ecd.ops.on_loop import on_loop
 from ecd_proto.contract import MAX_BATCH
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -75,8 +75,6 @@ class LocateOverHttp:
             reply = on_loop(self._loop, ask, ANSWER_S, "no answer within {:g} s: ask again")
         except InvalidRequest as error:
             raise Refused(HTTPStatus.BAD_REQUEST, f"{error}. {FORM}") from None
-        except NoAnswer as none:
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(none)) from None
         return _to_json(request, reply)
 
 

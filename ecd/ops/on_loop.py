@@ -6,15 +6,21 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from http import HTTPStatus
 from typing import Any, TypeVar
+
+from ecd.ops.http_port import Refused
 
 Answer = TypeVar("Answer")
 LATE = "the daemon's event loop did not come round within {:g} s"
 STOPPED = "the daemon has stopped"
 
 
-class NoAnswer(Exception):
+class NoAnswer(Refused):
     """The event loop is blocked, or has ended; the message says which."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(HTTPStatus.SERVICE_UNAVAILABLE, text)
 
 
 def on_loop(

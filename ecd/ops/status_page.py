@@ -110,10 +110,10 @@ class StatusPage:
     def _document(self, number: int) -> dict[str, Any]:
         """The JSON document, with the first LOT samples from this number on. Raises Refused."""
         if not self._looking.acquire(timeout=LOOK_S):
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, LATE.format(LOOK_S))
+            raise NoAnswer(LATE.format(LOOK_S))
         try:
             if self._seen is None or self._clock.now_s() - self._seen[1].at_s >= LOOK_S:
-                look = self._on_loop()
+                look = on_loop(self._loop, self._look, LOOK_S)
                 self._seen = described(look), look
             document, look = self._seen
         finally:
@@ -127,13 +127,6 @@ class StatusPage:
         peers.incarnation = status.incarnation
         ago, samples = self._history.refused_s_ago(), self._history.samples()
         return Look(status, peers, ago, samples, self._clock.now_s())
-
-    def _on_loop(self) -> Look:
-        """Look at the daemon, on its event loop. Raises Refused."""
-        try:
-            return on_loop(self._loop, self._look, LOOK_S)
-        except NoAnswer as none:
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(none)) from None
 
 
 def _since(environ: WSGIEnvironment) -> int:
