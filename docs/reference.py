@@ -72,9 +72,18 @@ A daemon that takes over the pool counts what clients have read since the last o
 taken over do not count as puts (`ecd_recovered_total`). What `ecd-cli bench` does is only in
 `ecd_bench_total`. So puts and recovered entries, minus evictions, are the entries.
 
-A read by another node is that node's hit. Here it is one of `ecd_peer_leases_total`, and there the
-fetched entry is a put. `ecd_saved_seconds_total` is estimated where a client reads more than 512
-entries between two looks, and leaves out the reads that the next daemon counts.
+An engine's lookups are those of its own `vllm:ecd_hits` and `vllm:ecd_misses`: one for each
+item that a request needed and vLLM's encoder cache did not have. A miss means that the engine
+encodes the item. A hit is `reused` if it took the place of an encode. It is `handed_over` if it
+only brought an embedding from the engine that encoded it to the engine for which it was
+encoded, as in encode-prefill disaggregation. The first hit after a put is a hand-over, unless
+the engine that put the entry used it itself (`ec_both`). Reused hits, as a share of themselves
+and the misses, are the encodes saved.
+
+A read by another node is that node's hit. Here it is one of `ecd_peer_leases_total`, and there
+the fetched entry is a put. Where a client reads more than 512 entries between two looks, their
+use and `ecd_saved_seconds_total` are estimated. Reads that the next daemon counts are `reused`,
+without seconds. Misses of an engine whose daemon is away are counted by the engine alone.
 
 The 50 largest namespaces have a label of their own, all others are `other` together.
 

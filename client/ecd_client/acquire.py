@@ -54,7 +54,7 @@ class Acquire:
     hints: Sequence[Sequence[Hint]] = ()
     makes: Sequence[float | None] = ()
     is_use: bool = True
-    """Whether a pin counts as a use."""
+    """Whether a pin counts as a use; else the caller counts the hit or the miss."""
     needs_lease: bool = False
     """Whether to ask for leases though this client can pin."""
     begun_s: float = field(default_factory=clock.now_s)
@@ -67,6 +67,7 @@ class Acquire:
             only_if_written=self.only_if_written,
             hints=[_to_hint(index, nodes) for index, nodes in enumerate(self.hints) if nodes],
             to_pin=self.session.index is not None and not self.needs_lease,
+            is_look=not self.is_use,
             makes=[
                 pb.Make(index=index, wait_s=wait_s)
                 for index, wait_s in enumerate(self.makes)

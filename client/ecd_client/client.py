@@ -25,9 +25,8 @@ from ecd_client.session.channel import CALL_TIMEOUT_S, resolve
 from ecd_client.session.connection import Connection
 from ecd_client.values import Key, to_key
 from ecd_client.writer import Writer, describe_entry
-from ecd_proto.contract import BENCH_NAMESPACE, MAX_BATCH, Hint
+from ecd_proto.contract import BENCH_NAMESPACE, Hint
 from ecd_proto.engines import Engine
-from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +50,7 @@ class Client:
         name: str = "python",
         connect_timeout: float = 5.0,
         call_timeout: float = CALL_TIMEOUT_S,
+        uses_puts: bool = False,
     ) -> None:
         """Connect to `address`, by default `ECD_ADDRESS` or this user's daemon.
 
@@ -58,15 +58,16 @@ class Client:
         `connect_timeout` seconds for the daemon, up to a minute for one that is still populating
         its pool, then raises DaemonUnavailable; with 0 it returns at once and connects in the
         background. A call, waits apart, that the daemon does not answer within `call_timeout`
-        seconds fails.
+        seconds fails. `uses_puts`: this process uses what it puts, so that each `get` of that
+        counts as an encode saved; else the first `get` counts as handed over.
         """
         self.address = resolve(address)
         self.namespace = arguments.text(namespace, "namespace")
         name = arguments.text(name, "client's name")
         connect_timeout = arguments.seconds(connect_timeout, "connect_timeout")
         call_timeout = arguments.seconds(call_timeout, "call_timeout")
-        counts_reads = not namespace.startswith(BENCH_NAMESPACE)
-        self._connection = Connection(self.address, name, call_timeout, counts_reads)
+        counts = not namespace.startswith(BENCH_NAMESPACE)
+        self._connection = Connection(self.address, name, call_timeout, counts, uses_puts)
         self._reader = Reader(self._connection)
         self._writer = Writer(self._connection, self._reader)
         if connect_timeout > 0:
@@ -90,16 +91,14 @@ class Client:
     def node(self) -> str:
         """The address for other nodes, host:port; "" if they cannot reach this daemon.
 
-        A client elsewhere passes it as `nodes` to `get` this node's entries. Raises
-        DaemonUnavailable.
+        A client elsewhere passes it as `nodes` to `get` entries. Raises DaemonUnavailable.
         """
         return self._connection.session().node
 
     def hint(self, mm_hash: str, *, namespace: str | None = None) -> Hint | None:
         """This node, and the entry's extent if memory shows it: for `nodes` elsewhere.
 
-        The extent may change at any time. None: other nodes cannot reach this one. Raises
-        DaemonUnavailable.
+        The extent may change at any time. None: no node reaches this one. Raises DaemonUnavailable.
         """
         return self._reader.hint(self._key(mm_hash, namespace))
 
@@ -110,20 +109,20 @@ class Client:
     def describe(self, engine: Engine, on_apart: Callable[[Engine], None] | None = None) -> None:
         """Tell operators, and other engines of its model, which engine this client is of.
 
-        Every client of the daemon can read it. A later call takes the place of an earlier one.
-        `on_apart` is called, on another thread and once a session, with an engine of the same model
-        that stores under another namespace, where no other engine stores under this one's. Raises
-        InvalidArgument for a description that is too long or of another form.
+        Every client of the daemon can read it; a later call replaces it. `on_apart` is called, on
+        another thread and once a session, with an engine of the same model that stores under
+        another namespace, where no other engine stores under this one's. Raises InvalidArgument for
+        a description that is too long or of another form.
         """
         arguments.engine(engine)
         self._connection.describe(engine, on_apart)
 
     def pin(self, device: torch.device | str = "cuda") -> None:
-        """Pin the daemon's pools in this process now, for copies of this GPU.
+        """Pin the daemon's pools in this process, in the background, for copies of this GPU.
 
-        Takes about 0.1 s for a GiB, in the background, and again after a restart of the daemon.
-        Without it the first copy begins it. Does nothing where there is no such GPU, or where
-        `ECD_PIN=off`; copies of memory that is not pinned take three times as long.
+        Takes about 0.1 s for a GiB, and again after a restart of the daemon; else the first copy
+        begins it. Does nothing without such a GPU, or with `ECD_PIN=off`. Copies of memory that is
+        not pinned take three times as long.
         """
         self._connection.pin(arguments.device(device))
 
@@ -148,7 +147,6 @@ class Client:
         """Store a tensor of any shape, on any device. False: the key was there already.
 
         A tensor of a GPU is copied once the work that is queued on the current stream is done.
-
         Returns once every client on the node can see the entry. `cost` is the seconds it took
         to encode, `metadata` up to 4 KiB that come back with every get. While another client is
         writing the key, waits for it at most `timeout` seconds. Raises EcdError.
@@ -214,23 +212,31 @@ class Client:
         *,
         namespace: str | None = None,
         nodes: Nodes = NO_NODES,
+        is_use: bool = True,
     ) -> Item | None:
         """The entry, held until the item is closed; waits up to `timeout` seconds for it.
 
         With a timeout, an entry that is not in memory is brought from the daemon's disk tier, or
         from another node: from `nodes` (host:port, or a `hint` of theirs), which are likely to
-        have it, or from a node that the daemon's directory names. None: a miss. Raises EcdError.
+        have it, or from a node that the daemon's directory names. None: a miss. Without `is_use`
+        nothing is counted until `Item.count_use` or `count_miss`. Raises EcdError.
         """
-        return self._reader.get(self._key(mm_hash, namespace), timeout, nodes)
+        return self._reader.get(self._key(mm_hash, namespace), timeout, nodes, is_use)
 
-    def get_now(self, mm_hash: str, *, namespace: str | None = None) -> tuple[Item | None, bool]:
+    def get_now(
+        self, mm_hash: str, *, namespace: str | None = None, is_use: bool = True
+    ) -> tuple[Item | None, bool]:
         """`get` without a call, in microseconds whatever the daemon does.
 
         For an entry that memory does not show: None, and whether `get_async` could find it, as
         somebody may be writing it, the daemon's disk or other nodes may have it, or only a call
         can tell. Raises DaemonUnavailable.
         """
-        return self._reader.get_now(self._key(mm_hash, namespace))
+        return self._reader.get_now(self._key(mm_hash, namespace), is_use)
+
+    def count_miss(self) -> None:
+        """Count a miss of lookups without `is_use`. Does nothing while the daemon is away."""
+        self._reader.count_miss()
 
     def hold(self, mm_hash: str, handle: Handle, *, namespace: str | None = None) -> Item | None:
         """An item of this process's own, of an entry that another process holds by `handle`.
@@ -251,6 +257,7 @@ class Client:
         namespace: str | None = None,
         nodes: Sequence[Nodes] = (),
         makes: Sequence[float | None] = (),
+        is_use: bool = True,
     ) -> list[Future[Item | None]]:
         """`get` of many, without waiting: one future each, done at most `timeout` s later.
 
@@ -263,7 +270,7 @@ class Client:
         """
         names = arguments.many(mm_hashes, "get_async")
         keys = [(self._namespace(namespace), arguments.string(name, "key")) for name in names]
-        return self._reader.get_async(keys, timeout, only_if_written, nodes, makes)
+        return self._reader.get_async(keys, timeout, only_if_written, nodes, makes, is_use)
 
     def offer(
         self, mm_hashes: Sequence[str], nodes: Sequence[str], *, namespace: str | None = None
@@ -274,12 +281,8 @@ class Client:
         daemon forgets a key that is not stored within a minute. Raises InvalidArgument and
         DaemonUnavailable.
         """
-        keys = list(map(to_key, self._whole_keys(mm_hashes, namespace, "offer")))
-        names = arguments.node_names(nodes, "offer")
-        calls = self._connection.session().calls
-        for start in range(0, len(keys), MAX_BATCH):
-            batch = keys[start : start + MAX_BATCH]
-            calls.later("offer", pb.OfferRequest(keys=batch, nodes=names))
+        keys = self._whole_keys(mm_hashes, namespace, "offer")
+        self._writer.offer(keys, arguments.node_names(nodes, "offer"))
 
     def contains(self, mm_hashes: Sequence[str], *, namespace: str | None = None) -> list[bool]:
         """Which of the keys are stored on this node now.

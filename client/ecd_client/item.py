@@ -224,6 +224,14 @@ class Item:
         """Whether at least this share of the lease's TTL is left; a pin has no limit."""
         return self._hold.has_left(share)
 
+    def count_use(self, *, for_another: bool = False) -> None:
+        """Count the hit of an item that was looked up without (`is_use=False`), while it is open.
+
+        `for_another`: another engine, which reads the entry next, is spared the encode.
+        """
+        if (hold := self._open.get("hold")) is not None and not hold.session.is_cut_off:
+            hold.note_use(self.namespace, self.mm_hash, for_another=for_another)
+
     def check(self) -> None:
         """Raise LeaseExpired unless the lease holds now."""
         if not self._open:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -15,7 +15,7 @@ from ecd_client.session.calls import result_of
 from ecd_client.session.channel import late
 from ecd_client.session.connection import Connection
 from ecd_client.session.session import Session
-from ecd_client.shared.index import AskDaemon, OnMiss
+from ecd_client.shared.index import AskDaemon, IndexReader, OnMiss
 from ecd_client.values import Key
 from ecd_proto.contract import MAX_BATCH, Hint
 from ecd_proto.shm.rows import Row
@@ -30,7 +30,7 @@ class Reader:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def get(self, key: Key, timeout: float, nodes: Nodes) -> Item | None:
+    def get(self, key: Key, timeout: float, nodes: Nodes, is_use: bool = True) -> Item | None:
         """Hold one entry, waiting up to `timeout` s for it. None: a miss."""
         asks = not (type(timeout) is float and timeout == 0.0)
         if asks:
@@ -39,26 +39,33 @@ class Reader:
         hints = () if nodes is NO_NODES else arguments.nodes(nodes)
         session = self._connection.session()
         try:
-            item = pinned(session, key, _GO_ON if asks else _COUNT)
+            item = pinned(session, key, _COUNT if is_use and not asks else _GO_ON, is_use)
             if item is not None or not asks:
                 return item
         except AskDaemon:
             pass
         future: ItemFuture = Future()
-        acquire = Acquire(session, [key], [future], timeout, hints=[hints])
+        acquire = Acquire(session, [key], [future], timeout, hints=[hints], is_use=is_use)
         with session.whole_or_abandoned():
             reply = session.calls.now("acquire", acquire.request())
         acquire.settle(reply.outcomes)
         return _result(session, future, timeout)
 
-    def get_now(self, key: Key) -> tuple[Item | None, bool]:
+    def get_now(self, key: Key, is_use: bool = True) -> tuple[Item | None, bool]:
         """Hold one entry without a call; else None, and whether a call could find it."""
         session = self._connection.session()
         try:
-            item = pinned(session, key, OnMiss.ASK_IF_CLAIMED)
+            item = pinned(session, key, OnMiss.ASK_IF_CLAIMED, is_use)
         except AskDaemon:
             return None, True
-        return item, item is None and session.may_bring
+        may_come = item is None and session.may_bring
+        if item is None and is_use and not may_come:
+            _count_miss(session)
+        return item, may_come
+
+    def count_miss(self) -> None:
+        if (session := self._connection.current) is not None:
+            _count_miss(session)
 
     def hold(self, key: Key, handle: Handle) -> Item | None:
         """Hold an entry without a call if it is the one of the handle, and count no use."""
@@ -90,7 +97,7 @@ class Reader:
             wait_s if wait_s is None else arguments.seconds(wait_s, "a wait of makes")
             for wait_s in arguments.each(makes, len(keys), "makes")
         ]
-        on_miss = _COUNT if timeout == 0.0 else _GO_ON
+        on_miss = _COUNT if is_use and timeout == 0.0 else _GO_ON
         futures: list[forks.Pending[Item | None]] = [forks.Pending() for _ in keys]
         session = self._connection.session()
         open_ = []
@@ -132,9 +139,7 @@ class Reader:
         if item is None:
             return False
         item.close()
-        if session.index is not None and session.ref():
-            session.index.note_duplicate()
-            session.unref()
+        _count(session, IndexReader.note_duplicate)
         return True
 
     def hint(self, key: Key) -> Hint | None:
@@ -171,6 +176,17 @@ def close_unseen(future: ItemFuture) -> None:
     """Close an item that came after its future was given up."""
     if future.exception() is None and (item := future.result()) is not None:
         item.close()
+
+
+def _count(session: Session, note: Callable[[IndexReader], None]) -> None:
+    """Count something in the session's page, if it has one."""
+    if session.index is not None and session.ref():
+        note(session.index)
+        session.unref()
+
+
+def _count_miss(session: Session) -> None:
+    _count(session, IndexReader.note_miss)
 
 
 def _row(session: Session, key: Key) -> Row | None:

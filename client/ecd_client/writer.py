@@ -19,7 +19,9 @@ from ecd_client.session.channel import CALL_TIMEOUT_S
 from ecd_client.session.connection import Connection
 from ecd_client.session.session import Session
 from ecd_client.shared.puts import CopyTo, NewEntry, PutState
-from ecd_client.values import Key
+from ecd_client.values import Key, to_key
+from ecd_proto.contract import MAX_BATCH
+from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
     from ecd_client.pools import MappedPool
@@ -164,6 +166,12 @@ class Writer:
     def _let_go(self, session: Session) -> None:
         session.unref()
         self._slots.release()
+
+    def offer(self, keys: Sequence[Key], nodes: Sequence[str]) -> None:
+        calls = self._connection.session().calls
+        for start in range(0, len(keys), MAX_BATCH):
+            batch = map(to_key, keys[start : start + MAX_BATCH])
+            calls.later("offer", pb.OfferRequest(keys=batch, nodes=nodes))
 
     def close(self) -> None:
         """Finish the puts in flight."""

@@ -331,7 +331,13 @@ class Deliveries:
         read_s = link.peer.read_s(reserved.extent.nbytes)
         refetch_s = inf if read_s is None else read_s
         outcome = self._live.commit(
-            self._session, reserved.entry, lease.checksum, lease.content, refetch_s, lease.age_s
+            self._session,
+            reserved.entry,
+            lease.checksum,
+            lease.content,
+            refetch_s,
+            lease.age_s,
+            lease.is_handover,
         )
         assert isinstance(outcome, Committed)
         link.peer.brought(reserved.extent.nbytes)

@@ -39,6 +39,7 @@ from ecd.core.model.outcomes import (
 from ecd.core.model.rules import Rules
 from ecd.core.model.states import EntryState
 from ecd.core.model.types import (
+    NO_LEASE,
     Answer,
     Content,
     EntryId,
@@ -116,10 +117,11 @@ class Cache:
 
     # -- sessions ------------------------------------------------------------------------------
 
-    def open_session(self) -> SessionId | LimitReached:
+    def open_session(self, *, hands_over: bool = False) -> SessionId | LimitReached:
+        """`hands_over`: another client is to use first what this one puts."""
         if len(self._sessions) >= self.limits.sessions:
             return self.counters.refuse("sessions", self.limits.sessions)
-        return self._sessions.open().id
+        return self._sessions.open(hands_over=hands_over).id
 
     def is_open(self, session: SessionId) -> bool:
         return self._sessions.get(session) is not None
@@ -223,12 +225,14 @@ class Cache:
         content: Content | None = None,
         refetch_s: float = inf,
         age_s: float = 0.0,
+        is_handover: bool = False,
     ) -> Commitment:
         """Make the entry visible, and lease it to everyone who waited for its key.
 
         `content` replaces the reserved one, of the same size, if the writer learned it since.
         `refetch_s` is what another fetch of the entry would take, as long as its holder has it.
         `age_s` is how long ago the entry was put elsewhere: its TTL counts from then.
+        `is_handover`: the next hit is of the engine for which it was encoded elsewhere.
         """
         found = self._writers.find(session, reservation)
         if found is None:
@@ -240,6 +244,7 @@ class Cache:
         if content is not None:
             assert content.nbytes == entry.content.nbytes
             entry.content = content
+        entry.handovers = int(is_handover)
         self._writers.publish(owner, entry, now_s, checksum, refetch_s, age_s)
         return Committed(() if entry.replica_in else self.readers.wake(entry, now_s))
 
@@ -307,7 +312,7 @@ class Cache:
         self.evictor.end_late(key, now_s)
         entry = self._entries.stored(key)
         if entry is not None:
-            if answer is Answer.PIN:
+            if answer in NO_LEASE:
                 return Stored()
             return self.readers.lease(session, entry, now_s, answer)
         if wait_s <= 0.0 or (

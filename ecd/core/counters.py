@@ -41,6 +41,7 @@ class Counters:
     """
 
     hits: int = 0
+    handed_over: int = 0  # those that saved no encode, as the entry had been encoded for them
     misses: int = 0
     peer_leases: int = 0  # for other nodes: no hits here
     puts: int = 0
@@ -50,7 +51,7 @@ class Counters:
     copies: int = 0  # made in pools that hold replicas
     bytes_in: int = 0
     bytes_out: int = 0
-    saved_s: float = 0.0  # encoding time that the hits saved
+    saved_s: float = 0.0  # encoding time that the other hits saved
     leases_expired: int = 0
     waits_expired: int = 0
     costs_forgotten: int = 0  # of a namespace and modality: there are too many

@@ -61,16 +61,26 @@ class Evictor:
         self._counters.bytes_out += uses.nbytes
         self._counters.misses += uses.misses
         self._counters.duplicates += uses.duplicates
-        known_s = 0.0
-        for used in uses.entries:
-            entry = self._entries.get(used)
-            if entry is not None:
+        known_s, handed_over = 0.0, 0
+        for used in uses.for_others:
+            if (entry := self._entries.get(used)) is not None:
                 known_s += entry.saves_s
-                self._counters.of(entry.namespace).note_hit(entry.content.nbytes)
-                self._entries.use(entry, now_s)
-        if uses.entries:  # the other reads saved about as much each
-            self._counters.saved_s += known_s * uses.hits / len(uses.entries)
+                entry.handovers += 1
+                self._note_use(entry, now_s)
+        for used in uses.entries:
+            if (entry := self._entries.get(used)) is not None:
+                is_handover = entry.hand_over()
+                handed_over += is_handover
+                known_s += 0.0 if is_handover else entry.saves_s
+                self._note_use(entry, now_s)
+        if named := len(uses.for_others) + len(uses.entries):  # the other reads were like them
+            self._counters.handed_over += round(handed_over * uses.hits / named)
+            self._counters.saved_s += known_s * uses.hits / named
         return uses.is_all
+
+    def _note_use(self, entry: Entry, now_s: float) -> None:
+        self._counters.of(entry.namespace).note_hit(entry.content.nbytes)
+        self._entries.use(entry, now_s)
 
     @property
     def is_settled(self) -> bool:

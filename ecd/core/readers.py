@@ -9,7 +9,16 @@ from ecd.core.entries import Entries
 from ecd.core.leases import Leases
 from ecd.core.model.entry import Entry
 from ecd.core.model.outcomes import Expired, Leased, LimitReached, Missing, Stored, Waiting, Wakeup
-from ecd.core.model.types import Answer, Key, LeaseId, Limits, SessionId, WaitFor
+from ecd.core.model.types import (
+    NO_LEASE,
+    UNCOUNTED,
+    Answer,
+    Key,
+    LeaseId,
+    Limits,
+    SessionId,
+    WaitFor,
+)
 from ecd.core.pins import Pins
 from ecd.core.waits import Wait, Waits
 
@@ -40,19 +49,22 @@ class Readers:
         self._entries.pool_of(entry).hold(entry)
         self._entries.use(entry, now_s)
         counters, content = self._counters.of(entry.namespace), entry.content
+        is_handover = entry.hand_over()
         if answer is Answer.PEER:
             counters.peer_leases += 1
         else:
             counters.hits += 1
             counters.bytes_out += content.nbytes
             counters.note_hit(content.nbytes)
-            counters.saved_s += entry.saves_s
+            counters.handed_over += is_handover
+            counters.saved_s += 0.0 if is_handover else entry.saves_s
         lease, expires_s = self.leases.grant(session, entry, now_s)
-        return Leased(lease, entry.key, content, entry.extent, expires_s, entry.id, entry.checksum)
+        named = entry.key, content, entry.extent, expires_s, entry.id
+        return Leased(lease, *named, entry.checksum, is_handover)
 
     def count_miss(self, key: Key, answer: Answer) -> None:
         """Count a lookup or wait of a reader of this node that has ended without an entry."""
-        self._counters.of(key.namespace).misses += answer is not Answer.PEER
+        self._counters.of(key.namespace).misses += answer not in UNCOUNTED
 
     def renew(
         self, session: SessionId, leases: Iterable[LeaseId], now_s: float
@@ -130,7 +142,7 @@ class Readers:
         return not self.leases.count(session)
 
     def _woken(self, wait: Wait, entry: Entry, now_s: float) -> Wakeup:
-        if wait.answer is Answer.PIN:
+        if wait.answer in NO_LEASE:
             return Wakeup(wait.session, wait.ticket, Stored())
         leased = self.lease(wait.session, entry, now_s, wait.answer)
         return Wakeup(wait.session, wait.ticket, leased)

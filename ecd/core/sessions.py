@@ -11,6 +11,7 @@ from ecd.core.model.types import EntryId, SessionId
 @dataclass
 class Session:
     id: SessionId
+    hands_over: bool = False  # what it puts, as another client is to use that first
     state: SessionState = SessionState.OPEN
     reservations: set[EntryId] = field(default_factory=set)
 
@@ -28,9 +29,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(self) -> Session:
+    def open(self, *, hands_over: bool) -> Session:
         self._last += 1
-        session = Session(SessionId(self._last))
+        session = Session(SessionId(self._last), hands_over)
         self._sessions[session.id] = session
         return session
 

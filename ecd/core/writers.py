@@ -166,6 +166,7 @@ class Writers:
         """Commit a reservation; `refetch_s` and `age_s` as in `Cache.commit`."""
         is_put = self._recovering.pop(entry.id, True)
         self._take(owner, entry)
+        entry.handovers += owner.hands_over
         self._publish(entry, now_s, checksum, is_put, refetch_s, age_s)
 
     def abort(self, owner: Session, entry: Entry) -> None:
@@ -227,6 +228,8 @@ class Writers:
     ) -> Entry:
         """Commit what the session wrote in a block of its grants."""
         entry = Entry(self._entries.next_id(), *key, content, block, session)
+        owner = self._sessions.get(session)
+        entry.handovers = int(owner is not None and owner.hands_over)
         self._entries.add(entry)
         self._publish(entry, now_s, None)
         return entry

@@ -309,10 +309,11 @@ class LiveCache:
         content: Content | None = None,
         refetch_s: float = math.inf,
         age_s: float = 0.0,
+        is_handover: bool = False,
     ) -> Commitment:
         now_s = self.clock.now_s()
         outcome = self.cache.commit(
-            session, reservation, now_s, checksum, content, refetch_s, age_s
+            session, reservation, now_s, checksum, content, refetch_s, age_s, is_handover
         )
         if isinstance(outcome, Committed):
             self._effects.after(outcome.woken, changed=True)

@@ -26,6 +26,7 @@ from ecd_proto.shm.session_page import (
     FIRST_GRANT_WORD,
     FIRST_PIN_WORD,
     FIRST_USE_WORD,
+    FOR_ANOTHER,
     GRANTED_POOL,
     MAX_CLAIMS,
     MAX_GRANTS,
@@ -111,9 +112,11 @@ class SessionPage:
         grown = hits, nbytes, misses, duplicates
         self.taken = tuple(map(sum, zip(self.taken, grown, strict=True)))
         known = range(counted[0] - min(hits, RECENT_USES), counted[0])
-        words = (self._words[FIRST_USE_WORD + use % RECENT_USES] for use in known)
-        entries = tuple(EntryId(word) for word in words if word)  # 0: it had no entry yet
-        return Uses(entries, hits, nbytes, misses, duplicates)
+        words = [self._words[FIRST_USE_WORD + use % RECENT_USES] for use in known]
+        # 0: it had no entry yet
+        entries = tuple(EntryId(word) for word in words if 0 < word < FOR_ANOTHER)
+        others = tuple(EntryId(word - FOR_ANOTHER) for word in words if word > FOR_ANOTHER)
+        return Uses(entries, hits, nbytes, misses, duplicates, for_others=others)
 
     # -- writing -------------------------------------------------------------------------------
 

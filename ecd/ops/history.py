@@ -21,6 +21,7 @@ class Sample(NamedTuple):
     number: int
     at_s: float
     hits: int
+    handed_over: int
     misses: int
     saved_s: float
     used_bytes: int
@@ -30,6 +31,7 @@ class Figures(NamedTuple):
     """The figures of one sample, and the counts of refused requests by cause."""
 
     hits: int
+    handed_over: int
     misses: int
     saved_s: float
     used_bytes: int
@@ -56,10 +58,9 @@ class History:
         figures = self._read()
         self._note(figures.refused)
         at_s = round(self._clock.now_s() - self._started_s, 1)
+        lookups = figures.hits, figures.handed_over, figures.misses
         saved_s = round(figures.saved_s, 3)
-        self._samples.append(
-            Sample(self._number, at_s, figures.hits, figures.misses, saved_s, figures.used_bytes)
-        )
+        self._samples.append(Sample(self._number, at_s, *lookups, saved_s, figures.used_bytes))
         self._number += 1
 
     def _note(self, refused: Mapping[str, int]) -> None:

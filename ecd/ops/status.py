@@ -129,7 +129,8 @@ class Status:
         """The figures that history keeps; cheap."""
         told, pools = self._cache.counters, self._cache.pools
         used_bytes = sum(pool.used_bytes for pool in pools if not pool.holds_replicas)
-        return Figures(told.hits, told.misses, told.saved_s, used_bytes, told.refused)
+        lookups = told.hits, told.handed_over, told.misses
+        return Figures(*lookups, told.saved_s, used_bytes, told.refused)
 
     def _read_pool(self, pool: Pool) -> pb.PoolStatus:
         """The pool's figures; granted memory counts as free."""

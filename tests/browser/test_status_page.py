@@ -91,21 +91,21 @@ def test_the_page_says_what_status_says_and_follows_it(
     daemon = make_daemon().start()
     page = open_page(url(daemon))
     expect(page.locator("#state")).to_have_text("serving, healthy")
-    assert tile(page, "Hit ratio") == "- | 0 of 0 lookups"
+    assert tile(page, "Encodes saved") == "- | 0 of 0, 0.0 s"
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    with Client(daemon.address) as client:
+    with Client(daemon.address, uses_puts=True) as client:
         for number in range(1200):
             put(client, f"{number}")
         for number in range(3):
             client.get(f"{number}").close()
         assert client.get("absent") is None
-        expect(page.locator("#tiles")).to_contain_text("3 of 4 lookups")
+        expect(page.locator("#tiles")).to_contain_text("of 4 lookups")
         expect(page.locator("#tiles")).to_contain_text("1,200 puts")
         daemon.wait_idle()
         told, said = status_of(daemon), document(daemon)["status"]
-        assert tile(page, "Hit ratio") == "75.0% | 3 of 4 lookups"
-        assert tile(page, "Encoding saved") == "6.0 s | 3 bytes served"
+        assert tile(page, "Encodes saved") == "75.0% | 3 of 4, 6.0 s"
+        assert tile(page, "Hits") == "3 | of 4 lookups, 0 handed over, 3 bytes"
         assert tile(page, "Entries") == f"{told['entries']:,} | {told['counters']['puts']:,} puts"
         assert tile(page, "Sessions").startswith(f"{told['sessions']} | ")
         assert page.locator("#spaces td:nth-child(2)").all_inner_texts() == ["1,200"]
@@ -209,7 +209,7 @@ def test_everything_is_reached_by_keyboard(busy: Daemon, open_page: OpenPage) ->
     assert [each.split(" ")[0] for each in order] == (
         ["summary", "input", "svg", "svg", "svg", "a", "a", "body"]
     )
-    assert order[2] == "svg Hit ratio over time"
+    assert order[2] == "svg Encodes saved over time"
 
 
 def test_a_curve_that_is_read_may_lose_its_points(busy: Daemon, open_page: OpenPage) -> None:

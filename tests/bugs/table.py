@@ -453,7 +453,35 @@ EDITED = {
     "a fetched entry is as old as its stay": Bug(
         "eviction",
         "simulation/test_fetch.py",
-        Edit("ecd/cluster/deliveries.py", "refetch_s, lease.age_s", "refetch_s, 0.0"),
+        Edit("ecd/cluster/deliveries.py", "            lease.age_s,\n", "            0.0,\n"),
+    ),
+    "a hand-over counts as an encode saved": Bug(
+        "metrics",
+        "integration/test_counters.py",
+        Edit(
+            "ecd/core/evictor.py",
+            "known_s += 0.0 if is_handover else entry.saves_s",
+            "known_s += entry.saves_s",
+        ),
+    ),
+    "a fetch forgets that the entry is handed over": Bug(
+        "metrics",
+        "cluster/test_fetch.py",
+        Edit("ecd/rpc/peer/inbound_link.py", "is_handover=leased.is_handover", "is_handover=False"),
+    ),
+    "a look that finds nothing is a miss": Bug(
+        "metrics",
+        "integration/test_counters.py",
+        Edit("ecd/rpc/cache/cache_service.py", "Answer.LOOK if request.is_look", "Answer.PIN if 0"),
+    ),
+    "a consumer counts a lookup, not the load": Bug(
+        "metrics",
+        "e2e/test_counted.py",
+        Edit(
+            "client/ecd_client/vllm/scheduler/lookup.py",
+            "item, may_come = self._client.get_now(wanted.identifier, is_use=False)",
+            "item, may_come = self._client.get_now(wanted.identifier)",
+        ),
     ),
     "a Redis that has just failed is asked again": Bug(
         "nodes",

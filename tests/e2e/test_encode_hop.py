@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -43,6 +44,7 @@ class Row:
     def __init__(
         self, daemons: Sequence[Daemon], start: Callable[..., Server], directory: Path
     ) -> None:
+        self.daemons = daemons
         self.gates = [Gate(directory / f"gate-{number}") for number in range(2)]
         key = [*MIDDLEWARE, "--api-key", KEY]
         self.encoders = [
@@ -84,6 +86,12 @@ class Row:
         counted = self.server.all_metrics()
         name = 'encoder_active_tokens{{encoder="{}"}}'
         return [counted.get(name.format(each.url), 0) for each in self.encoders]
+
+    def counted(self) -> Counter[str]:
+        """The lookups that the daemons have counted."""
+        counted = [daemon.status().counters for daemon in self.daemons]
+        names = "hits", "misses", "handed_over"
+        return Counter({name: sum(getattr(each, name) for each in counted) for name in names})
 
     def seen(self) -> tuple[int, float]:
         """The media that were preprocessed and the items that were encoded by the server itself."""
@@ -145,7 +153,7 @@ def row(running: Row, plain_server: PlainServer) -> Iterator[Row]:
 def test_what_is_missing_is_encoded_elsewhere_and_what_is_held_is_not(
     row: Row, new: Pictures
 ) -> None:
-    before, was = row.seen(), row.calls("encoded")
+    before, was, counted = row.seen(), row.calls("encoded"), row.counted()
     held, *missing = (new.url() for _ in range(3))
     row.right(shown(held))
     row.right([*shown(held)[:1], *shown(missing[0])[:1], *shown(missing[1])])
@@ -155,6 +163,8 @@ def test_what_is_missing_is_encoded_elsewhere_and_what_is_held_is_not(
     assert sum(calls) == 3
     assert all(calls), "on this node and on the other"
     assert row.seen() == before
+    new_ones = Counter(misses=3, hits=3, handed_over=3)
+    assert row.counted() - counted == new_ones, "encoded there, loaded here, and then held by vLLM"
 
 
 def test_the_encoder_with_the_fewest_active_tokens_is_asked(row: Row, new: Pictures) -> None:

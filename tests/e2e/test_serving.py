@@ -69,7 +69,9 @@ def test_a_way_of_serving(
     encoder = shared("ec_producer", dtype="float32")
     encoder.generate([{"messages": [{"role": "user", "content": each}]} for each in stored])
     eventually(lambda: daemon.status().entries == PICTURES, "every picture stored")
-    puts, sessions = daemon.status().counters.puts, daemon.status().sessions
+    daemon.wait_idle()
+    stand = daemon.status()
+    before_all, puts, sessions = stand.counters, stand.counters.puts, stand.sessions
     server = api_server(
         version,
         tmp_path / "server.log",
@@ -103,6 +105,10 @@ def test_a_way_of_serving(
             assert list(users.map(ask, twice)) == [(200, each) for each in right[1]] * 2
             eventually(lambda: daemon.status().counters.puts == puts + PICTURES, "all stored")
             assert server.sample("vllm:ecd_misses_total") == PICTURES, "encoded once"
+            counted = daemon.status().counters
+            for name in ("hits", "misses"):
+                grown = getattr(counted, name) - getattr(before_all, name)
+                assert grown == server.sample(f"vllm:ecd_{name}_total"), name
             broken = list(users.map(ask, [[BARE, *shown("")[1:]]] * PICTURES))
         assert [status for status, _ in broken] == [500] * PICTURES, broken
         assert ask(stored[0]) == (200, right[0][0]), last_words(server.text())

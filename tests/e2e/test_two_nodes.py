@@ -157,9 +157,13 @@ def test_the_consumer_uses_what_another_machine_encoded(
             assert all(item["ecd_node"] == has.node.peer for item in params.values())
             assert all(item["ecd_extent"][2] > 0 for item in params.values())
             assert all("metadata" in item for item in params.values())
+    hits = consumer.metrics().get("hits", 0)
     consumed = consumer.generate(requests)
     assert tokens(consumed) == tokens(expected)
     assert consumed["encoded"] == 0, "the consumer's encoder ran"
+    near, far = has.status().counters, wants.status().counters
+    assert (near.misses, near.hits, far.misses) == (len(PICTURES), 0, 0)
+    assert (far.hits, far.handed_over) == (consumer.metrics()["hits"] - hits, len(PICTURES))
     status = wants.peers()
     assert status.fetches["fetched"] == len(PICTURES)
     [peer] = [peer for peer in status.peers if peer.node == has.node.peer]

@@ -565,6 +565,7 @@ def test_top_shows_what_happens_in_a_second(
         clock.at_s += 2.0
         rates = top.as_json()["per_second"]
     assert [rates[name] for name in ("hits", "misses", "hit_ratio")] == [3.0, 1.0, 0.75]
+    assert (rates["handed_over"], rates["saved_ratio"]) == (0.5, 5 / 7), "the first, of six"
     assert [rates[name] for name in ("puts", "bytes_in", "bytes_out")] == [0.5, 6.0, 36.0]
 
 
@@ -578,7 +579,7 @@ def test_top_shows_what_is_hot_and_what_is_large(daemon: Daemon) -> None:
     assert told["per_second"]["hits"] == 0
     assert [entry["key"]["mm_hash"] for entry in told["biggest"]] == ["large", "small"]
     assert [entry["key"]["mm_hash"] for entry in told["hottest"]] == ["small"]
-    assert "hit ratio" in cli(daemon, "top", "--once", "--interval", "0.2").stdout
+    assert "of encodes saved" in cli(daemon, "top", "--once", "--interval", "0.2").stdout
 
 
 @pytest.mark.parametrize("how", ["q", "SIGINT"])

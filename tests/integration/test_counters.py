@@ -14,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 
 import pytest
+import torch
 from rich.console import Console
 
 from ecd_client import Client, DaemonUnavailable
 from ecd_client.cli import render
+from ecd_client.shared import board
 from support.cli import cli
 from support.daemon import Daemon
 from support.processes import run
@@ -66,6 +68,10 @@ def told(daemon: Daemon) -> Counter[str]:
         name: getattr(status.counters, name)
         for name in ("hits", "misses", "puts", "duplicates", "recovered", "bytes_in", "bytes_out")
     } | {f"bench_{name}": getattr(status.bench, name) for name in ("hits", "puts", "misses")}
+    uses = (
+        float(metrics.pop(f'ecd_hits_total{{use="{use}"}}')) for use in ("reused", "handed_over")
+    )
+    metrics["ecd_hits_total"] = str(sum(uses))
     for name, value in counters.items():
         is_bench = name.startswith("bench_")
         sample = f'bench_total{{event="{name[6:]}"}}' if is_bench else f"{name}_total"
@@ -285,3 +291,86 @@ def test_namespaces_are_told_apart_up_to_a_bound(daemon: Daemon) -> None:
     daemon.evict_all()
     assert 'ecd_namespace_bytes{namespace="other"} 0.0' in daemon.metrics()
     assert "model 3" not in daemon.metrics()
+
+
+def uses(daemon: Daemon) -> tuple[int, int, int, float]:
+    """Hits, those handed over, misses, and the seconds saved."""
+    counted = daemon.status().counters
+    return counted.hits, counted.handed_over, counted.misses, counted.saved_s
+
+
+def test_every_lookup_is_counted_once_and_a_look_is_not(daemon: Daemon, client: Client) -> None:
+    assert not daemon.status().node, "it has no peers: `get_now` is the whole lookup"
+    client.put("k", torch.zeros(4), cost=2.0)
+    daemon.wait_idle()
+    assert client.get_now("none") == (None, False)
+    assert uses(daemon) == (0, 0, 1, 0.0)
+    looks = [client.get_now("none", is_use=False)[0], client.get("none", is_use=False)]
+    looks += [client.get("none", timeout=0.01, is_use=False)]
+    looks += [future.result() for future in client.get_async(["none"], is_use=False)]
+    looks += [future.result() for future in client.get_async(["none"], 0.01, is_use=False)]
+    assert looks == [None] * 5
+    for item in (client.get_now("k", is_use=False)[0], client.get("k", is_use=False)):
+        item.close()
+        item.count_use()  # it is closed
+    assert uses(daemon) == (0, 0, 1, 0.0)
+    client.count_miss()
+    with client.get("k", is_use=False) as item:
+        item.count_use()
+    assert uses(daemon) == (1, 1, 2, 0.0)
+    client.get_now("k")[0].close()
+    assert uses(daemon) == (2, 1, 2, 2.0)
+
+
+def test_a_look_by_call_is_counted_once(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "join_barriers", lambda: False)  # every read is a call
+    with Client(daemon.address) as client:
+        client.put("k", torch.zeros(4))
+        with client.get("k", is_use=False) as item:
+            item.count_use()
+        assert client.get("none", timeout=0.01, is_use=False) is None
+        client.count_miss()
+    assert uses(daemon)[:3] == (1, 1, 1)
+
+
+@pytest.mark.parametrize("way", ["in memory", "by calls"])
+def test_what_saves_an_encode_is_counted_apart_from_what_hands_over(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    if way == "by calls":
+        monkeypatch.setattr(board, "join_barriers", lambda: False)
+    own = Client(daemon.address, uses_puts=True)  # as an engine that encodes and decodes
+    encoder, decoder = Client(daemon.address), Client(daemon.address)
+    with own, encoder, decoder:
+        own.put("own", torch.zeros(4), cost=2.0)
+        daemon.wait_idle()  # it is listed: a read before that counts for no entry
+        decoder.get("own").close()
+        assert uses(daemon) == (1, 0, 0, 2.0), "the first engine had used it already"
+        encoder.put("handed", torch.zeros(4), cost=3.0)
+        daemon.wait_idle()
+        decoder.get("handed").close()
+        assert uses(daemon) == (2, 1, 0, 2.0)
+        decoder.get("handed").close()
+        assert uses(daemon) == (3, 1, 0, 5.0)
+        if way == "in memory":
+            with encoder.get("handed", is_use=False) as item:
+                item.count_use(for_another=True)
+            decoder.get("handed").close()
+            assert uses(daemon) == (5, 2, 0, 8.0), "one request, one encode saved"
+
+
+def test_a_use_of_a_put_that_was_not_listed_yet_is_the_entrys(
+    daemon: Daemon, client: Client
+) -> None:
+    """The put is seen in its claim while the daemon stands still; its number is looked up later."""
+    client.put("earlier", torch.zeros(4))
+    daemon.wait_idle()  # memory was granted
+    with daemon.stopped():
+        assert client.put_async("k", torch.zeros(4), cost=2.0).result()
+        item, _ = client.get_now("k", is_use=False)
+    daemon.wait_idle()
+    item.count_use()
+    item.close()
+    assert uses(daemon) == (1, 1, 0, 0.0)
+    client.get("k").close()
+    assert uses(daemon) == (2, 1, 0, 2.0)

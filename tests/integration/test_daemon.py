@@ -513,7 +513,10 @@ def test_metrics_tell_what_happened(make_daemon: MakeDaemon) -> None:
         with pytest.raises(EcdError):
             client.put("large", torch.zeros(65 << 20, dtype=torch.int8))
         eventually(lambda: "lag_seconds_count 0.0" not in daemon.metrics())
-        eventually(lambda: "ecd_hits_total 1.0" in daemon.metrics(), what="a look at the readers")
+        eventually(
+            lambda: 'ecd_hits_total{use="handed_over"} 1.0' in daemon.metrics(),
+            what="a look at the readers",
+        )
         text = daemon.metrics()
         found = {
             line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
@@ -521,7 +524,8 @@ def test_metrics_tell_what_happened(make_daemon: MakeDaemon) -> None:
             if line and not line.startswith("#")
         }
         assert found["process_resident_memory_bytes"] > 64 << 20, "the pool"
-        assert found["ecd_hits_total"] == 1
+        assert found['ecd_hits_total{use="handed_over"}'] == 1
+        assert found['ecd_hits_total{use="reused"}'] == 0
         assert found["ecd_misses_total"] == 1
         assert found["ecd_puts_total"] == 1
         assert found["ecd_duplicates_total"] == 1

@@ -73,6 +73,7 @@ def work(nodes: list[Daemon]) -> None:
         item = reader.get("k", HANG_S)
         assert item is not None
         item.close()
+        reader.get("k").close()
         nodes[1].evict_all()
 
 
@@ -180,7 +181,7 @@ scrape_configs:
 
     def is_shown(title: str, expression: str) -> bool:
         data = ask(expression)
-        if title in ("Hit ratio", "Encoders saved", "Served", "Fetches, by outcome"):
+        if title in ("Encodes saved", "Encoders saved", "Served", "Fetches, by outcome"):
             return any(float(series["value"][1]) > 0 for series in data)
         return bool(data) or title in EMPTY_WHEN_WELL
 

@@ -82,6 +82,8 @@ def test_a_hit_makes_no_call_and_a_stopped_daemon_does_not_matter(
 def test_what_is_pinned_outlives_its_eviction_and_no_longer(daemon: Daemon, client: Client) -> None:
     before_s = daemon.status().counters.saved_s
     client.put("k", torch.full((1 << 20,), 3, dtype=torch.uint8), metadata=b"m", cost=1.5)
+    client.get("k").close()
+    assert daemon.status().counters.saved_s == before_s, "it was handed over"
     item = client.get("k")
     assert (item.metadata, item.cost_s) == (b"m", 1.5)
     assert daemon.status().counters.saved_s - before_s == 1.5

@@ -14,7 +14,7 @@ def test_every_cause_of_a_refusal_is_told_in_words() -> None:
 
 def test_samples_are_bounded_and_told_in_lots() -> None:
     hits = 0
-    history = History(lambda: Figures(hits, 0, 0.1 * hits, 0, {}), SetClock())
+    history = History(lambda: Figures(hits, 0, 0, 0.1 * hits, 0, {}), SetClock())
     for hits in range(KEPT + 500):  # noqa: B007
         history.sample()
     told, number = [], 0
@@ -30,7 +30,7 @@ def test_samples_are_bounded_and_told_in_lots() -> None:
 
 def test_a_refusal_has_a_time_from_the_first_look_after_it() -> None:
     refused, clock = {"waits": 3, "leases": 0}, SetClock()
-    history = History(lambda: Figures(0, 0, 0.0, 0, refused), clock)
+    history = History(lambda: Figures(0, 0, 0, 0.0, 0, refused), clock)
     assert history.refused_s_ago() == {}, "these were before"
     refused = {"waits": 4, "leases": 0}
     assert history.refused_s_ago() == {"waits": 0.0}

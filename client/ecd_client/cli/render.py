@@ -46,7 +46,8 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         populated_bytes = sum(pool.populated_bytes for pool in host)
         pool_bytes = sum(pool.pool_bytes for pool in host)
         state += f" {100 * populated_bytes // max(1, pool_bytes)} %"
-    lookups = counters.hits + counters.misses
+    lookups, reused = counters.hits + counters.misses, counters.hits - counters.handed_over
+    encodes = reused + counters.misses
     names = names_of_pools(reply)
     rows = [
         ("daemon", f"{reply.version}, contract {reply.contract_version}, pid {reply.pid}"),
@@ -64,8 +65,13 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         (
             "hits",
             f"{counters.hits:,} of {count_text(lookups, 'lookup')} "
-            f"({share(counters.hits, lookups)}), {size_text(counters.bytes_out)}, "
-            f"{duration_text(counters.saved_s)} of encoding saved",
+            f"({share(counters.hits, lookups)}), {size_text(counters.bytes_out)}; "
+            f"{reused:,} reused, {counters.handed_over:,} handed over",
+        ),
+        (
+            "saved",
+            f"{reused:,} of {count_text(encodes, 'encode')} ({share(reused, encodes)}), "
+            f"{duration_text(counters.saved_s)}",
         ),
         (
             "puts",

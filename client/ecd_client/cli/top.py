@@ -33,6 +33,7 @@ class Rates:
     """The daemon's counters per second, between two samples."""
 
     hits: float
+    handed_over: float
     misses: float
     puts: float
     evictions: float
@@ -46,6 +47,14 @@ class Rates:
     def hit_ratio(self) -> float | None:
         lookups = self.hits + self.misses
         return self.hits / lookups if lookups else None
+
+    @property
+    def saved_ratio(self) -> float | None:
+        return _saved_ratio(self.hits - self.handed_over, self.misses)
+
+    @property
+    def document(self) -> dict[str, float | None]:
+        return vars(self) | {"hit_ratio": self.hit_ratio, "saved_ratio": self.saved_ratio}
 
 
 @dataclass
@@ -81,11 +90,10 @@ class Top:
 
     def as_json(self) -> dict[str, Any]:
         status, peers, rates = self.sample()
-        ratio = None if rates is None else rates.hit_ratio
         return {
             "status": plain(status),
             "peers": plain(peers),
-            "per_second": None if rates is None else vars(rates) | {"hit_ratio": ratio},
+            "per_second": None if rates is None else rates.document,
             "biggest": [plain(entry) for entry in self.biggest()],
             "hottest": [plain(entry) for entry in self.hottest()],
         }
@@ -120,7 +128,7 @@ def _rates(before: pb.StatusReply, now: pb.StatusReply, seconds: float) -> Rates
         return float(there - gone) / seconds
 
     return Rates(
-        *(rate(name) for name in ("hits", "misses", "puts")),
+        *(rate(name) for name in ("hits", "handed_over", "misses", "puts")),
         *(rate_of_all(name) for name in ("evictions", "refused")),
         *(rate(name) for name in ("bytes_in", "bytes_out", "saved_s")),
         *(rate_of_pools(name) for name in ("given_up_s",)),
@@ -152,18 +160,17 @@ def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
         "now", ", ".join(count_text(*each) for each in ((status.entries, "entry"), *held))
     )
     counters = status.counters
-    lookups = counters.hits + counters.misses
+    saved = _saved_ratio(counters.hits - counters.handed_over, counters.misses)
     table.add_row(
-        "in all",
-        f"hit ratio {_ratio(counters.hits / lookups if lookups else None)}, "
-        f"{duration_text(counters.saved_s)} of encoding saved",
+        "in all", f"{_ratio(saved)} of encodes saved, {duration_text(counters.saved_s)} of encoding"
     )
     if rates is None:
         table.add_row("per second", "at the next look")
         return table
     table.add_row(
         "lookups/s",
-        f"{rates.hits:,.0f} hits, {rates.misses:,.0f} misses, hit ratio {_ratio(rates.hit_ratio)}",
+        f"{rates.hits:,.0f} hits, {rates.handed_over:,.0f} of them handed over, "
+        f"{rates.misses:,.0f} misses; {_ratio(rates.saved_ratio)} of encodes saved",
     )
     table.add_row(
         "served/s", f"{size_text(rates.bytes_out)}, {rates.saved_s:.2f} s of encoding saved"
@@ -185,6 +192,11 @@ def _used(used_bytes: int, pool_bytes: int, more: str) -> Table:
     share = render.share(used_bytes, pool_bytes)
     row.add_row(bar, f"{size_text(used_bytes)} of {size_text(pool_bytes)} ({share}){more}")
     return row
+
+
+def _saved_ratio(reused: float, misses: float) -> float | None:
+    """Reused entries as a share of the encodes that there would have been without them."""
+    return reused / (reused + misses) if reused + misses else None
 
 
 def _ratio(ratio: float | None) -> str:

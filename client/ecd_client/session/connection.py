@@ -52,14 +52,23 @@ class Connection:
     """Keeps a session with the daemon open, on a thread of its own."""
 
     def __init__(
-        self, address: str, name: str, call_timeout_s: float, counts_reads: bool = True
+        self,
+        address: str,
+        name: str,
+        call_timeout_s: float,
+        counts_reads: bool = True,
+        uses_puts: bool = False,
     ) -> None:
-        """`counts_reads`: whether the daemon counts this client's reads without a call."""
+        """`counts_reads`: whether the daemon counts this client's reads without a call.
+
+        `uses_puts`: as in `Client`.
+        """
         forks.in_child()
         if forks.is_child:
             raise DaemonUnavailable(NOT_IN_A_CHILD)
         self._address, self._name = address, name
         self._call_timeout_s, self._counts_reads = call_timeout_s, counts_reads
+        self._uses_puts = uses_puts
         self._channel = open_channel(address)
         self._stub: Any = pb_grpc.CacheStub(self._channel)
         self._changed = threading.Condition()
@@ -260,7 +269,12 @@ class Connection:
         self._threads.note()
         client = f"{self._name} ecd {version(DISTRIBUTION)}"
         yield pb.SessionRequest(
-            hello=pb.Hello(contract_version=CONTRACT_VERSION, client=client, pid=os.getpid())
+            hello=pb.Hello(
+                contract_version=CONTRACT_VERSION,
+                client=client,
+                pid=os.getpid(),
+                uses_puts=self._uses_puts,
+            )
         )
         session, check_s = outbox.get(), 0.0
         while isinstance(session, Session):

@@ -56,6 +56,9 @@ class Hold(Protocol):
     def has_left(self, share: float) -> bool:
         """Whether at least this share of a lease's TTL is left."""
 
+    def note_use(self, namespace: str, mm_hash: str, *, for_another: bool) -> None:
+        """Count a use that was not counted when the entry was found."""
+
     def end(self) -> None: ...
 
 
@@ -81,6 +84,9 @@ class Lease:
 
     def has_left(self, share: float) -> bool:
         return self.expires_s - clock.now_s() >= share * self.session.lease_ttl_s
+
+    def note_use(self, namespace: str, mm_hash: str, *, for_another: bool) -> None:
+        """Nothing: the daemon counted it as it granted the lease."""
 
     def end(self) -> None:
         """End the lease only once: an interrupted `pinned` may end it again."""
@@ -109,6 +115,10 @@ class Pin:
 
     def has_left(self, share: float) -> bool:  # noqa: ARG002
         return True
+
+    def note_use(self, namespace: str, mm_hash: str, *, for_another: bool) -> None:
+        entry, nbytes = self.entry, self.content.nbytes
+        self._index.note_use(namespace, mm_hash, entry, nbytes, for_another=for_another)
 
     def end(self) -> None:
         """End the pin only once: two items would share its word afterwards."""

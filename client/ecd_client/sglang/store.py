@@ -45,7 +45,9 @@ class EcdEmbeddingStore(EmbeddingStore):
         self._settings = namespace()
         self._namespace = ""  # until a buffer tells the dtype
         self._buffers: list[torch.Tensor] = []
-        self._client = Client(name="sglang", connect_timeout=0.0, call_timeout=CALL_S)
+        self._client = Client(
+            name="sglang", connect_timeout=0.0, call_timeout=CALL_S, uses_puts=True
+        )
         self._failures = 0
         self._quiet_until_s = 0.0
 
@@ -74,8 +76,11 @@ class EcdEmbeddingStore(EmbeddingStore):
         try:
             found.update(itertools.compress(names, self._contains(names)))
             for batch in _batches([name for name in names if name not in found]):
-                for name, item in zip(batch, self._held(batch, deadline_s), strict=True):
-                    if item is not None:
+                items = self._held(batch, deadline_s, is_use=False)
+                for name, item in zip(batch, items, strict=True):
+                    if item is None:
+                        self._client.count_miss()
+                    else:
                         found.add(name)
                         item.close()
         except EcdError as error:
@@ -135,13 +140,15 @@ class EcdEmbeddingStore(EmbeddingStore):
             return [False] * len(names)
         return self._client.contains(names, namespace=self._namespace)
 
-    def _held(self, names: Sequence[str], deadline_s: float) -> list[Item | None]:
+    def _held(
+        self, names: Sequence[str], deadline_s: float, *, is_use: bool = True
+    ) -> list[Item | None]:
         """The entries, each held; waits for those that are on their way. Raises EcdError."""
         if not self._namespace:
             return [None] * len(names)
         left_s = max(0.0, deadline_s - clock.now_s())
         futures = self._client.get_async(
-            names, left_s, only_if_written=True, namespace=self._namespace
+            names, left_s, only_if_written=True, namespace=self._namespace, is_use=is_use
         )
         wait(futures, left_s + CALL_S)
         return [self._item(future) for future in futures]

@@ -43,6 +43,7 @@ from ecd_proto.shm.session_page import (
     DUPLICATES_WORD,
     FIRST_PIN_WORD,
     FIRST_USE_WORD,
+    FOR_ANOTHER,
     GRANTED_POOL,
     MAX_PINS,
     MISSES_WORD,
@@ -242,6 +243,23 @@ class IndexReader:
     def note_duplicate(self) -> None:
         """Count a put of a key that was stored."""
         self._count(DUPLICATES_WORD)
+
+    def note_miss(self) -> None:
+        """Count a lookup that found nothing."""
+        self._count(MISSES_WORD)
+
+    def note_use(
+        self, namespace: str, mm_hash: str, entry: int, nbytes: int, *, for_another: bool
+    ) -> None:
+        """Count a use of a pinned entry; an `entry` of 0 had no number when it was pinned."""
+        if not self.counts:
+            return
+        if not entry:
+            with contextlib.suppress(AskDaemon):
+                record = self.record(namespace, mm_hash)
+                found = None if record is None else self._find(record)
+                entry = 0 if found is None else row_entry(found[1])
+        self._note_use(entry and entry | (FOR_ANOTHER if for_another else 0), nbytes)
 
     @property
     def pins_left(self) -> int:

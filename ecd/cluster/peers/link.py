@@ -81,6 +81,8 @@ class PeerLease:
     clock: Clock
     put_s: float
     """When the entry was put, on this node's clock; as the lease came, where the peer is silent."""
+    is_handover: bool
+    """Whether the entry's next hit saves no encode."""
 
     @property
     def age_s(self) -> float:
@@ -184,7 +186,7 @@ class Link:
         ttl_s = self.description.lease_ttl_s
         until_s = question.asked_s + ttl_s
         times = until_s, data, ttl_s, self._clock, self._clock.now_s() - age_s
-        return PeerLease(content, leased.address, leased.checksum, *times)
+        return PeerLease(content, leased.address, leased.checksum, *times, leased.is_handover)
 
     def end(self, question: Question, is_stored: bool) -> None:
         """Give the lease back, if it was granted or will be; the entry `is_stored` here now."""

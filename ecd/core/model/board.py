@@ -19,7 +19,10 @@ MAX_PIECES = 16
 
 @dataclass(frozen=True)
 class Uses:
-    """Reads without a call since the last drain. `entries` names only the latest of them."""
+    """Reads without a call since the last drain; only the latest of them are named.
+
+    `for_others`: those by an engine that found them for another one, which reads them next.
+    """
 
     entries: tuple[EntryId, ...] = ()
     hits: int = 0
@@ -27,6 +30,7 @@ class Uses:
     misses: int = 0
     duplicates: int = 0
     is_all: bool = True  # False: more pages have some
+    for_others: tuple[EntryId, ...] = ()
 
 
 class Portion(NamedTuple):

@@ -31,6 +31,7 @@ class Entry:
     checksum: int | None = None  # None until somebody has read all bytes
     cost_s: float = 0.0  # what the policy ranks by
     encode_s: float = 0.0  # by the fit; 0 where no producer reported a cost
+    handovers: int = 0  # hits to come that only bring it to whom it was encoded for
     terms: Terms | None = None  # what operators have set
     replica_in: int = 0  # the pool's number if that holds replicas
     original: Entry | None = field(default=None, repr=False)  # what a reserved copy is made of
@@ -71,6 +72,12 @@ class Entry:
     def is_kept(self) -> bool:
         """Whether an operator keeps the entry."""
         return self.terms is not None and self.terms.kept_until_s > 0.0
+
+    def hand_over(self) -> bool:
+        """Whether this hit is one of `handovers`: it saves no encode."""
+        is_handover = self.handovers > 0
+        self.handovers -= is_handover
+        return is_handover
 
     def step(self, event: EntryEvent) -> None:
         """Change the state. Raises IllegalTransition."""

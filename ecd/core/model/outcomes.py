@@ -105,6 +105,7 @@ class Leased(NamedTuple):
     expires_s: float
     entry: EntryId
     checksum: int | None
+    is_handover: bool = False  # to another node, whose next hit saves no encode
 
 
 @dataclass(frozen=True)

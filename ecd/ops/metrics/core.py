@@ -46,9 +46,8 @@ class CoreCollector(Collector):
 
 def _of_traffic(counted: pb.Counters) -> Iterable[Metric]:
     rows = (
-        ("hits", "Entries that readers found, by lease or pin.", counted.hits),
         ("peer_leases", "Entries leased to other nodes: no hits here.", counted.peer_leases),
-        ("misses", "Lookups and waits that ended without an entry.", counted.misses),
+        ("misses", "Lookups that found nothing: the engine encodes.", counted.misses),
         ("puts", "Entries stored by clients and by fetches.", counted.puts),
         ("recovered", "Entries taken over from an earlier incarnation.", counted.recovered),
         ("duplicates", "Writers told that the entry was there.", counted.duplicates),
@@ -58,7 +57,7 @@ def _of_traffic(counted: pb.Counters) -> Iterable[Metric]:
         ("bytes_out", "Bytes of entries that readers found.", counted.bytes_out),
         (
             "saved_seconds",
-            "What the hits had cost to encode: as reported, else by the fit.",
+            "What the entries of the reused hits had cost to encode: as reported, else by the fit.",
             counted.saved_s,
         ),
         ("leases_expired", "Leases that ran out unrenewed.", counted.leases_expired),
@@ -70,7 +69,15 @@ def _of_traffic(counted: pb.Counters) -> Iterable[Metric]:
         ),
     )
     yield from counters(rows)
+    uses = {"reused": counted.hits - counted.handed_over, "handed_over": counted.handed_over}
     for label, name, text, values in (
+        (
+            "use",
+            "hits",
+            "Lookups that found their entry: reused in place of an encode, or handed over to the "
+            "engine for which it was encoded.",
+            uses,
+        ),
         ("reason", "evictions", "Entries evicted, by reason.", counted.evictions),
         ("reason", "evicted_bytes", "Bytes of these entries.", counted.evicted_bytes),
         ("cause", "refused", "Requests refused, by cause.", counted.refused),

@@ -171,7 +171,8 @@ class CacheService(pb_grpc.CacheServicer):
             if request.only_if_written:
                 await self._live.learn(keys, pace)
         wait_for = WaitFor.WRITER if request.only_if_written else WaitFor.ANY
-        answer = Answer.PIN if request.to_pin else Answer.LEASE
+        looks = Answer.LOOK if request.is_look else Answer.PIN
+        answer = looks if request.to_pin else Answer.LEASE
         outcomes: list[Acquisition] = []
         try:
             for index, key in enumerate(keys):

@@ -154,7 +154,8 @@ class SessionStreams:
     async def run(self, requests: SessionIterator, context: Context) -> None:
         """Serve one stream until it ends."""
         hello = await self._hello(requests, context)
-        stream = self.open(f"{shown(hello.client)} pid {hello.pid}", hello.pid)
+        client = f"{shown(hello.client)} pid {hello.pid}"
+        stream = self.open(client, hello.pid, hands_over=not hello.uses_puts)
         if isinstance(stream, LimitReached):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -167,9 +168,9 @@ class SessionStreams:
         finally:
             self.end(stream)
 
-    def open(self, client: str, pid: int = 0) -> Stream | LimitReached:
+    def open(self, client: str, pid: int = 0, *, hands_over: bool = False) -> Stream | LimitReached:
         """Open a session, and record its stream."""
-        opened = self._live.cache.open_session()
+        opened = self._live.cache.open_session(hands_over=hands_over)
         if isinstance(opened, LimitReached):
             return opened
         stream = Stream(opened, self._live.clock.secret(16).hex(), client, pid)

@@ -347,6 +347,7 @@ class InboundLink:
             address=self._memory.address_of(leased.extent),
             checksum=checksum,
             age_s=self._live.cache.views.put_age_s(leased.entry, self._live.clock.now_s()),
+            is_handover=leased.is_handover,
         )
         is_small = leased.extent.nbytes <= min(asked.bytes_up_to, BYTES_WITH_LEASE)
         if is_small and self.outbox.qsize() < UNREAD_WITH_BYTES:

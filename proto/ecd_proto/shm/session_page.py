@@ -45,6 +45,8 @@ _EXTENT_POOLS = 1 << 48
 FIRST_USE_WORD = _WORDS
 RECENT_USES = _WORDS
 """The length of the ring of recently used entries, which the daemon drains."""
+FOR_ANOTHER = 1 << 63
+"""Set in the ring beside an entry that was found for another engine, which will read it, too."""
 
 # -- claims ----------------------------------------------------------------------------------------
 

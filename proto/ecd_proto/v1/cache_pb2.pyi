@@ -143,19 +143,25 @@ class Hello(google.protobuf.message.Message):
     CONTRACT_VERSION_FIELD_NUMBER: builtins.int
     CLIENT_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
+    USES_PUTS_FIELD_NUMBER: builtins.int
     contract_version: builtins.int
     client: builtins.str
     """name and version, for people"""
     pid: builtins.int
     """for people"""
+    uses_puts: builtins.bool
+    """The client uses itself what it puts: whoever gets that saves an encode. Else the first get of an
+    entry only hands it over. For the counters alone.
+    """
     def __init__(
         self,
         *,
         contract_version: builtins.int = ...,
         client: builtins.str = ...,
         pid: builtins.int = ...,
+        uses_puts: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "contract_version", b"contract_version", "pid", b"pid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "contract_version", b"contract_version", "pid", b"pid", "uses_puts", b"uses_puts"]) -> None: ...
 
 global___Hello = Hello
 
@@ -897,6 +903,7 @@ class AcquireRequest(google.protobuf.message.Message):
     HINTS_FIELD_NUMBER: builtins.int
     TO_PIN_FIELD_NUMBER: builtins.int
     MAKES_FIELD_NUMBER: builtins.int
+    IS_LOOK_FIELD_NUMBER: builtins.int
     session: builtins.str
     wait_s: builtins.float
     """0: answer at once; a key that is not here is fetched meanwhile"""
@@ -904,6 +911,8 @@ class AcquireRequest(google.protobuf.message.Message):
     """wait only for keys that are being written or fetched"""
     to_pin: builtins.bool
     """no lease: the client itself pins the stored keys in the index"""
+    is_look: builtins.bool
+    """beside `to_pin`: the client counts the hit or the miss, when it knows"""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Key]: ...
     @property
@@ -920,8 +929,9 @@ class AcquireRequest(google.protobuf.message.Message):
         hints: collections.abc.Iterable[global___Hint] | None = ...,
         to_pin: builtins.bool = ...,
         makes: collections.abc.Iterable[global___Make] | None = ...,
+        is_look: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["hints", b"hints", "keys", b"keys", "makes", b"makes", "only_if_written", b"only_if_written", "session", b"session", "to_pin", b"to_pin", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hints", b"hints", "is_look", b"is_look", "keys", b"keys", "makes", b"makes", "only_if_written", b"only_if_written", "session", b"session", "to_pin", b"to_pin", "wait_s", b"wait_s"]) -> None: ...
 
 global___AcquireRequest = AcquireRequest
 
@@ -2147,6 +2157,7 @@ class Counters(google.protobuf.message.Message):
     HIT_SIZES_FIELD_NUMBER: builtins.int
     HIT_SIZES_BYTES_FIELD_NUMBER: builtins.int
     EVICTED_BYTES_FIELD_NUMBER: builtins.int
+    HANDED_OVER_FIELD_NUMBER: builtins.int
     hits: builtins.int
     misses: builtins.int
     puts: builtins.int
@@ -2157,7 +2168,7 @@ class Counters(google.protobuf.message.Message):
     leases_expired: builtins.int
     waits_expired: builtins.int
     saved_s: builtins.float
-    """what the hits had cost to encode"""
+    """what the hits that saved an encode had cost to encode"""
     copies: builtins.int
     """made in device pools"""
     recovered: builtins.int
@@ -2172,6 +2183,8 @@ class Counters(google.protobuf.message.Message):
     """of a namespace and modality: there are too many"""
     hit_sizes_bytes: builtins.int
     """the sum of the latter: of a burst only the last reads are known"""
+    handed_over: builtins.int
+    """hits that saved no encode: the first ones after a put"""
     @property
     def evictions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by reason"""
@@ -2219,8 +2232,9 @@ class Counters(google.protobuf.message.Message):
         hit_sizes: collections.abc.Iterable[builtins.int] | None = ...,
         hit_sizes_bytes: builtins.int = ...,
         evicted_bytes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        handed_over: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "copies", b"copies", "costs_forgotten", b"costs_forgotten", "duplicates", b"duplicates", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "hit_sizes", b"hit_sizes", "hit_sizes_bytes", b"hit_sizes_bytes", "hits", b"hits", "idle_evictions", b"idle_evictions", "idle_evictions_s", b"idle_evictions_s", "leases_expired", b"leases_expired", "misses", b"misses", "peer_leases", b"peer_leases", "put_sizes", b"put_sizes", "puts", b"puts", "recovered", b"recovered", "refused", b"refused", "saved_s", b"saved_s", "waits_expired", b"waits_expired"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "copies", b"copies", "costs_forgotten", b"costs_forgotten", "duplicates", b"duplicates", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "handed_over", b"handed_over", "hit_sizes", b"hit_sizes", "hit_sizes_bytes", b"hit_sizes_bytes", "hits", b"hits", "idle_evictions", b"idle_evictions", "idle_evictions_s", b"idle_evictions_s", "leases_expired", b"leases_expired", "misses", b"misses", "peer_leases", b"peer_leases", "put_sizes", b"put_sizes", "puts", b"puts", "recovered", b"recovered", "refused", b"refused", "saved_s", b"saved_s", "waits_expired", b"waits_expired"]) -> None: ...
 
 global___Counters = Counters
 

@@ -370,6 +370,7 @@ class PeerLeased(google.protobuf.message.Message):
     CHECKSUM_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     AGE_S_FIELD_NUMBER: builtins.int
+    IS_HANDOVER_FIELD_NUMBER: builtins.int
     lease: builtins.int
     address: builtins.int
     """in the peer's registered memory"""
@@ -379,6 +380,8 @@ class PeerLeased(google.protobuf.message.Message):
     """the entry's, or none: then they are to be read"""
     age_s: builtins.float
     """since the entry was put, on whichever node; 0: not known, or it has no TTL"""
+    is_handover: builtins.bool
+    """the entry's next hit, which is the asking node's now, saves no encode"""
     @property
     def content(self) -> ecd_proto.v1.cache_pb2.Content: ...
     def __init__(
@@ -390,9 +393,10 @@ class PeerLeased(google.protobuf.message.Message):
         checksum: builtins.int = ...,
         bytes: builtins.bytes = ...,
         age_s: builtins.float = ...,
+        is_handover: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["content", b"content"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "age_s", b"age_s", "bytes", b"bytes", "checksum", b"checksum", "content", b"content", "lease", b"lease"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "age_s", b"age_s", "bytes", b"bytes", "checksum", b"checksum", "content", b"content", "is_handover", b"is_handover", "lease", b"lease"]) -> None: ...
 
 global___PeerLeased = PeerLeased
 

@@ -199,10 +199,10 @@ class Pictures:
         until_s: float,
     ) -> Found | None:
         """The picture that is `stored` under this name, if it is here or comes until then."""
-        item, may_come = self._client.get_now(stored, namespace=namespace)
+        item, may_come = self._client.get_now(stored, namespace=namespace, is_use=False)
         left_s = until_s - clock.now_s()
         if item is None and (may_come or nodes) and left_s > 0:
-            item = self._client.get(stored, left_s, namespace=namespace, nodes=nodes)
+            item = self._client.get(stored, left_s, namespace=namespace, nodes=nodes, is_use=False)
         if item is None:
             return None
         said = Placeholder.unpack(item.metadata)

@@ -91,7 +91,9 @@ class Encodes:
         return True
 
     def begin(self, wanted: WantedItem) -> None:
-        """Note that the step which is being scheduled encodes the item: its lock outlasts that."""
+        """Count the miss of an item that the next step encodes: its lock outlasts that step."""
+        self._stats.count("misses")
+        self._client.count_miss()
         wanted.encoded, wanted.is_told, wanted.gave_way = True, False, False
         if wanted.locked_until_s:
             self._begun.append(wanted.identifier)

@@ -115,7 +115,7 @@ class Lookup:
     def _read(self, wanted: WantedItem) -> bool | None:
         """Read memory. Whether a call could find what it lacks; None: this is decided."""
         try:
-            item, may_come = self._client.get_now(wanted.identifier)
+            item, may_come = self._client.get_now(wanted.identifier, is_use=False)
         except EcdError as error:
             self._note_failure(wanted, error)
             return None
@@ -156,6 +156,7 @@ class Lookup:
                 only_if_written=only_if_written,
                 nodes=[wanted.hints for wanted in unique],
                 makes=[wanted.makes_s for wanted in unique],
+                is_use=False,
             )
         except EcdError as error:
             for wanted in unique:
@@ -201,7 +202,7 @@ class Lookup:
             return True
         with contextlib.suppress(EcdError):
             # The daemon stores it before it says that no other node makes it.
-            item, _ = self._client.get_now(wanted.identifier)
+            item, _ = self._client.get_now(wanted.identifier, is_use=False)
             if item is not None:
                 self._encodes.wait_on(wanted)
                 self._encodes.stored(wanted)

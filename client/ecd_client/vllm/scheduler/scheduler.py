@@ -339,10 +339,10 @@ class SchedulerRole:
         if wanted is None:
             return
         if not wanted.promised:
-            self.stats.count("misses")
             self._encodes.begin(wanted)
             return
         self.stats.count("hits")
+        wanted.count_use(for_another=not self._is_consumer)
         if not self._is_consumer:
             assert self._producer is not None
             self._producer.keep(wanted.identifier)

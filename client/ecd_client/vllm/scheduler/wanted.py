@@ -82,6 +82,11 @@ class WantedItem:
         """Whether the item is leased, with this share of the lease's TTL ahead."""
         return self.item is not None and self.item.has_left(share)
 
+    def count_use(self, *, for_another: bool) -> None:
+        """Count the hit of a promised item in the daemon's figures, as in this engine's."""
+        if self.item is not None:
+            self.item.count_use(for_another=for_another)
+
     def serves_all(self, share_left: float) -> bool:
         """Whether the item is leased for long enough, and is what every user expects.
 

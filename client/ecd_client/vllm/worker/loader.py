@@ -163,7 +163,7 @@ class Loader:
         self._stats.count("reloads")
         name = shown(load.identifier)
         try:
-            item = self._client.get(load.identifier, self._timeout_s)
+            item = self._client.get(load.identifier, self._timeout_s, is_use=False)
         except EcdError as error:
             raise RuntimeError(f"ecd: {name} was promised, but {cause}; {error}") from error
         handle = load.handle

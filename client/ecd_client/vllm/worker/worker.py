@@ -58,6 +58,7 @@ class WorkerRole:
             settings.address,
             name="vllm worker",
             connect_timeout=0.0,
+            uses_puts=is_consumer,
         )
         self._stats = EcdStats()
         self._loader = Loader(
@@ -189,7 +190,7 @@ class WorkerRole:
         """Copy items from ecd into the encoder cache, where vLLM's scheduler takes them to be."""
         for identifier in identifiers:
             with contextlib.suppress(EcdError):
-                item, _ = self._client.get_now(identifier)
+                item, _ = self._client.get_now(identifier, is_use=False)
                 if item is not None:
                     with item:
                         encoder_cache[identifier] = item.to(self._loader.device, non_blocking=True)
