@@ -1,4 +1,4 @@
-"""Writes what is generated of the code, the alerts and docs/pictures/: pages, pictures, a manifest.
+"""Writes what is generated of the code, the alerts and docs/pictures/: pages, pictures, manifests.
 
 python docs/reference.py [--check]
 """
@@ -27,7 +27,7 @@ from ecd.core.counters import Counters
 from ecd.memory.disk.disk_limits import DiskCounters
 from ecd.ops.events import EventCounters
 from ecd.ops.metrics.registry import Metrics
-from ecd.settings.config import ENV_PREFIX, RELOADABLE, Config
+from ecd.settings.config import ENV_PREFIX, RELOADABLE, SECRETS, Config
 from ecd_client.cli.main import app as ecd_cli
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -88,7 +88,15 @@ without seconds. Misses of an engine whose daemon is away are counted by the eng
 The 50 largest namespaces have a label of their own, all others are `other` together.
 
 """
-RULES = DOCS.parent / "deploy" / "prometheus" / "ecd.rules.yml"
+DEPLOY = DOCS.parent / "deploy"
+RULES = DEPLOY / "prometheus" / "ecd.rules.yml"
+DASHBOARD = DEPLOY / "grafana" / "ecd.json"
+CHART = DEPLOY / "helm" / "ecd"
+CHART_SETS = {
+    *("address", "shm_dir", "group", "host_pool_bytes", "disk_pool_bytes", "disk_dir"),
+    *("metrics_address", "health_address", "peer_address", "engine_ports", "directory", *SECRETS),
+}
+"""Settings that the chart sets from values of its own, or that belong in a Secret."""
 RUNBOOK = """# Runbook
 
 The alerts of `deploy/prometheus/ecd.rules.yml`, and what to do. None of them means wrong bytes, or
@@ -222,6 +230,15 @@ def prometheus_rule() -> str:
     return PROMETHEUS_RULE + indent(groups, "  ")
 
 
+def chart_schema() -> str:
+    """The schema of the chart's values, with the settings' variables that it takes."""
+    names = [ENV_PREFIX + name.upper() for name in Config.model_fields if name not in CHART_SETS]
+    listed = ",\n".join(f'        "{name}"' for name in sorted(names))
+    file = CHART / "values.schema.json"
+    kept, _, rest = file.read_text().partition('"propertyNames": { "enum": [')
+    return f'{kept}"propertyNames": {{ "enum": [\n{listed}\n      ]{rest[rest.index("]") + 1 :]}'
+
+
 def main() -> None:
     pages = {
         "commands.md": commands(),
@@ -230,6 +247,10 @@ def main() -> None:
         "runbook.md": runbook(),
         "sizing.md": filled("sizing.md", entries=sizing.entries(), pools=sizing.pools()),
         "../deploy/prometheus/prometheusrule.yaml": prometheus_rule(),
+        # A chart that is copied by itself has no links.
+        "../deploy/helm/ecd/files/prometheusrule.yaml": prometheus_rule(),
+        "../deploy/helm/ecd/files/ecd.json": DASHBOARD.read_text(),
+        "../deploy/helm/ecd/values.schema.json": chart_schema(),
         **pictures(),
         **plots(),
     }

@@ -185,7 +185,11 @@ def test_the_daemonset_runs_where_the_gpus_are(manifests: dict[str, list[Manifes
     terms = pod["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"]
     labels = [each["key"] for term in terms for each in term["matchExpressions"]]
     assert len(labels) == len(terms), "one label is enough"
-    assert {"nvidia.com/gpu.present", "ecd"} <= set(labels)
+    clouds = {"cloud.google.com/gke-accelerator", "kubernetes.azure.com/accelerator"}
+    clouds |= {
+        f"{group}/instance-gpu-manufacturer" for group in ("eks.amazonaws.com", "karpenter.k8s.aws")
+    }
+    assert {"nvidia.com/gpu.present", "ecd", *clouds} == set(labels)
     only(built, "PriorityClass", pod["priorityClassName"])
 
 
