@@ -10,6 +10,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from redis import AuthenticationError, Redis
 
 from ecd.settings.config import Config
 from support.manifests import (
@@ -24,6 +25,7 @@ from support.manifests import (
     overlay_with,
     pods,
 )
+from support.redis import RedisServer
 
 OVERLAYS = ("daemonset", "sidecar", "example")
 
@@ -83,7 +85,8 @@ def test_they_agree_with_the_daemon(manifests: dict[str, list[Manifest]], overla
     built = manifests[overlay]
     [ecd] = containers(built, "ecd")
     settings = environment(ecd)
-    known = {f"ECD_{name}".upper() for name in Config.model_fields} | {"POD_IP"}
+    known = {f"ECD_{name}".upper() for name in Config.model_fields}
+    known |= {"POD_IP", "REDIS_PASSWORD"}
     assert settings.keys() <= known
     ports = {port["name"]: port["containerPort"] for port in ecd["ports"]}
     metrics, health = settings["ECD_METRICS_ADDRESS"], settings["ECD_HEALTH_ADDRESS"]
@@ -132,8 +135,8 @@ def test_the_whole_example_joins_its_parts(manifests: dict[str, list[Manifest]])
     built = manifests["example"]
     [ecd] = containers(built, "ecd")
     redis = only(built, "Service", "ecd-redis")
-    expected = f"redis://{redis['metadata']['name']}:{redis['spec']['ports'][0]['port']}/0"
-    assert environment(ecd)["ECD_DIRECTORY"] == expected
+    host = f"{redis['metadata']['name']}:{redis['spec']['ports'][0]['port']}"
+    assert environment(ecd)["ECD_DIRECTORY"] == f"redis://:$(REDIS_PASSWORD)@{host}/0"
     roles = [
         json.loads(arg.partition("=")[2])["ec_role"]
         for engine in containers(built, "vllm")
@@ -141,6 +144,28 @@ def test_the_whole_example_joins_its_parts(manifests: dict[str, list[Manifest]])
         if "ec-transfer" in arg
     ]
     assert sorted(roles) == ["ec_consumer", "ec_producer"]
+
+
+def test_the_redis_asks_for_the_password_that_the_daemons_have(
+    manifests: dict[str, list[Manifest]], tmp_path: Path
+) -> None:
+    built = manifests["example"]
+    [ecd], [redis] = containers(built, "ecd"), containers(built, "redis")
+    names = [each["name"] for each in ecd["env"]]
+    assert names.index("REDIS_PASSWORD") < names.index("ECD_DIRECTORY"), "which names it"
+    [password] = [each for each in ecd["env"] if each["name"] == "REDIS_PASSWORD"]
+    assert redis["env"] == [password]
+    options = [each.replace("$(REDIS_PASSWORD)", "its-password") for each in redis["args"]]
+    server = RedisServer(tmp_path, options=options, cli=["-a", "its-password"]).start()
+    try:
+        url = environment(ecd)["ECD_DIRECTORY"].replace("$(REDIS_PASSWORD)", "its-password")
+        url = url.replace("ecd-redis:6379", f"{server.host}:{server.port}")
+        with Redis.from_url(url) as with_password, Redis.from_url(server.url) as without:
+            assert with_password.ping()
+            with pytest.raises(AuthenticationError):
+                without.ping()
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -50,7 +50,9 @@ def sidecar(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     [ecd] = containers(built, "ecd")
     address = "127.0.0.1"
     settings = {
-        name: value.replace("$(POD_IP)", address).replace("ecd-redis", address)
+        name: value.replace("$(POD_IP)", address)
+        .replace("$(REDIS_PASSWORD)", "what-the-secret-holds")
+        .replace("ecd-redis", address)
         for name, value in environment(ecd).items()
     }
     log = tmp_path / "log"
