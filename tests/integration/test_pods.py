@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,29 +14,14 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2
 
+from support.containers import Contained, contained
 from support.manifests import K8S, build, containers, environment, only, pods
-from support.nodes import LET_OTHERS_IN, SEEN
-from support.processes import child, run
+from support.processes import run
 from support.waiting import HANG_S, eventually
-
-CONTAINER = f"""
-set -e
-mount --make-rprivate /
-mkdir "$PLACE/keep"
-{LET_OTHERS_IN}
-mount -t tmpfs none /run
-mkdir /run/ecd
-mount -t tmpfs -o "size=$SIZE,mode=2777,uid=0,gid=10001" none /run/ecd  # as the kubelet does
-setpriv --groups=10001 --no-new-privs --bounding-set=-all --inh-caps=-all $PREPARE
-mount -o remount,bind,ro /
-ip link set lo up
-exec setpriv --reuid=10001 --regid=10001 --clear-groups --no-new-privs --bounding-set=-all \\
-  --inh-caps=-all "$ECD" serve
-"""
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def sidecar(tmp_path: Path) -> Iterator[Contained]:
     """The daemon of the sidecar: its environment, user and volume, with a root it cannot write."""
     shutil.copytree(K8S, tmp_path / "k8s")
     file = tmp_path / "k8s" / "sidecar" / "kustomization.yaml"
@@ -55,30 +38,12 @@ def sidecar(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         .replace("ecd-redis", address)
         for name, value in environment(ecd).items()
     }
-    log = tmp_path / "log"
-    with child(
-        ["unshare", "--mount", "--net", "--fork", "--kill-child", "sh", "-c", CONTAINER],
-        env={
-            **settings,
-            "ECD_PEER_TOKEN": "what the secret holds",
-            "KUBERNETES_SERVICE_HOST": "10.96.0.1",  # the kubelet sets it in every container
-            "PATH": os.environ["PATH"],
-            "SEEN": SEEN,
-            "PREPARE": shlex.join(prepare["command"]),
-            "PLACE": str(tmp_path),
-            "SIZE": pod["volumes"][0]["emptyDir"]["sizeLimit"].removesuffix("i"),
-            "ECD": str(Path(sys.executable).with_name("ecd")),
-        },
-        stdout=log.open("wb"),
-        stderr=subprocess.STDOUT,
-    ) as process:
-        yield process, log
-
-
-def daemons(process: subprocess.Popen[bytes]) -> list[int]:
-    """The children of a process."""
-    file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(child) for child in file.read_text().split()] if file.exists() else []
+    settings["ECD_PEER_TOKEN"] = "what the secret holds"
+    settings["KUBERNETES_SERVICE_HOST"] = "10.96.0.1"  # the kubelet sets it in every container
+    size = pod["volumes"][0]["emptyDir"]["sizeLimit"].removesuffix("i")
+    kubelets = f"size={size},mode=2777,uid=0,gid=10001"
+    with contained(tmp_path, settings, kubelets, prepare["command"]) as daemon:
+        yield daemon
 
 
 PROBE = """
@@ -89,38 +54,31 @@ with grpc.insecure_channel("127.0.0.1:9466") as channel:
 """
 
 
-def test_the_sidecar_runs_as_its_manifest_says(
-    sidecar: tuple[subprocess.Popen[bytes], Path],
-) -> None:
-    process, log = sidecar
-    eventually(lambda: '"serving on ' in log.read_text(), log.read_text())
-    [daemon] = daemons(process)
-    inside = ["nsenter", "--target", str(daemon), "--mount", "--net"]
-
+def test_the_sidecar_runs_as_its_manifest_says(sidecar: Contained) -> None:
     def is_healthy() -> bool:
-        probe = run([*inside, sys.executable, "-c", PROBE], capture_output=True, text=True)
+        probe = run([*sidecar.inside, sys.executable, "-c", PROBE], capture_output=True, text=True)
         return probe.stdout.strip() == str(health_pb2.HealthCheckResponse.SERVING)
 
     eventually(is_healthy, "it says so a moment after its log")
     cli = Path(sys.executable).with_name("ecd-cli")
     command = [cli, "--address", "unix:///run/ecd/ecd.sock", "--json"]
-    status = run([*inside, *command, "status"], capture_output=True, text=True)
+    status = run([*sidecar.inside, *command, "status"], capture_output=True, text=True)
     told = json.loads(status.stdout)
     assert told["pools"][0]["pool_bytes"] == 96 << 20
     assert told["pools"][0]["path"].startswith("/run/ecd/")
     assert told["node"] == "127.0.0.1:9465"
-    owner = Path(f"/proc/{daemon}/status").read_text()
+    owner = Path(f"/proc/{sidecar.pid}/status").read_text()
     assert re.search(r"^Uid:\t10001\t", owner, re.MULTILINE)
     assert re.search(r"^CapEff:\t0+$", owner, re.MULTILINE)
-    bench = run([*inside, *command, "bench", "--rounds", "1"], capture_output=True)
+    bench = run([*sidecar.inside, *command, "bench", "--rounds", "1"], capture_output=True)
     assert bench.returncode == 0, bench.stderr
-    volume = os.open(f"/proc/{daemon}/root/run/ecd/ecd-default", os.O_RDONLY)
+    volume = os.open(f"/proc/{sidecar.pid}/root/run/ecd/ecd-default", os.O_RDONLY)
     assert os.fstat(volume).st_gid == 10001
-    os.kill(daemon, signal.SIGTERM)
-    assert process.wait(HANG_S) == 0, log.read_text()
+    os.kill(sidecar.pid, signal.SIGTERM)
+    assert sidecar.around.wait(HANG_S) == 0, sidecar.log.read_text()
     left = {Path(name).suffix for name in os.listdir(volume)}
     os.close(volume)
     assert {".pool", ".index"} <= left, "a container that is started again takes it over"
-    for line in log.read_text().splitlines():
+    for line in sidecar.log.read_text().splitlines():
         if line.startswith("{"):
             assert json.loads(line)["level"] in ("INFO", "WARNING"), line
