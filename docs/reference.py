@@ -38,6 +38,11 @@ CONFIGURATION = """# Settings
 over a variable (`ECD_LEASE_TTL_S`), a variable over the TOML file of `--config`, the file over the
 default.
 
+Sizes and durations need a unit, here and in every command's options: `B`, `KiB` or `Ki`, `MiB`,
+`GiB`, `TiB`, or decimal `kB` or `k`, `MB`, `GB`, `TB`; `ms`, `s`, `m`, `h`, `d`. Only 0 needs none.
+Where a name ends in `_bytes`, `_bytes_per_s` or `_s`, a plain number counts in that unit. No
+duration is longer than 365 days.
+
 """
 COMMANDS = """# Commands
 

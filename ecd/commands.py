@@ -83,7 +83,7 @@ def _metavar(name: str, setting: FieldInfo) -> str:
         return "true|false|auto" if setting.default is None else "true|false"
     if get_origin(setting.annotation) is Literal:
         return "|".join(get_args(setting.annotation))
-    forms = {"_bytes": "SIZE", "_per_s": "SIZE", "_s": "SECONDS", "_address": "HOST:PORT"}
+    forms = {"_bytes": "SIZE", "_per_s": "SIZE", "_s": "DURATION", "_address": "HOST:PORT"}
     for suffix, form in forms.items():
         if name.endswith(suffix):
             return form

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -21,11 +21,10 @@ from ecd.replay.policies import POLICIES
 from ecd.replay.reading import Accesses, TraceError, accesses, is_trace, records
 from ecd.replay.reading import Progress as Told
 from ecd.replay.whatif import Disk, Outcome, simulate
-from ecd_proto.contract import size_text
+from ecd_proto.contract import bytes_of, size_text
 
 _out = Console(highlight=False, soft_wrap=True)
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
-_size = TypeAdapter(ByteSize)
 
 
 def replay(
@@ -57,8 +56,11 @@ def replay(
         if pool is None and policy is None and plot is None and disk is None:
             _compare(trace, as_json)
         else:
-            rates = disk_write_bytes_per_s, disk_read_bytes_per_s
-            tier = None if disk is None else _disk(disk, *rates)
+            rates = {
+                "--disk-write-bytes-per-s": disk_write_bytes_per_s,
+                "--disk-read-bytes-per-s": disk_read_bytes_per_s,
+            }
+            tier = None if disk is None else _disk(disk, rates)
             _try_others(trace, pool, policy, as_json, plot, tier)
     except TraceError as error:
         _fail(str(error), 2)
@@ -148,30 +150,33 @@ def _sizes(pool: str | None, found: Accesses) -> list[int]:
         return [found.recorded.pool_bytes]
     sizes = []
     for text in (part.strip() for part in pool.split(",")):
-        try:
-            if text.endswith("%"):
-                nbytes = int(float(text[:-1]) / 100 * found.footprint_bytes)
-            else:
-                nbytes = int(_size.validate_python(text))
-        except (ValueError, ValidationError):
-            _fail(f"--pool: {text} is no size, such as 8GiB or 10%", 2)
+        if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?%", text):
+            nbytes = int(float(text[:-1]) / 100 * found.footprint_bytes)
+        else:
+            nbytes = _size("--pool", text)
         if nbytes < found.granule_bytes:
             _fail(f"--pool: {text} is less than a granule of {found.granule_bytes} bytes", 2)
         sizes.append(nbytes)
     return sizes
 
 
-def _disk(*texts: str) -> Disk:
-    """The tier of the options --disk, --disk-write-bytes-per-s and --disk-read-bytes-per-s."""
-    values: list[int] = []
-    for text in texts:
-        try:
-            values.append(int(_size.validate_python(text)))
-        except ValidationError:
-            _fail(f"--disk: {text} is no size, such as 200GiB", 2)
-    if min(values) <= 0:
-        _fail("--disk: sizes and rates are more than 0", 2)
-    return Disk(*values)
+def _size(option: str, text: str) -> int:
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        _fail(f"{option} {error}, got {text!r}", 2)
+
+
+def _disk(size: str, rates: dict[str, str]) -> Disk:
+    """The tier of a size, with the rates of its two options, whose names say the unit."""
+    values = {"--disk": _size("--disk", size)} | {
+        option: _size(option, f"{text}B" if text.isdecimal() else text)
+        for option, text in rates.items()
+    }
+    for option, value in values.items():
+        if not value:
+            _fail(f"{option} must be more than 0", 2)
+    return Disk(*values.values())
 
 
 def _rows(outcomes: list[Outcome], limits: dict[int, Bounds]) -> list[dict[str, Any]]:

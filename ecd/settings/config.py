@@ -67,11 +67,7 @@ class Config(BaseSettings):
         description="Tells daemons on one node apart. Letters, digits, dots, dashes, underscores.",
     )
     shm_dir: str = Field(default="/dev/shm", description="A tmpfs directory for the host pool.")
-    host_pool_bytes: (
-        Annotated[ByteSize, Field(ge=1 << 20)]
-        | Annotated[str, Field(pattern=r"^[1-9][0-9]?%$")]
-        | None
-    ) = Field(
+    host_pool_bytes: ByteSize | str | None = Field(
         default=None,
         description="Size of the host pool, such as 4GiB, 1MiB at least, or a share of shm_dir's "
         "size, such as 75%. By default a quarter of what shm_dir has free, at most 4 GiB.",
@@ -85,13 +81,13 @@ class Config(BaseSettings):
     namespace_quotas: Annotated[dict[str, int | str], NoDecode] = Field(
         default={},
         description="Most of the host pool that one namespace may have, by patterns of names: "
-        "PATTERN=SIZE,*=10%, or a TOML table. The exact name counts, else the longest pattern. By "
+        "PATTERN=2GiB,*=10%, or a TOML table. The exact name counts, else the longest pattern. By "
         "default all of it.",
     )
     namespace_ttls: Annotated[dict[str, float], NoDecode] = Field(
         default={},
         description="The age, since their put, at which entries are evicted, by patterns of their "
-        "namespaces' names: PATTERN=30m,*=7d (s, m, h, d), or a TOML table. By default none.",
+        "namespaces' names: PATTERN=30m,*=7d, or a TOML table. By default none.",
     )
     trace: Path | None = Field(
         default=None,
@@ -154,6 +150,7 @@ class Config(BaseSettings):
     )
     lease_ttl_s: float = Field(
         default=30.0,
+        allow_inf_nan=False,
         ge=1.0,
         le=3600.0,
         description="How long a lease holds without a heartbeat from its client.",
@@ -168,6 +165,7 @@ class Config(BaseSettings):
     )
     slow_log_s: float = Field(
         default=0.1,
+        allow_inf_nan=False,
         ge=0.0,
         description="Calls, puts and disk reads that take at least this long are kept in the slow "
         "log (`ecd-cli slow`), and fetches from other nodes that take ten times as long.",
@@ -214,6 +212,7 @@ class Config(BaseSettings):
     )
     fetch_timeout_s: float = Field(
         default=5.0,
+        allow_inf_nan=False,
         ge=0.1,
         le=600.0,
         description="How long fetching one entry from another node may take in total.",
@@ -256,14 +255,22 @@ class Config(BaseSettings):
     def _auto(cls, value: object) -> object:
         return None if value == "auto" else value
 
+    @field_validator("host_pool_bytes", mode="before")
+    @classmethod
+    def _pool_size(cls, value: object) -> object:
+        return config_rules.pool_size(value)
+
     @field_validator(
-        *("host_pool_bytes", "device_pool_bytes", "disk_pool_bytes", "disk_write_bytes_per_s"),
-        mode="before",
+        "device_pool_bytes", "disk_pool_bytes", "disk_write_bytes_per_s", mode="before"
     )
     @classmethod
-    def _quantity(cls, value: object) -> object:
-        """Accept sizes as Kubernetes writes them, too: 4Gi."""
-        return f"{value}B" if isinstance(value, str) and value.endswith("i") else value
+    def _size(cls, value: object) -> object:
+        return config_rules.size(value)
+
+    @field_validator("lease_ttl_s", "slow_log_s", "fetch_timeout_s", mode="before")
+    @classmethod
+    def _duration(cls, value: object) -> object:
+        return config_rules.duration(value)
 
     @field_validator("namespace_quotas", mode="before")
     @classmethod

@@ -1,23 +1,56 @@
-"""Rules for namespaces, as operators write them: quotas and greatest ages, by pattern."""
+"""Values as operators write them: sizes, durations, and rules for namespaces by pattern."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Mapping
-from math import inf
 from typing import TypeVar
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
-
 from ecd.core.model.rules import Rules
-from ecd_proto.contract import seconds_of
+from ecd_proto.contract import bytes_of, seconds_of
 
 T = TypeVar("T", int, float, "int | str")
 
-MAX_QUOTA_BYTES = 1 << 62
-"""More does not fit in a message."""
-_size = TypeAdapter(ByteSize)
+MIN_POOL_BYTES = 1 << 20
+
+
+def size(value: object) -> object:
+    """The bytes of a setting whose name says the unit, so that a plain number counts.
+
+    Raises ValueError.
+    """
+    if isinstance(value, int) and value is not True and value >= 0:
+        value = str(value)
+    if isinstance(value, str):
+        return bytes_of(f"{value}B" if re.fullmatch("[0-9]+", value) else value)
+    if value is None:
+        return None
+    raise ValueError("must be a size, such as 512MiB or 4GiB")
+
+
+def pool_size(value: object) -> object:
+    """The bytes of the host pool, or its share of the directory. Raises ValueError."""
+    if isinstance(value, str) and value.endswith("%"):
+        if not re.fullmatch("[1-9][0-9]?%", value):
+            raise ValueError("must be a share from 1% to 99%")
+        return value
+    nbytes = size(value)
+    if isinstance(nbytes, int) and nbytes < MIN_POOL_BYTES:
+        raise ValueError("must be at least 1MiB")
+    return nbytes
+
+
+def duration(value: object) -> object:
+    """The seconds of a setting whose name says the unit, so that a plain number counts.
+
+    Raises ValueError.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return seconds_of(value)
 
 
 def quotas(value: object) -> object:
@@ -53,19 +86,22 @@ def _by_pattern(value: object, parse: Callable[[str, str], T], form: str) -> obj
 
 
 def _quota(pattern: str, text: str) -> int | str:
-    if re.fullmatch(r"[0-9]+(\.[0-9]+)?%", text) and 0 < float(text[:-1]) <= 100:
+    if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,20})?%", text) and 0 < float(text[:-1]) <= 100:
         return text
-    nbytes = 0
-    if re.fullmatch(r"[0-9]+(\.[0-9]+)? ?[A-Za-z]*", text):  # or what follows would be passed over
-        with contextlib.suppress(ValidationError):
-            nbytes = int(_size.validate_python(f"{text}B" if text.endswith("i") else text))
-    if not 0 < nbytes <= MAX_QUOTA_BYTES:
-        raise ValueError(f"{pattern} needs a size, such as 2GiB, or a share of the pool: 10%")
+    try:
+        nbytes = bytes_of(text)
+    except ValueError as error:
+        raise ValueError(f"{pattern}={text} {error} (10% is a share of the pool)") from None
+    if not nbytes:
+        raise ValueError(f"{pattern}={text} must be more than 0")
     return nbytes
 
 
 def _seconds(pattern: str, text: str) -> float:
-    seconds = seconds_of(f"{text}s" if text[-1:].isdigit() else text)
-    if seconds is None or not 0.0 < seconds < inf:
-        raise ValueError(f"{pattern} needs a time, such as 90s, 30m, 12h or 7d")
+    try:
+        seconds = seconds_of(text)
+    except ValueError as error:
+        raise ValueError(f"{pattern}={text} {error}") from None
+    if not seconds:
+        raise ValueError(f"{pattern}={text} must be more than 0")
     return seconds

@@ -22,8 +22,11 @@ from ecd.settings.redaction import without_password
 WANTED = {
     "float_parsing": "must be a number",
     "float_type": "must be a number",
-    "greater_than_equal": "must be at least {ge:g}",
-    "less_than_equal": "must be at most {le:g}",
+    "finite_number": "must be a finite number",
+    "int_parsing": "must be a whole number",
+    "greater_than": "must be more than {gt:g}{unit}",
+    "greater_than_equal": "must be at least {ge:g}{unit}",
+    "less_than_equal": "must be at most {le:g}{unit}",
     "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
     "literal_error": "must be {expected}",
@@ -61,11 +64,11 @@ def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, st
     try:
         return Config(**merged), origins
     except ValidationError as error:
-        lines = dict.fromkeys(_sentence(wrong, origins) for wrong in error.errors())
+        lines = dict.fromkeys(_sentence(wrong, origins, merged) for wrong in error.errors())
         raise ConfigError("\n".join(lines)) from None
 
 
-def _sentence(wrong: ErrorDetails, origins: dict[str, str]) -> str:
+def _sentence(wrong: ErrorDetails, origins: dict[str, str], values: dict[str, Any]) -> str:
     if not wrong["loc"]:
         return wrong["msg"].removeprefix("Value error, ")
     name = str(wrong["loc"][0])
@@ -76,12 +79,14 @@ def _sentence(wrong: ErrorDetails, origins: dict[str, str]) -> str:
     if setting is None:
         return f"{begin} is no setting: {_meant(name, Config.model_fields)}"
     if len(wrong["loc"]) > 1 or wrong["type"] == "string_pattern_mismatch":
-        return f"{begin}: got {_shown(wrong)!r}. {setting.description}"
+        return f"{begin}: got {_shown(name, wrong['input'])}. {setting.description}"
     wanted = WANTED.get(wrong["type"], "")
     if name == "warm_restart":
         wanted = "must be true, false or auto"
-    said = wanted.format(**wrong.get("ctx", {})) or wrong["msg"].removeprefix("Value error, ")
-    return f"{begin}: {said}, got {_shown(wrong)!r}"
+    unit = "s" if setting.annotation is float else ""
+    said = wanted.format(**wrong.get("ctx", {}), unit=unit)
+    said = said or wrong["msg"].removeprefix("Value error, ")
+    return f"{begin}: {said}, got {_shown(name, values.get(name, wrong['input']))}"
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
@@ -90,11 +95,11 @@ def _meant(name: str, known: Iterable[str]) -> str:
     return f"is {bare[near[0]]} meant?" if near else "see `ecd config`"
 
 
-def _shown(wrong: ErrorDetails) -> object:
-    """The wrong value, unless it may be a secret: of a misspelt name, or in the form of a URL."""
-    name, value = wrong["loc"][0], wrong["input"]
-    secret = name in (*SECRETS, "directory") or name not in Config.model_fields
-    return "a secret" if secret or re.search("://|@", str(value)) else value
+def _shown(name: str, value: object) -> str:
+    """The wrong value, or its length if it may be a secret or have one, such as a URL's."""
+    if name in (*SECRETS, "directory") or re.search("://|@", str(value)):
+        return f"{len(str(value))} characters"
+    return repr(value)
 
 
 def unknown_variables() -> list[str]:

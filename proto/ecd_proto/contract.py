@@ -6,6 +6,7 @@ import hmac
 import os
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import NamedTuple
 
 DISTRIBUTION = "encoder-cache-daemon"
@@ -55,6 +56,14 @@ MAX_SHOWN = 128
 MAKING_S = 1.5
 """How long a client makes a key that none of its node has locked: it may have ended in vain."""
 
+
+MAX_DURATION_S = 365 * 86400.0
+"""Longest duration that a setting or an option may name."""
+MAX_SIZE_BYTES = 1 << 62
+"""Largest size that a setting or an option may name: more does not fit into a message."""
+_DURATION = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)(ms|[smhd])?")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?(?:([kmgtpe])(i)?)?(b)?", re.ASCII | re.I)
 
 MAX_POOLS = 64
 """Pools of one daemon, numbered from 0."""
@@ -117,10 +126,39 @@ def duration_text(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def seconds_of(text: str) -> float | None:
-    """The seconds of a time as people type it, 30s, 10m, 2h or 1d; None if it is none."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else None
+def seconds_of(text: str) -> float:
+    """The seconds of a duration as people type it: 500ms, 30s, 10m, 2h, 1d; 0 needs no unit.
+
+    Raises ValueError, whose text continues a sentence that names the value.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ValueError("must be a duration, such as 30s, 10m, 2h or 7d")
+    number, unit = float(match[1]), match[2]
+    if number and unit is None:
+        raise ValueError(f"needs a unit, such as {text}s, {text}m, {text}h or {text}d")
+    seconds = number * _SECONDS[unit or "s"]
+    if seconds > MAX_DURATION_S:
+        raise ValueError(f"must be at most {MAX_DURATION_S / 86400:.0f}d")
+    return seconds
+
+
+def bytes_of(text: str) -> int:
+    """The bytes of a size as people type it: 512MiB, 4Gi, 20MB; 0 needs no unit.
+
+    Raises ValueError, whose text continues a sentence that names the value.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError("must be a size, such as 512MiB or 4GiB")
+    number, prefix, binary, byte = match.groups()
+    if float(number) and not prefix and not byte:
+        raise ValueError(f"needs a unit, such as {text}MiB or {text}GiB")
+    factor = (1024 if binary else 1000) ** (1 + "kmgtpe".index(prefix.lower())) if prefix else 1
+    nbytes = int(Fraction(number) * factor)
+    if nbytes > MAX_SIZE_BYTES:
+        raise ValueError(f"must be at most {MAX_SIZE_BYTES >> 60}EiB")
+    return nbytes
 
 
 def as_address(text: str) -> str:

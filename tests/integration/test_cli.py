@@ -265,7 +265,10 @@ def test_evict_says_what_goes_and_asks_before_more_than_one(daemon: Daemon) -> N
     [
         (["evict"], 2, "say which"),
         (["evict", "k", "--all"], 2, "takes no condition"),
-        (["evict", "--unused-for", "soon", "--yes"], 2, "not a duration"),
+        (["evict", "--unused-for", "soon", "--yes"], 2, "--unused-for must be a duration, such as"),
+        (["evict", "--older-than", "5", "--yes"], 2, "--older-than needs a unit, such as 5s, 5m"),
+        (["top", "--interval", "1"], 2, "--interval needs a unit, such as 1s, 1m, 1h or 1d"),
+        (["top", "--interval", "10ms"], 2, "--interval must be at least 200ms, got '10ms'"),
         (["get", "k", "-o", "/dev/null"], 1, "no entry 'k'"),
         (["put", "k", "/nowhere"], 2, "does not exist"),
         (["--address", "tcp://1", "status"], 2, "unix:///path/to/socket"),
@@ -575,11 +578,11 @@ def test_top_shows_what_is_hot_and_what_is_large(daemon: Daemon) -> None:
         client.put("large", torch.ones(3000))
         daemon.status()  # all are listed: a read before that counts for no entry
         client.get("small").close()
-    told = as_json(daemon, "top", "--interval", "0.2")
+    told = as_json(daemon, "top", "--interval", "200ms")
     assert told["per_second"]["hits"] == 0
     assert [entry["key"]["mm_hash"] for entry in told["biggest"]] == ["large", "small"]
     assert [entry["key"]["mm_hash"] for entry in told["hottest"]] == ["small"]
-    assert "of encodes saved" in cli(daemon, "top", "--once", "--interval", "0.2").stdout
+    assert "of encodes saved" in cli(daemon, "top", "--once", "--interval", "200ms").stdout
 
 
 @pytest.mark.parametrize("how", ["q", "SIGINT"])
@@ -590,7 +593,7 @@ def test_top_goes_on_until_it_is_told_to_stop(daemon: Daemon, how: str) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     about = {"preexec_fn": below_nohup}
-    with on_a_terminal(daemon, "top", "--interval", "0.2", **about) as terminal:
+    with on_a_terminal(daemon, "top", "--interval", "200ms", **about) as terminal:
         assert b"\x1b[1;32mserving" in terminal.until(b"lookups/s", times=3)
         if how == "q":
             terminal.write(b"xq")
@@ -600,7 +603,7 @@ def test_top_goes_on_until_it_is_told_to_stop(daemon: Daemon, how: str) -> None:
 
 
 def test_top_outlives_the_daemon(own_daemon: Daemon) -> None:
-    with on_a_terminal(own_daemon, "top", "--interval", "0.2") as terminal:
+    with on_a_terminal(own_daemon, "top", "--interval", "200ms") as terminal:
         terminal.until(b"lookups/s")
         own_daemon.kill()
         terminal.until(b"no answer")

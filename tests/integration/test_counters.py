@@ -207,7 +207,7 @@ def test_bench_and_doctor_are_no_users(lasting: Daemon) -> None:
         assert client.get("k0") is not None
         assert client.get("none") is None
     before = told(lasting)
-    for command in ("doctor", "bench --rounds 2", "ls", "namespaces", "top --interval 0.2"):
+    for command in ("doctor", "bench --rounds 2", "ls", "namespaces", "top --interval 200ms"):
         assert cli(lasting, *command.split()).returncode == 0
     after = told(lasting)
     bench = Counter(bench_puts=after["bench_puts"])

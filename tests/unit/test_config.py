@@ -144,6 +144,7 @@ def test_a_url_in_the_wrong_setting_is_refused_unquoted(name: str, url: str) -> 
     done = ecd("config", **{name: url})
     assert done.exit_code == 2
     assert name.removeprefix("ECD_").lower() in done.stderr
+    assert f"got {len(url)} characters" in done.stderr
     assert SECRET not in done.stdout + done.stderr
 
 
@@ -189,7 +190,6 @@ def test_a_misspelt_secret_is_not_quoted(tmp_path: Path) -> None:
     ("flags", "says"),
     [
         ({"metrics_address": "9464"}, "metrics_address (from flag): got '9464'. host:port of"),
-        ({"host_pool_bytes": "12XB"}, "host_pool_bytes (from flag): got '12XB'. Size of the host"),
         ({"name": "a/b"}, "name (from flag): got 'a/b'. Tells daemons on one node apart. Letters"),
     ],
 )
@@ -216,17 +216,32 @@ def test_a_misspelt_setting_is_told_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"peer_token": "short"}, "must have at least 16 characters, got 'a secret'"),
-        ({"lease_ttl_s": "soon"}, "must be a number, got 'soon'"),
-        ({"lease_ttl_s": "0.5"}, "must be at least 1, got '0.5'"),
-        ({"fetch_timeout_s": "1e9"}, "must be at most 600, got '1e9'"),
+        ({"peer_token": "short"}, "must have at least 16 characters, got 5 characters"),
+        ({"lease_ttl_s": "soon"}, "must be a duration, such as 30s, 10m, 2h or 7d, got 'soon'"),
+        ({"lease_ttl_s": "0.5"}, "must be at least 1s, got '0.5'"),
+        ({"lease_ttl_s": "500ms"}, "must be at least 1s, got '500ms'"),
+        ({"lease_ttl_s": "nan"}, "must be a finite number, got 'nan'"),
+        ({"fetch_timeout_s": "1e9"}, "must be at most 600s, got '1e9'"),
+        ({"fetch_timeout_s": "999d"}, "must be at most 365d, got '999d'"),
+        ({"slow_log_s": "inf"}, "must be a finite number, got 'inf'"),
+        ({"host_pool_bytes": "1KiB"}, "must be at least 1MiB, got '1KiB'"),
+        ({"host_pool_bytes": "12"}, "must be at least 1MiB, got '12'"),
+        ({"host_pool_bytes": "100%"}, "must be a share from 1% to 99%, got '100%'"),
+        ({"host_pool_bytes": "12XB"}, "must be a size, such as 512MiB or 4GiB, got '12XB'"),
+        ({"host_pool_bytes": True}, "must be a size, such as 512MiB or 4GiB, got True"),
+        ({"disk_pool_bytes": "1GiB 2"}, "must be a size, such as 512MiB or 4GiB, got '1GiB 2'"),
+        ({"disk_pool_bytes": -1}, "must be a size, such as 512MiB or 4GiB, got -1"),
+        ({"device_pool_bytes": "99999PiB"}, "must be at most 4EiB, got '99999PiB'"),
+        ({"device_pool_bytes": "9" * 20}, f"must be at most 4EiB, got '{'9' * 20}'"),
+        ({"disk_write_bytes_per_s": "0"}, "must be more than 0, got '0'"),
+        ({"readers_per_entry": "few"}, "must be a whole number, got 'few'"),
         ({"peer_insecure": "maybe"}, "must be true or false, got 'maybe'"),
         ({"warm_restart": "maybe"}, "must be true, false or auto, got 'maybe'"),
         ({"log_format": "xml"}, "must be 'text' or 'json', got 'xml'"),
         ({"zone": "z" * 65}, f"must have at most 64 characters, got '{'z' * 65}'"),
     ],
 )
-def test_what_is_allowed_is_said_in_words(settings: dict[str, str], says: str) -> None:
+def test_what_is_allowed_is_said_in_words(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(settings, None)
     [name] = settings
@@ -238,8 +253,57 @@ def test_tables_and_numbers_in_the_file(tmp_path: Path) -> None:
     file.write_text("[ecd]\nzone = 'a'\n")
     with pytest.raises(ConfigError, match="is a table: settings stand in none"):
         load({}, file)
+    file.write_text("disk_pool_bytes = 4096\nlease_ttl_s = 5\n")
+    settings, _ = load({}, file)
+    assert (settings.disk_pool_bytes, settings.lease_ttl_s) == (4096, 5.0)
     file.write_text("[namespace_ttls]\nx = 1800\n")
-    assert load({}, file)[0].namespace_ttls == {"x": 1800.0}
+    with pytest.raises(ConfigError, match="x=1800 needs a unit, such as 1800s, 1800m"):
+        load({}, file)
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ({"namespace_quotas": "a=12"}, "a=12 needs a unit, such as 12MiB or 12GiB (10% is a share"),
+        ({"namespace_quotas": "a=x"}, "a=x must be a size, such as 512MiB or 4GiB (10% is a share"),
+        ({"namespace_quotas": "a=0"}, "a=0 must be more than 0"),
+        ({"namespace_quotas": "a=101%"}, "a=101% must be a size, such as"),
+        ({"namespace_ttls": "*=12"}, "*=12 needs a unit, such as 12s, 12m, 12h or 12d"),
+        ({"namespace_ttls": "*=999d"}, "*=999d must be at most 365d"),
+        ({"namespace_ttls": "*=0"}, "*=0 must be more than 0"),
+        ({"namespace_ttls": "5m"}, "must be PATTERN=TIME, with commas between several"),
+    ],
+)
+def test_a_number_in_a_rule_needs_a_unit(rules: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(rules, None)
+    [name] = rules
+    assert str(refused.value).startswith(f"{name} (from flag): {says}")
+
+
+def test_sizes_and_durations_have_units() -> None:
+    settings, _ = load(
+        {
+            "host_pool_bytes": "4Gi",
+            "disk_pool_bytes": "1.5 gib",
+            "device_pool_bytes": "20M",
+            "disk_write_bytes_per_s": "20000000",
+            "lease_ttl_s": "5m",
+            "slow_log_s": "250ms",
+            "fetch_timeout_s": "2.5",
+            "namespace_quotas": "a=2MiB,*=10%",
+            "namespace_ttls": "a=90s,*=7d",
+        },
+        None,
+    )
+    assert settings.host_pool_bytes == 4 << 30
+    assert settings.disk_pool_bytes == 3 << 29
+    assert settings.device_pool_bytes == 20_000_000
+    assert settings.disk_write_bytes_per_s == 20_000_000
+    assert (settings.lease_ttl_s, settings.slow_log_s) == (300.0, 0.25)
+    assert settings.fetch_timeout_s == 2.5
+    assert settings.namespace_quotas == {"a": 2 << 20, "*": "10%"}
+    assert settings.namespace_ttls == {"a": 90.0, "*": 604800.0}
 
 
 def test_a_misspelt_variable_is_told_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +317,7 @@ def test_a_path_is_an_address() -> None:
 
 def test_help_tells_defaults_variables_and_forms() -> None:
     told = wide_ecd("serve", "--help")
-    assert re.search(r"--lease-ttl-s +SECONDS .*\(ECD_LEASE_TTL_S, default 30.0\)", told)
+    assert re.search(r"--lease-ttl-s +DURATION .*\(ECD_LEASE_TTL_S, default 30.0\)", told)
     assert re.search(r"--warm-restart +true\|false\|auto ", told)
     assert "who may connect" in told
 

@@ -42,7 +42,10 @@ def test_a_name_is_text(key: str) -> None:
     [
         *(("ecd_namespace", value) for value in (5, "", "two\nlines", "\x1b[31mred")),
         *(("ecd_on_unavailable", value) for value in ([], {}, True, "wait")),
-        *(("ecd_load_timeout_s", value) for value in (True, "2", 0, -1.0, float("nan"), 10**400)),
+        *(
+            ("ecd_load_timeout_s", value)
+            for value in (True, "2", "2h", 0, -1.0, float("nan"), 10**400)
+        ),
         *(("ecd_uuids", value) for value in ([], True, "no")),
         *(("ecd_announce_node", value) for value in (1, "true", [])),
     ],
@@ -50,6 +53,11 @@ def test_a_name_is_text(key: str) -> None:
 def test_a_value_of_another_kind_is_refused(key: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=key):
         settings(**{key: value})
+
+
+def test_a_time_is_seconds_or_a_duration() -> None:
+    assert settings(ecd_load_timeout_s=5).load_timeout_s == 5.0
+    assert settings(ecd_load_timeout_s="2m").load_timeout_s == 120.0
 
 
 @pytest.mark.parametrize("value", ["reload_weights", [""], [1], {"a": 1}, None, True])

@@ -16,12 +16,15 @@ from ecd_client.cli import render
 from ecd_client.cli.bench import KEYS, SIZES, fits, measure
 from ecd_client.cli.context import FAILED, AsJson, Options, errors, fail, out
 from ecd_client.cli.doctor import examine
+from ecd_client.cli.entries import seconds
 from ecd_client.cli.keys import keys
 from ecd_client.cli.top import Top
 from ecd_client.errors import DaemonUnavailable
 from ecd_proto.contract import size_text
 from ecd_proto.findings import BAD
 from ecd_proto.v1 import cache_pb2 as pb
+
+LEAST_INTERVAL_S = 0.2
 
 
 def status(context: typer.Context, as_json: AsJson = False) -> None:
@@ -99,17 +102,20 @@ def bench(
 
 def top(
     context: typer.Context,
-    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between looks.")] = 1.0,
+    interval: Annotated[str, typer.Option(help="Time between looks: 500ms, 2s, 1m.")] = "1s",
     rows: Annotated[int, typer.Option(min=1, help="Entries shown of each kind.")] = 10,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what happens now: health, rates, hit ratio, namespaces, entries, peers, until q."""
     options: Options = context.obj
+    interval_s = seconds("--interval", interval)
+    if interval_s < LEAST_INTERVAL_S:
+        raise typer.BadParameter(f"--interval must be at least 200ms, got {interval!r}")
     shown = Top(options.call, lambda: options.entries(pb.ListRequest(limit=1000)), rows)
     if as_json or options.as_json or once or not out.is_terminal:
         shown.sample()
-        clock.sleep(interval)
+        clock.sleep(interval_s)
         if as_json or options.as_json:
             render.as_json(out, shown.as_json())
         else:
@@ -135,7 +141,7 @@ def top(
     ):
         looked_s = clock.now_s()
         while not over.is_set():
-            pressed = key(max(0.0, looked_s + interval - clock.now_s()))
+            pressed = key(max(0.0, looked_s + interval_s - clock.now_s()))
             if pressed in ("q", "Q"):
                 return
             if not pressed:

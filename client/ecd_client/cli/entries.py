@@ -191,7 +191,9 @@ def evict(
     if not everything and not is_limited:
         raise typer.BadParameter("say which: KEY, --namespace, --older-than, --unused-for or --all")
     request = pb.EvictRequest(
-        namespace=namespace, age_s=seconds(older_than), idle_s=seconds(unused_for)
+        namespace=namespace,
+        age_s=seconds("--older-than", older_than),
+        idle_s=seconds("--unused-for", unused_for),
     )
     if key is not None:
         request.key.mm_hash = key
@@ -225,14 +227,12 @@ def _confirm(options: Options, request: pb.EvictRequest) -> None:
     typer.confirm(f"Evict {described}?", abort=True, err=True)
 
 
-def seconds(duration: str | None) -> float:
-    """The seconds of a duration as people type it; 0 where none is given."""
-    if duration is None:
-        return 0.0
-    found = seconds_of(duration)
-    if found is None:
-        raise typer.BadParameter(f"{duration!r} is not a duration: 30s, 10m, 2h or 1d")
-    return found
+def seconds(option: str, duration: str | None) -> float:
+    """The seconds of an option's duration; 0 where none is given."""
+    try:
+        return 0.0 if duration is None else seconds_of(duration)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {error}, got {duration!r}") from None
 
 
 def only_namespace(options: Options, key: str) -> str:

@@ -22,7 +22,7 @@ def keep(
     as_json: AsJson = False,
 ) -> None:
     """Keep an entry in memory: it is not evicted for room. `evict` and its TTL take it still."""
-    for_s = entries.seconds(for_)
+    for_s = entries.seconds("--for", for_)
     if for_ is not None and not for_s:
         raise typer.BadParameter("--for 0 keeps nothing: leave it out to keep the entry for good")
     reply = _ask(context, key, namespace, pb.KeepRequest(for_s=for_s))

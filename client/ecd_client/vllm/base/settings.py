@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ecd_client.arguments import text
 from ecd_client.errors import InvalidArgument
 from ecd_client.session.channel import CALL_TIMEOUT_S, resolve
 from ecd_client.vllm.base.names import is_alone
-from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES
+from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES, seconds_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ENCODE, FAIL = "encode", "fail"
 LOAD_TIMEOUT_S = {ENCODE: 2.0, FAIL: 30.0}
+MAX_LOAD_TIMEOUT_S = 3600.0
 
 TRUST, REFUSE = "trust", "refuse"
 KEYS = (
@@ -71,11 +73,7 @@ class Settings:
                 f"ecd_on_unavailable is {on_unavailable!r}; it must be {ENCODE!r}, or {FAIL!r} for "
                 "an engine that has no encoder"
             )
-        load_timeout_s = extra.pop("ecd_load_timeout_s", LOAD_TIMEOUT_S[on_unavailable])
-        if type(load_timeout_s) not in (int, float) or not 0 < load_timeout_s <= 3600:
-            raise InvalidArgument(
-                f"ecd_load_timeout_s is {load_timeout_s!r}; it must be seconds, above 0"
-            )
+        load_timeout_s = _seconds(extra.pop("ecd_load_timeout_s", LOAD_TIMEOUT_S[on_unavailable]))
         if namespace is not None and not (
             isinstance(namespace, str)
             and 0 < len(text(namespace, "ecd_namespace").encode()) <= MAX_NAMESPACE_BYTES
@@ -126,7 +124,7 @@ class Settings:
             weights_run=versions["ecd_weights_run"],
             code_version=versions["ecd_code_version"],
             harmless_calls=frozenset(harmless),
-            load_timeout_s=float(load_timeout_s),
+            load_timeout_s=load_timeout_s,
             on_unavailable=on_unavailable,
             private_adapters=bool(namespace is None and lora and lora.enable_tower_connector_lora),
             trusts_uuids=uuids == TRUST,
@@ -154,6 +152,20 @@ class Settings:
         if is_alone(identifier) or (self.private_adapters and ":" in identifier):
             return False
         return 0 < nbytes <= MAX_MM_HASH_BYTES
+
+
+def _seconds(value: Any) -> float:
+    """The load timeout: a number, as the key's name says the unit, or a duration."""
+    seconds = value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            seconds = seconds_of(value)
+    if type(seconds) not in (int, float) or not 0 < seconds <= MAX_LOAD_TIMEOUT_S:
+        raise InvalidArgument(
+            f"ecd_load_timeout_s is {value!r}; it must be seconds, or a duration such as 2m, "
+            "above 0 and at most 1h"
+        )
+    return float(seconds)
 
 
 def _refuse_unanswering(vllm_config: VllmConfig) -> None:
