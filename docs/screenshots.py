@@ -65,6 +65,7 @@ def nodes(directory: Path, pool: str = "768MiB") -> Iterator[list[Daemon]]:
             "ECD_WARM_RESTART": "false",
         }
         if not number:
+            (directory / "disk").mkdir(exist_ok=True)
             settings |= {"ECD_DISK_POOL_BYTES": "2GiB", "ECD_DISK_DIR": str(directory / "disk")}
         daemons.append(Daemon(directory, pool if not number else "256MiB", **settings))
         daemons[-1].shm = Path("/dev/shm") / f"ecd-{name}"

@@ -112,7 +112,7 @@ class Config(BaseSettings):
     disk_dir: Path = Field(
         default_factory=default_disk_dir,
         description="A directory on a local disk, in which the daemon makes one of its own for the "
-        "disk tier.",
+        "disk tier. It must exist: name one below the disk's mount point.",
     )
     disk_write_bytes_per_s: ByteSize = Field(
         default=ByteSize(20_000_000),

@@ -181,14 +181,27 @@ def device_pool(each: pb.PoolStatus) -> Finding:
 
 
 def disk(status: pb.DiskStatus) -> Finding:
-    resting = [what for what in ("reads", "writes") if getattr(status, f"{what}_rest")]
+    resting = disk_rests(status)
     share = status.used_bytes / max(1, status.pool_bytes)
     found = f"{size_text(status.pool_bytes)}, {share:.0%} in use"
     if not resting:
         return Finding("disk tier", GOOD, found)
     advice = f"the log says why; check the disk that has {status.path}"
-    found += f"; {' and '.join(resting)} rest after failures"
-    return Finding("disk tier", DOUBTFUL, found, advice)
+    if status.is_full:
+        advice = (
+            f"free space on the disk that has {status.path}, or lower ECD_DISK_POOL_BYTES to what "
+            "that disk has room for"
+        )
+    return Finding("disk tier", DOUBTFUL, f"{found}; {resting}", advice)
+
+
+def disk_rests(status: pb.DiskStatus) -> str:
+    """Which of the disk's reads and writes rest, and why; "" if none does."""
+    failed = ["reads"] if status.reads_rest else []
+    if status.writes_rest and not status.is_full:
+        failed.append("writes")
+    after = [f"{' and '.join(failed)} rest after failures"] if failed else []
+    return "; ".join((["the disk is full: writes rest"] if status.is_full else []) + after)
 
 
 def engines(status: pb.StatusReply) -> Iterator[Finding]:

@@ -11,8 +11,6 @@ import os
 import random
 import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from ecd_client import Client
 from ecd_client.session.channel import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
+from support.cli import cli
 from support.daemon import Daemon, changed
 from support.processes import run
 from support.waiting import HANG_S, eventually
@@ -51,6 +50,7 @@ def make_disk(make_daemon: MakeDaemon, tmp_path: Path) -> DiskDaemon:
     """Daemons with a disk tier, whose budget does not matter unless a test says so."""
 
     def make(pool: str = "8MiB", **settings: str) -> Daemon:
+        (tmp_path / "disk").mkdir(exist_ok=True)
         daemon = make_daemon(
             pool,
             **{
@@ -469,6 +469,7 @@ def test_a_file_that_cannot_be_given_its_name_leaves_nothing(faulty: FaultyDisk)
     assert daemon.status().disk.failures["full"] >= 3
     assert not list(directory(daemon).glob("*.[en]*"))
     assert daemon.status().disk.used_bytes == 0
+    assert "disk_pool_bytes is" not in daemon.text(), "there is room for it"
 
 
 def test_what_is_evicted_on_request_is_not_lost_to_the_tier(make_disk: DiskDaemon) -> None:
@@ -482,11 +483,6 @@ def test_what_is_evicted_on_request_is_not_lost_to_the_tier(make_disk: DiskDaemo
     assert told["requested"] == 20
     assert disk.lost == 0
     assert 0 < disk.kept <= told["capacity"] + told["watermark"]
-
-
-def cli(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ecd_client.cli.main", "--address", daemon.address]
-    return run([*command, *arguments], capture_output=True, text=True)
 
 
 def test_operators_see_it_and_are_told_of_a_file_that_cannot_be_removed(faulty: FaultyDisk) -> None:
@@ -557,8 +553,7 @@ def test_a_disk_that_gives_nothing_back_is_a_miss_and_rests(
 
 def test_a_disk_that_is_full_costs_the_tier(make_disk: DiskDaemon, tmp_path: Path) -> None:
     place = tmp_path / "disk"
-    place.mkdir()
-    mounted = f'mount -t tmpfs -o size=3m none {place} && exec "$@"'
+    mounted = f'mkdir -p {place}; mount -t tmpfs -o size=3m none {place} && exec "$@"'
     if run(["unshare", "--mount", "sh", "-c", mounted, "sh", "true"]).returncode:
         pytest.skip("NO FULL DISK IS TRIED: this user mounts nothing")
     daemon = make_disk()
@@ -570,6 +565,23 @@ def test_a_disk_that_is_full_costs_the_tier(make_disk: DiskDaemon, tmp_path: Pat
         assert disk.failures["full"] > 0
         assert 0 < disk.used_bytes <= 3 * MIB
         assert disk.entries <= len(found(client, sizes))
+        more = itertools.count()
+
+        def rests() -> bool:
+            put(client, f"more{next(more)}")
+            return daemon.status().disk.is_full
+
+        eventually(rests)
+        advised = cli(daemon, "doctor").stdout
+        assert "in use; the disk is full: writes rest\n" in advised
+        assert f"free space on the disk that has {disk.path}, or lower ECD_DISK_P" in advised
+        eventually(rests)
+        assert " full; the disk is full: writes rest" in cli(daemon, "status").stdout
+    log = " ".join(daemon.text().split())
+    warned = (
+        f"disk_pool_bytes is 1 GiB, and the file system of {disk.path}, mounted at {place}, has "
+    )
+    assert f"{warned}3 MiB free beside the 0 bytes of the tier" in log
     daemon.check_nothing_leaked()
 
 
@@ -584,6 +596,22 @@ def test_a_disk_that_takes_nothing_at_the_start_is_read(faulty: FaultyDisk, faul
     wait_known(daemon)
     with Client(daemon.address) as client:
         assert found(client, sizes) == kept
+
+
+def test_a_directory_that_does_not_exist_is_not_made(make_disk: DiskDaemon, tmp_path: Path) -> None:
+    """Its parent may be where a disk is to be mounted: then the root file system would fill."""
+    daemon = make_disk(ECD_DISK_DIR=str(tmp_path / "mount" / "ecd"))
+    (tmp_path / "mount").mkdir()
+    daemon.start(wait=False)
+    eventually(lambda: "ecd cannot serve" in daemon.text())
+    assert (
+        f"disk_dir {tmp_path}/mount/ecd does not exist, and ecd does not make it" in daemon.text()
+    )
+    assert f"Mount the disk, or make the directory: install -d -m 0700 -o {os.geteuid()} " in (
+        daemon.text()
+    )
+    assert not list((tmp_path / "mount").iterdir())
+    assert not daemon.shm.exists()
 
 
 @pytest.mark.parametrize("kind", ["read-only", "others write", "another user's", "a file"])

@@ -52,6 +52,7 @@ def test_a_part_is_idle_once_it_has_done_its_work(
 ) -> None:
     pipe = tmp_path / "pipe"
     disk = {"ECD_DISK_POOL_BYTES": "256MiB", "ECD_DISK_DIR": str(tmp_path / "disk")}
+    (tmp_path / "disk").mkdir()
     daemon = make_daemon("32MiB", ECD_FETCH_TIMEOUT_S=str(HANG_S), **disk)
     daemon.command = holding(part, pipe)
     daemon.start()

@@ -37,6 +37,7 @@ def story(disk: Any) -> list[Any]:
     with memoryview(mmap.mmap(-1, NBYTES)) as memory:
         memory[:] = Random(1).randbytes(NBYTES)
         told = [disk.write(file_name(key), key, CONTENT, memory) for key in (ONE, TWO)]
+    assert disk.space()[0] > 0
     told.append(disk.names())
     disk.publish(file_name(ONE))
     told.append(disk.names())

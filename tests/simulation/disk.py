@@ -75,6 +75,9 @@ class SimulatedDisk:
             raise OSError(errno.ECANCELED, "not wanted any more")
         return self._files[name].header
 
+    def space(self) -> tuple[int, Path]:
+        return 1 << 40, self.path
+
     def close(self) -> None: ...
 
     def _fail_sometimes(self, error: OSError | None) -> None:

@@ -89,6 +89,7 @@ def test_after_three_failures_in_a_row_there_is_a_rest(caplog: pytest.LogCapture
     assert breaker.is_resting
     breaker.failed("read", "one that was under way")
     assert (counters.failures["read"], counters.failures["slow"]) == (5, 1)
+    assert breaker.cause == "read"
     assert [record.getMessage()[:27] for record in caplog.records] == [
         "reads failed 3 times in a r"
     ]

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ecd_client.cli.bench import Measured
 from ecd_proto.contract import count_text, duration_text, pool_names, size_text
-from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding, host_pools
+from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding, disk_rests, host_pools
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -177,7 +177,7 @@ def _pool(name: str, pool: pb.PoolStatus) -> list[tuple[str, str]]:
 
 
 def _disk(disk: pb.DiskStatus) -> list[tuple[str, str]]:
-    resting = [what for what in ("reads", "writes") if getattr(disk, f"{what}_rest")]
+    resting = disk_rests(disk)
     return [
         ("disk tier", f"{size_text(disk.pool_bytes)} in {disk.path}"),
         (
@@ -190,7 +190,7 @@ def _disk(disk: pb.DiskStatus) -> list[tuple[str, str]]:
             "disk traffic",
             f"{disk.reads:,} reads, {size_text(disk.read_bytes)}; {disk.writes:,} writes, "
             f"{size_text(disk.written_bytes)}; failures {_counts(disk.failures)}"
-            + (f"; {' and '.join(resting)} rest after failures" if resting else ""),
+            + (f"; {resting}" if resting else ""),
         ),
     ]
 

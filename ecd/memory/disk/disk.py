@@ -57,14 +57,15 @@ class DiskTier:
         await self._files.reapply_rules()
 
     def status(self) -> pb.DiskStatus:
-        catalog = self._files.catalog
+        catalog, writes = self._files.catalog, self._writes.breaker
         return pb.DiskStatus(
             path=str(self._files.directory.path),
             pool_bytes=catalog.nbytes,
             used_bytes=catalog.used_bytes,
             entries=len(catalog),
             reads_rest=self.reads.breaker.is_resting,
-            writes_rest=self._writes.breaker.is_resting,
+            writes_rest=writes.is_resting,
+            is_full=writes.is_resting and writes.cause == "full",
             write_bytes_per_s=self._writes.budget.bytes_per_s,
             **vars(self._files.counters),
         )

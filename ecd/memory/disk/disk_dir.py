@@ -62,14 +62,16 @@ class DiskDir:
     """The directory, locked as long as it is open."""
 
     def __init__(self, parent: Path, name: str, clock: Clock = REAL) -> None:
-        """Make the directory `ecd-<name>`, or take the one that is there. Raises DiskError."""
+        """Make the directory `ecd-<name>`, or take the one that is there. Raises DiskError.
+
+        `parent` must exist: below a disk that is not mounted, the tier would fill another one.
+        """
         self.path = pool_dir(str(parent), name)
         self._clock = clock
         self._asides = _Asides()
         with contextlib.ExitStack() as opened:
             try:
-                parent.mkdir(0o755, parents=True, exist_ok=True)
-                self._parent_fd = open_place(parent)
+                self._parent_fd = _open_parent(parent)
                 opened.callback(os.close, self._parent_fd)
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self.path.name, 0o700, dir_fd=self._parent_fd)
@@ -203,6 +205,16 @@ class DiskDir:
             raise CorruptFile("other bytes than were written")
         return header
 
+    def space(self) -> tuple[int, Path]:
+        """What this user may still write to the file system, and its mount point.
+
+        Raises OSError.
+        """
+        space = os.fstatvfs(self._fd)
+        path = self.path.resolve()
+        mount = next(each for each in (path, *path.parents) if os.path.ismount(each))
+        return space.f_bavail * space.f_frsize, mount
+
     def close(self) -> None:
         """Release the directory; its files stay."""
         for fd in (self._fd, self._lock_fd, self._parent_fd):
@@ -226,6 +238,21 @@ _ADVICE = (
     "ECD_DISK_DIR or --disk-dir must name a directory of a local disk that this user may write to; "
     "without a disk tier, set ECD_DISK_POOL_BYTES=0"
 )
+
+
+def _open_parent(parent: Path) -> int:
+    """Open the directory that is to hold the daemon's.
+
+    Raises DiskError if there is none, NotOurs and OSError.
+    """
+    try:
+        return open_place(parent)
+    except FileNotFoundError:
+        raise DiskError(
+            f"disk_dir {parent} does not exist, and ecd does not make it: its disk may not be "
+            f"mounted. Mount the disk, or make the directory: install -d -m 0700 -o "
+            f"{os.geteuid()} {parent}. {_ADVICE}"
+        ) from None
 
 
 def clear(parent: Path, name: str) -> int:

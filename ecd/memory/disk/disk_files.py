@@ -94,6 +94,28 @@ class DiskFiles:
             self.directory.path,
             self._live.clock.now_s() - started_s,
         )
+        await self._compare_with_space()
+
+    async def _compare_with_space(self) -> None:
+        """Warn of a tier that its file system has no room for."""
+        try:
+            free_bytes, mount = await self._clerk.do(self.directory.space)
+        except OSError as error:
+            logger.warning("the space of %s is not known: %s", self.directory.path, error)
+            return
+        used_bytes = self.catalog.used_bytes
+        if used_bytes + free_bytes < self.catalog.nbytes:
+            logger.warning(
+                "disk_pool_bytes is %s, and the file system of %s, mounted at %s, has %s free "
+                "beside the %s of the tier: writes fail once the disk is full. Free some space, or "
+                "lower ECD_DISK_POOL_BYTES below %s",
+                size_text(self.catalog.nbytes),
+                self.directory.path,
+                mount,
+                size_text(free_bytes),
+                size_text(used_bytes),
+                size_text(used_bytes + free_bytes),
+            )
 
     def _look_at(self, names: Sequence[str]) -> tuple[list[Found], Counter[str]]:
         """Read headers, and remove files without a right one; also counts failures. Blocking."""

@@ -48,6 +48,8 @@ class Breaker:
     def __init__(self, what: str, counters: DiskCounters, clock: Clock) -> None:
         self._what, self._counters, self._clock = what, counters, clock
         self._failures, self._until_s = 0, 0.0
+        self.cause = ""
+        """The kind of the last failure."""
 
     @property
     def is_resting(self) -> bool:
@@ -60,6 +62,7 @@ class Breaker:
         """Count a failure of one of FAILURE_KINDS."""
         self._counters.failures[kind] += 1
         self._failures += 1
+        self.cause = kind
         if self._failures >= FAILURES and not self.is_resting:
             self._until_s = self._clock.now_s() + REST_S
             logger.warning(

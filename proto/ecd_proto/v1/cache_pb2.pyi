@@ -1933,6 +1933,7 @@ class DiskStatus(google.protobuf.message.Message):
     WRITES_REST_FIELD_NUMBER: builtins.int
     WRITE_BYTES_PER_S_FIELD_NUMBER: builtins.int
     EXPIRED_FIELD_NUMBER: builtins.int
+    IS_FULL_FIELD_NUMBER: builtins.int
     path: builtins.str
     pool_bytes: builtins.int
     used_bytes: builtins.int
@@ -1959,6 +1960,8 @@ class DiskStatus(google.protobuf.message.Message):
     """the write budget"""
     expired: builtins.int
     """files removed as their entries' time was over"""
+    is_full: builtins.bool
+    """writes rest because the disk is full"""
     @property
     def failures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by kind"""
@@ -1989,8 +1992,9 @@ class DiskStatus(google.protobuf.message.Message):
         writes_rest: builtins.bool = ...,
         write_bytes_per_s: builtins.int = ...,
         expired: builtins.int = ...,
+        is_full: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "evictions", b"evictions", "expired", b"expired", "failures", b"failures", "kept", b"kept", "lost", b"lost", "path", b"path", "pool_bytes", b"pool_bytes", "read_bytes", b"read_bytes", "read_s", b"read_s", "reads", b"reads", "reads_rest", b"reads_rest", "skipped", b"skipped", "used_bytes", b"used_bytes", "write_bytes_per_s", b"write_bytes_per_s", "write_s", b"write_s", "writes", b"writes", "writes_rest", b"writes_rest", "written_bytes", b"written_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "evictions", b"evictions", "expired", b"expired", "failures", b"failures", "is_full", b"is_full", "kept", b"kept", "lost", b"lost", "path", b"path", "pool_bytes", b"pool_bytes", "read_bytes", b"read_bytes", "read_s", b"read_s", "reads", b"reads", "reads_rest", b"reads_rest", "skipped", b"skipped", "used_bytes", b"used_bytes", "write_bytes_per_s", b"write_bytes_per_s", "write_s", b"write_s", "writes", b"writes", "writes_rest", b"writes_rest", "written_bytes", b"written_bytes"]) -> None: ...
 
 global___DiskStatus = DiskStatus
 
