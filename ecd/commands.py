@@ -13,7 +13,7 @@ from importlib.metadata import version
 from inspect import Parameter, Signature, signature
 from logging.handlers import SysLogHandler
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, Literal, NoReturn, get_args, get_origin
 
 import grpc
 import typer
@@ -29,9 +29,9 @@ from ecd.cluster.peers.tls import ClusterError
 from ecd.cluster.transport.engine import EngineError
 from ecd.daemon import Daemon
 from ecd.holdings import StartError
-from ecd.memory.disk import disk_dir
+from ecd.memory.clearing import Left, clear, left_by
 from ecd.memory.disk.disk_dir import DiskError
-from ecd.memory.pool_dir import PoolError, clear
+from ecd.memory.pool_dir import PoolError
 from ecd.ops.events import EventsError
 from ecd.ops.metrics.registry import MetricsError
 from ecd.replay.command import replay
@@ -119,11 +119,16 @@ def _load(file: Path | None, **flags: object) -> tuple[Config, dict[str, str]]:
     try:
         return load(flags, file)
     except ConfigError as error:
-        if "--json" in sys.argv:
-            errors.print_json(json.dumps({"error": str(error), "exit_code": 2}))
-        else:
-            errors.print(Text.assemble(("configuration:", "red"), f" {error}"))
-        raise typer.Exit(2) from None
+        _fail(str(error), "configuration: ")
+
+
+def _fail(why: str, about: str = "") -> NoReturn:
+    """End the command for wrong usage."""
+    if "--json" in sys.argv:
+        errors.print_json(json.dumps({"error": why, "exit_code": 2}))
+    else:
+        errors.print(Text.assemble((about, "red"), why))
+    raise typer.Exit(2) from None
 
 
 class _ToStderr(logging.Formatter):
@@ -224,33 +229,73 @@ def clear_left(
     config: File = None,
     name: Annotated[str | None, typer.Option(help="Default: the configured one.")] = None,
     every: Annotated[bool, typer.Option("--all", help="What every ended daemon left.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only show what would be removed.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before --all.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Remove what a daemon left for the next one, in memory and on disk."""
+    """Remove what a daemon left for the next one, in memory and on disk.
+
+    With --all, also what daemons left that may come back, so that it asks first.
+    """
     settings, _ = _load(config, name=name)
-    shm_dir = settings.shm_dir
-    found = {left.name: left for left in leftovers(shm_dir)} if every else {}
-    freed: dict[str, int] = {}
-    refused: dict[str, str] = {}
-    for each in found if every else (settings.name,):
-        try:
-            freed[each] = disk_dir.clear(settings.disk_dir, each) + clear(shm_dir, each)
-        except (PoolError, DiskError) as error:
-            refused[each] = str(error)
+    places = settings.shm_dir, settings.disk_dir
+    names = [left.name for left in leftovers(settings.shm_dir)] if every else [settings.name]
+    if every and not (dry_run or yes):
+        would, _ = _of_each(lambda name: left_by(*places, name), names)
+        _confirm_removal(would)
+    act = left_by if dry_run else clear
+    found, refused = _of_each(lambda name: act(*places, name), names)
     out = Console(highlight=False, soft_wrap=True)
     if as_json:
-        rows: list[dict[str, object]] = [{"name": k, "freed_bytes": v} for k, v in freed.items()]
+        rows: list[dict[str, object]] = [
+            {
+                "name": left.name,
+                "path": str(left.path),
+                "nbytes": left.nbytes,
+                "freed_bytes": 0 if dry_run else left.nbytes,
+            }
+            for left in found
+        ]
         out.print_json(json.dumps(rows + [{"name": k, "error": v} for k, v in refused.items()]))
     else:
-        for each in sorted(found.keys() & freed.keys()):
-            out.print(f"removed {found[each]}", markup=False)
+        done = "would remove" if dry_run else "removed"
+        for left in found:
+            out.print(f"{done} {left}", markup=False)
         for why in refused.values():
-            errors.print(f"nothing is removed: {why}", markup=False)
-        if freed or not refused:
-            total = sum(freed.values())
-            out.print(f"removed {size_text(total)}" if total else "there was nothing to remove")
+            errors.print(f"not removed: {why}", markup=False)
+        if len(found) > 1:
+            out.print(f"{done} {size_text(sum(left.nbytes for left in found))} in all")
+        elif not found and not refused:
+            out.print("there was nothing to remove")
     if refused:
         raise typer.Exit(1)
+
+
+def _of_each(
+    act: Callable[[str], list[Left]], names: list[str]
+) -> tuple[list[Left], dict[str, str]]:
+    """What the act returns for each daemon's name, and why it could not be done, by name."""
+    found: list[Left] = []
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            found += act(name)
+        except (PoolError, DiskError) as error:
+            refused[name] = str(error)
+    return found, refused
+
+
+def _confirm_removal(would: list[Left]) -> None:
+    """Ask before what several daemons left goes; a daemon that has just ended may come back."""
+    if not would:
+        return
+    total = size_text(sum(left.nbytes for left in would))
+    if not sys.stdin.isatty():
+        paths = ", ".join(str(left.path) for left in would)
+        _fail(f"this would remove {total}: {paths}. Not a terminal: add --yes")
+    for left in would:
+        errors.print(str(left), markup=False)
+    typer.confirm(f"Remove {total}?", abort=True, err=True)
 
 
 @app.command("config")

@@ -22,6 +22,12 @@ logger = logging.getLogger(__name__)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _RM = "Remove it if nobody needs it; else take another name: ECD_NAME or --name"
+IN_USE = (
+    "another daemon uses {path}. Stop it, or give this one a name of its own: ECD_NAME or --name"
+)
+IN_USE_TO_CLEAR = (
+    "a running daemon uses {path}. Stop it first, or empty its cache with `ecd-cli evict --all`"
+)
 OTHERS_MAX_AGE_S = 3600.0
 """How long after its end a daemon of another name may come back to its pool."""
 
@@ -184,14 +190,16 @@ def _make(place_fd: int, path: Path) -> tuple[int, int]:
                 found = os.stat(path.name, dir_fd=place_fd, follow_symlinks=False)
                 if found.st_mode & _OTHERS_WRITE and not stat.S_ISLNK(found.st_mode):
                     raise PoolError(f"other users can write to {path}: {describe(found)}. {_RM}")
-                return _take(place_fd, path, found, os.geteuid())
+                return _take(place_fd, path, found, os.geteuid(), IN_USE)
     except OSError as error:
         raise PoolError(f"{path} cannot be used: {error.strerror}. {_TMPFS}") from None
     raise PoolError(f"{path} keeps changing hands")
 
 
-def _take(place_fd: int, path: Path, found: os.stat_result, uid: int) -> tuple[int, int]:
-    """Open and lock a directory of this user.
+def _take(
+    place_fd: int, path: Path, found: os.stat_result, uid: int, in_use: str
+) -> tuple[int, int]:
+    """Open and lock a directory of this user. `in_use` is the error if it is locked.
 
     Raises PoolError, FileNotFoundError if it is removed meanwhile, and OSError.
     """
@@ -205,10 +213,7 @@ def _take(place_fd: int, path: Path, found: os.stat_result, uid: int) -> tuple[i
     except BaseException as error:
         os.close(fd)
         if isinstance(error, BlockingIOError):
-            raise PoolError(
-                f"another daemon uses {path}. Stop it, or give this one a name of its own: "
-                "ECD_NAME or --name"
-            ) from None
+            raise PoolError(in_use.format(path=path)) from None
         if isinstance(error, NotOurs):
             raise PoolError(f"{path} cannot be used: {error}") from None
         raise
@@ -224,7 +229,7 @@ def clear(shm_dir: str, name: str) -> int:
     try:
         found = os.stat(path.name, dir_fd=place_fd, follow_symlinks=False)
         uid = os.geteuid() or found.st_uid
-        fd, lock_fd = _take(place_fd, path, found, uid)
+        fd, lock_fd = _take(place_fd, path, found, uid, IN_USE_TO_CLEAR)
         try:
             nbytes = _remove_files(fd)
             os.unlink(LOCK_NAME, dir_fd=fd)
@@ -243,13 +248,13 @@ def clear(shm_dir: str, name: str) -> int:
 
 
 def _remove_files(directory_fd: int) -> int:
-    nbytes = 0
+    sizes: dict[int, int] = {}  # a pool has a name for each of its daemons
     for name in os.listdir(directory_fd):
         if is_pool_file(name):
             found = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
             os.unlink(name, dir_fd=directory_fd)
-            nbytes += found.st_blocks * 512 // found.st_nlink
-    return nbytes
+            sizes[found.st_ino] = found.st_blocks * 512
+    return sum(sizes.values())
 
 
 def clear_others(shm_dir: str, name: str) -> None:

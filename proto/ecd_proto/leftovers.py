@@ -72,6 +72,17 @@ def leftovers(shm_dir: str | Path) -> list[Leftover]:
     return found
 
 
+def is_in_use(path: Path) -> bool:
+    """Whether a daemon has locked the directory, as far as this user can see."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return _is_locked(fd, time.time() - os.fstat(fd).st_mtime)
+        finally:
+            os.close(fd)
+    return False
+
+
 def _look(path: Path, name: str) -> Leftover | None:
     """The leftover in a directory; None if it is empty or in use. Raises OSError for a file."""
     seen = path.lstat()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from support.users import MALLORY, UsersDaemon, like_dev_shm, needs_root
 from support.waiting import HANG_S, eventually, stop
 
 MakeDaemon = Callable[..., Daemon]
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -39,10 +42,12 @@ def make_daemon(make_daemon: MakeDaemon, place: Path) -> MakeDaemon:
     return make
 
 
-def ecd(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def ecd(
+    place: Path, *arguments: str, stdin: int = subprocess.DEVNULL, **environ: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ecd", *arguments]
-    environ = {**os.environ, "ECD_SHM_DIR": str(place)}
-    return run(command, env=environ, capture_output=True, text=True)
+    environ = {**os.environ, "ECD_SHM_DIR": str(place), **environ}
+    return run(command, env=environ, capture_output=True, text=True, stdin=stdin)
 
 
 def leave(daemon: Daemon) -> Daemon:
@@ -66,17 +71,14 @@ def test_clear_all_frees_what_ended_and_leaves_what_runs(
     runs, first, second = make_daemon().start(), leave(make_daemon()), leave(make_daemon())
     (place / "ecd-of-somebody").mkdir()
     (place / "ecd-of-somebody" / "file").touch()
-    done = ecd(place, "clear", "--all")
+    done = ecd(place, "clear", "--all", "--yes")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     ended = sorted((first, second), key=lambda daemon: str(daemon.shm))
     for daemon, line in zip(ended, lines, strict=False):
-        said = (
-            re.escape(f"removed {daemon.shm}, ") + r"1[67][.\d]* MiB, of root \(uid 0\), since 20"
-        )
-        assert re.match(said, line)
+        assert re.fullmatch(re.escape(f"removed {daemon.shm}, ") + r"1[67][.\d]* MiB", line)
         assert not daemon.shm.exists()
-    assert re.fullmatch(r"removed 3[234][.\d]* MiB", lines[2])
+    assert re.fullmatch(r"removed 3[234][.\d]* MiB in all", lines[2])
     assert len(lines) == 3
     assert runs.shm.exists()
     assert (place / "ecd-of-somebody" / "file").exists()
@@ -90,12 +92,71 @@ def test_clear_takes_a_name_and_answers_programs(make_daemon: MakeDaemon, place:
     [said] = json.loads(ecd(place, "clear", "--name", first.name, "--json").stdout)
     assert said["name"] == first.name
     assert 16 << 20 < said["freed_bytes"] < 32 << 20
-    [said] = json.loads(ecd(place, "clear", "--all", "--json").stdout)
+    [said] = json.loads(ecd(place, "clear", "--all", "--yes", "--json").stdout)
     assert said["name"] == second.name
     refused = ecd(place, "clear", "--name", runs.name, "--json")
     assert refused.returncode == 1
-    assert "another daemon uses" in json.loads(refused.stdout)[0]["error"]
+    assert f"a running daemon uses {runs.shm}. Stop it" in json.loads(refused.stdout)[0]["error"]
     assert ecd(place, "clear", "--name", "../up").returncode == 2
+
+
+def test_clear_all_asks_first(make_daemon: MakeDaemon, place: Path) -> None:
+    left = [leave(make_daemon()), leave(make_daemon())]
+    refused = ecd(place, "clear", "--all")
+    assert refused.returncode == 2
+    assert "Not a terminal: add --yes" in refused.stderr
+    assert all(str(each.shm) in refused.stderr for each in left)
+    error = json.loads(ecd(place, "clear", "--all", "--json").stderr)
+    assert (error["exit_code"], "add --yes" in error["error"]) == (2, True)
+    shown = ecd(place, "clear", "--all", "--dry-run")
+    assert shown.returncode == 0
+    for each in left:
+        said = rf"would remove {each.shm}, 1[67][.\d]* MiB, of root \(uid 0\), since 20"
+        assert re.search(said, shown.stdout)
+    assert re.search(r"would remove 3[234][.\d]* MiB in all\n$", shown.stdout)
+    for answer, is_removed in (("n", False), ("y", True)):
+        ours, theirs = pty.openpty()
+        os.write(ours, f"{answer}\n".encode())
+        done = ecd(place, "clear", "--all", stdin=theirs)
+        assert (done.returncode == 0) == is_removed
+        assert re.search(r"Remove 3[234][.\d]* MiB\?", done.stderr)
+        assert [each.shm.exists() for each in left] == [not is_removed] * 2
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_the_sum_of_what_is_removed_is_that_of_its_list(
+    make_daemon: MakeDaemon, place: Path, tmp_path: Path
+) -> None:
+    """A pool that is being taken over has two names, and its memory counts once."""
+    disk = {"ECD_DISK_POOL_BYTES": "64MiB", "ECD_DISK_DIR": str(tmp_path)}
+    daemon = make_daemon(ECD_WARM_RESTART="true", ECD_DISK_WRITE_BYTES_PER_S="1GB", **disk).start()
+    with Client(daemon.address) as client:
+        for number in range(30):
+            client.put_bytes(f"{number}", bytes(MIB), "uint8", (MIB,), cost=1.0)
+    daemon.wait_idle("written")
+    clear = partial(ecd, place, "clear", "--json", ECD_DISK_DIR=str(tmp_path))
+    runs = clear("--name", daemon.name, "--dry-run")
+    assert "a running daemon uses" in json.loads(runs.stdout)[0]["error"]
+    daemon.kill()
+    daemon.command = changed(
+        "import asyncio",
+        "from ecd.memory.recovery import Recovery",
+        "async def never(recovery): await asyncio.Event().wait()",
+        "Recovery.run = never",
+    )
+    daemon.start().kill()
+    assert len(list(daemon.shm.glob("*.pool"))) == 2
+    would = json.loads(clear("--name", daemon.name, "--dry-run").stdout)
+    assert [each["path"] for each in would] == [str(daemon.shm), f"{tmp_path}/ecd-{daemon.name}"]
+    assert 16 * MIB <= would[0]["nbytes"] < 20 * MIB, "once"
+    assert would[1]["nbytes"] > MIB
+    assert not any(each["freed_bytes"] for each in would)
+    removed = json.loads(clear("--all", "--yes").stdout)
+    assert [each | {"freed_bytes": 0} for each in removed] == would
+    assert all(each["freed_bytes"] == each["nbytes"] for each in removed)
+    assert not daemon.shm.exists()
+    assert not (tmp_path / f"ecd-{daemon.name}").exists()
 
 
 def test_a_start_removes_what_has_been_left_for_long(make_daemon: MakeDaemon) -> None:

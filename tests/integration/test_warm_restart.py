@@ -276,12 +276,12 @@ def test_what_is_left_can_be_removed(make_daemon: MakeDaemon) -> None:
 
     refused = clear()
     assert refused.returncode == 1
-    assert "another daemon uses" in refused.stderr
+    assert f"not removed: a running daemon uses {daemon.shm}. Stop it first" in refused.stderr
     with Client(daemon.address) as client:
         put(client, "k", 1000)
         assert check(client, "k", 1000)
     assert daemon.terminate() == 0
-    assert re.fullmatch(r"removed 6[45][.\d]* MiB\n", clear().stdout)
+    assert re.fullmatch(rf"removed {daemon.shm}, 6[45][.\d]* MiB\n", clear().stdout)
     assert not daemon.shm.exists()
     assert clear().stdout == "there was nothing to remove\n"
 

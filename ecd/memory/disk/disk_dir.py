@@ -32,6 +32,7 @@ from ecd.memory.disk.disk_format import (
     file_name,
     header_bytes,
 )
+from ecd.memory.pool_dir import IN_USE, IN_USE_TO_CLEAR
 from ecd_proto.leftovers import user
 from ecd_proto.shm.files import LOCK_NAME, pool_dir
 
@@ -75,7 +76,7 @@ class DiskDir:
                 opened.callback(os.close, self._parent_fd)
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self.path.name, 0o700, dir_fd=self._parent_fd)
-                self._fd, self._lock_fd = _take(self._parent_fd, self.path, os.geteuid())
+                self._fd, self._lock_fd = _take(self._parent_fd, self.path, os.geteuid(), IN_USE)
                 opened.callback(os.close, self._fd)
                 opened.callback(os.close, self._lock_fd)
                 for left in os.listdir(self._fd):
@@ -255,7 +256,7 @@ def _open_parent(parent: Path) -> int:
         ) from None
 
 
-def clear(parent: Path, name: str) -> int:
+def clear(parent: Path | str, name: str) -> int:
     """Remove the files of the last daemon of this name; how many bytes. Raises DiskError.
 
     Root may do so for another user.
@@ -268,7 +269,7 @@ def clear(parent: Path, name: str) -> int:
             parent_fd = open_place(parent)
             opened.callback(os.close, parent_fd)
             found = os.stat(path.name, dir_fd=parent_fd, follow_symlinks=False)
-            fd, lock_fd = _take(parent_fd, path, os.geteuid() or found.st_uid)
+            fd, lock_fd = _take(parent_fd, path, os.geteuid() or found.st_uid, IN_USE_TO_CLEAR)
             opened.callback(os.close, fd)
             opened.callback(os.close, lock_fd)
             for each in filter(_NAME.fullmatch, os.listdir(fd)):
@@ -286,8 +287,21 @@ def clear(parent: Path, name: str) -> int:
     return nbytes
 
 
-def _take(parent_fd: int, path: Path, uid: int) -> tuple[int, int]:
-    """Open and lock a directory of this user. Raises DiskError, NotOurs and OSError."""
+def left(parent: Path, name: str) -> int:
+    """The bytes of the files that the daemon of this name has there; changes nothing."""
+    nbytes = 0
+    with contextlib.suppress(OSError):
+        for each in os.scandir(pool_dir(str(parent), name)):
+            if _NAME.fullmatch(each.name):
+                nbytes += each.stat(follow_symlinks=False).st_blocks * 512
+    return nbytes
+
+
+def _take(parent_fd: int, path: Path, uid: int, in_use: str) -> tuple[int, int]:
+    """Open and lock a directory of this user. `in_use` is the error if it is locked.
+
+    Raises DiskError, NotOurs and OSError.
+    """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(path.name, flags, dir_fd=parent_fd)
     try:
@@ -298,10 +312,7 @@ def _take(parent_fd: int, path: Path, uid: int) -> tuple[int, int]:
         return fd, take_lock(fd, LOCK_NAME, frozenset({uid, os.geteuid()}))
     except BlockingIOError:
         os.close(fd)
-        raise DiskError(
-            f"another daemon uses {path}. Stop it, or give this one a name of its own: ECD_NAME or "
-            "--name"
-        ) from None
+        raise DiskError(in_use.format(path=path)) from None
     except BaseException:
         os.close(fd)
         raise

@@ -1,0 +1,53 @@
+"""What a daemon that has ended left, in memory and on disk: listed, and removed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ecd.memory import pool_dir
+from ecd.memory.disk import disk_dir
+from ecd.memory.pool_dir import PoolError
+from ecd_proto.contract import size_text
+from ecd_proto.leftovers import is_in_use, leftovers
+from ecd_proto.shm.files import pool_dir as directory_of
+
+
+@dataclass(frozen=True)
+class Left:
+    """The files of one daemon in one directory."""
+
+    name: str  # the daemon's
+    path: Path
+    nbytes: int
+    about: str  # for people
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.about or size_text(self.nbytes)}"
+
+
+def left_by(shm_dir: str, disk: Path, name: str) -> list[Left]:
+    """What the daemon of this name has left; changes nothing. Raises PoolError if it runs."""
+    path = directory_of(shm_dir, name)
+    if is_in_use(path):
+        raise PoolError(pool_dir.IN_USE_TO_CLEAR.format(path=path))
+    found = [
+        Left(name, each.path, each.nbytes or 0, str(each).partition(", ")[2])
+        for each in leftovers(shm_dir)
+        if each.name == name
+    ]
+    if nbytes := disk_dir.left(disk, name):
+        found.append(Left(name, directory_of(str(disk), name), nbytes, ""))
+    return found
+
+
+def clear(shm_dir: str, disk: Path, name: str) -> list[Left]:
+    """Remove what the daemon of this name has left, first in memory; what was removed.
+
+    Raises PoolError, and DiskError.
+    """
+    removed = []
+    for place, remove in ((shm_dir, pool_dir.clear), (str(disk), disk_dir.clear)):
+        if nbytes := remove(place, name):
+            removed.append(Left(name, directory_of(place, name), nbytes, ""))
+    return removed
