@@ -175,7 +175,7 @@ class Put:
                     )
                 raise EntryTooLarge(
                     f"{large.nbytes} bytes, and the whole pool has {large.pool_bytes}: raise "
-                    "ECD_HOST_POOL_BYTES"
+                    "ECD_HOST_POOL_BYTES (the daemon's next start is cold then)"
                 )
             case _:
                 limit = outcome.limit_reached

@@ -8,6 +8,11 @@ from ecd.settings.config import RELOADABLE, Config
 
 logger = logging.getLogger(__name__)
 
+PRICE = {
+    "host_pool_bytes": ", and is cold: a pool of another size is not taken over with its entries"
+}
+"""What a setting's change costs, besides the restart."""
+
 
 def taken_over(old: Config, new: Config) -> tuple[list[str], Config]:
     """The names of the settings that differ, and `old` with those of `new` that can change now.
@@ -22,7 +27,7 @@ def taken_over(old: Config, new: Config) -> tuple[list[str], Config]:
         if name in at_once:
             logger.info("%s is %s now", name, getattr(new, name))
         else:
-            logger.warning("%s changed: the next start takes it over", name)
+            logger.warning("%s changed: the next start takes it over%s", name, PRICE.get(name, ""))
     if not changed:
         logger.info("no setting has changed")
     return changed, old.model_copy(update={name: getattr(new, name) for name in at_once})

@@ -46,8 +46,14 @@ class Refusal:
         return f"{count_text(count, self.noun)} {self.what}"
 
 
-_LARGER_POOL = "raise ECD_HOST_POOL_BYTES if that goes on"
-_FEWER_HELD = "look for a client that asks without end, or never lets go: ecd-cli ls shows leases"
+_LARGER_POOL = (
+    "raise ECD_HOST_POOL_BYTES if that goes on; the next start is cold then, as a pool of another "
+    "size is not taken over"
+)
+_FEWER_HELD = (
+    "look for a client that asks without end, or never releases: ecd-cli ls shows the leases of "
+    "entries that are not evicted yet"
+)
 REFUSALS = {
     "entry_too_large": Refusal("put", "larger than the pool", _LARGER_POOL),
     "pool_full": Refusal("put", "refused, as the pool was full of what was in use", _LARGER_POOL),

@@ -256,6 +256,8 @@ def test_evict_says_what_goes_and_asks_before_more_than_one(daemon: Daemon) -> N
         reply = as_json(daemon, "evict", "--all", "--yes")
         assert (reply["entries"], reply["leased"]) == (5, 1)
         assert torch.equal(item.tensor, torch.zeros(1024)), "a leased entry goes when released"
+        assert as_json(daemon, "ls") == [], "as the runbook says of EcdPoolFull"
+        assert "4 KiB leased" in cli(daemon, "status").stdout
         item.close()
     assert as_json(daemon, "ls") == []
 
@@ -482,7 +484,10 @@ def test_doctor_says_that_the_pool_is_too_small(own_daemon: Daemon) -> None:
     code, found = findings(own_daemon)
     assert code == 0, "it may be long ago"
     assert "1 put larger than the pool, in " in found["pool"]["found"]
-    assert found["pool"]["advice"] == "raise ECD_HOST_POOL_BYTES if that goes on"
+    assert found["pool"]["advice"] == (
+        "raise ECD_HOST_POOL_BYTES if that goes on; the next start is cold then, as a pool of "
+        "another size is not taken over"
+    )
 
 
 def test_doctor_and_serve_say_that_a_disk_is_no_memory(

@@ -218,6 +218,21 @@ def test_hangup_reloads_what_can_be_and_names_the_rest(
         assert client.get("nobody has it") is None
 
 
+def test_a_reload_says_that_another_pool_size_is_a_cold_start(
+    make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    file = tmp_path / "ecd.toml"
+    file.write_text('host_pool_bytes = "16MiB"\n')
+    daemon = make_daemon()
+    daemon.prefix = "env", "-u", "ECD_HOST_POOL_BYTES"
+    daemon.command = (*Daemon.command, "--config", str(file))
+    daemon.start()
+    file.write_text('host_pool_bytes = "32MiB"\n')
+    os.kill(daemon.pid, signal.SIGHUP)
+    said = "host_pool_bytes changed: the next start takes it over, and is cold: a pool of another"
+    eventually(lambda: said in daemon.text(), said)
+
+
 def test_a_hangup_ends_no_daemon_that_has_no_file(make_daemon: MakeDaemon) -> None:
     """A terminal that closes sends one, also to what was started by nohup."""
     daemon = make_daemon().start()
