@@ -29,7 +29,7 @@ from ecd_client.session.channel import open_channel
 from ecd_proto.shm.files import IN_MEMORY, filesystem
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
-from support.cli import PROGRAM, cli
+from support.cli import PROGRAM, as_json, cli
 from support.daemon import Daemon
 from support.processes import child, run
 from support.waiting import HANG_S
@@ -92,12 +92,6 @@ def on_a_terminal(
 def shown(daemon: Daemon, *arguments: str, columns: int = 120) -> str:
     with on_a_terminal(daemon, *arguments, columns=columns) as terminal:
         return terminal.rest().decode()
-
-
-def as_json(daemon: Daemon, *arguments: str) -> object:
-    done = cli(daemon, *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize(

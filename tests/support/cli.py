@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from typing import Any
 from unittest.mock import patch
 
 from ecd_client.cli.context import out
@@ -32,3 +34,10 @@ def cli(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(
         command, code or 0, printed.getvalue(), complained.getvalue()
     )
+
+
+def as_json(daemon: Daemon, *arguments: str) -> Any:
+    """The document that the command prints."""
+    done = cli(daemon, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

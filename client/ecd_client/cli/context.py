@@ -23,8 +23,14 @@ out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() el
 errors = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Namespace = Annotated[str | None, typer.Option(help="The key's namespace.")]
-MmHash = Annotated[str, typer.Argument(metavar="KEY", help="The item's mm_hash.")]
+Namespace = Annotated[
+    str | None,
+    typer.Option("--namespace", "-n", help="The key's namespace, or a unique beginning of it."),
+]
+MmHash = Annotated[
+    str,
+    typer.Argument(metavar="KEY", help="The item's mm_hash, or a unique beginning of a long one."),
+]
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ecd_client.cli import files, render, render_entries
+from ecd_client.cli import files, names, render, render_entries
 from ecd_client.cli.context import (
     FAILED,
     USAGE,
@@ -71,9 +71,11 @@ def list_entries(
             raise typer.BadParameter("--by sums all entries up: leave the other options out")
         return namespaces(context, as_json)
     options: Options = context.obj
+    if namespace is not None:
+        namespace = names.whole_namespace(options, namespace)
     entries: Iterator[pb.EntryInfo] = (
         entry
-        for entry in options.entries(pb.ListRequest(namespace=namespace))
+        for entry in options.entries(pb.ListRequest(namespace=namespace, mm_hash_prefix=prefix))
         if entry.key.mm_hash.startswith(prefix) and (entry.kept or not kept)
     )
     with errors.status("reading entries ..."):
@@ -119,7 +121,7 @@ def get(
 ) -> None:
     """Copy an entry into a safetensors file."""
     options: Options = context.obj
-    namespace = namespace or only_namespace(options, key)
+    namespace, key = names.whole_key(options, key, namespace)
     with (
         Client(options.address, namespace=namespace, name="ecd-cli") as client,
         errors.status(f"copying {render.short(key)} ..."),
@@ -169,8 +171,13 @@ def put(
 
 def evict(
     context: typer.Context,
-    key: Annotated[str | None, typer.Argument(metavar="KEY", help="One item's mm_hash.")] = None,
-    namespace: Annotated[str | None, typer.Option(help="Only entries of this namespace.")] = None,
+    key: Annotated[
+        str | None,
+        typer.Argument(metavar="KEY", help="One item's mm_hash, or a unique beginning of it."),
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", help="Only entries of this namespace.")
+    ] = None,
     older_than: Annotated[
         str | None, typer.Option(help="Only stored at least this long ago: 30s, 10m, 2h, 1d.")
     ] = None,
@@ -179,27 +186,37 @@ def evict(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every entry.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only show what would be evicted.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask. Names must be whole.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Evict one entry, or all that meet the conditions. Leased ones go once they are released."""
+    """Evict one entry, or all that meet the conditions. Leased ones go once they are released.
+
+    Asks before it evicts by conditions, and by a name of which only the beginning was typed.
+    """
     options: Options = context.obj
-    conditions = (key, namespace, older_than, unused_for)
+    typed = key, namespace
+    conditions = (*typed, older_than, unused_for)
     is_limited = any(condition is not None for condition in conditions)
     if everything and is_limited:
         raise typer.BadParameter("--all takes no condition: leave it out, or the others")
     if not everything and not is_limited:
         raise typer.BadParameter("say which: KEY, --namespace, --older-than, --unused-for or --all")
+    if key is not None:
+        namespace, key = names.whole_key(options, key, namespace, completes=not yes)
+    elif namespace is not None and not yes:
+        namespace = names.whole_namespace(options, namespace)
     request = pb.EvictRequest(
         namespace=namespace,
         age_s=seconds("--older-than", older_than),
         idle_s=seconds("--unused-for", unused_for),
     )
     if key is not None:
-        request.key.mm_hash = key
-        request.key.namespace = namespace or only_namespace(options, key)
-    elif not (dry_run or yes):
-        _confirm(options, request)
+        request.key.mm_hash, request.key.namespace = key, namespace or ""
+    is_typed = key == typed[0] and typed[1] in (None, namespace)
+    if not (dry_run or yes or (key is not None and is_typed)):
+        _confirm(options, request, is_typed)
     request.dry_run = dry_run
     with errors.status("evicting ..."):
         reply = options.call("Evict", request)
@@ -216,14 +233,18 @@ def evict(
         fail(FAILED, f"no entry {key!r} meets the conditions")
 
 
-def _confirm(options: Options, request: pb.EvictRequest) -> None:
-    """Ask before more than one named entry goes."""
+def _confirm(options: Options, request: pb.EvictRequest, is_typed: bool) -> None:
+    """Ask before more goes than one entry whose names were typed whole."""
     would = pb.EvictRequest()
     would.CopyFrom(request)
     would.dry_run = True
     described = render.describe(options.call("Evict", would))
+    if not is_typed:
+        described += f", of {request.namespace!r}"
+        described += f" {request.key.mm_hash!r}" if request.HasField("key") else ""
     if not sys.stdin.isatty():
-        fail(USAGE, f"this would evict {described}; say --yes where nobody can be asked")
+        advice = "add --yes" if is_typed else "type the whole name"
+        fail(USAGE, f"this would evict {described}; not a terminal: {advice}")
     typer.confirm(f"Evict {described}?", abort=True, err=True)
 
 
@@ -233,14 +254,3 @@ def seconds(option: str, duration: str | None) -> float:
         return 0.0 if duration is None else seconds_of(duration)
     except ValueError as error:
         raise typer.BadParameter(f"{option} {error}, got {duration!r}") from None
-
-
-def only_namespace(options: Options, key: str) -> str:
-    """The one namespace that has the key; none or several end the command."""
-    found = {entry.key.namespace for entry in options.entries(pb.ListRequest(mm_hash=key))}
-    if not found:
-        fail(FAILED, f"no entry {key!r} in any namespace")
-    if len(found) > 1:
-        names = "\n".join(f"  --namespace {name!r}" for name in sorted(found))
-        fail(USAGE, f"{key!r} is in several namespaces; say which:\n{names}")
-    return found.pop()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ecd_client.cli import entries
+from ecd_client.cli import entries, names
 from ecd_client.cli.context import FAILED, AsJson, MmHash, Namespace, Options, fail
 from ecd_proto.contract import duration_text, size_text
 from ecd_proto.v1 import cache_pb2 as pb
@@ -25,7 +25,9 @@ def keep(
     for_s = entries.seconds("--for", for_)
     if for_ is not None and not for_s:
         raise typer.BadParameter("--for 0 keeps nothing: leave it out to keep the entry for good")
-    reply = _ask(context, key, namespace, pb.KeepRequest(for_s=for_s))
+    options: Options = context.obj
+    namespace, key = names.whole_key(options, key, namespace)
+    reply = _ask(options, key, namespace, pb.KeepRequest(for_s=for_s))
     if reply.outcome == pb.KeepReply.OUTCOME_TOO_MUCH:
         fail(
             FAILED,
@@ -34,7 +36,6 @@ def keep(
             "`ecd-cli unkeep` ends one, a larger pool has room for more",
         )
     said = f"kept for {duration_text(for_s)}" if for_s else "kept until `ecd-cli unkeep`"
-    options: Options = context.obj
     options.show(as_json, {"mm_hash": key, "kept": True, "for_s": for_s or None}, said)
 
 
@@ -45,18 +46,15 @@ def unkeep(
     as_json: AsJson = False,
 ) -> None:
     """Let room be made of a kept entry again."""
-    reply = _ask(context, key, namespace, pb.KeepRequest(stop=True))
+    options: Options = context.obj
+    namespace, key = names.whole_key(options, key, namespace)
+    reply = _ask(options, key, namespace, pb.KeepRequest(stop=True))
     if reply.outcome == pb.KeepReply.OUTCOME_NOT_KEPT:
         fail(FAILED, f"{key!r} was not kept: `ecd-cli ls --kept` lists what is")
-    options: Options = context.obj
     options.show(as_json, {"mm_hash": key, "kept": False}, "kept no more")
 
 
-def _ask(
-    context: typer.Context, key: str, namespace: str | None, request: pb.KeepRequest
-) -> pb.KeepReply:
-    options: Options = context.obj
-    namespace = namespace or entries.only_namespace(options, key)
+def _ask(options: Options, key: str, namespace: str, request: pb.KeepRequest) -> pb.KeepReply:
     request.key.namespace, request.key.mm_hash = namespace, key
     reply: pb.KeepReply = options.call("Keep", request)
     if reply.outcome == pb.KeepReply.OUTCOME_MISSING:

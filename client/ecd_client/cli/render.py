@@ -16,6 +16,9 @@ from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding, disk_rests, host_po
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
 
+MODEL_CHARS = 40
+"""Most letters of a namespace's beginning that tables show."""
+
 
 def legible(text: str) -> str:
     """The text, with characters that a terminal would act on written as in Python's literals."""
@@ -250,6 +253,13 @@ def peers_table(reply: pb.PeersReply) -> Table:
 def short(text: str) -> str:
     """A key for people: the same in every table."""
     return text if len(text) <= 20 else f"{text[:9]}..{text[-9:]}"
+
+
+def short_namespace(text: str) -> str:
+    """A namespace for people, by its model: the beginning up to a bar, and the last letters."""
+    model, _, _ = text.partition("|")
+    shortened = f"{model[:MODEL_CHARS]}..{text[-4:]}"
+    return text if len(text) <= max(20, len(shortened)) else shortened
 
 
 COLOURS = {GOOD: "green", DOUBTFUL: "yellow", BAD: "red"}

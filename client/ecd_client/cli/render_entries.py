@@ -16,7 +16,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_WIDTH = 10_000
 """Columns of a table whose rows are whole, for programs that read lines."""
-LEFT_OUT = ("dtype", "shape", "pool", "leases", "age")
+LEFT_OUT = ("dtype", "shape", "pool", "leases", "age", "idle", "hits")
 """Columns that a narrow terminal does without, one after the other."""
 
 
@@ -38,10 +38,10 @@ def entries(
     headers = {column.header for column in table.columns}
     for column in table.columns:
         column.no_wrap = True
-    key = str if whole else render.short
+    key, space = (str, str) if whole else (render.short, render.short_namespace)
     for entry in found:
         table.add_row(
-            escape(key(entry.key.namespace)),
+            escape(space(entry.key.namespace)),
             escape(key(entry.key.mm_hash)),
             escape(pools.get(entry.pool, str(entry.pool))),
             escape(entry.content.dtype),

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ecd_client.cli import render
+from ecd_client.cli import names, render
 from ecd_client.cli.context import FAILED, USAGE, AsJson, Namespace, Options, fail, out
 from ecd_client.cli.render import escape, legible
 from ecd_client.locate import Located, located
@@ -29,6 +29,9 @@ def locate(
     for key in keys:
         if not key.isprintable():
             fail(USAGE, f"{key!r} cannot be a key of an item")
+    if namespace is not None:
+        namespace = names.whole_namespace(options, namespace)
+    keys = [names.completed(options, key, namespace) for key in keys]
     if namespace is None:
         namespace = _namespace_of(options, keys)
     request = pb.LocateRequest(keys=[pb.Key(namespace=namespace, mm_hash=key) for key in keys])

@@ -48,7 +48,7 @@ def _table(reply: pb.SlowReply) -> Table:
             f"{event.seconds:.3f} s",
             escape(", ".join(f"{stage} {s:.3f} s" for stage, s in spent if s >= 0.0005)),
             escape(render.short(event.mm_hash) + more),
-            escape(render.short(event.namespace)),
+            escape(render.short_namespace(event.namespace)),
             size_text(event.nbytes) if event.nbytes else "",
             escape(event.peer),
             escape(event.outcome),

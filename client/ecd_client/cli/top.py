@@ -224,7 +224,7 @@ def _entries(title: str, found: list[pb.EntryInfo]) -> Table:
     for entry in found:
         table.add_row(
             escape(render.short(entry.key.mm_hash)),
-            escape(render.short(entry.key.namespace)),
+            escape(render.short_namespace(entry.key.namespace)),
             size_text(entry.content.nbytes),
             f"{entry.hits:,}",
             duration_text(entry.idle_s),
@@ -237,7 +237,7 @@ def _namespaces(status: pb.StatusReply, rows: int) -> Table:
     table = _table("namespaces", "namespace", "entries", "size")
     named, others = status.namespaces[:rows], status.other_namespaces
     for each in named:
-        name = escape(render.short(each.namespace))
+        name = escape(render.short_namespace(each.namespace))
         table.add_row(name, f"{each.entries:,}", size_text(each.nbytes))
     entries = others.entries + sum(each.entries for each in status.namespaces[rows:])
     nbytes = others.nbytes + sum(each.nbytes for each in status.namespaces[rows:])

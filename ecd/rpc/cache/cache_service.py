@@ -368,4 +368,4 @@ def _makes_of(request: pb.AcquireRequest) -> dict[int, float]:
 def _is_listed(key: Key, request: pb.ListRequest) -> bool:
     namespace = request.namespace if request.HasField("namespace") else key.namespace
     mm_hash = request.mm_hash if request.HasField("mm_hash") else key.mm_hash
-    return key == (namespace, mm_hash)
+    return key == (namespace, mm_hash) and key.mm_hash.startswith(request.mm_hash_prefix)

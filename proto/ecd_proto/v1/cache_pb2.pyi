@@ -1378,12 +1378,14 @@ class ListRequest(google.protobuf.message.Message):
     AFTER_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
     MM_HASH_FIELD_NUMBER: builtins.int
+    MM_HASH_PREFIX_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     after: builtins.int
     """0, or next_after of the page before"""
     limit: builtins.int
     """0: the daemon's default"""
     mm_hash: builtins.str
+    mm_hash_prefix: builtins.str
     def __init__(
         self,
         *,
@@ -1391,9 +1393,10 @@ class ListRequest(google.protobuf.message.Message):
         after: builtins.int = ...,
         limit: builtins.int = ...,
         mm_hash: builtins.str | None = ...,
+        mm_hash_prefix: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_mm_hash", b"_mm_hash", "_namespace", b"_namespace", "mm_hash", b"mm_hash", "namespace", b"namespace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_mm_hash", b"_mm_hash", "_namespace", b"_namespace", "after", b"after", "limit", b"limit", "mm_hash", b"mm_hash", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_mm_hash", b"_mm_hash", "_namespace", b"_namespace", "after", b"after", "limit", b"limit", "mm_hash", b"mm_hash", "mm_hash_prefix", b"mm_hash_prefix", "namespace", b"namespace"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_mm_hash", b"_mm_hash"]) -> typing.Literal["mm_hash"] | None: ...
     @typing.overload
