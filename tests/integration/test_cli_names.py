@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from ecd_client import Client
@@ -71,7 +69,7 @@ def test_a_name_that_is_shown_whole_is_typed_whole(daemon: Daemon) -> None:
         client.put_bytes("img-10", b"x", "uint8", (1,), namespace="tenant-10")
     done = cli(daemon, "get", "img-1", "-o", "/dev/null")
     assert (done.returncode, "no entry 'img-1'" in done.stderr) == (1, True)
-    assert as_json(daemon, "ls", "--namespace", "tenant-1") == []
+    assert as_json(daemon, "ls", "--namespace", "tenant-1")["entries"] == []
     done = cli(daemon, "get", "img-10", "--namespace", "tenant-1", "-o", "/dev/null")
     assert done.returncode == 1
 
@@ -85,12 +83,11 @@ def test_evict_asks_before_it_evicts_a_completed_name(daemon: Daemon) -> None:
         assert as_json(daemon, "evict", *arguments, "--dry-run")["entries"] > 0
     assert cli(daemon, "evict", "957d1", "--yes").returncode == 1
     assert as_json(daemon, "evict", "-n", "Qwen/Qwen2", "--yes")["entries"] == 0
-    assert len(as_json(daemon, "ls")) == 4
+    assert as_json(daemon, "ls")["total"] == 4
     assert as_json(daemon, "evict", CAT)["entries"] == 1
 
 
-def test_ls_is_limited_to_a_namespace_by_its_beginning(daemon: Daemon, tmp_path: Path) -> None:
-    assert {each["key"]["namespace"] for each in as_json(daemon, "ls", "-n", "Qwen/Qwen3")} == {
-        OTHER
-    }
-    assert [each["content"]["nbytes"] for each in as_json(daemon, "ls", "--prefix", "22")] == [1, 2]
+def test_ls_is_limited_to_a_namespace_by_its_beginning(daemon: Daemon) -> None:
+    for limit, sizes in ((["-n", "Qwen/Qwen3"], [2]), (["--prefix", "22"], [1, 2])):
+        found = as_json(daemon, "ls", *limit)["entries"]
+        assert [each["content"]["nbytes"] for each in found] == sizes

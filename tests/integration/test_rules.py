@@ -173,7 +173,7 @@ def test_what_an_operator_keeps_outlasts_a_crowd_until_it_is_kept_no_more(daemon
             "no entry 'nothing' in the namespace 'n' is in memory\n"
         )
         assert "24 MiB kept (2 entries; at most 32 MiB)" in cli(daemon, "status").stdout
-        kept = json.loads(cli(daemon, "ls", "--kept", "--json").stdout)
+        kept = json.loads(cli(daemon, "ls", "--kept", "--json").stdout)["entries"]
         assert sorted(entry["key"]["mm_hash"] for entry in kept) == ["for a while", "kept"]
         assert "ecd_pool_kept_bytes" in daemon.metrics()
 

@@ -83,7 +83,7 @@ def test_a_hit_is_no_call_and_what_is_quick_is_not_kept(daemon: Daemon) -> None:
     assert not slow(daemon).events
     least = "3600 s, of fetches 36000 s (ECD_SLOW_LOG_S)"
     text = f"0 of {total:,} since the start; slow is what takes {least}.\n"
-    assert cli(daemon, "slow").stdout == text
+    assert cli(daemon, "slow").stderr == text
 
 
 def test_a_call_says_of_what_it_was(daemon: Daemon) -> None:

@@ -25,7 +25,7 @@ from ecd_client.cli.context import (
     out,
 )
 from ecd_client.client import Client
-from ecd_proto.contract import seconds_of
+from ecd_proto.contract import count_text, seconds_of
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -59,6 +59,9 @@ def list_entries(
     sort: Annotated[Order, typer.Option(help="Sort by this, the largest first.")] = Order.STORED,
     kept: Annotated[bool, typer.Option("--kept", help="Only what `keep` keeps.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many.")] = 1000,
+    after: Annotated[
+        int, typer.Option(min=0, help="Go on after the list whose `next_after` was this.")
+    ] = 0,
     whole: Annotated[
         bool, typer.Option("--wide", "--no-trunc", help="Show whole keys, as in a pipe.")
     ] = False,
@@ -67,27 +70,46 @@ def list_entries(
 ) -> None:
     """List the entries, by default in the order in which they were stored."""
     if by is not None:
-        if namespace is not None or prefix or kept or sort is not Order.STORED:
+        if namespace is not None or prefix or kept or after or sort is not Order.STORED:
             raise typer.BadParameter("--by sums all entries up: leave the other options out")
         return namespaces(context, as_json)
     options: Options = context.obj
     if namespace is not None:
         namespace = names.whole_namespace(options, namespace)
-    entries: Iterator[pb.EntryInfo] = (
-        entry
-        for entry in options.entries(pb.ListRequest(namespace=namespace, mm_hash_prefix=prefix))
-        if entry.key.mm_hash.startswith(prefix) and (entry.kept or not kept)
-    )
+    if after and sort is not Order.STORED:
+        raise typer.BadParameter("--after goes on in the order of storing: leave --sort out")
+
+    def matching(after: int = 0) -> Iterator[pb.EntryInfo]:
+        request = pb.ListRequest(namespace=namespace, mm_hash_prefix=prefix, after=after)
+        for entry in options.entries(request):
+            if entry.key.mm_hash.startswith(prefix) and (entry.kept or not kept):
+                yield entry
+
     with errors.status("reading entries ..."):
+        entries = matching(after)
         if sort is not Order.STORED:
             entries = iter(heapq.nlargest(limit + 1, entries, key=_BY[sort]))
         found = list(islice(entries, limit))
         more = next(entries, None) is not None
+        status = options.call("Status", pb.StatusRequest())
+        total = len(found)
+        if more or after:
+            is_filtered = namespace is not None or prefix or kept
+            total = sum(1 for _ in matching()) if is_filtered else status.entries
+    next_after = found[-1].entry if more and sort is Order.STORED else None
     if as_json or options.as_json:
-        render.as_json(out, [plain(entry) for entry in found])
-    else:
-        pools = render.names_of_pools(options.call("Status", pb.StatusRequest()))
-        render_entries.entries(out, found, more, pools, whole or not out.is_terminal)
+        rows = [plain(entry) for entry in found]
+        head = {"schema": "ecd.entries/1", "total": total, "next_after": next_after}
+        render.as_json(out, head | {"entries": rows})
+        return
+    pools = render.names_of_pools(status)
+    render_entries.entries(out, found, pools, whole or not out.is_terminal)
+    if not found:
+        errors.print("No entries.")
+    elif more:
+        go_on = f", --after {next_after} the next ones" if next_after else ""
+        of = count_text(total, "entry")
+        errors.print(f"{len(found):,} of {of}: --limit shows more{go_on}.")
 
 
 def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
@@ -102,14 +124,20 @@ def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
             found.setdefault(entry.key.namespace, render_entries.NamespaceSum()).add(entry)
             if number % 10_000 == 0:
                 progress.update(f"reading every entry: {number:,} so far ...")
-    for told in options.call("Status", pb.StatusRequest()).namespaces:
+    status = options.call("Status", pb.StatusRequest())
+    for told in status.namespaces:
         if total := found.get(told.namespace):
             total.quota_bytes = told.quota_bytes if told.HasField("quota_bytes") else None
             total.ttl_s = told.ttl_s if told.HasField("ttl_s") else None
     if as_json or options.as_json:
         render.as_json(out, [{"namespace": name, **vars(each)} for name, each in found.items()])
-    else:
-        render_entries.namespaces(out, found)
+        return
+    render_entries.namespaces(out, found)
+    if not found:
+        errors.print("No entries.")
+    elif status.other_namespaces.entries:
+        largest = len(status.namespaces)
+        errors.print(f"Quotas and TTLs are those of the {largest} largest namespaces alone.")
 
 
 def get(

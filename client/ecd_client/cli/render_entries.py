@@ -21,11 +21,10 @@ LEFT_OUT = ("dtype", "shape", "pool", "leases", "age", "idle", "hits")
 
 
 def entries(
-    out: Console, found: list[pb.EntryInfo], more: bool, pools: Mapping[int, str], whole: bool
+    out: Console, found: list[pb.EntryInfo], pools: Mapping[int, str], whole: bool
 ) -> None:
     """Show entries, a row each, their keys `whole` or shortened; `pools` names their pools."""
     if not found:
-        out.print("No entries.")
         return
     table = Table(
         *("namespace", "mm_hash", "pool", "dtype", "shape", "size"),
@@ -57,8 +56,6 @@ def entries(
         Console(file=out.file, highlight=False, emoji=False, width=MAX_WIDTH).print(table)
     else:
         out.print(_fitting(table, out))
-    if more:
-        out.print(f"The first {len(found):,} entries; --limit shows more.")
 
 
 def _fitting(table: Table, out: Console) -> Table:
@@ -94,7 +91,6 @@ class NamespaceSum:
 
 def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
     if not found:
-        out.print("No entries.")
         return
     quotas = any(each.quota_bytes is not None for each in found.values())
     ttls = any(each.ttl_s is not None for each in found.values())

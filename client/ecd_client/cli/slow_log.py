@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ecd_client import clock
 from ecd_client.cli import render
-from ecd_client.cli.context import AsJson, Options, out
+from ecd_client.cli.context import AsJson, Options, errors, out
 from ecd_client.cli.render import escape
 from ecd_proto.contract import size_text
 from ecd_proto.v1 import cache_pb2 as pb
@@ -30,7 +30,7 @@ def slow(
         out.print(_table(reply))
     kept, total = len(reply.events), reply.total
     least = f"{reply.slow_s:g} s, of fetches {reply.slow_fetch_s:g} s (ECD_SLOW_LOG_S)"
-    out.print(f"{kept:,} of {total:,} since the start; slow is what takes {least}.")
+    errors.print(f"{kept:,} of {total:,} since the start; slow is what takes {least}.")
 
 
 def _table(reply: pb.SlowReply) -> Table:
