@@ -194,7 +194,7 @@ class Cache:
         if len(owner.reservations) >= self.limits.reservations_per_session:
             return self.counters.refuse("reservations", self.limits.reservations_per_session)
         if content.nbytes > pool.nbytes:
-            self.counters.refused["entry_too_large"] += 1
+            self.counters.of(key.namespace).refused["entry_too_large"] += 1
             return EntryTooLarge(content.nbytes, pool.nbytes)
         return self._writers.reserve(pool, owner, key, content, now_s)
 
@@ -388,7 +388,7 @@ class Cache:
         counted, apart = self.counters, self.bench
         for reason, count in counted.evictions.items():
             own = (pool for pool in self.pools if not pool.holds_replicas)
-            assert count + apart.evictions[reason] == sum(pool.evictions[reason] for pool in own)
+            assert count == sum(pool.evictions[reason] for pool in own)
         for each in (counted, apart):
             for_room = sum(each.evictions[reason] for reason in FOR_ROOM)
             assert for_room == sum(each.idle_evictions)

@@ -41,14 +41,14 @@ class Evictor:
         """
         for copy in self._entries.replicas_of(entry):
             self.evict(copy, reason)
+        counters = self._counters.of(entry.namespace)
         if not entry.replica_in:
             idle_s = max(0.0, self._now_s - entry.used_s)
-            nbytes = entry.content.nbytes
-            self._counters.of(entry.namespace).evicted(reason, idle_s, nbytes)
+            counters.evicted(reason, idle_s, entry.content.nbytes)
         entry.step(EntryEvent.EVICT)
         self._entries.hide(entry)
         self._board.hide(entry.id, entry.key, entry.replica_in)
-        self._entries.pool_of(entry).drop(entry, reason)
+        self._entries.pool_of(entry).drop(entry, reason, counters is self._counters)
         if entry.terms is not None:
             self._book.leave(entry)
         self._pins.retire(entry)
@@ -188,7 +188,7 @@ class Evictor:
         if quota_bytes is None:
             return None
         if rounded > quota_bytes:
-            self._counters.refused["quota_full"] += 1
+            self._counters.of(namespace).refused["quota_full"] += 1
             return EntryTooLarge(nbytes, quota_bytes, quota_bytes)
         excess_bytes = self._book.excess_bytes(namespace, rounded)
         if excess_bytes <= 0:
@@ -198,7 +198,7 @@ class Evictor:
         victims, is_all = self._book.coldest(namespace, excess_bytes, MAX_VICTIMS, now_s)
         excess_bytes -= sum(victim.block.nbytes for victim in victims)
         if excess_bytes > 0 and is_all:
-            self._counters.refused["quota_full"] += 1
+            self._counters.of(namespace).refused["quota_full"] += 1
             return PoolFull(nbytes, 0, quota_bytes + excess_bytes - rounded, quota_bytes)
         for victim in victims:
             self.evict(victim, "quota")

@@ -262,6 +262,6 @@ class _Pool(Pool):
         super().price_anew(entry)
         self._write("cost", entry.id, entry.cost_s)
 
-    def drop(self, entry: Entry, reason: str) -> None:
+    def drop(self, entry: Entry, reason: str, is_counted: bool) -> None:
         self._write("evict", entry.id, reason)
-        super().drop(entry, reason)
+        super().drop(entry, reason, is_counted)

@@ -76,6 +76,8 @@ def told(daemon: Daemon) -> Counter[str]:
         is_bench = name.startswith("bench_")
         sample = f'bench_total{{event="{name[6:]}"}}' if is_bench else f"{name}_total"
         assert float(metrics[f"ecd_{sample}"]) == value, name
+    of_pool = metrics['ecd_pool_evictions_total{pool="host"}']
+    assert float(of_pool) == sum(status.counters.evictions.values()), "a bench's are counted apart"
     evicted = sum(sum(each.evictions.values()) for each in (status.counters, status.bench))
     stored = sum(each.puts + each.recovered for each in (status.counters, status.bench))
     assert stored - evicted == status.entries

@@ -193,13 +193,13 @@ class Pool:
         """Allow grants again: the reservation has its extent, or is given up."""
         self.is_making_room = False
 
-    def drop(self, entry: Entry, reason: str) -> None:
-        """Stop ranking an evicted entry, and count it under one of REASONS."""
+    def drop(self, entry: Entry, reason: str, is_counted: bool) -> None:
+        """Stop ranking an evicted entry; a counted one counts under one of REASONS."""
         self.policy.remove(entry)
-        self.evictions[reason] += 1
         self.worth_s = max(0.0, self.worth_s - entry.worth_s)
-        if reason in FOR_ROOM:
-            self.given_up_s += entry.worth_s
+        if is_counted:
+            self.evictions[reason] += 1
+            self.given_up_s += entry.worth_s if reason in FOR_ROOM else 0.0
 
     def evict_for(
         self, nbytes: int, evict: Evict, scan: Scan, most: int | None = None

@@ -92,6 +92,7 @@ def _of_bench(counted: pb.Counters) -> Metric:
         "duplicates": counted.duplicates,
         "hits": counted.hits,
         "misses": counted.misses,
+        "refused": sum(counted.refused.values()),
     }
     text = "Events of `ecd-cli bench`, left out elsewhere."
     return counter_by("event", "ecd_bench", text, events.items())
