@@ -24,6 +24,11 @@ def booted_s() -> float:
     return unix_s() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+def now_text() -> str:
+    """The time as RFC 3339 writes it, with this machine's zone."""
+    return local(unix_s()).astimezone().isoformat(timespec="milliseconds")
+
+
 def local(at_unix_s: float) -> datetime:
     """The time in the local form."""
     return datetime.fromtimestamp(at_unix_s)

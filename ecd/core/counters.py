@@ -26,7 +26,10 @@ CAUSES = (
 )
 """Why requests are refused."""
 IDLE_BOUNDS_S = (1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0)
-"""Upper ends of the classes into which evicted entries fall, by how long they were not used."""
+"""Upper ends of the classes into which evicted entries fall, by how long they were not used.
+
+As in `ecd_proto.contract`, like the next.
+"""
 SIZE_BOUNDS_BYTES = tuple(1 << power for power in range(12, 33, 2))
 """Upper ends of the classes into which entries fall by their size."""
 BENCH = "ecd-cli bench "

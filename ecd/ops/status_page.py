@@ -22,7 +22,7 @@ from ecd.ops.history import LOT, PERIOD_S, History, Sample, lot
 from ecd.ops.http_port import Refused, check_reads, refuse, send
 from ecd.ops.on_loop import LATE, NoAnswer, on_loop
 from ecd_proto.findings import examine, refusal
-from ecd_proto.plain import plain
+from ecd_proto.plain import plain, status_document
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -138,14 +138,17 @@ def _since(environ: WSGIEnvironment) -> int:
 
 
 def described(look: Look) -> dict[str, Any]:
-    """The document without its history: status and peers are as in `ecd-cli --json`."""
+    """The document without its history: status and peers are as in `ecd-cli --json`.
+
+    The address is left out.
+    """
     peers = sorted(
         look.peers.peers,
         key=lambda peer: (not peer.incarnation, PEER_ORDER.get(peer.state, 3), -peer.read_bytes),
     )
     document = plain(look.peers) | {"peers": [plain(peer) for peer in peers[:MAX_PEERS]]}
     return {
-        "status": plain(look.status),
+        "status": status_document(look.status),
         "peers": document,
         "peers_left_out": max(0, len(peers) - MAX_PEERS),
         "findings": [vars(finding) for finding in examine(look.status, look.peers)],

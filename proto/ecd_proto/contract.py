@@ -41,6 +41,10 @@ MAX_LENGTH = (1 << 63) - 1
 BENCH_NAMESPACE = "ecd-cli bench "
 """How the namespaces of `ecd-cli bench` begin: what is done there is no user's traffic, so the
 client does not count its reads, and the daemon counts the rest apart."""
+IDLE_BOUNDS_S = (1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0)
+"""Upper ends of the classes of `Counters.idle_evictions`; the last class has none."""
+SIZE_BOUNDS_BYTES = tuple(1 << power for power in range(12, 33, 2))
+"""The same of `Counters.put_sizes` and `Counters.hit_sizes`."""
 MAX_BATCH = 1024
 """Items in one batch call."""
 MAX_PAGE = 1000

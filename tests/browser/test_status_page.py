@@ -113,6 +113,7 @@ def test_the_page_says_what_status_says_and_follows_it(
             page.locator("#more").inner_text().split("Incarnation")[1].strip()
             == (told["incarnation"])
         )
+        assert told.pop("address") == daemon.address
         for each in (told, said):
             each.pop("uptime_s")
         assert said == told

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -188,6 +189,7 @@ def test_ls_and_status_say_the_same_to_people_and_programs(daemon: Daemon) -> No
         ["n", f"key-{index}", "host", "float32", "3x4"] for index in range(2)
     ]
     status = as_json(daemon, "status")
+    assert (status["schema"], status["address"]) == ("ecd.status/1", daemon.address)
     assert (status["state"], status["entries"]) == ("serving", 5)
     assert status["counters"]["puts"] == before + 5
     text = cli(daemon, "status").stdout
@@ -576,11 +578,24 @@ def test_top_shows_what_is_hot_and_what_is_large(daemon: Daemon) -> None:
         client.put("large", torch.ones(3000))
         daemon.status()  # all are listed: a read before that counts for no entry
         client.get("small").close()
-    told = as_json(daemon, "top", "--interval", "200ms")
+    told = as_json(daemon, "top", "--once", "--interval", "200ms")
+    assert (told["schema"], told["status"]["schema"]) == ("ecd.top/1", "ecd.status/1")
     assert told["per_second"]["hits"] == 0
     assert [entry["key"]["mm_hash"] for entry in told["biggest"]] == ["large", "small"]
     assert [entry["key"]["mm_hash"] for entry in told["hottest"]] == ["small"]
     assert "of encodes saved" in cli(daemon, "top", "--once", "--interval", "200ms").stdout
+
+
+def test_top_prints_a_line_a_look_for_programs(daemon: Daemon) -> None:
+    command = [*PROGRAM, "--address", daemon.address, "top", "--json", "--interval", "200ms"]
+    with child(command, stdout=subprocess.PIPE, text=True) as running:
+        looks = [json.loads(running.stdout.readline()) for _ in range(3)]
+        running.send_signal(signal.SIGINT)
+        running.stdout.read()
+        assert running.wait(HANG_S) == 0
+    times = [datetime.fromisoformat(each["time"]) for each in looks]
+    assert sorted(times) == times
+    assert all(each.tzinfo for each in times)
 
 
 @pytest.mark.parametrize("how", ["q", "SIGINT"])

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -481,11 +482,14 @@ def test_watch_prints_what_is_there_and_what_changes(daemon: Daemon) -> None:
         with watching(daemon, "--json") as told, watching(daemon) as shown:
             node = f"{socket.gethostname()}/{daemon.name}"
             there = {"node": node, "namespace": "n", "mm_hash": "there", "nbytes": 8}
-            assert json.loads(told.stdout.readline()) == there
-            assert shown.stdout.readline().split() == ["stored", "8", "bytes", "n", "there"]
+            first, line = json.loads(told.stdout.readline()), shown.stdout.readline().split()
+            times = [datetime.fromisoformat(each) for each in (first.pop("time"), line.pop(0))]
+            assert all(each.tzinfo for each in times)
+            assert (first, line) == (there, ["stored", "8", "bytes", "n", "there"])
             daemon.evict(pb.Key(namespace="n", mm_hash="there"))
-            assert json.loads(told.stdout.readline()) == {**there, "nbytes": None}
-            assert shown.stdout.readline().split() == ["removed", "n", "there"]
+            then = json.loads(told.stdout.readline())
+            assert {**then, "time": None} == {**there, "nbytes": None, "time": None}
+            assert shown.stdout.readline().split()[1:] == ["removed", "n", "there"]
             for each in (told, shown):
                 each.send_signal(signal.SIGINT)
                 assert each.wait(HANG_S) == 0

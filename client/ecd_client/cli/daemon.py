@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import threading
 from typing import Annotated
@@ -22,6 +23,7 @@ from ecd_client.cli.top import Top
 from ecd_client.errors import DaemonUnavailable
 from ecd_proto.contract import size_text
 from ecd_proto.findings import BAD
+from ecd_proto.plain import status_document
 from ecd_proto.v1 import cache_pb2 as pb
 
 LEAST_INTERVAL_S = 0.2
@@ -33,7 +35,7 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
     with errors.status("asking the daemon ..."):
         reply = options.call("Status", pb.StatusRequest())
     if as_json or options.as_json:
-        render.as_json(out, reply)
+        render.as_json(out, status_document(reply, options.address))
     else:
         render.status(out, reply, options.address)
 
@@ -107,19 +109,23 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what happens now: health, rates, hit ratio, namespaces, entries, peers, until q."""
+    """Show what happens now: health, rates, hit ratio, namespaces, entries, peers, until q.
+
+    With --json one object a line, until Ctrl-C.
+    """
     options: Options = context.obj
     interval_s = seconds("--interval", interval)
     if interval_s < LEAST_INTERVAL_S:
         raise typer.BadParameter(f"--interval must be at least 200ms, got {interval!r}")
     shown = Top(options.call, lambda: options.entries(pb.ListRequest(limit=1000)), rows)
-    if as_json or options.as_json or once or not out.is_terminal:
+    if as_json or options.as_json:
+        with contextlib.suppress(KeyboardInterrupt):
+            _print_lines(shown, interval_s, once)
+        return
+    if once or not out.is_terminal:
         shown.sample()
         clock.sleep(interval_s)
-        if as_json or options.as_json:
-            render.as_json(out, shown.as_json())
-        else:
-            out.print(shown.frame())
+        out.print(shown.frame())
         return
     over = threading.Event()
 
@@ -147,3 +153,14 @@ def top(
             if not pressed:
                 live.update(frame(), refresh=True)
                 looked_s = clock.now_s()
+
+
+def _print_lines(shown: Top, interval: float, once: bool) -> None:
+    """Print one object a line, as many as `once` says or without an end."""
+    shown.sample()
+    while True:
+        clock.sleep(interval)
+        head = {"schema": "ecd.top/1", "time": clock.now_text()}
+        typer.echo(json.dumps(head | shown.as_json()))
+        if once:
+            return

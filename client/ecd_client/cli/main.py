@@ -105,6 +105,9 @@ def main() -> None:
         code, text = USAGE, str(error)
     except typer.Abort:
         code, text = FAILED, "aborted"
+    except BrokenPipeError:  # as of `| head -1`; the interpreter's own flush must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)
     if as_json:
         render.as_json(errors, {"error": text.removeprefix("ecd-cli: "), "exit_code": code})
     else:

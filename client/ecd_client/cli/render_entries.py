@@ -20,9 +20,7 @@ LEFT_OUT = ("dtype", "shape", "pool", "leases", "age", "idle", "hits")
 """Columns that a narrow terminal does without, one after the other."""
 
 
-def entries(
-    out: Console, found: list[pb.EntryInfo], pools: Mapping[int, str], whole: bool
-) -> None:
+def entries(out: Console, found: list[pb.EntryInfo], pools: Mapping[int, str], whole: bool) -> None:
     """Show entries, a row each, their keys `whole` or shortened; `pools` names their pools."""
     if not found:
         return

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from ecd_client import clock
 from ecd_client.cli import names, render
 from ecd_client.cli.context import FAILED, USAGE, AsJson, Namespace, Options, fail, out
 from ecd_client.cli.render import escape, legible
@@ -92,11 +93,12 @@ def watch(context: typer.Context, as_json: AsJson = False) -> None:
         fail(FAILED, f"{error}: pip install 'encoder-cache-daemon[events]'")
 
     def line(change: Change) -> str:
+        now = clock.now_text()
         if as_json or options.as_json:
-            return json.dumps(change._asdict())
+            return json.dumps({"time": now, **change._asdict()})
         stored = change.nbytes is not None
         what = f"stored   {size_text(change.nbytes or 0)}" if stored else "removed"
-        return f"{what:<20} {legible(change.namespace)} {legible(change.mm_hash)}"
+        return f"{now} {what:<20} {legible(change.namespace)} {legible(change.mm_hash)}"
 
     with (
         contextlib.suppress(KeyboardInterrupt),

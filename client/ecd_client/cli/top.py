@@ -18,7 +18,7 @@ from ecd_client.cli import render
 from ecd_client.cli.render import escape
 from ecd_proto.contract import count_text, duration_text, size_text
 from ecd_proto.findings import GOOD, POOL_CAUSES, examine, refusal
-from ecd_proto.plain import plain
+from ecd_proto.plain import plain, status_document
 from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_LISTED = 20_000
@@ -91,7 +91,7 @@ class Top:
     def as_json(self) -> dict[str, Any]:
         status, peers, rates = self.sample()
         return {
-            "status": plain(status),
+            "status": status_document(status),
             "peers": plain(peers),
             "per_second": None if rates is None else rates.document,
             "biggest": [plain(entry) for entry in self.biggest()],
