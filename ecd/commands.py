@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from pydantic.fields import FieldInfo
 from pythonjsonlogger.json import JsonFormatter
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from ecd.cluster.peers.tls import ClusterError
@@ -40,6 +40,7 @@ from ecd.rpc.socket import SocketError
 from ecd.settings.config import ENV_PREFIX, SECRETS, Config, ConfigError
 from ecd.settings.config_sources import load, unknown_variables
 from ecd.settings.redaction import without_secrets
+from ecd_proto import tables
 from ecd_proto.contract import DISTRIBUTION, size_text
 from ecd_proto.leftovers import leftovers
 from ecd_proto.shm.files import IN_MEMORY, filesystem
@@ -301,6 +302,9 @@ def _confirm_removal(would: list[Left]) -> None:
 @app.command("config")
 def show_config(
     config: File = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print each setting's meaning, too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Print the effective settings and where each came from."""
@@ -308,19 +312,26 @@ def show_config(
     values = without_secrets(settings.model_dump(mode="json"))
     for unknown in unknown_variables():
         errors.print(unknown, markup=False)
-    out = Console(highlight=False)
+    out = tables.console()
     if as_json:
         rows = {name: {"value": values[name], "origin": origins[name]} for name in values}
         out.print_json(json.dumps(rows))
         return
-    table = Table("setting", "value", "from", "meaning")
-    table.columns[0].no_wrap = True
+    table = tables.unframed("setting", "value", "from")
+    table.columns[0].no_wrap = table.columns[2].no_wrap = True
     table.columns[1].overflow = "fold"
     for name, value in values.items():
-        meaning = _FIELDS[name].description or ""
-        shown = "" if value is None else str(value)
-        table.add_row(name, Text(shown), Text(origins[name]), meaning)
-    out.print(table)
+        row = name, Text("" if value is None else str(value)), Text(origins[name])
+        if verbose:
+            one = tables.unframed()
+            one.add_row(*row)
+            tables.show(out, one)
+            meaning = Text(_FIELDS[name].description or "", style="dim")
+            tables.show(out, Padding(meaning, (0, 0, 1, 4)))
+        else:
+            table.add_row(*row)
+    if not verbose:
+        tables.show(out, table)
 
 
 app.command("replay")(replay)

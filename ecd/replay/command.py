@@ -13,7 +13,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from ecd.replay.bounds import Bounds, bounds
 from ecd.replay.exact import Comparison, Replay
@@ -21,6 +20,7 @@ from ecd.replay.policies import POLICIES
 from ecd.replay.reading import Accesses, TraceError, accesses, is_trace, records
 from ecd.replay.reading import Progress as Told
 from ecd.replay.whatif import Disk, Outcome, simulate
+from ecd_proto import tables
 from ecd_proto.contract import bytes_of, size_text
 
 _out = Console(highlight=False, soft_wrap=True)
@@ -200,11 +200,11 @@ def _show_outcomes(
         f"{len(found.order):,} accesses of {len(found.items):,} keys, "
         f"{size_text(found.footprint_bytes)}; a pool of that size saves {infinite_s:,.1f} s"
     )
-    table = Table(
+    table = tables.unframed(
         *("pool", "policy", "seconds saved", *(["of these from disk"] if has_disk else [])),
         *("of infinite", "hits", "bytes hit", "evictions", "moved in", "waste"),
-        title=title,
     )
+    _out.print(title)
     for column in table.columns[2:]:
         column.justify = "right"
     for size, (feasible_s, upper_s) in limits.items():
@@ -215,8 +215,7 @@ def _show_outcomes(
             share = saved_s / infinite_s if infinite_s else 0.0
             cells = f"{saved_s:,.1f}", *([""] if has_disk else []), f"{share:.1%}"
             table.add_row(size_text(size), name, *cells)
-        table.add_section()
-    Console(highlight=False).print(table)
+    tables.show(tables.console(), table)
     if found.missing:
         _out.print(f"the trace misses {found.missing:,} records, accesses among them")
     refused = max(outcome.refused for outcome in outcomes)

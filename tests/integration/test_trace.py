@@ -171,6 +171,7 @@ def test_a_csv_of_libcachesim_is_replayed(tmp_path: Path) -> None:
     done = ecd(file, "--pool", "1MiB", "--policy", "lru")
     assert done.returncode == 0, done.stderr
     assert "9 accesses of 2 keys" in done.stdout
+    assert all(line == line.rstrip() and line.isascii() for line in done.stdout.splitlines())
     assert "100.0%" in done.stdout
 
 

@@ -21,6 +21,7 @@ from ecd_client.cli.entries import seconds
 from ecd_client.cli.keys import keys
 from ecd_client.cli.top import Top
 from ecd_client.errors import DaemonUnavailable
+from ecd_proto import tables
 from ecd_proto.contract import size_text
 from ecd_proto.findings import BAD
 from ecd_proto.plain import status_document
@@ -125,7 +126,7 @@ def top(
     if once or not out.is_terminal:
         shown.sample()
         clock.sleep(interval_s)
-        out.print(shown.frame())
+        tables.show(out, shown.frame())
         return
     over = threading.Event()
 

@@ -11,6 +11,7 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from ecd_client.cli.bench import Measured
+from ecd_proto import tables
 from ecd_proto.contract import count_text, duration_text, pool_names, size_text
 from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding, disk_rests, host_pools
 from ecd_proto.plain import plain
@@ -200,12 +201,12 @@ def _disk(disk: pb.DiskStatus) -> list[tuple[str, str]]:
 
 def _facts(out: Console, rows: list[tuple[str, str]]) -> None:
     """Print a table of names and values. Values may come from anywhere: no markup is read."""
-    table = Table(show_header=False, box=None, pad_edge=False)
+    table = tables.unframed()
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, text in rows:
         table.add_row(escape(name), escape(text))
-    out.print(table)
+    tables.show(out, table)
 
 
 def peers(out: Console, reply: pb.PeersReply) -> None:
@@ -229,15 +230,15 @@ def peers(out: Console, reply: pb.PeersReply) -> None:
         ),
     ]
     _facts(out, rows)
-    out.print(peers_table(reply))
+    tables.show(out, peers_table(reply))
+    for line in peers_errors(reply):
+        out.print(line, soft_wrap=True)
 
 
 def peers_table(reply: pb.PeersReply) -> Table:
-    table = Table(
-        *("peer", "state", "incarnation", "over", "zone", "round trip", "reads", "bytes"),
-        *("failed", "last error"),
+    table = tables.unframed(
+        *("peer", "state", "incarnation", "over", "zone", "round trip", "reads", "bytes", "failed")
     )
-    table.columns[-1].overflow = "fold"
     for peer in reply.peers:
         table.add_row(
             *map(escape, (peer.node, peer.state, peer.incarnation[:12], peer.protocol, peer.zone)),
@@ -245,9 +246,14 @@ def peers_table(reply: pb.PeersReply) -> Table:
             f"{peer.reads:,}",
             size_text(peer.read_bytes),
             f"{peer.failed_reads:,}",
-            escape(peer.last_error),
         )
     return table
+
+
+def peers_errors(reply: pb.PeersReply) -> list[str]:
+    """A line for each peer that has failed: an error would not leave the table's columns room."""
+    failed = [peer for peer in reply.peers if peer.last_error]
+    return [f"[bold]{escape(peer.node)}[/]: {escape(peer.last_error)}" for peer in failed]
 
 
 def short(text: str) -> str:
@@ -273,7 +279,9 @@ def finding(out: Console, found: Finding) -> None:
 
 
 def measured(out: Console, rows: list[Measured]) -> None:
-    table = Table("", *(row.size for row in rows))
+    table = tables.unframed("", *(row.size for row in rows))
+    for column in table.columns[1:]:
+        column.justify = "right"
     for name, what in (
         ("put_us", "put"),
         ("read_us", "get, copied out"),
@@ -282,7 +290,7 @@ def measured(out: Console, rows: list[Measured]) -> None:
         ("contains_us", "contains"),
     ):
         table.add_row(what, *(f"{getattr(row, name):,.0f} us" for row in rows))
-    out.print(table)
+    tables.show(out, table)
     out.print("Medians. Every byte came back as it was put in.")
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ecd_client.cli import render
 from ecd_client.cli.render import escape
+from ecd_proto import tables
 from ecd_proto.contract import duration_text, size_text
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -24,13 +25,11 @@ def entries(out: Console, found: list[pb.EntryInfo], pools: Mapping[int, str], w
     """Show entries, a row each, their keys `whole` or shortened; `pools` names their pools."""
     if not found:
         return
-    table = Table(
+    table = tables.unframed(
         *("namespace", "mm_hash", "pool", "dtype", "shape", "size"),
         *("leases", "hits", "age", "idle"),
         *(["left"] if any(entry.HasField("expires_in_s") for entry in found) else []),
         *(["kept"] if any(entry.kept for entry in found) else []),
-        box=None,
-        pad_edge=False,
     )
     headers = {column.header for column in table.columns}
     for column in table.columns:
@@ -51,9 +50,10 @@ def entries(out: Console, found: list[pb.EntryInfo], pools: Mapping[int, str], w
             *(text for name, text in _terms(entry) if name in headers),
         )
     if whole:
-        Console(file=out.file, highlight=False, emoji=False, width=MAX_WIDTH).print(table)
+        wide = Console(file=out.file, highlight=False, emoji=False, width=MAX_WIDTH)
+        tables.show(wide, table)
     else:
-        out.print(_fitting(table, out))
+        tables.show(out, _fitting(table, out))
 
 
 def _fitting(table: Table, out: Console) -> Table:
@@ -63,9 +63,9 @@ def _fitting(table: Table, out: Console) -> Table:
         if out.measure(table, options=wide).maximum <= out.width:
             break
         kept = [column for column in table.columns if column.header != name]
-        table = Table(box=None, pad_edge=False)
-        for column in kept:
-            table.add_column(column.header, no_wrap=True)
+        table = tables.unframed(*(str(column.header) for column in kept))
+        for column in table.columns:
+            column.no_wrap = True
         for row in zip(*(column.cells for column in kept), strict=True):
             table.add_row(*row)
     return table
@@ -92,7 +92,7 @@ def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
         return
     quotas = any(each.quota_bytes is not None for each in found.values())
     ttls = any(each.ttl_s is not None for each in found.values())
-    table = Table("namespace", "entries", "size", "last stored", box=None, pad_edge=False)
+    table = tables.unframed("namespace", "entries", "size", "last stored")
     table.columns[0].overflow = "fold"
     for name in ["quota"] * quotas + ["TTL"] * ttls:
         table.add_column(name)
@@ -103,7 +103,7 @@ def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
             *(["" if each.ttl_s is None else duration_text(each.ttl_s)] * ttls),
         ]
         table.add_row(escape(name), f"{each.entries:,}", size_text(each.nbytes), newest, *rules)
-    out.print(table)
+    tables.show(out, table)
 
 
 def _terms(entry: pb.EntryInfo) -> list[tuple[str, str]]:

@@ -8,13 +8,13 @@ from base64 import b64encode
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from ecd_client import clock
 from ecd_client.cli import names, render
 from ecd_client.cli.context import FAILED, USAGE, AsJson, Namespace, Options, fail, out
 from ecd_client.cli.render import escape, legible
 from ecd_client.locate import Located, located
+from ecd_proto import tables
 from ecd_proto.contract import duration_text, size_text
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -65,7 +65,7 @@ def _namespace_of(options: Options, keys: list[str]) -> str:
 
 
 def _show(keys: list[str], found: Located) -> None:
-    table = Table("mm_hash", "node", "size", "stored", box=None, pad_edge=False)
+    table = tables.unframed("mm_hash", "node", "size", "stored")
     for key, holders in zip(keys, found.holders, strict=True):
         for holder in holders:
             size = "" if holder.nbytes is None else size_text(holder.nbytes)
@@ -73,7 +73,7 @@ def _show(keys: list[str], found: Located) -> None:
             table.add_row(*map(escape, (key, holder.node, size, age)))
         if not holders:
             table.add_row(*map(escape, (key, "nowhere")))
-    out.print(table)
+    tables.show(out, table)
     if found.is_partial:
         out.print("The directory or a node did not answer, or there is none: others may hold more.")
 

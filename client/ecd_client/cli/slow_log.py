@@ -11,6 +11,7 @@ from ecd_client import clock
 from ecd_client.cli import render
 from ecd_client.cli.context import AsJson, Options, errors, out
 from ecd_client.cli.render import escape
+from ecd_proto import tables
 from ecd_proto.contract import size_text
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -27,17 +28,15 @@ def slow(
         render.as_json(out, reply)
         return
     if reply.events:
-        out.print(_table(reply))
+        tables.show(out, _table(reply))
     kept, total = len(reply.events), reply.total
     least = f"{reply.slow_s:g} s, of fetches {reply.slow_fetch_s:g} s (ECD_SLOW_LOG_S)"
     errors.print(f"{kept:,} of {total:,} since the start; slow is what takes {least}.")
 
 
 def _table(reply: pb.SlowReply) -> Table:
-    table = Table(
-        *("began", "kind", "took", "of it", "key", "namespace", "size", "peer", "outcome"),
-        box=None,
-        pad_edge=False,
+    table = tables.unframed(
+        *("began", "kind", "took", "of it", "key", "namespace", "size", "peer", "outcome")
     )
     for event in reply.events:
         spent = sorted(event.stages.items(), key=lambda each: -each[1])

@@ -16,6 +16,7 @@ from rich.table import Table
 from ecd_client import clock
 from ecd_client.cli import render
 from ecd_client.cli.render import escape
+from ecd_proto import tables
 from ecd_proto.contract import count_text, duration_text, size_text
 from ecd_proto.findings import GOOD, POOL_CAUSES, examine, refusal
 from ecd_proto.plain import plain, status_document
@@ -108,7 +109,7 @@ class Top:
         ]
         shown += ["", Columns([table for table in tables if table.row_count], padding=(0, 4, 1, 0))]
         if peers.peers:
-            shown.append(render.peers_table(peers))
+            shown += [render.peers_table(peers), *render.peers_errors(peers)]
         if len(self._found) == MAX_LISTED:
             shown.append(f"Hottest and biggest among the first {MAX_LISTED:,} entries.")
         return Group(*shown)
@@ -136,7 +137,7 @@ def _rates(before: pb.StatusReply, now: pb.StatusReply, seconds: float) -> Rates
 
 
 def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
+    table = tables.unframed()
     table.add_column(style="bold")
     state = plain(status)["state"]
     colour = "green" if state == "serving" else "yellow"
@@ -247,10 +248,9 @@ def _namespaces(status: pb.StatusReply, rows: int) -> Table:
 
 
 def _table(title: str, *heads: str) -> Table:
-    table = Table(
-        title=title, title_style="bold cyan", title_justify="left", box=None, pad_edge=False
-    )
-    for head in heads:
-        is_name = head in ("mm_hash", "namespace")
-        table.add_column(head, justify="left" if is_name else "right", no_wrap=True)
+    table = tables.unframed(*heads)
+    table.title, table.title_style, table.title_justify = title, "bold cyan", "left"
+    for column in table.columns:
+        is_name = column.header in ("mm_hash", "namespace")
+        column.justify, column.no_wrap = "left" if is_name else "right", True
     return table
