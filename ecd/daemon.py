@@ -201,7 +201,7 @@ class Daemon:
             token = TokenCheck(config.peer_address, config.token, clock)
             peers = PeerService(live, cluster, token, config.readers_per_entry)
             peer_server = PeerServer(peers, cluster.server_credentials, clock)
-            self._cluster = cluster
+            self._cluster, status.peers = cluster, cluster.peer_states
         self._flights = node.flights
         self._flights.reload(config.fetch_timeout_s)
         running.push_async_callback(node.flights.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ from ecd.cluster.fetcher import Fetcher
 from ecd.cluster.peers.admission import Admission
 from ecd.cluster.peers.candidates import Candidates
 from ecd.cluster.peers.offers import Offers
-from ecd.cluster.peers.peer import PeerUnavailable
+from ecd.cluster.peers.peer import Peer, PeerUnavailable
 from ecd.cluster.peers.peers import Peers, open_channel
 from ecd.cluster.peers.tls import credentials
 from ecd.cluster.transport.engine import Engine, EngineSettings
@@ -33,7 +34,7 @@ from ecd.core.model.types import Extent, Key
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.settings.config import Config
-from ecd_proto.contract import CONTRACT_VERSION, Hint
+from ecd_proto.contract import CONTRACT_VERSION, NEVER_ASKED, Hint
 from ecd_proto.mapped_file import MappedFile
 from ecd_proto.v1 import cache_pb2, peer_pb2
 
@@ -45,6 +46,8 @@ LOCATE_S = 1.0
 """How long the directory may be asked for the holders of one request's keys."""
 LOCATED = 64
 """Keys looked up in the directory at a time: more would block the event loop."""
+TRY_S = 10.0
+"""How often nodes of the settings that have no link are tried, without a request."""
 TURN = 8
 """Small entries hashed, and keys wanted, before the event loop gets its turn."""
 
@@ -162,7 +165,12 @@ class Cluster:
             self._engine.protocol,
             self._directory.state.kind,
         )
-        await asyncio.gather(self._directory.run(), self._publish(), self._engine.reads.failed)
+        await asyncio.gather(
+            self._directory.run(),
+            self._publish(),
+            self._try_configured(),
+            self._engine.reads.failed,
+        )
 
     async def close(self) -> None:
         await self._candidates.close()
@@ -288,6 +296,12 @@ class Cluster:
                 self._directory.publish(batch)
                 await self._live.clock.sleep(0)
 
+    async def _try_configured(self) -> None:
+        """Link to the nodes of the settings: operators see a dead one before any request."""
+        while True:
+            await self._peers.try_configured()
+            await self._live.clock.sleep(TRY_S)
+
     # -- for operators -------------------------------------------------------------------------
 
     @property
@@ -311,7 +325,6 @@ class Cluster:
 
     def status(self) -> cache_pb2.PeersReply:
         state, counters = self._directory.state, self._deliveries.counters
-        now_s = self._live.clock.now_s()
         return cache_pb2.PeersReply(
             node=self.node,
             engine=self._engine.endpoint,
@@ -324,6 +337,7 @@ class Cluster:
                 errors=state.errors,
                 unpublished=state.unpublished,
                 lag_s=state.lag_s,
+                nodes=state.nodes,
             ),
             fetches={outcome.value: n for outcome, n in self._flights.outcomes.items()},
             flights=len(self._flights),
@@ -332,22 +346,35 @@ class Cluster:
             read_retries=counters.retries,
             speculative_reads=counters.speculative,
             speculative_reads_used=counters.speculative_used,
-            peers=[
-                cache_pb2.PeerStatus(
-                    node=peer.node,
-                    state=self._peers.state(peer.node),
-                    incarnation=peer.last.incarnation,
-                    engine=peer.last.engine,
-                    protocol=peer.last.protocol,
-                    zone=peer.last.zone,
-                    last_error=peer.last_error,
-                    round_trip_s=peer.round_trip_s,
-                    reads=peer.reads,
-                    read_bytes=peer.read_bytes,
-                    failed_reads=peer.failed_reads,
-                    in_flight=peer.in_flight,
-                    bytes_per_s=peer.rate.bytes_per_s(now_s),
-                )
-                for peer in self._peers
-            ],
+            peers=[self._status_of(peer) for peer in self._peers]
+            + [cache_pb2.PeerStatus(node=node, state=NEVER_ASKED) for node in self._never_asked()],
+        )
+
+    def peer_states(self) -> Mapping[str, int]:
+        """How many nodes of `status` have each state."""
+        states = Counter(self._peers.state(peer.node) for peer in self._peers)
+        states[NEVER_ASKED] += len(self._never_asked())
+        return +states
+
+    def _never_asked(self) -> list[str]:
+        """The nodes that the directory lists and this one has not asked."""
+        asked = {self.node, *(peer.node for peer in self._peers)}
+        return sorted(node for node in self._directory.state.listed if node not in asked)
+
+    def _status_of(self, peer: Peer) -> cache_pb2.PeerStatus:
+        return cache_pb2.PeerStatus(
+            node=peer.node,
+            state=self._peers.state(peer.node),
+            configured=self._peers.is_configured(peer.node),
+            incarnation=peer.last.incarnation,
+            engine=peer.last.engine,
+            protocol=peer.last.protocol,
+            zone=peer.last.zone,
+            last_error=peer.last_error,
+            round_trip_s=peer.round_trip_s,
+            reads=peer.reads,
+            read_bytes=peer.read_bytes,
+            failed_reads=peer.failed_reads,
+            in_flight=peer.in_flight,
+            bytes_per_s=peer.rate.bytes_per_s(self._live.clock.now_s()),
         )

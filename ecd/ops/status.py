@@ -66,6 +66,8 @@ class Status:
         """The figures of the disk tier, where there is one."""
         self.idle: Callable[[], pb.Idle] | None = None
         """The state of each part that works in the background."""
+        self.peers: Callable[[], Mapping[str, int]] | None = None
+        """How many other nodes have each state, where the daemon has peers."""
         self._state = State.STATE_POPULATING
         self._started_s = self._clock.now_s()
 
@@ -123,6 +125,7 @@ class Status:
             disk=None if self.disk is None else self.disk(),
             idle=None if self.idle is None else self.idle(),
             engines=self._streams.engines.statuses(),
+            peers=None if self.peers is None else self.peers(),
         )
 
     def figures(self) -> Figures:

@@ -32,7 +32,7 @@ PAGE, DOCUMENT = "/", "/status.json"
 LOOK_S = 1.0
 """The age up to which a look is shown again, and the longest time for one."""
 MAX_PEERS = 50
-"""Peers shown, with those that were ever reached first."""
+"""Peers shown, with those first that the settings name or that were ever reached."""
 PEER_ORDER = {"unreachable": 0, "connected": 1, "connecting": 2}
 HEADERS = (
     ("Cache-Control", "no-store"),
@@ -144,7 +144,11 @@ def described(look: Look) -> dict[str, Any]:
     """
     peers = sorted(
         look.peers.peers,
-        key=lambda peer: (not peer.incarnation, PEER_ORDER.get(peer.state, 3), -peer.read_bytes),
+        key=lambda peer: (
+            not (peer.configured or peer.incarnation),
+            PEER_ORDER.get(peer.state, 3),
+            -peer.read_bytes,
+        ),
     )
     document = plain(look.peers) | {"peers": [plain(peer) for peer in peers[:MAX_PEERS]]}
     return {

@@ -55,6 +55,8 @@ MAX_HINTS = 8
 NODE_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}):[0-9]{1,5}$"
 """A node's name: the host:port of its Peer service, an IPv4 address or a host name."""
 MAX_NODE_LENGTH = 259
+NEVER_ASKED = "never asked"
+"""The state of another node that is known, and to which no link was tried."""
 MAX_SHOWN = 128
 """Characters of a name from outside that a line of log has."""
 MAKING_S = 1.5

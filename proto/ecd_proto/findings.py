@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ecd_proto.contract import count_text, duration_text, size_text
+from ecd_proto.contract import NEVER_ASKED, count_text, duration_text, size_text
 from ecd_proto.engines import Engine, advice, difference, lonely, nearest
 from ecd_proto.mapped_file import HUGE_BYTES, HUGE_SHARE
 from ecd_proto.v1 import cache_pb2 as pb
@@ -244,6 +244,9 @@ _REFUSALS_OF_REDIS = {
 """Advice by what Redis says of a login, the first that fits."""
 
 
+_ADVICE_ON_PEERS = "start it, or compare its token, TLS files, protocol and clock with this node's"
+
+
 def nodes(peers: pb.PeersReply) -> Iterator[Finding]:
     """Check the directory, and up to MAX_AWAY of the nodes that cannot be reached."""
     directory = peers.directory
@@ -258,13 +261,41 @@ def nodes(peers: pb.PeersReply) -> Iterator[Finding]:
                 advice = better
                 break
         yield Finding("directory", BAD, found, advice)
-    away = [peer for peer in peers.peers if peer.state == "unreachable"]
+    if configured := [peer for peer in peers.peers if peer.configured]:
+        yield _configured(configured)
+    away = [peer for peer in peers.peers if peer.state == "unreachable" and not peer.configured]
     away.sort(key=lambda peer: not peer.incarnation)  # anybody can make up a node's name
-    if not away:
-        yield Finding("peers", GOOD, f"{len(peers.peers)} known, none unreachable")
+    if not (away or configured):
+        yield _known(peers)
     for peer in away[:MAX_AWAY]:
-        advice = "start it, or compare its token, TLS files, protocol and clock with this node's"
-        yield Finding("peers", BAD, f"{peer.node}: {peer.last_error}", advice)
+        yield Finding("peers", BAD, f"{peer.node}: {peer.last_error}", _ADVICE_ON_PEERS)
     if len(away) > MAX_AWAY:
         found = f"{len(away) - MAX_AWAY:,} more are unreachable"
         yield Finding("peers", BAD, found, "ecd-cli peers has all of them")
+
+
+def _known(peers: pb.PeersReply) -> Finding:
+    """Count the nodes that the settings do not name; none is unreachable."""
+    known = max(len(peers.peers), peers.directory.nodes - 1)
+    found = f"{known:,} known, none unreachable"
+    if not known and peers.directory.nodes:
+        advice = "start the others with the same ECD_DIRECTORY and ECD_CLUSTER"
+        return Finding("peers", DOUBTFUL, f"{peers.directory.kind} lists no other node", advice)
+    asked = sum(peer.state != NEVER_ASKED for peer in peers.peers)
+    return Finding("peers", GOOD, found + (f"; {known - asked:,} never asked" * (known > asked)))
+
+
+def _configured(peers: Sequence[pb.PeerStatus]) -> Finding:
+    """Count the nodes of the settings that answer, and name up to MAX_AWAY that do not."""
+    answer = sum(peer.state in ("connected", "idle") for peer in peers)
+    verb = "answers" if answer == 1 else "answer"
+    found = f"{answer:,} of {count_text(len(peers), 'configured node')} {verb}"
+    away = [peer for peer in peers if peer.state == "unreachable"]
+    if away:
+        named = "; ".join(f"{peer.node}: {peer.last_error}" for peer in away[:MAX_AWAY])
+        more = f"; and {len(away) - MAX_AWAY:,} more" if len(away) > MAX_AWAY else ""
+        return Finding("peers", BAD, f"{found}, not {named}{more}", _ADVICE_ON_PEERS)
+    if answer < len(peers):
+        trying = ", ".join(peer.node for peer in peers if peer.state not in ("connected", "idle"))
+        return Finding("peers", DOUBTFUL, f"{found} so far, not {trying}", "look again in a second")
+    return Finding("peers", GOOD, found)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis import RedisError
 
-from ecd.cluster.directory.redis_rows import CLAIM, SOME_OF_ROW, connect
+from ecd.cluster.directory.redis_rows import CLAIM, LIVING, SOME_OF_ROW, connect
 from simulation.clock import VirtualLoop
 from simulation.network import Network
 from simulation.redis import SimulatedRedis
@@ -30,6 +30,9 @@ PIPELINES: list[list[tuple[Any, ...]]] = [
     [("eval", CLAIM, 1, "m", TWO, ONE, TTL_MS), ("eval", CLAIM, 1, "m", ONE, "", TTL_MS)],
     [("eval", CLAIM, 1, "m", TWO, "", TTL_MS), ("getrange", "m", 0, 1024)],
     [("delete", "n"), ("delete", "n"), ("exists", "n")],
+    [("eval", LIVING, 1, "s", f"10.0.0.{n}:9465", GONE_S, 2) for n in range(3)],
+    [("zrem", "s", "10.0.0.1:9465"), ("zrem", "s", "10.0.0.1:9465")],
+    [("eval", LIVING, 1, "s", "10.0.0.4:9465", GONE_S, 128)],
 ]
 
 

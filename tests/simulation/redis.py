@@ -1,7 +1,7 @@
 """A model of the Redis that the directory asks: its rows in memory, its answers late or lost.
 
-It knows the commands and the two scripts that `redis_rows` sends, no others. `test_simulated_redis`
-in tests/cluster compares its answers with those of a real one.
+It knows the commands and scripts that `redis_rows` sends, no others. `test_simulated_redis` in
+tests/cluster compares its answers with those of a real one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from redis import ConnectionError as RedisConnectionError
 from redis import TimeoutError as RedisTimeoutError
 
-from ecd.cluster.directory.redis_rows import CLAIM, SOME_OF_ROW
+from ecd.cluster.directory.redis_rows import CLAIM, LIVING, SOME_OF_ROW
 from simulation.network import Network
 
 Row = dict[bytes, bytes]
@@ -29,10 +29,12 @@ class SimulatedRedis:
         self.lost = 0.0  # share of answers that never come, to commands that were obeyed
         self._strings: dict[str, tuple[bytes, float]] = {}
         self._rows: dict[str, Row] = {}
+        self._sorted: dict[str, dict[str, int]] = {}
 
     def empty(self) -> None:
         self._strings.clear()
         self._rows.clear()
+        self._sorted.clear()
 
     def client(self, url: str, timeout_s: float) -> Client:
         return Client(self, timeout_s)
@@ -83,6 +85,8 @@ class SimulatedRedis:
         if script == SOME_OF_ROW:
             some = list(self._rows.get(name, {}).items())[: args[0]]
             return [part for pair in some for part in pair]
+        if script == LIVING:
+            return self._living(name, *args)
         assert script == CLAIM
         own, void, ttl_ms = args
         by = self._get(name) or own.encode()
@@ -90,6 +94,17 @@ class SimulatedRedis:
             return by
         self.set(name, own, ttl_ms / 1000)
         return own.encode()
+
+    def _living(self, name: str, node: str, ttl_s: int, most: int) -> list[Any]:
+        now = int(self.network.loop.now_s)
+        living = {**self._sorted.get(name, {}), node: now}
+        living = {node: at for node, at in living.items() if at > now - ttl_s}
+        self._sorted[name] = living
+        newest = sorted(living, key=lambda node: (living[node], node), reverse=True)
+        return [len(living), *(node.encode() for node in newest[:most])]
+
+    def zrem(self, name: str, member: str) -> int:
+        return int(self._sorted.get(name, {}).pop(member, None) is not None)
 
 
 class Client:

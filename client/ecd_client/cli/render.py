@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.message import Message
@@ -58,6 +59,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("address", address),
         ("name", reply.name),
         ("node", reply.node or "alone"),
+        *([("other nodes", _counts(reply.peers))] if reply.node else ()),
         ("incarnation", reply.incarnation),
         ("state", f"{state}, up {duration_text(reply.uptime_s)}{_at_work(reply)}"),
         *(row for pool in reply.pools for row in _pool(names[pool.pool], pool)),
@@ -215,6 +217,8 @@ def peers(out: Console, reply: pb.PeersReply) -> None:
         return
     directory = reply.directory
     known = f"{directory.kind}, {'up' if directory.up else 'DOWN: ' + directory.last_error}"
+    if directory.nodes:
+        known += f", {count_text(directory.nodes, 'node')} with this one"
     if directory.unpublished:
         known += f", {directory.unpublished:,} changes untold for {duration_text(directory.lag_s)}"
     rows = [
@@ -230,16 +234,18 @@ def peers(out: Console, reply: pb.PeersReply) -> None:
         ),
     ]
     _facts(out, rows)
-    tables.show(out, peers_table(reply))
-    for line in peers_errors(reply):
+    tables.show(out, peers_table(reply.peers))
+    for line in peers_errors(reply.peers):
         out.print(line, soft_wrap=True)
+    if (left_out := directory.nodes - 1 - len(reply.peers)) > 0:
+        out.print(f"{count_text(left_out, 'more node')} of the directory: never asked.")
 
 
-def peers_table(reply: pb.PeersReply) -> Table:
+def peers_table(peers: Iterable[pb.PeerStatus]) -> Table:
     table = tables.unframed(
         *("peer", "state", "incarnation", "over", "zone", "round trip", "reads", "bytes", "failed")
     )
-    for peer in reply.peers:
+    for peer in peers:
         table.add_row(
             *map(escape, (peer.node, peer.state, peer.incarnation[:12], peer.protocol, peer.zone)),
             f"{peer.round_trip_s * 1e3:.1f} ms" if peer.round_trip_s else "",
@@ -250,9 +256,9 @@ def peers_table(reply: pb.PeersReply) -> Table:
     return table
 
 
-def peers_errors(reply: pb.PeersReply) -> list[str]:
+def peers_errors(peers: Iterable[pb.PeerStatus]) -> list[str]:
     """A line for each peer that has failed: an error would not leave the table's columns room."""
-    failed = [peer for peer in reply.peers if peer.last_error]
+    failed = [peer for peer in peers if peer.last_error]
     return [f"[bold]{escape(peer.node)}[/]: {escape(peer.last_error)}" for peer in failed]
 
 

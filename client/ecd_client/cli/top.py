@@ -17,7 +17,7 @@ from ecd_client import clock
 from ecd_client.cli import render
 from ecd_client.cli.render import escape
 from ecd_proto import tables
-from ecd_proto.contract import count_text, duration_text, size_text
+from ecd_proto.contract import NEVER_ASKED, count_text, duration_text, size_text
 from ecd_proto.findings import GOOD, POOL_CAUSES, examine, refusal
 from ecd_proto.plain import plain, status_document
 from ecd_proto.v1 import cache_pb2 as pb
@@ -108,8 +108,8 @@ class Top:
             _namespaces(status, self.rows),
         ]
         shown += ["", Columns([table for table in tables if table.row_count], padding=(0, 4, 1, 0))]
-        if peers.peers:
-            shown += [render.peers_table(peers), *render.peers_errors(peers)]
+        if asked := [peer for peer in peers.peers if peer.state != NEVER_ASKED]:
+            shown += [render.peers_table(asked), *render.peers_errors(asked)]
         if len(self._found) == MAX_LISTED:
             shown.append(f"Hottest and biggest among the first {MAX_LISTED:,} entries.")
         return Group(*shown)

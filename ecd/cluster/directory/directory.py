@@ -46,6 +46,8 @@ class DirectoryState:
     skipped: int = 0  # lookups that were not made, as it had failed a moment ago
     unpublished: int = 0
     lag_s: float = 0.0
+    nodes: int = 0  # living ones that it lists; 0: it lists none
+    listed: Sequence[str] = ()  # the first of them
 
     def failed(self, error: object) -> None:
         self.errors += 1

@@ -20,6 +20,7 @@ from ecd.cluster.directory.directory import Candidate, Claimed, DirectoryState, 
 from ecd.cluster.directory.redis_rows import (
     CLAIM,
     INCARNATION,
+    LIVING,
     MAX_RECORD_BYTES,
     NODE_TTL_S,
     ROW_TTL_S,
@@ -29,6 +30,7 @@ from ecd.cluster.directory.redis_rows import (
     execute,
     pack_place,
     pack_record,
+    unpack_living,
     unpack_place,
     unpack_record,
 )
@@ -56,6 +58,8 @@ BATCH = 512
 MAX_UNPUBLISHED = 1 << 18
 """Changes that wait for Redis; with more, all entries are published again instead."""
 MAX_CANDIDATES = 16
+MAX_LISTED = 128
+"""Nodes of the cluster that are shown to operators, whether or not they were asked."""
 MAX_KNOWN = 4096
 """Nodes whose records are remembered, and addresses, each for NODE_CACHE_S."""
 DOWN = (RedisError, OSError, asyncio.TimeoutError)
@@ -271,6 +275,7 @@ class RedisDirectory:
             self._names.address(self._node),
         ):
             pipeline.delete(name)
+        pipeline.zrem(self._names.nodes, self._node)
         try:
             await within(LOOKUP_TIMEOUT_S, pipeline.execute())
         except Exception as error:
@@ -294,7 +299,9 @@ class RedisDirectory:
         # Only where it stands: a record written by a beat whose answer is lost would hide the loss.
         pipeline.set(name, record, ex=NODE_TTL_S, xx=True)
         pipeline.set(self._names.address(self._node), self._incarnation, ex=NODE_TTL_S)
-        existed, *_ = await execute(pipeline)
+        pipeline.eval(LIVING, 1, self._names.nodes, self._node, NODE_TTL_S, MAX_LISTED)
+        existed, _, living = await execute(pipeline)
+        self.state.nodes, self.state.listed = unpack_living(living)
         if not existed:
             if self._known:
                 logger.warning("the directory has forgotten this node: telling it all again")

@@ -12,6 +12,8 @@
                                        makes the key.
 `ecd:<cluster>:a:<host:port>`          the incarnation of the node that is reached there. Expires
                                        with the node's record.
+`ecd:<cluster>:nodes`                  a sorted set of all living nodes' host:port, by the time of
+                                       their last record on Redis' clock. For operators alone.
 
 Others write to Redis too. A row that cannot be ours is passed over, and costs nothing but itself:
 no value of unknown size is read whole.
@@ -61,6 +63,26 @@ return ARGV[1]
 """Write the first argument, an incarnation, unless another than the second is there: return it."""
 
 
+LIVING = """
+local kind = redis.call('type', KEYS[1]).ok
+if kind ~= 'zset' and kind ~= 'none' then return {0} end
+local now = tonumber(redis.call('time')[1])
+local added = redis.pcall('zadd', KEYS[1], now, ARGV[1])
+if type(added) == 'table' then return {0} end
+redis.call('zremrangebyscore', KEYS[1], '-inf', now - ARGV[2])
+redis.call('expire', KEYS[1], ARGV[2])
+local some = {redis.call('zcard', KEYS[1])}
+for _, name in ipairs(redis.call('zrevrange', KEYS[1], 0, ARGV[3] - 1)) do
+  if #name <= 259 then table.insert(some, name) end
+end
+return some
+"""
+"""Add a node to the set of living ones, of which those go that were silent for too long.
+
+Return their number, and some of them. The number is 0 where Redis does not allow the set.
+"""
+
+
 class RowNames:
     """The names of one cluster's rows."""
 
@@ -78,6 +100,10 @@ class RowNames:
 
     def address(self, node: str) -> str:
         return f"{self._prefix}:a:{node}"
+
+    @property
+    def nodes(self) -> str:
+        return f"{self._prefix}:nodes"
 
 
 def _digest(key: Key) -> str:
@@ -116,6 +142,13 @@ def unpack_record(record: bytes) -> Candidate | None:
         return Candidate(Hint(fields["node"]), str(fields["zone"]), int(fields["load"]))
     except Exception:  # JSON has many ways to be none of ours: too deep, 1e999, a list, ...
         return None
+
+
+def unpack_living(answer: list[Any]) -> tuple[int, tuple[str, ...]]:
+    """The number of living nodes, and those of them whose names ecd could have written."""
+    count, *names = answer
+    nodes = (name.decode(errors="replace") for name in names)
+    return count, tuple(node for node in nodes if re.fullmatch(NODE_PATTERN, node))
 
 
 def connect(url: str, timeout_s: float) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import socket
@@ -19,7 +20,14 @@ from ecd.cluster.peers.peer import Peer, PeerUnavailable
 from ecd.cluster.transport.handshake import probe
 from ecd.live.background import Background, within
 from ecd.settings.config import MAX_ZONE_LENGTH, Config
-from ecd_proto.contract import CONTRACT_VERSION, MAX_MESSAGE_BYTES, MAX_POOLS, NODE_PATTERN, proof
+from ecd_proto.contract import (
+    CONTRACT_VERSION,
+    MAX_MESSAGE_BYTES,
+    MAX_POOLS,
+    NEVER_ASKED,
+    NODE_PATTERN,
+    proof,
+)
 from ecd_proto.v1 import peer_pb2 as pb
 from ecd_proto.v1 import peer_pb2_grpc as pb_grpc
 
@@ -28,6 +36,8 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 1.0
 MAX_PEERS = 1024
 """Nodes remembered; a node that is not in use is forgotten to make room for another."""
+TRIED_TOGETHER = 16
+"""Nodes of the settings that are tried at one time, without a request."""
 MAX_STRANGERS = 256
 """Nodes remembered that only hints named and that were never reached."""
 MAX_STRANGERS_TRIED = 64
@@ -39,6 +49,7 @@ MAX_LEASE_TTL_S = 3600.0
 MAX_DESCRIPTION_BYTES = 16 << 10
 """Longest description that a node may give of itself. An honest one has some 200 bytes, and 30 for
 each pool."""
+NO_CONNECTION = "Failed to connect to remote host: "
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
@@ -99,16 +110,36 @@ class Peers:
         self._identity, self._credentials = identity, credentials
         self._channel, self._probe, self._clock = channel, probe, clock
         self._protocol, self._token = config.protocol, config.token
-        self._configured: Collection[str] = config.peers
+        self._configured: dict[str, None] = {}
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         self._links: dict[str, Link] = {}  # some may be gone
         self._connecting: dict[str, asyncio.Task[Link]] = {}
         self._strangers_tried = self._waiting_for_strangers = 0
         self._background = Background()
+        self.reload(config.peers)
 
     def reload(self, configured: Collection[str]) -> None:
-        """Replace the set of nodes that are never forgotten."""
-        self._configured = configured
+        """Replace the nodes of the settings, which are known from the start and never forgotten."""
+        before, self._configured = self._configured, dict.fromkeys(configured)
+        self._configured.pop(self._identity.node, None)
+        for node in self._configured:
+            self._get(node, hinted=False)
+        for node in before.keys() - self._configured.keys():
+            if not (self.is_connected(node) or self._is_in_use(self._peers[node])):
+                del self._peers[node]
+
+    async def try_configured(self) -> None:
+        """Link to the nodes of the settings that have no link, a few at a time."""
+        unlinked = [node for node in self._configured if not self.is_connected(node)]
+        for start in range(0, len(unlinked), TRIED_TOGETHER):
+            await asyncio.gather(*map(self._try, unlinked[start : start + TRIED_TOGETHER]))
+
+    async def _try(self, node: str) -> None:
+        with contextlib.suppress(PeerUnavailable):  # the peer's row says why
+            await self.link(node)
+
+    def is_configured(self, node: str) -> bool:
+        return node in self._configured
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._peers.values()))
@@ -117,12 +148,15 @@ class Peers:
         return self._link(node) is not None
 
     def state(self, node: str) -> str:
-        """`connected`, `connecting`, `unreachable` or `idle`."""
+        """`connected`, `connecting`, `unreachable`, `idle` or `never asked`."""
         if self.is_connected(node):
             return "connected"
         if node in self._connecting:
             return "connecting"
-        return "unreachable" if self._peers[node].last_error else "idle"
+        peer = self._peers[node]
+        if peer.last_error:
+            return "unreachable"
+        return "idle" if peer.was_reached else NEVER_ASKED
 
     def never_reached(self) -> set[str]:
         """Nodes that the settings do not name, and that never answered."""
@@ -241,6 +275,7 @@ class Peers:
             if isinstance(error, grpc.RpcError):
                 is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 why = error.details() or error.code().name
+                why = why.rpartition(NO_CONNECTION)[2]  # the cause, without gRPC's names for it
             elif isinstance(error, asyncio.TimeoutError):
                 why = f"no answer within {CONNECT_TIMEOUT_S} s"
             elif isinstance(error, PeerUnavailable | OSError):
@@ -252,10 +287,12 @@ class Peers:
                 raise
             why = " ".join(why.split())  # it may be the node's own words: one line of log is ours
             peer.failed(why, is_full)
-            is_news = why != peer.warned and not peer.is_stranger  # nobody fills the log with names
-            logger.log(logging.WARNING if is_news else logging.INFO, "peer %s: %s", peer.node, why)
-            if is_news:
-                peer.warned = why
+            level = logging.DEBUG  # the log has it, and the node is tried again and again
+            if peer.is_stranger:
+                level = logging.INFO  # nobody fills the log with warnings
+            elif why != peer.warned:
+                level, peer.warned = logging.WARNING, why
+            logger.log(level, "peer %s: %s", peer.node, why)
             raise peer.unavailable(f": {why}") from None
         finally:
             del self._connecting[peer.node]

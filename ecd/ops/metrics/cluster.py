@@ -8,6 +8,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from ecd.ops.metrics.families import Loop, OnLoop, counter_by, counters, gauge_by, gauges
+from ecd_proto.contract import NEVER_ASKED
 from ecd_proto.v1 import cache_pb2 as pb
 
 
@@ -82,7 +83,11 @@ class PeersCollector(Collector):
             ),
         )
         yield from gauges(figures_now)
-        yield from _of_each(peer for peer in status.peers if peer.node not in never_reached)
+        yield from _of_each(
+            peer
+            for peer in status.peers
+            if not (peer.state == NEVER_ASKED or peer.node in never_reached)
+        )
 
 
 def _of_each(peers: Iterable[pb.PeerStatus]) -> Iterable[Metric]:

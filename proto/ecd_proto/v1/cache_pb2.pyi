@@ -1591,6 +1591,22 @@ class StatusReply(google.protobuf.message.Message):
     STATE_SERVING: StatusReply.State.ValueType  # 2
     STATE_STOPPING: StatusReply.State.ValueType  # 3
 
+    @typing.final
+    class PeersEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     INCARNATION_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
@@ -1616,6 +1632,7 @@ class StatusReply(google.protobuf.message.Message):
     DISK_FIELD_NUMBER: builtins.int
     IDLE_FIELD_NUMBER: builtins.int
     ENGINES_FIELD_NUMBER: builtins.int
+    PEERS_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     name: builtins.str
     version: builtins.str
@@ -1665,6 +1682,10 @@ class StatusReply(google.protobuf.message.Message):
     def engines(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EngineStatus]:
         """that have said what they are"""
 
+    @property
+    def peers(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """other nodes that it shows, by their state"""
+
     def __init__(
         self,
         *,
@@ -1693,9 +1714,10 @@ class StatusReply(google.protobuf.message.Message):
         disk: global___DiskStatus | None = ...,
         idle: global___Idle | None = ...,
         engines: collections.abc.Iterable[global___EngineStatus] | None = ...,
+        peers: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["bench", b"bench", "counters", b"counters", "disk", b"disk", "idle", b"idle", "other_namespaces", b"other_namespaces"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bench", b"bench", "contract_version", b"contract_version", "counters", b"counters", "disk", b"disk", "engines", b"engines", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "idle", b"idle", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "namespaces", b"namespaces", "node", b"node", "other_namespaces", b"other_namespaces", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bench", b"bench", "contract_version", b"contract_version", "counters", b"counters", "disk", b"disk", "engines", b"engines", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "idle", b"idle", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "namespaces", b"namespaces", "node", b"node", "other_namespaces", b"other_namespaces", "peers", b"peers", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
 
 global___StatusReply = StatusReply
 
@@ -2479,6 +2501,7 @@ class DirectoryStatus(google.protobuf.message.Message):
     ERRORS_FIELD_NUMBER: builtins.int
     UNPUBLISHED_FIELD_NUMBER: builtins.int
     LAG_S_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
     kind: builtins.str
     up: builtins.bool
     last_error: builtins.str
@@ -2488,6 +2511,8 @@ class DirectoryStatus(google.protobuf.message.Message):
     """changes not yet told"""
     lag_s: builtins.float
     """age of the oldest of them"""
+    nodes: builtins.int
+    """living nodes that it lists, this one too; 0: it lists none"""
     def __init__(
         self,
         *,
@@ -2498,8 +2523,9 @@ class DirectoryStatus(google.protobuf.message.Message):
         errors: builtins.int = ...,
         unpublished: builtins.int = ...,
         lag_s: builtins.float = ...,
+        nodes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["errors", b"errors", "kind", b"kind", "lag_s", b"lag_s", "last_error", b"last_error", "lookups", b"lookups", "unpublished", b"unpublished", "up", b"up"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["errors", b"errors", "kind", b"kind", "lag_s", b"lag_s", "last_error", b"last_error", "lookups", b"lookups", "nodes", b"nodes", "unpublished", b"unpublished", "up", b"up"]) -> None: ...
 
 global___DirectoryStatus = DirectoryStatus
 
@@ -2520,9 +2546,10 @@ class PeerStatus(google.protobuf.message.Message):
     FAILED_READS_FIELD_NUMBER: builtins.int
     IN_FLIGHT_FIELD_NUMBER: builtins.int
     BYTES_PER_S_FIELD_NUMBER: builtins.int
+    CONFIGURED_FIELD_NUMBER: builtins.int
     node: builtins.str
     state: builtins.str
-    """connected, connecting, unreachable, idle"""
+    """connected, connecting, unreachable, idle, never asked"""
     incarnation: builtins.str
     engine: builtins.str
     protocol: builtins.str
@@ -2536,6 +2563,8 @@ class PeerStatus(google.protobuf.message.Message):
     """reads under way"""
     bytes_per_s: builtins.float
     """measured by reads; 0: not yet"""
+    configured: builtins.bool
+    """the settings name it"""
     def __init__(
         self,
         *,
@@ -2552,7 +2581,8 @@ class PeerStatus(google.protobuf.message.Message):
         failed_reads: builtins.int = ...,
         in_flight: builtins.int = ...,
         bytes_per_s: builtins.float = ...,
+        configured: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_per_s", b"bytes_per_s", "engine", b"engine", "failed_reads", b"failed_reads", "in_flight", b"in_flight", "incarnation", b"incarnation", "last_error", b"last_error", "node", b"node", "protocol", b"protocol", "read_bytes", b"read_bytes", "reads", b"reads", "round_trip_s", b"round_trip_s", "state", b"state", "zone", b"zone"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_s", b"bytes_per_s", "configured", b"configured", "engine", b"engine", "failed_reads", b"failed_reads", "in_flight", b"in_flight", "incarnation", b"incarnation", "last_error", b"last_error", "node", b"node", "protocol", b"protocol", "read_bytes", b"read_bytes", "reads", b"reads", "round_trip_s", b"round_trip_s", "state", b"state", "zone", b"zone"]) -> None: ...
 
 global___PeerStatus = PeerStatus

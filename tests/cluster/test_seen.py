@@ -1,0 +1,159 @@
+"""Several nodes from the command line: what is seen of them, before the first request and by it."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ecd_client import Client
+from ecd_proto.findings import BAD, DOUBTFUL, GOOD, MAX_AWAY, Finding, nodes
+from ecd_proto.v1 import cache_pb2 as pb
+from support.cli import cli
+from support.daemon import Daemon, changed
+from support.pairs import PATIENCE, start_all
+from support.redis import LONG_PATIENCE, RedisServer
+from support.waiting import HANG_S, eventually, value_of
+
+MakePeer = Callable[..., Daemon]
+QUICK = changed(*PATIENCE, "from ecd.cluster import cluster", "cluster.TRY_S = 0.1")
+"""A daemon that often tries the nodes of its settings."""
+UNHURRIED = changed(
+    *LONG_PATIENCE, "from ecd.cluster import cluster", f"cluster.LOCATE_S = {HANG_S}"
+)
+"""A daemon that waits for Redis and for other nodes as long as they take."""
+NOBODY = "127.0.77.1:1"
+WAIT = f"{HANG_S:.0f}s"
+
+
+@pytest.fixture
+def redis_pair(
+    make_peer: MakePeer, shared_redis: RedisServer, tmp_path: Path
+) -> tuple[Daemon, Daemon]:
+    """Two nodes of a cluster of their own, which no request has made known to each other."""
+    about = {"ECD_DIRECTORY": shared_redis.url, "ECD_CLUSTER": tmp_path.name}
+    a, b = make_peer(**about), make_peer(**about)
+    a.command = b.command = UNHURRIED
+    start_all(a, b)
+    return a, b
+
+
+def state(daemon: Daemon, node: str) -> str:
+    rows = json.loads(cli(daemon, "peers", "--json").stdout)["peers"]
+    return {row["node"]: row["state"] for row in rows}.get(node, "no row")
+
+
+def becomes(daemon: Daemon, node: str, awaited: str) -> bool:
+    """Wait for the node's state."""
+    eventually(lambda: state(daemon, node) == awaited, f"{node} is {awaited}")
+    return awaited in cli(daemon, "peers").stdout
+
+
+def put(daemon: Daemon, key: str, namespace: str = "default") -> None:
+    with Client(daemon.address, namespace=namespace) as client:
+        client.put_bytes(key, bytes(range(12)), "uint8", (12,))
+
+
+def found_by_doctor(daemon: Daemon, check: str) -> list[str]:
+    findings = json.loads(cli(daemon, "doctor", "--json").stdout)
+    return [f"{each['state']} {each['found']}" for each in findings if each["check"] == check]
+
+
+def test_nodes_of_the_settings_are_tried_before_any_request(make_peer: MakePeer) -> None:
+    b = make_peer()
+    a = make_peer(ECD_PEERS=f"{b.peer},{NOBODY}")
+    a.command = QUICK
+    a.start()
+    assert becomes(a, NOBODY, "unreachable")
+    assert becomes(a, b.peer, "unreachable")
+    [said] = found_by_doctor(a, "peers")
+    assert said.startswith(f"{BAD} 0 of 2 configured nodes answer, not {b.peer}: ")
+    assert f"; {NOBODY}: Connection refused" in said
+    assert "2 unreachable" in cli(a, "status").stdout
+    assert json.loads(cli(a, "status", "--json").stdout)["peers"] == {"unreachable": 2}
+    b.start()
+    assert becomes(a, b.peer, "connected"), "it is tried again"
+    [said] = found_by_doctor(a, "peers")
+    assert said.startswith(f"{BAD} 1 of 2 configured nodes answers, not {NOBODY}: ")
+    assert f'ecd_peer_connected{{peer="{NOBODY}"}} 0.0' in a.metrics()
+    with urllib.request.urlopen(a.metrics_url().replace("/metrics", "/status.json")) as answer:
+        rows = json.load(answer)["peers"]["peers"]
+    assert [(row["node"], row["state"], row["configured"]) for row in rows] == [
+        (NOBODY, "unreachable", True),
+        (b.peer, "connected", True),
+    ]
+    assert a.text().count(f"WARNING ecd.cluster.peers.peers: peer {NOBODY}: ") == 1
+    assert not any(a.peers().fetches.values()), "nobody has asked for anything"
+
+
+def test_nodes_of_redis_are_seen_before_any_request(
+    redis_pair: tuple[Daemon, Daemon],
+) -> None:
+    a, b = redis_pair
+    assert becomes(a, b.peer, "never asked")
+    assert becomes(b, a.peer, "never asked")
+    assert "redis, up, 2 nodes with this one" in cli(b, "peers").stdout
+    assert "1 never asked" in cli(b, "status").stdout
+    assert found_by_doctor(b, "peers") == [f"{GOOD} 1 known, none unreachable; 1 never asked"]
+    assert "ecd_peer_connected{" not in b.metrics()
+    a.terminate()
+    eventually(lambda: b.peers().directory.nodes == 1, "it has left the list")
+    assert found_by_doctor(b, "peers") == [f"{DOUBTFUL} redis lists no other node"]
+
+
+def test_what_others_write_to_the_list_of_nodes_costs_at_most_its_rows(
+    make_peer: MakePeer, shared_redis: RedisServer, tmp_path: Path
+) -> None:
+    name = f"ecd:{tmp_path.name}:nodes"
+    many = [part for n in range(300) for part in ("9999999999", f"node{n}:9465")]
+    shared_redis.ask("zadd", name, *many, "9999999999", "x" * 1000, "9999999999", "no node")
+    daemon = make_peer(ECD_DIRECTORY=shared_redis.url, ECD_CLUSTER=tmp_path.name).start()
+    reply = value_of(lambda: told if (told := daemon.peers()).directory.nodes else None)
+    assert reply.directory.nodes == 303
+    assert 120 < len(reply.peers) <= 128
+    assert {peer.state for peer in reply.peers} == {"never asked"}
+    more = f"{302 - len(reply.peers)} more nodes of the directory: never asked."
+    assert more in cli(daemon, "peers").stdout
+    shared_redis.ask("set", name, "another type")
+    eventually(lambda: daemon.peers().directory.nodes == 0)
+    assert daemon.peers().directory.up
+
+
+def test_a_user_of_redis_that_may_not_list_nodes_has_a_directory_all_the_same(
+    make_peer: MakePeer, shared_redis: RedisServer
+) -> None:
+    shared_redis.ask("acl", "setuser", "few", "on", ">pass", "~*", "+@all", "-zadd", "-zrem")
+    url = shared_redis.url.replace("redis://", "redis://few:pass@")
+    daemon = make_peer(ECD_DIRECTORY=url).start()
+    eventually(lambda: daemon.peers().directory.up)
+    put(daemon, "k")
+    daemon.wait_idle("settled")
+    assert daemon.peers().directory.nodes == 0
+    assert daemon.terminate() == 0
+
+
+def of(*states: str) -> Finding:
+    """The finding about configured nodes of these states."""
+    peers = [
+        pb.PeerStatus(node=f"n{n}:1", state=each, configured=True, last_error="refused")
+        for n, each in enumerate(states)
+    ]
+    directory = pb.DirectoryStatus(kind="static", up=True)
+    _, found = nodes(pb.PeersReply(node="here:1", directory=directory, peers=peers))
+    return found
+
+
+def test_the_finding_about_configured_nodes_is_bounded() -> None:
+    assert of("connected", "idle").state == GOOD
+    so_far = of("connected", "connecting", "never asked")
+    assert (so_far.state, so_far.found) == (
+        DOUBTFUL,
+        "1 of 3 configured nodes answers so far, not n1:1, n2:1",
+    )
+    many = of(*["unreachable"] * (MAX_AWAY + 12), "connected")
+    assert many.state == BAD
+    assert many.found.count("refused") == MAX_AWAY
+    assert many.found.endswith("; and 12 more")
