@@ -157,3 +157,70 @@ def test_the_finding_about_configured_nodes_is_bounded() -> None:
     assert many.state == BAD
     assert many.found.count("refused") == MAX_AWAY
     assert many.found.endswith("; and 12 more")
+
+
+def test_a_get_with_a_timeout_fetches(redis_pair: tuple[Daemon, Daemon], tmp_path: Path) -> None:
+    (a, b), to = redis_pair, tmp_path / "k.safetensors"
+    put(a, "k")
+    a.wait_idle("settled")
+    alone = cli(b, "get", "k", "-o", str(to))
+    assert (alone.returncode, "this node's memory; --timeout" in alone.stderr) == (1, True)
+    assert not to.exists()
+    found = cli(b, "locate", "k")
+    assert (found.returncode, a.peer in found.stdout) == (0, True), "in the default namespace"
+    got = cli(b, "get", "k", "-o", str(to), "--timeout", WAIT)
+    assert got.returncode == 0, got.stderr
+    assert "uint8 [12], fetched in " in got.stdout
+    assert to.read_bytes().endswith(bytes(range(12)))
+    assert state(b, a.peer) == "connected"
+    again = json.loads(cli(b, "get", "k", "-o", str(to), "--timeout", WAIT, "--json").stdout)
+    assert (again["fetched"], again["namespace"]) == (False, "default")
+    assert b.status().counters.hits == 2, "the look before the fetch is no use"
+
+
+def test_a_get_and_a_locate_without_a_namespace_look_in_the_default_one(
+    redis_pair: tuple[Daemon, Daemon],
+) -> None:
+    a, b = redis_pair
+    put(a, "of an engine", namespace="n")
+    a.wait_idle("settled")
+    get = "get", "of an engine", "-o", "/dev/null", "--timeout", WAIT
+    elsewhere = cli(b, *get)
+    assert elsewhere.returncode == 1
+    assert "in the namespace 'default': no other node delivers it, of 1 known" in elsewhere.stderr
+    assert "another one (--namespace)" in elsewhere.stderr
+    nowhere = cli(b, "locate", "of an engine")
+    assert (nowhere.returncode, "another one (--namespace)" in nowhere.stderr) == (1, True)
+    named = cli(b, *get, "--namespace", "n")
+    assert named.returncode == 0, named.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "this daemon has no list of nodes to ask; set ECD_DIRECTORY or ECD_PEERS"),
+        ({"ECD_PEERS": NOBODY}, f"no other node delivers it; no answer from {NOBODY}"),
+        ({"ECD_DIRECTORY": "redis://127.0.77.1:1"}, "redis does not answer: "),
+    ],
+)
+def test_a_get_in_vain_names_the_cause(
+    make_peer: MakePeer, settings: dict[str, str], said: str
+) -> None:
+    daemon = make_peer(**settings).start()
+    if "ECD_PEERS" in settings:
+        assert becomes(daemon, NOBODY, "unreachable")
+    done = cli(daemon, "get", "k", "--namespace", "n", "-o", "/dev/null", "--timeout", WAIT)
+    assert done.returncode == 1
+    assert f"no entry 'k' in the namespace 'n': {said}" in done.stderr
+
+
+def test_a_get_whose_time_is_over_says_so(make_peer: MakePeer) -> None:
+    b = make_peer().start()
+    a = make_peer(ECD_PEERS=b.peer).start()
+    assert becomes(a, b.peer, "connected")
+    with b.stopped():
+        done = cli(a, "get", "k", "--namespace", "n", "-o", "/dev/null", "--timeout", "0.2s")
+    assert done.returncode == 1
+    assert "no entry 'k' in the namespace 'n' came within 0.2s" in done.stderr
+    wrong = cli(a, "get", "k", "-o", "/dev/null", "--timeout", "5")
+    assert (wrong.returncode, "not a duration" in wrong.stderr) == (2, True)

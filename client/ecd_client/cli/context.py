@@ -17,6 +17,11 @@ from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
 FAILED, USAGE, UNREACHABLE = 1, 2, 3
+DEFAULT_NAMESPACE = "default"
+OTHER_NAMESPACES = (
+    "It may be in another one (--namespace): ecd-cli namespaces, on a node that has it, lists them."
+)
+"""Advice where no node has a key in a namespace that the user has not named."""
 
 # Pipes get whole lines. Names such as `:cat:` are no emoji, here or in any error.
 out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 400)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
+from ecd_client import clock
 from ecd_client.cli import files, names, render, render_entries
 from ecd_client.cli.context import (
+    DEFAULT_NAMESPACE,
     FAILED,
+    OTHER_NAMESPACES,
     USAGE,
     AsJson,
     MmHash,
@@ -25,9 +29,15 @@ from ecd_client.cli.context import (
     out,
 )
 from ecd_client.client import Client
+from ecd_client.errors import DaemonUnavailable
+from ecd_client.item import Item
+from ecd_client.session.channel import CALL_TIMEOUT_S, late
 from ecd_proto.contract import count_text, seconds_of
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
+
+MAX_NAMED = 3
+"""Nodes that do not answer, in one message."""
 
 
 class Grouping(str, Enum):
@@ -145,18 +155,38 @@ def get(
     key: MmHash,
     output: Annotated[Path, typer.Option("--output", "-o", help="A safetensors file to write.")],
     namespace: Namespace = None,
+    timeout: Annotated[
+        str | None,
+        typer.Option(help="Fetch it from another node or the disk tier within 5s, 1m, ..."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy an entry into a safetensors file."""
+    """Copy an entry into a safetensors file.
+
+    Looks in this node's memory alone, unless --timeout lets the daemon fetch the entry. The
+    namespace is by default the one in which this node has the key, or `default` if it has none.
+    """
     options: Options = context.obj
-    namespace, key = names.whole_key(options, key, namespace)
+    within_s = seconds("--timeout", timeout)
+    is_named = namespace is not None
+    namespace, key = names.whole_key(options, key, namespace, default=DEFAULT_NAMESPACE)
     with (
         Client(options.address, namespace=namespace, name="ecd-cli") as client,
         errors.status(f"copying {render.short(key)} ..."),
     ):
-        item = client.get(key)
+        was_here, began_s = client.contains([key]) == [True], clock.now_s()
+        item = _fetched(client, key, within_s) if within_s else client.get(key)
+        took_s = clock.now_s() - began_s
         if item is None:
-            fail(FAILED, f"no entry {key!r} in the namespace {namespace!r}")
+            if not within_s:
+                where = f"the namespace {namespace!r}" if is_named else "any namespace"
+                more = "of this node's memory; --timeout 5s looks further"
+                fail(FAILED, f"no entry {key!r} in {where} {more}")
+            text = f"no entry {key!r} in the namespace {namespace!r}"
+            if took_s >= within_s:
+                fail(FAILED, f"{text} came within {timeout}; it may come later: ask again")
+            text += f": {_why_missing(options.call('Peers', pb.PeersRequest()))}"
+            fail(FAILED, text if is_named else f"{text}\n{OTHER_NAMESPACES}")
         with item:
             files.write(output, item)
             result = {
@@ -166,8 +196,37 @@ def get(
                 "dtype": item.dtype,
                 "shape": list(item.shape),
                 "nbytes": item.nbytes,
+                "fetched": not was_here,
             }
-    options.show(as_json, result, f"{output}: {result['dtype']} {result['shape']}")
+    how = "" if was_here else f", fetched in {took_s:.3f} s"
+    options.show(as_json, result, f"{output}: {result['dtype']} {result['shape']}{how}")
+
+
+def _fetched(client: Client, key: str, within_s: float) -> Item | None:
+    """The entry, brought here if need be. None as soon as no place has it. Raises EcdError."""
+    [answer] = client.get_async([key], within_s, only_if_written=True)
+    try:
+        return answer.result(within_s + CALL_TIMEOUT_S)
+    except FutureTimeoutError:
+        raise DaemonUnavailable(late(client.address)) from None
+
+
+def _why_missing(peers: pb.PeersReply) -> str:
+    """What keeps this node from an entry, or that no other node delivers it."""
+    directory = peers.directory
+    if not peers.node:
+        return "this daemon serves its node alone; ECD_PEER_ADDRESS joins it with others"
+    if directory.kind == "none":
+        return "this daemon has no list of nodes to ask; set ECD_DIRECTORY or ECD_PEERS"
+    if not directory.up:
+        return f"{directory.kind} does not answer: {directory.last_error}"
+    if away := [peer.node for peer in peers.peers if peer.state == "unreachable"]:
+        more = f" and {len(away) - MAX_NAMED:,} more" if len(away) > MAX_NAMED else ""
+        return f"no other node delivers it; no answer from {', '.join(away[:MAX_NAMED])}{more}"
+    known = max(len(peers.peers), directory.nodes - 1)
+    if not known:
+        return "no other node is known"
+    return f"no other node delivers it, of {known:,} known"
 
 
 def put(
@@ -175,7 +234,7 @@ def put(
     key: MmHash,
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A safetensors file.")],
     tensor: Annotated[str | None, typer.Option(help="Which of the file's tensors.")] = None,
-    namespace: Annotated[str, typer.Option(help="The key's namespace.")] = "default",
+    namespace: Annotated[str, typer.Option(help="The key's namespace.")] = DEFAULT_NAMESPACE,
     as_json: AsJson = False,
 ) -> None:
     """Store a tensor of a safetensors file."""

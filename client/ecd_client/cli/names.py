@@ -13,12 +13,17 @@ MAX_CANDIDATES = 10
 
 
 def whole_key(
-    options: Options, typed: str, namespace: str | None, completes: bool = True
+    options: Options,
+    typed: str,
+    namespace: str | None,
+    completes: bool = True,
+    default: str | None = None,
 ) -> tuple[str, str]:
     """The namespace and the mm_hash of the entry that is meant.
 
     A key in a given namespace that no entry in memory has stays as typed: it may be on disk or on
-    another node. Without `completes` both names are as typed.
+    another node. Without `completes` both names are as typed. `default` is the namespace of a key
+    that no entry in memory has; else such a key ends the command.
     """
     if namespace is not None:
         namespace = whole_namespace(options, namespace) if completes else namespace
@@ -26,6 +31,7 @@ def whole_key(
         if not completes or options.call("Contains", pb.ContainsRequest(keys=[key])).contained[0]:
             return namespace, typed
     found = _found(options, typed, namespace, completes)
+    namespace = namespace or default
     if not found and namespace is not None:
         return namespace, typed
     if not found:

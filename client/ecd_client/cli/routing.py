@@ -11,7 +11,17 @@ import typer
 
 from ecd_client import clock
 from ecd_client.cli import names, render
-from ecd_client.cli.context import FAILED, USAGE, AsJson, Namespace, Options, fail, out
+from ecd_client.cli.context import (
+    DEFAULT_NAMESPACE,
+    FAILED,
+    OTHER_NAMESPACES,
+    USAGE,
+    AsJson,
+    Namespace,
+    Options,
+    fail,
+    out,
+)
 from ecd_client.cli.render import escape, legible
 from ecd_client.locate import Located, located
 from ecd_proto import tables
@@ -25,7 +35,10 @@ def locate(
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which nodes hold these keys. Exit code 1 if no node holds one of them."""
+    """Show which nodes hold these keys. Exit code 1 if no node holds one of them.
+
+    The namespace is by default the one in which this node has a key, or `default` if it has none.
+    """
     options: Options = context.obj
     for key in keys:
         if not key.isprintable():
@@ -33,8 +46,10 @@ def locate(
     if namespace is not None:
         namespace = names.whole_namespace(options, namespace)
     keys = [names.completed(options, key, namespace) for key in keys]
+    is_guessed = False
     if namespace is None:
         namespace = _namespace_of(options, keys)
+        is_guessed, namespace = namespace is None, namespace or DEFAULT_NAMESPACE
     request = pb.LocateRequest(keys=[pb.Key(namespace=namespace, mm_hash=key) for key in keys])
     found = located(options.call("Locate", request))
     if as_json or options.as_json:
@@ -50,18 +65,20 @@ def locate(
     else:
         _show(keys, found)
     if not all(found.holders):
+        if is_guessed:
+            fail(FAILED, f"looked in the namespace {namespace!r}.\n{OTHER_NAMESPACES}")
         raise typer.Exit(FAILED)
 
 
-def _namespace_of(options: Options, keys: list[str]) -> str:
-    """The one namespace in which this node has one of the keys; else the command ends."""
+def _namespace_of(options: Options, keys: list[str]) -> str | None:
+    """The namespace in which this node has one of the keys; several end the command."""
     for key in keys:
         entries = options.entries(pb.ListRequest(mm_hash=key))
         if found := {entry.key.namespace for entry in entries}:
             if len(found) > 1:
                 fail(USAGE, f"{key!r} is in several namespaces: choose one with --namespace")
             return found.pop()
-    fail(USAGE, "this node has none of the keys, so it cannot tell their --namespace")
+    return None
 
 
 def _show(keys: list[str], found: Located) -> None:
