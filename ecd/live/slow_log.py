@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from google.protobuf.message import Message
 
 from ecd.base.clock import REAL, Clock
+from ecd.base.log_limit import LogLimit
 from ecd.core.model.board import Put
 from ecd.core.model.types import Key
 from ecd_proto.contract import MAX_MM_HASH_BYTES, MAX_NAMESPACE_BYTES, size_text
@@ -26,8 +27,6 @@ MAX_SLOW = 128
 FETCH_FACTOR = 10.0
 """The threshold of a fetch from another node, as a multiple of that of a call."""
 MAX_UINT64 = (1 << 64) - 1
-LOG_PERIOD_S = 60.0
-"""Interval in which at most one line is logged, however many events are slow."""
 DISK_READ, FETCH = "disk read", "fetch"
 
 _stages: ContextVar[dict[str, float] | None] = ContextVar("stages", default=None)
@@ -73,7 +72,7 @@ class SlowLog:
         self.slow_s, self.total = slow_s, 0
         self._count, self._clock = count, clock
         self._events: deque[pb.SlowEvent] = deque(maxlen=MAX_SLOW)
-        self._logged_s, self._unlogged = float("-inf"), 0
+        self._lines = LogLimit(clock)
 
     @property
     def slow_fetch_s(self) -> float:
@@ -128,19 +127,16 @@ class SlowLog:
         self._events.append(event)
         self.total += 1
         self._count(event.kind)
-        now_s = self._clock.now_s()
-        if now_s - self._logged_s < LOG_PERIOD_S:
-            self._unlogged += 1
-            return
-        logger.info(
-            "slow: %s of %s took %.2f s (%s); %d more since the last such line: `ecd-cli slow`",
-            event.kind,
-            size_text(event.nbytes),
-            event.seconds,
-            ", ".join(f"{stage} {spent:.2f} s" for stage, spent in event.stages.items()) or "-",
-            self._unlogged,
-        )
-        self._logged_s, self._unlogged = now_s, 0
+        more = self._lines.take()
+        if more is not None:
+            logger.info(
+                "slow: %s of %s took %.2f s (%s): see `ecd-cli slow`%s",
+                event.kind,
+                size_text(event.nbytes),
+                event.seconds,
+                ", ".join(f"{stage} {spent:.2f} s" for stage, spent in event.stages.items()) or "-",
+                more,
+            )
 
 
 def _name(event: pb.SlowEvent, namespace: str, mm_hash: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ecd.live.slow_log import LOG_PERIOD_S, SlowLog
+from ecd.base.log_limit import LOG_PERIOD_S
+from ecd.live.slow_log import SlowLog
 from support.clock import SetClock
 
 

@@ -5,23 +5,20 @@ from __future__ import annotations
 import heapq
 import hmac
 import logging
-import math
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from ecd.base.clock import Clock
+from ecd.base.log_limit import LogLimit
 from ecd_proto.contract import proof
 
 logger = logging.getLogger(__name__)
 
 CLOCKS_APART_S = 300.0
 """Most by which the clocks of two nodes may differ, and the age of an acceptable proof."""
-TOLD_EVERY_S = 60.0
-"""Least time between two lines of the log about nodes that are refused."""
 MAX_PROOFS = 1 << 16
 """Proofs remembered, of the calls of ten minutes: 30 for each link that a node takes."""
 
@@ -59,8 +56,7 @@ class TokenCheck:
     def __init__(self, node: str, token: str | None, clock: Clock) -> None:
         self._node, self._token, self._clock = node, token, clock
         self._spent = SpentProofs()
-        self._told_s = {True: -math.inf, False: -math.inf}  # of members of the cluster, of others
-        self._untold: Counter[bool] = Counter()
+        self._lines = LogLimit(clock)
 
     async def check(
         self,
@@ -110,12 +106,7 @@ class TokenCheck:
         self, context: grpc.aio.ServicerContext[Any, Any], why: str, *, is_member: bool = False
     ) -> None:
         """Abort the call, and log some of the refusals: those of strangers hide no member's."""
-        now_s = self._clock.now_s()
-        if now_s - self._told_s[is_member] >= TOLD_EVERY_S:
-            untold = self._untold.pop(is_member, 0)
-            more = f" ({untold:,} more since the last such line)" if untold else ""
+        more = self._lines.take(is_member)
+        if more is not None:
             logger.warning("%s is refused: %s%s", context.peer(), why, more)
-            self._told_s[is_member] = now_s
-        else:
-            self._untold[is_member] += 1
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
