@@ -44,7 +44,7 @@ from ecd.node import SharedBoard, live_cache
 from ecd.rpc.cache.cache_service import Monitor
 from ecd.rpc.cache.origins import NoOtherNodes, NothingToRecover
 from ecd.rpc.cache.puts import Doorbell
-from ecd.rpc.cache.sessions import Stream
+from ecd.rpc.cache.stream import Stream
 from ecd.rpc.peer.inbound_link import InboundLink
 from ecd.rpc.peer.serving import Serving
 from ecd.settings.config import Config

@@ -32,6 +32,12 @@ class Leases:
     def count(self, session: SessionId) -> int:
         return len(self._by_session.get(session, ()))
 
+    def of(self, session: SessionId) -> list[LeaseId]:
+        return list(self._by_session.get(session, ()))
+
+    def get(self, lease: LeaseId) -> Lease | None:
+        return self._leases.get(lease)
+
     def grant(self, session: SessionId, entry: Entry, now_s: float) -> tuple[LeaseId, float]:
         """A new lease, and the time when it expires unless renewed."""
         self._last += 1

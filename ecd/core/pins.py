@@ -56,6 +56,14 @@ class Pins:
         """Whether the entry is retired and not yet decided by a scan."""
         return entry in self._scanned or entry in self._retired
 
+    def entry_at(self, start: Start) -> Entry | None:
+        """The entry of an extent that is pinned by its start, if the put is stored."""
+        for known in (self._starts, self._scanned_taken, self._taken):
+            entry = self._entries.readable(known[start]) if start in known else None
+            if entry is not None and entry.extent.start == start:
+                return entry
+        return None
+
     @property
     def is_settled(self) -> bool:
         """Whether no scan is under way and none is needed."""

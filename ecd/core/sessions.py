@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ecd.core.model.states import SESSION, SessionEvent, SessionState, apply
@@ -29,6 +30,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def __iter__(self) -> Iterator[SessionId]:
+        return iter(self._sessions)
+
     def open(self, *, hands_over: bool) -> Session:
         self._last += 1
         session = Session(SessionId(self._last), hands_over)
@@ -55,6 +59,11 @@ class Sessions:
     def close(self, session: SessionId) -> None:
         """Forget a leaving session: its process can no longer touch the memory."""
         self._sessions.pop(session).step(SessionEvent.PROCESS_GONE)
+
+    def reservations_of(self, session: SessionId) -> set[EntryId]:
+        """The session's open or orphaned reservations; none if it is closed."""
+        found = self._sessions.get(session)
+        return set() if found is None else found.reservations
 
     def reservations(self) -> set[EntryId]:
         """All open or orphaned reservations. O(n), for `check`."""

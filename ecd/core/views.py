@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain, islice
 
 from ecd.core.costs import Costs
 from ecd.core.counters import Counters
 from ecd.core.entries import Entries
 from ecd.core.model.board import Board
-from ecd.core.model.types import Content, EntryId, EntryInfo, Extent, Key, NamespaceSum
+from ecd.core.model.types import (
+    Content,
+    EntryId,
+    EntryInfo,
+    Extent,
+    Held,
+    Key,
+    NamespaceSum,
+    SessionId,
+)
 from ecd.core.pins import Pins
 from ecd.core.pool.pool import FOR_ROOM
 from ecd.core.readers import Readers
 from ecd.core.retention import Book
 from ecd.core.sessions import Sessions
 from ecd.core.writers import Writers
+
+LEASES_AT_A_TIME = 1024
+"""Leases summed up in one step, of up to 65,536: each takes some 0.3 us."""
 
 
 class Views:
@@ -95,6 +108,33 @@ class Views:
         Of more than LOOKED_AT namespaces some are not considered.
         """
         return self._entries.namespaces(most)
+
+    def all_sessions(self) -> list[SessionId]:
+        """Every session, open or leaving: clients', other nodes' and the daemon's own."""
+        return list(self._sessions)
+
+    def held_by(self, session: SessionId) -> Iterator[Held]:
+        """What the session holds, summed up in steps: the last step has all of it."""
+        pinned, starts = self._board.pinned_by(session, self._entries.ids())
+        pins = {entry.id: entry for entry in map(self._entries.readable, pinned) if entry}
+        pins |= {entry.id: entry for entry in map(self._pins.entry_at, starts) if entry}
+        nbytes = {number: entry.block.nbytes for number, entry in pins.items()}
+        leases, count = self._readers.leases.of(session), 0
+        for start in range(0, len(leases), LEASES_AT_A_TIME):
+            some = map(self._readers.leases.get, leases[start : start + LEASES_AT_A_TIME])
+            entries = [lease.entry for lease in some if lease]  # the rest has ended meanwhile
+            nbytes |= {entry.id: entry.block.nbytes for entry in entries}
+            count += len(entries)
+            yield Held()
+        reserved = map(self._entries.get, self._sessions.reservations_of(session))
+        yield Held(
+            entries=len(nbytes),
+            leased_bytes=sum(nbytes.values()),
+            leases=count,
+            pins=len(pins),
+            reserved_bytes=sum(entry.block.nbytes for entry in reserved if entry),
+            granted_bytes=sum(pool.grants.nbytes_of(session) for pool in self._entries.pools),
+        )
 
     def has_spare(self, namespace: str, nbytes: int) -> bool:
         """Whether `reserve` finds room in the first pool for which nothing is ever evicted."""

@@ -84,5 +84,8 @@ class SessionFiles:
         with contextlib.suppress(OSError):  # the kernel has no room for it: nobody knows
             self._locks.lock(elsewhere_offset(*key), is_held=is_made)
 
+    def pinned_bytes(self, session: SessionId) -> int:
+        return 0 if self._index is None else self._index.pinned_bytes(session)
+
     def copies_by_dma(self, session: SessionId) -> bool:
         return self._index is not None and self._index.copies_by_dma(session)

@@ -7,7 +7,7 @@ The client may write anything into its page: a lie there harms no other client.
 from __future__ import annotations
 
 import struct
-from collections.abc import KeysView, Sequence
+from collections.abc import KeysView, Sequence, Set
 from operator import itemgetter
 
 from ecd.core.model.board import Put, Uses
@@ -83,9 +83,14 @@ class SessionPage:
         return self._words[DMA_WORD] != 0
 
     @property
-    def pins_for_dma(self) -> bool:
-        """Whether the client says that it has pinned memory of the pools for its GPUs."""
-        return self._words[PINNED_WORD] != 0
+    def pinned_bytes(self) -> int:
+        """Bytes of the pools that the client says it has pinned for its GPUs."""
+        return self._words[PINNED_WORD]
+
+    def pinned_now(self, live: KeysView[EntryId]) -> tuple[Set[EntryId], Set[Start]]:
+        """The entries of `live`, and the starts of extents, that the page pins; for no scan."""
+        words = [word for word in self._pins.tolist() if word]
+        return live & words, frozenset(filter(None, map(unpack_extent_pin, words)))
 
     def pinned(self, live: KeysView[EntryId]) -> tuple[frozenset[EntryId], int]:
         """The entries of `live` that the page pins, and how many words were examined.

@@ -215,6 +215,12 @@ class SharedIndex:
             barrier()
         yield Portion(pinned, True, begun)
 
+    def pinned_by(
+        self, session: SessionId, live: KeysView[EntryId]
+    ) -> tuple[Set[EntryId], Set[Start]]:
+        page = self._pages.get(session)
+        return (frozenset(), frozenset()) if page is None else page.pinned_now(live)
+
     def drain_uses(self) -> Uses:
         return self._uses.take(self._header[PAGES_WORD], self._page_at)
 
@@ -284,7 +290,12 @@ class SharedIndex:
     @property
     def pinning_sessions(self) -> int:
         """The sessions whose clients say that they have pinned the pool for their GPUs."""
-        return sum(page.pins_for_dma for page in self._pages.values())
+        return sum(page.pinned_bytes > 0 for page in self._pages.values())
+
+    def pinned_bytes(self, session: SessionId) -> int:
+        """Bytes of the pools that the session's client says it has pinned for its GPUs."""
+        page = self._pages.get(session)
+        return 0 if page is None else page.pinned_bytes
 
     def open_page(self, session: SessionId) -> int | None:
         """Give the session a page: its offset in the file of pins. None if there is no memory."""

@@ -54,7 +54,7 @@ class Intruder:
         self.channel = open_channel(address)
         self._lock = threading.Lock()
         self._found: dict[str, deque[Any]] = {
-            name: deque([0], 16) for name in ("reservations", "leases", "tickets")
+            name: deque([0], 16) for name in ("reservations", "leases", "tickets", "ids")
         } | {"session": deque(["none"], 4)}
         self.sessions = [_Session(self) for _ in range(3)]
 
@@ -126,6 +126,8 @@ class Intruder:
             case "Evict":  # of everybody's, too
                 which = key() if chance.random() < 0.9 else None
                 return method, pb.EvictRequest(key=which, dry_run=chance.random() < 0.3)
+            case "EndClients":  # by mutation a citizen's, too
+                return method, pb.EndClientsRequest(ids=some("ids", count))
             case "List":
                 return method, pb.ListRequest(namespace="fuzz", after=1, limit=5)
             case "Offer":
@@ -193,6 +195,7 @@ class _Session:
         self._lock_fd = os.open(welcome.lock_path, os.O_RDWR)
         lock_byte(self._lock_fd, welcome.lock_offset)
         intruder.learn("session", welcome.session)
+        intruder.learn("ids", welcome.lock_offset)
         threading.Thread(target=self._drain, daemon=True).start()
         self._asked: queue.SimpleQueue[bytes | None] | None = None
 

@@ -13,7 +13,7 @@ from ecd.core.model.types import Key
 from ecd.memory.disk.disk_files import KNOWN_S, REMOVAL_S
 from ecd.rpc.cache.cache_service import MAKING_ROOM_S
 from ecd.rpc.cache.convert import SessionOver
-from ecd.rpc.cache.sessions import Stream
+from ecd.rpc.cache.stream import Stream
 from ecd_proto.v1 import cache_pb2 as pb
 from simulation.clock import OUTSIDE
 from simulation.daemon import Daemon, DaemonGone

@@ -44,6 +44,9 @@ class Files:
     def copies_by_dma(self, session: int) -> bool:
         return False
 
+    def pinned_bytes(self, session: int) -> int:
+        return 0
+
 
 class Leftovers:
     """What the last daemon left: its entries, as its index had them."""

@@ -12,7 +12,7 @@ from ecd.core.model.outcomes import (
     Missing,
     PoolFull,
 )
-from ecd.core.model.types import Answer, Content, EntryId, Key, Limits, Selection, SessionId
+from ecd.core.model.types import Answer, Content, EntryId, Held, Key, Limits, Selection, SessionId
 from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import Pool
 from support.reserving import reserve
@@ -107,6 +107,27 @@ def test_a_session_has_no_more_leases_and_waits_than_it_may() -> None:
     for session in (client, other):
         assert cache.acquire(session, OTHER, now_s=0.0, wait_s=5.0).ticket
     assert cache.acquire(client, OTHER, now_s=0.0, wait_s=5.0) == LimitReached("waits", 1)
+
+
+def test_what_a_session_holds_is_summed_up_in_steps(cache: Cache, client: SessionId) -> None:
+    store(cache, client, KEY, pages=2)
+    reserve(cache, client, OTHER, content(1), now_s=0.0)
+    other = cache.open_session()
+    assert cache.views.all_sessions() == [client, other]
+    for session in [client] * 3000 + [other]:
+        cache.acquire(session, KEY, now_s=0.0)
+    *steps, held = cache.views.held_by(client)
+    assert len(steps) >= 2
+    assert held == Held(entries=1, leased_bytes=2 * PAGE, leases=3000, reserved_bytes=PAGE)
+    cache.evictor.evict_selected(Selection(key=KEY), now_s=0.0, limit=1)
+    cache.leave_session(client)
+    [*_, left] = cache.views.held_by(client)
+    assert left == held, "its process may still read and write"
+    while not cache.close_session(client):
+        pass
+    assert [*cache.views.held_by(client)] == [Held()]
+    [*_, others] = cache.views.held_by(other)
+    assert others == Held(entries=1, leased_bytes=2 * PAGE, leases=1)
 
 
 def test_another_nodes_read_is_no_hit_and_no_miss_of_this_one(

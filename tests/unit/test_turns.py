@@ -39,7 +39,7 @@ from ecd.node import SharedBoard, live_cache
 from ecd.rpc.cache.cache_service import Monitor
 from ecd.rpc.cache.origins import NoOtherNodes, NothingToRecover
 from ecd.rpc.cache.puts import MAX_RINGS, PUTS_AT_A_TIME, Doorbell
-from ecd.rpc.cache.sessions import Stream
+from ecd.rpc.cache.stream import Stream
 from ecd.rpc.peer.inbound_link import UNREAD_WITH_BYTES, InboundLink
 from ecd.rpc.peer.serving import Serving
 from ecd_proto.contract import MAX_BATCH

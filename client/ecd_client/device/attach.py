@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -9,7 +10,7 @@ import struct
 
 from ecd_client.errors import EcdError
 from ecd_proto.contract import MAX_POOLS
-from ecd_proto.shm.session_page import ATTACHED
+from ecd_proto.shm.session_page import ATTACHED, INTRODUCED
 
 ATTACH_TIMEOUT_S = 5.0
 """How long the daemon may take to answer: as long as for a call."""
@@ -51,6 +52,17 @@ def attach(
     for fd in fds:  # this process had no room for all of them
         os.close(fd)
     return {}
+
+
+def introduce(path: str, token: str, uid: int) -> None:
+    """Show the daemon which process has this session, for operators; no error, and no answer."""
+    with (
+        contextlib.suppress(OSError),  # an older daemon, or one with too many who attach
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as connection,
+    ):
+        connection.connect(path)
+        if _owner(connection) == uid:
+            connection.send(f"{INTRODUCED}{token}".encode())
 
 
 def _owner(connection: socket.socket) -> int:

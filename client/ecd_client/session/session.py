@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ecd_client import forks
+from ecd_client.device.attach import introduce
 from ecd_client.device.dma import SessionDma
 from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_client.files import open_file
@@ -111,6 +112,7 @@ class Session:
             self._files = opened.pop_all()
             forks.add(self)
         _in_use.add(self)
+        introduce(welcome.attach_path, self.token, uid)
         self.pools.populate_soon()  # by threads, which must not be started within `steady`
 
     # -- calls ---------------------------------------------------------------------------------

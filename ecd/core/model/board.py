@@ -83,6 +83,11 @@ class Board(Protocol):
         in one of the portions, or the start of its extent is.
         """
 
+    def pinned_by(
+        self, session: SessionId, live: KeysView[EntryId]
+    ) -> tuple[Set[EntryId], Set[Start]]:
+        """Read one session's pins: of entries of `live`, and of extents by their starts."""
+
     def drain_uses(self) -> Uses:
         """Take the reads without a call that clients counted since the last drain."""
 
@@ -126,6 +131,11 @@ class NoBoard:
 
     def pinned(self, live: KeysView[EntryId], starts: Set[Start]) -> Iterator[Portion]:
         return iter((Portion(set(), is_last=True),))
+
+    def pinned_by(
+        self, session: SessionId, live: KeysView[EntryId]
+    ) -> tuple[Set[EntryId], Set[Start]]:
+        return frozenset(), frozenset()
 
     def drain_uses(self) -> Uses:
         return Uses()

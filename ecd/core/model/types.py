@@ -128,6 +128,18 @@ class NamespaceSum(NamedTuple):
     nbytes: int = 0
 
 
+class Held(NamedTuple):
+    """What sessions hold of the pools; the bytes are those of whole extents."""
+
+    entries: int = 0
+    """Leased or pinned, each once for a session."""
+    leased_bytes: int = 0
+    leases: int = 0
+    pins: int = 0
+    reserved_bytes: int = 0
+    granted_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class Selection:
     """The conditions for an eviction: it evicts the entries that meet all that are given.

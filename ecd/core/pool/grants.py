@@ -42,6 +42,9 @@ class Grants:
         """How many extents of `nbytes`, whole granules, the session's pieces can hold."""
         return sum(piece.nbytes // nbytes for piece in self._pieces.get(session, ()))
 
+    def nbytes_of(self, session: SessionId) -> int:
+        return sum(piece.nbytes for piece in self._pieces.get(session, ()))
+
     def take(self, session: SessionId, extent: Extent) -> Block | None:
         """Cut an extent out for an entry; None if it is not inside one of the session's pieces."""
         span = self._span(session, extent)

@@ -14,10 +14,11 @@ import os
 import re
 import select
 import socket
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ecd.core.model.types import SessionId
 from ecd_proto.shm.session_page import (
@@ -25,6 +26,7 @@ from ecd_proto.shm.session_page import (
     DMA_BLIND_GRACE_S,
     DMA_GRACE_S,
     DMA_LIMIT_S,
+    INTRODUCED,
     SO_PEERPIDFD,
 )
 
@@ -54,6 +56,19 @@ class Sessions(Protocol):
 
     def attach(self, token: str, pidfd: int | None) -> bool: ...
 
+    def introduce(self, token: str, process: Process) -> None: ...
+
+
+class Process(NamedTuple):
+    """A process that has connected, as the kernel says."""
+
+    pid: int
+    """In the daemon's own namespace; 0: it is not seen there."""
+    uid: int
+
+
+UNKNOWN = Process(0, -1)
+
 
 class Exported(Protocol):
     """Memory that clients import by a descriptor, if it is there."""
@@ -65,6 +80,7 @@ class Exported(Protocol):
 class AttachSocket:
     """Attaches a session's client: it sends the session's token, and is answered ATTACHED.
 
+    Every client introduces itself here, too: it sends INTRODUCED and the token, without an answer.
     Each connection is for one packet. One that sends no open session's token is closed without an
     answer, and so is the oldest where more are silent than there are sessions, or than MAX_SILENT.
     """
@@ -130,6 +146,10 @@ class AttachSocket:
         """Answer the message of a connection, if it has sent one, and close it."""
         try:
             token = connection.recv(MAX_TOKEN_BYTES).decode("ascii")
+            if token.startswith(INTRODUCED):
+                sessions.introduce(token.removeprefix(INTRODUCED), _peer(connection))
+                self._drop(connection, "it has introduced itself")
+                return
             pidfd = _peer_pidfd(connection)
             if sessions.attach(token, pidfd):
                 self._answer(connection)
@@ -180,6 +200,10 @@ class DmaProcesses:
         """Sessions whose lock has dropped and whose copies may be under way."""
         return len(self._dropped_s)
 
+    def is_waited_for(self, session: SessionId) -> bool:
+        """Whether the session's lock has dropped and its copies may be under way."""
+        return session in self._dropped_s
+
     def attach(self, session: SessionId, pidfd: int | None) -> None:
         """Keep the pidfd of the session's process, in place of an earlier one."""
         self.forget(session)
@@ -215,6 +239,14 @@ class DmaProcesses:
         pidfd = self._pidfds.pop(session, None)
         if pidfd is not None:
             os.close(pidfd)
+
+
+def _peer(connection: socket.socket) -> Process:
+    """The process that connected, as it was then. Raises OSError."""
+    credentials = struct.Struct("3i")  # pid, uid, gid
+    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    pid, uid, _ = credentials.unpack(said)
+    return Process(pid, uid)
 
 
 def _peer_pidfd(connection: socket.socket) -> int | None:

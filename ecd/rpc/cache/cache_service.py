@@ -24,6 +24,7 @@ from ecd.live.effects import EVICTED_AT_A_TIME
 from ecd.live.flights import Flights, Maker
 from ecd.live.live import LiveCache
 from ecd.live.slow_log import SlowLog, Stage, time_stages
+from ecd.rpc.cache.clients import Clients
 from ecd.rpc.cache.convert import (
     SessionOver,
     copies_pool,
@@ -80,6 +81,7 @@ class CacheService(pb_grpc.CacheServicer):
         self._others, self._recovery, self._disk = others, recovery, disk
         self._monitor = monitor
         self._incarnation = streams.identity.incarnation
+        self._clients = Clients(live, streams)
         self._undoing = Background()
         self._exchanged: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {
             "reserve": self.Reserve,
@@ -311,6 +313,14 @@ class CacheService(pb_grpc.CacheServicer):
             slow_s=slow_log.slow_s,
             slow_fetch_s=slow_log.slow_fetch_s,
         )
+
+    async def Clients(self, request: pb.ClientsRequest, context: Ctx) -> pb.ClientsReply:
+        return await self._clients.all(await self._live.begin())
+
+    async def EndClients(self, request: pb.EndClientsRequest, context: Ctx) -> pb.EndClientsReply:
+        check_batch(request.ids)
+        ended = await self._clients.end(request.ids)
+        return pb.EndClientsReply(incarnation=self._incarnation, ended=ended)
 
     async def Offer(self, request: pb.OfferRequest, context: Ctx) -> pb.OfferReply:
         check_batch(request.keys)

@@ -23,6 +23,9 @@ class Engines:
         self._by_session[session] = engine
         return True
 
+    def get(self, session: SessionId) -> Engine | None:
+        return self._by_session.get(session)
+
     def forget(self, session: SessionId) -> None:
         self._by_session.pop(session, None)
         self._told.discard(session)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Protocol
 
 import grpc
@@ -24,10 +22,11 @@ from ecd.live.background import first_of
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.live.makings import KeyLocks
-from ecd.rpc.cache.attach import DmaProcesses
+from ecd.rpc.cache.attach import DmaProcesses, Process
 from ecd.rpc.cache.convert import SessionOver, to_acquire_outcome
 from ecd.rpc.cache.engines import Engines
 from ecd.rpc.cache.long_poll import HeldAnswers
+from ecd.rpc.cache.stream import Event, Stream, merged
 from ecd_proto.backoff import Backoff
 from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH, shown
 from ecd_proto.engines import MAX_ENGINES, Engine
@@ -36,19 +35,16 @@ from ecd_proto.v1 import cache_pb2 as pb
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
-MAX_UNREAD_EVENTS = 100_000
-"""Events a client may leave unread before its session is ended."""
 MAX_REFUSALS = 64
 """Clients of another contract that the log names."""
 RENEWED_AT_A_TIME = 64
 """Leases: each takes less than 1 us, and a client may have 65,536."""
+ENDED = "the daemon ended this session at an operator's request: connect anew"
 RECHECK = Backoff(0.01, 0.1)
 """First and longest pause between checks of the lock of a session whose stream ended."""
 
 Context = grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionEvent]
 SessionIterator = AsyncIterator[pb.SessionRequest]
-Event = pb.SessionEvent | pb.WaitEnded | None
-"""An event to write; None ends the stream."""
 
 
 class OpenedFiles(KeyLocks, Protocol):
@@ -66,20 +62,7 @@ class OpenedFiles(KeyLocks, Protocol):
 
     def copies_by_dma(self, session: SessionId) -> bool: ...
 
-
-@dataclass(eq=False)
-class Stream:
-    """One open session stream."""
-
-    session: SessionId
-    token: str
-    client: str
-    pid: int  # as the client says
-    outbox: asyncio.Queue[Event] = field(default_factory=lambda: asyncio.Queue(MAX_UNREAD_EVENTS))
-    attached: bool = False  # its client was seen to hold the session's lock
-    is_described: bool = False  # by its client, as an engine
-    is_misread: bool = False  # what its client says that its engine is
-    has_erred: bool = False  # a message of its client was passed over
+    def pinned_bytes(self, session: SessionId) -> int: ...
 
 
 class SessionStreams:
@@ -98,12 +81,12 @@ class SessionStreams:
         self._processes = DmaProcesses()
         self._refusals: set[str] = set()
         self._stopping = False
-        self._leaving = 0
+        self._leaving: dict[SessionId, Stream] = {}
 
     @property
     def clients(self) -> int:
         """Sessions of clients, open or leaving, without the daemon's own and its peers'."""
-        return len(self._by_session) + self._leaving
+        return len(self._by_session) + len(self._leaving)
 
     @property
     def waiting_for_dma(self) -> int:
@@ -139,6 +122,37 @@ class SessionStreams:
         self._processes.attach(stream.session, pidfd)
         return True
 
+    def introduce(self, token: str, process: Process) -> None:
+        """Note the process of an open session's client."""
+        stream = self._by_token.get(token)
+        if stream is not None:
+            stream.process = process
+
+    def each(self) -> Iterator[tuple[Stream, pb.ClientInfo.State.ValueType]]:
+        """The streams of all sessions of clients, the oldest first, and the state of each."""
+        states = pb.ClientInfo.State
+        for session in sorted((*self._by_session, *self._leaving)):
+            stream = self._by_session.get(session)
+            if stream is not None:
+                yield stream, states.STATE_OPEN
+            elif self._processes.is_waited_for(session):
+                yield self._leaving[session], states.STATE_WAITING_FOR_DMA
+            else:
+                yield self._leaving[session], states.STATE_ENDED
+
+    def pinned_bytes(self, session: SessionId) -> int:
+        """Bytes of the pools that the session's client says it has pinned for its GPUs."""
+        return self._files.pinned_bytes(session)
+
+    async def end_client(self, session: SessionId) -> bool:
+        """End an open session as if its client had disconnected. False: there is none."""
+        stream = self._by_session.get(session)
+        if stream is None:
+            return False
+        stream.is_over.set()
+        await stream.has_ended.wait()
+        return True
+
     # -- what happens between calls ------------------------------------------------------------
 
     def wait_ended(self, wakeup: Wakeup) -> None:
@@ -154,8 +168,7 @@ class SessionStreams:
     async def run(self, requests: SessionIterator, context: Context) -> None:
         """Serve one stream until it ends."""
         hello = await self._hello(requests, context)
-        client = f"{shown(hello.client)} pid {hello.pid}"
-        stream = self.open(client, hello.pid, hands_over=not hello.uses_puts)
+        stream = self.open(shown(hello.client), hello.pid, hands_over=not hello.uses_puts)
         if isinstance(stream, LimitReached):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -163,20 +176,25 @@ class SessionStreams:
             )
             return
         try:
-            await context.write(self._stamp(pb.SessionEvent(welcome=self._welcome(stream))))
-            await first_of(self._read(stream, requests), self._write(stream, context))
+            welcome = self._stamp(pb.SessionEvent(welcome=self._welcome(stream)))
+            talk = self._talk(stream, welcome, requests, context)
+            await first_of(talk, stream.is_over.wait())
         finally:
             self.end(stream)
+        if stream.is_over.is_set():
+            logger.warning("%s: an operator has ended its session (ecd-cli clients)", stream)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, ENDED)
 
     def open(self, client: str, pid: int = 0, *, hands_over: bool = False) -> Stream | LimitReached:
         """Open a session, and record its stream."""
         opened = self._live.cache.open_session(hands_over=hands_over)
         if isinstance(opened, LimitReached):
             return opened
-        stream = Stream(opened, self._live.clock.secret(16).hex(), client, pid)
+        clock = self._live.clock
+        stream = Stream(opened, clock.secret(16).hex(), client, pid, clock.now_s())
         self._by_token[stream.token] = self._by_session[opened] = stream
         self._live.subscribe(opened, self)
-        logger.debug("session %d opened by %s", opened, client)
+        logger.debug("session %d opened by %s", opened, stream)
         return stream
 
     def end_all(self) -> None:
@@ -222,6 +240,16 @@ class SessionStreams:
             takes_engine=True,
         )
 
+    async def _talk(
+        self,
+        stream: Stream,
+        welcome: pb.SessionEvent,
+        requests: SessionIterator,
+        context: Context,
+    ) -> None:
+        await context.write(welcome)
+        await first_of(self._read(stream, requests), self._write(stream, context))
+
     async def _read(self, stream: Stream, requests: SessionIterator) -> None:
         most = self._live.cache.limits.leases_per_session
         async for request in requests:
@@ -244,7 +272,7 @@ class SessionStreams:
                 case "engine":
                     self._describe(stream, request.engine)
                 case "hello" | "renew":  # whose answer the client would take for another's
-                    logger.warning("%s broke the session's protocol", stream.client)
+                    logger.warning("%s broke the session's protocol", stream)
                     return
                 case kind:
                     self._pass_over(stream, f"{kind or 'a request'} is too long, or not known here")
@@ -253,14 +281,14 @@ class SessionStreams:
         """Note that a message of the client's has no effect; it does not end the session."""
         if not stream.has_erred:
             stream.has_erred = True
-            logger.warning("%s sends what is passed over: %s", stream.client, cause)
+            logger.warning("%s sends what is passed over: %s", stream, cause)
 
     def _describe(self, stream: Stream, message: pb.Engine) -> None:
         """Store an engine's description; report to it, or to others, an unintended difference."""
         engine = Engine.of(message, stream.pid)
         if engine is None:  # a newer client may say more than this daemon knows
             if not stream.is_misread:
-                logger.warning("%s describes its engine in a form that is not known", stream.client)
+                logger.warning("%s describes its engine in a form that is not known", stream)
             stream.is_misread = True
         elif not self.engines.describe(stream.session, engine):
             self._live.refuse("engines", MAX_ENGINES)
@@ -287,7 +315,7 @@ class SessionStreams:
             events = [await stream.outbox.get()]
             while not stream.outbox.empty() and len(events) < MAX_BATCH:
                 events.append(stream.outbox.get_nowait())
-            for event in _merged(events):
+            for event in merged(events):
                 if event is None:
                     return
                 await context.write(self._stamp(event))
@@ -299,7 +327,7 @@ class SessionStreams:
         try:
             stream.outbox.put_nowait(event)
         except asyncio.QueueFull:
-            logger.warning("%s leaves its events unread: its session ends", stream.client)
+            logger.warning("%s leaves its events unread: its session ends", stream)
             self._close_outbox(stream)
 
     def _close_outbox(self, stream: Stream) -> None:
@@ -320,7 +348,8 @@ class SessionStreams:
         self.engines.forget(stream.session)
         self._flights.leave_session(stream.session)
         self._live.leave_session(stream.session)
-        self._leaving += 1
+        self._leaving[stream.session] = stream
+        stream.has_ended.set()
         self._take_back(stream.session, RECHECK.after())
 
     def _take_back(self, session: SessionId, pause_s: float) -> None:
@@ -330,7 +359,7 @@ class SessionStreams:
             loop = asyncio.get_running_loop()
             loop.call_later(pause_s, self._take_back, session, RECHECK.after(pause_s))
             return
-        self._leaving -= 1
+        del self._leaving[session]
         self._processes.forget(session)
         self._live.close_session(session)
 
@@ -339,21 +368,6 @@ class SessionStreams:
         if not self._files.copies_by_dma(session):
             return False
         return self._processes.may_copy(session, self._live.clock.now_s())
-
-
-def _merged(events: Iterable[Event]) -> Iterator[pb.SessionEvent | None]:
-    """The events in order; ends of waits in a row make one."""
-    for _, group in groupby(events, type):
-        others: list[pb.SessionEvent | None] = []
-        waits: list[pb.WaitEnded] = []
-        for event in group:
-            if isinstance(event, pb.WaitEnded):
-                waits.append(event)
-            else:
-                others.append(event)
-        if waits:
-            yield pb.SessionEvent(waits_ended=pb.WaitsEnded(ended=waits))
-        yield from others
 
 
 async def anext_(iterator: SessionIterator) -> pb.SessionRequest:

@@ -81,6 +81,8 @@ It has begun another program (`exec`), without the device's files.
 """
 SO_PEERPIDFD = 77
 """The option that gives a pidfd of the peer's process (Linux 6.5): Python has no name for it."""
+INTRODUCED = "process "
+"""Before a session's name on the attach socket: only the sender's process is of interest."""
 ATTACHED = b"ok"
 """The daemon's answer to a session's name on its attach socket: the client may copy by DMA."""
 

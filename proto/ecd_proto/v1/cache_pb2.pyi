@@ -380,6 +380,7 @@ class Welcome(google.protobuf.message.Message):
     """The SOCK_SEQPACKET socket to which a client attaches before its first copy by DMA. It sends
     `session` as one packet, and the packet "ok" comes back. Empty: this client does not copy by DMA.
     With device pools a byte for each follows "ok", its number, and its descriptor is attached.
+    A client that sends "process " and `session` is not answered: it shows the daemon its process.
     """
     has_disk: builtins.bool
     """Whether entries may lie on the daemon's disk: an Acquire that waits brings them."""
@@ -1870,6 +1871,194 @@ class SlowEvent(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["keys", b"keys", "kind", b"kind", "mm_hash", b"mm_hash", "namespace", b"namespace", "nbytes", b"nbytes", "outcome", b"outcome", "peer", b"peer", "seconds", b"seconds", "stages", b"stages", "unix_s", b"unix_s"]) -> None: ...
 
 global___SlowEvent = SlowEvent
+
+@typing.final
+class ClientsRequest(google.protobuf.message.Message):
+    """The clients of this node, and what each holds of the pools."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ClientsRequest = ClientsRequest
+
+@typing.final
+class ClientsReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    CLIENTS_FIELD_NUMBER: builtins.int
+    OTHERS_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    @property
+    def clients(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ClientInfo]: ...
+    @property
+    def others(self) -> global___Held:
+        """by sessions of other nodes, and of this daemon's own fetches"""
+
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        clients: collections.abc.Iterable[global___ClientInfo] | None = ...,
+        others: global___Held | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["others", b"others"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["clients", b"clients", "incarnation", b"incarnation", "others", b"others"]) -> None: ...
+
+global___ClientsReply = ClientsReply
+
+@typing.final
+class ClientInfo(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _State:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _StateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[ClientInfo._State.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: ClientInfo._State.ValueType  # 0
+        STATE_OPEN: ClientInfo._State.ValueType  # 1
+        STATE_ENDED: ClientInfo._State.ValueType  # 2
+        """its process may still read and write what it holds"""
+        STATE_WAITING_FOR_DMA: ClientInfo._State.ValueType  # 3
+        """the process has ended, and a device may still write what it holds"""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper): ...
+    STATE_UNSPECIFIED: ClientInfo.State.ValueType  # 0
+    STATE_OPEN: ClientInfo.State.ValueType  # 1
+    STATE_ENDED: ClientInfo.State.ValueType  # 2
+    """its process may still read and write what it holds"""
+    STATE_WAITING_FOR_DMA: ClientInfo.State.ValueType  # 3
+    """the process has ended, and a device may still write what it holds"""
+
+    ID_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    CLIENT_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    SEEN_PID_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    AGE_S_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
+    PINNED_BYTES_FIELD_NUMBER: builtins.int
+    id: builtins.int
+    """of its session, unique in this incarnation"""
+    state: global___ClientInfo.State.ValueType
+    client: builtins.str
+    """name and version, as it says"""
+    pid: builtins.int
+    """as it says, so in its own namespace of processes"""
+    seen_pid: builtins.int
+    """the same process in the daemon's namespace, as the kernel says; 0: not seen"""
+    uid: builtins.int
+    """of the process, as the kernel says; absent: not known"""
+    model: builtins.str
+    """of its engine, if it has described one"""
+    namespace: builtins.str
+    """of its engine, too"""
+    age_s: builtins.float
+    pinned_bytes: builtins.int
+    """of the pools that the process has registered with CUDA, as it says"""
+    @property
+    def held(self) -> global___Held: ...
+    def __init__(
+        self,
+        *,
+        id: builtins.int = ...,
+        state: global___ClientInfo.State.ValueType = ...,
+        client: builtins.str = ...,
+        pid: builtins.int = ...,
+        seen_pid: builtins.int = ...,
+        uid: builtins.int | None = ...,
+        model: builtins.str = ...,
+        namespace: builtins.str = ...,
+        age_s: builtins.float = ...,
+        held: global___Held | None = ...,
+        pinned_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_uid", b"_uid", "held", b"held", "uid", b"uid"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_uid", b"_uid", "age_s", b"age_s", "client", b"client", "held", b"held", "id", b"id", "model", b"model", "namespace", b"namespace", "pid", b"pid", "pinned_bytes", b"pinned_bytes", "seen_pid", b"seen_pid", "state", b"state", "uid", b"uid"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_uid", b"_uid"]) -> typing.Literal["uid"] | None: ...
+
+global___ClientInfo = ClientInfo
+
+@typing.final
+class Held(google.protobuf.message.Message):
+    """What sessions hold of the pools. Extents count as rounded to granules, as in PoolStatus."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: builtins.int
+    LEASED_BYTES_FIELD_NUMBER: builtins.int
+    LEASES_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
+    RESERVED_BYTES_FIELD_NUMBER: builtins.int
+    GRANTED_BYTES_FIELD_NUMBER: builtins.int
+    entries: builtins.int
+    """leased or pinned, each once for a session"""
+    leased_bytes: builtins.int
+    """of these"""
+    leases: builtins.int
+    pins: builtins.int
+    reserved_bytes: builtins.int
+    granted_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        entries: builtins.int = ...,
+        leased_bytes: builtins.int = ...,
+        leases: builtins.int = ...,
+        pins: builtins.int = ...,
+        reserved_bytes: builtins.int = ...,
+        granted_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "granted_bytes", b"granted_bytes", "leased_bytes", b"leased_bytes", "leases", b"leases", "pins", b"pins", "reserved_bytes", b"reserved_bytes"]) -> None: ...
+
+global___Held = Held
+
+@typing.final
+class EndClientsRequest(google.protobuf.message.Message):
+    """End these clients' sessions, as if they had disconnected."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: builtins.int
+    @property
+    def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ids", b"ids"]) -> None: ...
+
+global___EndClientsRequest = EndClientsRequest
+
+@typing.final
+class EndClientsReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    @property
+    def ended(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
+        """in the order asked; false: no open session of a client has this id"""
+
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        ended: collections.abc.Iterable[builtins.bool] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "incarnation", b"incarnation"]) -> None: ...
+
+global___EndClientsReply = EndClientsReply
 
 @typing.final
 class NamespaceStatus(google.protobuf.message.Message):

@@ -84,6 +84,16 @@ class CacheStub(object):
                 request_serializer=ecd__proto_dot_v1_dot_cache__pb2.SlowRequest.SerializeToString,
                 response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.SlowReply.FromString,
                 )
+        self.Clients = channel.unary_unary(
+                '/ecd.v1.Cache/Clients',
+                request_serializer=ecd__proto_dot_v1_dot_cache__pb2.ClientsRequest.SerializeToString,
+                response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.ClientsReply.FromString,
+                )
+        self.EndClients = channel.unary_unary(
+                '/ecd.v1.Cache/EndClients',
+                request_serializer=ecd__proto_dot_v1_dot_cache__pb2.EndClientsRequest.SerializeToString,
+                response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.EndClientsReply.FromString,
+                )
         self.Offer = channel.unary_unary(
                 '/ecd.v1.Cache/Offer',
                 request_serializer=ecd__proto_dot_v1_dot_cache__pb2.OfferRequest.SerializeToString,
@@ -194,6 +204,18 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Clients(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndClients(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Offer(self, request, context):
         """Other nodes.
         """
@@ -286,6 +308,16 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Slow,
                     request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.SlowRequest.FromString,
                     response_serializer=ecd__proto_dot_v1_dot_cache__pb2.SlowReply.SerializeToString,
+            ),
+            'Clients': grpc.unary_unary_rpc_method_handler(
+                    servicer.Clients,
+                    request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.ClientsRequest.FromString,
+                    response_serializer=ecd__proto_dot_v1_dot_cache__pb2.ClientsReply.SerializeToString,
+            ),
+            'EndClients': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndClients,
+                    request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.EndClientsRequest.FromString,
+                    response_serializer=ecd__proto_dot_v1_dot_cache__pb2.EndClientsReply.SerializeToString,
             ),
             'Offer': grpc.unary_unary_rpc_method_handler(
                     servicer.Offer,
@@ -547,6 +579,40 @@ class Cache(object):
         return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Slow',
             ecd__proto_dot_v1_dot_cache__pb2.SlowRequest.SerializeToString,
             ecd__proto_dot_v1_dot_cache__pb2.SlowReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Clients(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Clients',
+            ecd__proto_dot_v1_dot_cache__pb2.ClientsRequest.SerializeToString,
+            ecd__proto_dot_v1_dot_cache__pb2.ClientsReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def EndClients(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/EndClients',
+            ecd__proto_dot_v1_dot_cache__pb2.EndClientsRequest.SerializeToString,
+            ecd__proto_dot_v1_dot_cache__pb2.EndClientsReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -101,6 +101,16 @@ class CacheStub:
         ecd_proto.v1.cache_pb2.SlowReply,
     ]
 
+    Clients: grpc.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.ClientsRequest,
+        ecd_proto.v1.cache_pb2.ClientsReply,
+    ]
+
+    EndClients: grpc.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.EndClientsRequest,
+        ecd_proto.v1.cache_pb2.EndClientsReply,
+    ]
+
     Offer: grpc.UnaryUnaryMultiCallable[
         ecd_proto.v1.cache_pb2.OfferRequest,
         ecd_proto.v1.cache_pb2.OfferReply,
@@ -195,6 +205,16 @@ class CacheAsyncStub:
     Slow: grpc.aio.UnaryUnaryMultiCallable[
         ecd_proto.v1.cache_pb2.SlowRequest,
         ecd_proto.v1.cache_pb2.SlowReply,
+    ]
+
+    Clients: grpc.aio.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.ClientsRequest,
+        ecd_proto.v1.cache_pb2.ClientsReply,
+    ]
+
+    EndClients: grpc.aio.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.EndClientsRequest,
+        ecd_proto.v1.cache_pb2.EndClientsReply,
     ]
 
     Offer: grpc.aio.UnaryUnaryMultiCallable[
@@ -320,6 +340,20 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: ecd_proto.v1.cache_pb2.SlowRequest,
         context: _ServicerContext,
     ) -> typing.Union[ecd_proto.v1.cache_pb2.SlowReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.SlowReply]]: ...
+
+    @abc.abstractmethod
+    def Clients(
+        self,
+        request: ecd_proto.v1.cache_pb2.ClientsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ecd_proto.v1.cache_pb2.ClientsReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.ClientsReply]]: ...
+
+    @abc.abstractmethod
+    def EndClients(
+        self,
+        request: ecd_proto.v1.cache_pb2.EndClientsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ecd_proto.v1.cache_pb2.EndClientsReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.EndClientsReply]]: ...
 
     @abc.abstractmethod
     def Offer(
