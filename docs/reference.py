@@ -160,10 +160,16 @@ def program(name: str, app: Typer) -> Iterator[str]:
     """A section for the program and one for each of its commands, with a table of the options."""
     group: Any = get_command(app)
     yield f"## {name}\n\n{group.help.strip()}\n\n{options(group)}"
+    yield from sections(name, group)
+
+
+def sections(name: str, group: Any) -> Iterator[str]:
     for command in group.commands.values():
         words = [one_word(p) for p in command.params if p.param_type_name == "argument"]
         usage = " ".join((name, command.name, *words))
         yield f"### {name} {command.name}\n\n`{usage}`\n\n{command.help}\n\n{options(command)}"
+        if hasattr(command, "commands"):
+            yield from sections(f"{name} {command.name}", command)
 
 
 def one_word(argument: Any) -> str:

@@ -160,11 +160,13 @@ class Put:
                     raise PoolFull(
                         f"{full.nbytes} bytes do not fit into the quota of {entry.namespace!r}, "
                         f"{full.quota_bytes} bytes: its entries are leased, kept or being "
-                        "written. Try later, or raise ECD_NAMESPACE_QUOTAS"
+                        "written (`ecd-cli clients` shows by whom). Try later, or raise "
+                        "ECD_NAMESPACE_QUOTAS"
                     )
                 raise PoolFull(
                     f"{full.nbytes} bytes do not fit: {full.held_bytes} are leased or being "
-                    f"written, the largest free piece has {full.largest_free_bytes}"
+                    f"written (`ecd-cli clients` shows by whom), the largest free piece has "
+                    f"{full.largest_free_bytes}"
                 )
             case "entry_too_large":
                 large = outcome.entry_too_large

@@ -50,13 +50,14 @@ _LARGER_POOL = (
     "raise ECD_HOST_POOL_BYTES if that goes on; the next start is cold then, as a pool of another "
     "size is not taken over"
 )
-_FEWER_HELD = (
-    "look for a client that asks without end, or never releases: ecd-cli ls shows the leases of "
-    "entries that are not evicted yet"
-)
+_FEWER_HELD = "look for a client that asks without end, or never releases: ecd-cli clients"
 REFUSALS = {
     "entry_too_large": Refusal("put", "larger than the pool", _LARGER_POOL),
-    "pool_full": Refusal("put", "refused, as the pool was full of what was in use", _LARGER_POOL),
+    "pool_full": Refusal(
+        "put",
+        "refused, as the pool was full of what was in use",
+        f"`ecd-cli clients` shows who uses it; {_LARGER_POOL}",
+    ),
     "quota_full": Refusal(
         "put", "above its namespace's quota", "raise ECD_NAMESPACE_QUOTAS if that goes on"
     ),

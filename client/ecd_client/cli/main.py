@@ -15,7 +15,7 @@ import typer
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its retries are not the user's business
 
-from ecd_client.cli import daemon, entries, keeping, render, routing, slow_log
+from ecd_client.cli import clients, daemon, entries, keeping, render, routing, slow_log
 from ecd_client.cli.context import (
     FAILED,
     UNREACHABLE,
@@ -63,6 +63,7 @@ def options(
 
 app.command()(daemon.status)
 app.command()(daemon.peers)
+app.add_typer(clients.app, name="clients")
 app.command("ls")(entries.list_entries)
 app.command()(entries.namespaces)
 app.command()(entries.get)
