@@ -1,4 +1,4 @@
-"""Operators see who holds the pool, and end a client's session."""
+"""Operators see who holds the pool, end a client's session, and read of refused puts in the log."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ecd_client import Client
+from ecd_client.errors import EntryTooLarge, PoolFull
 from ecd_client.session.channel import open_channel
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
@@ -222,3 +223,36 @@ def test_nothing_is_ended_by_mistake(daemon: Daemon) -> None:
             assert answer.returncode == code, answer
             assert why in answer.stderr
         assert client._connection.current is session
+
+
+def test_refused_puts_are_in_the_log_once_a_minute(make_daemon: Callable[..., Daemon]) -> None:
+    daemon = make_daemon(ECD_NAMESPACE_QUOTAS="small=8MiB", ECD_LOG_LEVEL="warning").start()
+
+    def refusals() -> list[str]:
+        return [line for line in daemon.text().splitlines() if "is refused:" in line]
+
+    def put(client: Client, key: str, mib: int) -> None:
+        client.put_bytes(key, bytes(mib * MIB), "uint8", (mib * MIB,))
+
+    with (
+        Client(daemon.address, namespace="n") as client,
+        Client(daemon.address, namespace="small") as other,
+    ):
+        for _ in range(3):
+            with pytest.raises(EntryTooLarge):
+                put(client, "k", 65)
+        [line] = refusals()
+        assert "a put of 65 MiB by n is refused: the whole pool has 64 MiB" in line
+        assert "WARNING" in line
+        with pytest.raises(EntryTooLarge):
+            put(other, "k", 9)
+        put(other, "k", 8)
+        with other.get("k"), pytest.raises(PoolFull, match="ecd-cli clients"):
+            put(other, "l", 5)
+        put(client, "k", 36)
+        with client.get("k"), pytest.raises(PoolFull, match="ecd-cli clients"):
+            put(client, "l", 36)
+    _, quota, full, pool = refusals()
+    assert "the quota of its namespace is 8 MiB: raise ECD_NAMESPACE_QUOTAS" in quota
+    assert "its namespace's quota of 8 MiB is full" in full
+    assert "36 MiB are leased or being written (see `ecd-cli clients`)" in pool

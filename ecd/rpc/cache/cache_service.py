@@ -38,6 +38,7 @@ from ecd.rpc.cache.convert import (
     to_reserve_outcome,
 )
 from ecd.rpc.cache.origins import Disk, OtherNodes, Recovering
+from ecd.rpc.cache.refused import RefusedPuts
 from ecd.rpc.cache.sessions import Context, SessionStreams
 from ecd_proto.contract import MAX_PAGE, Hint
 from ecd_proto.v1 import cache_pb2 as pb
@@ -82,6 +83,7 @@ class CacheService(pb_grpc.CacheServicer):
         self._monitor = monitor
         self._incarnation = streams.identity.incarnation
         self._clients = Clients(live, streams)
+        self._refused = RefusedPuts(live.clock)
         self._undoing = Background()
         self._exchanged: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {
             "reserve": self.Reserve,
@@ -107,6 +109,7 @@ class CacheService(pb_grpc.CacheServicer):
                 for key, content in items:
                     await pace.step()
                     outcome = await reserve(key, content)
+                    self._refused.note(key.namespace, outcome)
                     if isinstance(outcome, Reserved):
                         reserved.append(outcome.entry)
                     reply.outcomes.append(to_reserve_outcome(outcome))
