@@ -166,12 +166,13 @@ class Entries:
             return []
         return [replica for replica in self.copies(entry.key) if replica.replica_in]
 
-    def use(self, entry: Entry, now_s: float) -> None:
-        """Count one read of an entry, which keeps all copies of its key."""
-        self.pool_of(entry).use(entry, now_s)
+    def use(self, entry: Entry, now_s: float, *, for_another: bool = False) -> bool:
+        """Count one read of an entry, which keeps all copies of its key; as `Pool.use`."""
+        is_handover = self.pool_of(entry).use(entry, now_s, for_another=for_another)
         for copy in self.copies(entry.key) if self._replicas else ():
             if copy is not entry:
                 self.pool_of(copy).use(copy, now_s)
+        return is_handover
 
     def namespaces(self, most: int) -> tuple[dict[str, NamespaceSum], NamespaceSum]:
         """Up to `most` of the largest of LOOKED_AT namespaces, and the sum of all others."""

@@ -62,25 +62,17 @@ class Evictor:
         self._counters.misses += uses.misses
         self._counters.duplicates += uses.duplicates
         known_s, handed_over = 0.0, 0
-        for used in uses.for_others:
+        named = [*((used, True) for used in uses.for_others), *((u, False) for u in uses.entries)]
+        for used, for_another in named:
             if (entry := self._entries.get(used)) is not None:
-                known_s += entry.saves_s
-                entry.handovers += 1
-                self._note_use(entry, now_s)
-        for used in uses.entries:
-            if (entry := self._entries.get(used)) is not None:
-                is_handover = entry.hand_over()
+                self._counters.of(entry.namespace).note_hit(entry.content.nbytes)
+                is_handover = self._entries.use(entry, now_s, for_another=for_another)
                 handed_over += is_handover
                 known_s += 0.0 if is_handover else entry.saves_s
-                self._note_use(entry, now_s)
-        if named := len(uses.for_others) + len(uses.entries):  # the other reads were like them
-            self._counters.handed_over += round(handed_over * uses.hits / named)
-            self._counters.saved_s += known_s * uses.hits / named
+        if named:  # the other reads were like them
+            self._counters.handed_over += round(handed_over * uses.hits / len(named))
+            self._counters.saved_s += known_s * uses.hits / len(named)
         return uses.is_all
-
-    def _note_use(self, entry: Entry, now_s: float) -> None:
-        self._counters.of(entry.namespace).note_hit(entry.content.nbytes)
-        self._entries.use(entry, now_s)
 
     @property
     def is_settled(self) -> bool:

@@ -47,9 +47,8 @@ class Readers:
         if self.leases.count(session) >= limit:
             return self._counters.refuse("leases", limit)
         self._entries.pool_of(entry).hold(entry)
-        self._entries.use(entry, now_s)
+        is_handover = self._entries.use(entry, now_s)
         counters, content = self._counters.of(entry.namespace), entry.content
-        is_handover = entry.hand_over()
         if answer is Answer.PEER:
             counters.peer_leases += 1
         else:

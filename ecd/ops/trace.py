@@ -9,6 +9,7 @@ The first line is a JSON object, the header; each other line is a JSON array, on
     ["admit", entry, start, key, namespace, nbytes, rows, cost_s, now_s]
     ["cost", entry, cost_s]      what it costs from now on
     ["use", entry, now_s]        a read; of reads without a call, one a look
+    ["use", entry, now_s, true]  one that only brought it to the engine for which it was encoded
     ["hold", entry]              the first reader came
     ["let go", entry]            the last reader went
     ["plan", nbytes, entries]    evicted together for an extent of `nbytes`; 0: the coldest, to trim
@@ -43,7 +44,7 @@ from ecd.core.pool.pool import Evict, Pool, Scan
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 MAX_WAITING = 1 << 16
 """Most records queued for the writer's thread; further ones are a hole in the trace."""
 WRITTEN_AT_ONCE = 512
@@ -188,6 +189,7 @@ class _Policy:
         self._write, self._begin_s = write, begin_s
         self._namespaces: dict[str, int] = {}
         self.wanted = 0  # bytes of the extent that room is being made for; 0 while trimming
+        self.hands_over = False  # whether the use that is being counted saves no encode
         self.remove, self.coldest = policy.remove, policy.coldest
         self.warmth, self.loss = policy.warmth, policy.loss
 
@@ -225,7 +227,7 @@ class _Policy:
         return numbers.setdefault(namespace, len(numbers) + 1)
 
     def use(self, entry: Entry, now_s: float) -> None:
-        self._write("use", entry.id, now_s - self._begin_s)
+        self._write("use", entry.id, now_s - self._begin_s, *([True] if self.hands_over else ()))
         self._policy.use(entry, now_s)
 
     def hold(self, entry: Entry) -> None:
@@ -247,6 +249,10 @@ class _Pool(Pool):
     ) -> None:
         super().__init__(allocator, limits=limits, policy=policy)
         self._recorded, self._write = policy, write
+
+    def use(self, entry: Entry, now_s: float, *, for_another: bool = False) -> bool:
+        self._recorded.hands_over = entry.handovers > 0 and not for_another
+        return super().use(entry, now_s, for_another=for_another)
 
     def evict_for(
         self, nbytes: int, evict: Evict, scan: Scan, most: int | None = None

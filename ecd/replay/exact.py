@@ -75,7 +75,7 @@ class Replay:
     def _do(self, operation: list[Any]) -> None:
         policy, allocator, entries = self._policy, self._allocator, self._entries
         match operation:
-            case ["use", entry, now_s]:
+            case ["use", entry, now_s, *_]:
                 used = entries[entry]
                 policy.use(used, now_s)
                 used.used_s = now_s

@@ -25,6 +25,10 @@ CSV_COLUMNS = {
 """The columns of a CSV, in order, and the names that a header may give them. `cost` is ours."""
 GRANULE_BYTES = 4096
 
+READABLE = 1, VERSION
+"""Versions of a trace: the first says of no read that it only handed an entry over."""
+_READABLE = " and ".join(map(str, READABLE))
+
 Progress = Callable[[int, int], None]
 """Receives the work done and the work in total, in one unit of any kind."""
 
@@ -58,6 +62,7 @@ class Item(NamedTuple):
 class Accesses:
     """The reads and writes of a trace, as an encoder asks for them: who misses, encodes and puts.
 
+    A read that only handed an entry over is left out: it belongs to the write.
     `order` indexes `items`; `times_s` grow from the begin of the trace.
     """
 
@@ -104,8 +109,8 @@ def records(path: Path, progress: Progress = no_progress) -> tuple[Header, Itera
             raise TraceError(f"{path} does not begin with the header of a trace") from None
     if header.granule_bytes <= 0 or header.pool_bytes < header.granule_bytes:
         raise TraceError(f"{path} is of a pool of {header.pool_bytes} bytes")
-    if header.version != VERSION:
-        raise TraceError(f"{path} has version {header.version}; this ecd reads {VERSION}")
+    if header.version not in READABLE:
+        raise TraceError(f"{path} has version {header.version}; this ecd reads {_READABLE}")
     return header, _records(path, progress)
 
 

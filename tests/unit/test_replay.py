@@ -155,6 +155,28 @@ def test_an_entry_that_costs_more_since_its_fetch_was_long_ago_is_replayed_so(
     assert (found.difference, found.evictions) == (None, pool.evictions)
 
 
+def test_a_read_that_only_hands_an_entry_over_is_no_access(tmp_path: Path) -> None:
+    file = tmp_path / "t"
+    recorder = Recorder(file, 0.0)
+    cache = Cache([recorder.pool((0, 8 * 4096, 4096), Lru(), "lru", SALTED)])
+    session = cache.open_session(hands_over=True)
+    assert not isinstance(session, LimitReached)
+    key, content = Key("n", "k"), Content("int8", (1,), 4096, cost_s=1.0)
+    reserved = reserve(cache, session, key, content, 0.0)
+    assert isinstance(reserved, Reserved)
+    cache.commit(session, reserved.entry, 0.0)
+    for now_s in (1.0, 2.0):
+        lease = cache.acquire(session, key, now_s)
+        assert isinstance(lease, Leased)
+        cache.release(session, lease.lease)
+    recorder.close()
+    assert list(accesses(file).times_s) == [0.0, 2.0]
+    assert replayed(file).difference is None
+    older = file.read_text().replace('"version":2', '"version":1')
+    file.write_text(older)
+    assert len(accesses(file).order) == 2
+
+
 def test_a_replay_tells_where_it_differs(tmp_path: Path) -> None:
     file = tmp_path / "t"
     pool = recorded_run(file)

@@ -73,12 +73,6 @@ class Entry:
         """Whether an operator keeps the entry."""
         return self.terms is not None and self.terms.kept_until_s > 0.0
 
-    def hand_over(self) -> bool:
-        """Whether this hit is one of `handovers`: it saves no encode."""
-        is_handover = self.handovers > 0
-        self.handovers -= is_handover
-        return is_handover
-
     def step(self, event: EntryEvent) -> None:
         """Change the state. Raises IllegalTransition."""
         self.state = apply(ENTRY, self.state, event)

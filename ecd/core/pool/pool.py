@@ -169,14 +169,20 @@ class Pool:
         if entry.leases == 0 and entry.state is EntryState.COMMITTED:
             self.policy.let_go(entry)
 
-    def use(self, entry: Entry, now_s: float) -> None:
-        """Count one read of the entry, by lease or pin."""
+    def use(self, entry: Entry, now_s: float, *, for_another: bool = False) -> bool:
+        """Count one read, by lease or pin. Returns whether it only hands the entry over.
+
+        `for_another`: by an engine that found it for the one that reads it next.
+        """
         entry.hits += 1
+        is_handover = entry.handovers > 0 and not for_another
+        entry.handovers += for_another - is_handover
         if entry.state is EntryState.COMMITTED:
             if entry.cost_s < entry.encode_s and now_s - entry.created_s > REFETCHED_S:
                 self.price_anew(entry)
             self.policy.use(entry, now_s)
         entry.used_s = now_s
+        return is_handover
 
     def price_anew(self, entry: Entry) -> None:
         """Price a fetched entry by its encoding: the node that had it may have lost it."""
