@@ -12,6 +12,7 @@ from rich.table import Table
 from ecd_client.cli import render
 from ecd_client.cli.context import FAILED, USAGE, AsJson, Options, errors, fail, out
 from ecd_client.cli.render import escape
+from ecd_proto import tables
 from ecd_proto.contract import count_text, duration_text, size_text
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
@@ -40,7 +41,10 @@ def clients(context: typer.Context, as_json: AsJson = False) -> None:
         shown = {"clients": [_plain(client) for client in found], "others": plain(reply.others)}
         render.as_json(out, shown)
         return
-    out.print(_table(found) if found else "No clients.")
+    if found:
+        tables.show(out, _table(found))
+    else:
+        out.print("No clients.")
     if any(reply.others.ListFields()):
         others = f"{_entries(reply.others)} leased, {size_text(reply.others.reserved_bytes)}"
         out.print(f"Other nodes and this daemon's own fetches: {others} being written.")
@@ -132,7 +136,7 @@ def _table(found: list[pb.ClientInfo]) -> Table:
             (_user(each) or f"uid {each.uid}") if each.HasField("uid") else "" for each in found
         ],
         "client": [each.client for each in found],
-        "namespace": [render.short(each.namespace) for each in found],
+        "namespace": [render.short_namespace(each.namespace) for each in found],
         "age": [duration_text(each.age_s) for each in found],
         "leased": [_entries(each.held) for each in found],
         "being written": [size_text(each.held.reserved_bytes) for each in found],
@@ -141,7 +145,7 @@ def _table(found: list[pb.ClientInfo]) -> Table:
         "state": [STATES.get(each.state, "") for each in found],
     }
     shown = {name: cells for name, cells in columns.items() if any(cells)}
-    table = Table(*shown, box=None, pad_edge=False)
+    table = tables.unframed(*shown)
     for row in zip(*shown.values(), strict=True):
         table.add_row(*map(escape, row))
     return table
