@@ -29,56 +29,72 @@ class PeersCollector(Collector):
         if figures is None:
             return
         status, (ignored, refused), never_reached = figures
-        text = "Entries that were to come from another node."
+        text = "Fetches of entries from other nodes, by outcome."
         yield counter_by("outcome", "ecd_fetches", text, status.fetches.items())
         events = (
-            ("hints_ignored", "Hints to nodes that nothing allows to ask.", ignored),
+            ("hints_ignored", "Hints to nodes that hint_networks does not allow.", ignored),
             (
                 "hints_refused",
-                "Hints and offers not followed: too many lead to nodes never reached.",
+                "Hints and offers not followed: too many lead to nodes that were never reached.",
                 refused,
             ),
-            ("read_retries", "Reads that failed and were tried again.", status.read_retries),
+            (
+                "read_retries",
+                "Reads from other nodes that failed and were tried again.",
+                status.read_retries,
+            ),
             (
                 "speculative_reads",
-                "Speculative reads: begun by a hint, before their lease.",
+                "Reads from other nodes that began by a hint, before the entry was leased.",
                 status.speculative_reads,
             ),
             (
                 "speculative_reads_used",
-                "Speculative reads that brought the entry.",
+                "Speculative reads whose bytes were the entry's.",
                 status.speculative_reads_used,
             ),
-            ("set_aside", "Reads given up while they were under way.", status.set_aside),
-            ("directory_lookups", "Keys asked of the directory.", status.directory.lookups),
+            (
+                "set_aside",
+                "Reads from other nodes that were abandoned while under way.",
+                status.set_aside,
+            ),
+            (
+                "directory_lookups",
+                "Keys that were looked up in the directory.",
+                status.directory.lookups,
+            ),
             (
                 "directory_errors",
-                "Questions the directory did not answer in time.",
+                "Questions that the directory did not answer in time.",
                 status.directory.errors,
             ),
         )
         yield from counters(events)
         figures_now = (
-            ("flights", "Fetches under way.", status.flights),
+            (
+                "flights",
+                "Fetches from other nodes and from disk that are under way.",
+                status.flights,
+            ),
             (
                 "set_aside_bytes",
-                "Bytes of fetches given up to which a read may still write.",
+                "Bytes of memory of abandoned fetches, to which a read may still write.",
                 status.set_aside_bytes,
             ),
             ("directory_up", "Whether the directory answers.", status.directory.up),
             (
                 "directory_unpublished",
-                "Changes the directory was not yet told.",
+                "Changes that the directory has not received yet.",
                 status.directory.unpublished,
             ),
             (
                 "directory_lag_seconds",
-                "Age of the oldest change not yet told.",
+                "Age of the oldest change that the directory has not received yet.",
                 status.directory.lag_s,
             ),
             (
                 "peers_never_reached",
-                "Nodes that hints or the directory name, and that never answered.",
+                "Nodes that hints or the directory name and that have never answered.",
                 len(never_reached),
             ),
         )
@@ -103,7 +119,7 @@ def _of_each(peers: Iterable[pb.PeerStatus]) -> Iterable[Metric]:
     ):
         values = [(peer.node, getattr(peer, field)) for peer in peers]
         yield counter_by("peer", f"ecd_peer_{name}", text, values)
-    text = "Whether there is a link to the peer."
+    text = "Whether there is a connection to the other node."
     connected = [(peer.node, peer.state == "connected") for peer in peers]
     yield gauge_by("peer", "ecd_peer_connected", text, connected)
     text = "Bandwidth of reads from a peer, as measured; 0 while it is unknown."
@@ -122,20 +138,36 @@ class EventsCollector(Collector):
         if figures is None:
             return
         rows = (
-            ("events", "Keys published as stored or removed.", figures["events"]),
-            ("event_batches", "Messages in which they were published.", figures["batches"]),
+            (
+                "events",
+                "Keys that were published to subscribers as stored or removed.",
+                figures["events"],
+            ),
+            ("event_batches", "Messages in which events were published.", figures["batches"]),
             (
                 "event_losses",
-                "Times that a slow subscriber began to lose messages.",
+                "How often a slow subscriber of events began to lose messages.",
                 figures["losses"],
             ),
-            ("event_replays", "Requests for lost messages.", figures["replays"]),
-            ("event_snapshots", "Requests for all entries.", figures["snapshots"]),
+            (
+                "event_replays",
+                "Requests of events' subscribers for lost messages.",
+                figures["replays"],
+            ),
+            (
+                "event_snapshots",
+                "Requests of events' subscribers for all entries.",
+                figures["snapshots"],
+            ),
             (
                 "event_requests_refused",
-                "Requests without sense, or one too many.",
+                "Requests of events' subscribers that were malformed, or too many.",
                 figures["refused"],
             ),
-            ("event_answers_given_up", "Answers that were not taken in time.", figures["given_up"]),
+            (
+                "event_answers_given_up",
+                "Answers to subscribers of events that these did not read in time.",
+                figures["given_up"],
+            ),
         )
         yield from counters(rows)

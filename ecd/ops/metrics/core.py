@@ -46,25 +46,33 @@ class CoreCollector(Collector):
 
 def _of_traffic(counted: pb.Counters) -> Iterable[Metric]:
     rows = (
-        ("peer_leases", "Entries leased to other nodes: no hits here.", counted.peer_leases),
+        (
+            "peer_leases",
+            "Entries leased to other nodes, which count the hits.",
+            counted.peer_leases,
+        ),
         ("misses", "Lookups that found nothing: the engine encodes.", counted.misses),
         ("puts", "Entries stored by clients and by fetches.", counted.puts),
         ("recovered", "Entries taken over from an earlier incarnation.", counted.recovered),
-        ("duplicates", "Writers told that the entry was there.", counted.duplicates),
-        ("aborts", "Reservations given up, dead writers' included.", counted.aborts),
-        ("copies", "Copies of entries made in device pools.", counted.copies),
-        ("bytes_in", "Bytes of committed entries.", counted.bytes_in),
-        ("bytes_out", "Bytes of entries that readers found.", counted.bytes_out),
+        ("duplicates", "Puts of entries that were stored already.", counted.duplicates),
+        ("aborts", "Writes that were given up, those of dead writers included.", counted.aborts),
+        ("copies", "Copies of entries made in GPUs' pools.", counted.copies),
+        ("bytes_in", "Bytes of the entries stored by clients and by fetches.", counted.bytes_in),
+        ("bytes_out", "Bytes of the entries that lookups found.", counted.bytes_out),
         (
             "saved_seconds",
             "What the entries of the reused hits had cost to encode: as reported, else by the fit.",
             counted.saved_s,
         ),
-        ("leases_expired", "Leases that ran out unrenewed.", counted.leases_expired),
-        ("waits_expired", "Waits that ran out.", counted.waits_expired),
+        ("leases_expired", "Leases that expired without being renewed.", counted.leases_expired),
+        (
+            "waits_expired",
+            "Waits for entries that ended without one, because their time was over.",
+            counted.waits_expired,
+        ),
         (
             "costs_forgotten",
-            "Namespaces' costs of a modality that gave way to others': there are too many.",
+            "Cost estimates dropped, because there are too many namespaces.",
             counted.costs_forgotten,
         ),
     )
@@ -78,9 +86,9 @@ def _of_traffic(counted: pb.Counters) -> Iterable[Metric]:
             "engine for which it was encoded.",
             uses,
         ),
-        ("reason", "evictions", "Entries evicted, by reason.", counted.evictions),
-        ("reason", "evicted_bytes", "Bytes of these entries.", counted.evicted_bytes),
-        ("cause", "refused", "Requests refused, by cause.", counted.refused),
+        ("reason", "evictions", "Evicted entries, by reason.", counted.evictions),
+        ("reason", "evicted_bytes", "Bytes of evicted entries, by reason.", counted.evicted_bytes),
+        ("cause", "refused", "Refused requests, by cause.", counted.refused),
     ):
         yield counter_by(label, f"ecd_{name}", text, values.items())
 
@@ -133,9 +141,9 @@ def _of_namespaces(status: pb.StatusReply) -> Iterable[Metric]:
     by_bytes = [(each.namespace, each.nbytes) for each in named]
     quotas = [(each.namespace, each.quota_bytes) for each in named if each.HasField("quota_bytes")]
     for name, text, values in (
-        ("entries", "Entries of the namespace.", [*by_entries, (OTHERS, entries)]),
-        ("bytes", "Bytes of its entries.", [*by_bytes, (OTHERS, nbytes)]),
-        ("quota_bytes", "Bytes that it may have, where it has a quota.", quotas),
+        ("entries", "Entries of the namespace in memory.", [*by_entries, (OTHERS, entries)]),
+        ("bytes", "Bytes of the namespace's entries in memory.", [*by_bytes, (OTHERS, nbytes)]),
+        ("quota_bytes", "The namespace's quota, where it has one.", quotas),
     ):
         yield gauge_by("namespace", f"ecd_namespace_{name}", text, values)
 
@@ -146,30 +154,38 @@ def _of_pools(status: pb.StatusReply) -> Iterable[Metric]:
         ("bytes", "Size of the pool.", "pool_bytes"),
         (
             "populated_bytes",
-            "Bytes of the pool that are there: 0 for a GPU that had none.",
+            "Bytes of the pool that were allocated; 0 for a GPU without room.",
             "populated_bytes",
         ),
-        ("used_bytes", "Bytes in extents.", "used_bytes"),
-        ("granted_bytes", "Bytes given to clients ahead of need.", "granted_bytes"),
-        ("reserved_bytes", "Bytes of the pool that are being written.", "reserved_bytes"),
-        ("leased_bytes", "Bytes of the pool that a client reads.", "leased_bytes"),
+        ("used_bytes", "Bytes of entries and of what is being written.", "used_bytes"),
+        ("granted_bytes", "Bytes granted to clients for their next puts.", "granted_bytes"),
+        ("reserved_bytes", "Bytes of entries that are being written.", "reserved_bytes"),
+        (
+            "leased_bytes",
+            "Bytes of entries that clients hold, so that they are not evicted.",
+            "leased_bytes",
+        ),
         (
             "worth_seconds",
-            "Seconds to have the pool's entries again, by encoding or fetching.",
+            "Seconds to get the pool's entries back, by encoding or fetching.",
             "worth_s",
         ),
         (
             "frequency_exponent",
-            "How much an entry's uses weigh when room is made: 0 not at all.",
+            "How much an entry's uses weigh in eviction; 0: not at all.",
             "frequency_exponent",
         ),
         (
             "density_exponent",
-            "How much its seconds per byte weigh; LRU where both are 0.",
+            "How much seconds per byte weigh in eviction; LRU if the uses' is 0, too.",
             "density_exponent",
         ),
-        ("free_bytes", "Bytes in no extent; those granted are among them.", "free_bytes"),
-        ("largest_free_bytes", "Largest free extent.", "largest_free_bytes"),
+        (
+            "free_bytes",
+            "Bytes that no entry takes, those granted to clients included.",
+            "free_bytes",
+        ),
+        ("largest_free_bytes", "Bytes of the pool's largest free piece.", "largest_free_bytes"),
         ("kept_bytes", "Bytes of entries that operators keep.", "kept_bytes"),
     ):
         values = [(names[pool.pool], getattr(pool, field)) for pool in status.pools]
@@ -178,7 +194,7 @@ def _of_pools(status: pb.StatusReply) -> Iterable[Metric]:
         ("evictions", "Entries and copies evicted from the pool.", "evictions"),
         (
             "given_up_seconds",
-            "Seconds to have again what was evicted for room, whether or not it is wanted.",
+            "Seconds to get back what was evicted for room, whether or not it is wanted.",
             "given_up_s",
         ),
     ):
@@ -188,11 +204,15 @@ def _of_pools(status: pb.StatusReply) -> Iterable[Metric]:
 
 def _of_now(status: pb.StatusReply) -> Iterable[Metric]:
     rows = (
-        ("entries", "Committed entries.", status.entries),
-        ("unlisted_entries", "Entries that are not in the mapped index.", status.unlisted),
-        ("sessions", "Sessions of clients, open or leaving.", status.sessions),
-        ("leases", "Leases and pins held.", status.leases),
-        ("waits", "Clients' waits for a commit.", status.waits),
+        ("entries", "Entries in memory that clients can read.", status.entries),
+        (
+            "unlisted_entries",
+            "Entries that do not fit into the mapped index: each read of them is a call.",
+            status.unlisted,
+        ),
+        ("sessions", "Sessions of clients, those that are ending included.", status.sessions),
+        ("leases", "Leases and pins of entries, at present.", status.leases),
+        ("waits", "Clients' waits for entries, at present.", status.waits),
         (
             "sessions_waiting_for_dma",
             "Sessions of dead clients to whose memory a device may still write.",
@@ -209,29 +229,37 @@ def _of_now(status: pb.StatusReply) -> Iterable[Metric]:
 
 def _of_disk(disk: pb.DiskStatus) -> Iterable[Metric]:
     events = (
-        ("reads", "Entries brought from disk into memory.", disk.reads),
-        ("read_bytes", "Bytes of entries brought from disk.", disk.read_bytes),
-        ("read_seconds", "Time that bringing them took.", disk.read_s),
+        ("reads", "Entries that were read from disk into memory.", disk.reads),
+        ("read_bytes", "Bytes of entries that were read from disk into memory.", disk.read_bytes),
+        ("read_seconds", "Time that reading entries from disk into memory took.", disk.read_s),
         ("writes", "Entries written to disk.", disk.writes),
-        ("written_bytes", "Bytes written, of the write budget.", disk.written_bytes),
-        ("write_seconds", "Time that writing took.", disk.write_s),
-        ("evictions", "Files removed for room.", disk.evictions),
-        ("kept", "Entries evicted from memory that were on disk.", disk.kept),
-        ("lost", "Entries evicted from memory that were not on disk.", disk.lost),
-        ("expired", "Files removed as their entries' time was over.", disk.expired),
+        (
+            "written_bytes",
+            "Bytes written to disk, which count against the write budget.",
+            disk.written_bytes,
+        ),
+        ("write_seconds", "Time that writing entries to disk took.", disk.write_s),
+        ("evictions", "Files that the disk tier removed to make room.", disk.evictions),
+        ("kept", "Entries evicted from memory that the disk tier still has.", disk.kept),
+        ("lost", "Entries evicted from memory that the disk tier does not have.", disk.lost),
+        (
+            "expired",
+            "Files that the disk tier removed because their entries' TTL was over.",
+            disk.expired,
+        ),
     )
     yield from counters(events, "ecd_disk_")
-    text = "What failed on disk, by kind."
+    text = "Failed operations of the disk tier, by kind."
     yield counter_by("kind", "ecd_disk_failures", text, disk.failures.items())
-    text = "Reads and writes that were left out, by cause."
+    text = "Reads and writes that the disk tier left out, by cause."
     yield counter_by("cause", "ecd_disk_skipped", text, disk.skipped.items())
     figures = (
         ("pool_bytes", "Size of the disk tier.", disk.pool_bytes),
-        ("used_bytes", "Bytes of its files.", disk.used_bytes),
-        ("entries", "Entries on disk.", disk.entries),
-        ("write_bytes_per_second", "The write budget.", disk.write_bytes_per_s),
+        ("used_bytes", "Bytes of the disk tier's files.", disk.used_bytes),
+        ("entries", "Entries in the disk tier.", disk.entries),
+        ("write_bytes_per_second", "The disk tier's write budget.", disk.write_bytes_per_s),
     )
     yield from gauges(figures, "ecd_disk_")
     resting = {"reads": disk.reads_rest, "writes": disk.writes_rest}
-    text = "Whether reads or writes rest after failures."
+    text = "Whether the disk tier's reads, or its writes, are suspended after failures."
     yield gauge_by("of", "ecd_disk_resting", text, resting.items())

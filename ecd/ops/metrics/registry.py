@@ -50,14 +50,14 @@ class Metrics:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._call_seconds = Histogram(
             "ecd_call_seconds",
-            "Time the daemon took to answer a call.",
+            "Time that the daemon took to answer a call, by method.",
             ["method"],
             buckets=LATENCY_BUCKETS_S,
             registry=self.registry,
         )
         self._lag_seconds = Histogram(
             "ecd_event_loop_lag_seconds",
-            "How late the event loop runs what is due.",
+            "How late the daemon's event loop runs what is due.",
             buckets=LATENCY_BUCKETS_S,
             registry=self.registry,
         )
@@ -81,11 +81,16 @@ class Metrics:
         )
         for kind in (DISK_READ, FETCH):  # or there would be no series before the first
             self._slow.labels(kind)
-        info = Gauge("ecd_info", "Always 1.", ["version"], registry=self.registry)
+        info = Gauge(
+            "ecd_info",
+            "The daemon's version; the value is always 1.",
+            ["version"],
+            registry=self.registry,
+        )
         info.labels(version).set(1)
         self._connections_refused = Counter(
             "ecd_http_refused",
-            "Connections to this port that were turned away, as too many were open.",
+            "Connections to the metrics port that were closed, because too many were open.",
             registry=self.registry,
         )
         self._port: HttpPort | None = None
@@ -147,7 +152,7 @@ class Metrics:
 
     def watch_trace(self, lost: Callable[[], float]) -> None:
         """Export how many records the trace misses."""
-        text = "Records missing in the trace."
+        text = "Records that the trace lacks, because they came too quickly."
         Gauge("ecd_trace_lost_records", text, registry=self.registry).set_function(lost)
 
     async def watch_loop(self) -> None:
