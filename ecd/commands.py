@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from inspect import Parameter, Signature, signature
 from logging.handlers import SysLogHandler
@@ -244,7 +244,7 @@ def clear_left(
     if every and not (dry_run or yes):
         would, _ = _of_each(lambda name: left_by(*places, name), names)
         _confirm_removal(would)
-    act = left_by if dry_run else clear
+    act: Callable[..., Iterable[Left]] = left_by if dry_run else clear
     found, refused = _of_each(lambda name: act(*places, name), names)
     out = Console(highlight=False, soft_wrap=True)
     if as_json:
@@ -273,14 +273,15 @@ def clear_left(
 
 
 def _of_each(
-    act: Callable[[str], list[Left]], names: list[str]
+    act: Callable[[str], Iterable[Left]], names: list[str]
 ) -> tuple[list[Left], dict[str, str]]:
     """What the act returns for each daemon's name, and why it could not be done, by name."""
     found: list[Left] = []
     refused: dict[str, str] = {}
     for name in names:
         try:
-            found += act(name)
+            for left in act(name):
+                found.append(left)  # as it is removed, also before an error
         except (PoolError, DiskError) as error:
             refused[name] = str(error)
     return found, refused

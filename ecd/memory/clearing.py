@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,13 +42,11 @@ def left_by(shm_dir: str, disk: Path, name: str) -> list[Left]:
     return found
 
 
-def clear(shm_dir: str, disk: Path, name: str) -> list[Left]:
-    """Remove what the daemon of this name has left, first in memory; what was removed.
+def clear(shm_dir: str, disk: Path, name: str) -> Iterator[Left]:
+    """Remove what the daemon of this name has left, first in memory; each as it is removed.
 
     Raises PoolError, and DiskError.
     """
-    removed = []
     for place, remove in ((shm_dir, pool_dir.clear), (str(disk), disk_dir.clear)):
         if nbytes := remove(place, name):
-            removed.append(Left(name, directory_of(place, name), nbytes, ""))
-    return removed
+            yield Left(name, directory_of(place, name), nbytes, "")

@@ -15,7 +15,7 @@ from redis import Redis
 from typer.testing import CliRunner
 
 from ecd.commands import app
-from ecd.settings.config import ConfigError
+from ecd.settings.config import Config, ConfigError
 from ecd.settings.config_sources import load, unknown_variables
 from ecd.settings.redaction import answer_without_password, without_password
 from ecd_proto.contract import NODE_PATTERN
@@ -304,6 +304,30 @@ def test_sizes_and_durations_have_units() -> None:
     assert settings.fetch_timeout_s == 2.5
     assert settings.namespace_quotas == {"a": 2 << 20, "*": "10%"}
     assert settings.namespace_ttls == {"a": 90.0, "*": 604800.0}
+
+
+def test_values_in_the_pages_and_manifests_are_taken(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    names = "|".join(n for n in Config.model_fields if re.search("_bytes|_s$|^namespace_", n))
+    shown = rf"\b(?:ecd_)?({names})(?:=| = |, value: )(\"[^\"]*\"|'[^']*'|[0-9][\w.%]*)"
+    found, tables = list[tuple[str, str]](), list[str]()
+    for path in (
+        root / "README.md",
+        *(root / "docs").glob("*.md"),
+        *(root / "deploy").rglob("*.*"),
+    ):
+        if path.suffix in (".md", ".yaml", ".toml", ".env", ".service", ".conf"):
+            text = path.read_text()
+            found += re.findall(shown, text, re.IGNORECASE)
+            tables += re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(found) > 5
+    for name, value in found:
+        load({name.lower(): value.strip("\"'")}, None)
+    tables = [table for table in tables if "[namespace_" in table]
+    assert tables
+    for table in tables:
+        (tmp_path / "ecd.toml").write_text(table)
+        load({}, tmp_path / "ecd.toml")
 
 
 def test_a_misspelt_variable_is_told_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,8 +290,8 @@ def clear(parent: Path | str, name: str) -> int:
 def left(parent: Path, name: str) -> int:
     """The bytes of the files that the daemon of this name has there; changes nothing."""
     nbytes = 0
-    with contextlib.suppress(OSError):
-        for each in os.scandir(pool_dir(str(parent), name)):
+    with contextlib.suppress(OSError), os.scandir(pool_dir(str(parent), name)) as found:
+        for each in found:
             if _NAME.fullmatch(each.name):
                 nbytes += each.stat(follow_symlinks=False).st_blocks * 512
     return nbytes
