@@ -125,11 +125,11 @@ def count_text(count: int, noun: str) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A time for people: 3.0 h, 1.5 s."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
+    """A time for people: 3 h, 1.5 s."""
+    units = ((86400, "d"), (3600, "h"), (60, "min"))
+    fits = (each for each in units if seconds >= 0.9995 * each[0])  # else it would round to 60.0
+    size, unit = next(fits, (1, "s"))
+    return f"{seconds / size:.1f}".removesuffix(".0") + f" {unit}"
 
 
 def seconds_of(text: str) -> float:

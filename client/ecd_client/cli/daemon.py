@@ -9,7 +9,7 @@ import threading
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 
 from ecd_client import clock
@@ -19,7 +19,7 @@ from ecd_client.cli.context import FAILED, AsJson, Options, errors, fail, out
 from ecd_client.cli.doctor import examine
 from ecd_client.cli.entries import seconds
 from ecd_client.cli.keys import keys
-from ecd_client.cli.top import Top
+from ecd_client.cli.top import MAX_LISTED, Top
 from ecd_client.errors import DaemonUnavailable
 from ecd_proto import tables
 from ecd_proto.contract import size_text
@@ -28,6 +28,7 @@ from ecd_proto.plain import status_document
 from ecd_proto.v1 import cache_pb2 as pb
 
 LEAST_INTERVAL_S = 0.2
+CUT = f"Hottest and biggest among the first {MAX_LISTED:,} entries."
 
 
 def status(context: typer.Context, as_json: AsJson = False) -> None:
@@ -126,13 +127,15 @@ def top(
     if once or not out.is_terminal:
         shown.sample()
         clock.sleep(interval_s)
-        tables.show(out, shown.frame())
+        tables.show(out, shown.frame(out.width))
+        if shown.is_cut:
+            errors.print(CUT)
         return
     over = threading.Event()
 
     def frame() -> RenderableType:
         try:
-            return shown.frame()
+            return Group(shown.frame(out.width), *([CUT] if shown.is_cut else []))
         except DaemonUnavailable as error:
             return f"[bold red]no answer[/]  {render.escape(str(error))}\nThis asks again."
 
@@ -144,7 +147,7 @@ def top(
     with (
         contextlib.suppress(KeyboardInterrupt),
         keys() as key,
-        Live(shown.frame(), console=out) as live,
+        Live(frame(), console=out) as live,
     ):
         looked_s = clock.now_s()
         while not over.is_set():

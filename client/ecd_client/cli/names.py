@@ -86,8 +86,12 @@ def _meant(typed: str, known: Iterable[str], shown: Callable[[str], str]) -> set
     if typed in names or not typed:
         return names & {typed}
     shortened = {name for name in names if shown(name) != name}
-    as_shown = {name for name in shortened if shown(name) == typed}
-    return as_shown or {name for name in shortened if name.startswith(typed)}
+    first, dots, last = typed.rpartition("..")
+    if dots and first and last:
+        as_shown = {each for each in shortened if each.startswith(first) and each.endswith(last)}
+        if as_shown:
+            return as_shown
+    return {name for name in shortened if name.startswith(typed)}
 
 
 def _some(rows: list[str]) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 from ecd_client.cli.bench import Measured
 from ecd_proto import tables
 from ecd_proto.contract import count_text, duration_text, pool_names, size_text
-from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding, disk_rests, host_pools
+from ecd_proto.findings import BAD, DOUBTFUL, GOOD, Finding, disk_rests, host_pools, refusal
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -60,7 +60,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
         ("name", reply.name),
         ("node", reply.node or "alone"),
         *([("other nodes", _counts(reply.peers))] if reply.node else ()),
-        ("incarnation", reply.incarnation),
+        ("incarnation", reply.incarnation[:12]),
         ("state", f"{state}, up {duration_text(reply.uptime_s)}{_at_work(reply)}"),
         *(row for pool in reply.pools for row in _pool(names[pool.pool], pool)),
         ("entries", f"{reply.entries:,}" + _recovered(counters)),
@@ -72,12 +72,16 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
             "hits",
             f"{counters.hits:,} of {count_text(lookups, 'lookup')} "
             f"({share(counters.hits, lookups)}), {size_text(counters.bytes_out)}; "
-            f"{reused:,} reused, {counters.handed_over:,} handed over",
+            f"{reused:,} reused, {counters.handed_over:,} handed over"
+            if lookups
+            else "no lookups yet",
         ),
         (
             "saved",
             f"{reused:,} of {count_text(encodes, 'encode')} ({share(reused, encodes)}), "
-            f"{duration_text(counters.saved_s)}",
+            f"{duration_text(counters.saved_s)}"
+            if encodes
+            else "no encodes yet",
         ),
         (
             "puts",
@@ -85,7 +89,7 @@ def status(out: Console, reply: pb.StatusReply, address: str) -> None:
             f"{count_text(counters.duplicates, 'duplicate')}, {counters.aborts:,} given up",
         ),
         ("evictions", _counts(counters.evictions)),
-        ("refused", _counts(counters.refused)),
+        ("refused", "; ".join(_refused(counters)) or "none"),
         *_apart(reply),
     ]
     _facts(out, rows)
@@ -98,6 +102,11 @@ WORK = {
     "written": "writing to disk",
 }
 """The work of each part of `Status.idle` while the part is not idle."""
+
+
+def _refused(counters: pb.Counters) -> list[str]:
+    causes = sorted(counters.refused.items())
+    return [refusal(cause).text(count) for cause, count in causes if count]
 
 
 def _at_work(reply: pb.StatusReply) -> str:
@@ -188,13 +197,14 @@ def _disk(disk: pb.DiskStatus) -> list[tuple[str, str]]:
         ("disk tier", f"{size_text(disk.pool_bytes)} in {disk.path}"),
         (
             "on disk",
-            f"{disk.entries:,} entries, {size_text(disk.used_bytes)} "
+            f"{count_text(disk.entries, 'entry')}, {size_text(disk.used_bytes)} "
             f"({share(disk.used_bytes, disk.pool_bytes)}); "
             f"{disk.kept:,} of {disk.kept + disk.lost:,} evicted from memory",
         ),
         (
             "disk traffic",
-            f"{disk.reads:,} reads, {size_text(disk.read_bytes)}; {disk.writes:,} writes, "
+            f"{count_text(disk.reads, 'read')}, {size_text(disk.read_bytes)}; "
+            f"{count_text(disk.writes, 'write')}, "
             f"{size_text(disk.written_bytes)}; failures {_counts(disk.failures)}"
             + (f"; {resting}" if resting else ""),
         ),
@@ -226,11 +236,15 @@ def peers(out: Console, reply: pb.PeersReply) -> None:
         ("engine", f"{reply.engine} over {reply.protocol}"),
         ("directory", known),
         ("fetches", f"{_counts(reply.fetches)}; {reply.flights:,} under way"),
-        ("set aside", f"{size_text(reply.set_aside_bytes)}; {reply.set_aside:,} times so far"),
-        ("retries", f"{reply.read_retries:,} reads"),
+        (
+            "set aside",
+            f"{size_text(reply.set_aside_bytes)}; {count_text(reply.set_aside, 'time')} so far",
+        ),
+        ("retries", count_text(reply.read_retries, "read")),
         (
             "speculative",
-            f"{reply.speculative_reads:,} reads, {reply.speculative_reads_used:,} of use",
+            f"{count_text(reply.speculative_reads, 'read')}, "
+            f"{reply.speculative_reads_used:,} of use",
         ),
     ]
     _facts(out, rows)
@@ -267,10 +281,10 @@ def short(text: str) -> str:
     return text if len(text) <= 20 else f"{text[:9]}..{text[-9:]}"
 
 
-def short_namespace(text: str) -> str:
+def short_namespace(text: str, chars: int = MODEL_CHARS) -> str:
     """A namespace for people, by its model: the beginning up to a bar, and the last letters."""
     model, _, _ = text.partition("|")
-    shortened = f"{model[:MODEL_CHARS]}..{text[-4:]}"
+    shortened = f"{model[:chars]}..{text[-4:]}"
     return text if len(text) <= max(20, len(shortened)) else shortened
 
 

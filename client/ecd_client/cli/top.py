@@ -25,7 +25,10 @@ from ecd_proto.v1 import cache_pb2 as pb
 MAX_LISTED = 20_000
 """Entries among which the biggest and the hottest are sought."""
 ENTRIES_PERIOD_S = 5.0
-"""Seconds for which a list of entries is shown again."""
+"""Seconds for which a list of more than FEW entries is shown again."""
+FEW = 1000
+NAMESPACE_LESS = 57
+"""Columns that a row of an entry takes besides the beginning of its namespace."""
 BAR_CELLS = 24
 
 
@@ -74,7 +77,7 @@ class Top:
         now_s = clock.now_s()
         status = self.call("Status", pb.StatusRequest())
         peers = self.call("Peers", pb.PeersRequest())
-        if now_s - self._found_s >= ENTRIES_PERIOD_S:
+        if len(self._found) <= FEW or now_s - self._found_s >= ENTRIES_PERIOD_S:
             self._found = list(islice(self.entries(), MAX_LISTED))
             self._found_s = now_s
         before, self._before = self._before, (now_s, status)
@@ -82,12 +85,26 @@ class Top:
             return status, peers, None
         return status, peers, _rates(before[1], status, now_s - before[0])
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether there may be hotter and bigger entries, which were not listed."""
+        return len(self._found) == MAX_LISTED
+
     def biggest(self) -> list[pb.EntryInfo]:
-        return heapq.nlargest(self.rows, self._found, key=lambda entry: entry.content.nbytes)
+        largest = heapq.nlargest(self.rows, self._found, key=lambda entry: entry.content.nbytes)
+        return self._aged(largest)
 
     def hottest(self) -> list[pb.EntryInfo]:
         used = (entry for entry in self._found if entry.hits)
-        return heapq.nlargest(self.rows, used, key=lambda entry: entry.hits)
+        return self._aged(heapq.nlargest(self.rows, used, key=lambda entry: entry.hits))
+
+    def _aged(self, listed: list[pb.EntryInfo]) -> list[pb.EntryInfo]:
+        """The entries as if listed now."""
+        since_s, found = clock.now_s() - self._found_s, [pb.EntryInfo() for _ in listed]
+        for entry, before in zip(found, listed, strict=True):
+            entry.CopyFrom(before)
+            entry.age_s, entry.idle_s = before.age_s + since_s, before.idle_s + since_s
+        return found
 
     def as_json(self) -> dict[str, Any]:
         status, peers, rates = self.sample()
@@ -99,19 +116,19 @@ class Top:
             "hottest": [plain(entry) for entry in self.hottest()],
         }
 
-    def frame(self) -> RenderableType:
+    def frame(self, width: int = 120) -> RenderableType:
+        """The table for people, for a terminal of so many columns."""
+        chars = max(12, min(render.MODEL_CHARS, width - NAMESPACE_LESS))
         status, peers, rates = self.sample()
         shown: list[RenderableType] = [_head(status, rates), *_trouble(status, peers)]
         tables = [
-            _entries("hottest", self.hottest()),
-            _entries("biggest", self.biggest()),
+            _entries("hottest", self.hottest(), chars),
+            _entries("biggest", self.biggest(), chars),
             _namespaces(status, self.rows),
         ]
         shown += ["", Columns([table for table in tables if table.row_count], padding=(0, 4, 1, 0))]
         if asked := [peer for peer in peers.peers if peer.state != NEVER_ASKED]:
             shown += [render.peers_table(asked), *render.peers_errors(asked)]
-        if len(self._found) == MAX_LISTED:
-            shown.append(f"Hottest and biggest among the first {MAX_LISTED:,} entries.")
         return Group(*shown)
 
 
@@ -148,11 +165,12 @@ def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
     )
     names = render.names_of_pools(status)
     for pool in status.pools:
-        more = f", {size_text(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}"
+        more = f"{size_text(pool.leased_bytes)} leased, fragmentation {pool.fragmentation:.0%}"
         if pool.worth_s:
             more += f", worth {duration_text(pool.worth_s)} of encoding"
-        used = _used(pool.used_bytes, pool.pool_bytes, more)
+        used = _used(pool.used_bytes, pool.pool_bytes, "")
         table.add_row(escape(f"{names[pool.pool]} pool"), used)
+        table.add_row("", more)
     if status.HasField("disk"):
         disk, of = status.disk, count_text(status.disk.entries, "entry")
         table.add_row("disk tier", _used(disk.used_bytes, disk.pool_bytes, f", {of}"))
@@ -179,9 +197,12 @@ def _head(status: pb.StatusReply, rates: Rates | None) -> Table:
     refused = f"{rates.refused:,.0f} refused"
     table.add_row(
         "stored/s",
-        f"{rates.puts:,.0f} puts, {size_text(rates.bytes_in)}; {rates.evictions:,.0f} evicted, "
-        f"{rates.given_up_s:.2f} s of encoding given up for room, "
+        f"{rates.puts:,.0f} puts, {size_text(rates.bytes_in)}, "
         + (f"[red]{refused}[/]" if rates.refused else refused),
+    )
+    table.add_row(
+        "evicted/s",
+        f"{rates.evictions:,.0f} entries, {rates.given_up_s:.2f} s of encoding given up for room",
     )
     return table
 
@@ -220,12 +241,12 @@ def _trouble(status: pb.StatusReply, peers: pb.PeersReply) -> list[RenderableTyp
     return ["", *lines] if lines else []
 
 
-def _entries(title: str, found: list[pb.EntryInfo]) -> Table:
+def _entries(title: str, found: list[pb.EntryInfo], chars: int) -> Table:
     table = _table(title, "mm_hash", "namespace", "size", "hits", "idle")
     for entry in found:
         table.add_row(
             escape(render.short(entry.key.mm_hash)),
-            escape(render.short_namespace(entry.key.namespace)),
+            escape(render.short_namespace(entry.key.namespace, chars)),
             size_text(entry.content.nbytes),
             f"{entry.hits:,}",
             duration_text(entry.idle_s),
