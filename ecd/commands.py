@@ -58,12 +58,14 @@ app = typer.Typer(
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _FIELDS = Config.model_fields
+_DEFAULTS = {"address": "unix:///run/ecd/ecd.sock for root, else in $XDG_RUNTIME_DIR"}
+"""Defaults that the environment makes, in words: its values are no defaults."""
 File = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 
 
 def _help(name: str, setting: FieldInfo) -> str:
     """The setting's description, its variable, and its default if there is one to show."""
-    default = setting.get_default(call_default_factory=True)
+    default = _DEFAULTS.get(name) or setting.get_default(call_default_factory=True)
     shown = "" if default in (None, "", (), {}) else f", default {default}"
     return f"{setting.description} ({ENV_PREFIX}{name.upper()}{shown})"
 

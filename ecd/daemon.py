@@ -358,7 +358,7 @@ class Daemon:
         cache = parts.node.live.cache
         parts.node.live.scan()
         told = cache.counters
-        logger.info("counted %d hits, %d misses, %d puts", told.hits, told.misses, told.puts)
+        logger.info("counted: hits %d, misses %d, puts %d", told.hits, told.misses, told.puts)
         servers = [each for each in (parts.server, parts.peer_server) if each is not None]
         await asyncio.gather(*(server.stop(GRACE_S) for server in servers))
         if self._own.keep:

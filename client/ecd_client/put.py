@@ -11,6 +11,7 @@ from ecd_client.session.calls import result_of
 from ecd_client.session.session import Session
 from ecd_client.shared.puts import PUT, Claim, CopyTo, NewEntry, PutState
 from ecd_client.values import to_key
+from ecd_proto.contract import size_text
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -158,26 +159,27 @@ class Put:
                 full = outcome.pool_full
                 if full.quota_bytes:
                     raise PoolFull(
-                        f"{full.nbytes} bytes do not fit into the quota of {entry.namespace!r}, "
-                        f"{full.quota_bytes} bytes: its entries are leased, kept or being "
-                        "written (`ecd-cli clients` shows by whom). Try later, or raise "
-                        "ECD_NAMESPACE_QUOTAS"
+                        f"{size_text(full.nbytes)} do not fit into the quota of "
+                        f"{entry.namespace!r}, {size_text(full.quota_bytes)}: its entries are "
+                        "leased, kept or being written (`ecd-cli clients` shows by whom). Try "
+                        "later, or raise ECD_NAMESPACE_QUOTAS"
                     )
                 raise PoolFull(
-                    f"{full.nbytes} bytes do not fit: {full.held_bytes} are leased or being "
-                    f"written (`ecd-cli clients` shows by whom), the largest free piece has "
-                    f"{full.largest_free_bytes}"
+                    f"{size_text(full.nbytes)} do not fit: {size_text(full.held_bytes)} are leased "
+                    "or being written (`ecd-cli clients` shows by whom), the largest free piece "
+                    f"has {size_text(full.largest_free_bytes)}"
                 )
             case "entry_too_large":
                 large = outcome.entry_too_large
                 if large.quota_bytes:
                     raise EntryTooLarge(
-                        f"{large.nbytes} bytes, and the quota of {entry.namespace!r} is "
-                        f"{large.quota_bytes}: raise ECD_NAMESPACE_QUOTAS"
+                        f"{size_text(large.nbytes)}, and the quota of {entry.namespace!r} is "
+                        f"{size_text(large.quota_bytes)}: raise ECD_NAMESPACE_QUOTAS"
                     )
                 raise EntryTooLarge(
-                    f"{large.nbytes} bytes, and the whole pool has {large.pool_bytes}: raise "
-                    "ECD_HOST_POOL_BYTES (the daemon's next start is cold then)"
+                    f"{size_text(large.nbytes)}, and the whole pool has "
+                    f"{size_text(large.pool_bytes)}: raise ECD_HOST_POOL_BYTES (the daemon's next "
+                    "start is cold then)"
                 )
             case _:
                 limit = outcome.limit_reached

@@ -25,6 +25,7 @@ from ecd.core.model.board import Uses
 from ecd.core.model.types import Content, Extent, Key
 from ecd.memory.session_page import SessionPage, described_by
 from ecd.memory.use_counters import uncounted
+from ecd_proto.contract import size_text
 from ecd_proto.shm.files import (
     GRANULE_BYTES,
     INDEX_SUFFIX,
@@ -199,7 +200,8 @@ def find(directory: Path, wanted_bytes: int | None, clock: Clock = REAL) -> Left
         if index.with_suffix(POOL_SUFFIX).stat().st_ino == stat.st_ino
     ]
     if wanted_bytes not in (None, stat.st_size):
-        return Lost(f"its pool has {stat.st_size} bytes, and {wanted_bytes} are wanted")
+        found, wanted = size_text(stat.st_size), size_text(wanted_bytes or 0)
+        return Lost(f"its pool has {found}, and {wanted} are wanted")
     if stat.st_blocks * 512 < stat.st_size:
         return Lost("its pool was not populated, or was truncated")
     for _, index in same:

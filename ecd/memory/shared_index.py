@@ -18,6 +18,7 @@ from ecd.memory.host import advice
 from ecd.memory.pool_dir import PoolDir, PoolError
 from ecd.memory.session_page import SessionPage
 from ecd.memory.use_counters import UseCounters
+from ecd_proto.contract import size_text
 from ecd_proto.mapped_file import MappedFile
 from ecd_proto.shm.barriers import STORES_IN_ORDER, barrier
 from ecd_proto.shm.files import GRANULE_BYTES, INDEX_SUFFIX, PINS_SUFFIX
@@ -90,7 +91,7 @@ class SharedIndex:
             self._take_memory(self._fd, 0, self.shape.rows_at)
         except OSError as error:
             raise PoolError(
-                f"the pool's index needs {self.shape.rows_at} bytes more in {directory.path}: "
+                f"the pool's index needs {size_text(self.shape.rows_at)} more in {directory.path}: "
                 f"{error.strerror}. {advice(pool_bytes, directory.shm_dir)}"
             ) from None
         memory = MappedFile(self._fd, self.shape.nbytes, writable=True)

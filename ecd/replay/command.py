@@ -155,7 +155,7 @@ def _sizes(pool: str | None, found: Accesses) -> list[int]:
         else:
             nbytes = _size("--pool", text)
         if nbytes < found.granule_bytes:
-            _fail(f"--pool: {text} is less than a granule of {found.granule_bytes} bytes", 2)
+            _fail(f"--pool: {text} is less than a granule, {size_text(found.granule_bytes)}", 2)
         sizes.append(nbytes)
     return sizes
 

@@ -106,11 +106,26 @@ def test_a_tensor_goes_in_and_comes_out_as_it_was(
     done = cli(daemon, "put", "k", str(tmp_path / "in.safetensors"))
     assert (done.returncode, done.stdout) == (0, "stored\n")
     assert as_json(daemon, "put", "k", str(tmp_path / "in.safetensors"))["stored"] is False
+    again = cli(daemon, "put", "k", str(tmp_path / "in.safetensors"))
+    assert (again.returncode, "not replaced" in again.stdout) == (0, True)
     done = cli(daemon, "get", "k", "-o", str(tmp_path / "out.safetensors"))
     assert done.returncode == 0, done.stderr
     found = load_file(tmp_path / "out.safetensors")["embedding"]
     assert found.dtype == dtype
     assert torch.equal(found.float(), tensor.float())
+
+
+def test_get_prints_to_a_pipe(daemon: Daemon, tmp_path: Path) -> None:
+    with Client(daemon.address, namespace="n") as client:
+        client.put("k", torch.ones(3), metadata=b"grid")
+    file = tmp_path / "k"
+    assert cli(daemon, "get", "k", "-o", str(file)).returncode == 0
+    command = [*PROGRAM, "--address", daemon.address, "get", "k", "-o", "-"]
+    done = run(command, capture_output=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, file.read_bytes())
+    assert not (tmp_path / "-").exists()
+    refused = cli(daemon, "get", "k", "-o", "-", "--json")
+    assert (refused.returncode, "leave one out" in refused.stderr) == (2, True)
 
 
 def test_metadata_and_cost_travel_with_the_file(daemon: Daemon, tmp_path: Path) -> None:
@@ -266,7 +281,7 @@ def test_evict_says_what_goes_and_asks_before_more_than_one(daemon: Daemon) -> N
         (["evict", "--older-than", "5", "--yes"], 2, "--older-than needs a unit, such as 5s, 5m"),
         (["top", "--interval", "1"], 2, "--interval needs a unit, such as 1s, 1m, 1h or 1d"),
         (["top", "--interval", "10ms"], 2, "--interval must be at least 200ms, got '10ms'"),
-        (["get", "k", "-o", "/dev/null"], 1, "no entry 'k'"),
+        (["get", "k", "-o", "/dev/null"], 1, "ecd-cli: no entry 'k'"),
         (["put", "k", "/nowhere"], 2, "does not exist"),
         (["--address", "tcp://1", "status"], 2, "unix:///path/to/socket"),
         (["watch"], 1, "start it with ECD_EVENTS_ADDRESS"),
@@ -412,9 +427,25 @@ def test_each_program_tells_its_version_and_its_options(program: str) -> None:
     assert "Usage" in run([path, "-h"], capture_output=True, text=True).stdout
 
 
+def test_help_and_version_are_commands_too(daemon: Daemon) -> None:
+    assert "Evict one entry" in cli(daemon, "help", "evict").stdout
+    assert "bench" in cli(daemon, "help").stdout
+    assert cli(daemon, "help", "nonsense").returncode == 2
+    assert cli(daemon, "version").stdout.strip() == version("encoder-cache-daemon")
+
+
+def test_the_help_of_serve_shows_the_default_and_no_value() -> None:
+    env = os.environ | {"ECD_ADDRESS": "unix:///a/b.sock", "COLUMNS": "300"}
+    told = run(
+        [sys.executable, "-m", "ecd", "serve", "-h"], env=env, capture_output=True, text=True
+    )
+    assert "ECD_ADDRESS, default unix:///run/ecd/ecd.sock for root" in told.stdout
+    assert "/a/b.sock" not in told.stdout
+
+
 def test_ecd_says_which_program_is_meant() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    assert set(OF_ECD_CLI) == names
+    assert set(OF_ECD_CLI) == names - {"help", "version"}, "`ecd version` is the daemon's"
     command = [sys.executable, "-m", "ecd", "ls", "--sort", "size"]
     done = run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
@@ -474,7 +505,8 @@ def test_doctor_says_that_a_container_does_not_see_the_pool(daemon: Daemon) -> N
 
 
 def test_doctor_says_that_the_pool_is_too_small(own_daemon: Daemon) -> None:
-    with Client(own_daemon.address) as client, pytest.raises(EntryTooLarge):
+    too_large = pytest.raises(EntryTooLarge, match="100 MiB, and the whole pool has 64 MiB: raise")
+    with Client(own_daemon.address) as client, too_large:
         client.put_bytes("k", bytes(100 << 20), "uint8", (100 << 20,))
     code, found = findings(own_daemon)
     assert code == 0, "it may be long ago"

@@ -195,7 +195,7 @@ def test_readers_through_a_restart_are_counted_once(lasting: Daemon) -> None:
         reader.join(HANG_S)
         assert not reader.is_alive()
         lasting.start()
-    [counted] = re.findall(r"counted (\d+) hits", lasting.text())
+    [counted] = re.findall(r"counted: hits (\d+)", lasting.text())
     eventually(lambda: lasting.status().entries == 8)
     assert int(counted) + told(lasting)["hits"] == hits
     assert told(lasting)["recovered"] == 8

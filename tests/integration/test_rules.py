@@ -96,11 +96,11 @@ def test_a_namespace_at_its_quota_loses_its_own_entries_and_no_others(
         assert all(is_there(other, key) for key in ("b0", "b1"))
         assert evictions(daemon) == {**before, "quota": before["quota"] + 16}
 
-        with pytest.raises(EntryTooLarge, match="'tenant-a' is 8388608: raise ECD_NAMESPACE_QUO"):
+        with pytest.raises(EntryTooLarge, match="'tenant-a' is 8 MiB: raise ECD_NAMESPACE_QUO"):
             put(tenant, "too large", nbytes=9 * MIB)
         held = [tenant.get(key) for key in ("a0", *(f"a{number}" for number in range(17, 24)))]
         assert all(held)
-        with pytest.raises(PoolFull, match="quota of 'tenant-a', 8388608 bytes"):
+        with pytest.raises(PoolFull, match="quota of 'tenant-a', 8 MiB"):
             put(tenant, "no room", nbytes=6 * MIB)  # more than a grant has: by a call
         assert daemon.status().counters.refused["quota_full"] == full + 2
         for item in held:
@@ -160,7 +160,7 @@ def test_what_an_operator_keeps_outlasts_a_crowd_until_it_is_kept_no_more(daemon
         put(client, "kept", "for a while", "over it", nbytes=12 * MIB)
         assert cli(daemon, "keep", "kept").stdout == "kept until `ecd-cli unkeep`\n"
         for_a_while = cli(daemon, "keep", "for a while", "--namespace", "n", "--for", "1h")
-        assert for_a_while.stdout == "kept for 1.0 h\n"
+        assert for_a_while.stdout == "kept for 1 h\n"
         refused = cli(daemon, "keep", "over it")
         assert (refused.returncode, refused.stdout) == (1, "")
         assert "takes 12 MiB, and 24 MiB of at most 32 MiB are kept" in refused.stderr
@@ -170,7 +170,7 @@ def test_what_an_operator_keeps_outlasts_a_crowd_until_it_is_kept_no_more(daemon
             assert f"--for {says}" in wrong.stderr
         assert cli(daemon, "keep", "nothing").returncode == 1
         assert cli(daemon, "keep", "nothing", "--namespace", "n").stderr == (
-            "no entry 'nothing' in the namespace 'n' is in memory\n"
+            "ecd-cli: no entry 'nothing' in the namespace 'n' is in memory\n"
         )
         assert "24 MiB kept (2 entries; at most 32 MiB)" in cli(daemon, "status").stdout
         kept = json.loads(cli(daemon, "ls", "--kept", "--json").stdout)["entries"]

@@ -208,7 +208,7 @@ def test_a_start_may_be_cold(make_daemon: MakeDaemon) -> None:
     daemon = make_daemon().start()
     for flags, settings, why in (
         (("--cold",), {}, "serving on"),
-        ((), {"ECD_HOST_POOL_BYTES": "32MiB"}, "33554432 are wanted"),
+        ((), {"ECD_HOST_POOL_BYTES": "32MiB"}, "32 MiB are wanted"),
         ((), {"ECD_WARM_RESTART": "false"}, "serving on"),
     ):
         with Client(daemon.address) as client:

@@ -38,6 +38,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_NAMED = 3
 """Nodes that do not answer, in one message."""
+STORED_BEFORE = "already stored, and not replaced: `ecd-cli evict` it first to store it anew"
 
 
 class Grouping(str, Enum):
@@ -153,7 +154,10 @@ def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
 def get(
     context: typer.Context,
     key: MmHash,
-    output: Annotated[Path, typer.Option("--output", "-o", help="A safetensors file to write.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="A safetensors file to write; - for standard output."),
+    ],
     namespace: Namespace = None,
     timeout: Annotated[
         str | None,
@@ -167,6 +171,11 @@ def get(
     namespace is by default the one in which this node has the key, or `default` if it has none.
     """
     options: Options = context.obj
+    is_piped = str(output) == "-"
+    if is_piped and (as_json or options.as_json):
+        raise typer.BadParameter("--json and -o - would both print: leave one out")
+    if is_piped and out.is_terminal:
+        raise typer.BadParameter("-o - prints bytes: not for a terminal")
     within_s = seconds("--timeout", timeout)
     is_named = namespace is not None
     namespace, key = names.whole_key(options, key, namespace, default=DEFAULT_NAMESPACE)
@@ -188,7 +197,11 @@ def get(
             text += f": {_why_missing(options.call('Peers', pb.PeersRequest()))}"
             fail(FAILED, text if is_named else f"{text}\n{OTHER_NAMESPACES}")
         with item:
-            files.write(output, item)
+            if is_piped:
+                sys.stdout.buffer.write(files.packed(item))
+                sys.stdout.flush()
+            else:
+                files.write(output, item)
             result = {
                 "file": str(output),
                 "namespace": namespace,
@@ -199,7 +212,8 @@ def get(
                 "fetched": not was_here,
             }
     how = "" if was_here else f", fetched in {took_s:.3f} s"
-    options.show(as_json, result, f"{output}: {result['dtype']} {result['shape']}{how}")
+    if not is_piped:
+        options.show(as_json, result, f"{output}: {result['dtype']} {result['shape']}{how}")
 
 
 def _fetched(client: Client, key: str, within_s: float) -> Item | None:
@@ -253,7 +267,7 @@ def put(
             cost=content.cost_s,
         )
     result = {"namespace": namespace, "mm_hash": key, "stored": stored}
-    options.show(as_json, result, "stored" if stored else "was there already")
+    options.show(as_json, result, "stored" if stored else STORED_BEFORE)
 
 
 def evict(

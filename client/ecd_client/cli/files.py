@@ -48,7 +48,17 @@ class StoredTensor:
 
 
 def write(path: Path, item: Item) -> None:
-    """Write an item's bytes, metadata and cost. Raises FileError and LeaseExpired, without a file.
+    """Write an item to a file. Raises FileError and LeaseExpired, without a file."""
+    content = packed(item)
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise FileError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def packed(item: Item) -> bytes:
+    """The content of a file with an item's bytes, metadata and cost. Raises LeaseExpired.
 
     The header is written here, as the format describes it: the arguments that safetensors' own
     `serialize` takes without torch or numpy differ between its versions.
@@ -65,11 +75,7 @@ def write(path: Path, item: Item) -> None:
     tensor = {"dtype": dtype, "shape": list(item.shape), "data_offsets": [0, len(data)]}
     header = json.dumps({"__metadata__": described, TENSOR: tensor}).encode()
     header += b" " * (-len(header) % 8)
-    try:
-        path.write_bytes(len(header).to_bytes(8, "little") + header + data)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise FileError(f"{path} cannot be written: {error.strerror}") from None
+    return len(header).to_bytes(8, "little") + header + data
 
 
 def read(path: Path, name: str | None) -> StoredTensor:

@@ -79,6 +79,20 @@ app.command()(routing.watch)
 app.command()(slow_log.slow)
 
 
+@app.command("help")
+def show_help(
+    command: Annotated[str | None, typer.Argument(help="The command that is asked about.")] = None,
+) -> None:
+    """Show what a command does, and its options."""
+    app([*([command] if command else []), "--help"], standalone_mode=False)
+
+
+@app.command("version")
+def show_version() -> None:
+    """Print the version."""
+    typer.echo(version(DISTRIBUTION))
+
+
 def _address_first(arguments: list[str]) -> list[str]:
     """Move --address before the command's name, wherever it stands."""
     first, rest, left = list[str](), list[str](), iter(arguments)
@@ -98,7 +112,7 @@ def main() -> None:
     try:
         sys.exit(app(arguments, standalone_mode=not as_json))
     except CommandFailed as error:
-        code, text = error.code, str(error)
+        code, text = error.code, f"ecd-cli: {error}"
     except EcdError as error:
         codes = {DaemonUnavailable: UNREACHABLE, InvalidArgument: USAGE}
         code, text = codes.get(type(error), FAILED), f"ecd-cli: {error}"
