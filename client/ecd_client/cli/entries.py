@@ -184,7 +184,7 @@ def get(
         errors.status(f"copying {render.short(key)} ..."),
     ):
         was_here, began_s = client.contains([key]) == [True], clock.now_s()
-        item = _fetched(client, key, within_s) if within_s else client.get(key)
+        item = _fetched(client, key, within_s) if within_s else client.get(key, is_use=False)
         took_s = clock.now_s() - began_s
         if item is None:
             if not within_s:
@@ -218,7 +218,7 @@ def get(
 
 def _fetched(client: Client, key: str, within_s: float) -> Item | None:
     """The entry, brought here if need be. None as soon as no place has it. Raises EcdError."""
-    [answer] = client.get_async([key], within_s, only_if_written=True)
+    [answer] = client.get_async([key], within_s, only_if_written=True, is_use=False)
     try:
         return answer.result(within_s + CALL_TIMEOUT_S)
     except FutureTimeoutError:

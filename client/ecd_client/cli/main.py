@@ -15,7 +15,7 @@ import typer
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its retries are not the user's business
 
-from ecd_client.cli import clients, daemon, entries, keeping, render, routing, slow_log
+from ecd_client.cli import clients, daemon, entries, keeping, render, routing
 from ecd_client.cli.context import (
     FAILED,
     UNREACHABLE,
@@ -76,7 +76,7 @@ app.command()(daemon.bench)
 app.command()(daemon.top)
 app.command()(routing.locate)
 app.command()(routing.watch)
-app.command()(slow_log.slow)
+app.command()(daemon.slow)
 
 
 @app.command("help")
