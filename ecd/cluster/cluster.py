@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import grpc
@@ -34,7 +34,7 @@ from ecd.core.model.types import Extent, Key
 from ecd.live.flights import Flights
 from ecd.live.live import LiveCache
 from ecd.settings.config import Config
-from ecd_proto.contract import CONTRACT_VERSION, NEVER_ASKED, Hint
+from ecd_proto.contract import CONTRACT_VERSION, GONE, NEVER_ASKED, Hint
 from ecd_proto.mapped_file import MappedFile
 from ecd_proto.v1 import cache_pb2, peer_pb2
 
@@ -47,7 +47,7 @@ LOCATE_S = 1.0
 LOCATED = 64
 """Keys looked up in the directory at a time: more would block the event loop."""
 TRY_S = 10.0
-"""How often nodes of the settings that have no link are tried, without a request."""
+"""How often nodes that have no link are tried, without a request."""
 TURN = 8
 """Small entries hashed, and keys wanted, before the event loop gets its turn."""
 
@@ -168,7 +168,7 @@ class Cluster:
         await asyncio.gather(
             self._directory.run(),
             self._publish(),
-            self._try_configured(),
+            self._try_unlinked(),
             self._engine.reads.failed,
         )
 
@@ -296,11 +296,18 @@ class Cluster:
                 self._directory.publish(batch)
                 await self._live.clock.sleep(0)
 
-    async def _try_configured(self) -> None:
-        """Link to the nodes of the settings: operators see a dead one before any request."""
+    async def _try_unlinked(self) -> None:
+        """Link to other nodes without a request: operators see which are dead, or are back."""
         while True:
-            await self._peers.try_configured()
+            await self._peers.try_unlinked(self._living or ())
             await self._live.clock.sleep(TRY_S)
+
+    @property
+    def _living(self) -> Collection[str] | None:
+        """All living nodes of the cluster; None if the directory does not list all of them."""
+        state = self._directory.state
+        is_whole = state.up and 0 < state.nodes == len(state.listed)
+        return state.listed if is_whole else None
 
     # -- for operators -------------------------------------------------------------------------
 
@@ -352,7 +359,7 @@ class Cluster:
 
     def peer_states(self) -> Mapping[str, int]:
         """How many nodes of `status` have each state."""
-        states = Counter(self._peers.state(peer.node) for peer in self._peers)
+        states = Counter(self._state_of(peer) for peer in self._peers)
         states[NEVER_ASKED] += len(self._never_asked())
         return +states
 
@@ -361,10 +368,17 @@ class Cluster:
         asked = {self.node, *(peer.node for peer in self._peers)}
         return sorted(node for node in self._directory.state.listed if node not in asked)
 
+    def _state_of(self, peer: Peer) -> str:
+        """The state of `Peers`, or that the node has left the directory that named it."""
+        state, living = self._peers.state(peer.node), self._living
+        is_named = self._peers.is_configured(peer.node) or peer.hinted
+        is_gone = not (living is None or is_named or peer.node in living)
+        return GONE if is_gone and state == "unreachable" else state
+
     def _status_of(self, peer: Peer) -> cache_pb2.PeerStatus:
         return cache_pb2.PeerStatus(
             node=peer.node,
-            state=self._peers.state(peer.node),
+            state=self._state_of(peer),
             configured=self._peers.is_configured(peer.node),
             incarnation=peer.last.incarnation,
             engine=peer.last.engine,

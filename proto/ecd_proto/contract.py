@@ -57,6 +57,8 @@ NODE_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,252}):[0-9]{1,5}$"
 MAX_NODE_LENGTH = 259
 NEVER_ASKED = "never asked"
 """The state of another node that is known, and to which no link was tried."""
+GONE = "gone"
+"""The state of another node that has left the directory, through which it was known."""
 MAX_SHOWN = 128
 """Characters of a name from outside that a line of log has."""
 MAKING_S = 1.5

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ecd_proto.contract import NEVER_ASKED, count_text, duration_text, size_text
+from ecd_proto.contract import GONE, NEVER_ASKED, count_text, duration_text, size_text
 from ecd_proto.engines import Engine, advice, difference, lonely, nearest
 from ecd_proto.mapped_file import HUGE_BYTES, HUGE_SHARE
 from ecd_proto.v1 import cache_pb2 as pb
@@ -277,12 +277,13 @@ def nodes(peers: pb.PeersReply) -> Iterator[Finding]:
 
 def _known(peers: pb.PeersReply) -> Finding:
     """Count the nodes that the settings do not name; none is unreachable."""
-    known = max(len(peers.peers), peers.directory.nodes - 1)
+    there = [peer for peer in peers.peers if peer.state != GONE]
+    known = max(len(there), peers.directory.nodes - 1)
     found = f"{known:,} known, none unreachable"
     if not known and peers.directory.nodes:
         advice = "start the others with the same ECD_DIRECTORY and ECD_CLUSTER"
         return Finding("peers", DOUBTFUL, f"{peers.directory.kind} lists no other node", advice)
-    asked = sum(peer.state != NEVER_ASKED for peer in peers.peers)
+    asked = sum(peer.state != NEVER_ASKED for peer in there)
     return Finding("peers", GOOD, found + (f"; {known - asked:,} never asked" * (known > asked)))
 
 

@@ -22,7 +22,8 @@ MakePeer = Callable[..., Daemon]
 QUICK = changed(*PATIENCE, "from ecd.cluster import cluster", "cluster.TRY_S = 0.1")
 """A daemon that often tries the nodes of its settings."""
 UNHURRIED = changed(
-    *LONG_PATIENCE, "from ecd.cluster import cluster", f"cluster.LOCATE_S = {HANG_S}"
+    *(*LONG_PATIENCE, "from ecd.cluster import cluster"),
+    f"cluster.LOCATE_S, cluster.TRY_S = {HANG_S}, 0.1",
 )
 """A daemon that waits for Redis and for other nodes as long as they take."""
 NOBODY = "127.0.77.1:1"
@@ -38,6 +39,8 @@ def redis_pair(
     a, b = make_peer(**about), make_peer(**about)
     a.command = b.command = UNHURRIED
     start_all(a, b)
+    for daemon in (a, b):
+        eventually(lambda daemon=daemon: daemon.peers().directory.nodes == 2, "both are listed")
     return a, b
 
 
@@ -93,8 +96,7 @@ def test_nodes_of_redis_are_seen_before_any_request(
     redis_pair: tuple[Daemon, Daemon],
 ) -> None:
     a, b = redis_pair
-    assert becomes(a, b.peer, "never asked")
-    assert becomes(b, a.peer, "never asked")
+    assert (state(a, b.peer), state(b, a.peer)) == ("never asked", "never asked")
     assert "redis, up, 2 nodes with this one" in cli(b, "peers").stdout
     assert "1 never asked" in cli(b, "status").stdout
     assert found_by_doctor(b, "peers") == [f"{GOOD} 1 known, none unreachable; 1 never asked"]
@@ -102,6 +104,24 @@ def test_nodes_of_redis_are_seen_before_any_request(
     a.terminate()
     eventually(lambda: b.peers().directory.nodes == 1, "it has left the list")
     assert found_by_doctor(b, "peers") == [f"{DOUBTFUL} redis lists no other node"]
+
+
+def test_a_node_that_leaves_redis_is_gone_and_one_that_is_back_has_a_link(
+    redis_pair: tuple[Daemon, Daemon],
+) -> None:
+    a, b = redis_pair
+    put(a, "k")
+    a.wait_idle("settled")
+    with Client(b.address) as client:
+        client.get("k", HANG_S).close()
+    assert state(b, a.peer) == "connected"
+    a.terminate()
+    assert becomes(b, a.peer, "gone")
+    assert found_by_doctor(b, "peers") == [f"{DOUBTFUL} redis lists no other node"]
+    assert "ecd_peer_connected{" not in b.metrics()
+    a.start()
+    assert becomes(b, a.peer, "connected"), "without a request"
+    assert found_by_doctor(b, "peers") == [f"{GOOD} 1 known, none unreachable"]
 
 
 def test_what_others_write_to_the_list_of_nodes_costs_at_most_its_rows(

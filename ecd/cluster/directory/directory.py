@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -47,7 +47,7 @@ class DirectoryState:
     unpublished: int = 0
     lag_s: float = 0.0
     nodes: int = 0  # living ones that it lists; 0: it lists none
-    listed: Sequence[str] = ()  # the first of them
+    listed: Collection[str] = frozenset()  # some of them
 
     def failed(self, error: object) -> None:
         self.errors += 1

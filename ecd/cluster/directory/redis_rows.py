@@ -144,11 +144,11 @@ def unpack_record(record: bytes) -> Candidate | None:
         return None
 
 
-def unpack_living(answer: list[Any]) -> tuple[int, tuple[str, ...]]:
+def unpack_living(answer: list[Any]) -> tuple[int, frozenset[str]]:
     """The number of living nodes, and those of them whose names ecd could have written."""
     count, *names = answer
     nodes = (name.decode(errors="replace") for name in names)
-    return count, tuple(node for node in nodes if re.fullmatch(NODE_PATTERN, node))
+    return count, frozenset(node for node in nodes if re.fullmatch(NODE_PATTERN, node))
 
 
 def connect(url: str, timeout_s: float) -> Any:

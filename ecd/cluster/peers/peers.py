@@ -128,11 +128,19 @@ class Peers:
             if not (self.is_connected(node) or self._is_in_use(self._peers[node])):
                 del self._peers[node]
 
-    async def try_configured(self) -> None:
-        """Link to the nodes of the settings that have no link, a few at a time."""
-        unlinked = [node for node in self._configured if not self.is_connected(node)]
-        for start in range(0, len(unlinked), TRIED_TOGETHER):
-            await asyncio.gather(*map(self._try, unlinked[start : start + TRIED_TOGETHER]))
+    async def try_unlinked(self, living: Collection[str]) -> None:
+        """Link to nodes that have no link, a few at a time.
+
+        They are those of the settings, and the `living` ones whose links have failed.
+        """
+        nodes = [
+            peer.node
+            for peer in self
+            if not self.is_connected(peer.node)
+            and (peer.node in self._configured or (peer.last_error and peer.node in living))
+        ]
+        for start in range(0, len(nodes), TRIED_TOGETHER):
+            await asyncio.gather(*map(self._try, nodes[start : start + TRIED_TOGETHER]))
 
     async def _try(self, node: str) -> None:
         with contextlib.suppress(PeerUnavailable):  # the peer's row says why

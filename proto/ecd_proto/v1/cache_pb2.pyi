@@ -2738,7 +2738,7 @@ class PeerStatus(google.protobuf.message.Message):
     CONFIGURED_FIELD_NUMBER: builtins.int
     node: builtins.str
     state: builtins.str
-    """connected, connecting, unreachable, idle, never asked"""
+    """connected, connecting, unreachable, idle, never asked, gone"""
     incarnation: builtins.str
     engine: builtins.str
     protocol: builtins.str
