@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +17,9 @@ from ecd_proto.findings import BAD, DOUBTFUL, GOOD, MAX_AWAY, Finding, nodes
 from ecd_proto.v1 import cache_pb2 as pb
 from support.cli import cli
 from support.daemon import Daemon, changed
+from support.pages import DOCS, commands, printed
 from support.pairs import PATIENCE, start_all
+from support.processes import run
 from support.redis import LONG_PATIENCE, RedisServer
 from support.waiting import HANG_S, eventually, value_of
 
@@ -196,6 +201,33 @@ def test_a_get_with_a_timeout_fetches(redis_pair: tuple[Daemon, Daemon], tmp_pat
     again = json.loads(cli(b, "get", "k", "-o", str(to), "--timeout", WAIT, "--json").stdout)
     assert (again["fetched"], again["namespace"]) == (False, "default")
     assert b.status().counters.hits == 2, "the look before the fetch is no use"
+
+
+def test_the_recipe_of_two_nodes_prints_what_it_says(redis_pair: tuple[Daemon, Daemon]) -> None:
+    a, b = redis_pair
+    page = DOCS / "recipes.md"
+    [program] = [
+        words for words in commands(page) if words[0] == "python" and "put_bytes" in words[2]
+    ]
+    done = run(
+        [sys.executable, *program[1:]],
+        env={**os.environ, "ECD_ADDRESS": a.address},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    a.wait_idle("settled")
+    look, fetch = [words for words in commands(page) if words[0] == "ecd-cli" and "k" in words]
+    fetch[-1] = WAIT
+    now = "".join(cli(b, *words[1:]).stdout for words in (look, fetch))
+    shown = "\n".join(printed(page, "two nodes")).replace("10.0.0.1:9465", a.peer)
+    assert in_any_time(now) == in_any_time(shown)
+    assert state(b, a.peer) == "connected"
+
+
+def in_any_time(lines: str) -> list[str]:
+    """The words, without how long the fetch took."""
+    return re.sub(r"in [\d.]+ s", "in N s", lines).split()
 
 
 def test_a_get_and_a_locate_without_a_namespace_look_in_the_default_one(

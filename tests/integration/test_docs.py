@@ -13,16 +13,10 @@ import torch
 
 from ecd_client import Client
 from support.daemon import Daemon
+from support.pages import DOCS, PAGES, ROOT, blocks
 from support.processes import run
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BIN = Path(sys.executable).parent
-
-
-def blocks(page: Path) -> list[str]:
-    """The commands that a page tells its reader to run."""
-    return re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def commands(program: str) -> list[str]:
@@ -98,7 +92,7 @@ stat -c '%%n %%U %%G %%a' ecd ecd/ecd.env ecd/ecd.toml systemd/system/ecd.servic
 
 
 def test_the_unit_is_installed_as_the_page_says(tmp_path: Path) -> None:
-    [block] = [b for b in blocks(ROOT / "docs" / "operations.md") if "systemd-sysusers" in b]
+    [block] = [b for b in blocks(DOCS / "operations.md") if "systemd-sysusers" in b]
     done = run(
         ["unshare", "--mount", "sh", "-c", INSTALL % block],
         cwd=ROOT,
