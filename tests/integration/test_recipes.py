@@ -125,6 +125,11 @@ def test_status_shows_what_the_page_says(daemon: Daemon, mark: str, uses_puts: b
         assert plain([line for line in lines if line.partition(" ")[0] in rows]) == plain(page)
 
 
+def test_the_readme_shows_a_part_of_a_recipe() -> None:
+    [lines] = [block.splitlines() for block in blocks(ROOT / "README.md", "")]
+    assert set(lines) <= set(printed(PAGE, "apart"))
+
+
 def composed() -> Manifest:
     read: Manifest = yaml.safe_load((ROOT / "deploy/docker/compose.yaml").read_text())
     return read
