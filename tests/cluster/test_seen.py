@@ -275,4 +275,4 @@ def test_a_get_whose_time_is_over_says_so(make_peer: MakePeer) -> None:
     assert done.returncode == 1
     assert "no entry 'k' in the namespace 'n' came within 0.2s" in done.stderr
     wrong = cli(a, "get", "k", "-o", "/dev/null", "--timeout", "5")
-    assert (wrong.returncode, "not a duration" in wrong.stderr) == (2, True)
+    assert (wrong.returncode, "needs a unit" in wrong.stderr) == (2, True)
