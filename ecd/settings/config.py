@@ -67,10 +67,14 @@ class Config(BaseSettings):
         description="Tells daemons on one node apart. Letters, digits, dots, dashes, underscores.",
     )
     shm_dir: str = Field(default="/dev/shm", description="A tmpfs directory for the host pool.")
-    host_pool_bytes: ByteSize | str | None = Field(
-        default=None,
-        description="Size of the host pool, such as 4GiB, 1MiB at least, or a share of shm_dir's "
-        "size, such as 75%. By default a quarter of what shm_dir has free, at most 4 GiB.",
+    # ByteSize takes "75%" for 75 bytes, but for the least size.
+    host_pool_bytes: Annotated[ByteSize, Field(ge=config_rules.MIN_POOL_BYTES)] | str | None = (
+        Field(
+            default=None,
+            description="Size of the host pool, such as 4GiB, 1MiB at least, or a share of "
+            "shm_dir's size, such as 75%. By default a quarter of what shm_dir has free, at most "
+            "4 GiB.",
+        )
     )
     eviction: Literal["value", "lru"] = Field(
         default="value",

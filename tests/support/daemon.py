@@ -154,6 +154,8 @@ class Daemon:
             try:
                 eventually(is_serving)
             except AssertionError:
+                if self._process is None or self._process.poll() is not None:
+                    raise
                 took = psutil.Process(self.pid).cpu_times()
                 said = f"not serving, after {took.user + took.system:.1f} s of its CPU"
                 raise AssertionError(f"{said}:\n{self.text()}") from None

@@ -348,3 +348,8 @@ def test_help_tells_defaults_variables_and_forms() -> None:
 
 def test_the_level_may_be_short() -> None:
     assert load({"log_level": "WARN"}, None)[0].log_level == "warning"
+
+
+@pytest.mark.parametrize("share", ["1%", "75%", "99%"])
+def test_a_share_of_the_directory_stays_a_share(share: str) -> None:
+    assert load({"host_pool_bytes": share}, None)[0].host_pool_bytes == share
