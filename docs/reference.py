@@ -87,8 +87,9 @@ and the misses, are the encodes saved.
 
 A read by another node is that node's hit. Here it is one of `ecd_peer_leases_total`, and there
 the fetched entry is a put. Where a client reads more than 512 entries between two looks, their
-use and `ecd_saved_seconds_total` are estimated. Reads that the next daemon counts are `reused`,
-without seconds. Misses of an engine whose daemon is away are counted by the engine alone.
+use and `ecd_saved_seconds_total` are estimated. Reads that the next daemon counts, and those of
+a put that the daemon has not listed yet, are `reused`, without seconds. Misses of an engine
+whose daemon is away are counted by the engine alone.
 
 The 50 largest namespaces have a label of their own, all others are `other` together.
 
