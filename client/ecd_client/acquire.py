@@ -67,7 +67,7 @@ class Acquire:
             only_if_written=self.only_if_written,
             hints=[_to_hint(index, nodes) for index, nodes in enumerate(self.hints) if nodes],
             to_pin=self.session.index is not None and not self.needs_lease,
-            is_look=not self.is_use,
+            is_look=not self.is_use and self.session.index is not None,
             makes=[
                 pb.Make(index=index, wait_s=wait_s)
                 for index, wait_s in enumerate(self.makes)

@@ -64,8 +64,9 @@ class Reader:
         return item, may_come
 
     def count_miss(self) -> None:
-        if (session := self._connection.current) is not None:
-            _count_miss(session)
+        session = self._connection.current
+        if session is not None and (session.takes_looks or not session.may_bring):
+            _count_miss(session)  # else an older daemon did, as it was asked
 
     def hold(self, key: Key, handle: Handle) -> Item | None:
         """Hold an entry without a call if it is the one of the handle, and count no use."""

@@ -47,11 +47,11 @@ class Readers:
         if self.leases.count(session) >= limit:
             return self._counters.refuse("leases", limit)
         self._entries.pool_of(entry).hold(entry)
-        is_handover = self._entries.use(entry, now_s)
+        is_handover = answer is not Answer.LOOK_LEASE and self._entries.use(entry, now_s)
         counters, content = self._counters.of(entry.namespace), entry.content
         if answer is Answer.PEER:
             counters.peer_leases += 1
-        else:
+        elif answer is not Answer.LOOK_LEASE:
             counters.hits += 1
             counters.bytes_out += content.nbytes
             counters.note_hit(content.nbytes)

@@ -44,6 +44,11 @@ class Sessions:
         found = self._sessions.get(session)
         return found if found is not None and found.state is SessionState.OPEN else None
 
+    def hands_over(self, session: SessionId) -> bool:
+        """Whether another client is to use first what the session puts; it may be leaving."""
+        found = self._sessions.get(session)
+        return found is not None and found.hands_over
+
     def leave(self, session: SessionId) -> Session | None:
         """Mark an open session as leaving: its stream ended. None if it was not open."""
         found = self.get(session)

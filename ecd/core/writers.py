@@ -228,8 +228,7 @@ class Writers:
     ) -> Entry:
         """Commit what the session wrote in a block of its grants."""
         entry = Entry(self._entries.next_id(), *key, content, block, session)
-        owner = self._sessions.get(session)
-        entry.handovers = int(owner is not None and owner.hands_over)
+        entry.handovers = int(self._sessions.hands_over(session))
         self._entries.add(entry)
         self._publish(entry, now_s, None)
         return entry

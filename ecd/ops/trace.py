@@ -251,7 +251,7 @@ class _Pool(Pool):
         self._recorded, self._write = policy, write
 
     def use(self, entry: Entry, now_s: float, *, for_another: bool = False) -> bool:
-        self._recorded.hands_over = entry.handovers > 0 and not for_another
+        self._recorded.hands_over = entry.is_handover(now_s) and not for_another
         return super().use(entry, now_s, for_another=for_another)
 
     def evict_for(

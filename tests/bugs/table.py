@@ -472,7 +472,11 @@ EDITED = {
     "a look that finds nothing is a miss": Bug(
         "metrics",
         "integration/test_counters.py",
-        Edit("ecd/rpc/cache/cache_service.py", "Answer.LOOK if request.is_look", "Answer.PIN if 0"),
+        Edit(
+            "ecd/rpc/cache/cache_service.py",
+            "(True, True): Answer.LOOK,",
+            "(True, True): Answer.PIN,",
+        ),
     ),
     "a consumer counts a lookup, not the load": Bug(
         "metrics",

@@ -376,3 +376,25 @@ def test_a_use_of_a_put_that_was_not_listed_yet_is_the_entrys(
     assert uses(daemon) == (1, 1, 0, 0.0)
     client.get("k").close()
     assert uses(daemon) == (2, 1, 0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "metadata"),
+    [("k" * 200, b""), ("k", bytes(300)), ("k", b"")],
+    ids=["a key without a row", "metadata without room", "a row"],
+)
+def test_a_look_that_takes_a_lease_is_counted_once(
+    daemon: Daemon, client: Client, key: str, metadata: bytes
+) -> None:
+    client.put(key, torch.zeros(4), cost=2.0, metadata=metadata)
+    daemon.wait_idle()
+    for _ in range(2):
+        client.get(key, is_use=False).close()
+        [future] = client.get_async([key], 0.01, is_use=False)
+        with future.result() as item:
+            item.count_use()
+    assert uses(daemon) == (2, 1, 0, 2.0)
+    [entry] = daemon.entries()
+    assert entry.hits == 2
+    assert client.get("k" * 199, timeout=0.01, is_use=False) is None
+    assert uses(daemon)[2] == 0

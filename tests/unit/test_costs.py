@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ecd.core.cache import Cache
 from ecd.core.costs import GUESS_PER_ROW_S, GUESS_S, MAX_GROUPS, Costs
 from ecd.core.counters import Counters
-from ecd.core.model.entry import Entry
-from ecd.core.model.outcomes import Committed, Leased, Reserved
+from ecd.core.model.entry import HANDOVER_S, Entry
+from ecd.core.model.outcomes import Committed, Leased, LimitReached, Reserved
 from ecd.core.model.types import Content, Key, Selection, SessionId
 from ecd.core.pool.allocator import Allocator
 from ecd.core.pool.pool import REFETCHED_S, Pool
@@ -236,3 +236,18 @@ def test_reports_without_rows_do_not_pull_a_steep_fit_down() -> None:
         costs.learn("n", steep)
         costs.learn("n", Content("int8", (0,), 0, cost_s=1e-6))
     assert costs.of("n", Content("int8", (4000,), 4000)).seconds > 0.1
+
+
+def test_a_hand_over_that_nobody_takes_is_forgotten() -> None:
+    cache = Cache([Pool(Allocator(0, 1 << 20, 4096))])
+    session = cache.open_session(hands_over=True)
+    assert not isinstance(session, LimitReached)
+    for key in ("taken", "late"):
+        stored = Content("int8", (1,), 1, cost_s=2.0)
+        reserved = reserve(cache, session, Key("n", key), stored, 0.0)
+        assert isinstance(reserved, Reserved)
+        cache.commit(session, reserved.entry, 0.0)
+    cache.acquire(session, Key("n", "taken"), HANDOVER_S)
+    assert (cache.counters.handed_over, cache.counters.saved_s) == (1, 0.0)
+    cache.acquire(session, Key("n", "late"), HANDOVER_S + 1.0)
+    assert (cache.counters.handed_over, cache.counters.saved_s) == (1, 2.0)

@@ -72,6 +72,8 @@ class Lease:
     content: pb.Content
     extent: pb.Extent
     expires_s: float
+    number: int
+    """The entry's number, for its figures alone."""
     _is_open: bool = True
 
     @property
@@ -86,7 +88,10 @@ class Lease:
         return self.expires_s - clock.now_s() >= share * self.session.lease_ttl_s
 
     def note_use(self, namespace: str, mm_hash: str, *, for_another: bool) -> None:
-        """Nothing: the daemon counted it as it granted the lease."""
+        """Count the use, unless the daemon did as it granted the lease."""
+        index, number = self.session.index, self.number
+        if index is not None and self.session.takes_looks:
+            index.note_use(namespace, mm_hash, number, self.content.nbytes, for_another=for_another)
 
     def end(self) -> None:
         """End the lease only once: an interrupted `pinned` may end it again."""
@@ -98,15 +103,22 @@ class Lease:
 class Pin:
     """A hold without a call: a hazard pointer in the session's page, without a time limit."""
 
-    __slots__ = ("_index", "_pin", "content", "extent", "pool", "session")
+    __slots__ = ("_index", "_leased", "_pin", "content", "extent", "pool", "session")
     expires_s = math.inf
     holds = True
 
     def __init__(
-        self, session: Session, index: IndexReader, row: Row, pin: int, pool: MappedPool
+        self,
+        session: Session,
+        index: IndexReader,
+        row: Row,
+        pin: int,
+        pool: MappedPool,
+        leased: int | None = None,
     ) -> None:
+        """`leased`: the number of an entry that a call leased first, for its figures alone."""
         self.session, self.pool, self.content, self.extent = session, pool, row, row
-        self._index, self._pin = index, pin
+        self._index, self._pin, self._leased = index, pin, leased
 
     @property
     def entry(self) -> int:
@@ -117,8 +129,11 @@ class Pin:
         return True
 
     def note_use(self, namespace: str, mm_hash: str, *, for_another: bool) -> None:
-        entry, nbytes = self.entry, self.content.nbytes
-        self._index.note_use(namespace, mm_hash, entry, nbytes, for_another=for_another)
+        knows = self.session.takes_looks
+        if self._leased is None or knows:
+            entry, nbytes = self._leased or self.entry, self.content.nbytes
+            for_another = for_another and knows
+            self._index.note_use(namespace, mm_hash, entry, nbytes, for_another=for_another)
 
     def end(self) -> None:
         """End the pin only once: two items would share its word afterwards."""

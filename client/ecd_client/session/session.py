@@ -70,7 +70,7 @@ class Session:
         self.node = welcome.node
         self.may_bring = bool(welcome.node) or welcome.has_disk
         """Whether the daemon may know of entries that are not in its memory."""
-        self._takes_engine = welcome.takes_engine
+        self._takes_engine, self.takes_looks = welcome.takes_engine, welcome.takes_looks
         self._on_apart: Callable[[Engine], None] | None = None
         self.calls = calls
         self._stream, self._outbox = stream, outbox
@@ -211,7 +211,8 @@ class Session:
         if not self.ref():
             return None
         expires_s = leased.expires_s + self._clock
-        lease = Lease(leased.lease, self, pool, leased.content, leased.extent, expires_s)
+        of_entry = leased.content, leased.extent, expires_s, leased.entry
+        lease = Lease(leased.lease, self, pool, *of_entry)
         with self._lock:
             self._leases[lease.id] = lease
         return self._pin_leased(lease, leased.entry) or lease
@@ -239,7 +240,7 @@ class Session:
                 content.cost_s,
                 False,
             )
-            held = Pin(self, index, row, pin, lease.pool)
+            held = Pin(self, index, row, pin, lease.pool, lease.number)
             if lease.holds:  # or the daemon may have looked for pins before this one
                 lease.end()
                 return held

@@ -13,6 +13,11 @@ MAX_COST_S = 3600.0
 """Largest cost that counts: a report of more saves no more."""
 
 
+HANDOVER_S = 300.0
+"""How long an unused entry owes a hand-over: a consumer that has the item in its own cache, or has
+failed, never takes it."""
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """The life of one copy in one pool. `state` changes only through `step`."""
@@ -72,6 +77,10 @@ class Entry:
     def is_kept(self) -> bool:
         """Whether an operator keeps the entry."""
         return self.terms is not None and self.terms.kept_until_s > 0.0
+
+    def is_handover(self, now_s: float) -> bool:
+        """Whether the next hit only brings the entry to the engine for which it was encoded."""
+        return self.handovers > 0 and now_s - self.used_s <= HANDOVER_S
 
     def step(self, event: EntryEvent) -> None:
         """Change the state. Raises IllegalTransition."""

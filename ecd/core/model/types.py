@@ -55,11 +55,12 @@ class Answer(Enum):
     LEASE = "lease"
     PIN = "pin"  # `Stored`, without a lease: the reader pins the entry itself
     LOOK = "look"  # the same, and the reader counts its hit or miss itself
+    LOOK_LEASE = "look, leased"  # a lease, and the reader counts
     PEER = "peer"  # a lease for another node, which counts the hit or the miss of its own reader
 
 
 NO_LEASE = frozenset((Answer.PIN, Answer.LOOK))
-UNCOUNTED = frozenset((Answer.PEER, Answer.LOOK))
+UNCOUNTED = frozenset((Answer.PEER, Answer.LOOK, Answer.LOOK_LEASE))
 """Answers whose hits and misses are counted by the reader."""
 
 

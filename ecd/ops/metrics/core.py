@@ -51,7 +51,11 @@ def _of_traffic(counted: pb.Counters) -> Iterable[Metric]:
             "Entries leased to other nodes, which count the hits.",
             counted.peer_leases,
         ),
-        ("misses", "Lookups that found nothing: the engine encodes.", counted.misses),
+        (
+            "misses",
+            "Lookups that found nothing: the engine encodes, or the request fails.",
+            counted.misses,
+        ),
         ("puts", "Entries stored by clients and by fetches.", counted.puts),
         ("recovered", "Entries taken over from an earlier incarnation.", counted.recovered),
         ("duplicates", "Puts of entries that were stored already.", counted.duplicates),

@@ -48,6 +48,13 @@ MAKING_ROOM_S = 2.0
 """How long a reservation makes room while others take it: less than a client waits."""
 TURNS_TO_ASK = 2
 """Turns of the event loop in which questions to other nodes are sent before other work."""
+_ANSWERS = {
+    (False, False): Answer.LEASE,
+    (True, False): Answer.PIN,
+    (False, True): Answer.LOOK_LEASE,
+    (True, True): Answer.LOOK,
+}
+"""By `to_pin` and `is_look` of an AcquireRequest."""
 DEFAULT_PAGE = 100
 
 T = TypeVar("T")
@@ -176,8 +183,7 @@ class CacheService(pb_grpc.CacheServicer):
             if request.only_if_written:
                 await self._live.learn(keys, pace)
         wait_for = WaitFor.WRITER if request.only_if_written else WaitFor.ANY
-        looks = Answer.LOOK if request.is_look else Answer.PIN
-        answer = looks if request.to_pin else Answer.LEASE
+        answer = _ANSWERS[request.to_pin, request.is_look]
         outcomes: list[Acquisition] = []
         try:
             for index, key in enumerate(keys):

@@ -238,6 +238,7 @@ class SessionStreams:
             attach_path="" if index is None else self._files.attach_path(),
             has_disk=self.has_disk,
             takes_engine=True,
+            takes_looks=True,
         )
 
     async def _talk(

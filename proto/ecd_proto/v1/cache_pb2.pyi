@@ -359,6 +359,7 @@ class Welcome(google.protobuf.message.Message):
     ATTACH_PATH_FIELD_NUMBER: builtins.int
     HAS_DISK_FIELD_NUMBER: builtins.int
     TAKES_ENGINE_FIELD_NUMBER: builtins.int
+    TAKES_LOOKS_FIELD_NUMBER: builtins.int
     session: builtins.str
     """names the session in every batch call"""
     contract_version: builtins.int
@@ -386,6 +387,8 @@ class Welcome(google.protobuf.message.Message):
     """Whether entries may lie on the daemon's disk: an Acquire that waits brings them."""
     takes_engine: builtins.bool
     """an older daemon would end the session"""
+    takes_looks: builtins.bool
+    """an older daemon counts each Acquire, and knows no use for another engine"""
     @property
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolFile]:
         """those that clients map"""
@@ -410,9 +413,10 @@ class Welcome(google.protobuf.message.Message):
         attach_path: builtins.str = ...,
         has_disk: builtins.bool = ...,
         takes_engine: builtins.bool = ...,
+        takes_looks: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["index", b"index"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach_path", b"attach_path", "contract_version", b"contract_version", "daemon", b"daemon", "has_disk", b"has_disk", "index", b"index", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pools", b"pools", "session", b"session", "takes_engine", b"takes_engine"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attach_path", b"attach_path", "contract_version", b"contract_version", "daemon", b"daemon", "has_disk", b"has_disk", "index", b"index", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pools", b"pools", "session", b"session", "takes_engine", b"takes_engine", "takes_looks", b"takes_looks"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -913,7 +917,7 @@ class AcquireRequest(google.protobuf.message.Message):
     to_pin: builtins.bool
     """no lease: the client itself pins the stored keys in the index"""
     is_look: builtins.bool
-    """beside `to_pin`: the client counts the hit or the miss, when it knows"""
+    """the client counts the hit or the miss in its page, when it knows"""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Key]: ...
     @property

@@ -96,6 +96,10 @@ class Lookup:
         else:
             wanted.absent, wanted.may_come = True, may_come
 
+    def count_miss(self) -> None:
+        """Count the miss of an item whose request fails for it."""
+        self._client.count_miss()
+
     def take_on(self, absent: Sequence[WantedItem], request: RequestItems) -> None:
         """Continue with absent items of one request, unless another engine encodes one of them."""
         if not self._encodes.take_on(absent, request):

@@ -75,6 +75,7 @@ class Readiness:
                 verdict = self._judge(state, wanted, user)
                 why = "this engine has no encoder"
             if verdict is _Verdict.FAILS:
+                self._lookup.count_miss()
                 self._fail(request, state, wanted.identifier, why, wanted.cause)
                 return False
             is_ready = is_ready and verdict is _Verdict.READY
