@@ -56,7 +56,7 @@ def test_the_exact_name_counts_then_the_longest_pattern(namespace: str, quota: i
 def test_settings_of_rules() -> None:
     flags = {
         "namespace_quotas": "tenant-*=2GiB, x=y=4Gi,*=25%",
-        "namespace_ttls": "tenant-*=12h,s=90,*=1.5d",
+        "namespace_ttls": "tenant-*=12h,s=90s,*=1.5d",
     }
     config, _ = load(flags, None)
     assert config.namespace_quotas == {"tenant-*": 2 << 30, "x=y": 4 << 30, "*": "25%"}
@@ -72,13 +72,13 @@ def test_settings_of_rules() -> None:
     ("name", "wrong", "said"),
     [
         ("namespace_quotas", "tenant", "must be PATTERN=SIZE, with commas between several"),
-        ("namespace_quotas", "a=2GB,b=lots", "b needs a size, such as 2GiB, or a share of the"),
-        ("namespace_quotas", "a=0", "a needs a size"),
-        ("namespace_quotas", "a=101%", "a needs a size"),
-        ("namespace_quotas", "a=9999999EiB", "a needs a size"),
-        ("namespace_ttls", f"a={'9' * 400}d", "a needs a time"),
-        ("namespace_ttls", "a=soon", "a needs a time, such as 90s, 30m, 12h or 7d"),
-        ("namespace_ttls", "a=0s", "a needs a time"),
+        ("namespace_quotas", "a=2GB,b=lots", "b=lots must be a size, such as 512MiB"),
+        ("namespace_quotas", "a=0", "a=0 must be more than 0"),
+        ("namespace_quotas", "a=101%", "a=101% must be a size"),
+        ("namespace_quotas", "a=9999999EiB", "a=9999999EiB must be at most"),
+        ("namespace_ttls", f"a={'9' * 400}d", "a=9+d must be"),
+        ("namespace_ttls", "a=soon", "a=soon must be a duration, such as 30s, 10m"),
+        ("namespace_ttls", "a=0s", "a=0s must be more than 0"),
     ],
 )
 def test_wrong_rules_are_refused_with_a_sentence(name: str, wrong: str, said: str) -> None:
