@@ -229,7 +229,7 @@ def test_a_curve_that_is_read_may_lose_its_points(busy: Daemon, open_page: OpenP
           return [without, ratio.value.innerText];
         }"""
     )
-    assert said == ["no lookups now", "100% now"]
+    assert said == ["nothing to save now", "100% now"]
 
 
 def test_a_curve_of_one_value_and_one_of_none_say_so(daemon: Daemon, open_page: OpenPage) -> None:
@@ -243,7 +243,7 @@ def test_a_curve_of_one_value_and_one_of_none_say_so(daemon: Daemon, open_page: 
         })"""
     )
     assert said == [
-        "No lookups in the last 2 s.",
+        "Nothing to save in the last 2 s.",
         "Always 100% in the last 2 s.",
         "Between 0% and 100% in the last 2 s.",
     ]
