@@ -279,7 +279,7 @@ def test_evict_says_what_goes_and_asks_before_more_than_one(daemon: Daemon) -> N
         (["evict", "k", "--all"], 2, "takes no condition"),
         (["evict", "--unused-for", "soon", "--yes"], 2, "--unused-for must be a duration, such as"),
         (["evict", "--older-than", "5", "--yes"], 2, "--older-than needs a unit, such as 5s, 5m"),
-        (["top", "--interval", "1"], 2, "--interval needs a unit, such as 1s, 1m, 1h or 1d"),
+        (["top", "--interval", "0.1"], 2, "--interval must be at least 200ms, got '0.1'"),
         (["top", "--interval", "10ms"], 2, "--interval must be at least 200ms, got '10ms'"),
         (["get", "k", "-o", "/dev/null"], 1, "ecd-cli: no entry 'k'"),
         (["put", "k", "/nowhere"], 2, "does not exist"),
@@ -611,7 +611,7 @@ def test_top_shows_what_is_hot_and_what_is_large(daemon: Daemon) -> None:
         client.put("large", torch.ones(3000))
         daemon.status()  # all are listed: a read before that counts for no entry
         client.get("small").close()
-    told = as_json(daemon, "top", "--once", "--interval", "200ms")
+    told = as_json(daemon, "top", "--once", "--interval", "0.2")
     assert (told["schema"], told["status"]["schema"]) == ("ecd.top/1", "ecd.status/1")
     assert told["per_second"]["hits"] == 0
     assert [entry["key"]["mm_hash"] for entry in told["biggest"]] == ["large", "small"]

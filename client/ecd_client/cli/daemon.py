@@ -108,7 +108,9 @@ def bench(
 
 def top(
     context: typer.Context,
-    interval: Annotated[str, typer.Option(help="Time between looks: 500ms, 2s, 1m.")] = "1s",
+    interval: Annotated[
+        str, typer.Option(help="Time between looks: 500ms, 2s, 1m; 2 is 2s.")
+    ] = "1s",
     rows: Annotated[int, typer.Option(min=1, help="Entries shown of each kind.")] = 10,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     as_json: AsJson = False,
@@ -118,7 +120,8 @@ def top(
     With --json one object a line, until Ctrl-C.
     """
     options: Options = context.obj
-    interval_s = seconds("--interval", interval)
+    is_number = interval.replace(".", "", 1).isdigit()
+    interval_s = seconds("--interval", f"{interval}s" if is_number else interval)
     if interval_s < LEAST_INTERVAL_S:
         raise typer.BadParameter(f"--interval must be at least 200ms, got {interval!r}")
     shown = Top(options.call, lambda: options.entries(pb.ListRequest(limit=1000)), rows)
