@@ -16,6 +16,10 @@ class DaemonUnavailable(EcdError):
     """
 
 
+class DaemonTooOld(DaemonUnavailable):
+    """The daemon does not know the call: it is older than this client. Upgrade it."""
+
+
 class PoolFull(EcdError):
     """All of the pool, or of the namespace's quota, is held.
 

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from safetensors import safe_open
@@ -293,6 +295,20 @@ def test_mistakes_are_named(daemon: Daemon, arguments: list[str], code: int, say
     assert done.returncode == code, done.stdout + done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_daemon_that_is_too_old_for_a_command_is_no_daemon_that_is_away(tmp_path: Path) -> None:
+    address = f"unix://{tmp_path}/s"
+    server = grpc.server(ThreadPoolExecutor(1))  # which knows no call
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        command = [*PROGRAM, "--address", address, "clients"]
+        done = run(command, check=False, capture_output=True, text=True)
+    finally:
+        server.stop(None).wait(HANG_S)
+    assert done.returncode == 1
+    assert done.stderr == "ecd-cli: the daemon is older than this command: upgrade it\n"
 
 
 def test_files_that_are_not_what_they_should_be(daemon: Daemon, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from ecd_client.cli.context import (
     Options,
     errors,
 )
-from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
+from ecd_client.errors import DaemonTooOld, DaemonUnavailable, EcdError, InvalidArgument
 from ecd_client.session.channel import resolve
 from ecd_proto.contract import DISTRIBUTION
 
@@ -113,6 +113,8 @@ def main() -> None:
         sys.exit(app(arguments, standalone_mode=not as_json))
     except CommandFailed as error:
         code, text = error.code, f"ecd-cli: {error}"
+    except DaemonTooOld:
+        code, text = FAILED, "ecd-cli: the daemon is older than this command: upgrade it"
     except EcdError as error:
         codes = {DaemonUnavailable: UNREACHABLE, InvalidArgument: USAGE}
         code, text = codes.get(type(error), FAILED), f"ecd-cli: {error}"

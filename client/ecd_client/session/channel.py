@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 from ecd_client import arguments
-from ecd_client.errors import DaemonUnavailable, EcdError, InvalidArgument
+from ecd_client.errors import DaemonTooOld, DaemonUnavailable, EcdError, InvalidArgument
 from ecd_proto.contract import MAX_MESSAGE_BYTES, as_address, default_address
 
 CALL_TIMEOUT_S = 5.0
@@ -94,6 +94,8 @@ def translate(error: grpc.RpcError, address: str) -> EcdError:
 def from_status(code: grpc.StatusCode, details: str, address: str) -> EcdError:
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidArgument(details)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return DaemonTooOld(f"the daemon on {address} is older than this call: upgrade it")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DaemonUnavailable(late(address))
     if code is grpc.StatusCode.UNAVAILABLE and not details.startswith("the daemon"):
