@@ -103,10 +103,10 @@ def list_entries(
         found = list(islice(entries, limit))
         more = next(entries, None) is not None
         status = options.call("Status", pb.StatusRequest())
-        total = len(found)
+        total: int | None = len(found)
         if more or after:
             is_filtered = namespace is not None or prefix or kept
-            total = sum(1 for _ in matching()) if is_filtered else status.entries
+            total = None if is_filtered else status.entries
     next_after = found[-1].entry if more and sort is Order.STORED else None
     if as_json or options.as_json:
         rows = [plain(entry) for entry in found]
@@ -119,8 +119,8 @@ def list_entries(
         errors.print("No entries.")
     elif more:
         go_on = f", --after {next_after} the next ones" if next_after else ""
-        of = count_text(total, "entry")
-        errors.print(f"{len(found):,} of {of}: --limit shows more{go_on}.")
+        of = "entries, not all" if total is None else f"of {count_text(total, 'entry')}"
+        errors.print(f"{len(found):,} {of}: --limit shows more{go_on}.")
 
 
 def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
