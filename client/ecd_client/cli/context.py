@@ -30,11 +30,14 @@ errors = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Namespace = Annotated[
     str | None,
-    typer.Option("--namespace", "-n", help="The key's namespace, or a unique beginning of it."),
+    typer.Option("--namespace", "-n", help="The key's namespace, whole or as tables show it."),
 ]
 MmHash = Annotated[
     str,
-    typer.Argument(metavar="KEY", help="The item's mm_hash, or a unique beginning of a long one."),
+    typer.Argument(
+        metavar="KEY",
+        help="The item's mm_hash: whole, as tables show it, or 6 or more first digits of a digest.",
+    ),
 ]
 
 

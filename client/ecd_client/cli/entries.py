@@ -274,7 +274,10 @@ def evict(
     context: typer.Context,
     key: Annotated[
         str | None,
-        typer.Argument(metavar="KEY", help="One item's mm_hash, or a unique beginning of it."),
+        typer.Argument(
+            metavar="KEY",
+            help="One item's mm_hash: whole, as tables show it, or 6 or more digits of a digest.",
+        ),
     ] = None,
     namespace: Annotated[
         str | None, typer.Option("--namespace", "-n", help="Only entries of this namespace.")
@@ -294,7 +297,7 @@ def evict(
 ) -> None:
     """Evict one entry, or all that meet the conditions. Leased ones go once they are released.
 
-    Asks before it evicts by conditions, and by a name of which only the beginning was typed.
+    Asks before it evicts by conditions, and by a name that was not typed whole.
     """
     options: Options = context.obj
     typed = key, namespace

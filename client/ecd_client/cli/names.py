@@ -1,15 +1,19 @@
-"""Keys and namespaces as people type them: whole, by a unique beginning, or as tables show them."""
+"""Keys and namespaces as people type them: whole, as tables show them, or a digest's beginning."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
-from ecd_client.cli.context import FAILED, USAGE, Options, fail
-from ecd_client.cli.render import short, short_namespace
+from ecd_client.cli.context import FAILED, USAGE, Options, errors, fail
+from ecd_client.cli.render import legible, short, short_namespace
 from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_CANDIDATES = 10
-"""Names listed where several begin as typed."""
+"""Names listed where several are meant."""
+_DIGEST = re.compile(r"[0-9a-f]{32,}")
+_BEGINNING = re.compile(r"[0-9a-f]{6,31}")
+"""Of a digest: too short to be a whole one."""
 
 
 def whole_key(
@@ -22,8 +26,9 @@ def whole_key(
     """The namespace and the mm_hash of the entry that is meant.
 
     A key in a given namespace that no entry in memory has stays as typed: it may be on disk or on
-    another node. Without `completes` both names are as typed. `default` is the namespace of a key
-    that no entry in memory has; else such a key ends the command.
+    another node. stderr says what a completed name stands for. Without `completes` both names are
+    as typed. `default` is the namespace of a key that no entry in memory has; else such a key ends
+    the command.
     """
     if namespace is not None:
         namespace = whole_namespace(options, namespace) if completes else namespace
@@ -51,6 +56,8 @@ def completed(options: Options, typed: str, namespace: str | None) -> str:
 
 def whole_namespace(options: Options, typed: str) -> str:
     """The one namespace with entries in memory that is meant; as typed, if there is none."""
+    if ".." not in typed:
+        return typed
     status = options.call("Status", pb.StatusRequest())
     known = {each.namespace for each in status.namespaces}
     if typed not in known and status.other_namespaces.entries:
@@ -58,8 +65,10 @@ def whole_namespace(options: Options, typed: str) -> str:
     meant = _meant(typed, known, short_namespace)
     if len(meant) > 1:
         rows = [f"  {name!r}" for name in sorted(meant)]
-        fail(USAGE, f"several namespaces begin with {typed!r}; type more of one:\n{_some(rows)}")
-    return meant.pop() if meant else typed
+        fail(USAGE, f"{typed!r} may be several namespaces; type more of one:\n{_some(rows)}")
+    name = meant.pop() if meant else typed
+    _tell(typed, name)
+    return name
 
 
 def _found(
@@ -73,14 +82,16 @@ def _found(
     found = sorted(pair for pair in listed if pair[0] in meant)
     if len(meant) > 1:
         rows = [f"  {key!r} in {name!r}" for key, name in found]
-        fail(USAGE, f"several keys begin with {typed!r}; type more of one:\n{_some(rows)}")
+        fail(USAGE, f"{typed!r} may be several keys; type more of one:\n{_some(rows)}")
+    if found:
+        _tell(typed, found[0][0])
     return found
 
 
 def _meant(typed: str, known: Iterable[str], shown: Callable[[str], str]) -> set[str]:
-    """The name as typed, else those that `shown` shortens, and that begin or are shown like this.
+    """The name as typed, else those that it shortens: a whole name stands for no other.
 
-    Other names are shown whole: `img-1` never stands for `img-10`.
+    `beginning..end` is a name that `shown` shortens. A key that is a digest may be its beginning.
     """
     names = set(known)
     if typed in names or not typed:
@@ -88,10 +99,15 @@ def _meant(typed: str, known: Iterable[str], shown: Callable[[str], str]) -> set
     shortened = {name for name in names if shown(name) != name}
     first, dots, last = typed.rpartition("..")
     if dots and first and last:
-        as_shown = {each for each in shortened if each.startswith(first) and each.endswith(last)}
-        if as_shown:
-            return as_shown
-    return {name for name in shortened if name.startswith(typed)}
+        return {each for each in shortened if each.startswith(first) and each.endswith(last)}
+    if shown is short and _BEGINNING.fullmatch(typed):
+        return {each for each in names if each.startswith(typed) and _DIGEST.fullmatch(each)}
+    return set()
+
+
+def _tell(typed: str, name: str) -> None:
+    if name != typed:
+        errors.print(f"{legible(typed)} stands for {legible(name)}", markup=False)
 
 
 def _some(rows: list[str]) -> str:
