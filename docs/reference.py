@@ -41,7 +41,7 @@ default.
 Sizes and durations need a unit, here and in every command's options: `B`, `KiB` or `Ki`, `MiB`,
 `GiB`, `TiB`, or decimal `kB` or `k`, `MB`, `GB`, `TB`; `ms`, `s`, `m`, `h`, `d`. Only 0 needs none.
 Where a name ends in `_bytes`, `_bytes_per_s` or `_s`, a plain number counts in that unit. No
-duration is longer than 365 days.
+duration is longer than 3,650 days.
 
 """
 COMMANDS = """# Commands

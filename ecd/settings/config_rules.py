@@ -19,10 +19,13 @@ def size(value: object) -> object:
 
     Raises ValueError.
     """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 4e9 in TOML
     if isinstance(value, int) and value is not True and value >= 0:
         value = str(value)
     if isinstance(value, str):
-        return bytes_of(f"{value}B" if re.fullmatch("[0-9]+", value) else value)
+        plain = re.fullmatch(r"([0-9]+(?:_[0-9]+)*)(?:\.0+)?", value.strip())
+        return bytes_of(f"{plain[1].replace('_', '')}B" if plain else value)
     if value is None:
         return None
     raise ValueError("must be a size, such as 512MiB or 4GiB")
@@ -30,7 +33,7 @@ def size(value: object) -> object:
 
 def pool_size(value: object) -> object:
     """The bytes of the host pool, or its share of the directory. Raises ValueError."""
-    if isinstance(value, str) and value.endswith("%"):
+    if isinstance(value, str) and (value := value.strip()).endswith("%"):
         if not re.fullmatch("[1-9][0-9]?%", value):
             raise ValueError("must be a share from 1% to 99%")
         return value
@@ -82,7 +85,7 @@ def _by_pattern(value: object, parse: Callable[[str, str], T], form: str) -> obj
         value = {pattern.strip(): rule.strip() for pattern, _, rule in parts}
     if not isinstance(value, dict):
         raise ValueError(f"must be {form}, or a TOML table")
-    return {str(pattern): parse(str(pattern), str(rule)) for pattern, rule in value.items()}
+    return {str(pattern): parse(str(pattern), str(rule).strip()) for pattern, rule in value.items()}
 
 
 def _quota(pattern: str, text: str) -> int | str:

@@ -65,13 +65,14 @@ MAKING_S = 1.5
 """How long a client makes a key that none of its node has locked: it may have ended in vain."""
 
 
-MAX_DURATION_S = 365 * 86400.0
+MAX_DURATION_S = 3650 * 86400.0
 """Longest duration that a setting or an option may name."""
 MAX_SIZE_BYTES = 1 << 62
 """Largest size that a setting or an option may name: more does not fit into a message."""
-_DURATION = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)(ms|[smhd])?")
+_NUMBER = r"([0-9]{1,20}(?:\.[0-9]{1,20})?|\.[0-9]{1,20})"
+_DURATION = re.compile(rf"{_NUMBER}(ms|[smhd])?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?(?:([kmgtpe])(i)?)?(b)?", re.ASCII | re.I)
+_SIZE = re.compile(rf"{_NUMBER} *(?:([kmgtpe])(i)?)?(b)?", re.ASCII | re.I)
 
 MAX_POOLS = 64
 """Pools of one daemon, numbered from 0."""
@@ -139,6 +140,7 @@ def seconds_of(text: str) -> float:
 
     Raises ValueError, whose text continues a sentence that names the value.
     """
+    text = text.strip()
     match = _DURATION.fullmatch(text)
     if match is None:
         raise ValueError("must be a duration, such as 30s, 10m, 2h or 7d")
@@ -156,6 +158,7 @@ def bytes_of(text: str) -> int:
 
     Raises ValueError, whose text continues a sentence that names the value.
     """
+    text = text.strip()
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError("must be a size, such as 512MiB or 4GiB")
