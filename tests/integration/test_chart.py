@@ -306,6 +306,29 @@ def test_a_disk_tier_has_a_volume_that_the_daemon_may_write() -> None:
         assert pods(built)[0]["volumes"][1] == {"name": "disk", **source}
 
 
+def test_a_number_in_the_settings_is_written_in_digits(tmp_path: Path) -> None:
+    settings = {"ECD_DEVICE_POOL_BYTES": 4294967296, "ECD_SLOW_LOG_S": 0.25, "ECD_TRACE": False}
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump({"settings": settings}))
+    from_file = tool("helm", "template", "ecd", CHART, "-f", file)
+    for built in (chart(settings=settings), list(yaml.safe_load_all(from_file))):
+        env = environment(daemon([each for each in built if each]))
+        assert {name: env[name] for name in settings} == {
+            "ECD_DEVICE_POOL_BYTES": "4294967296",
+            "ECD_SLOW_LOG_S": "0.25",
+            "ECD_TRACE": "false",
+        }
+
+
+@pytest.mark.parametrize("limit", ["4Gi", "9215Mi", "9G", 4294967296, "0.5Ti"])
+def test_a_limit_holds_what_is_requested(limit: object) -> None:
+    if limit == "0.5Ti":
+        assert daemon(chart(limits={"memory": limit}))["resources"]["limits"] == {"memory": limit}
+    else:
+        said = f"limits.memory={limit} is below the request of 9Gi: raise it, or leave it out"
+        assert said in refusal(limits={"memory": limit})
+
+
 def test_on_the_hosts_network_the_ports_are_values() -> None:
     ports = {"metrics": 19464, "peer": 19465, "health": 19466, "engine": "19200-19240"}
     peers = {"enabled": True, "directory": "redis://redis:6379/0"}

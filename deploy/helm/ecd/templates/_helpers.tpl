@@ -41,18 +41,36 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- mul ($digits | int64) (get $units (trimPrefix $digits . | trunc 1)) }}
 {{- end }}
 
+{{/* A whole number as digits: Helm reads numbers as floats, which print as 4.294967296e+09. */}}
+{{- define "ecd.text" -}}
+{{- if kindIs "float64" . }}
+  {{- if eq (. | int64 | float64) . }}{{ . | int64 }}{{ else }}{{ . }}{{ end }}
+{{- else }}{{ . }}{{ end }}
+{{- end }}
+
 {{/* The memory request: the kubelet evicts first what uses more than it has requested. */}}
 {{- define "ecd.memory" -}}
 {{- $size := include "ecd.mebibytes" .Values.size | int64 }}
-{{- if .Values.memory }}
+{{- $memory := .Values.memory }}
+{{- if $memory }}
   {{- if le (include "ecd.mebibytes" .Values.memory | int64) $size }}
     {{- fail (printf "memory=%s does not hold size=%s, the index and the daemon: leave memory out for 1Gi above size" .Values.memory .Values.size) }}
   {{- end }}
-  {{- .Values.memory }}
 {{- else }}
   {{- $needed := add $size 1024 }}
-  {{- if mod $needed 1024 }}{{ $needed }}Mi{{ else }}{{ div $needed 1024 }}Gi{{ end }}
+  {{- $memory = mod $needed 1024 | eq 0 | ternary (printf "%dGi" (div $needed 1024)) (printf "%dMi" $needed) }}
 {{- end }}
+{{- with .Values.limits.memory }}
+  {{- $limit := include "ecd.text" . }}
+  {{- $digits := regexFind "^[0-9.]+" $limit }}
+  {{- $units := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 }}
+  {{- with get $units (trimPrefix $digits $limit) }}
+    {{- if lt (mulf $digits .) (mulf (include "ecd.mebibytes" $memory) 1048576) }}
+      {{- fail (printf "limits.memory=%s is below the request of %s: raise it, or leave it out" $limit $memory) }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- $memory }}
 {{- end }}
 
 {{/* The daemon's variables. Those of extraEnv come first: others may name them as $(NAME). */}}
@@ -101,7 +119,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
     {{- fail (printf "%s has a password in it: put the URL into a Secret, and name that in peers.directorySecret or extraEnv" $name) }}
   {{- end }}
   {{- if not (has $name $given) }}
-    {{- $env = append $env (dict "name" $name "value" (toString $value)) }}
+    {{- $env = append $env (dict "name" $name "value" (include "ecd.text" $value)) }}
   {{- end }}
 {{- end }}
 {{- toYaml $env }}
