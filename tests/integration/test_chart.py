@@ -306,6 +306,20 @@ def test_a_disk_tier_has_a_volume_that_the_daemon_may_write() -> None:
         assert pods(built)[0]["volumes"][1] == {"name": "disk", **source}
 
 
+def test_a_disk_that_is_not_mounted_is_not_made_on_the_root_disk() -> None:
+    """And the mount's root keeps its owner: the daemon gets a directory in it."""
+    built = chart("ecd", "tenant", disk={"size": "200Gi", "hostPath": "/mnt/nvme/ecd"})
+    kubernetes_validate.validate(only(built, "DaemonSet"), VERSIONS[-1], strict=True)
+    place = {"path": "/mnt/nvme/ecd", "type": "Directory"}
+    assert pods(built)[0]["volumes"][1] == {"name": "disk", "hostPath": place}
+    [ecd], [prepare] = containers(built, "ecd"), containers(built, "directory")
+    mount = {"name": "disk", "mountPath": str(config(ecd).disk_dir)}
+    assert mount in prepare["volumeMounts"]
+    assert prepare["command"][-1] == f"{mount['mountPath']}/tenant.ecd"
+    assert mount["mountPath"] not in prepare["command"]
+    assert {**mount, "subPath": "tenant.ecd"} in ecd["volumeMounts"]
+
+
 def test_a_number_in_the_settings_is_written_in_digits(tmp_path: Path) -> None:
     settings = {"ECD_DEVICE_POOL_BYTES": 4294967296, "ECD_SLOW_LOG_S": 0.25, "ECD_TRACE": False}
     file = tmp_path / "values.yaml"
