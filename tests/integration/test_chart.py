@@ -343,6 +343,16 @@ def test_a_limit_holds_what_is_requested(limit: object) -> None:
         assert said in refusal(limits={"memory": limit})
 
 
+def test_the_notes_say_how_a_node_gets_its_memory_back() -> None:
+    """A stopped daemon leaves its pool, the one of a chart with another directory too."""
+    dry = ("helm", "install", "ecd", CHART, "-n", "tenant", "--dry-run=client")
+    notes = tool(*dry).partition("NOTES:")[2]
+    assert "kubectl -n tenant set env daemonset/ecd ECD_WARM_RESTART=false" in notes
+    assert "kubectl -n tenant rollout status daemonset/ecd" in notes
+    assert "rm -r /dev/shm/ecd on the node" in notes
+    assert "rm -r" not in tool(*dry, "--set=hostPath=/dev/shm/ecd").partition("NOTES:")[2]
+
+
 def test_on_the_hosts_network_the_ports_are_values() -> None:
     ports = {"metrics": 19464, "peer": 19465, "health": 19466, "engine": "19200-19240"}
     peers = {"enabled": True, "directory": "redis://redis:6379/0"}
