@@ -133,24 +133,41 @@ def test_what_others_write_to_the_list_of_nodes_costs_at_most_its_rows(
     make_peer: MakePeer, shared_redis: RedisServer, tmp_path: Path
 ) -> None:
     name = f"ecd:{tmp_path.name}:nodes"
-    many = [part for n in range(300) for part in ("9999999999", f"node{n}:9465")]
-    shared_redis.ask("zadd", name, *many, "9999999999", "x" * 1000, "9999999999", "no node")
-    daemon = make_peer(ECD_DIRECTORY=shared_redis.url, ECD_CLUSTER=tmp_path.name).start()
+    soon = str(int(shared_redis.ask("time").split()[0]) + 3000)
+    many = [part for n in range(300) for part in (soon, f"node{n}:9465")]
+    shared_redis.ask("zadd", name, *many, soon, "x" * 1000, "+inf", "forever:9465")
+    daemon = make_peer(ECD_DIRECTORY=shared_redis.url, ECD_CLUSTER=tmp_path.name)
+    daemon.command = changed(
+        "from ecd.cluster.directory import redis_directory as at; at.NODE_TTL_S = 6000"
+    )
+    daemon.start()
     reply = value_of(lambda: told if (told := daemon.peers()).directory.nodes else None)
-    assert reply.directory.nodes == 303
-    assert 120 < len(reply.peers) <= 128
+    assert reply.directory.nodes == 301
+    assert len(reply.peers) == 127
     assert {peer.state for peer in reply.peers} == {"never asked"}
-    more = f"{302 - len(reply.peers)} more nodes of the directory: never asked."
+    more = f"{300 - len(reply.peers)} more nodes of the directory: never asked."
     assert more in cli(daemon, "peers").stdout
     shared_redis.ask("set", name, "another type")
     eventually(lambda: daemon.peers().directory.nodes == 0)
     assert daemon.peers().directory.up
 
 
+FEW = "+@read", "+@write", "+@scripting", "+@connection", "-@sortedset"
+
+
+@pytest.mark.parametrize(
+    "rights",
+    [
+        ("~*", *FEW),
+        ("~*", *FEW, "+zadd", "+zrem"),
+        ("~*", *FEW, "+@sortedset"),
+        ("~ecd:default:[enma]:*", "+@all"),
+    ],
+)
 def test_a_user_of_redis_that_may_not_list_nodes_has_a_directory_all_the_same(
-    make_peer: MakePeer, shared_redis: RedisServer
+    make_peer: MakePeer, shared_redis: RedisServer, rights: tuple[str, ...]
 ) -> None:
-    shared_redis.ask("acl", "setuser", "few", "on", ">pass", "~*", "+@all", "-zadd", "-zrem")
+    shared_redis.ask("acl", "setuser", "few", "reset", "on", ">pass", *rights)
     url = shared_redis.url.replace("redis://", "redis://few:pass@")
     daemon = make_peer(ECD_DIRECTORY=url).start()
     eventually(lambda: daemon.peers().directory.up)

@@ -31,7 +31,12 @@ PIPELINES: list[list[tuple[Any, ...]]] = [
     [("eval", CLAIM, 1, "m", TWO, "", TTL_MS), ("getrange", "m", 0, 1024)],
     [("delete", "n"), ("delete", "n"), ("exists", "n")],
     [("eval", LIVING, 1, "s", f"10.0.0.{n}:9465", GONE_S, 2) for n in range(3)],
-    [("zrem", "s", "10.0.0.1:9465"), ("zrem", "s", "10.0.0.1:9465")],
+    [("eval", LIVING, 1, "s", f"{'x' * size}:9465", GONE_S, 2) for size in (254, 255)],
+    [
+        ("zrem", "s", f"{'x' * 255}:9465"),
+        ("zrem", "s", "10.0.0.1:9465"),
+        ("zrem", "s", "10.0.0.1:9465"),
+    ],
     [("eval", LIVING, 1, "s", "10.0.0.4:9465", GONE_S, 128)],
 ]
 

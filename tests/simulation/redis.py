@@ -98,10 +98,13 @@ class SimulatedRedis:
     def _living(self, name: str, node: str, ttl_s: int, most: int) -> list[Any]:
         now = int(self.network.loop.now_s)
         living = {**self._sorted.get(name, {}), node: now}
-        living = {node: at for node, at in living.items() if at > now - ttl_s}
+        living = {node: at for node, at in living.items() if abs(at - now) < ttl_s}
         self._sorted[name] = living
         newest = sorted(living, key=lambda node: (living[node], node), reverse=True)
-        return [len(living), *(node.encode() for node in newest[:most])]
+        return [
+            len(living),
+            *(node.encode() if len(node) <= 259 else b"" for node in newest[:most]),
+        ]
 
     def zrem(self, name: str, member: str) -> int:
         return int(self._sorted.get(name, {}).pop(member, None) is not None)

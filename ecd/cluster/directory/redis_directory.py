@@ -26,6 +26,7 @@ from ecd.cluster.directory.redis_rows import (
     ROW_TTL_S,
     SOME_OF_ROW,
     RowNames,
+    checked,
     connect,
     execute,
     pack_place,
@@ -300,7 +301,8 @@ class RedisDirectory:
         pipeline.set(name, record, ex=NODE_TTL_S, xx=True)
         pipeline.set(self._names.address(self._node), self._incarnation, ex=NODE_TTL_S)
         pipeline.eval(LIVING, 1, self._names.nodes, self._node, NODE_TTL_S, MAX_LISTED)
-        existed, _, living = await execute(pipeline)
+        *answers, living = await pipeline.execute(raise_on_error=False)
+        existed, _ = checked(answers)
         self.state.nodes, self.state.listed = unpack_living(living)
         if not existed:
             if self._known:

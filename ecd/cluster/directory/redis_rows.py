@@ -64,22 +64,21 @@ return ARGV[1]
 
 
 LIVING = """
-local kind = redis.call('type', KEYS[1]).ok
-if kind ~= 'zset' and kind ~= 'none' then return {0} end
 local now = tonumber(redis.call('time')[1])
-local added = redis.pcall('zadd', KEYS[1], now, ARGV[1])
-if type(added) == 'table' then return {0} end
+redis.call('zadd', KEYS[1], now, ARGV[1])
 redis.call('zremrangebyscore', KEYS[1], '-inf', now - ARGV[2])
+redis.call('zremrangebyscore', KEYS[1], now + ARGV[2], '+inf')
 redis.call('expire', KEYS[1], ARGV[2])
 local some = {redis.call('zcard', KEYS[1])}
 for _, name in ipairs(redis.call('zrevrange', KEYS[1], 0, ARGV[3] - 1)) do
-  if #name <= 259 then table.insert(some, name) end
+  table.insert(some, #name <= 259 and name or '')
 end
 return some
 """
 """Add a node to the set of living ones, of which those go that were silent for too long.
 
-Return their number, and some of them. The number is 0 where Redis does not allow the set.
+Return their number, and some of them: "" for one whose name is too long. Fails where Redis does not
+allow this, which costs operators the list, and nothing else.
 """
 
 
@@ -144,11 +143,17 @@ def unpack_record(record: bytes) -> Candidate | None:
         return None
 
 
-def unpack_living(answer: list[Any]) -> tuple[int, frozenset[str]]:
-    """The number of living nodes, and those of them whose names ecd could have written."""
+def unpack_living(answer: Any) -> tuple[int, frozenset[str]]:
+    """The number of living nodes, and some of them; none if the answer is an error.
+
+    Names that ecd cannot have written are left out of both.
+    """
+    if not isinstance(answer, list):
+        return 0, frozenset()
     count, *names = answer
-    nodes = (name.decode(errors="replace") for name in names)
-    return count, frozenset(node for node in nodes if re.fullmatch(NODE_PATTERN, node))
+    nodes = [name.decode(errors="replace") for name in names]
+    listed = frozenset(node for node in nodes if re.fullmatch(NODE_PATTERN, node))
+    return count - (len(names) - len(listed)), listed
 
 
 def connect(url: str, timeout_s: float) -> Any:
@@ -165,7 +170,11 @@ async def execute(pipeline: Any, or_else: Any = None) -> list[Any]:
 
     Raises any other error that Redis answers with.
     """
-    answers: list[Any] = await pipeline.execute(raise_on_error=False)
+    return checked(await pipeline.execute(raise_on_error=False), or_else)
+
+
+def checked(answers: list[Any], or_else: Any = None) -> list[Any]:
+    """The answers, as `execute` returns them."""
     for place, answer in enumerate(answers):
         if isinstance(answer, Exception):
             if not str(answer).startswith("WRONGTYPE"):
