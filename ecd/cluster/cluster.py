@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import grpc
@@ -299,15 +299,11 @@ class Cluster:
     async def _try_unlinked(self) -> None:
         """Link to other nodes without a request: operators see which are dead, or are back."""
         while True:
-            await self._peers.try_unlinked(self._living or ())
+            state = self._directory.state
+            known = {p.node for p in self._peers if not (p.hinted or state.has_left(p.node))}
+            living = state.living
+            await self._peers.try_unlinked(() if living is None else known.union(living))
             await self._live.clock.sleep(TRY_S)
-
-    @property
-    def _living(self) -> Collection[str] | None:
-        """All living nodes of the cluster; None if the directory does not list all of them."""
-        state = self._directory.state
-        is_whole = state.up and 0 < state.nodes == len(state.listed)
-        return state.listed if is_whole else None
 
     # -- for operators -------------------------------------------------------------------------
 
@@ -370,9 +366,9 @@ class Cluster:
 
     def _state_of(self, peer: Peer) -> str:
         """The state of `Peers`, or that the node has left the directory that named it."""
-        state, living = self._peers.state(peer.node), self._living
+        state = self._peers.state(peer.node)
         is_named = self._peers.is_configured(peer.node) or peer.hinted
-        is_gone = not (living is None or is_named or peer.node in living)
+        is_gone = not is_named and self._directory.state.has_left(peer.node)
         return GONE if is_gone and state == "unreachable" else state
 
     def _status_of(self, peer: Peer) -> cache_pb2.PeerStatus:

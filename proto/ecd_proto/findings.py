@@ -281,7 +281,10 @@ def _known(peers: pb.PeersReply) -> Finding:
     known = max(len(there), peers.directory.nodes - 1)
     found = f"{known:,} known, none unreachable"
     if not known and peers.directory.nodes:
-        advice = "start the others with the same ECD_DIRECTORY and ECD_CLUSTER"
+        advice = (
+            "start the others with the same ECD_DIRECTORY and ECD_CLUSTER; daemons of older "
+            "versions are not listed"
+        )
         return Finding("peers", DOUBTFUL, f"{peers.directory.kind} lists no other node", advice)
     asked = sum(peer.state != NEVER_ASKED for peer in there)
     return Finding("peers", GOOD, found + (f"; {known - asked:,} never asked" * (known > asked)))

@@ -18,7 +18,7 @@ from ecd_proto.v1 import cache_pb2 as pb
 from support.cli import cli
 from support.daemon import Daemon, changed
 from support.pages import DOCS, commands, printed
-from support.pairs import PATIENCE, start_all
+from support.pairs import PATIENCE, missed, start_all
 from support.processes import run
 from support.redis import LONG_PATIENCE, RedisServer
 from support.waiting import HANG_S, eventually, value_of
@@ -123,10 +123,51 @@ def test_a_node_that_leaves_redis_is_gone_and_one_that_is_back_has_a_link(
     a.terminate()
     assert becomes(b, a.peer, "gone")
     assert found_by_doctor(b, "peers") == [f"{DOUBTFUL} redis lists no other node"]
-    assert "ecd_peer_connected{" not in b.metrics()
+    assert f'ecd_peer_connected{{peer="{a.peer}"}} 0.0' in b.metrics(), "EcdPeerDown needs it"
     a.start()
     assert becomes(b, a.peer, "connected"), "without a request"
     assert found_by_doctor(b, "peers") == [f"{GOOD} 1 known, none unreachable"]
+
+
+def test_a_node_that_redis_never_listed_is_not_gone(
+    make_peer: MakePeer, shared_redis: RedisServer, tmp_path: Path
+) -> None:
+    shared_redis.ask("acl", "setuser", "before", "on", ">pass", "~*", "+@all", "-@sortedset")
+    unlisted = shared_redis.url.replace("redis://", "redis://before:pass@")
+    about = {"ECD_CLUSTER": tmp_path.name}
+    a = make_peer(ECD_DIRECTORY=unlisted, ECD_PEER_TOKEN="a" * 32, **about)
+    b = make_peer(ECD_DIRECTORY=shared_redis.url, ECD_PEER_TOKEN="b" * 32, **about)
+    a.command = b.command = UNHURRIED
+    start_all(a, b)
+    eventually(lambda: b.peers().directory.nodes == 1)
+    put(a, "k")
+    a.wait_idle("settled")
+    with Client(b.address) as client:
+        assert missed(client, "k")
+    assert state(b, a.peer) == "unreachable"
+    [said] = found_by_doctor(b, "peers")
+    assert said.startswith(f"{BAD} {a.peer}: no proof of the cluster's token")
+
+
+def test_a_node_that_redis_never_listed_is_tried_again(
+    make_peer: MakePeer, shared_redis: RedisServer, tmp_path: Path
+) -> None:
+    shared_redis.ask("acl", "setuser", "before", "on", ">pass", "~*", "+@all", "-@sortedset")
+    unlisted = shared_redis.url.replace("redis://", "redis://before:pass@")
+    about = {"ECD_CLUSTER": tmp_path.name}
+    a = make_peer(ECD_DIRECTORY=unlisted, **about)
+    b = make_peer(ECD_DIRECTORY=shared_redis.url, **about)
+    a.command = b.command = UNHURRIED
+    start_all(a, b)
+    eventually(lambda: b.peers().directory.nodes == 1)
+    put(a, "k")
+    a.wait_idle("settled")
+    with Client(b.address) as client:
+        client.get("k", HANG_S).close()
+    a.terminate()
+    assert becomes(b, a.peer, "unreachable")
+    a.start()
+    assert becomes(b, a.peer, "connected"), "without a request"
 
 
 def test_what_others_write_to_the_list_of_nodes_costs_at_most_its_rows(

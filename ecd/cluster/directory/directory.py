@@ -13,6 +13,8 @@ from ecd_proto.contract import Hint
 
 MAX_ERROR_CHARS = 500
 """Characters of another's error message that are kept and shown."""
+MAX_ONCE_LISTED = 4096
+"""Nodes of the past that are remembered; with more, only those that are listed now."""
 
 
 class Candidate(NamedTuple):
@@ -48,6 +50,22 @@ class DirectoryState:
     lag_s: float = 0.0
     nodes: int = 0  # living ones that it lists; 0: it lists none
     listed: Collection[str] = frozenset()  # some of them
+    once_listed: Collection[str] = frozenset()  # at some time; nodes of older daemons never are
+
+    def lists(self, nodes: int, listed: Collection[str]) -> None:
+        self.nodes, self.listed = nodes, listed
+        forgets = len(self.once_listed) > MAX_ONCE_LISTED
+        self.once_listed = frozenset(listed).union(() if forgets else self.once_listed)
+
+    @property
+    def living(self) -> Collection[str] | None:
+        """All living nodes of the cluster; None if the directory does not list all of them."""
+        return self.listed if self.up and 0 < self.nodes == len(self.listed) else None
+
+    def has_left(self, node: str) -> bool:
+        """Whether a node that was listed once is no longer."""
+        is_away = self.living is not None and node not in self.living
+        return is_away and node in self.once_listed
 
     def failed(self, error: object) -> None:
         self.errors += 1

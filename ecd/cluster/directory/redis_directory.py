@@ -303,7 +303,7 @@ class RedisDirectory:
         pipeline.eval(LIVING, 1, self._names.nodes, self._node, NODE_TTL_S, MAX_LISTED)
         *answers, living = await pipeline.execute(raise_on_error=False)
         existed, _ = checked(answers)
-        self.state.nodes, self.state.listed = unpack_living(living)
+        self.state.lists(*unpack_living(living))
         if not existed:
             if self._known:
                 logger.warning("the directory has forgotten this node: telling it all again")

@@ -128,16 +128,16 @@ class Peers:
             if not (self.is_connected(node) or self._is_in_use(self._peers[node])):
                 del self._peers[node]
 
-    async def try_unlinked(self, living: Collection[str]) -> None:
+    async def try_unlinked(self, may_live: Collection[str]) -> None:
         """Link to nodes that have no link, a few at a time.
 
-        They are those of the settings, and the `living` ones whose links have failed.
+        They are those of the settings, and those of `may_live` whose links have failed.
         """
         nodes = [
             peer.node
             for peer in self
             if not self.is_connected(peer.node)
-            and (peer.node in self._configured or (peer.last_error and peer.node in living))
+            and (peer.node in self._configured or (peer.last_error and peer.node in may_live))
         ]
         for start in range(0, len(nodes), TRIED_TOGETHER):
             await asyncio.gather(*map(self._try, nodes[start : start + TRIED_TOGETHER]))

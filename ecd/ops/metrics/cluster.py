@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from ecd.ops.metrics.families import Loop, OnLoop, counter_by, counters, gauge_by, gauges
-from ecd_proto.contract import GONE, NEVER_ASKED
+from ecd_proto.contract import NEVER_ASKED
 from ecd_proto.v1 import cache_pb2 as pb
 
 
@@ -102,7 +102,7 @@ class PeersCollector(Collector):
         yield from _of_each(
             peer
             for peer in status.peers
-            if not (peer.state in (NEVER_ASKED, GONE) or peer.node in never_reached)
+            if not (peer.state == NEVER_ASKED or peer.node in never_reached)
         )
 
 
