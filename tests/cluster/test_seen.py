@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from ecd.base.identity import NodeIdentity
+from ecd.cluster.peers.peers import Peers
+from ecd.settings.config import Config
 from ecd_client import Client
 from ecd_proto.findings import BAD, DOUBTFUL, GOOD, MAX_AWAY, Finding, nodes
 from ecd_proto.v1 import cache_pb2 as pb
@@ -20,7 +24,7 @@ from support.daemon import Daemon, changed
 from support.pages import DOCS, commands, printed
 from support.pairs import PATIENCE, missed, start_all
 from support.processes import run
-from support.redis import LONG_PATIENCE, RedisServer
+from support.redis import LONG_PATIENCE, RedisServer, free_port
 from support.waiting import HANG_S, eventually, value_of
 
 MakePeer = Callable[..., Daemon]
@@ -168,6 +172,38 @@ def test_a_node_that_redis_never_listed_is_tried_again(
     assert becomes(b, a.peer, "unreachable")
     a.start()
     assert becomes(b, a.peer, "connected"), "without a request"
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_a_node_that_the_settings_name_by_an_alias_is_no_other_node(
+    make_peer: MakePeer, has_token: bool
+) -> None:
+    port = free_port()
+    name = f"localhost:{port}"
+    a = make_peer(ECD_PEER_ADDRESS=f"127.0.0.1:{port}", ECD_PEERS=name)
+    if not has_token:
+        del a._settings["ECD_PEER_TOKEN"]
+    a.command = QUICK
+    a.start()
+    eventually(lambda: state(a, name) == "no row")
+    assert found_by_doctor(a, "peers") == [f"{GOOD} 0 known, none unreachable"]
+
+
+def test_a_node_that_a_reload_removes_is_not_tried_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = tuple(f"127.0.77.{n}:1" for n in range(1, 40))
+    config = Config(peer_address="127.0.88.5:9465", peer_insecure=True, peers=nodes)
+    known = Peers(config, NodeIdentity("default", "a" * 32, "a test", config.peer_address), None)
+    tried = []
+
+    async def link(node: str) -> None:
+        tried.append(node)
+        known.reload([])
+
+    monkeypatch.setattr(known, "link", link)
+    asyncio.run(known.try_unlinked(()))
+    assert (len(tried), list(known)) == (1, [])
 
 
 def test_what_others_write_to_the_list_of_nodes_costs_at_most_its_rows(

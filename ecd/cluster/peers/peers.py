@@ -92,6 +92,20 @@ async def _addresses(host: str) -> set[str]:
     return {str(address[0]) for *_, address in found}
 
 
+async def _is_alias(node: str, own: str) -> bool:
+    """Whether all that the node's name leads to is what this node's `own` name leads to."""
+    (host, _, port), (own_host, _, own_port) = node.rpartition(":"), own.rpartition(":")
+    if port != own_port or all(re.fullmatch(r"[0-9.]+", name) for name in (host, own_host)):
+        return False
+    with contextlib.suppress(OSError, UnicodeError):
+        return await _addresses(host) <= await _addresses(own_host)
+    return False
+
+
+class ThisNode(PeerUnavailable):
+    """The name is another one of this node."""
+
+
 class Peers:
     """Every node this one has heard of, by the host:port of its Peer service."""
 
@@ -122,6 +136,7 @@ class Peers:
         """Replace the nodes of the settings, which are known from the start and never forgotten."""
         before, self._configured = self._configured, dict.fromkeys(configured)
         self._configured.pop(self._identity.node, None)
+        self._own_names = {self._identity.node}
         for node in self._configured:
             self._get(node, hinted=False)
         for node in before.keys() - self._configured.keys():
@@ -143,6 +158,8 @@ class Peers:
             await asyncio.gather(*map(self._try, nodes[start : start + TRIED_TOGETHER]))
 
     async def _try(self, node: str) -> None:
+        if node not in self._peers:
+            return  # a reload has removed it since
         with contextlib.suppress(PeerUnavailable):  # the peer's row says why
             await self.link(node)
 
@@ -189,8 +206,8 @@ class Peers:
 
         Raises PeerUnavailable, within CONNECT_TIMEOUT_S.
         """
-        if node == self._identity.node:
-            raise PeerUnavailable("that is this node")
+        if node in self._own_names:
+            raise ThisNode("that is this node")
         if hinted and node not in self._peers:
             self._check_strangers_tried()
         peer = self._get(node, hinted)
@@ -280,6 +297,12 @@ class Peers:
         except BaseException as error:
             await channel.close()
             is_full = False
+            if isinstance(error, ThisNode) and peer.node in self._configured:
+                logger.info("peer %s: that is this node", peer.node)
+                self._own_names.add(peer.node)
+                self._configured.pop(peer.node)
+                self._peers.pop(peer.node, None)
+                raise
             if isinstance(error, grpc.RpcError):
                 is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 why = error.details() or error.code().name
@@ -315,6 +338,9 @@ class Peers:
             del self._links[link.peer.node]
 
     async def _greet(self, peer: Peer, channel: Any) -> Link:
+        own = self._identity
+        if peer.node in self._configured and await _is_alias(peer.node, own.node):
+            raise ThisNode("that is this node")
         nonce, now = self._clock.secret(16).hex(), str(int(self._clock.unix_s()))
         metadata = [("ecd-nonce", nonce), ("ecd-time", now)]
         if self._token is not None:
@@ -345,6 +371,8 @@ class Peers:
                 f"it speaks contract {description.contract_version}, this node "
                 f"{CONTRACT_VERSION}: upgrade the older one"
             )
+        if description.incarnation == own.incarnation:
+            raise ThisNode("that is this node")
         await _check(peer.node, description)
         if description.protocol != self._protocol:
             raise PeerUnavailable(
