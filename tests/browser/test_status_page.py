@@ -250,8 +250,8 @@ def test_a_curve_of_one_value_and_one_of_none_say_so(daemon: Daemon, open_page: 
 
 
 def test_the_head_counts_what_there_is_to_fix(busy: Daemon, open_page: OpenPage) -> None:
-    """Two nodes that cannot be reached, and an entry larger than the pool."""
-    expected = "serving, 2 things to fix, 1 to look at"
+    """Configured nodes that cannot be reached, and an entry larger than the pool."""
+    expected = "serving, 1 thing to fix, 1 to look at"
     expect(open_page(url(busy)).locator("#state")).to_have_text(expected)
 
 
