@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pwd
-import sys
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from ecd_client.cli import render
-from ecd_client.cli.context import FAILED, USAGE, AsJson, Options, errors, fail, out
+from ecd_client.cli.context import FAILED, AsJson, Options, confirm, errors, fail, out
 from ecd_client.cli.render import escape
 from ecd_proto import tables
 from ecd_proto.contract import count_text, duration_text, size_text
@@ -77,9 +76,7 @@ def end(
             )
     named = ", ".join(_name(known[number]) for number in ids)
     if not yes:
-        if not sys.stdin.isatty():
-            fail(USAGE, f"this would end {named}; say --yes where nobody can be asked")
-        typer.confirm(f"End {named}?", abort=True, err=True)
+        confirm(f"End {named}?", f"this would end {named}; say --yes where nobody can be asked")
     ended = options.call("EndClients", pb.EndClientsRequest(ids=ids)).ended
     gone = [number for number, is_ended in zip(ids, ended, strict=True) if is_ended]
     held_bytes = sum(_held_bytes(known[number]) for number in gone)

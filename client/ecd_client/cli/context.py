@@ -13,6 +13,8 @@ from rich.console import Console
 from ecd_client.cli import render
 from ecd_client.errors import EcdError
 from ecd_client.session.channel import call, open_channel
+from ecd_proto import tables
+from ecd_proto.contract import seconds_of
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
@@ -23,8 +25,7 @@ OTHER_NAMESPACES = (
 )
 """Advice where no node has a key in a namespace that the user has not named."""
 
-# Pipes get whole lines. Names such as `:cat:` are no emoji, here or in any error.
-out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 400)
+out = tables.console()
 errors = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -84,3 +85,18 @@ class CommandFailed(EcdError):
 def fail(code: int, text: str) -> NoReturn:
     """End the command with a message and an exit code."""
     raise CommandFailed(code, text)
+
+
+def confirm(question: str, refusal: str) -> None:
+    """Ask on the terminal, and end the command unless the answer is yes; without one, refuse."""
+    if not sys.stdin.isatty():
+        fail(USAGE, refusal)
+    typer.confirm(question, abort=True, err=True)
+
+
+def seconds(option: str, duration: str | None) -> float:
+    """The seconds of an option's duration; 0 where none is given."""
+    try:
+        return 0.0 if duration is None else seconds_of(duration)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {error}, got {duration!r}") from None

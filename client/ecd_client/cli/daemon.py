@@ -16,9 +16,8 @@ from rich.table import Table
 from ecd_client import clock
 from ecd_client.cli import render
 from ecd_client.cli.bench import KEYS, SIZES, fits, measure
-from ecd_client.cli.context import FAILED, AsJson, Options, errors, fail, out
+from ecd_client.cli.context import FAILED, AsJson, Options, errors, fail, out, seconds
 from ecd_client.cli.doctor import examine
-from ecd_client.cli.entries import seconds
 from ecd_client.cli.keys import keys
 from ecd_client.cli.render import escape
 from ecd_client.cli.top import MAX_LISTED, Top

@@ -19,20 +19,21 @@ from ecd_client.cli.context import (
     DEFAULT_NAMESPACE,
     FAILED,
     OTHER_NAMESPACES,
-    USAGE,
     AsJson,
     MmHash,
     Namespace,
     Options,
+    confirm,
     errors,
     fail,
     out,
+    seconds,
 )
 from ecd_client.client import Client
 from ecd_client.errors import DaemonUnavailable
 from ecd_client.item import Item
 from ecd_client.session.channel import CALL_TIMEOUT_S, late
-from ecd_proto.contract import count_text, seconds_of
+from ecd_proto.contract import count_text
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -346,15 +347,6 @@ def _confirm(options: Options, request: pb.EvictRequest, is_typed: bool) -> None
     if not is_typed:
         described += f", of {request.namespace!r}"
         described += f" {request.key.mm_hash!r}" if request.HasField("key") else ""
-    if not sys.stdin.isatty():
-        advice = "add --yes" if is_typed else "type the whole name"
-        fail(USAGE, f"this would evict {described}; not a terminal: {advice}")
-    typer.confirm(f"Evict {described}?", abort=True, err=True)
-
-
-def seconds(option: str, duration: str | None) -> float:
-    """The seconds of an option's duration; 0 where none is given."""
-    try:
-        return 0.0 if duration is None else seconds_of(duration)
-    except ValueError as error:
-        raise typer.BadParameter(f"{option} {error}, got {duration!r}") from None
+    advice = "add --yes" if is_typed else "type the whole name"
+    refusal = f"this would evict {described}; not a terminal: {advice}"
+    confirm(f"Evict {described}?", refusal)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ecd_client.cli import entries, names
-from ecd_client.cli.context import FAILED, AsJson, MmHash, Namespace, Options, fail
+from ecd_client.cli import names
+from ecd_client.cli.context import FAILED, AsJson, MmHash, Namespace, Options, fail, seconds
 from ecd_proto.contract import duration_text, size_text
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -22,7 +22,7 @@ def keep(
     as_json: AsJson = False,
 ) -> None:
     """Keep an entry in memory: it is not evicted for room. `evict` and its TTL take it still."""
-    for_s = entries.seconds("--for", for_)
+    for_s = seconds("--for", for_)
     if for_ is not None and not for_s:
         raise typer.BadParameter("--for 0 keeps nothing: leave it out to keep the entry for good")
     options: Options = context.obj
