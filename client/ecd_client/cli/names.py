@@ -13,7 +13,7 @@ MAX_CANDIDATES = 10
 """Names listed where several are meant."""
 _DIGEST = re.compile(r"[0-9a-f]{32,}")
 _BEGINNING = re.compile(r"[0-9a-f]{6,31}")
-"""Of a digest: too short to be a whole one."""
+"""The first digits of a digest: 32 of them could be a whole one."""
 
 
 def whole_key(
@@ -35,23 +35,34 @@ def whole_key(
         key = pb.Key(namespace=namespace, mm_hash=typed)
         if not completes or options.call("Contains", pb.ContainsRequest(keys=[key])).contained[0]:
             return namespace, typed
-    found = _found(options, typed, namespace, completes)
+    pairs = found(options, typed, namespace, completes)
     namespace = namespace or default
-    if not found and namespace is not None:
+    if not pairs and namespace is not None:
         return namespace, typed
-    if not found:
+    if not pairs:
         fail(FAILED, f"no entry {typed!r} in any namespace")
-    (mm_hash, name), *others = found
+    (mm_hash, name), *others = pairs
     if others:
-        rows = [f"  --namespace {name!r}" for _, name in found]
+        rows = [f"  --namespace {name!r}" for _, name in pairs]
         fail(USAGE, f"{mm_hash!r} is in several namespaces; say which:\n{_some(rows)}")
     return name, mm_hash
 
 
-def completed(options: Options, typed: str, namespace: str | None) -> str:
-    """The mm_hash of the entry in memory that is meant; as typed, if there is none."""
-    found = _found(options, typed, namespace)
-    return found[0][0] if found else typed
+def found(
+    options: Options, typed: str, namespace: str | None, completes: bool = True
+) -> list[tuple[str, str]]:
+    """The one key in memory that is meant, and its namespaces, a pair for each."""
+    beginning = typed.partition("..")[0] if completes else typed
+    request = pb.ListRequest(namespace=namespace, mm_hash_prefix=beginning)
+    listed = {(each.key.mm_hash, each.key.namespace) for each in options.entries(request)}
+    meant = _meant(typed, (key for key, _ in listed), short if completes else str)
+    pairs = sorted(pair for pair in listed if pair[0] in meant)
+    if len(meant) > 1:
+        rows = [f"  {key!r} in {name!r}" for key, name in pairs]
+        fail(USAGE, f"{typed!r} may be several keys; type more of one:\n{_some(rows)}")
+    if pairs:
+        _tell(typed, pairs[0][0])
+    return pairs
 
 
 def whole_namespace(options: Options, typed: str) -> str:
@@ -69,23 +80,6 @@ def whole_namespace(options: Options, typed: str) -> str:
     name = meant.pop() if meant else typed
     _tell(typed, name)
     return name
-
-
-def _found(
-    options: Options, typed: str, namespace: str | None, completes: bool = True
-) -> list[tuple[str, str]]:
-    """The one key in memory that is meant, and its namespaces, a pair for each."""
-    beginning = typed.partition("..")[0] if completes else typed
-    request = pb.ListRequest(namespace=namespace, mm_hash_prefix=beginning)
-    listed = {(each.key.mm_hash, each.key.namespace) for each in options.entries(request)}
-    meant = _meant(typed, (key for key, _ in listed), short if completes else str)
-    found = sorted(pair for pair in listed if pair[0] in meant)
-    if len(meant) > 1:
-        rows = [f"  {key!r} in {name!r}" for key, name in found]
-        fail(USAGE, f"{typed!r} may be several keys; type more of one:\n{_some(rows)}")
-    if found:
-        _tell(typed, found[0][0])
-    return found
 
 
 def _meant(typed: str, known: Iterable[str], shown: Callable[[str], str]) -> set[str]:

@@ -45,10 +45,11 @@ def locate(
             fail(USAGE, f"{key!r} cannot be a key of an item")
     if namespace is not None:
         namespace = names.whole_namespace(options, namespace)
-    keys = [names.completed(options, key, namespace) for key in keys]
+    pairs = [names.found(options, key, namespace) for key in keys]
+    keys = [of_key[0][0] if of_key else key for key, of_key in zip(keys, pairs, strict=True)]
     is_guessed = False
     if namespace is None:
-        namespace = _namespace_of(options, keys)
+        namespace = _namespace_of(pairs)
         is_guessed, namespace = namespace is None, namespace or DEFAULT_NAMESPACE
     request = pb.LocateRequest(keys=[pb.Key(namespace=namespace, mm_hash=key) for key in keys])
     found = located(options.call("Locate", request))
@@ -70,14 +71,12 @@ def locate(
         raise typer.Exit(FAILED)
 
 
-def _namespace_of(options: Options, keys: list[str]) -> str | None:
-    """The namespace in which this node has one of the keys; several end the command."""
-    for key in keys:
-        entries = options.entries(pb.ListRequest(mm_hash=key))
-        if found := {entry.key.namespace for entry in entries}:
-            if len(found) > 1:
-                fail(USAGE, f"{key!r} is in several namespaces: choose one with --namespace")
-            return found.pop()
+def _namespace_of(pairs: list[list[tuple[str, str]]]) -> str | None:
+    """The namespace of the first key that this node has; several of it end the command."""
+    for (key, namespace), *others in filter(None, pairs):
+        if others:
+            fail(USAGE, f"{key!r} is in several namespaces: choose one with --namespace")
+        return namespace
     return None
 
 
