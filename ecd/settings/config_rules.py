@@ -10,6 +10,7 @@ from ecd.core.model.rules import Rules
 from ecd_proto.contract import bytes_of, seconds_of
 
 T = TypeVar("T", int, float, "int | str")
+N = TypeVar("N", int, float)
 
 MIN_POOL_BYTES = 1 << 20
 
@@ -91,20 +92,18 @@ def _by_pattern(value: object, parse: Callable[[str, str], T], form: str) -> obj
 def _quota(pattern: str, text: str) -> int | str:
     if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,20})?%", text) and 0 < float(text[:-1]) <= 100:
         return text
-    try:
-        nbytes = bytes_of(text)
-    except ValueError as error:
-        raise ValueError(f"{pattern}={text} {error} (10% is a share of the pool)") from None
-    if not nbytes:
-        raise ValueError(f"{pattern}={text} must be more than 0")
-    return nbytes
+    return _positive(bytes_of, pattern, text, " (10% is a share of the pool)")
 
 
 def _seconds(pattern: str, text: str) -> float:
+    return _positive(seconds_of, pattern, text)
+
+
+def _positive(parse: Callable[[str], N], pattern: str, text: str, advice: str = "") -> N:
     try:
-        seconds = seconds_of(text)
+        value = parse(text)
     except ValueError as error:
-        raise ValueError(f"{pattern}={text} {error}") from None
-    if not seconds:
+        raise ValueError(f"{pattern}={text} {error}{advice}") from None
+    if not value:
         raise ValueError(f"{pattern}={text} must be more than 0")
-    return seconds
+    return value
