@@ -1,4 +1,4 @@
-"""What a daemon that has ended left, in memory and on disk: listed, and removed."""
+"""The files that an ended daemon left, in memory and on disk: how to list and remove them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ecd.memory import pool_dir
 from ecd.memory.disk import disk_dir
 from ecd.memory.pool_dir import PoolError
 from ecd_proto.contract import size_text
-from ecd_proto.leftovers import is_in_use, leftovers
+from ecd_proto.leftovers import is_in_use, leftover
 from ecd_proto.shm.files import pool_dir as directory_of
 
 
@@ -28,22 +28,20 @@ class Left:
 
 
 def left_by(shm_dir: str, disk: Path, name: str) -> list[Left]:
-    """What the daemon of this name has left; changes nothing. Raises PoolError if it runs."""
+    """List the files of the daemon of this name. Raises PoolError if it runs."""
     path = directory_of(shm_dir, name)
     if is_in_use(path):
         raise PoolError(pool_dir.IN_USE_TO_CLEAR.format(path=path))
-    found = [
-        Left(name, each.path, each.nbytes or 0, str(each).partition(", ")[2])
-        for each in leftovers(shm_dir)
-        if each.name == name
-    ]
+    found = []
+    if each := leftover(shm_dir, name):
+        found.append(Left(name, each.path, each.nbytes or 0, str(each).partition(", ")[2]))
     if nbytes := disk_dir.left(disk, name):
         found.append(Left(name, directory_of(str(disk), name), nbytes, ""))
     return found
 
 
 def clear(shm_dir: str, disk: Path, name: str) -> Iterator[Left]:
-    """Remove what the daemon of this name has left, first in memory; each as it is removed.
+    """Remove the files of the daemon of this name, first in memory; yield each as it is removed.
 
     Raises PoolError, and DiskError.
     """

@@ -66,10 +66,16 @@ def leftovers(shm_dir: str | Path) -> list[Leftover]:
     with contextlib.suppress(OSError):
         for path in sorted(Path(shm_dir).glob(f"{prefix}*")):
             name = path.name.removeprefix(prefix)
-            with contextlib.suppress(OSError):
-                if _NAME.fullmatch(name) and (left := _look(path, name)) is not None:
-                    found.append(left)
+            if _NAME.fullmatch(name) and (left := leftover(shm_dir, name)) is not None:
+                found.append(left)
     return found
+
+
+def leftover(shm_dir: str | Path, name: str) -> Leftover | None:
+    """The directory of the daemon of this name; None if it is not one of the `leftovers`."""
+    with contextlib.suppress(OSError):
+        return _look(pool_dir(str(shm_dir), name), name)
+    return None
 
 
 def is_in_use(path: Path) -> bool:
