@@ -292,15 +292,16 @@ def _known(peers: pb.PeersReply) -> Finding:
 
 def _configured(peers: Sequence[pb.PeerStatus]) -> Finding:
     """Count the nodes of the settings that answer, and name up to MAX_AWAY that do not."""
-    answer = sum(peer.state in ("connected", "idle") for peer in peers)
+    silent = [peer for peer in peers if peer.state not in ("connected", "idle")]
+    answer = len(peers) - len(silent)
     verb = "answers" if answer == 1 else "answer"
     found = f"{answer:,} of {count_text(len(peers), 'configured node')} {verb}"
-    away = [peer for peer in peers if peer.state == "unreachable"]
+    away = [peer for peer in silent if peer.state == "unreachable"]
     if away:
         named = "; ".join(f"{peer.node}: {peer.last_error}" for peer in away[:MAX_AWAY])
         more = f"; and {len(away) - MAX_AWAY:,} more" if len(away) > MAX_AWAY else ""
         return Finding("peers", BAD, f"{found}, not {named}{more}", _ADVICE_ON_PEERS)
-    if answer < len(peers):
-        trying = ", ".join(peer.node for peer in peers if peer.state not in ("connected", "idle"))
+    if silent:
+        trying = ", ".join(peer.node for peer in silent)
         return Finding("peers", DOUBTFUL, f"{found} so far, not {trying}", "look again in a second")
     return Finding("peers", GOOD, found)
