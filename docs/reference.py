@@ -19,6 +19,7 @@ from pictures import pictures
 from plots import plots
 from pydantic.fields import FieldInfo
 from typer import Typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from ecd.base.clock import REAL
@@ -169,7 +170,7 @@ def sections(name: str, group: Any) -> Iterator[str]:
         words = [one_word(p) for p in command.params if p.param_type_name == "argument"]
         usage = " ".join((name, command.name, *words))
         yield f"### {name} {command.name}\n\n`{usage}`\n\n{command.help}\n\n{options(command)}"
-        if hasattr(command, "commands"):
+        if isinstance(command, TyperGroup):
             yield from sections(f"{name} {command.name}", command)
 
 

@@ -277,7 +277,7 @@ def clear_left(
 def _of_each(
     act: Callable[[str], Iterable[Left]], names: list[str]
 ) -> tuple[list[Left], dict[str, str]]:
-    """What the act returns for each daemon's name, and why it could not be done, by name."""
+    """Run the act for each daemon's name: all that it lists, and the errors by name."""
     found: list[Left] = []
     refused: dict[str, str] = {}
     for name in names:

@@ -60,13 +60,13 @@ class Reader:
             return None, True
         may_come = item is None and session.may_bring
         if item is None and is_use and not may_come:
-            _count_miss(session)
+            _count(session, IndexReader.note_miss)
         return item, may_come
 
     def count_miss(self) -> None:
         session = self._connection.current
         if session is not None and (session.takes_looks or not session.may_bring):
-            _count_miss(session)  # else an older daemon did, as it was asked
+            _count(session, IndexReader.note_miss)  # else an older daemon did, as it was asked
 
     def hold(self, key: Key, handle: Handle) -> Item | None:
         """Hold an entry without a call if it is the one of the handle, and count no use."""
@@ -184,10 +184,6 @@ def _count(session: Session, note: Callable[[IndexReader], None]) -> None:
     if session.index is not None and session.ref():
         note(session.index)
         session.unref()
-
-
-def _count_miss(session: Session) -> None:
-    _count(session, IndexReader.note_miss)
 
 
 def _row(session: Session, key: Key) -> Row | None:

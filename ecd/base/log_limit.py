@@ -23,7 +23,7 @@ class LogLimit:
         self._unlogged: Counter[Hashable] = Counter()
 
     def take(self, kind: Hashable = "") -> str | None:
-        """What to append to the event's line; None: there is none."""
+        """The end of the event's line, which counts those left out; None if it gets no line."""
         now_s = self._clock.now_s()
         if kind not in self._logged_s and len(self._logged_s) >= MAX_KINDS:
             oldest = next(iter(self._logged_s))

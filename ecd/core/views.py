@@ -114,7 +114,7 @@ class Views:
         return list(self._sessions)
 
     def held_by(self, session: SessionId) -> Iterator[Held]:
-        """What the session holds, summed up in steps: the last step has all of it."""
+        """Sum up in steps what the session holds; only the last step's sum is complete."""
         pinned, starts = self._board.pinned_by(session, self._entries.ids())
         pins = {entry.id: entry for entry in map(self._entries.readable, pinned) if entry}
         pins |= {entry.id: entry for entry in map(self._pins.entry_at, starts) if entry}

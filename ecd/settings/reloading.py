@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 PRICE = {
     "host_pool_bytes": ", and is cold: a pool of another size is not taken over with its entries"
 }
-"""What a setting's change costs, besides the restart."""
+"""The end of the line about a changed setting, where the restart loses something."""
 
 
 def taken_over(old: Config, new: Config) -> tuple[list[str], Config]:

@@ -93,7 +93,7 @@ def list_entries(
 
     def matching(after: int = 0) -> Iterator[pb.EntryInfo]:
         request = pb.ListRequest(namespace=namespace, mm_hash_prefix=prefix, after=after)
-        for entry in options.entries(request):
+        for entry in options.entries(request):  # an older daemon knows no prefix
             if entry.key.mm_hash.startswith(prefix) and (entry.kept or not kept):
                 yield entry
 
@@ -227,7 +227,7 @@ def _fetched(client: Client, key: str, within_s: float) -> Item | None:
 
 
 def _why_missing(peers: pb.PeersReply) -> str:
-    """What keeps this node from an entry, or that no other node delivers it."""
+    """The likely cause of a fetch in vain: a setting, the directory, silent nodes, or no holder."""
     directory = peers.directory
     if not peers.node:
         return "this daemon serves its node alone; ECD_PEER_ADDRESS joins it with others"

@@ -121,12 +121,12 @@ class Top:
         chars = max(12, min(render.MODEL_CHARS, width - NAMESPACE_LESS))
         status, peers, rates = self.sample()
         shown: list[RenderableType] = [_head(status, rates), *_trouble(status, peers)]
-        tables = [
+        lists = [
             _entries("hottest", self.hottest(), chars),
             _entries("biggest", self.biggest(), chars),
             _namespaces(status, self.rows),
         ]
-        shown += ["", Columns([table for table in tables if table.row_count], padding=(0, 4, 1, 0))]
+        shown += ["", Columns([table for table in lists if table.row_count], padding=(0, 4, 1, 0))]
         if asked := [peer for peer in peers.peers if peer.state != NEVER_ASKED]:
             shown += [render.peers_table(asked), *render.peers_errors(asked)]
         return Group(*shown)

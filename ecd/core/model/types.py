@@ -130,7 +130,7 @@ class NamespaceSum(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What sessions hold of the pools; the bytes are those of whole extents."""
+    """The memory that one session holds, or several do. Bytes count whole extents."""
 
     entries: int = 0
     """Leased or pinned, each once for a session."""

@@ -207,7 +207,7 @@ class DiskDir:
         return header
 
     def space(self) -> tuple[int, Path]:
-        """What this user may still write to the file system, and its mount point.
+        """The free bytes of the file system for this user, and its mount point.
 
         Raises OSError.
         """

@@ -54,7 +54,7 @@ _ANSWERS = {
     (False, True): Answer.LOOK_LEASE,
     (True, True): Answer.LOOK,
 }
-"""By `to_pin` and `is_look` of an AcquireRequest."""
+"""The form of an answer, by `to_pin` and `is_look` of the AcquireRequest."""
 DEFAULT_PAGE = 100
 
 T = TypeVar("T")
