@@ -133,19 +133,29 @@ def test_a_node_that_leaves_redis_is_gone_and_one_that_is_back_has_a_link(
     assert found_by_doctor(b, "peers") == [f"{GOOD} 1 known, none unreachable"]
 
 
-def test_a_node_that_redis_never_listed_is_not_gone(
-    make_peer: MakePeer, shared_redis: RedisServer, tmp_path: Path
-) -> None:
-    shared_redis.ask("acl", "setuser", "before", "on", ">pass", "~*", "+@all", "-@sortedset")
-    unlisted = shared_redis.url.replace("redis://", "redis://before:pass@")
-    about = {"ECD_CLUSTER": tmp_path.name}
-    a = make_peer(ECD_DIRECTORY=unlisted, ECD_PEER_TOKEN="a" * 32, **about)
-    b = make_peer(ECD_DIRECTORY=shared_redis.url, ECD_PEER_TOKEN="b" * 32, **about)
+def unlisted(
+    make_peer: MakePeer, redis: RedisServer, cluster: str, *tokens: str
+) -> tuple[Daemon, Daemon]:
+    """A node with an entry that Redis does not list, as if it were older, and one that it does."""
+    redis.ask("acl", "setuser", "before", "on", ">pass", "~*", "+@all", "-@sortedset")
+    urls = redis.url.replace("redis://", "redis://before:pass@"), redis.url
+    secrets = [{"ECD_PEER_TOKEN": token} for token in tokens] or [{}, {}]
+    a, b = (
+        make_peer(ECD_DIRECTORY=url, ECD_CLUSTER=cluster, **secret)
+        for url, secret in zip(urls, secrets, strict=True)
+    )
     a.command = b.command = UNHURRIED
     start_all(a, b)
     eventually(lambda: b.peers().directory.nodes == 1)
     put(a, "k")
     a.wait_idle("settled")
+    return a, b
+
+
+def test_a_node_that_redis_never_listed_is_not_gone(
+    make_peer: MakePeer, shared_redis: RedisServer, tmp_path: Path
+) -> None:
+    a, b = unlisted(make_peer, shared_redis, tmp_path.name, "a" * 32, "b" * 32)
     with Client(b.address) as client:
         assert missed(client, "k")
     assert state(b, a.peer) == "unreachable"
@@ -156,16 +166,7 @@ def test_a_node_that_redis_never_listed_is_not_gone(
 def test_a_node_that_redis_never_listed_is_tried_again(
     make_peer: MakePeer, shared_redis: RedisServer, tmp_path: Path
 ) -> None:
-    shared_redis.ask("acl", "setuser", "before", "on", ">pass", "~*", "+@all", "-@sortedset")
-    unlisted = shared_redis.url.replace("redis://", "redis://before:pass@")
-    about = {"ECD_CLUSTER": tmp_path.name}
-    a = make_peer(ECD_DIRECTORY=unlisted, **about)
-    b = make_peer(ECD_DIRECTORY=shared_redis.url, **about)
-    a.command = b.command = UNHURRIED
-    start_all(a, b)
-    eventually(lambda: b.peers().directory.nodes == 1)
-    put(a, "k")
-    a.wait_idle("settled")
+    a, b = unlisted(make_peer, shared_redis, tmp_path.name)
     with Client(b.address) as client:
         client.get("k", HANG_S).close()
     a.terminate()
