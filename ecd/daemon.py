@@ -322,6 +322,8 @@ class Daemon:
         await asyncio.gather(
             loop.run_in_executor(None, self._own.pool.populate, progress), self._take_devices()
         )
+        if self._own.board.index is not None:
+            self._own.board.index.note_populated(self._own.pool.nbytes)
 
     async def _take_devices(self) -> None:
         """Take the memory of device pools; after DEVICE_WAIT_S this goes on in the background."""

@@ -23,15 +23,14 @@ class DaemonTooOld(DaemonUnavailable):
 class PoolFull(EcdError):
     """All of the pool, or of the namespace's quota, is held.
 
-    Try later, or raise ECD_HOST_POOL_BYTES (the daemon's next start is cold then), or
-    ECD_NAMESPACE_QUOTAS.
+    Try later, or raise ECD_HOST_POOL_BYTES or ECD_NAMESPACE_QUOTAS.
     """
 
 
 class EntryTooLarge(EcdError):
     """The tensor is larger than the whole pool, or than its namespace's quota.
 
-    Raise ECD_HOST_POOL_BYTES (the daemon's next start is cold then), or ECD_NAMESPACE_QUOTAS.
+    Raise ECD_HOST_POOL_BYTES or ECD_NAMESPACE_QUOTAS.
     """
 
 

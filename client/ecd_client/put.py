@@ -178,8 +178,7 @@ class Put:
                     )
                 raise EntryTooLarge(
                     f"{size_text(large.nbytes)}, and the whole pool has "
-                    f"{size_text(large.pool_bytes)}: raise ECD_HOST_POOL_BYTES (the daemon's next "
-                    "start is cold then)"
+                    f"{size_text(large.pool_bytes)}: raise ECD_HOST_POOL_BYTES"
                 )
             case _:
                 limit = outcome.limit_reached

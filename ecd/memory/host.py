@@ -3,8 +3,9 @@
 Where the kernel can, its pages are huge ones: they are populated faster, clients take 512 times
 fewer page faults, and a mapping's page tables take 512 times less memory.
 
-A start makes it anew, or takes over the last one's (`leftovers.py`). A file is only ever unlinked,
-so that a client that still maps an old one keeps reading the bytes that were there.
+A start makes it anew, or takes over the last one's (`leftovers.py`), and lets it grow. A file is
+only ever unlinked, so that a client that still maps an old one keeps reading the bytes that were
+there.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class HostPool:
     ) -> None:
         """Take the pool that lies in the directory, or make a new one, still unpopulated.
 
-        `wanted` is its size, as configured; with `cold` it is a new one in any case. The directory
-        is closed with the pool. Raises PoolError: space is short.
+        `wanted` is its size, as configured; with `cold`, or if the one that lies there is larger,
+        it is a new one. The directory is closed with the pool. Raises PoolError: space is short.
         """
         self.directory = directory
         self._incarnation, self._clock = incarnation, clock
@@ -70,14 +71,14 @@ class HostPool:
             nbytes = None if wanted is None else pool_bytes(wanted, shm_dir)
             self.leftovers = None if cold else self._find(nbytes)
             removed = self._remove_stale()
-            if self.leftovers is not None:
-                self.nbytes = self.populated_bytes = self.leftovers.nbytes
-                self._fd = directory.open(self.path.name)
-            else:
-                self.nbytes = pool_bytes(None, shm_dir) if nbytes is None else nbytes
-                self.populated_bytes = 0
-                self._require_space(shm_dir, wait_s=SPACE_WAIT_S if removed else 0.0)
+            self.populated_bytes = 0 if self.leftovers is None else self.leftovers.nbytes
+            self.nbytes = nbytes or self.populated_bytes or pool_bytes(None, shm_dir)
+            self._require_space(shm_dir, wait_s=SPACE_WAIT_S if removed else 0.0)
+            if self.leftovers is None:
                 self._fd = directory.create(self.path.name, self.nbytes)
+            else:
+                self._fd = directory.open(self.path.name)
+                self._resize(self.nbytes)
             self.writable = MappedFile(self._fd, self.nbytes, writable=True)
             self.readable = MappedFile(self._fd, self.nbytes, writable=False)
             self._sessions_fd = directory.create(self.sessions_path.name)
@@ -125,9 +126,10 @@ class HostPool:
 
     def _require_space(self, shm_dir: str, wait_s: float) -> None:
         deadline_s = self._clock.now_s() + wait_s
-        while (free_bytes := (space := _space(shm_dir)).f_bavail * space.f_frsize) < self.nbytes:
+        more_bytes = self.nbytes - self.populated_bytes
+        while (free_bytes := (space := _space(shm_dir)).f_bavail * space.f_frsize) < more_bytes:
             if self._clock.now_s() >= deadline_s:
-                lacking = size_text(self.nbytes - free_bytes)
+                lacking = size_text(more_bytes - free_bytes)
                 raise PoolError(
                     f"the host pool needs {size_text(self.nbytes)} in {shm_dir}, which has "
                     f"{lacking} less free. {holders.advice(self.directory.path)}"
@@ -136,10 +138,14 @@ class HostPool:
             logger.info("waiting for clients of the last daemon to let go of its pool")
             self._clock.block(0.5)
 
+    def _resize(self, nbytes: int) -> None:
+        """Set the length of a file that was taken over. No client maps what this adds or cuts."""
+        os.ftruncate(self._fd, nbytes)
+
     def populate(self, progress: Callable[[int], None]) -> None:
         """Touch every page, so that no writer pays for it. Blocking; run it off the loop.
 
-        Pages become huge ones. Those of a pool that is taken over keep their bytes, and stay small
+        Pages become huge ones. Those that are taken over keep their bytes, and stay small
         where moving them would take longer than TAKEN_OVER_WITHIN_S: it is to serve at once.
 
         `progress` is told the populated bytes after each chunk. Raises PoolError when memory
@@ -148,7 +154,7 @@ class HostPool:
         until_s = self._clock.now_s() + TAKEN_OVER_WITHIN_S
         for offset in range(0, self.nbytes, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, self.nbytes - offset)
-            if self.leftovers is None:
+            if offset + nbytes > self.populated_bytes:
                 self._populate_chunk(offset, nbytes)
                 self.populated_bytes = offset + nbytes
             elif self._clock.now_s() < until_s:
@@ -186,7 +192,7 @@ class HostPool:
         if not self.writable.populate(offset, nbytes):
             view = self.writable.view(offset, nbytes)
             for page in range(0, nbytes, mmap.PAGESIZE):
-                view[page] = 0
+                view[page] = view[page]  # in a pool that grows, one may hold an entry's bytes
         self.readable.populate(offset, nbytes)
 
     def is_locked(self, offset: int) -> bool:
@@ -203,8 +209,11 @@ class HostPool:
         Files of earlier generations go with them once the pool `was_served`, which may have reused
         its memory. Clients keep what they have mapped.
         """
-        if was_served and not keep and self.leftovers is not None:
-            self.leftovers.remove()
+        if self.leftovers is not None:
+            if was_served and not keep:
+                self.leftovers.remove()
+            if self.populated_bytes < self.nbytes:  # memory ran out as it grew
+                self._resize(self.leftovers.nbytes)
         self._remove_files(KEPT_SUFFIXES if keep else ())
         os.close(self._fd)
         os.close(self._sessions_fd)

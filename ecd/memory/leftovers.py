@@ -43,6 +43,7 @@ from ecd_proto.shm.index import (
     MAILBOXES_AT,
     NAMESPACES_AT,
     PAGES_WORD,
+    POOL_BYTES_WORD,
     RECOVERING_WORD,
     IndexShape,
     index_header_words,
@@ -99,7 +100,10 @@ class LeftoverEntry:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """The generations that had the pool of number GRANTED_POOL, the last one first."""
+    """The generations that had the pool of number GRANTED_POOL, the last one first.
+
+    `nbytes` are those that have memory; a daemon killed while the pool grew leaves a longer file.
+    """
 
     pool: Path
     nbytes: int
@@ -180,7 +184,11 @@ class Lost:
 
 
 def find(directory: Path, wanted_bytes: int | None, clock: Clock = REAL) -> Leftovers | Lost | None:
-    """Find the leftovers in a directory of this user; None if there are none."""
+    """Find the leftovers in a directory of this user; None if there are none.
+
+    A pool larger than `wanted_bytes` is not taken: to cut it short would end a client that still
+    maps it.
+    """
     generations: list[tuple[int, Path]] = []
     for index in directory.glob(f"*{INDEX_SUFFIX}"):
         if index.with_suffix(POOL_SUFFIX).exists() and index.with_suffix(SESSIONS_SUFFIX).exists():
@@ -199,10 +207,11 @@ def find(directory: Path, wanted_bytes: int | None, clock: Clock = REAL) -> Left
         for number, index in generations
         if index.with_suffix(POOL_SUFFIX).stat().st_ino == stat.st_ino
     ]
-    if wanted_bytes not in (None, stat.st_size):
-        found, wanted = size_text(stat.st_size), size_text(wanted_bytes or 0)
-        return Lost(f"its pool has {found}, and {wanted} are wanted")
-    if stat.st_blocks * 512 < stat.st_size:
+    nbytes = max(_header(index)[POOL_BYTES_WORD] for _, index in same) or stat.st_size
+    if wanted_bytes is not None and wanted_bytes < nbytes:
+        found, wanted = size_text(nbytes), size_text(wanted_bytes)
+        return Lost(f"its pool has {found}, and only {wanted} are wanted")
+    if min(stat.st_blocks * 512, stat.st_size) < nbytes:
         return Lost("its pool was not populated, or was truncated")
     for _, index in same:
         # A client that comes late finds no page, and gives up. One that came in time holds a lock.
@@ -217,7 +226,7 @@ def find(directory: Path, wanted_bytes: int | None, clock: Clock = REAL) -> Left
             DMA_BLIND_GRACE_S,
         )
         clock.block(DMA_BLIND_GRACE_S)
-    return Leftovers(pool, stat.st_size, tuple(same))
+    return Leftovers(pool, nbytes, tuple(same))
 
 
 def _let_go(sessions: Sequence[Path], clock: Clock) -> bool:

@@ -30,6 +30,7 @@ from ecd_proto.shm.index import (
     MAILBOXES_AT,
     NAMESPACES_AT,
     PAGES_WORD,
+    POOL_BYTES_WORD,
     RECOVERING_WORD,
     REMOVALS_WORD,
     RESERVATIONS_WORD,
@@ -161,6 +162,10 @@ class SharedIndex:
     def note_taken(self) -> None:
         """Allow memory to be reused: all entries without a checksum have their rows here."""
         self._header[RECOVERING_WORD] = 0
+
+    def note_populated(self, pool_bytes: int) -> None:
+        """Let the next daemon take over so many bytes of the host pool."""
+        self._header[POOL_BYTES_WORD] = pool_bytes
 
     def note_unseen(self, count: int) -> None:
         """Make clients that miss a key make a call, while this many entries are not verified."""

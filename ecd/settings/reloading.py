@@ -8,9 +8,7 @@ from ecd.settings.config import RELOADABLE, Config
 
 logger = logging.getLogger(__name__)
 
-PRICE = {
-    "host_pool_bytes": ", and is cold: a pool of another size is not taken over with its entries"
-}
+PRICE = {"host_pool_bytes": "; if the pool is smaller than it was, that start is cold"}
 """The end of the line about a changed setting, where the restart loses something."""
 
 

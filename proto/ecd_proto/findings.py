@@ -46,10 +46,7 @@ class Refusal:
         return f"{count_text(count, self.noun)} {self.what}"
 
 
-_LARGER_POOL = (
-    "raise ECD_HOST_POOL_BYTES if that goes on; the next start is cold then, as a pool of another "
-    "size is not taken over"
-)
+_LARGER_POOL = "raise ECD_HOST_POOL_BYTES if that goes on"
 _FEWER_HELD = "look for a client that asks without end, or never releases: ecd-cli clients"
 REFUSALS = {
     "entry_too_large": Refusal("put", "larger than the pool", _LARGER_POOL),

@@ -218,7 +218,7 @@ def test_hangup_reloads_what_can_be_and_names_the_rest(
         assert client.get("nobody has it") is None
 
 
-def test_a_reload_says_that_another_pool_size_is_a_cold_start(
+def test_a_reload_says_that_a_smaller_pool_is_a_cold_start(
     make_daemon: MakeDaemon, tmp_path: Path
 ) -> None:
     file = tmp_path / "ecd.toml"
@@ -229,7 +229,9 @@ def test_a_reload_says_that_another_pool_size_is_a_cold_start(
     daemon.start()
     file.write_text('host_pool_bytes = "32MiB"\n')
     os.kill(daemon.pid, signal.SIGHUP)
-    said = "host_pool_bytes changed: the next start takes it over, and is cold: a pool of another"
+    said = (
+        "host_pool_bytes changed: the next start takes it over; if the pool is smaller than it was"
+    )
     eventually(lambda: said in daemon.text(), said)
 
 

@@ -208,7 +208,7 @@ def test_a_start_may_be_cold(make_daemon: MakeDaemon) -> None:
     daemon = make_daemon().start()
     for flags, settings, why in (
         (("--cold",), {}, "serving on"),
-        ((), {"ECD_HOST_POOL_BYTES": "32MiB"}, "32 MiB are wanted"),
+        ((), {"ECD_HOST_POOL_BYTES": "8MiB"}, "only 8 MiB are wanted"),
         ((), {"ECD_WARM_RESTART": "false"}, "serving on"),
     ):
         with Client(daemon.address) as client:
@@ -219,6 +219,87 @@ def test_a_start_may_be_cold(make_daemon: MakeDaemon) -> None:
             assert client.contains(["k"]) == [False], (flags, settings)
         assert why in daemon.text()[seen:]
         daemon.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_a_pool_grows_with_its_entries(make_daemon: MakeDaemon, how: str) -> None:
+    """A client that reads stays connected, and what is new holds an entry larger than before."""
+    daemon = make_daemon("8MiB").start()
+    with Client(daemon.address) as client:
+        for number, size in enumerate((24, 40), start=1):
+            put(client, f"k{number}", 3 * MIB)
+            assert check(client, f"k{number}", 3 * MIB)
+            daemon._settings["ECD_HOST_POOL_BYTES"] = f"{size}MiB"
+            restart(daemon, how)
+            client.wait_connected(HANG_S)
+            assert all(check(client, f"k{one}", 3 * MIB) for one in range(1, number + 1))
+            put(client, f"large{number}", 9 * MIB)
+            assert check(client, f"large{number}", 9 * MIB)
+            [file] = {path.stat().st_ino: path for path in files(daemon, ".pool")}.values()
+            assert file.stat().st_size == daemon.status().pools[0].pool_bytes == size * MIB
+    daemon.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("size", ["64MiB", "8MiB"])
+def test_a_daemon_killed_while_its_pool_grows_loses_nothing(
+    make_daemon: MakeDaemon, size: str
+) -> None:
+    """The next one goes on, or gives back what no entry has used."""
+    daemon = make_daemon("8MiB").start()
+    with Client(daemon.address) as client:
+        put(client, "k", 3 * MIB)
+        assert check(client, "k", 3 * MIB)
+    assert daemon.terminate() == 0
+    daemon.command = changed(
+        "import os, signal",
+        "from ecd.memory.host import HostPool",
+        "populate = HostPool._populate_chunk",
+        "def killed(pool, offset, nbytes):",
+        "    populate(pool, offset, nbytes // 2)",
+        "    os.kill(os.getpid(), signal.SIGKILL)",
+        "HostPool._populate_chunk = killed",
+    )
+    daemon._settings["ECD_HOST_POOL_BYTES"] = "64MiB"
+    daemon.start(wait=False)
+    daemon._process.wait(HANG_S)
+    daemon.command = Daemon.command
+    daemon._settings["ECD_HOST_POOL_BYTES"] = size
+    daemon.start()
+    check_all(daemon, {"k": 3 * MIB})
+    assert {file.stat().st_size for file in files(daemon, ".pool")} == {int(size[:-3]) * MIB}
+
+
+def test_a_pool_that_cannot_grow_is_left_as_it_was(make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon("8MiB").start()
+    with Client(daemon.address) as client:
+        put(client, "k", 3 * MIB)
+        assert check(client, "k", 3 * MIB)
+    assert daemon.terminate() == 0
+    for size, broken in (
+        ("8TiB", ()),
+        (
+            "64MiB",
+            (
+                "import errno, os",
+                "allocate = os.posix_fallocate",
+                "def fail(fd, offset, nbytes):",
+                "    if offset >= 32 << 20: raise OSError(errno.ENOSPC, 'no space')",
+                "    allocate(fd, offset, nbytes)",
+                "os.posix_fallocate = fail",
+            ),
+        ),
+    ):
+        daemon.command = changed(*broken) if broken else Daemon.command
+        daemon._settings["ECD_HOST_POOL_BYTES"] = size
+        daemon.start(wait=False)
+        assert daemon._process.wait(HANG_S) == 1
+    assert "memory ran out" in daemon.text()
+    [file] = files(daemon, ".pool")
+    assert file.stat().st_size == 8 * MIB
+    daemon.command = Daemon.command
+    daemon._settings["ECD_HOST_POOL_BYTES"] = "8MiB"
+    daemon.start()
+    check_all(daemon, {"k": 3 * MIB})
 
 
 def test_files_stay_for_the_next_start_alone(make_daemon: MakeDaemon) -> None:
@@ -484,8 +565,8 @@ LOST: list[tuple[str, Callable[[Path], None], str]] = [
     (".index", lambda file: os.truncate(file, 100), "of another version"),
     (".index", write_version, "of another version"),
     (".index", lambda file: os.truncate(file, INDEX_HEADER_BYTES + 4096), "serving on"),
-    (".pool", lambda file: os.truncate(file, 0), "are wanted"),
-    (".pool", lambda file: os.truncate(file, 4 * MIB), "are wanted"),
+    (".pool", lambda file: os.truncate(file, 0), "was truncated"),
+    (".pool", lambda file: os.truncate(file, 4 * MIB), "was truncated"),
     (".pool", lose, "not populated"),
     (".sessions", Path.unlink, "serving on"),
 ]

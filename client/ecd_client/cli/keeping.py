@@ -33,8 +33,7 @@ def keep(
             FAILED,
             f"{key!r} takes {size_text(reply.nbytes)}, and {size_text(reply.kept_bytes)} of at "
             f"most {size_text(reply.kept_most_bytes)} are kept: `ecd-cli ls --kept` lists them, "
-            "`ecd-cli unkeep` ends one, a larger pool has room for more (the next start "
-            "is cold then)",
+            "`ecd-cli unkeep` ends one, a larger pool has room for more",
         )
     said = f"kept for {duration_text(for_s)}" if for_s else "kept until `ecd-cli unkeep`"
     options.show(as_json, {"mm_hash": key, "kept": True, "for_s": for_s or None}, said)

@@ -141,7 +141,7 @@ def _slowly(call: Callable[[], T]) -> T:
 
 
 _lock = threading.RLock()  # which a garbage-collected item may take within
-_pools: dict[tuple[int, int], PinnedPool] = {}  # by device and inode of the file
+_pools: dict[tuple[int, int, int], PinnedPool] = {}  # by device, inode and bytes of the file
 _leaving: set[PinnedPool] = set()
 """Pools that a session let go of, until that is done; those that stay registered stay mapped."""
 
@@ -151,9 +151,10 @@ def acquire(fd: int, nbytes: int, device: int) -> PinnedPool:
     found = os.fstat(fd)
     completions.start()
     with _lock:
-        pool = _pools.get((found.st_dev, found.st_ino))
+        place = found.st_dev, found.st_ino, nbytes  # a restart may let the pool grow
+        pool = _pools.get(place)
         if pool is None:
-            pool = _pools[found.st_dev, found.st_ino] = PinnedPool(fd, nbytes, device)
+            pool = _pools[place] = PinnedPool(fd, nbytes, device)
         pool.users += 1
         return pool
 
