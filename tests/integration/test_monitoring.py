@@ -191,7 +191,7 @@ scrape_configs:
     log = (tmp_path / "log").open("w")
     with log, child(command, grace=True, stdout=subprocess.DEVNULL, stderr=log):
         work(nodes)
-        eventually(lambda: scraped("ecd_info") == 2, "both daemons are scraped")
+        eventually(lambda: scraped("ecd_build_info") == 2, "both daemons are scraped")
         eventually(lambda: scraped("ecd_fetches_total{outcome='fetched'} > 0"), "so is the work")
         work(nodes)
         for title, expression in queries():

@@ -82,7 +82,7 @@ class Metrics:
         for kind in (DISK_READ, FETCH):  # or there would be no series before the first
             self._slow.labels(kind)
         info = Gauge(
-            "ecd_info",
+            "ecd_build_info",
             "The daemon's version; the value is always 1.",
             ["version"],
             registry=self.registry,
