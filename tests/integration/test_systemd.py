@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from ecd.base.clock import Clock
 from ecd.ops.service_manager import ServiceManager
+from ecd.settings.config import RELOADABLE
 from ecd_client import Client
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon, changed
@@ -314,6 +315,12 @@ def test_the_settings_that_are_shipped_are_settings(tmp_path: Path) -> None:
     settings = json.loads(shown.stdout)
     assert settings["namespace_quotas"]["value"]
     assert settings["peers"]["value"]
+
+
+def test_the_shipped_settings_list_what_a_reload_applies() -> None:
+    listed = re.search(r"reload ecd`:\n# (.+)\.\n", (UNITS / "ecd.toml").read_text())
+    assert listed is not None
+    assert tuple(listed[1].split(", ")) == RELOADABLE
 
 
 def test_its_user_and_its_directory_are_made(tmp_path: Path) -> None:
