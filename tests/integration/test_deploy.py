@@ -57,7 +57,8 @@ def test_sizes_and_images_are_set_in_one_place(tmp_path: Path, overlay: str) -> 
     assert "8Gi" not in text
     assert "set by" not in text
     [ecd], [prepare] = containers(built, "ecd"), containers(built, "directory")
-    assert ecd["image"] == prepare["image"] == "a.registry/ecd:0.1.0"
+    assert ecd["image"] == prepare["image"]
+    assert ecd["image"].startswith("a.registry/ecd:")
     asked = "5Gi" if overlay == "sidecar" else "6Gi"
     assert ecd["resources"]["requests"]["memory"] == asked
     if overlay == "sidecar":

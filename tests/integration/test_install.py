@@ -161,19 +161,33 @@ def test_every_locked_package_has_a_wheel_for_arm64(tmp_path: Path) -> None:
     run(*pip, "--target", tmp_path / "target", "-r", plain)
 
 
-def test_the_image_is_what_the_manifests_expect() -> None:
-    run(Path(sys.executable).with_name("hadolint"), DOCKER / "Dockerfile")
+def test_every_version_is_that_of_the_package() -> None:
     version = PROJECT["version"]
     assert f'org.opencontainers.image.version="{version}"' in DOCKERFILE
     told = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert told["version"] == told["appVersion"] == version
+    assert told["appVersion"] == version
+    assert Version(told["version"]) == Version(version)
+    assert "-" in told["version"] or not Version(version).is_prerelease, "SemVer writes 0.1.1-dev0"
+    files = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*")]
+    tags = {
+        (str(file.relative_to(ROOT)), tag)
+        for file in files
+        if file.is_file()
+        for tag in re.findall(r"(?<![\w-])ecd(?::|, newTag: )(\d[\w.]*\w)", file.read_text())
+    }
+    assert len(tags) > 5
+    assert {(file, tag) for file, tag in tags if tag != version} == set()
+
+
+def test_the_image_is_what_the_manifests_expect() -> None:
+    run(Path(sys.executable).with_name("hadolint"), DOCKER / "Dockerfile")
     user = re.search(r"^USER (\d+):\1$", DOCKERFILE, re.MULTILINE)
     assert user is not None
     assert f"--uid {user[1]} " in DOCKERFILE
     for overlay in ("daemonset", "sidecar", "example"):
         built = build(K8S / overlay)
         [ecd] = containers(built, "ecd")
-        assert ecd["image"] == f"ecd:{version}"
+        assert ecd["image"] == f"ecd:{PROJECT['version']}"
         for pod in pods(built):
             security = pod.get("securityContext", {})
             shared = {security.get("fsGroup"), *security.get("supplementalGroups", ())}
