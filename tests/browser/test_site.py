@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -23,11 +24,11 @@ INCLUDE = re.compile("--8 ?<")
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all pages
 
 LOOK = """() => {
-  const main = document.querySelector('[role=main]');
+  const main = document.querySelector('main article');
   const prose = main.cloneNode(true);
   prose.querySelectorAll('code, pre').forEach(e => e.remove());
   const hidden = e => ['hidden', 'clip'].includes(getComputedStyle(e).overflowX);
-  const right = main.getBoundingClientRect().right + 1;
+  const right = main.parentElement.getBoundingClientRect().right + 1;
   const scrolls = e => {
     for (; e !== main; e = e.parentElement)
       if (['auto', 'scroll'].includes(getComputedStyle(e).overflowX)) return true;
@@ -85,18 +86,17 @@ def address(site: Path) -> Iterator[str]:
 def seen(site: Path, address: str, browser: Browser) -> dict[int, dict[Path, dict]]:
     """What every page looks like by the window's width. `requests` left the site or failed."""
     found: dict[int, dict[Path, dict]] = {1280: {}, 400: {}}
-    page = browser.new_page()
     strangers: list[str] = []
-    page.on("request", lambda r: r.url.startswith(address) or strangers.append(r.url))
-    page.on("response", lambda r: r.status < 400 or strangers.append(r.url))
-    page.on("pageerror", lambda error: strangers.append(str(error)))
-    for file in sorted(site.rglob("index.html")):
-        strangers.clear()
-        page.goto(f"{address}/{file.parent.relative_to(site)}/")
-        for width, pages in found.items():
-            page.set_viewport_size({"width": width, "height": 900})
+    for width, pages in found.items():
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.on("request", lambda r: r.url.startswith(address) or strangers.append(r.url))
+        page.on("response", lambda r: r.status < 400 or strangers.append(r.url))
+        page.on("pageerror", lambda error: strangers.append(str(error)))
+        for file in sorted(site.rglob("index.html")):
+            strangers.clear()
+            page.goto(f"{address}/{file.parent.relative_to(site)}/")
             pages[file] = {**page.evaluate(LOOK), "requests": list(strangers)}
-    page.close()
+        page.close()
     return found
 
 
@@ -171,6 +171,38 @@ def test_every_picture_is_there_and_large_enough_to_read(seen: dict[int, dict[Pa
     assert not [src for src, loaded, width, alt in found if not loaded or width < 600 or not alt]
 
 
-def test_search_finds_a_page(address: str, open_page: Callable[..., Page]) -> None:
-    page = open_page(f"{address}/search.html?q=glossary")
-    expect(page.locator("#mkdocs-search-results article").first).to_contain_text("Glossary")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_search_is_in_view_and_finds_a_page(
+    address: str, open_page: Callable[..., Page], width: int
+) -> None:
+    page = open_page(f"{address}/operations/#restart-and-upgrade", width)
+    field = page.locator("input.md-search__input")
+    button = field if width > 1000 else page.locator("header label.md-header__button[for=__search]")
+    expect(button).to_be_in_viewport(ratio=1)
+    button.click()
+    field.fill("glossary")
+    expect(page.locator(".md-search-result__item").first).to_contain_text("Glossary")
+
+
+def test_code_can_be_copied(address: str, open_page: Callable[..., Page]) -> None:
+    page = open_page(address)
+    code = page.locator("main pre").first
+    code.hover()
+    expect(code.locator("button")).to_be_visible()
+    assert code.locator("span[class]").count(), "it is not coloured"
+
+
+def test_the_footer_shows_the_version(address: str, open_page: Callable[..., Page]) -> None:
+    expect(open_page(address).locator("footer")).to_contain_text(version("encoder-cache-daemon"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_colours_are_the_systems_until_chosen(
+    address: str, open_page: Callable[..., Page], scheme: str
+) -> None:
+    page = open_page(address, color_scheme=scheme)
+    colours = {"light": "default", "dark": "slate"}
+    expect(page.locator("body")).to_have_attribute("data-md-color-scheme", colours[scheme])
+    for chosen in ("light", "dark"):
+        page.locator("header form label:visible").first.click()
+        expect(page.locator("body")).to_have_attribute("data-md-color-scheme", colours[chosen])
