@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated
@@ -128,15 +130,23 @@ def save(picture: bytes, path: Path) -> None:
     print(path)
 
 
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 def shoot_site(browser: Browser, output: Path) -> None:
     """Three pages of the site as a reader sees them."""
     with tempfile.TemporaryDirectory() as built:
         build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", built]
         subprocess.run(build, cwd=DOCS.parent, check=True)
         page = browser.new_page(viewport={"width": 1280, "height": 800})
-        for name, path in SITE.items():
-            page.goto((Path(built) / path / "index.html").as_uri())
-            save(page.screenshot(), output / f"site-{name}.png")
+        with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=built)) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            for name, path in SITE.items():
+                page.goto(f"http://127.0.0.1:{server.server_port}/{path}")
+                save(page.screenshot(), output / f"site-{name}.png")
+            server.shutdown()
         page.close()
 
 
