@@ -48,7 +48,7 @@ duration is longer than 3,650 days.
 COMMANDS = """# Commands
 
 `ecd` runs the daemon, and `ecd-cli` asks a daemon that runs. Every command has `--help`.
-[Looking after it](operations.md#looking-after-it) shows what they print.
+[Looking after it](observe.md#commands) shows what they print.
 
 """
 SETTINGS_TOO = """

@@ -92,7 +92,7 @@ stat -c '%%n %%U %%G %%a' ecd ecd/ecd.env ecd/ecd.toml systemd/system/ecd.servic
 
 
 def test_the_unit_is_installed_as_the_page_says(tmp_path: Path) -> None:
-    [block] = [b for b in blocks(DOCS / "operations.md") if "systemd-sysusers" in b]
+    [block] = [b for b in blocks(DOCS / "systemd.md") if "systemd-sysusers" in b]
     done = run(
         ["unshare", "--mount", "sh", "-c", INSTALL % block],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Daemons and clients one version apart: they say so and lose nothing (docs/operations.md)."""
+"""Daemons and clients one version apart: they say so and lose nothing (docs/restart.md)."""
 
 from __future__ import annotations
 
