@@ -1,4 +1,4 @@
-"""The device pool of a real daemon, by clients on the stand-in's GPUs: docs/gpu.md.
+"""The device pool of a real daemon, by clients on the stand-in's GPUs: docs/gpu-rules.md.
 
 Tests that need no control page run on a GPU too, with ECD_TEST_CUDA=device.
 """

@@ -1,4 +1,4 @@
-"""What a dead client's device may still write is not reused: rule D1 of docs/gpu.md."""
+"""What a dead client's device may still write is not reused: rule D1 of docs/gpu-rules.md."""
 
 from __future__ import annotations
 

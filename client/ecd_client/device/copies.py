@@ -1,6 +1,6 @@
 """Copies between a GPU and the pools, on streams of their own beside the engine's work.
 
-The rules that keep every byte right, by the names that docs/gpu.md explains them under:
+The rules that keep every byte right, by the names that docs/gpu-rules.md explains them under:
 
 W1  A save reads its tensor after the work that was queued when the save was asked for.
 W2  An entry is committed after this process has seen the end of the copies into its extent.

@@ -36,7 +36,7 @@ class SessionDma:
 
     A process that is killed leaves copies that its GPU goes on with. So the daemon takes a
     descriptor of the process as the session attaches, and a word in the session's page says from
-    the first copy into the pool on that there may be such copies; docs/gpu.md has the rule.
+    the first copy into the pool on that there may be such copies; docs/gpu-rules.md has the rule.
     """
 
     def __init__(
