@@ -1,4 +1,4 @@
-"""Slices of the campaign; `make campaign` runs longer ones (docs/reliability.md)."""
+"""Slices of the campaign; `make campaign` runs longer ones (docs/testing.md)."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ SWITCH = 250
 PRELOADED = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
 BAD = "Traceback", "Fatal Python", "*** SIG"
 GRPCIO_AT_A_CLOSE = "Cannot monitor channel state: Channel closed!"
-"""Said by grpcio's thread where a client closes just as it connects: docs/reliability.md."""
+"""Said by grpcio's thread where a client closes just as it connects: docs/testing.md."""
 
 
 class World:
