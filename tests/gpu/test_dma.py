@@ -1,4 +1,4 @@
-"""Copies between GPUs and the pool, by a client of a real daemon: docs/gpu-rules.md, "The rules"."""
+"""Copies between GPUs and the pool, by a client of a real daemon: docs/gpu-rules.md."""
 
 from __future__ import annotations
 

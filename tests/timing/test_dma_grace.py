@@ -1,4 +1,4 @@
-"""How long a killed client's memory waits: rule D1 of docs/gpu-rules.md, with the daemon's own graces."""
+"""How long a killed client's memory waits: D1 of docs/gpu-rules.md, with the daemon's graces."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The device pool of this process's GPU: copies of entries, which loads read instead of the host's.
 
-The daemon owns the memory and does nothing with it; docs/gpu-rules.md has the rules. An entry here is a
-copy of one that the host pool has, under a number of its own. It is found in the index by its key
-and the pool's number, and held by a pin as any entry is.
+The daemon owns the memory and does nothing with it; docs/gpu-rules.md has the rules. An entry here
+is a copy of one that the host pool has, under a number of its own. It is found in the index by its
+key and the pool's number, and held by a pin as any entry is.
 """
 
 from __future__ import annotations

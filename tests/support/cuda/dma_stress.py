@@ -11,9 +11,9 @@ slow     two have GPUs, with copies of 60 ms; the other two put and get by the C
          slow copy reads or writes is evicted and reused meanwhile, if it can be
 doomed   as slow; the two with GPUs are killed in the middle of a save, which outlives them
 
-With a rule of docs/gpu-rules.md taken out, or a step of the argument for copies in device pools, the run
-must find wrong bytes or a fault of the device: that it does is what makes the other runs worth
-something. Prints one line of JSON; exits with 0 if no byte was wrong and nothing leaked.
+With a rule of docs/gpu-rules.md taken out, or a step of the argument for copies in device pools,
+the run must find wrong bytes or a fault of the device: that it does is what makes the other runs
+worth something. Prints one line of JSON; exits with 0 if no byte was wrong and nothing leaked.
 """
 
 from __future__ import annotations
