@@ -216,7 +216,7 @@ def serve(
         logging.getLogger("ecd").warning(unknown)
     if (kind := filesystem(settings.shm_dir)) and kind not in IN_MEMORY:
         logging.getLogger("ecd").warning(
-            "shm_dir %s is no memory but %s: puts and gets wait for a disk; name a tmpfs",
+            "shm_dir %s is on %s, not in memory: puts and gets wait for a disk; name a tmpfs",
             settings.shm_dir,
             kind,
         )

@@ -36,7 +36,7 @@ WANTED = {
     "string_too_long": "must have at most {max_length} characters",
 }
 """What is allowed, by pydantic's names of errors."""
-_READABLE = "(from flag): every user of the machine can read a flag"
+_READABLE = "(from flag): flags are visible to every user"
 
 
 def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, str]]:
@@ -53,8 +53,8 @@ def load(flags: dict[str, Any], file: Path | None) -> tuple[Config, dict[str, st
     url = sources["flag"].get("directory")
     if without_password(url) != url:
         raise ConfigError(
-            f"directory {_READABLE}, so that it may hold a host, a port and a database and nothing "
-            "else. Use ECD_DIRECTORY or the file"
+            f"directory {_READABLE}, so passwords are not accepted there, only "
+            "host, port and database. Use ECD_DIRECTORY or the file"
         )
     origins = dict.fromkeys(Config.model_fields, "default")
     merged: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def _sentence(wrong: ErrorDetails, origins: dict[str, str], values: dict[str, An
     begin = f"{name} (from {origins[name]})"
     setting = Config.model_fields.get(name)
     if setting is None and isinstance(wrong["input"], dict):
-        return f"{begin} is a table: settings stand in none, but for namespace_*"
+        return f"{begin} is a table: put settings at the top level (only namespace_* are tables)"
     if setting is None:
         return f"{begin} is no setting: {_meant(name, Config.model_fields)}"
     if len(wrong["loc"]) > 1 or wrong["type"] == "string_pattern_mismatch":

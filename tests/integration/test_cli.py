@@ -538,9 +538,9 @@ def test_doctor_and_serve_say_that_a_disk_is_no_memory(
         pytest.skip("no disk here")
     _, found = findings(Daemon(tmp_path), ("env", f"ECD_SHM_DIR={tmp_path}"))
     said = found["shared memory"]
-    assert (said["state"], said["found"]) == ("look", f"{tmp_path} is no memory but {kind}")
+    assert (said["state"], said["found"]) == ("look", f"{tmp_path} is on {kind}, not in memory")
     daemon = make_daemon("16MiB", ECD_SHM_DIR=str(tmp_path)).start()
-    assert f"shm_dir {tmp_path} is no memory but {kind}" in daemon.text()
+    assert f"shm_dir {tmp_path} is on {kind}, not in memory" in daemon.text()
 
 
 def test_doctor_says_which_nodes_and_directory_are_away(make_daemon: Callable[..., Daemon]) -> None:

@@ -181,7 +181,7 @@ def test_what_an_operator_keeps_outlasts_a_crowd_until_it_is_kept_no_more(daemon
         assert is_there(client, "kept")
         assert is_there(client, "for a while")
         assert not is_there(client, "over it")
-        assert cli(daemon, "unkeep", "for a while").stdout == "kept no more\n"
+        assert cli(daemon, "unkeep", "for a while").stdout == "no longer kept\n"
         assert "was not kept" in cli(daemon, "unkeep", "for a while").stderr
         assert cli(daemon, "keep", "kept", "--for", "1s").returncode == 0  # shortened
         eventually(lambda: daemon.status().pools[0].kept == 0, "it is kept no longer")

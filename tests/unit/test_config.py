@@ -253,7 +253,7 @@ def test_what_is_allowed_is_said_in_words(settings: dict[str, Any], says: str) -
 def test_tables_and_numbers_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "ecd.toml"
     file.write_text("[ecd]\nzone = 'a'\n")
-    with pytest.raises(ConfigError, match="is a table: settings stand in none"):
+    with pytest.raises(ConfigError, match="is a table: put settings at the top level"):
         load({}, file)
     file.write_text("disk_pool_bytes = 4096\nlease_ttl_s = 5\n")
     settings, _ = load({}, file)

@@ -76,7 +76,7 @@ def end(
             )
     named = ", ".join(_name(known[number]) for number in ids)
     if not yes:
-        confirm(f"End {named}?", f"this would end {named}; say --yes where nobody can be asked")
+        confirm(f"End {named}?", f"this would end {named}; not a terminal: add --yes")
     ended = options.call("EndClients", pb.EndClientsRequest(ids=ids)).ended
     gone = [number for number, is_ended in zip(ids, ended, strict=True) if is_ended]
     held_bytes = sum(_held_bytes(known[number]) for number in gone)

@@ -194,7 +194,7 @@ def _shared_memory(status: pb.StatusReply | None) -> Finding:
         return Finding("shared memory", BAD, found, advice)
     if (kind := filesystem(place)) and kind not in IN_MEMORY:
         advice = "name a tmpfs by ECD_SHM_DIR: a disk makes puts slow, and loses what it promises"
-        return Finding("shared memory", DOUBTFUL, f"{place} is no memory but {kind}", advice)
+        return Finding("shared memory", DOUBTFUL, f"{place} is on {kind}, not in memory", advice)
     if free < size // 50:
         advice = "remove what else lies there, make it larger, or lower ECD_HOST_POOL_BYTES"
         return Finding("shared memory", DOUBTFUL, found, advice)

@@ -17,14 +17,14 @@ def keep(
     key: MmHash,
     namespace: Namespace = None,
     for_: Annotated[
-        str | None, typer.Option("--for", help="So long: 30s, 10m, 2h, 1d. By default for good.")
+        str | None, typer.Option("--for", help="How long: 30s, 10m, 2h, 1d. Default: until unkeep.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Keep an entry in memory: it is not evicted for room. `evict` and its TTL take it still."""
+    """Keep an entry in memory: it is not evicted for room. A TTL and `evict` still remove it."""
     for_s = seconds("--for", for_)
     if for_ is not None and not for_s:
-        raise typer.BadParameter("--for 0 keeps nothing: leave it out to keep the entry for good")
+        raise typer.BadParameter("--for 0 keeps nothing: leave it out to keep it until unkeep")
     options: Options = context.obj
     namespace, key = names.whole_key(options, key, namespace)
     reply = _ask(options, key, namespace, pb.KeepRequest(for_s=for_s))
@@ -45,13 +45,13 @@ def unkeep(
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let room be made of a kept entry again."""
+    """Allow eviction of a kept entry again."""
     options: Options = context.obj
     namespace, key = names.whole_key(options, key, namespace)
     reply = _ask(options, key, namespace, pb.KeepRequest(stop=True))
     if reply.outcome == pb.KeepReply.OUTCOME_NOT_KEPT:
         fail(FAILED, f"{key!r} was not kept: `ecd-cli ls --kept` lists what is")
-    options.show(as_json, {"mm_hash": key, "kept": False}, "kept no more")
+    options.show(as_json, {"mm_hash": key, "kept": False}, "no longer kept")
 
 
 def _ask(options: Options, key: str, namespace: str, request: pb.KeepRequest) -> pb.KeepReply:
