@@ -63,9 +63,9 @@ CLIENTS = """
 | `ECD_PIN` | `auto` | `off`: [pin](gpu.md#ecd_pin) nothing for the GPU. |
 | `ECD_SGLANG_NAMESPACE` | none | [SGLang's encoder](sglang.md) uses ecd, under this name. |
 | `ECD_ENCODERS` | none | URLs, with commas between them, of the encoders that the middleware of \
-vLLM's server [sends pictures to](vllm.md#encoders-without-a-proxy). |
+vLLM's server [sends pictures to](vllm-middleware.md#encoders-without-a-proxy). |
 
-The vLLM connector has [settings of its own](vllm.md#settings).
+The vLLM connector has [settings of its own](vllm-reference.md#settings).
 """
 METRICS = """# Metrics
 

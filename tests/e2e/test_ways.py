@@ -1,7 +1,8 @@
 """Ways of running an engine: each answers as one without ecd, loads what others have, and stores.
 
-docs/vllm.md has the table of ways. Other files have those that fail otherwise: pipeline stages and
-pooling (`test_layouts.py`), sleep (`test_identity.py`), three engines (`test_two_nodes.py`).
+docs/vllm-reference.md has the table of ways. Other files have those that fail otherwise: pipeline
+stages and pooling (`test_layouts.py`), sleep (`test_identity.py`), three engines
+(`test_two_nodes.py`).
 """
 
 from __future__ import annotations

@@ -11,18 +11,15 @@ from e2e.models.table import ARCHITECTURES, Architecture
 PAGE = Path(__file__).parents[3] / "docs/models.md"
 BEGIN = """# Models
 
-Tiny random checkpoints of these architectures were run with vLLM 0.32.0 on a CPU: an engine
-without ecd, an encoder (`ec_producer`), a consumer (`ec_consumer`), and an engine that is both
-(`ec_both`). Each answered prompts with one item, two, one item twice, the items in another order,
-media of several kinds, videos at 1, 2 and 8 frames a second, and short and long sounds. The
-consumer's tokens and log-probabilities were those of the engine without ecd, and its encoder
-never ran.
+These architectures share embeddings. Tiny checkpoints with random weights were run with vLLM 0.32.0
+on a CPU, as `ec_producer`, `ec_consumer` and `ec_both`: one item, several, repeated and reordered
+items, mixed media, videos at 1, 2 and 8 frames a second, and short and long sounds. Tokens and
+log-probabilities were those of an engine without ecd, and the consumer's encoder never ran.
+[The tests](testing.md#the-suites) write this page, and run every night.
 
-*By metadata* are the media that a proxy may leave out of the consumer's request, as the encoder's
-answer has what their placeholders need ([What is announced](vllm.md#what-is-announced)). The others
-travel to the consumer, which preprocesses them and does not encode them.
-
-This page is written from the table of [the tests](testing.md#the-suites), which run every night.
+*By metadata*: media that a proxy may leave out of the consumer's request
+([when](vllm-reference.md#metadata-in-answers)). Others travel to the consumer, which preprocesses
+them, but does not encode them.
 
 | family | vLLM's class | media | by metadata | remarks |
 | --- | --- | --- | --- | --- |
@@ -30,8 +27,7 @@ This page is written from the table of [the tests](testing.md#the-suites), which
 NOT_RUN = """
 ## Not run
 
-vLLM 0.32.0 could not run these on a CPU. ecd knows nothing of an architecture, so nothing says that
-they would not work on a GPU.
+vLLM 0.32.0 could not run these on a CPU. They may work on a GPU.
 
 | architecture | why |
 | --- | --- |
@@ -54,7 +50,7 @@ def remarks(each: Architecture) -> str:
     if each.engine.get("model_impl"):
         said.append(f"with `--model-impl {each.engine['model_impl']}`")
     if each.tolerance > Architecture.tolerance:
-        said.append("what is encoded beside an item changes it slightly, as in vLLM itself")
+        said.append("items encoded together change each other slightly, as in vLLM itself")
     said += [f"{count} {medium} a prompt" for medium, count in each.most.items()]
     said += [f"*{row}*: {error}" for row, error in each.without.items()]
     return "; ".join(said)

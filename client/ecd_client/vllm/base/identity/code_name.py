@@ -34,7 +34,7 @@ EQUAL_ON_CPUS = {
 }
 """Names of code whose embeddings were found to be equal to the byte, each with the name for both.
 
-They were compared on CPUs (docs/vllm.md), so that engines on GPUs do not share by this table.
+They were compared on CPUs (docs/design-vllm.md), so this table does not apply to engines on GPUs.
 tests/e2e/test_identity.py compares them again.
 """
 

@@ -47,8 +47,8 @@ CHANGING = {
 }
 """Fields of vLLM's configuration that the namespace's digest holds, where they are set.
 
-Model, revision, dtype and quantization stand beside the digest in the clear. docs/vllm.md gives the
-reason for each field; tests/e2e/test_identity.py lists the fields that change no embedding.
+Model, revision, dtype and quantization stand beside the digest in the clear. docs/vllm-reference.md
+gives the reason for each field; tests/e2e/test_identity.py lists those that change no embedding.
 """
 CHOSEN_DECODER = {"backend": "torchcodec", "device": "cuda"}
 """What vLLM adds to a video's settings by role (`VllmConfig._resolve_mm_video_decode_device`)."""
