@@ -2,8 +2,8 @@
 
     python benchmarks/directory.py [--output FILE.md]
 
-Real servers: a redis-server and a daemon on this machine. docs/scaling.md calculates with what is
-measured here.
+Real servers: a redis-server and a daemon on this machine. docs/design-nodes.md calculates with
+what is measured here.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/events.py [--output FILE.md]
 
 Rounds of puts to three daemons in turn: without events, with them and nobody who listens, and with
-a subscriber in a process of its own. docs/scaling.md calculates with what is measured here.
+a subscriber in a process of its own. docs/design-nodes.md calculates with what is measured here.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ async def measure_message(rows: list[list[str]]) -> None:
 
 
 def measure_wire(node: Node) -> list[list[str]]:
-    """Messages and bytes at the rate of docs/scaling.md: as many evictions as puts."""
+    """Messages and bytes at the rate of docs/design-nodes.md: as many evictions as puts."""
     with (
         listening(node) as listener,
         zmq.Context() as context,
