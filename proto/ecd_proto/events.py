@@ -1,7 +1,7 @@
 """The stream of stored and removed entries: its messages, in vLLM's framing of KV events.
 
 A message has three frames: the topic, the sequence as 8 bytes big-endian, and a batch in msgpack.
-The topic is `ec@<node>@<namespace>`. docs/what-is-held.md has the protocol. Needs msgspec.
+The topic is `ec@<node>@<namespace>`. docs/design-events.md has the protocol. Needs msgspec.
 """
 
 from __future__ import annotations
