@@ -340,6 +340,24 @@ EDITED = {
             "given_away |= False",
         ),
     ),
+    "a daemon killed while its pool grows loses its entries": Bug(
+        "reading-without-a-call",
+        "integration/test_warm_restart.py",
+        Edit(
+            "ecd/memory/leftovers.py",
+            "max(_header(index)[POOL_BYTES_WORD] for _, index in same) or stat.st_size",
+            "stat.st_size",
+        ),
+    ),
+    "a pool that cannot grow keeps the length it was to have": Bug(
+        "reading-without-a-call",
+        "integration/test_warm_restart.py",
+        Edit(
+            "ecd/memory/host.py",
+            "            if self.populated_bytes < self.nbytes:  # memory ran out as it grew",
+            "            if self.populated_bytes < 0:",
+        ),
+    ),
     # -- other nodes ---------------------------------------------------------------------------
     "a hint leads to any node": Bug(
         "nodes",
