@@ -292,7 +292,7 @@ class Daemon:
             await parts.peer_server.start()
         gc.collect()
         gc.freeze()  # or all that was imported is looked through now and then: tens of ms
-        self._own.has_served = True
+        self._own.serves()
         config, cache = self._config, parts.node.live.cache
         parts.status.serving()
         logger.info("serving on %s, incarnation %s", config.address, self._identity.incarnation)
@@ -322,8 +322,6 @@ class Daemon:
         await asyncio.gather(
             loop.run_in_executor(None, self._own.pool.populate, progress), self._take_devices()
         )
-        if self._own.board.index is not None:
-            self._own.board.index.note_populated(self._own.pool.nbytes)
 
     async def _take_devices(self) -> None:
         """Take the memory of device pools; after DEVICE_WAIT_S this goes on in the background."""

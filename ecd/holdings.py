@@ -69,6 +69,7 @@ class Holdings:
             index = self._make_index()
             if index is not None:
                 opened.callback(index.close)
+                index.note_populated(self.pool.populated_bytes)
             doorbell = attach = None
             if index is not None:
                 doorbell = self._bind(Doorbell, DOORBELL_SUFFIX, "Every put is a call")
@@ -81,6 +82,12 @@ class Holdings:
                 if bound is not None:
                     opened.callback(bound.close)
             self._opened = opened.pop_all()
+
+    def serves(self) -> None:
+        """From now on clients map the pool, and the next daemon takes over all of it."""
+        if self.board.index is not None:
+            self.board.index.note_populated(self.pool.nbytes)
+        self.has_served = True
 
     def close(self) -> None:
         """Release all of it, in reverse order."""

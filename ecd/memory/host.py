@@ -14,6 +14,7 @@ import errno
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from ecd.memory.pool_dir import PoolDir, PoolError
 from ecd_proto.contract import size_text
 from ecd_proto.mapped_file import CHUNK_BYTES, HUGE_BYTES, MappedFile
 from ecd_proto.shm.files import (
+    INDEX_SUFFIX,
     POOL_SUFFIX,
     SESSIONS_SUFFIX,
     is_byte_locked,
@@ -73,12 +75,12 @@ class HostPool:
             removed = self._remove_stale()
             self.populated_bytes = 0 if self.leftovers is None else self.leftovers.nbytes
             self.nbytes = nbytes or self.populated_bytes or pool_bytes(None, shm_dir)
+            if self.leftovers is not None:
+                self._fd = directory.open(self.path.name)
+                self._resize(self.populated_bytes)  # a start that never served left more
             self._require_space(shm_dir, wait_s=SPACE_WAIT_S if removed else 0.0)
             if self.leftovers is None:
                 self._fd = directory.create(self.path.name, self.nbytes)
-            else:
-                self._fd = directory.open(self.path.name)
-                self._resize(self.nbytes)
             self.writable = MappedFile(self._fd, self.nbytes, writable=True)
             self.readable = MappedFile(self._fd, self.nbytes, writable=False)
             self._sessions_fd = directory.create(self.sessions_path.name)
@@ -86,6 +88,7 @@ class HostPool:
             self._remove_files()
             raise
         self.inode = os.fstat(self._fd).st_ino
+        self._populating, self._is_closing = threading.Lock(), False
         self._failures = 0  # to get a huge page, one after the other
         self.huge_bytes = 0
         """Bytes that lie in huge pages."""
@@ -119,10 +122,15 @@ class HostPool:
             for name in map(Path, self.directory.names())
             if not (name.stem in kept and name.suffix in KEPT_SUFFIXES)
         ]
-        for name in stale:
+        for name in sorted(stale, key=self._age):
             logger.info("removing %s, left by a daemon before this one", self.directory.path / name)
             self.directory.unlink(name.name)
         return bool(stale)
+
+    def _age(self, name: Path) -> float:
+        """A key that puts the newest generation last: killed between, a start finds that one."""
+        index = self.directory.path / f"{name.stem}{INDEX_SUFFIX}"
+        return index.stat().st_mtime if index.exists() else 0.0
 
     def _require_space(self, shm_dir: str, wait_s: float) -> None:
         deadline_s = self._clock.now_s() + wait_s
@@ -154,11 +162,16 @@ class HostPool:
         until_s = self._clock.now_s() + TAKEN_OVER_WITHIN_S
         for offset in range(0, self.nbytes, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, self.nbytes - offset)
-            if offset + nbytes > self.populated_bytes:
-                self._populate_chunk(offset, nbytes)
-                self.populated_bytes = offset + nbytes
-            elif self._clock.now_s() < until_s:
-                self._collapse(offset, nbytes)
+            with self._populating:
+                if self._is_closing:
+                    return
+                if self.leftovers is not None and not offset:
+                    self._resize(self.nbytes)  # only now does an index say how much has memory
+                if offset + nbytes > self.populated_bytes:
+                    self._populate_chunk(offset, nbytes)
+                    self.populated_bytes = offset + nbytes
+                elif self._clock.now_s() < until_s:
+                    self._collapse(offset, nbytes)
             progress(offset + nbytes)
 
     def _collapse(self, offset: int, nbytes: int) -> None:
@@ -209,11 +222,12 @@ class HostPool:
         Files of earlier generations go with them once the pool `was_served`, which may have reused
         its memory. Clients keep what they have mapped.
         """
-        if self.leftovers is not None:
-            if was_served and not keep:
-                self.leftovers.remove()
-            if self.populated_bytes < self.nbytes:  # memory ran out as it grew
-                self._resize(self.leftovers.nbytes)
+        with self._populating:
+            self._is_closing = True
+        if self.leftovers is not None and was_served and not keep:
+            self.leftovers.remove()
+        elif self.leftovers is not None and not was_served:
+            self._resize(self.leftovers.nbytes)
         self._remove_files(KEPT_SUFFIXES if keep else ())
         os.close(self._fd)
         os.close(self._sessions_fd)

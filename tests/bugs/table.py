@@ -354,8 +354,8 @@ EDITED = {
         "integration/test_warm_restart.py",
         Edit(
             "ecd/memory/host.py",
-            "            if self.populated_bytes < self.nbytes:  # memory ran out as it grew",
-            "            if self.populated_bytes < 0:",
+            "        elif self.leftovers is not None and not was_served:",
+            "        elif keep and not was_served:",
         ),
     ),
     # -- other nodes ---------------------------------------------------------------------------
