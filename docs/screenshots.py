@@ -16,8 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +27,7 @@ from playwright.sync_api import Browser
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from ecd_client import Client, EntryTooLarge
-from support.browser import chromium
+from support.browser import chromium, serving
 from support.daemon import Daemon, close_all
 
 DOCS = Path(__file__).parent
@@ -130,23 +128,16 @@ def save(picture: bytes, path: Path) -> None:
     print(path)
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def shoot_site(browser: Browser, output: Path) -> None:
     """Three pages of the site as a reader sees them."""
     with tempfile.TemporaryDirectory() as built:
         build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", built]
         subprocess.run(build, cwd=DOCS.parent, check=True)
         page = browser.new_page(viewport={"width": 1280, "height": 800})
-        with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=built)) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+        with serving(Path(built)) as address:
             for name, path in SITE.items():
-                page.goto(f"http://127.0.0.1:{server.server_port}/{path}")
+                page.goto(f"{address}/{path}")
                 save(page.screenshot(), output / f"site-{name}.png")
-            server.shutdown()
         page.close()
 
 
