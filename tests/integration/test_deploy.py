@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import kubernetes_validate
@@ -57,8 +58,8 @@ def test_sizes_and_images_are_set_in_one_place(tmp_path: Path, overlay: str) -> 
     assert "8Gi" not in text
     assert "set by" not in text
     [ecd], [prepare] = containers(built, "ecd"), containers(built, "directory")
-    assert ecd["image"] == prepare["image"]
-    assert ecd["image"].startswith("a.registry/ecd:")
+    tag = version("encoder-cache-daemon")
+    assert ecd["image"] == prepare["image"] == f"a.registry/ecd:{tag}"
     asked = "5Gi" if overlay == "sidecar" else "6Gi"
     assert ecd["resources"]["requests"]["memory"] == asked
     if overlay == "sidecar":

@@ -34,11 +34,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     built = run(
         [BIN / "mkdocs", "build", "--strict", "--site-dir", tmp_path],
         cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},  # the theme's notice of its successor
         capture_output=True,
         text=True,
     )
     assert built.returncode == 0, built.stderr
-    assert not re.search("^WARNING", built.stderr, re.M)
+    assert "WARNING" not in built.stderr
     for page in ("index", "configuration/index", "metrics/index", "operations/index"):
         built_page = (tmp_path / f"{page}.html").read_text()
         assert re.search(r'href="[./]*site.css"', built_page), "tables wider than the page are cut"
