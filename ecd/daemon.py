@@ -292,7 +292,7 @@ class Daemon:
             await parts.peer_server.start()
         gc.collect()
         gc.freeze()  # or all that was imported is looked through now and then: tens of ms
-        self._own.serves()
+        self._own.begin_serving()
         config, cache = self._config, parts.node.live.cache
         parts.status.serving()
         logger.info("serving on %s, incarnation %s", config.address, self._identity.incarnation)

@@ -83,8 +83,8 @@ class Holdings:
                     opened.callback(bound.close)
             self._opened = opened.pop_all()
 
-    def serves(self) -> None:
-        """From now on clients map the pool, and the next daemon takes over all of it."""
+    def begin_serving(self) -> None:
+        """Record, before the first client maps it, that the next daemon may take the whole pool."""
         if self.board.index is not None:
             self.board.index.note_populated(self.pool.nbytes)
         self.has_served = True

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ecd.base.clock import REAL, Clock
 from ecd.memory import holders
-from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find
+from ecd.memory.leftovers import KEPT_SUFFIXES, Leftovers, Lost, find, generation_of
 from ecd.memory.pool_dir import PoolDir, PoolError
 from ecd_proto.contract import size_text
 from ecd_proto.mapped_file import CHUNK_BYTES, HUGE_BYTES, MappedFile
@@ -122,15 +122,15 @@ class HostPool:
             for name in map(Path, self.directory.names())
             if not (name.stem in kept and name.suffix in KEPT_SUFFIXES)
         ]
-        for name in sorted(stale, key=self._age):
+        for name in sorted(stale, key=self._generation_of):  # a kill leaves the newest whole
             logger.info("removing %s, left by a daemon before this one", self.directory.path / name)
             self.directory.unlink(name.name)
         return bool(stale)
 
-    def _age(self, name: Path) -> float:
-        """A key that puts the newest generation last: killed between, a start finds that one."""
+    def _generation_of(self, name: Path) -> int:
+        """The generation whose file this is; 0 if no index says so."""
         index = self.directory.path / f"{name.stem}{INDEX_SUFFIX}"
-        return index.stat().st_mtime if index.exists() else 0.0
+        return (index.exists() and generation_of(index)) or 0
 
     def _require_space(self, shm_dir: str, wait_s: float) -> None:
         deadline_s = self._clock.now_s() + wait_s
@@ -165,8 +165,6 @@ class HostPool:
             with self._populating:
                 if self._is_closing:
                     return
-                if self.leftovers is not None and not offset:
-                    self._resize(self.nbytes)  # only now does an index say how much has memory
                 if offset + nbytes > self.populated_bytes:
                     self._populate_chunk(offset, nbytes)
                     self.populated_bytes = offset + nbytes
@@ -189,6 +187,8 @@ class HostPool:
                 self._failures += 1
 
     def _populate_chunk(self, offset: int, nbytes: int) -> None:
+        if self.leftovers is not None:
+            self._resize(offset + nbytes)
         try:
             # Allocating first turns a lack of memory into an error instead of a SIGBUS.
             for first in range(offset, offset + nbytes, HUGE_BYTES):
@@ -224,10 +224,11 @@ class HostPool:
         """
         with self._populating:
             self._is_closing = True
-        if self.leftovers is not None and was_served and not keep:
-            self.leftovers.remove()
-        elif self.leftovers is not None and not was_served:
-            self._resize(self.leftovers.nbytes)
+        if self.leftovers is not None:
+            if not was_served:
+                self._resize(self.leftovers.nbytes)
+            elif not keep:
+                self.leftovers.remove()
         self._remove_files(KEPT_SUFFIXES if keep else ())
         os.close(self._fd)
         os.close(self._sessions_fd)

@@ -102,7 +102,8 @@ class LeftoverEntry:
 class Leftovers:
     """The generations that had the pool of number GRANTED_POOL, the last one first.
 
-    `nbytes` are those that have memory; a daemon killed while the pool grew leaves a longer file.
+    `nbytes` are those that clients may have mapped: the file is longer if a start made the pool
+    grow and ended before it served.
     """
 
     pool: Path
@@ -192,7 +193,7 @@ def find(directory: Path, wanted_bytes: int | None, clock: Clock = REAL) -> Left
     generations: list[tuple[int, Path]] = []
     for index in directory.glob(f"*{INDEX_SUFFIX}"):
         if index.with_suffix(POOL_SUFFIX).exists() and index.with_suffix(SESSIONS_SUFFIX).exists():
-            generation = _generation(index)
+            generation = generation_of(index)
             if generation is None:
                 return Lost("it is of another version of ecd")
             if generation:
@@ -259,7 +260,7 @@ def _died_copying(index: Path) -> bool:
         os.close(fd)
 
 
-def _generation(index: Path) -> int | None:
+def generation_of(index: Path) -> int | None:
     """The index's generation; 0 if its daemon ended before it wrote the header.
 
     None if this version of ecd does not read the index.

@@ -164,7 +164,7 @@ class SharedIndex:
         self._header[RECOVERING_WORD] = 0
 
     def note_populated(self, pool_bytes: int) -> None:
-        """Let the next daemon take over so many bytes of the host pool."""
+        """Record how many bytes of the host pool the next daemon may take over."""
         self._header[POOL_BYTES_WORD] = pool_bytes
 
     def note_unseen(self, count: int) -> None:

@@ -354,8 +354,8 @@ EDITED = {
         "integration/test_warm_restart.py",
         Edit(
             "ecd/memory/host.py",
-            "        elif self.leftovers is not None and not was_served:",
-            "        elif keep and not was_served:",
+            "            if not was_served:",
+            "            if keep and not was_served:",
         ),
     ),
     # -- other nodes ---------------------------------------------------------------------------

@@ -240,16 +240,22 @@ def test_a_pool_grows_with_its_entries(make_daemon: MakeDaemon, how: str) -> Non
     daemon.check_nothing_leaked()
 
 
-@pytest.mark.parametrize("size", ["64MiB", "8MiB"])
-def test_a_daemon_killed_while_its_pool_grows_loses_nothing(
-    make_daemon: MakeDaemon, size: str
-) -> None:
-    """The next one goes on, or gives back what no entry has used."""
+def ended_with_an_entry(make_daemon: MakeDaemon) -> Daemon:
+    """A daemon that has left a pool of 8 MiB, with `k` of 3 MiB in it."""
     daemon = make_daemon("8MiB").start()
     with Client(daemon.address) as client:
         put(client, "k", 3 * MIB)
         assert check(client, "k", 3 * MIB)
     assert daemon.terminate() == 0
+    return daemon
+
+
+@pytest.mark.parametrize("size", ["64MiB", "8MiB"])
+def test_a_daemon_killed_while_its_pool_grows_loses_nothing(
+    make_daemon: MakeDaemon, size: str
+) -> None:
+    """The next one goes on, or gives back what no entry has used."""
+    daemon = ended_with_an_entry(make_daemon)
     daemon.command = changed(
         "import os, signal",
         "from ecd.memory.host import HostPool",
@@ -270,26 +276,17 @@ def test_a_daemon_killed_while_its_pool_grows_loses_nothing(
 
 
 def test_a_pool_that_cannot_grow_is_left_as_it_was(make_daemon: MakeDaemon) -> None:
-    daemon = make_daemon("8MiB").start()
-    with Client(daemon.address) as client:
-        put(client, "k", 3 * MIB)
-        assert check(client, "k", 3 * MIB)
-    assert daemon.terminate() == 0
-    for size, broken in (
-        ("8TiB", ()),
-        (
-            "64MiB",
-            (
-                "import errno, os",
-                "allocate = os.posix_fallocate",
-                "def fail(fd, offset, nbytes):",
-                "    if offset >= 32 << 20: raise OSError(errno.ENOSPC, 'no space')",
-                "    allocate(fd, offset, nbytes)",
-                "os.posix_fallocate = fail",
-            ),
-        ),
-    ):
-        daemon.command = changed(*broken) if broken else Daemon.command
+    daemon = ended_with_an_entry(make_daemon)
+    without_memory = changed(
+        "import errno, os",
+        "allocate = os.posix_fallocate",
+        "def fail(fd, offset, nbytes):",
+        "    if offset >= 32 << 20: raise OSError(errno.ENOSPC, 'no space')",
+        "    allocate(fd, offset, nbytes)",
+        "os.posix_fallocate = fail",
+    )
+    for size, command in (("8TiB", Daemon.command), ("64MiB", without_memory)):
+        daemon.command = command
         daemon._settings["ECD_HOST_POOL_BYTES"] = size
         daemon.start(wait=False)
         assert daemon._process.wait(HANG_S) == 1

@@ -41,7 +41,10 @@ FIRST_COUNTED_WORD = 14
 """For each of USE_COUNTERS 2**63 and what the daemon has counted of what the pages say, modulo
 2**64. The next daemon counts the rest. 0: of a daemon that did not say, or not yet."""
 POOL_BYTES_WORD = 32
-"""The pool's bytes, once they all have memory. 0: not yet, or of a daemon that did not say."""
+"""The bytes of the host pool that clients may map: those taken over, and all once it serves.
+
+0: none yet, or of a daemon that did not say.
+"""
 
 NAMESPACES_AT = INDEX_HEADER_BYTES
 MAILBOXES_AT = NAMESPACES_AT + NAMESPACES_BYTES
