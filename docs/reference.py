@@ -92,7 +92,9 @@ use and `ecd_saved_seconds_total` are estimated. Reads that the next daemon coun
 a put that the daemon has not listed yet, are `reused`, without seconds. Misses of an engine
 whose daemon is away are counted by the engine alone.
 
-The 50 largest namespaces have a label of their own, all others are `other` together.
+By namespace, gauges have a label for each of the 50 largest, and counters for each of the first
+50 that had events; all others are `other` together. A miss that made no call counts for the
+namespace that its client named when it connected.
 
 """
 DEPLOY = DOCS.parent / "deploy"

@@ -66,8 +66,8 @@ class Client:
         name = arguments.text(name, "client's name")
         connect_timeout = arguments.seconds(connect_timeout, "connect_timeout")
         call_timeout = arguments.seconds(call_timeout, "call_timeout")
-        counts = not namespace.startswith(BENCH_NAMESPACE)
-        self._connection = Connection(self.address, name, call_timeout, counts, uses_puts)
+        about = not namespace.startswith(BENCH_NAMESPACE), uses_puts, namespace
+        self._connection = Connection(self.address, name, call_timeout, *about)
         self._reader = Reader(self._connection)
         self._writer = Writer(self._connection, self._reader)
         if connect_timeout > 0:

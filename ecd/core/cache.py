@@ -52,7 +52,7 @@ from ecd.core.model.types import (
     WaitFor,
 )
 from ecd.core.pins import Pins
-from ecd.core.pool.pool import FOR_ROOM, Pool
+from ecd.core.pool.pool import Pool
 from ecd.core.readers import Readers
 from ecd.core.retention import Book, Retention
 from ecd.core.sessions import Sessions
@@ -194,7 +194,7 @@ class Cache:
         if len(owner.reservations) >= self.limits.reservations_per_session:
             return self.counters.refuse("reservations", self.limits.reservations_per_session)
         if content.nbytes > pool.nbytes:
-            self.counters.of(key.namespace).refused["entry_too_large"] += 1
+            self.counters.refuse_put(key.namespace, "entry_too_large")
             return EntryTooLarge(content.nbytes, pool.nbytes)
         return self._writers.reserve(pool, owner, key, content, now_s)
 
@@ -212,9 +212,9 @@ class Cache:
             return self.counters.refuse("reservations", self.limits.reservations_per_session)
         return self._writers.reserve_replica(pool, owner, key, original, now_s)
 
-    def no_room(self, nbytes: int, pool: Pool | None = None) -> PoolFull:
+    def no_room(self, namespace: str, nbytes: int, pool: Pool | None = None) -> PoolFull:
         """Refuse a reservation, because no room can be made or the caller stops trying."""
-        return self._writers.no_room(pool or self.pools[0], nbytes)
+        return self._writers.no_room(pool or self.pools[0], namespace, nbytes)
 
     def commit(
         self,
@@ -390,10 +390,7 @@ class Cache:
             own = (pool for pool in self.pools if not pool.holds_replicas)
             assert count == sum(pool.evictions[reason] for pool in own)
         for each in (counted, apart):
-            for_room = sum(each.evictions[reason] for reason in FOR_ROOM)
-            assert for_room == sum(each.idle_evictions)
-            assert each.idle_evictions_s >= 0.0
-            assert sum(each.put_sizes) == each.puts
+            each.check()
         stored = sum(each.puts + each.recovered for each in (counted, apart))
         gone = sum(sum(each.evictions.values()) for each in (counted, apart))
         assert stored - gone == len(self._entries), "an entry was not counted, or counted twice"

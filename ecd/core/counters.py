@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from math import isclose
 from typing import Any
 
 from ecd.core.model.outcomes import LimitReached
@@ -25,6 +26,8 @@ CAUSES = (
     "engines",
 )
 """Why requests are refused."""
+NO_ROOM = ("pool_full", "entry_too_large", "quota_full")
+"""Those of puts."""
 IDLE_BOUNDS_S = (1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0)
 """Upper ends of the classes into which evicted entries fall, by how long they were not used.
 
@@ -32,8 +35,28 @@ As in `ecd_proto.contract`, like the next.
 """
 SIZE_BOUNDS_BYTES = tuple(1 << power for power in range(12, 33, 2))
 """Upper ends of the classes into which entries fall by their size."""
+PARTS = ("namespaces", "other_namespaces", "bench")
 BENCH = "ecd-cli bench "
 """How the namespaces of `ecd-cli bench` begin (`ecd_proto.contract.BENCH_NAMESPACE`)."""
+
+
+COUNTED_NAMESPACES = 50
+"""Namespaces that are counted by name, the first to have events: each is a set of time series."""
+
+
+@dataclass
+class NamespaceCounters:
+    """A namespace's part of `Counters`.
+
+    Fractions: of a burst of reads without a call only the latest are known.
+    """
+
+    hits: float = 0.0
+    handed_over: float = 0.0
+    misses: int = 0
+    evictions: int = 0
+    refused: int = 0  # puts: too large, or no room for them
+    saved_s: float = 0.0
 
 
 @dataclass
@@ -69,11 +92,24 @@ class Counters:
     hit_sizes: list[int] = field(default_factory=lambda: [0] * (len(SIZE_BOUNDS_BYTES) + 1))
     """The same of hits; of those without a call only the latest are known."""
     hit_sizes_bytes: int = 0  # the sum of their sizes
+    namespaces: dict[str, NamespaceCounters] = field(default_factory=dict, repr=False)
+    """The first COUNTED_NAMESPACES that had events."""
+    other_namespaces: NamespaceCounters = field(default_factory=NamespaceCounters, repr=False)
     bench: Counters | None = field(default=None, repr=False)
 
     def of(self, namespace: str) -> Counters:
         """The counters for events of this namespace."""
         return self.bench if self.bench and namespace.startswith(BENCH) else self
+
+    def namespace(self, name: str) -> NamespaceCounters:
+        """The part of this namespace, or of all that came too late for one of their own."""
+        found = self.namespaces.get(name)
+        if found is not None:
+            return found
+        is_counted = name and len(self.namespaces) < COUNTED_NAMESPACES
+        if not is_counted or (self.bench and name.startswith(BENCH)):
+            return self.other_namespaces
+        return self.namespaces.setdefault(name, NamespaceCounters())
 
     def put(self, nbytes: int) -> None:
         """Count an entry that was stored."""
@@ -81,13 +117,28 @@ class Counters:
         self.bytes_in += nbytes
         self.put_sizes[bisect_left(SIZE_BOUNDS_BYTES, nbytes)] += 1
 
+    def hit(self, namespace: str, nbytes: int, is_handover: bool, saves_s: float) -> None:
+        """Count a lookup that found an entry; unless it is a hand-over it saves `saves_s`."""
+        self.note_hit(nbytes)
+        self.bytes_out += nbytes
+        for counted in (self, self.namespace(namespace)):
+            counted.hits += 1
+            counted.handed_over += is_handover
+            counted.saved_s += 0.0 if is_handover else saves_s
+
+    def miss(self, namespace: str, count: int = 1) -> None:
+        """Count lookups that found nothing."""
+        self.misses += count
+        self.namespace(namespace).misses += count
+
     def note_hit(self, nbytes: int) -> None:
         """Count the size of an entry that a reader found."""
         self.hit_sizes[bisect_left(SIZE_BOUNDS_BYTES, nbytes)] += 1
         self.hit_sizes_bytes += nbytes
 
-    def evicted(self, reason: str, idle_s: float, nbytes: int) -> None:
+    def evicted(self, namespace: str, reason: str, idle_s: float, nbytes: int) -> None:
         """Count an eviction of an entry of `nbytes` that was not used for `idle_s`."""
+        self.namespace(namespace).evictions += 1
         self.evictions[reason] += 1
         self.evicted_bytes[reason] += nbytes
         if reason in FOR_ROOM:
@@ -95,10 +146,29 @@ class Counters:
             self.idle_evictions_s += idle_s
 
     def figures(self) -> dict[str, Any]:
-        """Every counter by its name, those of the bench apart."""
-        return {name: value for name, value in vars(self).items() if name != "bench"}
+        """Every counter by its name, those of the bench and of single namespaces apart."""
+        return {name: value for name, value in vars(self).items() if name not in PARTS}
 
     def refuse(self, cause: str, limit: int) -> LimitReached:
         """Count a request that met a bound of `Limits`."""
         self.refused[cause] += 1
         return LimitReached(cause, limit)
+
+    def refuse_put(self, namespace: str, cause: str) -> None:
+        """Count a put for which there is no room."""
+        counted = self.of(namespace)
+        counted.refused[cause] += 1
+        counted.namespace(namespace).refused += 1
+
+    def check(self) -> None:
+        """Raise AssertionError unless sums and parts agree."""
+        for_room = sum(self.evictions[reason] for reason in FOR_ROOM)
+        assert for_room == sum(self.idle_evictions)
+        assert self.idle_evictions_s >= 0.0
+        assert sum(self.put_sizes) == self.puts
+        each = (*self.namespaces.values(), self.other_namespaces)
+        assert sum(part.evictions for part in each) == sum(self.evictions.values())
+        assert sum(part.misses for part in each) == self.misses
+        assert sum(part.refused for part in each) == sum(self.refused[cause] for cause in NO_ROOM)
+        assert isclose(sum(part.hits for part in each), self.hits, rel_tol=1e-6, abs_tol=1e-6)
+        assert isclose(sum(part.saved_s for part in each), self.saved_s, rel_tol=1e-6, abs_tol=1e-6)

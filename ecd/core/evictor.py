@@ -44,7 +44,7 @@ class Evictor:
         counters = self._counters.of(entry.namespace)
         if not entry.replica_in:
             idle_s = max(0.0, self._now_s - entry.used_s)
-            counters.evicted(reason, idle_s, entry.content.nbytes)
+            counters.evicted(entry.namespace, reason, idle_s, entry.content.nbytes)
         entry.step(EntryEvent.EVICT)
         self._entries.hide(entry)
         self._board.hide(entry.id, entry.key, entry.replica_in)
@@ -56,22 +56,32 @@ class Evictor:
     def drain_uses(self, now_s: float) -> bool:
         """Count a batch of reads without a call, for the policies too. False: some are left."""
         self._now_s = now_s
-        uses = self._board.drain_uses()
-        self._counters.hits += uses.hits
-        self._counters.bytes_out += uses.nbytes
-        self._counters.misses += uses.misses
-        self._counters.duplicates += uses.duplicates
-        known_s, handed_over = 0.0, 0
+        counters, uses = self._counters, self._board.drain_uses()
+        counters.hits += uses.hits
+        counters.bytes_out += uses.nbytes
+        counters.duplicates += uses.duplicates
+        for namespace, misses in uses.misses_in:
+            counters.miss(namespace, misses)
+        counters.miss("", uses.misses - sum(misses for _, misses in uses.misses_in))
+        known_s, handed_over, gone = 0.0, 0, 0
         named = [*((used, True) for used in uses.for_others), *((u, False) for u in uses.entries)]
+        each = uses.hits / len(named) if named else 0.0  # the reads without a name were like them
         for used, for_another in named:
-            if (entry := self._entries.get(used)) is not None:
-                self._counters.of(entry.namespace).note_hit(entry.content.nbytes)
+            if (entry := self._entries.get(used)) is None:
+                gone += 1
+            else:
+                counters.of(entry.namespace).note_hit(entry.content.nbytes)
                 is_handover = self._entries.use(entry, now_s, for_another=for_another)
+                saved_s = 0.0 if is_handover else entry.saves_s
                 handed_over += is_handover
-                known_s += 0.0 if is_handover else entry.saves_s
-        if named:  # the other reads were like them
-            self._counters.handed_over += round(handed_over * uses.hits / len(named))
-            self._counters.saved_s += known_s * uses.hits / len(named)
+                known_s += saved_s
+                part = counters.namespace(entry.namespace)
+                part.hits += each
+                part.handed_over += each * is_handover
+                part.saved_s += each * saved_s
+        counters.handed_over += round(handed_over * each)
+        counters.saved_s += known_s * each
+        counters.other_namespaces.hits += each * gone if named else uses.hits
         return uses.is_all
 
     @property
@@ -180,7 +190,7 @@ class Evictor:
         if quota_bytes is None:
             return None
         if rounded > quota_bytes:
-            self._counters.of(namespace).refused["quota_full"] += 1
+            self._counters.refuse_put(namespace, "quota_full")
             return EntryTooLarge(nbytes, quota_bytes, quota_bytes)
         excess_bytes = self._book.excess_bytes(namespace, rounded)
         if excess_bytes <= 0:
@@ -190,7 +200,7 @@ class Evictor:
         victims, is_all = self._book.coldest(namespace, excess_bytes, MAX_VICTIMS, now_s)
         excess_bytes -= sum(victim.block.nbytes for victim in victims)
         if excess_bytes > 0 and is_all:
-            self._counters.of(namespace).refused["quota_full"] += 1
+            self._counters.refuse_put(namespace, "quota_full")
             return PoolFull(nbytes, 0, quota_bytes + excess_bytes - rounded, quota_bytes)
         for victim in victims:
             self.evict(victim, "quota")

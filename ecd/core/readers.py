@@ -52,18 +52,15 @@ class Readers:
         if answer is Answer.PEER:
             counters.peer_leases += 1
         elif answer is not Answer.LOOK_LEASE:
-            counters.hits += 1
-            counters.bytes_out += content.nbytes
-            counters.note_hit(content.nbytes)
-            counters.handed_over += is_handover
-            counters.saved_s += 0.0 if is_handover else entry.saves_s
+            counters.hit(entry.namespace, content.nbytes, is_handover, entry.saves_s)
         lease, expires_s = self.leases.grant(session, entry, now_s)
         named = entry.key, content, entry.extent, expires_s, entry.id
         return Leased(lease, *named, entry.checksum, is_handover)
 
     def count_miss(self, key: Key, answer: Answer) -> None:
         """Count a lookup or wait of a reader of this node that has ended without an entry."""
-        self._counters.of(key.namespace).misses += answer not in UNCOUNTED
+        if answer not in UNCOUNTED:
+            self._counters.of(key.namespace).miss(key.namespace)
 
     def renew(
         self, session: SessionId, leases: Iterable[LeaseId], now_s: float

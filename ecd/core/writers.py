@@ -100,7 +100,7 @@ class Writers:
             return MakingRoom()
         pool.end_making_room()
         if block is None:
-            return self.no_room(pool, nbytes)
+            return self.no_room(pool, key.namespace, nbytes)
         entry = self._open(pool, owner, key, content, block, now_s)
         if self._book.rules.has_quotas:
             self._book.reserve(entry)
@@ -128,8 +128,8 @@ class Writers:
         entry = self._open(pool, owner, key, content, block, now_s, stored)
         return Reserved(entry.id, entry.extent)
 
-    def no_room(self, pool: Pool, nbytes: int) -> PoolFull:
-        self._counters.refused["pool_full"] += 1
+    def no_room(self, pool: Pool, namespace: str, nbytes: int) -> PoolFull:
+        self._counters.refuse_put(namespace, "pool_full")
         return _pool_full(pool, nbytes)
 
     def recover(

@@ -290,7 +290,7 @@ class LiveCache:
             if not isinstance(outcome, MakingRoom):
                 return outcome
             if now_s >= until_s:
-                return self.cache.no_room(content.nbytes, pool)
+                return self.cache.no_room(key.namespace, content.nbytes, pool)
             with Stage("room", self.clock):
                 await pace.turn()
 

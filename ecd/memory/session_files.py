@@ -84,6 +84,11 @@ class SessionFiles:
         with contextlib.suppress(OSError):  # the kernel has no room for it: nobody knows
             self._locks.lock(elsewhere_offset(*key), is_held=is_made)
 
+    def note_namespace(self, session: SessionId, namespace: str) -> None:
+        """Count the session's misses without a call as this namespace's, from now on."""
+        if self._index is not None:
+            self._index.note_namespace(session, namespace)
+
     def pinned_bytes(self, session: SessionId) -> int:
         return 0 if self._index is None else self._index.pinned_bytes(session)
 

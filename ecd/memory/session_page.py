@@ -67,6 +67,8 @@ class SessionPage:
         self._counted = (0, 0, 0, 0)
         self.taken: tuple[int, ...] = (0, 0, 0, 0)
         """The sums of all that `drain_uses` returned, in the order of USE_COUNTERS."""
+        self.namespace = ""
+        """In which the client looks, as it says; its misses do not name one."""
         self._grants = 0
         self._granted: list[tuple[int, int]] = []  # from, to, in GRANTED_POOL
         self._allowed: list[tuple[int, int]] = []  # and what was, until the next grant
@@ -121,7 +123,10 @@ class SessionPage:
         # 0: it had no entry yet
         entries = tuple(EntryId(word) for word in words if 0 < word < FOR_ANOTHER)
         others = tuple(EntryId(word - FOR_ANOTHER) for word in words if word > FOR_ANOTHER)
-        return Uses(entries, hits, nbytes, misses, duplicates, for_others=others)
+        misses_in = ((self.namespace, misses),) if misses else ()
+        return Uses(
+            entries, hits, nbytes, misses, duplicates, for_others=others, misses_in=misses_in
+        )
 
     # -- writing -------------------------------------------------------------------------------
 

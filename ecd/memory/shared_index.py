@@ -303,6 +303,12 @@ class SharedIndex:
         page = self._pages.get(session)
         return 0 if page is None else page.pinned_bytes
 
+    def note_namespace(self, session: SessionId, namespace: str) -> None:
+        """Count the session's misses as this namespace's, from now on."""
+        page = self._pages.get(session)
+        if page is not None:
+            page.namespace = namespace
+
     def open_page(self, session: SessionId) -> int | None:
         """Give the session a page: its offset in the file of pins. None if there is no memory."""
         if not self._free_pages:

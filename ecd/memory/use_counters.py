@@ -74,6 +74,7 @@ class UseCounters:
             sum(uses.duplicates for uses in taken),
             done == len(changed) and not self._left,
             tuple(entry for uses in taken for entry in uses.for_others),
+            tuple(each for uses in taken for each in uses.misses_in),
         )
         self._tell(_numbers(total))
         return total

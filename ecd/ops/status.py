@@ -126,6 +126,11 @@ class Status:
             idle=None if self.idle is None else self.idle(),
             engines=self._streams.engines.statuses(),
             peers=None if self.peers is None else self.peers(),
+            traffic=[
+                pb.NamespaceCounters(namespace=name, **vars(counted))
+                for name, counted in cache.counters.namespaces.items()
+            ],
+            other_traffic=pb.NamespaceCounters(**vars(cache.counters.other_namespaces)),
         )
 
     def figures(self) -> Figures:

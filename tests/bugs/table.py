@@ -478,9 +478,14 @@ EDITED = {
         "integration/test_counters.py",
         Edit(
             "ecd/core/evictor.py",
-            "known_s += 0.0 if is_handover else entry.saves_s",
-            "known_s += entry.saves_s",
+            "saved_s = 0.0 if is_handover else entry.saves_s",
+            "saved_s = entry.saves_s",
         ),
+    ),
+    "a miss counts for no namespace": Bug(
+        "metrics",
+        "integration/test_counters.py",
+        Edit("ecd/memory/session_page.py", "((self.namespace, misses),)", "()"),
     ),
     "a fetch forgets that the entry is handed over": Bug(
         "metrics",

@@ -151,6 +151,11 @@ def test_namespaces_are_summed_up_and_one_can_be_dropped(daemon: Daemon, client:
         "model|version-1": (3, 4 * 33),
         "model|version-2": (1, 400),
     }
+    assert found["model|version-1"]["misses"] is None, "nothing was looked up"
+    client.get("new", namespace="model|version-2").close()
+    assert client.get("none", namespace="model|version-2", timeout=0.001) is None
+    [_, counted] = as_json(daemon, "namespaces")
+    assert (counted["handed_over"], counted["reused"], counted["misses"]) == (1, 0, 1)
     assert "version-1" in cli(daemon, "namespaces").stdout
     assert "version-1" in cli(daemon, "ls", "--by", "namespace").stdout
     assert cli(daemon, "ls", "--by", "namespace", "--prefix", "x").returncode == 2

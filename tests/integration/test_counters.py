@@ -17,9 +17,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from ecd_client import Client, DaemonUnavailable
+from ecd_client import Client, DaemonUnavailable, EntryTooLarge
 from ecd_client.cli import render
 from ecd_client.shared import board
+from ecd_proto.engines import Engine
 from support.cli import cli
 from support.daemon import Daemon
 from support.processes import run
@@ -292,7 +293,68 @@ def test_namespaces_are_told_apart_up_to_a_bound(daemon: Daemon) -> None:
     assert sum(map(float, sizes.values())) == status.counters.bytes_in
     daemon.evict_all()
     assert 'ecd_namespace_bytes{namespace="other"} 0.0' in daemon.metrics()
-    assert "model 3" not in daemon.metrics()
+    assert 'ecd_namespace_bytes{namespace="model 3"}' not in daemon.metrics()
+
+
+def traffic(daemon: Daemon) -> dict[str, tuple[float, float, int, int, int, float]]:
+    """Hits, hits handed over, misses, evictions, refused puts, seconds saved of each namespace."""
+    status = daemon.status()
+    return {
+        each.namespace: (
+            each.hits,
+            each.handed_over,
+            each.misses,
+            each.evictions,
+            each.refused,
+            each.saved_s,
+        )
+        for each in (*status.traffic, status.other_traffic)
+    }
+
+
+@pytest.mark.parametrize("way", ["in memory", "by calls"])
+def test_lookups_and_losses_are_counted_by_namespace(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    if way == "by calls":
+        monkeypatch.setattr(board, "join_barriers", lambda: False)
+    own, plain = Client(daemon.address, namespace="a"), Client(daemon.address)
+    engine = Client(daemon.address)
+    engine.describe(Engine("e1", "model", "of the engine", True, True, {}, ""))
+    eventually(lambda: daemon.status().engines, what="the description arrives")
+    with own, plain, engine:
+        own.put("k", torch.zeros(4), cost=2.0)
+        plain.put("k", torch.zeros(4), cost=3.0, namespace="b")
+        daemon.wait_idle()
+        for client, namespace, count in ((own, "a", 3), (plain, "b", 2)):
+            for _ in range(count):
+                client.get("k", namespace=namespace).close()
+        assert own.get("none") is engine.get("none", namespace="of the engine") is None
+        with pytest.raises(EntryTooLarge):
+            plain.put_bytes("big", bytes(100 << 20), "uint8", (100 << 20,), namespace="b")
+        daemon.evict_all()
+        found = traffic(daemon)
+    assert found["a"] == (3, 1, 1, 1, 0, 4.0)
+    assert found["b"] == (2, 1, 0, 1, 1, 3.0)
+    assert found["of the engine"] == (0, 0, 1, 0, 0, 0.0)
+    assert found[""] == (0, 0, 0, 0, 0, 0.0), "nothing is without a namespace"
+    said = daemon.metrics()
+    assert 'ecd_namespace_hits_total{namespace="a",use="reused"} 2.0' in said
+    assert 'ecd_namespace_saved_seconds_total{namespace="b"} 3.0' in said
+    assert 'ecd_namespace_misses_total{namespace="of the engine"} 1.0' in said
+
+
+def test_namespaces_beyond_the_bound_are_counted_together(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        for name in ("other", *(f"model {number}" for number in range(60))):
+            client.get("none", namespace=name, timeout=0.001)
+    found = traffic(daemon)
+    assert len(found) == 51
+    assert found["model 3"][2] == 1
+    assert sum(each[2] for each in found.values()) == daemon.status().counters.misses == 61
+    said = daemon.metrics()
+    assert 'ecd_namespace_misses_total{namespace="other"} 12.0' in said
+    assert "model 55" not in said
 
 
 def uses(daemon: Daemon) -> tuple[int, int, int, float]:

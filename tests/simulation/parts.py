@@ -44,6 +44,9 @@ class Files:
     def copies_by_dma(self, session: int) -> bool:
         return False
 
+    def note_namespace(self, session: int, namespace: str) -> None:
+        pass
+
     def pinned_bytes(self, session: int) -> int:
         return 0
 

@@ -96,6 +96,34 @@ def test_a_read_without_a_call_makes_an_entry_the_warmer() -> None:
     assert (cache.views.contains(KEY), cache.views.contains(OTHER)) == (True, False)
 
 
+def test_reads_of_a_burst_are_counted_as_those_that_are_known() -> None:
+    class Board(NoBoard):
+        uses = Uses()
+
+        def drain_uses(self) -> Uses:
+            uses, self.uses = self.uses, Uses()
+            return uses
+
+    board = Board()
+    cache = Cache([Pool(Allocator(0, 4 * PAGE, PAGE))], board=board)
+    client = cache.open_session()
+    for namespace in ("a", "b"):
+        store(cache, client, Key(namespace, "image"), pages=1, now_s=0.0)
+    entries = [info.entry for info in cache.views.page(None, 2)[0]]
+    board.uses = Uses((entries[0], entries[0], entries[1], EntryId(99)), 20, misses=3)
+    cache.evictor.drain_uses(1.0)
+    board.uses = Uses(hits=2, misses=4, misses_in=(("a", 1), ("c", 2)))
+    cache.evictor.drain_uses(2.0)
+    counted, others = cache.counters.namespaces, cache.counters.other_namespaces
+    assert {name: (part.hits, part.misses) for name, part in counted.items()} == {
+        "a": (10.0, 1),
+        "b": (5.0, 0),
+        "c": (0.0, 2),
+    }
+    assert (others.hits, others.misses) == (7.0, 4), "an entry that has gone, and no name at all"
+    cache.check()
+
+
 def test_a_session_has_no_more_leases_and_waits_than_it_may() -> None:
     limits = Limits(leases_per_session=1, waits_per_session=1)
     cache = Cache([Pool(Allocator(0, 4 * PAGE, PAGE))], limits=limits)

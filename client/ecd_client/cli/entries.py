@@ -127,7 +127,8 @@ def list_entries(
 def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
     """Show each namespace's entries: how many, how large, when the last was stored.
 
-    Quotas and TTLs are those of the 50 largest.
+    Also lookups since the daemon's start, and the seconds of encoding saved, of the first 50 that
+    had any. Quotas and TTLs are those of the 50 largest.
     """
     options: Options = context.obj
     found: dict[str, render_entries.NamespaceSum] = {}
@@ -141,6 +142,9 @@ def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
         if total := found.get(told.namespace):
             total.quota_bytes = told.quota_bytes if told.HasField("quota_bytes") else None
             total.ttl_s = told.ttl_s if told.HasField("ttl_s") else None
+    for counted in status.traffic:
+        if total := found.get(counted.namespace):
+            total.note(counted)
     if as_json or options.as_json:
         render.as_json(out, [{"namespace": name, **vars(each)} for name, each in found.items()])
         return

@@ -73,13 +73,23 @@ def _fitting(table: Table, out: Console) -> Table:
 
 @dataclass
 class NamespaceSum:
-    """The number, the bytes and the least age of a namespace's entries, and the rules for it."""
+    """The number, the bytes and the least age of a namespace's entries, its rules and lookups."""
 
     entries: int = 0
     nbytes: int = 0
     newest_s: float = inf  # age of the entry that was stored last
     quota_bytes: int | None = None
     ttl_s: float | None = None
+    reused: int | None = None
+    handed_over: int | None = None
+    misses: int | None = None
+    saved_s: float | None = None
+
+    def note(self, counted: pb.NamespaceCounters) -> None:
+        """Fill in what was looked up since the daemon's start."""
+        self.handed_over = round(counted.handed_over)
+        self.reused = round(counted.hits) - self.handed_over
+        self.misses, self.saved_s = counted.misses, counted.saved_s
 
     def add(self, entry: pb.EntryInfo) -> None:
         self.entries += 1
@@ -92,17 +102,21 @@ def namespaces(out: Console, found: dict[str, NamespaceSum]) -> None:
         return
     quotas = any(each.quota_bytes is not None for each in found.values())
     ttls = any(each.ttl_s is not None for each in found.values())
-    table = tables.unframed("namespace", "entries", "size", "last stored")
+    table = tables.unframed(
+        "namespace", "entries", "size", "last stored", "reused", "misses", "saved"
+    )
     table.columns[0].overflow = "fold"
     for name in ["quota"] * quotas + ["TTL"] * ttls:
         table.add_column(name)
-    for name, each in found.items():
-        newest = f"{duration_text(each.newest_s)} ago"
-        rules = [
-            *(["" if each.quota_bytes is None else size_text(each.quota_bytes)] * quotas),
-            *(["" if each.ttl_s is None else duration_text(each.ttl_s)] * ttls),
+    for name, total in found.items():
+        newest = f"{duration_text(total.newest_s)} ago"
+        more = [
+            *("" if each is None else f"{each:,}" for each in (total.reused, total.misses)),
+            "" if total.saved_s is None else duration_text(total.saved_s),
+            *(["" if total.quota_bytes is None else size_text(total.quota_bytes)] * quotas),
+            *(["" if total.ttl_s is None else duration_text(total.ttl_s)] * ttls),
         ]
-        table.add_row(escape(name), f"{each.entries:,}", size_text(each.nbytes), newest, *rules)
+        table.add_row(escape(name), f"{total.entries:,}", size_text(total.nbytes), newest, *more)
     tables.show(out, table)
 
 

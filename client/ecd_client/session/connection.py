@@ -58,17 +58,18 @@ class Connection:
         call_timeout_s: float,
         counts_reads: bool = True,
         uses_puts: bool = False,
+        namespace: str = "",
     ) -> None:
         """`counts_reads`: whether the daemon counts this client's reads without a call.
 
-        `uses_puts`: as in `Client`.
+        `uses_puts`, `namespace`: as in `Client`.
         """
         forks.in_child()
         if forks.is_child:
             raise DaemonUnavailable(NOT_IN_A_CHILD)
         self._address, self._name = address, name
         self._call_timeout_s, self._counts_reads = call_timeout_s, counts_reads
-        self._uses_puts = uses_puts
+        self._uses_puts, self._namespace = uses_puts, namespace
         self._channel = open_channel(address)
         self._stub: Any = pb_grpc.CacheStub(self._channel)
         self._changed = threading.Condition()
@@ -274,6 +275,7 @@ class Connection:
                 client=client,
                 pid=os.getpid(),
                 uses_puts=self._uses_puts,
+                namespace=self._namespace,
             )
         )
         session, check_s = outbox.get(), 0.0

@@ -22,6 +22,7 @@ class Uses:
     """Reads without a call since the last drain; only the latest of them are named.
 
     `for_others`: those by an engine that found them for another one, which reads them next.
+    `misses_in`: misses by the namespaces that clients have said to be theirs, as far as they have.
     """
 
     entries: tuple[EntryId, ...] = ()
@@ -31,6 +32,7 @@ class Uses:
     duplicates: int = 0
     is_all: bool = True  # False: more pages have some
     for_others: tuple[EntryId, ...] = ()
+    misses_in: tuple[tuple[str, int], ...] = ()
 
 
 class Portion(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ecd.core.counters import IDLE_BOUNDS_S, SIZE_BOUNDS_BYTES
@@ -38,6 +38,7 @@ class CoreCollector(Collector):
         yield _of_bench(status.bench)
         yield from _of_sizes(status.counters)
         yield from _of_namespaces(status)
+        yield from _of_namespaces_traffic(status)
         yield from _of_pools(status)
         yield from _of_now(status)
         if status.HasField("disk"):
@@ -150,6 +151,31 @@ def _of_namespaces(status: pb.StatusReply) -> Iterable[Metric]:
         ("quota_bytes", "The namespace's quota, where it has one.", quotas),
     ):
         yield gauge_by("namespace", f"ecd_namespace_{name}", text, values)
+
+
+def _of_namespaces_traffic(status: pb.StatusReply) -> Iterable[Metric]:
+    """What was looked up in the namespaces and what they lost, under the same labels."""
+    named = [each for each in status.traffic if each.namespace != OTHERS]
+    rest = [status.other_traffic, *(each for each in status.traffic if each.namespace == OTHERS)]
+    for name, text, field in (
+        ("misses", "Lookups in the namespace that found nothing.", "misses"),
+        ("evictions", "Evicted entries of the namespace.", "evictions"),
+        ("refused", "Puts for which there was no room, by namespace.", "refused"),
+        ("saved_seconds", "Seconds of encoding that the namespace's hits saved.", "saved_s"),
+    ):
+        values = [(each.namespace, getattr(each, field)) for each in named]
+        others = sum(getattr(each, field) for each in rest)
+        yield counter_by("namespace", f"ecd_namespace_{name}", text, [*values, (OTHERS, others)])
+    hits = CounterMetricFamily(
+        "ecd_namespace_hits",
+        "Lookups in the namespace that found their entry; of a long burst an estimate.",
+        labels=["namespace", "use"],
+    )
+    for name, parts in (*((each.namespace, [each]) for each in named), (OTHERS, rest)):
+        handed_over = sum(each.handed_over for each in parts)
+        hits.add_metric([name, "reused"], sum(each.hits for each in parts) - handed_over)
+        hits.add_metric([name, "handed_over"], handed_over)
+    yield hits
 
 
 def _of_pools(status: pb.StatusReply) -> Iterable[Metric]:

@@ -28,7 +28,7 @@ from ecd.rpc.cache.engines import Engines
 from ecd.rpc.cache.long_poll import HeldAnswers
 from ecd.rpc.cache.stream import Event, Stream, merged
 from ecd_proto.backoff import Backoff
-from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH, shown
+from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH, MAX_NAMESPACE_BYTES, shown
 from ecd_proto.engines import MAX_ENGINES, Engine
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -63,6 +63,8 @@ class OpenedFiles(KeyLocks, Protocol):
     def copies_by_dma(self, session: SessionId) -> bool: ...
 
     def pinned_bytes(self, session: SessionId) -> int: ...
+
+    def note_namespace(self, session: SessionId, namespace: str) -> None: ...
 
 
 class SessionStreams:
@@ -177,6 +179,8 @@ class SessionStreams:
             return
         try:
             welcome = self._stamp(pb.SessionEvent(welcome=self._welcome(stream)))
+            if len(hello.namespace.encode()) <= MAX_NAMESPACE_BYTES:  # no key lies in another
+                self._files.note_namespace(stream.session, hello.namespace)
             talk = self._talk(stream, welcome, requests, context)
             await first_of(talk, stream.is_over.wait())
         finally:
@@ -293,10 +297,12 @@ class SessionStreams:
             stream.is_misread = True
         elif not self.engines.describe(stream.session, engine):
             self._live.refuse("engines", MAX_ENGINES)
-        elif not stream.is_described:
-            stream.is_described = True
-            for session, apart in self.engines.told_by_arrival(stream.session):
-                self._post(session, pb.SessionEvent(engine_apart=apart.status))
+        else:
+            self._files.note_namespace(stream.session, engine.namespace)
+            if not stream.is_described:
+                stream.is_described = True
+                for session, apart in self.engines.told_by_arrival(stream.session):
+                    self._post(session, pb.SessionEvent(engine_apart=apart.status))
 
     async def _renew(self, stream: Stream, renew: pb.Renew) -> None:
         leases, lost = list(map(LeaseId, renew.leases)), []

@@ -144,6 +144,7 @@ class Hello(google.protobuf.message.Message):
     CLIENT_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     USES_PUTS_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
     contract_version: builtins.int
     client: builtins.str
     """name and version, for people"""
@@ -153,6 +154,10 @@ class Hello(google.protobuf.message.Message):
     """The client uses itself what it puts: whoever gets that saves an encode. Else the first get of an
     entry only hands it over. For the counters alone.
     """
+    namespace: builtins.str
+    """In which it looks, unless it sends an Engine: misses without a call name no namespace. For the
+    counters alone.
+    """
     def __init__(
         self,
         *,
@@ -160,8 +165,9 @@ class Hello(google.protobuf.message.Message):
         client: builtins.str = ...,
         pid: builtins.int = ...,
         uses_puts: builtins.bool = ...,
+        namespace: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "contract_version", b"contract_version", "pid", b"pid", "uses_puts", b"uses_puts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "contract_version", b"contract_version", "namespace", b"namespace", "pid", b"pid", "uses_puts", b"uses_puts"]) -> None: ...
 
 global___Hello = Hello
 
@@ -1638,6 +1644,8 @@ class StatusReply(google.protobuf.message.Message):
     IDLE_FIELD_NUMBER: builtins.int
     ENGINES_FIELD_NUMBER: builtins.int
     PEERS_FIELD_NUMBER: builtins.int
+    TRAFFIC_FIELD_NUMBER: builtins.int
+    OTHER_TRAFFIC_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     name: builtins.str
     version: builtins.str
@@ -1691,6 +1699,14 @@ class StatusReply(google.protobuf.message.Message):
     def peers(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """other nodes that it shows, by their state"""
 
+    @property
+    def traffic(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamespaceCounters]:
+        """of the first 50 namespaces that had any"""
+
+    @property
+    def other_traffic(self) -> global___NamespaceCounters:
+        """of all others, and what names no namespace; it has no name"""
+
     def __init__(
         self,
         *,
@@ -1720,9 +1736,11 @@ class StatusReply(google.protobuf.message.Message):
         idle: global___Idle | None = ...,
         engines: collections.abc.Iterable[global___EngineStatus] | None = ...,
         peers: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        traffic: collections.abc.Iterable[global___NamespaceCounters] | None = ...,
+        other_traffic: global___NamespaceCounters | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bench", b"bench", "counters", b"counters", "disk", b"disk", "idle", b"idle", "other_namespaces", b"other_namespaces"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bench", b"bench", "contract_version", b"contract_version", "counters", b"counters", "disk", b"disk", "engines", b"engines", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "idle", b"idle", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "namespaces", b"namespaces", "node", b"node", "other_namespaces", b"other_namespaces", "peers", b"peers", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["bench", b"bench", "counters", b"counters", "disk", b"disk", "idle", b"idle", "other_namespaces", b"other_namespaces", "other_traffic", b"other_traffic"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bench", b"bench", "contract_version", b"contract_version", "counters", b"counters", "disk", b"disk", "engines", b"engines", "entries", b"entries", "events", b"events", "events_replay", b"events_replay", "idle", b"idle", "incarnation", b"incarnation", "leases", b"leases", "name", b"name", "namespaces", b"namespaces", "node", b"node", "other_namespaces", b"other_namespaces", "other_traffic", b"other_traffic", "peers", b"peers", "pid", b"pid", "pinning", b"pinning", "pools", b"pools", "sessions", b"sessions", "state", b"state", "traffic", b"traffic", "unlisted", b"unlisted", "uptime_s", b"uptime_s", "version", b"version", "waiting_for_dma", b"waiting_for_dma", "waits", b"waits"]) -> None: ...
 
 global___StatusReply = StatusReply
 
@@ -2459,6 +2477,45 @@ class Counters(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "copies", b"copies", "costs_forgotten", b"costs_forgotten", "duplicates", b"duplicates", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "handed_over", b"handed_over", "hit_sizes", b"hit_sizes", "hit_sizes_bytes", b"hit_sizes_bytes", "hits", b"hits", "idle_evictions", b"idle_evictions", "idle_evictions_s", b"idle_evictions_s", "leases_expired", b"leases_expired", "misses", b"misses", "peer_leases", b"peer_leases", "put_sizes", b"put_sizes", "puts", b"puts", "recovered", b"recovered", "refused", b"refused", "saved_s", b"saved_s", "waits_expired", b"waits_expired"]) -> None: ...
 
 global___Counters = Counters
+
+@typing.final
+class NamespaceCounters(google.protobuf.message.Message):
+    """A namespace's part of Counters. Hits are fractions where a burst of reads was too long to be known one
+    by one: the known ones stand for the others.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    HITS_FIELD_NUMBER: builtins.int
+    HANDED_OVER_FIELD_NUMBER: builtins.int
+    MISSES_FIELD_NUMBER: builtins.int
+    EVICTIONS_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    SAVED_S_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    hits: builtins.float
+    handed_over: builtins.float
+    misses: builtins.int
+    """those without a call are of the client's own namespace"""
+    evictions: builtins.int
+    refused: builtins.int
+    """puts: too large, or no room for them"""
+    saved_s: builtins.float
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        hits: builtins.float = ...,
+        handed_over: builtins.float = ...,
+        misses: builtins.int = ...,
+        evictions: builtins.int = ...,
+        refused: builtins.int = ...,
+        saved_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evictions", b"evictions", "handed_over", b"handed_over", "hits", b"hits", "misses", b"misses", "namespace", b"namespace", "refused", b"refused", "saved_s", b"saved_s"]) -> None: ...
+
+global___NamespaceCounters = NamespaceCounters
 
 @typing.final
 class OfferRequest(google.protobuf.message.Message):
