@@ -519,6 +519,44 @@ EDITED = {
             "self._silent_until_s = now_s",
         ),
     ),
+    "hints wait for a Redis that has just failed": Bug(
+        "nodes",
+        "simulation/test_directory.py",
+        Edit(
+            "ecd/cluster/directory/redis_directory.py",
+            "if now_s < until_s or self._is_silent:",
+            "if now_s < until_s:",
+        ),
+    ),
+    "a hint displaces a node of the settings": Bug(
+        "nodes",
+        "simulation/test_hints.py",
+        Edit(
+            "ecd/cluster/peers/peers.py",
+            "(self._is_in_use(peer) or peer.node in self._configured)",
+            "self._is_in_use(peer)",
+        ),
+    ),
+    "any number wait for a node that only hints name": Bug(
+        "nodes",
+        "simulation/test_hints.py",
+        Edit(
+            "ecd/cluster/peers/peers.py",
+            "if is_stranger and self._waiting_for_strangers >= MAX_WAITING_FOR_STRANGERS:",
+            "if is_stranger and self._waiting_for_strangers < 0:",
+        ),
+    ),
+    "an entry that may not be kept is read": Bug(
+        "nodes",
+        "simulation/test_fetch.py",
+        Edit(
+            "ecd/cluster/deliveries.py",
+            """if lease is None or self._live.cache.retention.is_expired(
+                flight.key.namespace, lease.age_s
+            ):""",
+            "if lease is None:",
+        ),
+    ),
     "a session ends what another one makes": Bug(
         "nodes",
         "simulation/test_makers.py",

@@ -105,6 +105,9 @@ def test_no_question_waits_longer_than_a_lookup() -> None:
             assert await ask(directory) == nothing
             assert run.loop.now_s - begun_s == pytest.approx(LOOKUP_TIMEOUT_S, abs=MOMENT_S)
             assert (directory.state.errors, directory.state.up) == (1, False)
+            begun_s = run.loop.now_s
+            assert not await directory.knows("10.0.9.7:1")
+            assert run.loop.now_s == begun_s, "who has just not answered is not asked again"
 
     play(1, act)
 

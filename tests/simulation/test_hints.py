@@ -10,7 +10,13 @@ from ipaddress import IPv4Network
 import pytest
 
 from ecd.cluster.fetcher import MAX_SOURCES
-from ecd.cluster.peers.peers import CONNECT_TIMEOUT_S, MAX_STRANGERS, MAX_STRANGERS_TRIED
+from ecd.cluster.peers.peers import (
+    CONNECT_TIMEOUT_S,
+    MAX_PEERS,
+    MAX_STRANGERS,
+    MAX_STRANGERS_TRIED,
+    MAX_WAITING_FOR_STRANGERS,
+)
 from ecd.core.model.types import Key
 from ecd.live.flights import MAX_FLIGHTS
 from ecd_proto.contract import Hint
@@ -136,6 +142,32 @@ def test_made_up_nodes_displace_no_real_one() -> None:
         assert len(peers) <= MAX_STRANGERS + 2
 
     play(2, act, {"peers": (DEAD.node,), "directory": "none"})
+
+
+def test_a_hint_displaces_no_node_of_the_settings() -> None:
+    nodes = tuple(hint.node for hint in itertools.islice(made_up(), MAX_PEERS))
+
+    async def act(run: Run) -> None:
+        await store(run, 0, LARGE)
+        assert (await Engine(run, 1).ask(LARGE, hints=[at(run, 0)])).outcome == "missing"
+        assert set(peers_of(run, 1)) == set(nodes)
+        assert run.daemons[1].cluster.hints() == (0, 1)
+
+    play(2, act, {"peers": nodes, "directory": "none"})
+
+
+def test_only_so_many_wait_for_a_node_that_is_silent() -> None:
+    async def act(run: Run) -> None:
+        silence(run, DEAD)
+        keys = [Key("n", f"nobody has {number}") for number in range(MAX_WAITING_FOR_STRANGERS + 9)]
+        answers = await asyncio.gather(
+            *(Engine(run, 1).ask_for(key, wait_s=60.0, hints=[DEAD]) for key in keys)
+        )
+        at_once = [each for [each] in answers if each.took_s < MOMENT_S]
+        assert len(at_once) == 9
+        assert {each.outcome for [each] in answers} == {"missing"}
+
+    play(2, act, directory="none")
 
 
 def test_made_up_nodes_hide_no_right_hint() -> None:
