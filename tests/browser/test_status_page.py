@@ -108,7 +108,8 @@ def test_the_page_says_what_status_says_and_follows_it(
         assert tile(page, "Hits") == "3 | of 4 lookups, 0 handed over, 3 bytes"
         assert tile(page, "Entries") == f"{told['entries']:,} | {told['counters']['puts']:,} puts"
         assert tile(page, "Sessions").startswith(f"{told['sessions']} | ")
-        assert page.locator("#spaces td:nth-child(2)").all_inner_texts() == ["1,200"]
+        cells = page.locator("#spaces tbody td").all_inner_texts()
+        assert cells[1:] == ["1,200", "1.2 KiB", "100%", "3", "1", "6 s"]
         assert (
             page.locator("#more").inner_text().split("Incarnation")[1].strip()
             == told["incarnation"][:12]
