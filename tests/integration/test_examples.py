@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from support.daemon import Daemon
@@ -12,8 +13,8 @@ from support.processes import run
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
-def said_by(script: str, **environ: str) -> str:
-    command = [sys.executable, EXAMPLES / script]
+def said_by(script: str, *arguments: str, **environ: str) -> str:
+    command = [sys.executable, EXAMPLES / script, *arguments]
     done = run(command, env={**os.environ, **environ}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -26,6 +27,18 @@ def test_put_get(daemon: Daemon) -> None:
         "bfloat16 (192, 128) b'{\"grid\": [1, 24, 32]}'",
         "[True, False]",
         "[True, True, True]",
+    ]
+
+
+def test_a_tensor_of_another_kind_goes_from_stage_to_stage(daemon: Daemon) -> None:
+    with ThreadPoolExecutor() as side:
+        stages = [
+            side.submit(said_by, "stages.py", stage, ECD_ADDRESS=daemon.address)
+            for stage in ("talker", "thinker")
+        ]
+    assert [stage.result() for stage in stages] == [
+        "".join(f"step {n}: (32, 2048), torch.bfloat16, sum {65536 * n}\n" for n in range(4)),
+        "",
     ]
 
 
