@@ -93,8 +93,8 @@ a put that the daemon has not listed yet, are `reused`, without seconds. Misses 
 whose daemon is away are counted by the engine alone.
 
 By namespace, gauges have a label for each of the 50 largest, and counters for each of the first
-50 that had events; all others are `other` together. A miss that made no call counts for the
-namespace that its client named when it connected.
+50 that had events; all others are `other` together. A miss without a call, in a namespace that has
+had no entry yet, counts for the namespace that its client named when it connected.
 
 """
 DEPLOY = DOCS.parent / "deploy"

@@ -234,9 +234,9 @@ class Client:
         """
         return self._reader.get_now(self._key(mm_hash, namespace), is_use)
 
-    def count_miss(self) -> None:
+    def count_miss(self, *, namespace: str | None = None) -> None:
         """Count a miss of lookups without `is_use`. Does nothing while the daemon is away."""
-        self._reader.count_miss()
+        self._reader.count_miss("" if namespace is None else self._namespace(namespace))
 
     def hold(self, mm_hash: str, handle: Handle, *, namespace: str | None = None) -> Item | None:
         """An item of this process's own, of an entry that another process holds by `handle`.

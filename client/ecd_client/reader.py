@@ -60,13 +60,14 @@ class Reader:
             return None, True
         may_come = item is None and session.may_bring
         if item is None and is_use and not may_come:
-            _count(session, IndexReader.note_miss)
+            _count(session, lambda index: index.note_miss(key[0]))
         return item, may_come
 
-    def count_miss(self) -> None:
+    def count_miss(self, namespace: str) -> None:
         session = self._connection.current
         if session is not None and (session.takes_looks or not session.may_bring):
-            _count(session, IndexReader.note_miss)  # else an older daemon did, as it was asked
+            # Else an older daemon has counted it, as it was asked.
+            _count(session, lambda index: index.note_miss(namespace))
 
     def hold(self, key: Key, handle: Handle) -> Item | None:
         """Hold an entry without a call if it is the one of the handle, and count no use."""

@@ -7,6 +7,7 @@ The client may write anything into its page: a lie there harms no other client.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import KeysView, Sequence, Set
 from operator import itemgetter
 
@@ -24,6 +25,7 @@ from ecd_proto.shm.session_page import (
     FIRST_ANSWER_WORD,
     FIRST_CLAIM_WORD,
     FIRST_GRANT_WORD,
+    FIRST_MISS_WORD,
     FIRST_PIN_WORD,
     FIRST_USE_WORD,
     FOR_ANOTHER,
@@ -32,6 +34,7 @@ from ecd_proto.shm.session_page import (
     MAX_GRANTS,
     MAX_PINS,
     PINNED_WORD,
+    RECENT_MISSES,
     RECENT_USES,
     Grant,
     answer_to,
@@ -68,7 +71,7 @@ class SessionPage:
         self.taken: tuple[int, ...] = (0, 0, 0, 0)
         """The sums of all that `drain_uses` returned, in the order of USE_COUNTERS."""
         self.namespace = ""
-        """In which the client looks, as it says; its misses do not name one."""
+        """In which the client looks, as it says, unless a miss names another."""
         self._grants = 0
         self._granted: list[tuple[int, int]] = []  # from, to, in GRANTED_POOL
         self._allowed: list[tuple[int, int]] = []  # and what was, until the next grant
@@ -123,10 +126,23 @@ class SessionPage:
         # 0: it had no entry yet
         entries = tuple(EntryId(word) for word in words if 0 < word < FOR_ANOTHER)
         others = tuple(EntryId(word - FOR_ANOTHER) for word in words if word > FOR_ANOTHER)
-        misses_in = ((self.namespace, misses),) if misses else ()
+        named = self._misses_in(range(counted[2] - min(misses, RECENT_MISSES), counted[2]))
+        named[self.namespace] += misses - named.total()
+        misses_in = tuple(named.items()) if misses else ()
         return Uses(
             entries, hits, nbytes, misses, duplicates, for_others=others, misses_in=misses_in
         )
+
+    def _misses_in(self, misses: range) -> Counter[str]:
+        """The namespaces of these misses, of all that were counted."""
+        numbers = (self._words[FIRST_MISS_WORD + miss % RECENT_MISSES] for miss in misses)
+        found: Counter[str] = Counter()
+        for number, count in Counter(numbers).items():
+            try:
+                found[self._names.name_of(number)] += count
+            except IndexError:  # 0, or the client wrote anything
+                found[self.namespace] += count
+        return found
 
     # -- writing -------------------------------------------------------------------------------
 

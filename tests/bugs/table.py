@@ -485,7 +485,16 @@ EDITED = {
     "a miss counts for no namespace": Bug(
         "metrics",
         "integration/test_counters.py",
-        Edit("ecd/memory/session_page.py", "((self.namespace, misses),)", "()"),
+        Edit("ecd/memory/session_page.py", "tuple(named.items()) if misses else ()", "()"),
+    ),
+    "a miss counts for its client's namespace alone": Bug(
+        "metrics",
+        "integration/test_counters.py",
+        Edit(
+            "client/ecd_client/shared/index.py",
+            "number = namespace and self._names.number_of(namespace)",
+            "number = 0",
+        ),
     ),
     "a fetch forgets that the entry is handed over": Bug(
         "metrics",

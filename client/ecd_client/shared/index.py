@@ -41,6 +41,7 @@ from ecd_proto.shm.rows import (
 )
 from ecd_proto.shm.session_page import (
     DUPLICATES_WORD,
+    FIRST_MISS_WORD,
     FIRST_PIN_WORD,
     FIRST_USE_WORD,
     FOR_ANOTHER,
@@ -49,6 +50,7 @@ from ecd_proto.shm.session_page import (
     MISSES_WORD,
     PAGE_BYTES,
     PINS_USED_WORD,
+    RECENT_MISSES,
     RECENT_USES,
     USED_BYTES_WORD,
     USES_WORD,
@@ -165,7 +167,7 @@ class IndexReader:
                     found = self._find_claimed(record, on_miss)
             if found is None:
                 if on_miss is _COUNT:
-                    self._count(MISSES_WORD)
+                    self.note_miss(namespace)
                 return None
             start, bytes_ = found
             try:
@@ -242,11 +244,18 @@ class IndexReader:
 
     def note_duplicate(self) -> None:
         """Count a put of a key that was stored."""
-        self._count(DUPLICATES_WORD)
+        if self.counts:
+            with self._lock:
+                self._words[DUPLICATES_WORD] += 1
 
-    def note_miss(self) -> None:
-        """Count a lookup that found nothing."""
-        self._count(MISSES_WORD)
+    def note_miss(self, namespace: str) -> None:
+        """Count a lookup that found nothing; "": in the client's own namespace."""
+        if self.counts:
+            number = namespace and self._names.number_of(namespace)
+            with self._lock:
+                misses = self._words[MISSES_WORD]
+                self._words[FIRST_MISS_WORD + misses % RECENT_MISSES] = number or 0
+                self._words[MISSES_WORD] = misses + 1
 
     def note_use(
         self, namespace: str, mm_hash: str, entry: int, nbytes: int, *, for_another: bool
@@ -276,11 +285,6 @@ class IndexReader:
         self._lock = threading.Lock()
 
     # -- steps ---------------------------------------------------------------------------------
-
-    def _count(self, word: int) -> None:
-        if self.counts:
-            with self._lock:
-                self._words[word] += 1
 
     def _find(self, record: bytes) -> tuple[int, bytes] | None:
         """The place of the key's row, and its bytes. None: it has no row, and is not stored.

@@ -22,7 +22,7 @@ class Uses:
     """Reads without a call since the last drain; only the latest of them are named.
 
     `for_others`: those by an engine that found them for another one, which reads them next.
-    `misses_in`: misses by the namespaces that clients have said to be theirs, as far as they have.
+    `misses_in`: misses by their namespaces, as far as these are known.
     """
 
     entries: tuple[EntryId, ...] = ()

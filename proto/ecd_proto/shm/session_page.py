@@ -1,7 +1,8 @@
 """A session's page, which its client writes, and its mailbox, which the daemon writes.
 
-The page, in words of 8 bytes: a header, the pins, a ring of entries used last, the claims. The
-mailbox lies in the index file: the session's grant in pieces, then the answer to each claim.
+The page, in words of 8 bytes: a header, the pins, a ring of entries used last, the claims, a ring
+of the latest misses. The mailbox lies in the index file: the session's grant in pieces, then the
+answer to each claim.
 """
 
 from __future__ import annotations
@@ -59,6 +60,11 @@ CLAIM_NUMBER, CLAIM_DONE, CLAIM_ROW = 0, 1, 8
 written, and a row that describes them. A done claim becomes an entry, unless a call has reserved
 its key: a reader that finds a done claim without an answer pins its memory, or finds the entry a
 moment later."""
+
+FIRST_MISS_WORD = FIRST_CLAIM_WORD + MAX_CLAIMS * CLAIM_WORDS
+RECENT_MISSES = 256
+"""The length of the ring of the namespaces of the latest misses, by their numbers in the index; 0:
+the client's own, or one without a number. Older clients leave it empty."""
 
 # -- DMA of a dead process -------------------------------------------------------------------------
 
