@@ -11,6 +11,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,9 @@ from support.processes import child, run
 from support.waiting import HANG_S, eventually, value_of
 
 MIB = 1 << 20
+MISTAKEN = f"mistaken-{uuid.uuid4().hex[:8]}"
+"""The name of a daemon that does not start."""
+SHM = Path("/dev/shm", f"ecd-{MISTAKEN}")
 MakeDaemon = Callable[..., Daemon]
 Ecd = Callable[..., subprocess.CompletedProcess]
 COMMANDS = """
@@ -123,13 +127,13 @@ def test_what_a_dead_daemon_left_is_cleared_by_the_next(make_daemon: MakeDaemon)
 def test_too_little_shared_memory_says_what_to_do(ecd: Ecd, tmp_path: Path) -> None:
     shm = os.statvfs("/dev/shm")
     wanted = shm.f_blocks * shm.f_frsize + (1 << 30)
-    place = "--address", f"unix://{tmp_path}/s", "--name", "toolarge"
+    place = "--address", f"unix://{tmp_path}/s", "--name", MISTAKEN
     done = ecd("serve", *place, "--host-pool-bytes", str(wanted))
     assert done.returncode == 1
     for text in (size_text(wanted), "less free", "--shm-size", "sizeLimit", "--host-pool-bytes"):
         assert text in done.stderr
     assert "Traceback" not in done.stderr
-    assert not Path("/dev/shm/ecd-toolarge").exists()
+    assert not SHM.exists()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,7 +176,7 @@ def test_a_default_pool_of_a_small_dev_shm_is_told(
         (["--metrics-address", "203.0.113.1:9"], {}, 1, "ECD_METRICS_ADDRESS"),
         (["--address", "tcp://0.0.0.0:1"], {}, 1, "unix:///path/to/socket"),
         (["--address", "unix:///proc/nope/s"], {}, 1, "cannot listen"),
-        (["--address", "/dev/shm/ecd-mistaken/no/s"], {}, 1, "/dev/shm/ecd-mistaken/no. ECD_ADDR"),
+        (["--address", "SHM/no/s"], {}, 1, "SHM/no. ECD_ADDR"),
         (["--address", "unix:///" + "x" * 200], {}, 1, "at most 106 bytes"),
         (["--shm-dir", "/nowhere"], {}, 1, "/dev/shm is the usual one"),
         (["--group", "nobodys-group"], {}, 1, "no such group"),
@@ -182,12 +186,17 @@ def test_a_default_pool_of_a_small_dev_shm_is_told(
 def test_settings_that_cannot_be(
     ecd: Ecd, tmp_path: Path, arguments: list[str], environ: dict[str, str], code: int, says: str
 ) -> None:
-    defaults = {"ECD_ADDRESS": f"unix://{tmp_path}/s", "ECD_HOST_POOL_BYTES": "1MiB"}
-    done = ecd("serve", *arguments, **{"ECD_NAME": "mistaken", **defaults, **environ})
+    defaults = {
+        "ECD_ADDRESS": f"unix://{tmp_path}/s",
+        "ECD_HOST_POOL_BYTES": "1MiB",
+        "ECD_METRICS_ADDRESS": "127.0.0.1:0",  # the default may be taken
+    }
+    arguments = [each.replace("SHM", str(SHM)) for each in arguments]
+    done = ecd("serve", *arguments, **{"ECD_NAME": MISTAKEN, **defaults, **environ})
     assert done.returncode == code, done.stderr
-    assert says in done.stderr
+    assert says.replace("SHM", str(SHM)) in done.stderr
     assert "Traceback" not in done.stderr
-    assert not Path("/dev/shm/ecd-mistaken").exists()
+    assert not SHM.exists()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -198,7 +207,7 @@ def test_a_file_where_the_socket_belongs_is_not_removed(
     """The daemon binds `s~` and renames it."""
     address, file = tmp_path / "s", tmp_path / name
     file.write_text("precious")
-    small = "--name", "mistaken", "--host-pool-bytes", "1MiB"
+    small = "--name", MISTAKEN, "--host-pool-bytes", "1MiB"
     done = ecd("serve", "--address", f"unix://{address}", *small)
     assert done.returncode == 1
     assert f"{file} is not a socket" in done.stderr
