@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -328,6 +329,21 @@ def test_files_that_are_not_what_they_should_be(daemon: Daemon, tmp_path: Path) 
     done = cli(daemon, "get", "k", "-o", "/nowhere/x")
     assert (done.returncode, "cannot be written" in done.stderr) == (1, True)
     assert daemon.status().leases == 0
+
+
+def test_get_spoils_nothing_that_it_cannot_write_to(daemon: Daemon, tmp_path: Path) -> None:
+    with Client(daemon.address) as client:
+        client.put_bytes("k", b"x", "uint8", (1,))
+    done = cli(daemon, "get", "k", "-o", str(tmp_path))
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"ecd-cli: {tmp_path} cannot be written: Is a directory\n",
+    )
+    full = tmp_path / "full"
+    os.mknod(full, 0o600 | stat.S_IFCHR, os.makedev(1, 7))
+    done = cli(daemon, "get", "k", "-o", str(full))
+    assert (done.returncode, "No space left on device" in done.stderr) == (1, True)
+    assert full.is_char_device()
 
 
 def test_the_address_may_stand_anywhere_and_be_a_path(daemon: Daemon) -> None:

@@ -48,12 +48,18 @@ class StoredTensor:
 
 
 def write(path: Path, item: Item) -> None:
-    """Write an item to a file. Raises FileError and LeaseExpired, without a file."""
+    """Write an item to a file. Raises FileError and LeaseExpired, without a file of its own."""
     content = packed(item)
     try:
-        path.write_bytes(content)
+        with path.open("wb") as file:
+            try:
+                file.write(content)
+                file.flush()
+            except OSError:
+                if path.is_file():  # a device stays
+                    path.unlink()
+                raise
     except OSError as error:
-        path.unlink(missing_ok=True)
         raise FileError(f"{path} cannot be written: {error.strerror}") from None
 
 
