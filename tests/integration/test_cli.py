@@ -326,6 +326,16 @@ def test_files_that_are_not_what_they_should_be(daemon: Daemon, tmp_path: Path) 
     done = cli(daemon, "put", "k", str(file))
     assert (done.returncode, "has 2 tensors" in done.stderr) == (1, True)
     assert cli(daemon, "put", "k", str(file), "--tensor", "b").returncode == 0
+    for head, says in (({}, "has no tensor\n"), ({"__metadata__": None}, "has no tensor\n")):
+        header = json.dumps(head).encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+        done = cli(daemon, "put", "k", str(file))
+        assert (done.returncode, done.stderr.endswith(says)) == (1, True)
+    header = json.dumps(
+        {"__metadata__": None, "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
+    ).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"x")
+    assert cli(daemon, "put", "without-metadata", str(file)).returncode == 0
     done = cli(daemon, "get", "k", "-o", "/nowhere/x")
     assert (done.returncode, "cannot be written" in done.stderr) == (1, True)
     assert daemon.status().leases == 0

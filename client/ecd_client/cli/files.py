@@ -93,6 +93,8 @@ def read(path: Path, name: str | None) -> StoredTensor:
         raise FileError(f"{path} cannot be read: {error.strerror}") from None
     except safetensors.SafetensorError as error:
         raise FileError(f"{path} is not a safetensors file: {error}") from None
+    if not tensors:
+        raise FileError(f"{path} has no tensor")
     if name is None and len(tensors) != 1:
         raise FileError(f"{path} has {len(tensors)} tensors; say which: {', '.join(tensors)}")
     name = name or next(iter(tensors))
@@ -102,7 +104,7 @@ def read(path: Path, name: str | None) -> StoredTensor:
     if tensor["dtype"] not in _DTYPES:
         raise FileError(f"{name!r} is of dtype {tensor['dtype']}, which ecd does not store")
     header_bytes = int.from_bytes(content[:8], "little")
-    described = json.loads(content[8 : 8 + header_bytes]).get("__metadata__", {})
+    described = json.loads(content[8 : 8 + header_bytes]).get("__metadata__") or {}
     try:
         metadata = base64.b64decode(described.get(_METADATA, ""), validate=True)
         cost_s = float(described.get(_COST_S, 0.0))
