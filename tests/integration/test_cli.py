@@ -492,6 +492,7 @@ def test_the_help_of_serve_shows_the_default_and_no_value() -> None:
 
 def test_ecd_says_which_program_is_meant() -> None:
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    names |= {group.name for group in app.registered_groups}
     assert set(OF_ECD_CLI) == names - {"help", "version"}, "`ecd version` is the daemon's"
     command = [sys.executable, "-m", "ecd", "ls", "--sort", "size"]
     done = run(command, capture_output=True, text=True)
