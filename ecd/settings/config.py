@@ -300,6 +300,15 @@ class Config(BaseSettings):
             raise ValueError("each must be host:port")
         return value
 
+    @field_validator("metrics_address", "events_address", "health_address", "peer_address", "peers")
+    @classmethod
+    def _ports(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        """Refuse a port that a bind would take modulo 65536."""
+        for node in (value,) if isinstance(value, str) else value or ():
+            if int(node.rpartition(":")[2]) > 65535:
+                raise ValueError("must have a port of at most 65535")
+        return value
+
     @field_validator("directory")
     @classmethod
     def _known_directory(cls, value: str | None) -> str | None:
@@ -331,6 +340,8 @@ class Config(BaseSettings):
                 if getattr(self, name) not in (None, "none", ()):
                     raise ValueError(f"{name} needs peer_address: where other nodes reach this one")
             return self
+        if self.peer_address.startswith("0.0.0.0:"):
+            raise ValueError("peer_address needs the address by which other nodes reach this one")
         if self.directory == "static" and not self.peers:
             raise ValueError("directory=static needs peers")
         tls = (self.peer_tls_ca, self.peer_tls_cert, self.peer_tls_key)

@@ -382,6 +382,7 @@ def test_settings_that_this_machine_cannot_have_are_named(make_peer: MakePeer) -
         make_peer(ECD_PEER_ADDRESS="10.99.99.99:9465"): "not an address of this machine",
         make_peer(**missing): "cannot read /nothing",
         make_peer(ECD_PEER_ADDRESS="nonsense"): "peer_address",
+        make_peer(ECD_PEER_ADDRESS="0.0.0.0:9465"): "the address by which other nodes reach",
     }
     for daemon in said:
         daemon.start(wait=False)

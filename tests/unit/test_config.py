@@ -157,10 +157,12 @@ def test_a_node_that_is_none_is_quoted() -> None:
     "name",
     ["peer_address", "peers", "metrics_address", "events_address", "health_address"],
 )
-def test_a_port_has_ascii_digits(name: str) -> None:
+def test_a_port_is_one(name: str) -> None:
     """Python reads any script's digits as a number; Mooncake and gRPC do not."""
     with pytest.raises(ConfigError, match=name):
         load({name: "127.0.0.1:\uff11\uff12\uff13"}, None)
+    with pytest.raises(ConfigError, match=f"{name} .*must have a port of at most 65535"):
+        load({name: "127.0.0.1:65536"}, None)
     assert re.fullmatch(NODE_PATTERN, "127.0.0.1:9465")
     assert not re.fullmatch(NODE_PATTERN, "127.0.0.1:\uff19465")
 
