@@ -245,8 +245,8 @@ class Config(BaseSettings):
     )
     hint_networks: Annotated[tuple[IPv4Network, ...], NoDecode] = Field(
         default=(),
-        description="Networks that hints in requests may lead into, in addition to the nodes that "
-        "peers or the directory name. By default none.",
+        description="Networks, such as 10.0.0.0/8, that hints in requests may lead into, in "
+        "addition to the nodes that peers or the directory name. By default none.",
     )
 
     @field_validator("address", mode="before")
@@ -320,7 +320,7 @@ class Config(BaseSettings):
         except ValueError:  # which may quote the password
             raise ValueError("not a URL: in a password / ? # @ are %2F %3F %23 %40") from None
         if parts.scheme not in REDIS_SCHEMES:
-            raise ValueError(f"none, static or a URL of {', '.join(REDIS_SCHEMES)}")
+            raise ValueError(f"must be none, static or a URL of {', '.join(REDIS_SCHEMES)}")
         return value
 
     @field_validator("engine_ports")
@@ -328,9 +328,9 @@ class Config(BaseSettings):
     def _usable_ports(cls, value: str) -> str:
         first, last = map(int, value.split("-"))
         if not 1024 <= first <= last <= 65535 or last - first + 1 < MIN_ENGINE_PORTS:
-            raise ValueError(f"FIRST-LAST, at least {MIN_ENGINE_PORTS} ports within 1024-65535")
+            raise ValueError(f"must be FIRST-LAST, at least {MIN_ENGINE_PORTS} ports in 1024-65535")
         if first in KERNEL_PORTS or last in KERNEL_PORTS:
-            raise ValueError("outside 32768-60999, which the kernel gives to outgoing connections")
+            raise ValueError("must lie outside 32768-60999, the kernel's for outgoing connections")
         return value
 
     @model_validator(mode="after")
