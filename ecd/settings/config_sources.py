@@ -110,9 +110,11 @@ def unknown_variables() -> list[str]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ConfigError(f"no such file: {file}")
     try:
+        if file.is_dir():
+            raise ConfigError(f"{file} is a directory, not a TOML file")
+        if not file.is_file():
+            raise ConfigError(f"no such file: {file}")
         return TomlConfigSettingsSource(Config, toml_file=file)()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None

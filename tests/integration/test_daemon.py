@@ -181,6 +181,7 @@ def test_a_default_pool_of_a_small_dev_shm_is_told(
         (["--shm-dir", "/nowhere"], {}, 1, "/dev/shm is the usual one"),
         (["--group", "nobodys-group"], {}, 1, "no such group"),
         (["--config", "/nowhere.toml"], {}, 2, "no such file"),
+        (["--config", "/dev/shm"], {}, 2, "/dev/shm is a directory"),
     ],
 )
 def test_settings_that_cannot_be(
@@ -198,6 +199,17 @@ def test_settings_that_cannot_be(
     assert "Traceback" not in done.stderr
     assert not SHM.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_this_user_may_not_look_for_is_an_error(tmp_path: Path) -> None:
+    place = tmp_path / "theirs"
+    place.mkdir(mode=0o700)
+    os.chown(place, 12345, 12345)
+    weak = "setpriv", "--bounding-set=-dac_override,-dac_read_search"
+    command = [*weak, sys.executable, "-m", "ecd", "config", "--config", str(place / "ecd.toml")]
+    done = run(command, capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert f"{place}/ecd.toml cannot be read: [Errno 13] Permission denied" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["s", "s~"])
