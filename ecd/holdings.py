@@ -26,6 +26,9 @@ from ecd_proto.shm.session_page import GRANTED_POOL
 
 logger = logging.getLogger(__name__)
 
+MAX_GID = 2**32 - 2
+"""The one above stands for no change of the group (chown(2))."""
+
 BoundSocket = TypeVar("BoundSocket", Doorbell, AttachSocket)
 
 
@@ -125,8 +128,10 @@ class Holdings:
 
 
 def _gid(group: str | None) -> int | None:
-    if group is None or group.isdecimal():
-        return None if group is None else int(group)
+    if group is None:
+        return None
+    if group.isdecimal() and int(group) <= MAX_GID:
+        return int(group)
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:

@@ -180,6 +180,7 @@ def test_a_default_pool_of_a_small_dev_shm_is_told(
         (["--address", "unix:///" + "x" * 200], {}, 1, "at most 106 bytes"),
         (["--shm-dir", "/nowhere"], {}, 1, "/dev/shm is the usual one"),
         (["--group", "nobodys-group"], {}, 1, "no such group"),
+        (["--group", "4294967295"], {}, 1, "no such group"),
         (["--config", "/nowhere.toml"], {}, 2, "no such file"),
         (["--config", "/dev/shm"], {}, 2, "/dev/shm is a directory"),
     ],
