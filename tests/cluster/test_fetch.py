@@ -362,6 +362,12 @@ def test_mutual_tls(peers: Pair, make_peer: MakePeer, tmp_path: Path) -> None:
             "ECD_PEER_TLS_KEY": str(tmp_path / f"{number}.key"),
         }
         secure.append(peer)
+    mixed = make_peer()
+    mixed._settings |= secure[0]._settings | {"ECD_PEER_TLS_KEY": str(tmp_path / "1.key")}
+    mixed.start(wait=False)
+    assert mixed._process is not None
+    assert mixed._process.wait(HANG_S) == 1
+    assert "must be a certificate and its private key" in mixed.text()
     start_all(*secure)
     here, there = map(peers.client_of, secure)
     here.put("k", torch.ones(1000))
@@ -381,6 +387,7 @@ def test_settings_that_this_machine_cannot_have_are_named(make_peer: MakePeer) -
         make_peer(ECD_PROTOCOL="nonsense"): "Mooncake installed tcp",
         make_peer(ECD_PEER_ADDRESS="10.99.99.99:9465"): "not an address of this machine",
         make_peer(**missing): "cannot read /nothing",
+        make_peer(**dict.fromkeys(missing, __file__)): f"{__file__} has no certificate in PEM",
         make_peer(ECD_PEER_ADDRESS="nonsense"): "peer_address",
         make_peer(ECD_PEER_ADDRESS="0.0.0.0:9465"): "the address by which other nodes reach",
     }
