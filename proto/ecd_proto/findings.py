@@ -234,9 +234,11 @@ def engines(status: pb.StatusReply) -> Iterator[Finding]:
 
 _REFUSALS_OF_REDIS = {
     "without any password": "take the password out of the URL of ECD_DIRECTORY",
-    "NOAUTH|WRONGPASS|username-password|[Ii]nvalid password|Authentication required": (
-        "put the user and the password into the URL of ECD_DIRECTORY"
-    ),
+    "NOAUTH|WRONGPASS|username-password|[Ii]nvalid password|Authentication required|"
+    "already authenticated": "put the user and the password into the URL of ECD_DIRECTORY",
+    "maxmemory|OOM": "raise maxmemory of that Redis: it is full",
+    "DB index|invalid DB": "mend the number of the database in the URL of ECD_DIRECTORY",
+    "Cluster mode is not enabled": "begin the URL of ECD_DIRECTORY with redis:// or rediss://",
     "NOPERM|no permissions": "allow the user of ECD_DIRECTORY the command that is named",
 }
 """Advice by what Redis says of a login, the first that fits."""

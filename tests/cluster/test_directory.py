@@ -36,7 +36,7 @@ from ecd.live.live import LiveCache
 from ecd.settings.config import Config
 from ecd_client import Client
 from ecd_proto.backoff import Backoff
-from ecd_proto.findings import nodes
+from ecd_proto.findings import Finding, nodes
 from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon
@@ -548,14 +548,37 @@ def test_a_password(patient: None, make_redis: MakeRedis, caplog: pytest.LogCapt
     redis = make_redis(options=["--requirepass", "pass"], cli=["-a", "pass"])
     at = f"{redis.host}:{redis.port}"
     wrong = directory_at(f"redis://:wrong-word@{at}/0", "3")
+    without = directory_at(f"redis://{at}/0", "4")
     right = (directory_at(f"redis://:pass@{at}/0", name) for name in "12")
-    assert asyncio.run(tell_and_find(1, *right, wrong)) == [True, False]
+    assert asyncio.run(tell_and_find(1, *right, wrong, without)) == [True, False, False]
     assert not wrong.state.up
     assert wrong.state.last_error
     assert "wrong-word" not in wrong.state.last_error + caplog.text
-    status = pb.DirectoryStatus(kind="redis", last_error=wrong.state.last_error)
-    away, *_ = nodes(pb.PeersReply(node="n", directory=status))
-    assert away.advice == "put the user and the password into the URL of ECD_DIRECTORY"
+    assert caplog.text.count("the directory refuses this node: ") == 2
+    for refused in (wrong, without):
+        advised = "put the user and the password into the URL of ECD_DIRECTORY"
+        assert finding_about(refused).advice == advised
+
+
+def finding_about(directory: RedisDirectory) -> Finding:
+    """What operators read of its last error."""
+    status = pb.DirectoryStatus(kind="redis", last_error=directory.state.last_error)
+    return next(nodes(pb.PeersReply(node="n", directory=status)))
+
+
+def test_what_a_redis_refuses_is_no_silence(
+    patient: None, make_redis: MakeRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis = make_redis()
+    at = f"{redis.host}:{redis.port}"
+    no_cluster, no_database = f"redis+cluster://{at}", f"redis://{at}/999"
+    readers = [directory_at(url, name) for url, name in ((no_cluster, "3"), (no_database, "4"))]
+    assert asyncio.run(tell_and_find(1, directory_at(redis.url, "1"), *readers)) == [False, False]
+    said = [finding_about(reader) for reader in readers]
+    assert all("redis refuses this node: " in each.found for each in said)
+    assert said[0].advice == "begin the URL of ECD_DIRECTORY with redis:// or rediss://"
+    assert "number of the database" in said[1].advice
+    assert "Traceback" not in caplog.text
 
 
 def test_tls(patient: None, make_redis: MakeRedis, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from redis import RedisError, ResponseError
+from redis import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import RedisClusterException
 
 from ecd.base.clock import REAL, Clock
 from ecd.base.identity import NodeIdentity
@@ -63,7 +64,8 @@ MAX_LISTED = 128
 """Nodes of the cluster that are shown to operators, whether or not they were asked."""
 MAX_KNOWN = 4096
 """Nodes whose records are remembered, and addresses, each for NODE_CACHE_S."""
-DOWN = (RedisError, OSError, asyncio.TimeoutError)
+DOWN = (RedisError, RedisClusterException, OSError, asyncio.TimeoutError)
+REFUSED = (ResponseError, AuthenticationError)
 
 
 class RedisDirectory:
@@ -352,7 +354,8 @@ class RedisDirectory:
         if not isinstance(error, DOWN):
             logger.error("the directory cannot be understood", exc_info=error)
         elif was_quiet:
-            logger.warning("the directory does not answer: %s", self.state.last_error)
+            what = "refuses this node" if isinstance(error, REFUSED) else "does not answer"
+            logger.warning("the directory %s: %s", what, self.state.last_error)
         self.state.up = False
         now_s = self._clock.now_s()
         if self._down_since_s is None:
