@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 
 from ecd.__main__ import OF_ECD_CLI
 from ecd_client import Client
-from ecd_client.cli import render
+from ecd_client.cli import bench, render
+from ecd_client.cli.bench import WrongBytes
 from ecd_client.cli.context import out
 from ecd_client.cli.main import app
 from ecd_client.cli.top import Top
@@ -613,6 +614,8 @@ def test_bench_says_that_there_is_no_room(daemon: Daemon) -> None:
         done = cli(daemon, "bench")
         assert done.returncode == 1
         assert "no room" in done.stderr
+        with pytest.raises(WrongBytes, match=r"nearly full .* evicts it to make room"):
+            bench._get(client, "one that was evicted")
         assert client.contains(["k"]) == [True]
 
 

@@ -97,5 +97,8 @@ def _measure(
 def _get(client: Client, key: str) -> Item:
     item = client.get(key)
     if item is None:
-        raise WrongBytes(f"{key} was put and is not there")
+        raise WrongBytes(
+            f"{key} was put and is not there: a pool that is nearly full (`ecd-cli status`) evicts "
+            "it to make room. Make some with `ecd-cli evict`, and measure again"
+        )
     return item
