@@ -167,7 +167,8 @@ class Put:
                 raise PoolFull(
                     f"{size_text(full.nbytes)} do not fit: {size_text(full.held_bytes)} are leased "
                     "or being written (`ecd-cli clients` shows by whom), the largest free piece "
-                    f"has {size_text(full.largest_free_bytes)}"
+                    f"has {size_text(full.largest_free_bytes)}. Try later, or raise "
+                    "ECD_HOST_POOL_BYTES"
                 )
             case "entry_too_large":
                 large = outcome.entry_too_large

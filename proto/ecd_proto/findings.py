@@ -91,7 +91,7 @@ REFUSALS = {
 }
 """The words for each cause in `Counters.refused`."""
 POOL_CAUSES = "entry_too_large", "pool_full"
-"""The causes that the finding about the pool tells of."""
+"""The causes that the finding about the pool tells of; the advice for the last is for all."""
 
 
 def refusal(cause: str) -> Refusal:
@@ -142,12 +142,11 @@ def pool(status: pb.StatusReply) -> Finding:
     pool_bytes = sum(each.pool_bytes for each in pools)
     share = sum(each.used_bytes for each in pools) / max(1, pool_bytes)
     found = f"{size_text(pool_bytes)}, {share:.0%} in use"
-    for cause in POOL_CAUSES:
-        if count := status.counters.refused[cause]:
-            words = REFUSALS[cause]
-            found += f"; {words.text(count)}, in {duration_text(status.uptime_s)}"
-            return Finding("pool", DOUBTFUL, found, words.advice)
-    return Finding("pool", GOOD, found)
+    if not (causes := [cause for cause in POOL_CAUSES if status.counters.refused[cause]]):
+        return Finding("pool", GOOD, found)
+    refused = "; ".join(REFUSALS[each].text(status.counters.refused[each]) for each in causes)
+    found += f"; {refused}, in {duration_text(status.uptime_s)}"
+    return Finding("pool", DOUBTFUL, found, REFUSALS[causes[-1]].advice)
 
 
 def huge_pages(status: pb.StatusReply) -> Finding:

@@ -29,7 +29,7 @@ from ecd_client.cli.bench import WrongBytes
 from ecd_client.cli.context import out
 from ecd_client.cli.main import app
 from ecd_client.cli.top import Top
-from ecd_client.errors import EntryTooLarge
+from ecd_client.errors import EntryTooLarge, PoolFull
 from ecd_client.session.channel import open_channel
 from ecd_proto.shm.files import IN_MEMORY, filesystem
 from ecd_proto.v1 import cache_pb2 as pb
@@ -555,12 +555,23 @@ def test_doctor_says_that_a_container_does_not_see_the_pool(daemon: Daemon) -> N
 
 def test_doctor_says_that_the_pool_is_too_small(own_daemon: Daemon) -> None:
     too_large = pytest.raises(EntryTooLarge, match="100 MiB, and the whole pool has 64 MiB: raise")
-    with Client(own_daemon.address) as client, too_large:
-        client.put_bytes("k", bytes(100 << 20), "uint8", (100 << 20,))
-    code, found = findings(own_daemon)
-    assert code == 0, "it may be long ago"
-    assert "1 put larger than the pool, in " in found["pool"]["found"]
-    assert found["pool"]["advice"] == "raise ECD_HOST_POOL_BYTES if that goes on"
+    with Client(own_daemon.address) as client:
+        with too_large:
+            client.put_bytes("k", bytes(100 << 20), "uint8", (100 << 20,))
+        code, found = findings(own_daemon)
+        assert code == 0, "it may be long ago"
+        assert "1 put larger than the pool, in " in found["pool"]["found"]
+        assert found["pool"]["advice"] == "raise ECD_HOST_POOL_BYTES if that goes on"
+        client.put_bytes("k", bytes(40 << 20), "uint8", (40 << 20,))
+        with (
+            client.get("k"),
+            pytest.raises(PoolFull, match="Try later, or raise ECD_HOST_POOL_BYTES"),
+        ):
+            client.put_bytes("more", bytes(40 << 20), "uint8", (40 << 20,))
+    _, found = findings(own_daemon)
+    both = "1 put larger than the pool; 1 put refused, as the pool was full of what was in use, in "
+    assert both in found["pool"]["found"]
+    assert found["pool"]["advice"].startswith("`ecd-cli clients` shows who uses it; raise")
 
 
 def test_doctor_and_serve_say_that_a_disk_is_no_memory(

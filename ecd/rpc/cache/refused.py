@@ -40,6 +40,7 @@ def _why(outcome: EntryTooLarge | PoolFull) -> str:
                 "written: see `ecd-cli clients`, or raise ECD_NAMESPACE_QUOTAS"
             )
     return (
-        f"the pool is full: {size_text(outcome.held_bytes)} are leased or being written (see "
-        f"`ecd-cli clients`), the largest free piece has {size_text(outcome.largest_free_bytes)}"
+        f"the pool is full: {size_text(outcome.held_bytes)} are leased or being written, the "
+        f"largest free piece has {size_text(outcome.largest_free_bytes)}: see `ecd-cli clients`, "
+        "or raise ECD_HOST_POOL_BYTES"
     )
