@@ -317,7 +317,12 @@ class SharedIndex:
         try:
             self._take_memory(self._pins_fd, number * PAGE_BYTES, PAGE_BYTES)
         except OSError as error:
-            logger.warning("no memory for a session's pins: %s", error)
+            logger.warning(
+                "no memory in %s for a session's pins: %s. Its gets and puts are calls: free what "
+                "else lies there, or make it larger",
+                self.pins_path.parent.parent,
+                error.strerror,
+            )
             return None
         self._free_pages.pop()
         words = self._pins.view(number * PAGE_BYTES, PAGE_BYTES).cast("Q")

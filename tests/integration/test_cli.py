@@ -574,6 +574,26 @@ def test_doctor_says_that_the_pool_is_too_small(own_daemon: Daemon) -> None:
     assert found["pool"]["advice"].startswith("`ecd-cli clients` shows who uses it; raise")
 
 
+def test_doctor_and_the_log_say_that_a_session_has_no_memory(
+    make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    place = tmp_path / "shm"
+    place.mkdir()
+    run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", place], check=True)
+    try:
+        daemon = make_daemon("16MiB", ECD_SHM_DIR=str(place)).start()
+        space = os.statvfs(place)
+        with (place / "filler").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_bsize)
+        _, found = findings(daemon)
+        assert "make room in memory if the daemon's log says so" in found["reading"]["advice"]
+        said = f"no memory in {place} for a session's pins: No space left on device. Its gets and"
+        assert said in daemon.text()
+        daemon.close()
+    finally:
+        run(["umount", "--lazy", place], check=True)
+
+
 def test_doctor_and_serve_say_that_a_disk_is_no_memory(
     make_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:

@@ -108,7 +108,8 @@ def _reading(address: str, status: pb.StatusReply) -> Finding:
         return Finding("reading", DOUBTFUL, "every get is a call: no membarrier(2) here", advice)
     if not is_mapped:
         found = "every get is a call: this client cannot read the daemon's index"
-        return Finding("reading", DOUBTFUL, found, "install the same ecd for both")
+        advice = "install the same ecd for both, or make room in memory if the daemon's log says so"
+        return Finding("reading", DOUBTFUL, found, advice)
     if status.unlisted:
         return findings.unlisted(status)
     return Finding("reading", GOOD, "hits make no call")
