@@ -330,7 +330,7 @@ def test_a_node_that_does_not_know_the_token_is_not_believed(
     peers.client_of(impostor.start()).put("k", torch.zeros(10))
     assert missed(peers.there, "k", [impostor.peer])
     [peer] = [peer for peer in peers.b.peers().peers if peer.node == impostor.peer]
-    assert "does not know the cluster's token" in peer.last_error
+    assert "does not know the cluster's token: set one ECD_PEER_TOKEN" in peer.last_error
 
 
 def test_mutual_tls(peers: Pair, make_peer: MakePeer, tmp_path: Path) -> None:

@@ -364,7 +364,9 @@ class Peers:
         if self._token is not None:
             answered = dict(await call.initial_metadata()).get("ecd-proof")
             if answered != proof(self._token, "answer", peer.node, nonce):
-                raise PeerUnavailable("it does not know the cluster's token")
+                raise PeerUnavailable(
+                    "it does not know the cluster's token: set one ECD_PEER_TOKEN on every node"
+                )
         description = reply.welcome
         if description.contract_version != CONTRACT_VERSION:
             raise PeerUnavailable(
