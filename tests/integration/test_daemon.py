@@ -132,6 +132,7 @@ def test_too_little_shared_memory_says_what_to_do(ecd: Ecd, tmp_path: Path) -> N
     assert done.returncode == 1
     for text in (size_text(wanted), "less free", "--shm-size", "sizeLimit", "--host-pool-bytes"):
         assert text in done.stderr
+    assert "remove what else" not in done.stderr, "it would not be enough"
     assert "Traceback" not in done.stderr
     assert not SHM.exists()
     assert list(tmp_path.iterdir()) == []

@@ -451,6 +451,7 @@ def test_a_start_without_memory_for_its_index_leaves_what_it_found(
             os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_bsize - 100_000)
         fail(daemon)
         assert "the pool's index needs" in daemon.text()
+        assert f"remove what else lies in {place}, or make the file system" in daemon.text()
         filler.unlink()
         daemon.start()
         check_all(daemon, SIZES)
