@@ -45,8 +45,6 @@ SPACES = {
 }
 """Each namespace's share of the lookups, its largest entry, and the seconds to encode that."""
 LOOKUPS_PER_S = 25
-SHOOTING_S = 20.0
-"""How long before the end of the work the pictures are taken."""
 
 
 @contextmanager
@@ -75,9 +73,12 @@ def nodes(directory: Path, pool: str = "768MiB") -> Iterator[list[Daemon]]:
         close_all(daemons)
 
 
-def work(daemons: list[Daemon], seconds: float) -> None:
-    """Look up what engines would, put what is missing, and ask for something that cannot be."""
-    rng, until_s = random.Random(1), time.monotonic() + seconds
+def work(daemons: list[Daemon], half_s: float, has_ended: threading.Event) -> None:
+    """Look up what engines would, put what is missing, and ask for something that cannot be.
+
+    After `half_s` fewer pictures are popular.
+    """
+    rng, begun_s = random.Random(1), time.monotonic()
     with ExitStack() as clients:
         here = [
             clients.enter_context(Client(daemons[0].address, name=name))
@@ -93,11 +94,11 @@ def work(daemons: list[Daemon], seconds: float) -> None:
             pass
         else:
             sys.exit("the pool is too large to refuse anything")
-        while (left_s := until_s - time.monotonic()) > 0:
+        while not has_ended.is_set():
             client, due_s = rng.choice(here), time.monotonic() + 1 / LOOKUPS_PER_S
             [space] = rng.choices(list(SPACES), [share for share, *_ in SPACES.values()])
             _, nbytes, cost_s = SPACES[space]
-            popular = int(rng.paretovariate(0.7 if left_s > seconds / 2 else 0.9))
+            popular = int(rng.paretovariate(0.7 if time.monotonic() < begun_s + half_s else 0.9))
             look_up(client, space, f"image {min(popular, 400)}", nbytes, cost_s)
             if rng.random() < 0.02:
                 remote = f"remote {rng.randrange(2)} {rng.randrange(12)}"
@@ -153,7 +154,7 @@ def shoot_status_page(browser: Browser, url: str, output: Path) -> None:
 
 
 def main(
-    seconds: Annotated[float, typer.Option(help="How long the clients work.")] = 240.0,
+    seconds: Annotated[float, typer.Option(help="How long the clients have worked.")] = 240.0,
     output: Annotated[Path, typer.Option(help="The pictures' directory.")] = PICTURES,
 ) -> None:
     with (
@@ -161,12 +162,16 @@ def main(
         tempfile.TemporaryDirectory() as place,
         nodes(Path(place)) as daemons,
     ):
-        working = threading.Thread(target=work, args=(daemons, seconds))
-        working.start()
         shoot_site(browser, output)
-        time.sleep(max(0.0, seconds - SHOOTING_S))
-        shoot_status_page(browser, daemons[0].metrics_url().removesuffix("metrics"), output)
-        working.join()
+        has_ended = threading.Event()
+        working = threading.Thread(target=work, args=(daemons, seconds / 2, has_ended))
+        working.start()
+        try:
+            time.sleep(seconds)
+            shoot_status_page(browser, daemons[0].metrics_url().removesuffix("metrics"), output)
+        finally:
+            has_ended.set()
+            working.join()
 
 
 if __name__ == "__main__":
