@@ -64,6 +64,7 @@ class SessionPage:
         self.number, self._names = number, names
         self._words, self._mailbox = words, mailbox
         self._pins = words[FIRST_PIN_WORD : FIRST_PIN_WORD + MAX_PINS]
+        self._misses = words[FIRST_MISS_WORD : FIRST_MISS_WORD + RECENT_MISSES]
         self._last_pins, self._last_pinned = _NO_PINS, frozenset[EntryId]()
         self.pinned_starts: frozenset[Start] = frozenset()
         """Starts of extents that the last `pinned` found pinned, without entries."""
@@ -126,18 +127,18 @@ class SessionPage:
         # 0: it had no entry yet
         entries = tuple(EntryId(word) for word in words if 0 < word < FOR_ANOTHER)
         others = tuple(EntryId(word - FOR_ANOTHER) for word in words if word > FOR_ANOTHER)
-        named = self._misses_in(range(counted[2] - min(misses, RECENT_MISSES), counted[2]))
-        named[self.namespace] += misses - named.total()
-        misses_in = tuple(named.items()) if misses else ()
+        misses_in = tuple(self._misses_in(counted[2], misses).items()) if misses else ()
         return Uses(
             entries, hits, nbytes, misses, duplicates, for_others=others, misses_in=misses_in
         )
 
-    def _misses_in(self, misses: range) -> Counter[str]:
-        """The namespaces of these misses, of all that were counted."""
-        numbers = (self._words[FIRST_MISS_WORD + miss % RECENT_MISSES] for miss in misses)
-        found: Counter[str] = Counter()
-        for number, count in Counter(numbers).items():
+    def _misses_in(self, counted: int, misses: int) -> Counter[str]:
+        """The namespaces of the latest `misses` of all `counted`; of many, only some are known."""
+        known, ring = min(misses, RECENT_MISSES), self._misses.tolist()
+        at = counted % RECENT_MISSES
+        numbers = Counter((ring[at:] + ring[:at])[RECENT_MISSES - known :])
+        found = Counter({self.namespace: misses - known})
+        for number, count in numbers.items():
             try:
                 found[self._names.name_of(number)] += count
             except IndexError:  # 0, or the client wrote anything

@@ -2,6 +2,7 @@
 
 import errno
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ecd.memory.shared_index import CHUNK_ROWS, SharedIndex
 from ecd.memory.use_counters import uncounted
 from ecd_client.shared.board import MappedBoard
 from ecd_client.shared.index import AskDaemon, IndexReader, OnMiss
+from ecd_proto.shm.session_page import FIRST_MISS_WORD, MISSES_WORD, RECENT_MISSES
 from ecd_proto.v1 import cache_pb2 as pb
 
 POOL_BYTES = 64 << 20
@@ -83,6 +85,28 @@ def test_what_is_shown_is_found_and_what_is_hidden_is_not(
     uses = shown.drain_uses()
     assert (uses.hits, uses.misses) == (len(there), 6000 - len(there))
     assert len(shown._free_rows) + len(there) == shown._rows_with_memory, "a row leaked"
+
+
+def test_misses_have_the_namespaces_of_the_latest(shown: SharedIndex, seen: IndexReader) -> None:
+    shown.note_namespace(SESSION, "own")
+    for entry, namespace in enumerate(("a", "b"), 1):
+        shown.show(info(entry, "k", namespace))
+
+    def missed(*counts: tuple[str, int]) -> dict[str, int]:
+        for namespace, count in counts:
+            for _ in range(count):
+                seen.note_miss(namespace)
+        uses = shown.drain_uses()
+        assert uses.misses == sum(count for _, count in counts)
+        return +Counter(dict(uses.misses_in))
+
+    assert missed(("a", 200), ("", 2), ("none", 1)) == {"a": 200, "own": 3}
+    assert missed(("b", 100), ("a", 9)) == {"b": 100, "a": 9}, "around the ring's end"
+    assert missed(("a", 100), ("b", 256)) == {"b": 256, "own": 100}, "more than it remembers"
+    for word in range(RECENT_MISSES):
+        seen._words[FIRST_MISS_WORD + word] = (1 << 64) - 1
+    seen._words[MISSES_WORD] += 5
+    assert +Counter(dict(shown.drain_uses().misses_in)) == {"own": 5}, "a client may write anything"
 
 
 def test_without_memory_for_a_row_the_daemon_is_asked(
