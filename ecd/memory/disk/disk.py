@@ -48,8 +48,8 @@ class DiskTier:
         """Whether nothing is left to find, to write or to remove."""
         return self._files.is_idle and self._writes.is_idle
 
-    async def erase(self, selection: Selection, dry_run: bool) -> tuple[int, int, int]:
-        """Erase the selected: entries, their bytes, and files that could not be removed."""
+    async def erase(self, selection: Selection, dry_run: bool) -> tuple[Mapping[str, int], int]:
+        """Erase the selected: the bytes of each by its file's name, and how many files are left."""
         return await self._files.erase(selection, dry_run)
 
     async def reapply_rules(self) -> None:

@@ -178,8 +178,8 @@ class DiskFiles:
         self.catalog.remove(on_disk)
         self._remove_names([file_name(on_disk.key)])
 
-    async def erase(self, selection: Selection, dry_run: bool) -> tuple[int, int, int]:
-        """Erase the selected: entries, their bytes, and files that could not be removed.
+    async def erase(self, selection: Selection, dry_run: bool) -> tuple[dict[str, int], int]:
+        """Erase the selected: the bytes of each by its file's name, and how many files are left.
 
         What is being read is not stored. Files that are not known yet are waited for; those that
         are not known in time count as not removed, and are when they are found. What could not be
@@ -194,22 +194,21 @@ class DiskFiles:
         pace, now_s = self._live.turns.pace(), self._live.clock.now_s()
         named = None if selection.key is None else self.catalog.get(selection.key)
         every = self.catalog if selection.key is None else [named] if named else []
-        names: list[str] = []
-        nbytes = failed = 0
+        erased: dict[str, int] = {}
+        failed = 0
         for on_disk in every:
             await pace.step()
             if _is_selected(on_disk, selection, now_s):
-                names.append(file_name(on_disk.key))
-                nbytes += on_disk.nbytes
+                erased[file_name(on_disk.key)] = on_disk.nbytes
                 if not dry_run:
                     on_disk.is_erased = True
                     self.catalog.remove(on_disk)
         if not dry_run:
-            every_name = [*names, *self._stuck]
+            every_name = [*erased, *self._stuck]
             removal = self._remove_names(every_name)
             await asyncio.wait((removal,), timeout=REMOVAL_S + REMOVAL_EACH_S * len(every_name))
             failed = len(self._stuck) if removal.done() else len(every_name)
-        return len(names), nbytes, failed + unknown
+        return erased, failed + unknown
 
     # -- time ----------------------------------------------------------------------------------
 

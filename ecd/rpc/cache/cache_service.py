@@ -261,19 +261,20 @@ class CacheService(pb_grpc.CacheServicer):
         pace = await self._live.begin()
         await self._settle(None if selection.key is None else [selection.key])
         with Stage("disk", self._live.clock):
-            first = await self._disk.erase(selection, request.dry_run)
+            erased, failures = await self._disk.erase(selection, request.dry_run)
         report = await self._live.operators.evict(selection, request.dry_run, pace)
-        # Again, for what was being written or read until its entry was evicted.
-        then = (0, 0, 0) if request.dry_run else await self._disk.erase(selection, False)
-        entries, nbytes = first[0] + then[0], first[1] + then[1]
+        if not request.dry_run:
+            # Again, for what was written, or being read, until its entry was evicted.
+            again, failures = await self._disk.erase(selection, False)
+            erased = {**erased, **again}
         return pb.EvictReply(
             incarnation=self._incarnation,
             entries=report.entries,
             nbytes=report.nbytes,
             leased=report.leased,
-            disk_entries=entries,
-            disk_bytes=nbytes,
-            disk_failures=then[2],
+            disk_entries=len(erased),
+            disk_bytes=sum(erased.values()),
+            disk_failures=0 if request.dry_run else failures,
             kept=report.kept,
         )
 

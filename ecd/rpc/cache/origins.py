@@ -51,15 +51,15 @@ class NoOtherNodes:
 class Disk(Protocol):
     """The entries on disk, as the service needs them."""
 
-    async def erase(self, selection: Selection, dry_run: bool) -> tuple[int, int, int]:
-        """Erase the selected: entries, their bytes, and files that could not be removed."""
+    async def erase(self, selection: Selection, dry_run: bool) -> tuple[Mapping[str, int], int]:
+        """Erase the selected: the bytes of each by its file's name, and how many files are left."""
 
 
 class NoDisk:
     """A daemon without a disk tier."""
 
-    async def erase(self, selection: Selection, dry_run: bool) -> tuple[int, int, int]:
-        return 0, 0, 0
+    async def erase(self, selection: Selection, dry_run: bool) -> tuple[Mapping[str, int], int]:
+        return {}, 0
 
 
 class Recovering(Protocol):
