@@ -56,7 +56,7 @@ def write(path: Path, item: Item) -> None:
                 file.write(content)
                 file.flush()
             except OSError:
-                if path.is_file():  # a device stays
+                if path.is_file() and not path.is_symlink():  # what is not its own stays
                     path.unlink()
                 raise
     except OSError as error:
