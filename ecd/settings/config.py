@@ -85,8 +85,8 @@ class Config(BaseSettings):
     namespace_quotas: Annotated[dict[str, int | str], NoDecode] = Field(
         default={},
         description="Most of the host pool that one namespace may have, by patterns of names: "
-        "PATTERN=2GiB,*=10%, or a TOML table. The exact name counts, else the longest pattern. By "
-        "default all of it.",
+        "PATTERN=2GiB,*=10%, or a TOML table. An exact name wins over a pattern, a longer pattern "
+        "over a shorter. By default all of it.",
     )
     namespace_ttls: Annotated[dict[str, float], NoDecode] = Field(
         default={},
