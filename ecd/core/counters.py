@@ -51,7 +51,7 @@ class NamespaceCounters:
     Fractions: of a burst of reads without a call only the latest are known.
     """
 
-    hits: float = 0.0
+    reused: float = 0.0
     handed_over: float = 0.0
     misses: int = 0
     evictions: int = 0
@@ -121,8 +121,10 @@ class Counters:
         """Count a lookup that found an entry; unless it is a hand-over it saves `saves_s`."""
         self.note_hit(nbytes)
         self.bytes_out += nbytes
-        for counted in (self, self.namespace(namespace)):
-            counted.hits += 1
+        self.hits += 1
+        part = self.namespace(namespace)
+        part.reused += not is_handover
+        for counted in (self, part):
             counted.handed_over += is_handover
             counted.saved_s += 0.0 if is_handover else saves_s
 
@@ -170,5 +172,6 @@ class Counters:
         assert sum(part.evictions for part in each) == sum(self.evictions.values())
         assert sum(part.misses for part in each) == self.misses
         assert sum(part.refused for part in each) == sum(self.refused[cause] for cause in NO_ROOM)
-        assert isclose(sum(part.hits for part in each), self.hits, rel_tol=1e-6, abs_tol=1e-6)
+        hits = sum(part.reused + part.handed_over for part in each)
+        assert isclose(hits, self.hits, rel_tol=1e-6, abs_tol=1e-6)
         assert isclose(sum(part.saved_s for part in each), self.saved_s, rel_tol=1e-6, abs_tol=1e-6)

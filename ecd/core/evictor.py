@@ -7,7 +7,7 @@ from itertools import islice
 from ecd.core.counters import Counters
 from ecd.core.entries import Entries
 from ecd.core.model.block import Block
-from ecd.core.model.board import Board
+from ecd.core.model.board import Board, Uses
 from ecd.core.model.entry import Entry
 from ecd.core.model.outcomes import EntryTooLarge, MakingRoom, PoolFull
 from ecd.core.model.states import EntryEvent
@@ -63,26 +63,34 @@ class Evictor:
         for namespace, misses in uses.misses_in:
             counters.miss(namespace, misses)
         counters.miss("", uses.misses - sum(misses for _, misses in uses.misses_in))
-        known_s, handed_over, gone = 0.0, 0, 0
+        handed_over = 0.0
+        for one in uses.by_client or (uses,):
+            handed_over += self._note_named(one, now_s)
+        counters.handed_over += round(handed_over)
+        return uses.is_all
+
+    def _note_named(self, uses: Uses, now_s: float) -> float:
+        """Count one client's reads, the unnamed ones as the named; returns those handed over."""
+        counters, others = self._counters, self._counters.other_namespaces
         named = [*((used, True) for used in uses.for_others), *((u, False) for u in uses.entries)]
-        each = uses.hits / len(named) if named else 0.0  # the reads without a name were like them
+        if not named:
+            others.reused += uses.hits
+            return 0.0
+        each, handed_over = uses.hits / len(named), 0.0
         for used, for_another in named:
             if (entry := self._entries.get(used)) is None:
-                gone += 1
+                others.reused += each
+                continue
+            counters.of(entry.namespace).note_hit(entry.content.nbytes)
+            part = counters.namespace(entry.namespace)
+            if self._entries.use(entry, now_s, for_another=for_another):
+                part.handed_over += each
+                handed_over += each
             else:
-                counters.of(entry.namespace).note_hit(entry.content.nbytes)
-                is_handover = self._entries.use(entry, now_s, for_another=for_another)
-                saved_s = 0.0 if is_handover else entry.saves_s
-                handed_over += is_handover
-                known_s += saved_s
-                part = counters.namespace(entry.namespace)
-                part.hits += each
-                part.handed_over += each * is_handover
-                part.saved_s += each * saved_s
-        counters.handed_over += round(handed_over * each)
-        counters.saved_s += known_s * each
-        counters.other_namespaces.hits += each * gone if named else uses.hits
-        return uses.is_all
+                part.reused += each
+                for counted in (part, counters):
+                    counted.saved_s += each * entry.saves_s
+        return handed_over
 
     @property
     def is_settled(self) -> bool:

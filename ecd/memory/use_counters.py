@@ -75,6 +75,7 @@ class UseCounters:
             done == len(changed) and not self._left,
             tuple(entry for uses in taken for entry in uses.for_others),
             tuple(each for uses in taken for each in uses.misses_in),
+            tuple(taken),
         )
         self._tell(_numbers(total))
         return total

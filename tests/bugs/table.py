@@ -478,8 +478,8 @@ EDITED = {
         "integration/test_counters.py",
         Edit(
             "ecd/core/evictor.py",
-            "saved_s = 0.0 if is_handover else entry.saves_s",
-            "saved_s = entry.saves_s",
+            "if self._entries.use(entry, now_s, for_another=for_another):",
+            "if self._entries.use(entry, now_s, for_another=for_another) and not now_s:",
         ),
     ),
     "a miss counts for no namespace": Bug(

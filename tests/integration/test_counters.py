@@ -301,7 +301,7 @@ def traffic(daemon: Daemon) -> dict[str, tuple[float, float, int, int, int, floa
     status = daemon.status()
     return {
         each.namespace: (
-            each.hits,
+            each.reused + each.handed_over,
             each.handed_over,
             each.misses,
             each.evictions,

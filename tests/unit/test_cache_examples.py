@@ -115,12 +115,19 @@ def test_reads_of_a_burst_are_counted_as_those_that_are_known() -> None:
     board.uses = Uses(hits=2, misses=4, misses_in=(("a", 1), ("c", 2)))
     cache.evictor.drain_uses(2.0)
     counted, others = cache.counters.namespaces, cache.counters.other_namespaces
-    assert {name: (part.hits, part.misses) for name, part in counted.items()} == {
+    assert {name: (part.reused, part.misses) for name, part in counted.items()} == {
         "a": (10.0, 1),
         "b": (5.0, 0),
         "c": (0.0, 2),
     }
-    assert (others.hits, others.misses) == (7.0, 4), "an entry that has gone, and no name at all"
+    assert (others.reused, others.misses) == (7.0, 4), "an entry that has gone, and no name at all"
+    clients = (
+        Uses((entries[0],), 30, for_others=()),
+        Uses((entries[1],) * 3, 3),
+    )
+    board.uses = Uses(hits=33, by_client=clients)
+    cache.evictor.drain_uses(3.0)
+    assert (counted["a"].reused, counted["b"].reused) == (40.0, 8.0), "each client's for itself"
     cache.check()
 
 

@@ -84,12 +84,14 @@ class NamespaceSum:
     handed_over: int | None = None
     misses: int | None = None
     saved_s: float | None = None
+    evictions: int | None = None
+    refused: int | None = None
 
     def note(self, counted: pb.NamespaceCounters) -> None:
         """Fill in what was looked up since the daemon's start."""
-        self.handed_over = round(counted.handed_over)
-        self.reused = round(counted.hits) - self.handed_over
+        self.reused, self.handed_over = round(counted.reused), round(counted.handed_over)
         self.misses, self.saved_s = counted.misses, counted.saved_s
+        self.evictions, self.refused = counted.evictions, counted.refused
 
     def add(self, entry: pb.EntryInfo) -> None:
         self.entries += 1

@@ -22,7 +22,8 @@ class Uses:
     """Reads without a call since the last drain; only the latest of them are named.
 
     `for_others`: those by an engine that found them for another one, which reads them next.
-    `misses_in`: misses by their namespaces, as far as these are known.
+    `misses_in`: misses by their namespaces, as far as these are known. `by_client`: what each
+    client's part of the sum was.
     """
 
     entries: tuple[EntryId, ...] = ()
@@ -33,6 +34,7 @@ class Uses:
     is_all: bool = True  # False: more pages have some
     for_others: tuple[EntryId, ...] = ()
     misses_in: tuple[tuple[str, int], ...] = ()
+    by_client: tuple[Uses, ...] = ()
 
 
 class Portion(NamedTuple):

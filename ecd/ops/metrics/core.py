@@ -172,9 +172,8 @@ def _of_namespaces_traffic(status: pb.StatusReply) -> Iterable[Metric]:
         labels=["namespace", "use"],
     )
     for name, parts in (*((each.namespace, [each]) for each in named), (OTHERS, rest)):
-        handed_over = sum(each.handed_over for each in parts)
-        hits.add_metric([name, "reused"], sum(each.hits for each in parts) - handed_over)
-        hits.add_metric([name, "handed_over"], handed_over)
+        for use in ("reused", "handed_over"):
+            hits.add_metric([name, use], sum(getattr(each, use) for each in parts))
     yield hits
 
 

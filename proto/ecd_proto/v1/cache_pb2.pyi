@@ -2480,24 +2480,23 @@ global___Counters = Counters
 
 @typing.final
 class NamespaceCounters(google.protobuf.message.Message):
-    """A namespace's part of Counters. Hits are fractions where a burst of reads was too long to be known one
-    by one: the known ones stand for the others.
+    """A namespace's part of Counters. Uses are fractions where a client's burst of reads was too long to be
+    known one by one: the known ones stand for the others.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: builtins.int
-    HITS_FIELD_NUMBER: builtins.int
+    REUSED_FIELD_NUMBER: builtins.int
     HANDED_OVER_FIELD_NUMBER: builtins.int
     MISSES_FIELD_NUMBER: builtins.int
     EVICTIONS_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
     SAVED_S_FIELD_NUMBER: builtins.int
     namespace: builtins.str
-    hits: builtins.float
+    reused: builtins.float
     handed_over: builtins.float
     misses: builtins.int
-    """those without a call are of the client's own namespace"""
     evictions: builtins.int
     refused: builtins.int
     """puts: too large, or no room for them"""
@@ -2506,14 +2505,14 @@ class NamespaceCounters(google.protobuf.message.Message):
         self,
         *,
         namespace: builtins.str = ...,
-        hits: builtins.float = ...,
+        reused: builtins.float = ...,
         handed_over: builtins.float = ...,
         misses: builtins.int = ...,
         evictions: builtins.int = ...,
         refused: builtins.int = ...,
         saved_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["evictions", b"evictions", "handed_over", b"handed_over", "hits", b"hits", "misses", b"misses", "namespace", b"namespace", "refused", b"refused", "saved_s", b"saved_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evictions", b"evictions", "handed_over", b"handed_over", "misses", b"misses", "namespace", b"namespace", "refused", b"refused", "reused", b"reused", "saved_s", b"saved_s"]) -> None: ...
 
 global___NamespaceCounters = NamespaceCounters
 
