@@ -279,12 +279,13 @@ def _space(shm_dir: str) -> os.statvfs_result:
 
 def advice(nbytes: int, shm_dir: str) -> str:
     """A sentence that says how to make room for a pool of this size."""
-    space = _space(shm_dir)
-    other = nbytes <= space.f_blocks * space.f_frsize
-    return (
-        "Make the pool smaller (ECD_HOST_POOL_BYTES or --host-pool-bytes), "
-        f"{f'remove what else lies in {shm_dir}, ' * other}or {_enlarging(shm_dir, nbytes)}"
+    space, ways = (
+        _space(shm_dir),
+        "Make the pool smaller (ECD_HOST_POOL_BYTES or --host-pool-bytes)",
     )
+    if nbytes <= space.f_blocks * space.f_frsize:
+        ways += f", remove what else lies in {shm_dir}"
+    return f"{ways}, or {_enlarging(shm_dir, nbytes)}"
 
 
 def _enlarging(shm_dir: str, more_bytes: int) -> str:
