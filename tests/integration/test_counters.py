@@ -296,6 +296,14 @@ def test_namespaces_are_told_apart_up_to_a_bound(daemon: Daemon) -> None:
     assert 'ecd_namespace_bytes{namespace="model 3"}' not in daemon.metrics()
 
 
+@pytest.fixture(params=["in memory", "by calls"])
+def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How clients that are made from now on read."""
+    if request.param == "by calls":
+        monkeypatch.setattr(board, "join_barriers", lambda: False)
+    return str(request.param)
+
+
 def traffic(daemon: Daemon) -> dict[str, tuple[float, float, int, int, int, float]]:
     """Hits, hits handed over, misses, evictions, refused puts, seconds saved of each namespace."""
     status = daemon.status()
@@ -312,12 +320,7 @@ def traffic(daemon: Daemon) -> dict[str, tuple[float, float, int, int, int, floa
     }
 
 
-@pytest.mark.parametrize("way", ["in memory", "by calls"])
-def test_lookups_and_losses_are_counted_by_namespace(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    if way == "by calls":
-        monkeypatch.setattr(board, "join_barriers", lambda: False)
+def test_lookups_and_losses_are_counted_by_namespace(daemon: Daemon, reading: str) -> None:
     own, plain = Client(daemon.address, namespace="a"), Client(daemon.address)
     engine = Client(daemon.address)
     engine.describe(Engine("e1", "model", "of the engine", True, True, {}, ""))
@@ -333,7 +336,7 @@ def test_lookups_and_losses_are_counted_by_namespace(
         assert own.get("none", namespace="b") is None
         assert own.get("none", namespace="none") is None, "which has had no entry yet"
         assert engine.get("none", namespace="of the engine") is None
-        if is_mapped := way == "in memory":
+        if is_mapped := reading == "in memory":
             engine.count_miss()
             engine.count_miss(namespace="b")
         with pytest.raises(EntryTooLarge):
@@ -403,12 +406,9 @@ def test_a_look_by_call_is_counted_once(daemon: Daemon, monkeypatch: pytest.Monk
     assert uses(daemon)[:3] == (1, 1, 1)
 
 
-@pytest.mark.parametrize("way", ["in memory", "by calls"])
 def test_what_saves_an_encode_is_counted_apart_from_what_hands_over(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, way: str
+    daemon: Daemon, reading: str
 ) -> None:
-    if way == "by calls":
-        monkeypatch.setattr(board, "join_barriers", lambda: False)
     own = Client(daemon.address, uses_puts=True)  # as an engine that encodes and decodes
     encoder, decoder = Client(daemon.address), Client(daemon.address)
     with own, encoder, decoder:
@@ -422,7 +422,7 @@ def test_what_saves_an_encode_is_counted_apart_from_what_hands_over(
         assert uses(daemon) == (2, 1, 0, 2.0)
         decoder.get("handed").close()
         assert uses(daemon) == (3, 1, 0, 5.0)
-        if way == "in memory":
+        if reading == "in memory":
             with encoder.get("handed", is_use=False) as item:
                 item.count_use(for_another=True)
             decoder.get("handed").close()
