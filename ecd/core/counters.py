@@ -36,6 +36,7 @@ As in `ecd_proto.contract`, like the next.
 SIZE_BOUNDS_BYTES = tuple(1 << power for power in range(12, 33, 2))
 """Upper ends of the classes into which entries fall by their size."""
 PARTS = ("namespaces", "other_namespaces", "bench")
+"""Fields of `Counters` that are counters of a part each."""
 BENCH = "ecd-cli bench "
 """How the namespaces of `ecd-cli bench` begin (`ecd_proto.contract.BENCH_NAMESPACE`)."""
 
@@ -122,11 +123,20 @@ class Counters:
         self.note_hit(nbytes)
         self.bytes_out += nbytes
         self.hits += 1
+        self.handed_over += is_handover
+        self.note_use(namespace, is_handover, saves_s)
+
+    def note_use(
+        self, namespace: str, is_handover: bool, saves_s: float, times: float = 1.0
+    ) -> None:
+        """Count in the namespace what hits were, and what they saved: a hand-over saves nothing."""
         part = self.namespace(namespace)
-        part.reused += not is_handover
+        if is_handover:
+            part.handed_over += times
+            return
+        part.reused += times
         for counted in (self, part):
-            counted.handed_over += is_handover
-            counted.saved_s += 0.0 if is_handover else saves_s
+            counted.saved_s += times * saves_s
 
     def miss(self, namespace: str, count: int = 1) -> None:
         """Count lookups that found nothing."""

@@ -7,7 +7,7 @@ from itertools import islice
 from ecd.core.counters import Counters
 from ecd.core.entries import Entries
 from ecd.core.model.block import Block
-from ecd.core.model.board import Board, Uses
+from ecd.core.model.board import Board
 from ecd.core.model.entry import Entry
 from ecd.core.model.outcomes import EntryTooLarge, MakingRoom, PoolFull
 from ecd.core.model.states import EntryEvent
@@ -60,37 +60,27 @@ class Evictor:
         counters.hits += uses.hits
         counters.bytes_out += uses.nbytes
         counters.duplicates += uses.duplicates
-        for namespace, misses in uses.misses_in:
-            counters.miss(namespace, misses)
-        counters.miss("", uses.misses - sum(misses for _, misses in uses.misses_in))
+        clients = uses.by_client or (uses,)
+        for one in clients:
+            for namespace, misses in one.misses_in:
+                counters.miss(namespace, misses)
+            counters.miss("", one.misses - sum(misses for _, misses in one.misses_in))
+            counters.other_namespaces.reused += 0 if one.named else one.hits
+        named = [
+            *((used, True, one.times) for one in clients for used in one.for_others),
+            *((used, False, one.times) for one in clients for used in one.entries),
+        ]
         handed_over = 0.0
-        for one in uses.by_client or (uses,):
-            handed_over += self._note_named(one, now_s)
-        counters.handed_over += round(handed_over)
-        return uses.is_all
-
-    def _note_named(self, uses: Uses, now_s: float) -> float:
-        """Count one client's reads, the unnamed ones as the named; returns those handed over."""
-        counters, others = self._counters, self._counters.other_namespaces
-        named = [*((used, True) for used in uses.for_others), *((u, False) for u in uses.entries)]
-        if not named:
-            others.reused += uses.hits
-            return 0.0
-        each, handed_over = uses.hits / len(named), 0.0
-        for used, for_another in named:
+        for used, for_another, times in named:
             if (entry := self._entries.get(used)) is None:
-                others.reused += each
+                counters.other_namespaces.reused += times
                 continue
             counters.of(entry.namespace).note_hit(entry.content.nbytes)
-            part = counters.namespace(entry.namespace)
-            if self._entries.use(entry, now_s, for_another=for_another):
-                part.handed_over += each
-                handed_over += each
-            else:
-                part.reused += each
-                for counted in (part, counters):
-                    counted.saved_s += each * entry.saves_s
-        return handed_over
+            is_handover = self._entries.use(entry, now_s, for_another=for_another)
+            counters.note_use(entry.namespace, is_handover, entry.saves_s, times)
+            handed_over += times * is_handover
+        counters.handed_over += round(handed_over)
+        return uses.is_all
 
     @property
     def is_settled(self) -> bool:

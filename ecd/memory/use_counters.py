@@ -55,7 +55,7 @@ class UseCounters:
         known = done = 0
         while self._left and known < MAX_USES:
             taken.append(self._left.popleft())
-            known += _named(taken[-1])
+            known += taken[-1].named
         for number in (changed[turn:] + changed[:turn])[:MAX_USED_PAGES]:
             if known >= MAX_USES:
                 break
@@ -64,18 +64,15 @@ class UseCounters:
             page = page_at(number)
             if page is not None:
                 taken.append(page.drain_uses(counted[number]))
-                known += _named(taken[-1])
+                known += taken[-1].named
             done += 1
         total = Uses(
-            tuple(entry for uses in taken for entry in uses.entries),
-            sum(uses.hits for uses in taken),
-            sum(uses.nbytes for uses in taken),
-            sum(uses.misses for uses in taken),
-            sum(uses.duplicates for uses in taken),
-            done == len(changed) and not self._left,
-            tuple(entry for uses in taken for entry in uses.for_others),
-            tuple(each for uses in taken for each in uses.misses_in),
-            tuple(taken),
+            hits=sum(uses.hits for uses in taken),
+            nbytes=sum(uses.nbytes for uses in taken),
+            misses=sum(uses.misses for uses in taken),
+            duplicates=sum(uses.duplicates for uses in taken),
+            is_all=done == len(changed) and not self._left,
+            by_client=tuple(taken),
         )
         self._tell(_numbers(total))
         return total
@@ -102,10 +99,6 @@ class UseCounters:
         """Record for the next daemon by how much the counted uses of the pages changed."""
         for word, number in enumerate(numbers):
             self._told[word] = (self._told[word] + sign * number) % _WORD
-
-
-def _named(uses: Uses) -> int:
-    return len(uses.entries) + len(uses.for_others)
 
 
 def _numbers(uses: Uses) -> tuple[int, int, int, int]:

@@ -478,8 +478,8 @@ EDITED = {
         "integration/test_counters.py",
         Edit(
             "ecd/core/evictor.py",
-            "if self._entries.use(entry, now_s, for_another=for_another):",
-            "if self._entries.use(entry, now_s, for_another=for_another) and not now_s:",
+            "is_handover = self._entries.use(entry, now_s, for_another=for_another)",
+            "is_handover = self._entries.use(entry, now_s, for_another=for_another) and not now_s",
         ),
     ),
     "a miss counts for no namespace": Bug(

@@ -22,8 +22,8 @@ class Uses:
     """Reads without a call since the last drain; only the latest of them are named.
 
     `for_others`: those by an engine that found them for another one, which reads them next.
-    `misses_in`: misses by their namespaces, as far as these are known. `by_client`: what each
-    client's part of the sum was.
+    `misses_in`: misses by their namespaces, as far as these are known. Of several clients
+    `by_client` has each one's, and the other fields only sums.
     """
 
     entries: tuple[EntryId, ...] = ()
@@ -35,6 +35,16 @@ class Uses:
     for_others: tuple[EntryId, ...] = ()
     misses_in: tuple[tuple[str, int], ...] = ()
     by_client: tuple[Uses, ...] = ()
+
+    @property
+    def named(self) -> int:
+        """How many of the reads are named."""
+        return len(self.entries) + len(self.for_others)
+
+    @property
+    def times(self) -> float:
+        """How many reads each named one stands for: the others were like them."""
+        return self.hits / self.named if self.named else 0.0
 
 
 class Portion(NamedTuple):
