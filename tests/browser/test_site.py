@@ -78,16 +78,18 @@ def seen(site: Path, address: str, browser: Browser) -> dict[int, dict[Path, dic
     """What every page looks like by the window's width. `requests` left the site or failed."""
     found: dict[int, dict[Path, dict]] = {1280: {}, 400: {}}
     strangers: list[str] = []
-    for width, pages in found.items():
-        page = browser.new_page(viewport={"width": width, "height": 900})
-        page.on("request", lambda r: r.url.startswith(address) or strangers.append(r.url))
-        page.on("response", lambda r: r.status < 400 or strangers.append(r.url))
-        page.on("pageerror", lambda error: strangers.append(str(error)))
-        for file in sorted(site.rglob("index.html")):
-            strangers.clear()
-            page.goto(f"{address}/{file.parent.relative_to(site)}/")
+    page = browser.new_page()
+    page.on("request", lambda r: r.url.startswith(address) or strangers.append(r.url))
+    page.on("response", lambda r: r.status < 400 or strangers.append(r.url))
+    page.on("pageerror", lambda error: strangers.append(str(error)))
+    for file in sorted(site.rglob("index.html")):
+        strangers.clear()
+        page.set_viewport_size({"width": 1280, "height": 900})
+        page.goto(f"{address}/{file.parent.relative_to(site)}/")
+        for width, pages in found.items():
+            page.set_viewport_size({"width": width, "height": 900})
             pages[file] = {**page.evaluate(LOOK), "requests": list(strangers)}
-        page.close()
+    page.close()
     return found
 
 
