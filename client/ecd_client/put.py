@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 CLAIMED, MUST_CALL, STORED = PutState.CLAIMED, PutState.MUST_CALL, PutState.STORED
 BEING_WRITTEN = PutState.BEING_WRITTEN  # as looking them up takes longer
+_HOLDERS = "`ecd-cli clients` and `ecd-cli ls --kept` show what holds them"
 
 
 class Put:
@@ -161,14 +162,14 @@ class Put:
                     raise PoolFull(
                         f"{size_text(full.nbytes)} do not fit into the quota of "
                         f"{entry.namespace!r}, {size_text(full.quota_bytes)}: its entries are "
-                        "leased, kept or being written (`ecd-cli clients` shows by whom). Try "
-                        "later, or raise ECD_NAMESPACE_QUOTAS"
+                        f"leased, kept or being written ({_HOLDERS}). Try later, end a keep by "
+                        "`ecd-cli unkeep`, or raise ECD_NAMESPACE_QUOTAS"
                     )
                 raise PoolFull(
-                    f"{size_text(full.nbytes)} do not fit: {size_text(full.held_bytes)} are leased "
-                    "or being written (`ecd-cli clients` shows by whom), the largest free piece "
-                    f"has {size_text(full.largest_free_bytes)}. Try later, or raise "
-                    "ECD_HOST_POOL_BYTES"
+                    f"{size_text(full.nbytes)} do not fit: {size_text(full.held_bytes)} are "
+                    f"leased, kept or being written ({_HOLDERS}), the largest free piece has "
+                    f"{size_text(full.largest_free_bytes)}. Try later, end a keep by "
+                    "`ecd-cli unkeep`, or raise ECD_HOST_POOL_BYTES"
                 )
             case "entry_too_large":
                 large = outcome.entry_too_large

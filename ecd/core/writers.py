@@ -333,4 +333,4 @@ class Writers:
 
 
 def _pool_full(pool: Pool, nbytes: int) -> PoolFull:
-    return PoolFull(nbytes, pool.largest_free_bytes, pool.leased_bytes + pool.reserved_bytes)
+    return PoolFull(nbytes, pool.largest_free_bytes, pool.held_bytes)

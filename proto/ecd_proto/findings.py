@@ -52,7 +52,7 @@ REFUSALS = {
     "entry_too_large": Refusal("put", "larger than the pool", _LARGER_POOL),
     "pool_full": Refusal(
         "put",
-        "refused, as the pool was full of what was in use",
+        "refused, as the pool was full of what was in use or kept",
         f"`ecd-cli clients` shows who uses it; {_LARGER_POOL}",
     ),
     "quota_full": Refusal(
@@ -146,7 +146,11 @@ def pool(status: pb.StatusReply) -> Finding:
         return Finding("pool", GOOD, found)
     refused = "; ".join(REFUSALS[each].text(status.counters.refused[each]) for each in causes)
     found += f"; {refused}, in {duration_text(status.uptime_s)}"
-    return Finding("pool", DOUBTFUL, found, REFUSALS[causes[-1]].advice)
+    advice = REFUSALS[causes[-1]].advice
+    if kept_bytes := sum(each.kept_bytes for each in pools):
+        found += f"; {size_text(kept_bytes)} are kept"
+        advice = f"`ecd-cli ls --kept` lists what is kept, `ecd-cli unkeep` ends a keep; {advice}"
+    return Finding("pool", DOUBTFUL, found, advice)
 
 
 def huge_pages(status: pb.StatusReply) -> Finding:

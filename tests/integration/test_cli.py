@@ -37,7 +37,7 @@ from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 from support.cli import PROGRAM, as_json, cli
 from support.daemon import Daemon
 from support.processes import child, run
-from support.waiting import HANG_S
+from support.waiting import HANG_S, eventually
 
 HEAD = ["namespace", "mm_hash", "pool", "dtype", "shape", "size", "leases"]
 
@@ -565,13 +565,28 @@ def test_doctor_says_that_the_pool_is_too_small(own_daemon: Daemon) -> None:
         client.put_bytes("k", bytes(40 << 20), "uint8", (40 << 20,))
         with (
             client.get("k"),
-            pytest.raises(PoolFull, match="Try later, or raise ECD_HOST_POOL_BYTES"),
+            pytest.raises(PoolFull, match="or raise ECD_HOST_POOL_BYTES"),
         ):
             client.put_bytes("more", bytes(40 << 20), "uint8", (40 << 20,))
     _, found = findings(own_daemon)
-    both = "1 put larger than the pool; 1 put refused, as the pool was full of what was in use, in "
+    both = "1 put larger than the pool; 1 put refused, as the pool was full of what was in use or "
     assert both in found["pool"]["found"]
     assert found["pool"]["advice"].startswith("`ecd-cli clients` shows who uses it; raise")
+
+
+def test_a_pool_full_of_what_is_kept_is_said_with_the_way_out(own_daemon: Daemon) -> None:
+    with Client(own_daemon.address) as client:
+        client.put_bytes("kept", bytes(28 << 20), "uint8", (28 << 20,))
+        assert cli(own_daemon, "keep", "kept").returncode == 0
+        refused = r"28 MiB are leased, kept .*`ecd-cli ls --kept` show.* by `ecd-cli unkeep`, or"
+        with pytest.raises(PoolFull, match=refused):
+            client.put_bytes("more", bytes(50 << 20), "uint8", (50 << 20,))
+    eventually(lambda: "is refused" in own_daemon.text())
+    assert "28 MiB are leased, kept or being written" in own_daemon.text()
+    assert "end a keep by `ecd-cli unkeep`" in own_daemon.text()
+    _, found = findings(own_daemon)
+    assert found["pool"]["found"].endswith("; 28 MiB are kept")
+    assert found["pool"]["advice"].startswith("`ecd-cli ls --kept` lists what is kept")
 
 
 def test_doctor_and_the_log_say_that_a_session_has_no_memory(

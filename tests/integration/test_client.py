@@ -288,7 +288,7 @@ def test_a_full_pool_is_told_and_loses_nothing(client: Client, daemon: Daemon) -
     big = torch.zeros(40 << 20, dtype=torch.int8)
     client.put("a", big)
     held = client.get("a")
-    with pytest.raises(PoolFull, match="leased or being written"):
+    with pytest.raises(PoolFull, match="leased, kept or being written"):
         client.put("b", big)
     with pytest.raises(EntryTooLarge, match=r"raise ECD_HOST_POOL_BYTES$"):
         client.put("c", torch.zeros(65 << 20, dtype=torch.int8))

@@ -255,5 +255,5 @@ def test_refused_puts_are_in_the_log_once_a_minute(make_daemon: Callable[..., Da
     _, quota, full, pool = refusals()
     assert "the quota of its namespace is 8 MiB: raise ECD_NAMESPACE_QUOTAS" in quota
     assert "its namespace's quota of 8 MiB is full" in full
-    assert "36 MiB are leased or being written, the largest free piece has" in pool
-    assert "see `ecd-cli clients`, or raise ECD_HOST_POOL_BYTES" in pool
+    assert "36 MiB are leased, kept or being written, the largest free piece has" in pool
+    assert "by `ecd-cli unkeep`, or raise ECD_HOST_POOL_BYTES" in pool

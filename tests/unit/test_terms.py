@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -244,6 +245,26 @@ def test_a_quota_whose_entries_are_all_held_refuses_and_evicts_none() -> None:
     cache.release(session, leases[0].lease)
     assert isinstance(reserve(cache, session, Key("n", "new"), content, 1.0), Reserved)
     assert cache.counters.evictions["quota"] == 2
+    cache.check()
+
+
+def test_a_refused_put_counts_each_kept_entry_once() -> None:
+    cache, session = make(Rules(), pages=8)
+    keys = [Key("n", str(number)) for number in range(4)]
+    for key in keys:
+        put(cache, session, key)
+    cache.retention.keep(keys[0], inf)
+    lease = cache.acquire(session, keys[1], 1.0)
+    cache.retention.keep(keys[1], inf)
+    cache.acquire(session, keys[2], 1.0)
+    content = Content("int8", (6 * PAGE,), 6 * PAGE)
+    assert reserve(cache, session, Key("n", "new"), content, 1.0) == PoolFull(
+        6 * PAGE, 4 * PAGE, 3 * PAGE
+    )
+    cache.release(session, lease.lease)
+    cache.check()
+    cache.retention.unkeep(keys[1])
+    assert cache.pools[0].held_bytes == 2 * PAGE
     cache.check()
 
 

@@ -44,11 +44,11 @@ class BeingWritten:
 
 @dataclass(frozen=True)
 class PoolFull:
-    """No set of unleased entries makes room, or none of a namespace at its quota."""
+    """No set of entries that may be evicted makes room, or none of a namespace at its quota."""
 
     nbytes: int
     largest_free_bytes: int
-    held_bytes: int
+    held_bytes: int  # leased, kept or being written
     quota_bytes: int = 0  # the quota, if that is what is full
 
 

@@ -60,6 +60,7 @@ class Pool:
         self.reserved_bytes = 0  # in extents that a writer may still write
         self.leased_bytes = 0  # in extents that somebody holds, by lease or pin
         self.kept_bytes = self.kept = 0  # of entries, and their number, that an operator keeps
+        self._kept_unheld_bytes = 0  # of those of them that nobody holds
         self.piece_bytes = self.nbytes
         """Largest extent that a grant may contain.
 
@@ -106,6 +107,11 @@ class Pool:
         return self.allocator.fragmentation
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes in extents that cannot be evicted for room: leased, kept or being written."""
+        return self.leased_bytes + self.reserved_bytes + self._kept_unheld_bytes
+
+    @property
     def kept_most_bytes(self) -> int:
         """Most bytes of the pool that operators may keep at a time."""
         return int(KEPT_SHARE * self.nbytes)
@@ -141,7 +147,9 @@ class Pool:
         """Count another lease or pin: a held entry cannot be evicted for room."""
         if entry.leases == 0:
             is_kept = entry.terms is not None and entry.terms.kept_until_s > 0.0
-            if entry.state is EntryState.COMMITTED and not is_kept:
+            if is_kept:
+                self._kept_unheld_bytes -= entry.block.nbytes
+            elif entry.state is EntryState.COMMITTED:
                 self.policy.hold(entry)
             self.leased_bytes += entry.block.nbytes
         entry.leases += 1
@@ -152,7 +160,9 @@ class Pool:
         if entry.leases == 0:
             self.leased_bytes -= entry.block.nbytes
             is_kept = entry.terms is not None and entry.terms.kept_until_s > 0.0
-            if entry.state is EntryState.COMMITTED and not is_kept:
+            if is_kept:
+                self._kept_unheld_bytes += entry.block.nbytes
+            elif entry.state is EntryState.COMMITTED:
                 self.policy.let_go(entry)
 
     def keep(self, entry: Entry) -> None:
@@ -160,14 +170,17 @@ class Pool:
         self.kept += 1
         self.kept_bytes += entry.block.nbytes
         if entry.leases == 0:
+            self._kept_unheld_bytes += entry.block.nbytes
             self.policy.hold(entry)
 
     def unkeep(self, entry: Entry) -> None:
         """Rank the entry again, unless it is held or was evicted."""
         self.kept -= 1
         self.kept_bytes -= entry.block.nbytes
-        if entry.leases == 0 and entry.state is EntryState.COMMITTED:
-            self.policy.let_go(entry)
+        if entry.leases == 0:
+            self._kept_unheld_bytes -= entry.block.nbytes
+            if entry.state is EntryState.COMMITTED:
+                self.policy.let_go(entry)
 
     def use(self, entry: Entry, now_s: float, *, for_another: bool = False) -> bool:
         """Count one read, by lease or pin. Returns whether it only hands the entry over.
@@ -295,7 +308,7 @@ class Pool:
         """Raise AssertionError unless the figures are those of `entries`, all that lie here."""
         self.allocator.check()
         self.grants.check()
-        used_bytes = reserved_bytes = leased_bytes = kept_bytes = kept = 0
+        used_bytes = reserved_bytes = leased_bytes = kept_bytes = kept = unheld_bytes = 0
         worth_s = 0.0
         for entry in entries:
             nbytes = entry.block.nbytes
@@ -303,6 +316,7 @@ class Pool:
             used_bytes += nbytes
             is_kept = entry.state is EntryState.COMMITTED and entry.is_kept
             kept_bytes, kept = kept_bytes + is_kept * nbytes, kept + is_kept
+            unheld_bytes += nbytes if is_kept and entry.leases == 0 else 0
             is_evictable = entry.state is EntryState.COMMITTED and entry.leases == 0 and not is_kept
             assert (self.policy.warmth(entry) is not None) == is_evictable
             worth_s += entry.worth_s if entry.state is EntryState.COMMITTED else 0.0
@@ -312,5 +326,6 @@ class Pool:
                 leased_bytes += nbytes
         assert (reserved_bytes, leased_bytes) == (self.reserved_bytes, self.leased_bytes)
         assert (kept_bytes, kept) == (self.kept_bytes, self.kept)
+        assert unheld_bytes == self._kept_unheld_bytes
         assert abs(worth_s - self.worth_s) <= 1e-6 * (1.0 + worth_s + self.given_up_s)
         assert used_bytes == self.used_bytes, "an extent without an entry"

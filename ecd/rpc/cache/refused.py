@@ -10,6 +10,7 @@ from ecd.core.model.outcomes import EntryTooLarge, PoolFull, Reservation
 from ecd_proto.contract import shown, size_text
 
 logger = logging.getLogger(__name__)
+_ADVICE = "see `ecd-cli clients` and `ecd-cli ls --kept`, end a keep by `ecd-cli unkeep`, or raise"
 
 
 class RefusedPuts:
@@ -37,10 +38,10 @@ def _why(outcome: EntryTooLarge | PoolFull) -> str:
         case PoolFull() if outcome.quota_bytes:
             return (
                 f"its namespace's quota of {quota} is full of what is leased, kept or being "
-                "written: see `ecd-cli clients`, or raise ECD_NAMESPACE_QUOTAS"
+                f"written: {_ADVICE} ECD_NAMESPACE_QUOTAS"
             )
     return (
-        f"the pool is full: {size_text(outcome.held_bytes)} are leased or being written, the "
-        f"largest free piece has {size_text(outcome.largest_free_bytes)}: see `ecd-cli clients`, "
-        "or raise ECD_HOST_POOL_BYTES"
+        f"the pool is full: {size_text(outcome.held_bytes)} are leased, kept or being written, the "
+        f"largest free piece has {size_text(outcome.largest_free_bytes)}: {_ADVICE} "
+        "ECD_HOST_POOL_BYTES"
     )
