@@ -59,6 +59,8 @@ NEVER_ASKED = "never asked"
 """The state of another node that is known, and to which no link was tried."""
 GONE = "gone"
 """The state of another node that has left the directory, through which it was known."""
+REFUSES = "refuses this node: "
+"""How the last error of a directory begins that answers, and not as it should."""
 MAX_SHOWN = 128
 """Characters of a name from outside that a line of log has."""
 MAKING_S = 1.5

@@ -9,7 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ecd_proto.contract import GONE, NEVER_ASKED, count_text, duration_text, size_text
+from ecd_proto.contract import (
+    GONE,
+    NEVER_ASKED,
+    REFUSES,
+    count_text,
+    duration_text,
+    size_text,
+)
 from ecd_proto.engines import Engine, advice, difference, lonely, nearest
 from ecd_proto.mapped_file import HUGE_BYTES, HUGE_SHARE
 from ecd_proto.v1 import cache_pb2 as pb
@@ -243,8 +250,13 @@ _REFUSALS_OF_REDIS = {
     "DB index|invalid DB": "mend the number of the database in the URL of ECD_DIRECTORY",
     "Cluster mode is not enabled": "begin the URL of ECD_DIRECTORY with redis:// or rediss://",
     "NOPERM|no permissions": "allow the user of ECD_DIRECTORY the command that is named",
+    "read only replica": "name the primary in ECD_DIRECTORY: a replica takes no writes",
+    "MISCONF": "free space where that Redis saves its data; its log has the error",
+    "loading the dataset": "wait: that Redis has started, and reads its data",
+    "max number of clients": "raise maxclients of that Redis",
+    "CLUSTERDOWN|Hash slot": "mend that Redis Cluster: redis-cli --cluster check",
 }
-"""Advice by what Redis says of a login, the first that fits."""
+"""Advice by what Redis says, the first that fits."""
 
 
 _ADVICE_ON_PEERS = "start it, or compare its token, TLS files, protocol and clock with this node's"
@@ -256,14 +268,7 @@ def nodes(peers: pb.PeersReply) -> Iterator[Finding]:
     if directory.up:
         yield Finding("directory", GOOD, directory.kind)
     else:
-        found = f"{directory.kind} does not answer: {directory.last_error}"
-        advice = f"check that {directory.kind} runs, and that ECD_DIRECTORY leads to it"
-        for pattern, better in _REFUSALS_OF_REDIS.items():
-            if re.search(pattern, directory.last_error):
-                found = f"{directory.kind} refuses this node: {directory.last_error}"
-                advice = better
-                break
-        yield Finding("directory", BAD, found, advice)
+        yield Finding("directory", BAD, *directory_down(directory))
     if configured := [peer for peer in peers.peers if peer.configured]:
         yield _configured(configured)
     away = [peer for peer in peers.peers if peer.state == "unreachable" and not peer.configured]
@@ -275,6 +280,18 @@ def nodes(peers: pb.PeersReply) -> Iterator[Finding]:
     if len(away) > MAX_AWAY:
         found = f"{len(away) - MAX_AWAY:,} more are unreachable"
         yield Finding("peers", BAD, found, "ecd-cli peers has all of them")
+
+
+def directory_down(directory: pb.DirectoryStatus) -> tuple[str, str]:
+    """What a directory that is down does, and advice."""
+    said = directory.last_error.removeprefix(REFUSES)
+    for pattern, remedy in _REFUSALS_OF_REDIS.items():
+        if re.search(pattern, said):
+            return f"{directory.kind} {REFUSES}{said}", remedy
+    if said != directory.last_error:
+        return f"{directory.kind} {REFUSES}{said}", "its documentation and log explain that answer"
+    remedy = f"check that {directory.kind} runs, and that ECD_DIRECTORY leads to it"
+    return f"{directory.kind} does not answer: {said}", remedy
 
 
 def _known(peers: pb.PeersReply) -> Finding:

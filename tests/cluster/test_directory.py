@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import random
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from redis.asyncio.connection import AbstractConnection
 
 from ecd.base.identity import NodeIdentity
 from ecd.cluster.deliveries import Deliveries
@@ -41,7 +44,7 @@ from ecd_proto.shm.files import GRANULE_BYTES
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon
 from support.pairs import start_all
-from support.processes import run
+from support.processes import child, run
 from support.redis import UNHURRIED, RedisServer, free_port
 from support.waiting import HANG_S, eventually, eventually_async, within_hang
 
@@ -578,6 +581,89 @@ def test_what_a_redis_refuses_is_no_silence(
     assert all("redis refuses this node: " in each.found for each in said)
     assert said[0].advice == "begin the URL of ECD_DIRECTORY with redis:// or rediss://"
     assert "number of the database" in said[1].advice
+    assert "Traceback" not in caplog.text
+
+
+async def refused_until(redis: RedisServer, refusal: str, *mends: str) -> Finding:
+    """What operators read while Redis refuses a node, which it serves after these commands."""
+    directory = directory_at(redis.url, "1")
+    running = asyncio.ensure_future(directory.run())
+    await eventually_async(lambda: refusal in directory.state.last_error, refusal)
+    assert not directory.state.up
+    found = finding_about(directory)
+    for mend in mends:
+        await asyncio.to_thread(redis.ask, *mend.split())
+    await eventually_async(lambda: directory.state.up, "the directory works again")
+    running.cancel()
+    await directory.close()
+    return found
+
+
+REPLICA, UNSAVED, LOADING = "read only replica", "MISCONF", "loading the dataset"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "mends", "advice"),
+    [
+        (REPLICA, ["replicaof no one"], "name the primary in ECD_DIRECTORY"),
+        (UNSAVED, ["config set stop-writes-on-bgsave-error no"], "free space where that Redis"),
+        (LOADING, ["config set key-load-delay 0"], "wait: that Redis has started"),
+    ],
+)
+def test_what_redis_answers_is_said_and_that_it_works_again(
+    patient: None,
+    make_redis: MakeRedis,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    refusal: str,
+    mends: list[str],
+    advice: str,
+) -> None:
+    caplog.set_level("INFO")
+    (place := tmp_path / "data").mkdir()
+    redis = make_redis(options=["--dir", str(place), "--enable-debug-command", "yes"])
+    loading = contextlib.ExitStack()
+    if refusal == REPLICA:
+        redis.ask("replicaof", "127.0.0.1", "1")
+    elif refusal == UNSAVED:
+        redis.ask("config", "set", "save", "3600 1000000")
+        place.rmdir()
+        redis.ask("bgsave")
+        eventually(lambda: "bgsave_status:err" in redis.ask("info", "persistence"))
+    else:
+        redis.ask("eval", "for i = 1, 50000 do redis.call('set', i, i) end", "0")
+        for setting in (
+            ("loading-process-events-interval-bytes", "1024"),
+            ("key-load-delay", "5000"),
+        ):
+            redis.ask("config", "set", *setting)
+        reload = ["redis-cli", "-p", str(redis.port), "debug", "reload"]
+        loading.enter_context(child(reload, stdout=subprocess.DEVNULL))
+        eventually(lambda: "LOADING" in redis.ask("get", "1"))
+    with loading:
+        found = asyncio.run(refused_until(redis, refusal, *mends))
+    assert found.found.startswith("redis refuses this node: ")
+    assert refusal in found.found
+    assert found.advice.startswith(advice)
+    assert caplog.text.count("the directory refuses this node: ") == 1
+    assert "does not answer" not in caplog.text
+    assert caplog.text.count("the directory works again, after ") == 1
+
+
+def test_a_connection_that_is_closed_while_it_is_made_is_one_line_of_log(
+    patient: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def connect(self: object) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")
+
+    async def find() -> None:
+        directory = directory_at("redis://127.0.77.1:1")
+        await directory.find([Key("default", "k")])
+        await directory.close()
+
+    monkeypatch.setattr(AbstractConnection, "connect", connect)  # as uvloop does
+    asyncio.run(find())
+    assert "the directory does not answer: unable to perform operation" in caplog.text
     assert "Traceback" not in caplog.text
 
 

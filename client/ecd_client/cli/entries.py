@@ -34,6 +34,7 @@ from ecd_client.errors import DaemonUnavailable
 from ecd_client.item import Item
 from ecd_client.session.channel import CALL_TIMEOUT_S, late
 from ecd_proto.contract import count_text
+from ecd_proto.findings import directory_down
 from ecd_proto.plain import plain
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -238,7 +239,8 @@ def _why_missing(peers: pb.PeersReply) -> str:
     if directory.kind == "none":
         return "this daemon has no list of nodes to ask; set ECD_DIRECTORY or ECD_PEERS"
     if not directory.up:
-        return f"{directory.kind} does not answer: {directory.last_error}"
+        found, advice = directory_down(directory)
+        return f"{found.rstrip('.')}; {advice}"
     if away := [peer.node for peer in peers.peers if peer.state == "unreachable"]:
         more = f" and {len(away) - MAX_NAMED:,} more" if len(away) > MAX_NAMED else ""
         return f"no other node delivers it; no answer from {', '.join(away[:MAX_NAMED])}{more}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from redis import AuthenticationError, RedisError, ResponseError
+from redis import AuthenticationError, BusyLoadingError, RedisError, ResponseError
 from redis.exceptions import RedisClusterException
 
 from ecd.base.clock import REAL, Clock
@@ -42,7 +42,7 @@ from ecd.live.background import within
 from ecd.settings.config import Config
 from ecd.settings.redaction import answer_without_password
 from ecd_proto.backoff import Backoff
-from ecd_proto.contract import Hint
+from ecd_proto.contract import REFUSES, Hint, duration_text
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,10 @@ MAX_LISTED = 128
 """Nodes of the cluster that are shown to operators, whether or not they were asked."""
 MAX_KNOWN = 4096
 """Nodes whose records are remembered, and addresses, each for NODE_CACHE_S."""
-DOWN = (RedisError, RedisClusterException, OSError, asyncio.TimeoutError)
-REFUSED = (ResponseError, AuthenticationError)
+DOWN = (RedisError, RedisClusterException, OSError, asyncio.TimeoutError, RuntimeError)
+"""RuntimeError: uvloop's, of a connection that Redis closes while it is made."""
+ANSWERED = (ResponseError, AuthenticationError, BusyLoadingError)
+"""Errors that Redis itself has sent."""
 
 
 class RedisDirectory:
@@ -265,7 +267,7 @@ class RedisDirectory:
                     await within(WRITE_TIMEOUT_S, self._write())
                     await within(WRITE_TIMEOUT_S, self._beat())
                 self._changed.clear()
-                self.state.up, self._pause_s, self._down_since_s = True, 0.0, None
+                self._worked()
                 await _event(self._changed, self._beat_s - self._clock.now_s())
             except Exception as error:
                 self._failed(error, is_write=True)
@@ -350,12 +352,12 @@ class RedisDirectory:
         """Note an error. A Redis that refuses writes, because it is full, is still asked."""
         was_quiet = self.state.up or not self.state.last_error
         said = answer_without_password(str(error) or type(error).__name__, self._url)
-        self.state.failed(said)
+        self.state.failed(REFUSES + said if isinstance(error, ANSWERED) else said)
         if not isinstance(error, DOWN):
             logger.error("the directory cannot be understood", exc_info=error)
         elif was_quiet:
-            what = "refuses this node" if isinstance(error, REFUSED) else "does not answer"
-            logger.warning("the directory %s: %s", what, self.state.last_error)
+            silence = "" if isinstance(error, ANSWERED) else "does not answer: "
+            logger.warning("the directory %s%s", silence, self.state.last_error)
         self.state.up = False
         now_s = self._clock.now_s()
         if self._down_since_s is None:
@@ -366,6 +368,12 @@ class RedisDirectory:
             self._silent_until_s = now_s + PAUSE.first_s
         self._beat_s = 0.0
         self._note_lag()
+
+    def _worked(self) -> None:
+        if self._down_since_s is not None:
+            down_s = self._clock.now_s() - self._down_since_s
+            logger.info("the directory works again, after %s", duration_text(down_s))
+        self.state.up, self._pause_s, self._down_since_s = True, 0.0, None
 
     def _note_lag(self) -> None:
         self.state.unpublished = len(self._unpublished)
