@@ -665,6 +665,17 @@ def test_bench_says_that_there_is_no_room(daemon: Daemon) -> None:
         assert client.contains(["k"]) == [True]
 
 
+@pytest.mark.parametrize(("quota", "code"), [("32KiB", 1), ("1MiB", 0)])
+def test_bench_names_the_quota_that_cuts_it(
+    make_daemon: Callable[..., Daemon], quota: str, code: int
+) -> None:
+    done = cli(make_daemon(ECD_NAMESPACE_QUOTAS=f"*={quota}").start(), "bench", "--rounds", "1")
+    assert done.returncode == code
+    assert "a quota evicts or refuses its entries: add" in done.stderr
+    assert '"ecd-cli bench *=256 MiB" to ECD_NAMESPACE_QUOTAS' in done.stderr
+    assert ("64 KiB" in done.stdout) is (code == 0), "what fits is measured"
+
+
 class Clock:
     """Stands still until a test moves it."""
 

@@ -12,6 +12,7 @@ from ecd_client.client import Client
 from ecd_client.errors import EcdError
 from ecd_client.item import Item
 from ecd_proto.contract import BENCH_NAMESPACE
+from ecd_proto.v1 import cache_pb2 as pb
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "8 MiB": 8 << 20, "32 MiB": 32 << 20}
 KEYS = 4
@@ -55,6 +56,11 @@ def measure(address: str, room_bytes: int, rounds: int, evict: Evict) -> Iterato
 def fits(nbytes: int, room_bytes: int) -> bool:
     """Whether some entries of a size have room for themselves and for their successors."""
     return 2 * KEYS * nbytes <= room_bytes
+
+
+def cut_by_quota(status: pb.StatusReply) -> int:
+    """Entries of benches that a quota has evicted or refused since the daemon's start."""
+    return status.bench.evictions["quota"] + status.bench.refused["quota_full"]
 
 
 def _measure(

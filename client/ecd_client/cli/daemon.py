@@ -15,15 +15,15 @@ from rich.table import Table
 
 from ecd_client import clock
 from ecd_client.cli import render
-from ecd_client.cli.bench import KEYS, SIZES, fits, measure
+from ecd_client.cli.bench import KEYS, SIZES, cut_by_quota, fits, measure
 from ecd_client.cli.context import FAILED, AsJson, Options, errors, fail, out, seconds
 from ecd_client.cli.doctor import examine
 from ecd_client.cli.keys import keys
 from ecd_client.cli.render import escape
 from ecd_client.cli.top import MAX_LISTED, Top
-from ecd_client.errors import DaemonUnavailable
+from ecd_client.errors import DaemonUnavailable, EcdError
 from ecd_proto import tables
-from ecd_proto.contract import size_text
+from ecd_proto.contract import BENCH_NAMESPACE, size_text
 from ecd_proto.findings import BAD
 from ecd_proto.plain import status_document
 from ecd_proto.v1 import cache_pb2 as pb
@@ -78,24 +78,39 @@ def bench(
     Evicts nothing else, and is no part of the daemon's counters of hits and puts.
     """
     options: Options = context.obj
-    pools = options.call("Status", pb.StatusRequest()).pools
-    room_bytes = pools[0].largest_free_bytes if pools else 0
+    before = options.call("Status", pb.StatusRequest())
+    room_bytes = before.pools[0].largest_free_bytes if before.pools else 0
+    quota = ""
 
     def evict(namespace: str) -> None:
         options.call("Evict", pb.EvictRequest(namespace=namespace))
 
     with errors.status("putting and getting ...") as progress:
         rows = []
-        for row in measure(options.address, room_bytes, rounds, evict):
-            rows.append(row)
-            progress.update(f"{row.size} is done ...")
+        try:
+            for row in measure(options.address, room_bytes, rounds, evict):
+                rows.append(row)
+                progress.update(f"{row.size} is done ...")
+        except EcdError:
+            after = options.call("Status", pb.StatusRequest())
+            if cut_by_quota(after) == cut_by_quota(before):
+                raise
+            need = size_text(2 * KEYS * max(SIZES.values()))
+            quota = (
+                "a quota evicts or refuses its entries: "
+                f'add "{BENCH_NAMESPACE}*={need}" to ECD_NAMESPACE_QUOTAS'
+            )
+    if quota and not rows:
+        fail(FAILED, quota)
     if not rows:
         fail(FAILED, "there is no room for it without evicting anything: ecd-cli evict first")
     if as_json or options.as_json:
         render.as_json(out, [vars(row) for row in rows])
     else:
         render.measured(out, rows)
-    if left_out := ", ".join(
+    if quota:
+        errors.print(f"Not measured: {', '.join([*SIZES][len(rows) :])}; {quota}.")
+    elif left_out := ", ".join(
         size for size, nbytes in SIZES.items() if not fits(nbytes, room_bytes)
     ):
         room = size_text(room_bytes)
