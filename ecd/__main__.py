@@ -26,7 +26,16 @@ def main() -> None:
             f"ecd: the daemon is not installed here ({error.name} is missing), only its client. "
             "Install ecd with [cpu], or with [cuda] on a CUDA machine: pip install '.[cpu]'"
         )
-    app()
+    from ecd_proto import tables
+
+    tables.open_closed()
+    if sys.argv[1:2] == ["serve"]:
+        app()
+    try:
+        with tables.printing():
+            app()
+    except tables.CannotPrint as error:
+        sys.exit(f"ecd: {error}")
 
 
 if __name__ == "__main__":

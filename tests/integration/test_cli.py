@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import signal
 import stat
 import subprocess
@@ -130,6 +131,51 @@ def test_get_prints_to_a_pipe(daemon: Daemon, tmp_path: Path) -> None:
     assert not (tmp_path / "-").exists()
     refused = cli(daemon, "get", "k", "-o", "-", "--json")
     assert (refused.returncode, "leave one out" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1"])
+def test_get_prints_nothing_beside_the_bytes(daemon: Daemon, tmp_path: Path, name: str) -> None:
+    with Client(daemon.address, namespace="n") as client:
+        client.put("k", torch.ones(3))
+    assert cli(daemon, "get", "k", "-o", str(tmp_path / "k")).returncode == 0
+    done = run([*PROGRAM, "--address", daemon.address, "get", "k", "-o", name], capture_output=True)
+    assert (done.returncode, done.stdout) == (0, (tmp_path / "k").read_bytes())
+    refused = cli(daemon, "get", "k", "-o", name, "--json")
+    assert (refused.returncode, f"-o {name} would both print" in refused.stderr) == (2, True)
+
+
+CLOSED, FULL = ">&-", ">/dev/full"
+
+
+@pytest.mark.parametrize(("to", "why"), [(CLOSED, "Bad file"), (FULL, "No space left on device")])
+@pytest.mark.parametrize("command", ["get k -o -", "ls", "status --json", "version"])
+def test_a_command_that_cannot_print_says_so(
+    daemon: Daemon, command: str, to: str, why: str
+) -> None:
+    with Client(daemon.address, namespace="n") as client:
+        client.put("k", torch.ones(100_000))
+    line = f"{shlex.join(PROGRAM)} --address {daemon.address} {command} {to}"
+    done = run(["sh", "-c", line], capture_output=True, text=True)
+    text = json.loads(done.stderr)["error"] if "--json" in command else done.stderr
+    assert done.returncode == 1
+    assert text.removeprefix("ecd-cli: ").startswith(f"standard output cannot be written: {why}")
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("to", "why"), [(CLOSED, "Bad file"), (FULL, "No space left on device")])
+def test_ecd_too_says_that_it_cannot_print(to: str, why: str) -> None:
+    line = f"{shlex.join([sys.executable, '-m', 'ecd', 'config'])} {to}"
+    done = run(["sh", "-c", line], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"ecd: standard output cannot be written: {why}")
+
+
+def test_a_daemon_serves_without_standard_output_and_error(
+    make_daemon: Callable[..., Daemon],
+) -> None:
+    daemon = make_daemon()
+    daemon.command = ("sh", "-c", f"exec {sys.executable} -m ecd serve >&- 2>&-")
+    assert as_json(daemon.start(), "status")["state"] == "serving"
 
 
 def test_metadata_and_cost_travel_with_the_file(daemon: Daemon, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ from ecd_proto.v1 import cache_pb2 as pb
 
 MAX_NAMED = 3
 """Nodes that do not answer, in one message."""
+STDOUT = "-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"
+"""Names of standard output for `get`: its own line must not follow the bytes."""
 STORED_BEFORE = "already stored, and not replaced: `ecd-cli evict` it first to store it anew"
 
 
@@ -177,11 +179,11 @@ def get(
     namespace is by default the one in which this node has the key, or `default` if it has none.
     """
     options: Options = context.obj
-    is_piped = str(output) == "-"
+    is_piped = str(output) in STDOUT
     if is_piped and (as_json or options.as_json):
-        raise typer.BadParameter("--json and -o - would both print: leave one out")
+        raise typer.BadParameter(f"--json and -o {output} would both print: leave one out")
     if is_piped and out.is_terminal:
-        raise typer.BadParameter("-o - prints bytes: not for a terminal")
+        raise typer.BadParameter(f"-o {output} prints bytes: not for a terminal")
     within_s = seconds("--timeout", timeout)
     is_named = namespace is not None
     namespace, key = names.whole_key(options, key, namespace, default=DEFAULT_NAMESPACE)

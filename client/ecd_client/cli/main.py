@@ -27,6 +27,7 @@ from ecd_client.cli.context import (
 )
 from ecd_client.errors import DaemonTooOld, DaemonUnavailable, EcdError, InvalidArgument
 from ecd_client.session.channel import resolve
+from ecd_proto import tables
 from ecd_proto.contract import DISTRIBUTION
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -110,7 +111,8 @@ def main() -> None:
     arguments = _address_first(sys.argv[1:])
     as_json = "--json" in arguments
     try:
-        sys.exit(app(arguments, standalone_mode=not as_json))
+        with tables.printing():
+            sys.exit(app(arguments, standalone_mode=not as_json))
     except CommandFailed as error:
         code, text = error.code, f"ecd-cli: {error}"
     except DaemonTooOld:
@@ -122,9 +124,8 @@ def main() -> None:
         code, text = USAGE, str(error)
     except typer.Abort:
         code, text = FAILED, "aborted"
-    except BrokenPipeError:  # as of `| head -1`; the interpreter's own flush must not fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(FAILED)
+    except tables.CannotPrint as error:
+        code, text = FAILED, f"ecd-cli: {error}"
     if as_json:
         render.as_json(errors, {"error": text.removeprefix("ecd-cli: "), "exit_code": code})
     else:
