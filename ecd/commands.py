@@ -208,7 +208,8 @@ def serve(
     if warm:
         flags["warm_restart"] = "true"
     settings, _ = _load(config, **flags)
-    reload = None if config is None else lambda: load(flags, config)[0]
+    is_file = config is not None and config.is_file()  # a pipe cannot be read again
+    reload = (lambda: load(flags, config)[0]) if is_file else None
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each peer may take 32 connections
     _log_to_stderr(settings)

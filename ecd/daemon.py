@@ -376,7 +376,7 @@ class Daemon:
     def _read_settings(self) -> None:
         """Apply settings that can change while the daemon runs, and log those that cannot."""
         if self._reload is None:
-            logger.info("SIGHUP changes nothing: there is no --config to read again")
+            logger.info("SIGHUP changes nothing: there is no --config that can be read again")
             return
         try:
             new = self._reload()

@@ -13,6 +13,7 @@ from pydantic import (
     ByteSize,
     Field,
     SecretStr,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -302,11 +303,11 @@ class Config(BaseSettings):
 
     @field_validator("metrics_address", "events_address", "health_address", "peer_address", "peers")
     @classmethod
-    def _ports(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        """Refuse a port that a bind would take modulo 65536."""
+    def _addresses(
+        cls, value: str | tuple[str, ...] | None, info: ValidationInfo
+    ) -> str | tuple[str, ...] | None:
         for node in (value,) if isinstance(value, str) else value or ():
-            if int(node.rpartition(":")[2]) > 65535:
-                raise ValueError("must have a port of at most 65535")
+            config_rules.check_address(info.field_name or "", node)
         return value
 
     @field_validator("directory")
@@ -340,8 +341,6 @@ class Config(BaseSettings):
                 if getattr(self, name) not in (None, "none", ()):
                     raise ValueError(f"{name} needs peer_address: where other nodes reach this one")
             return self
-        if self.peer_address.startswith("0.0.0.0:"):
-            raise ValueError("peer_address needs the address by which other nodes reach this one")
         if self.directory == "static" and not self.peers:
             raise ValueError("directory=static needs peers")
         tls = (self.peer_tls_ca, self.peer_tls_cert, self.peer_tls_key)

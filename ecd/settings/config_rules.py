@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from ipaddress import IPv4Address
 from typing import TypeVar
 
 from ecd.core.model.rules import Rules
@@ -55,6 +56,32 @@ def duration(value: object) -> object:
         return float(value)
     except ValueError:
         return seconds_of(value)
+
+
+def check_address(name: str, address: str) -> None:
+    """Raise ValueError unless the setting may have this host:port."""
+    host, _, port = address.rpartition(":")
+    if int(port) > 65535:  # a bind would take it modulo 65536
+        raise ValueError("must have a port of at most 65535")
+    if name == "events_address" and int(port) == 65535:
+        raise ValueError("must have a port of at most 65534, as the next one replays the events")
+    if int(port) == 0 and name not in ("metrics_address", "events_address"):
+        raise ValueError("must have a port of 1 or more, which others can know")
+    if name in ("peer_address", "peers"):
+        _check_host(host, "this one" if name == "peer_address" else "each of them")
+
+
+def _check_host(host: str, node: str) -> None:
+    """Raise ValueError for a host that is no address of one node, such as 0.0.0.0 or 0."""
+    last = host.rstrip(".").rpartition(".")[2]
+    if not re.fullmatch("[0-9]+|0[xX][0-9a-fA-F]*", last):  # what inet_aton(3) takes for numbers
+        return
+    try:
+        ip = IPv4Address(host)
+    except ValueError:
+        raise ValueError("must have a host name, or an IPv4 address of four numbers") from None
+    if ip.is_unspecified or ip.is_multicast or ip == IPv4Address("255.255.255.255"):
+        raise ValueError(f"needs the address by which other nodes reach {node}")
 
 
 def quotas(value: object) -> object:

@@ -8,16 +8,22 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
+from pydantic_settings import EnvSettingsSource
 
 from ecd.settings.config import ENV_PREFIX, NOT_OURS, SECRETS, Config, ConfigError
 from ecd.settings.redaction import without_password
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 WANTED = {
     "float_parsing": "must be a number",
@@ -113,8 +119,9 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         if file.is_dir():
             raise ConfigError(f"{file} is a directory, not a TOML file")
-        if not file.is_file():
+        if not file.exists():
             raise ConfigError(f"no such file: {file}")
-        return TomlConfigSettingsSource(Config, toml_file=file)()
+        values: dict[str, Any] = tomllib.loads(file.read_text())
+        return values
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -245,6 +246,15 @@ def test_a_hangup_ends_no_daemon_that_has_no_file(make_daemon: MakeDaemon) -> No
         assert client.put_bytes("k", b"1", "uint8", (1,))
     assert daemon.terminate() == 0
     assert "ecd.daemon: stopping: SIGTERM" in daemon.text()
+
+
+def test_settings_of_a_pipe_are_read_once(make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon()
+    serve = shlex.join([*Daemon.command, "--config", "/dev/stdin"])
+    daemon.command = ("bash", "-c", f"exec {serve} < <(echo \"zone = 'west'\")")
+    daemon.start()
+    os.kill(daemon.pid, signal.SIGHUP)
+    eventually(lambda: "there is no --config that can be read again" in daemon.text())
 
 
 def test_lines_carry_their_severity_to_the_journal(make_daemon: MakeDaemon) -> None:

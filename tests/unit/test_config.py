@@ -167,6 +167,41 @@ def test_a_port_is_one(name: str) -> None:
     assert not re.fullmatch(NODE_PATTERN, "127.0.0.1:\uff19465")
 
 
+@pytest.mark.parametrize("name", ["peer_address", "peers"])
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        *((host, "four numbers") for host in ("0", "0.0", "127.1", "0x7f.1", "300.0.0.1")),
+        *((host, "by which other nodes reach") for host in ("0.0.0.0", "224.0.0.1")),
+    ],
+)
+def test_a_node_has_an_address_of_its_own(name: str, host: str, says: str) -> None:
+    given = {"peer_address": "127.0.0.1:9465", name: f"{host}:9465", "peer_insecure": "true"}
+    with pytest.raises(ConfigError, match=f"^{name} .*{says}.*, got .*'{host}:9465'"):
+        load(given, None)
+
+
+@pytest.mark.parametrize("name", ["peer_address", "peers", "health_address"])
+def test_a_port_that_nobody_can_know_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} .*must have a port of 1 or more"):
+        load({name: "127.0.0.1:0"}, None)
+
+
+def test_the_port_after_that_of_the_events_is_one() -> None:
+    with pytest.raises(ConfigError, match=r"events_address .* at most 65534, as the next one"):
+        load({"events_address": "127.0.0.1:65535"}, None)
+    load({"events_address": "127.0.0.1:0", "metrics_address": "127.0.0.1:0"}, None)
+
+
+def test_settings_come_through_a_pipe() -> None:
+    ours, theirs = os.pipe()
+    with os.fdopen(theirs, "w") as file:
+        file.write("zone = 'west'\n")
+    settings, origins = load({}, Path(f"/dev/fd/{ours}"))
+    os.close(ours)
+    assert (settings.zone, origins["zone"]) == ("west", f"/dev/fd/{ours}")
+
+
 def test_values_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
     done = ecd("config", ECD_LOG_LEVEL="[/x]")
     assert done.exit_code == 2
