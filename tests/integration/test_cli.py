@@ -295,6 +295,24 @@ def test_ls_finds_and_sorts_and_keeps_keys_whole_in_a_pipe(daemon: Daemon) -> No
     assert "\u2026" not in narrow, "what has no room is left out, not cut"
 
 
+def test_evict_takes_several_keys(daemon: Daemon) -> None:
+    with Client(daemon.address, namespace="n") as client:
+        for key in "abcde":
+            client.put(key, torch.ones(256, dtype=torch.int8))
+        assert cli(daemon, "evict", "a", "b", "b", "--dry-run").stdout == (
+            "Would evict 2 entries, 512 bytes.\n"
+        )
+        assert as_json(daemon, "evict", "a", "b", "--unused-for", "0s")["nbytes"] == 512
+        done = cli(daemon, "evict", "c", "gone", "a", "--json")
+        assert (done.returncode, json.loads(done.stdout)["entries"]) == (1, 1)
+        gone = "no entry 'gone' in any namespace\nno entry 'a' in any namespace"
+        assert json.loads(done.stderr)["error"] == gone, "the others are evicted all the same"
+        late = cli(daemon, "evict", "d", "e", "--older-than", "1h")
+        assert late.returncode == 1
+        assert late.stderr.count("meets the conditions") == 2
+        assert client.contains([*"abcde"]) == [False, False, False, True, True]
+
+
 def test_evict_says_what_goes_and_asks_before_more_than_one(daemon: Daemon) -> None:
     with Client(daemon.address, namespace="n") as client:
         for index in range(5):
@@ -331,6 +349,7 @@ def test_evict_says_what_goes_and_asks_before_more_than_one(daemon: Daemon) -> N
     ("arguments", "code", "says"),
     [
         (["evict"], 2, "say which"),
+        (["evict", "k", "l", "--all"], 2, "takes no condition"),
         (["evict", "k", "--all"], 2, "takes no condition"),
         (["evict", "--unused-for", "soon", "--yes"], 2, "--unused-for must be a duration, such as"),
         (["evict", "--older-than", "5", "--yes"], 2, "--older-than needs a unit, such as 5s, 5m"),
@@ -522,7 +541,7 @@ def test_each_program_tells_its_version_and_its_options(program: str) -> None:
 
 
 def test_help_and_version_are_commands_too(daemon: Daemon) -> None:
-    assert "Evict one entry" in cli(daemon, "help", "evict").stdout
+    assert "Evict entries by their keys" in cli(daemon, "help", "evict").stdout
     assert "bench" in cli(daemon, "help").stdout
     assert cli(daemon, "help", "nonsense").returncode == 2
     assert cli(daemon, "version").stdout.strip() == version("encoder-cache-daemon")

@@ -128,6 +128,10 @@ def test_evict_asks_before_it_evicts_a_completed_name(daemon: Daemon) -> None:
         assert "type the whole name" in done.stderr
         assert repr(QWEN) in done.stderr
         assert as_json(daemon, "evict", *arguments, "--dry-run")["entries"] > 0
+    several = cli(daemon, "evict", "957d17", DOG, "22ba7a", "-n", QWEN)
+    assert several.returncode == 2
+    assert f"evict 3 entries, 3 bytes, of {QWEN!r} {CAT!r}, {QWEN!r} {DOG!r}" in several.stderr
+    assert cli(daemon, "evict", DOG, "22ba7a").returncode == 2, "none, if one is unclear"
     assert cli(daemon, "evict", "957d17", "--yes").returncode == 1
     assert as_json(daemon, "evict", "-n", "Qwen/Qwen2..b", "--yes")["entries"] == 0
     assert as_json(daemon, "ls")["total"] == 4

@@ -20,6 +20,7 @@ from ecd_client.cli.context import (
     FAILED,
     OTHER_NAMESPACES,
     AsJson,
+    CommandFailed,
     MmHash,
     Namespace,
     Options,
@@ -60,6 +61,8 @@ class Order(str, Enum):
     IDLE = "idle"
 
 
+_EVICTED = [name for name in pb.EvictReply.DESCRIPTOR.fields_by_name if name != "incarnation"]
+"""The counts of an answer."""
 _BY: dict[Order, Callable[[pb.EntryInfo], Any]] = {
     Order.SIZE: lambda entry: entry.content.nbytes,
     Order.HITS: lambda entry: entry.hits,
@@ -281,11 +284,11 @@ def put(
 
 def evict(
     context: typer.Context,
-    key: Annotated[
-        str | None,
+    typed: Annotated[
+        list[str] | None,
         typer.Argument(
             metavar="KEY",
-            help="One item's mm_hash: whole, as tables show it, or 6 or more digits of a digest.",
+            help="Items' mm_hash: whole, as tables show it, or 6 or more first digits of a digest.",
         ),
     ] = None,
     namespace: Annotated[
@@ -304,57 +307,78 @@ def evict(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Evict one entry, or all that meet the conditions. Leased ones go once they are released.
+    """Evict entries by their keys, or all that meet the conditions. Leased ones go once released.
 
     Asks before it evicts by conditions, and by a name that was not typed whole.
     """
     options: Options = context.obj
-    typed = key, namespace
-    conditions = (*typed, older_than, unused_for)
-    is_limited = any(condition is not None for condition in conditions)
+    keys = dict.fromkeys(typed or ())
+    is_limited = keys or any(each is not None for each in (namespace, older_than, unused_for))
     if everything and is_limited:
         raise typer.BadParameter("--all takes no condition: leave it out, or the others")
     if not everything and not is_limited:
         raise typer.BadParameter("say which: KEY, --namespace, --older-than, --unused-for or --all")
-    if key is not None:
-        namespace, key = names.whole_key(options, key, namespace, completes=not yes)
-    elif namespace is not None and not yes:
-        namespace = names.whole_namespace(options, namespace)
-    request = pb.EvictRequest(
-        namespace=namespace,
-        age_s=seconds("--older-than", older_than),
-        idle_s=seconds("--unused-for", unused_for),
+    limits = pb.EvictRequest(
+        age_s=seconds("--older-than", older_than), idle_s=seconds("--unused-for", unused_for)
     )
-    if key is not None:
-        request.key.mm_hash, request.key.namespace = key, namespace or ""
-    is_typed = key == typed[0] and typed[1] in (None, namespace)
-    if not (dry_run or yes or (key is not None and is_typed)):
-        _confirm(options, request, is_typed)
-    request.dry_run = dry_run
+    requests, missing, is_typed = list[pb.EvictRequest](), list[str](), True
+    for key in keys:
+        try:
+            where, mm_hash = names.whole_key(options, key, namespace, completes=not yes)
+        except CommandFailed as error:
+            if error.code != FAILED:
+                raise
+            missing.append(str(error))
+            continue
+        is_typed &= mm_hash == key and namespace in (None, where)
+        requests.append(pb.EvictRequest(key=pb.Key(namespace=where, mm_hash=mm_hash)))
+    if not keys:
+        completes = namespace is not None and not yes
+        name = names.whole_namespace(options, namespace or "") if completes else namespace
+        is_typed = name == namespace
+        requests.append(pb.EvictRequest(namespace=name))
+    for request in requests:
+        request.MergeFrom(limits)
+    if requests and not (dry_run or yes or (keys and is_typed)):
+        _confirm(options, requests, is_typed)
+    total = pb.EvictReply()
     with errors.status("evicting ..."):
-        reply = options.call("Evict", request)
-    if as_json or options.as_json:
-        render.as_json(out, reply)
-    else:
-        render.evicted(out, reply, dry_run)
-    if reply.disk_failures:
-        fail(
-            FAILED,
-            f"{reply.disk_failures:,} files of the disk tier could not be removed: see the log",
-        )
-    if key is not None and not reply.entries + reply.disk_entries:
-        fail(FAILED, f"no entry {key!r} meets the conditions")
+        for request in requests:
+            reply = _evict(options, request, total, dry_run)
+            if request.HasField("key") and not reply.entries + reply.disk_entries:
+                missing.append(f"no entry {request.key.mm_hash!r} meets the conditions")
+    if requests and (as_json or options.as_json):
+        render.as_json(out, total)
+    elif requests:
+        render.evicted(out, total, dry_run)
+    if failures := total.disk_failures:
+        missing.append(f"{failures:,} files of the disk tier could not be removed: see the log")
+    if missing:
+        fail(FAILED, "\n".join(missing))
 
 
-def _confirm(options: Options, request: pb.EvictRequest, is_typed: bool) -> None:
-    """Ask before more goes than one entry whose names were typed whole."""
-    would = pb.EvictRequest()
-    would.CopyFrom(request)
-    would.dry_run = True
-    described = render.describe(options.call("Evict", would))
+def _evict(
+    options: Options, request: pb.EvictRequest, total: pb.EvictReply, dry_run: bool
+) -> pb.EvictReply:
+    """Make one request, and add its answer to the total."""
+    asked = pb.EvictRequest(dry_run=dry_run)
+    asked.MergeFrom(request)
+    reply: pb.EvictReply = options.call("Evict", asked)
+    total.incarnation = reply.incarnation
+    for name in _EVICTED:
+        setattr(total, name, getattr(total, name) + getattr(reply, name))
+    return reply
+
+
+def _confirm(options: Options, requests: list[pb.EvictRequest], is_typed: bool) -> None:
+    """Ask before more goes than entries whose names were typed whole."""
+    would = pb.EvictReply()
+    for request in requests:
+        _evict(options, request, would, dry_run=True)
+    described = render.describe(would)
     if not is_typed:
-        described += f", of {request.namespace!r}"
-        described += f" {request.key.mm_hash!r}" if request.HasField("key") else ""
+        pairs = ((each.key.namespace or each.namespace, each.key.mm_hash) for each in requests)
+        described += ", of " + ", ".join(" ".join(map(repr, filter(None, pair))) for pair in pairs)
     advice = "add --yes" if is_typed else "type the whole name"
     refusal = f"this would evict {described}; not a terminal: {advice}"
     confirm(f"Evict {described}?", refusal)

@@ -17,7 +17,8 @@ def keep(
     key: MmHash,
     namespace: Namespace = None,
     for_: Annotated[
-        str | None, typer.Option("--for", help="How long: 30s, 10m, 2h, 1d. Default: until unkeep.")
+        str | None,
+        typer.Option("--for", help="How long: 30s, 2h, 1d, at most 3650d. Default: until unkeep."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
