@@ -150,8 +150,9 @@ class Deliveries:
             logger.debug("%s: %s", shown(flight.key.mm_hash), error)
             return Outcome.FULL if isinstance(error, PeerFull) else Outcome.UNREACHABLE
         except _Failed as error:
-            name = shown(flight.key.mm_hash)
-            logger.warning("%s from %s: %s", name, candidate.hint.node, error.outcome.value)
+            name, node = shown(flight.key.mm_hash), candidate.hint.node
+            about = {**flight.key._asdict(), "peer": node}
+            logger.warning("%s from %s: %s", name, node, error.outcome.value, extra=about)
             return error.outcome
 
     async def _bring(

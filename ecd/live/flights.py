@@ -275,7 +275,7 @@ class Flights:
         await self._background.close()
 
     async def _fly(self, flight: Flight) -> None:
-        outcome = Outcome.LATE
+        outcome, name = Outcome.LATE, shown(flight.key.mm_hash)
         time_stages()
         flight.end_within(self._timeout_s)
         try:
@@ -284,10 +284,10 @@ class Flights:
             if flight.is_left:
                 outcome = Outcome.MISSING
             else:
-                logger.warning("%s was not fetched in time", shown(flight.key.mm_hash))
+                logger.warning("%s was not fetched in time", name, extra=flight.key._asdict())
         except Exception:
             outcome = Outcome.ERROR
-            logger.exception("%s was not fetched", shown(flight.key.mm_hash))
+            logger.exception("%s was not fetched", name, extra=flight.key._asdict())
         finally:
             assert flight.deadline is not None
             flight.deadline.cancel()

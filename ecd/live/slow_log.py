@@ -136,6 +136,14 @@ class SlowLog:
                 event.seconds,
                 ", ".join(f"{stage} {spent:.2f} s" for stage, spent in event.stages.items()) or "-",
                 more,
+                extra={
+                    "kind": event.kind,
+                    "seconds": event.seconds,
+                    "namespace": event.namespace,
+                    "mm_hash": event.mm_hash,
+                    "nbytes": event.nbytes,
+                    "peer": event.peer,
+                },
             )
 
 

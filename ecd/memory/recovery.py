@@ -104,8 +104,8 @@ class Recovery:
                 return
             self._live.abort(self._session, entry)
             self._dropped += 1
-            name = shown(leftover.key.mm_hash)
-            logger.warning("the bytes of %s are not what they were: dropped", name)
+            name, about = shown(leftover.key.mm_hash), leftover.key._asdict()
+            logger.warning("the bytes of %s are not what they were: dropped", name, extra=about)
         finally:
             del self._verifying[leftover.key]
             self._index.note_unseen(len(self._unseen) + len(self._verifying))

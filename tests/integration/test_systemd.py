@@ -25,6 +25,7 @@ from ecd.base.clock import Clock
 from ecd.ops.service_manager import ServiceManager
 from ecd.settings.config import RELOADABLE
 from ecd_client import Client
+from ecd_client.errors import EntryTooLarge
 from ecd_proto.v1 import cache_pb2 as pb
 from support.daemon import Daemon, changed
 from support.nodes import LET_OTHERS_IN, SEEN
@@ -274,6 +275,31 @@ def test_lines_are_json_where_that_is_wanted(make_daemon: MakeDaemon) -> None:
     assert serving["level"] == "INFO"
     assert serving["logger"] == "ecd.daemon"
     assert datetime.fromisoformat(serving["time"]).utcoffset() == timedelta(0), "RFC 3339"
+
+
+def test_json_lines_have_fields_for_peers_and_entries(make_daemon: MakeDaemon) -> None:
+    nobody = "127.0.94.2:9465"
+    daemon = make_daemon(
+        ECD_LOG_FORMAT="json",
+        ECD_PEER_ADDRESS="127.0.94.1:9465",
+        ECD_ENGINE_PORTS="30032-30063",
+        ECD_PEERS=nobody,
+        ECD_SLOW_LOG_S="0",
+    ).start()
+
+    def line(text: str) -> dict[str, object]:
+        eventually(lambda: text in daemon.text(), text)
+        lines = [each for each in daemon.text().splitlines() if each.startswith("{")]
+        return next(each for each in map(json.loads, lines) if text in str(each["message"]))
+
+    with Client(daemon.address, namespace="n") as client:
+        with pytest.raises(EntryTooLarge):
+            client.put_bytes("large", bytes(65 << 20), "uint8", (65 << 20,))
+        client.put_bytes("k", b"1", "uint8", (1,))
+    refused, away, slow = (line(text) for text in ("is refused", f"peer {nobody}: ", "slow: "))
+    assert (refused["namespace"], refused["nbytes"]) == ("n", 65 << 20)
+    assert (away["level"], away["peer"]) == ("WARNING", nobody)
+    assert {"kind", "seconds", "namespace", "mm_hash", "nbytes", "peer"} <= slow.keys()
 
 
 # -- systemd ---------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ class Admission:
                 "a request names %s, which is not asked: set ECD_PEERS to name it, or "
                 "ECD_HINT_NETWORKS to allow its network",
                 node,
+                extra={"peer": node},
             )
 
 

@@ -296,9 +296,9 @@ class Peers:
             link = await within(CONNECT_TIMEOUT_S, self._greet(peer, channel))
         except BaseException as error:
             await channel.close()
-            is_full = False
+            is_full, about = False, {"peer": peer.node}
             if isinstance(error, ThisNode) and peer.node in self._configured:
-                logger.info("peer %s: that is this node", peer.node)
+                logger.info("peer %s: that is this node", peer.node, extra=about)
                 self._own_names.add(peer.node)
                 self._configured.pop(peer.node)
                 self._peers.pop(peer.node, None)
@@ -313,7 +313,7 @@ class Peers:
                 why = str(error)
             elif isinstance(error, Exception):
                 why = f"it cannot be understood: {error}"
-                logger.exception("peer %s", peer.node)
+                logger.exception("peer %s", peer.node, extra=about)
             else:
                 raise
             why = " ".join(why.split())  # it may be the node's own words: one line of log is ours
@@ -323,14 +323,15 @@ class Peers:
                 level = logging.INFO  # nobody fills the log with warnings
             elif why != peer.warned:
                 level, peer.warned = logging.WARNING, why
-            logger.log(level, "peer %s: %s", peer.node, why)
+            logger.log(level, "peer %s: %s", peer.node, why, extra=about)
             raise peer.unavailable(f": {why}") from None
         finally:
             del self._connecting[peer.node]
         self._links[peer.node] = link
         link.gone.add_done_callback(lambda _: self._forget(link))
         peer.connected(link.description)
-        logger.info("peer %s: connected, incarnation %s", peer.node, peer.last.incarnation)
+        about, incarnation = {"peer": peer.node}, peer.last.incarnation
+        logger.info("peer %s: connected, incarnation %s", peer.node, incarnation, extra=about)
         return link
 
     def _forget(self, link: Link) -> None:

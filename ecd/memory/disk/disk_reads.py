@@ -177,7 +177,8 @@ class DiskReads:
             if self._files.catalog.get(key) is not on_disk:
                 return Outcome.MISSING  # removed for room meanwhile
             self._counters.failures["corrupt"] += 1
-            logger.warning("%s on disk is removed: %s", shown(key.mm_hash), error)
+            name = shown(key.mm_hash)
+            logger.warning("%s on disk is removed: %s", name, error, extra=key._asdict())
             self._files.remove(on_disk)
             return Outcome.CORRUPT
         except OSError as error:

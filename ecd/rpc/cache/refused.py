@@ -25,7 +25,9 @@ class RefusedPuts:
         more = self._lines.take((type(outcome), outcome.quota_bytes > 0, namespace))
         if more is not None:
             size, why = size_text(outcome.nbytes), _why(outcome)
-            logger.warning("a put of %s by %s is refused: %s%s", size, shown(namespace), why, more)
+            about = {"namespace": namespace, "nbytes": outcome.nbytes}
+            who = shown(namespace)
+            logger.warning("a put of %s by %s is refused: %s%s", size, who, why, more, extra=about)
 
 
 def _why(outcome: EntryTooLarge | PoolFull) -> str:

@@ -358,7 +358,8 @@ class InboundLink:
         if self._is_over or self.hung_up.done():
             return
         if self.outbox.full():
-            logger.warning("peer %s leaves its replies unread: its link ends", self.node)
+            why = "leaves its replies unread: its link ends"
+            logger.warning("peer %s %s", self.node, why, extra={"peer": self.node})
             self.hang_up()
             return
         self.outbox.put_nowait(reply)

@@ -62,14 +62,15 @@ class PeerService(pb_grpc.PeerServicer):
             return
         link = InboundLink(self._live, self._memory, self.serving, session, hello.node)
         self._use(link)
-        logger.info("peer %s opened a link", hello.node)
+        about = {"peer": hello.node}
+        logger.info("peer %s opened a link", hello.node, extra=about)
         try:
             welcome = context.write(pb.LinkReply(welcome=self._memory.describe()))
             await within(HELLO_TIMEOUT_S, welcome)  # written before the end: gRPC fails otherwise
             reading, writing = self._read(link, request_iterator), _write(link, context)
             await first_of(reading, writing, link.hung_up)
         except asyncio.TimeoutError:
-            logger.warning("peer %s does not read the answer to its hello", link.node)
+            logger.warning("peer %s does not read the answer to its hello", link.node, extra=about)
         finally:
             self._links.pop(link, None)
             link.end()
@@ -103,10 +104,12 @@ class PeerService(pb_grpc.PeerServicer):
                 await link.take(request)
                 await link.outbox.room()
             except InvalidRequest as error:
-                logger.warning("peer %s broke the protocol: %s", link.node, error)
+                about = {"peer": link.node}
+                logger.warning("peer %s broke the protocol: %s", link.node, error, extra=about)
                 return
             except Exception:
-                logger.exception("peer %s asked for what fails: its link ends", link.node)
+                why = "asked for what fails: its link ends"
+                logger.exception("peer %s %s", link.node, why, extra={"peer": link.node})
                 return
 
     def end_all(self) -> None:

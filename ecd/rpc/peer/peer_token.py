@@ -108,5 +108,6 @@ class TokenCheck:
         """Abort the call, and log some of the refusals: those of strangers hide no member's."""
         more = self._lines.take(is_member)
         if more is not None:
-            logger.warning("%s is refused: %s%s", context.peer(), why, more)
+            peer = context.peer()
+            logger.warning("%s is refused: %s%s", peer, why, more, extra={"peer": peer})
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
