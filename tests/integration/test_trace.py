@@ -79,7 +79,7 @@ def test_a_replay_of_a_run_evicts_what_the_run_did(
     daemon.evict_all()
     evictions = dict(daemon.status().counters.evictions)
     assert all(evictions.values()), evictions
-    assert "ecd_trace_lost_records 0.0" in daemon.metrics()
+    assert "ecd_trace_lost_records_total 0.0" in daemon.metrics()
     daemon.terminate()
 
     again = ecd(trace, "--json")

@@ -292,3 +292,14 @@ def _of_disk(disk: pb.DiskStatus) -> Iterable[Metric]:
     resting = {"reads": disk.reads_rest, "writes": disk.writes_rest}
     text = "Whether the disk tier's reads, or its writes, are suspended after failures."
     yield gauge_by("of", "ecd_disk_resting", text, resting.items())
+
+
+class TraceCollector(Collector):
+    """The figure of the trace of evictions."""
+
+    def __init__(self, lost: Callable[[], float]) -> None:
+        self._lost = lost
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Records that the trace lacks, because they came too quickly."
+        yield from counters([("trace_lost_records", text, self._lost())])

@@ -22,7 +22,7 @@ from ecd.core.counters import SIZE_BOUNDS_BYTES
 from ecd.live.slow_log import DISK_READ, FETCH
 from ecd.ops.http_port import HttpPort, by_path, with_head
 from ecd.ops.metrics.cluster import EventsCollector, PeersCollector
-from ecd.ops.metrics.core import CoreCollector
+from ecd.ops.metrics.core import CoreCollector, TraceCollector
 from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ class Metrics:
 
     def watch_trace(self, lost: Callable[[], float]) -> None:
         """Export how many records the trace misses."""
-        text = "Records that the trace lacks, because they came too quickly."
-        Gauge("ecd_trace_lost_records", text, registry=self.registry).set_function(lost)
+        self.registry.register(TraceCollector(lost))
 
     async def watch_loop(self) -> None:
         """Measure the event loop's lag, until cancelled."""
