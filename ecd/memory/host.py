@@ -10,6 +10,7 @@ there.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -43,6 +44,8 @@ SPACE_WAIT_S = 10.0
 """How long a start waits for clients of a dead daemon to release its pool."""
 SMALL_BYTES = 256 << 20
 """A pool of fewer bytes that nobody asked for is worth a warning: an item has up to 130 MB."""
+SMALL_FILES_BYTES = 1 << 20
+"""Files of others that take less, such as semaphores, are not worth a word."""
 
 
 class HostPool:
@@ -141,7 +144,7 @@ class HostPool:
                 raise PoolError(
                     f"the host pool needs {size_text(self.nbytes)} in {shm_dir}, which has "
                     f"{lacking} less free. {holders.advice(self.directory.path)}"
-                    f"{advice(self.nbytes, shm_dir)}"
+                    f"{advice(self.nbytes, self.directory)}"
                 )
             logger.info("waiting for clients of the last daemon to let go of its pool")
             self._clock.block(0.5)
@@ -200,7 +203,7 @@ class HostPool:
                 raise
             raise PoolError(
                 f"memory ran out after {size_text(offset)} of {size_text(self.nbytes)} of "
-                f"{self.path}. " + advice(self.nbytes, self.directory.shm_dir)
+                f"{self.path}. " + advice(self.nbytes, self.directory)
             ) from None
         if not self.writable.populate(offset, nbytes):
             view = self.writable.view(offset, nbytes)
@@ -277,15 +280,26 @@ def _space(shm_dir: str) -> os.statvfs_result:
         ) from None
 
 
-def advice(nbytes: int, shm_dir: str) -> str:
-    """A sentence that says how to make room for a pool of this size."""
+def advice(nbytes: int, directory: PoolDir) -> str:
+    """A sentence that says how to make room for a pool of this size in the directory."""
     space, ways = (
-        _space(shm_dir),
+        _space(directory.shm_dir),
         "Make the pool smaller (ECD_HOST_POOL_BYTES or --host-pool-bytes)",
     )
-    if nbytes <= space.f_blocks * space.f_frsize:
-        ways += f", remove what else lies in {shm_dir}"
-    return f"{ways}, or {_enlarging(shm_dir, nbytes)}"
+    if nbytes <= space.f_blocks * space.f_frsize and _holds_more(directory):
+        ways += f", remove what else lies in {directory.shm_dir}"
+    return f"{ways}, or {_enlarging(directory.shm_dir, nbytes)}"
+
+
+def _holds_more(directory: PoolDir) -> bool:
+    """Whether files of others take memory beside the directory, or may do so unseen."""
+    closed: list[OSError] = []
+    found_bytes = 0
+    for place, _, names in os.walk(directory.shm_dir, onerror=closed.append):
+        for name in names if Path(place) != directory.path else ():
+            with contextlib.suppress(OSError):
+                found_bytes += 512 * os.lstat(Path(place, name)).st_blocks
+    return bool(closed) or found_bytes >= SMALL_FILES_BYTES
 
 
 def _enlarging(shm_dir: str, more_bytes: int) -> str:

@@ -93,7 +93,7 @@ class SharedIndex:
         except OSError as error:
             raise PoolError(
                 f"the pool's index needs {size_text(self.shape.rows_at)} more in {directory.path}: "
-                f"{error.strerror}. {advice(pool_bytes, directory.shm_dir)}"
+                f"{error.strerror}. {advice(pool_bytes, directory)}"
             ) from None
         memory = MappedFile(self._fd, self.shape.nbytes, writable=True)
         header = pack_index_header(self.shape)

@@ -19,6 +19,7 @@ import pytest
 from ecd_client import Client
 from ecd_proto.shm.index import INDEX_HEADER_BYTES, unpack_index_header
 from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD
+from support.cli import as_json
 from support.daemon import Daemon, changed
 from support.processes import run
 from support.waiting import HANG_S, eventually
@@ -431,6 +432,35 @@ def test_a_start_that_is_told_to_end_leaves_what_it_found(
     daemon.start()
     check_all(daemon, sizes)
     daemon.check_nothing_leaked()
+
+
+def test_nothing_is_to_be_removed_where_nothing_else_lies(
+    make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    place = tmp_path / "shm"
+    place.mkdir()
+    run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", place], check=True)
+    try:
+        daemon = make_daemon("64MiB", ECD_SHM_DIR=str(place))
+        fail(daemon)
+        assert "make the file system larger" in daemon.text()
+        assert "what else lies" not in daemon.text()
+        daemon.pool = "62MiB"
+        daemon.start()
+
+        def advised() -> str:
+            found = {each["check"]: each for each in as_json(daemon, "doctor")}
+            return found["shared memory"]["advice"]
+
+        assert advised().startswith("make it larger, or")
+        daemon.close()
+        daemon.pool = "56MiB"
+        (place / "filler").write_bytes(bytes(6 << 20))
+        daemon.start()
+        assert advised().startswith("remove what else lies there, make it larger, or")
+        daemon.close()
+    finally:
+        run(["umount", "--lazy", place], check=True)
 
 
 def test_a_start_without_memory_for_its_index_leaves_what_it_found(

@@ -197,7 +197,11 @@ def _shared_memory(status: pb.StatusReply | None) -> Finding:
         advice = "name a tmpfs by ECD_SHM_DIR: a disk makes puts slow, and loses what it promises"
         return Finding("shared memory", DOUBTFUL, f"{place} is on {kind}, not in memory", advice)
     if free < size // 50:
-        advice = "remove what else lies there, make it larger, or lower ECD_HOST_POOL_BYTES"
+        advice = "make it larger, or lower ECD_HOST_POOL_BYTES"
+        pools = () if status is None else findings.host_pools(status)
+        own_bytes = sum(each.populated_bytes for each in pools)
+        if (space.f_blocks - space.f_bfree) * space.f_frsize - own_bytes >= size // 50:
+            advice = f"remove what else lies there, {advice}"
         return Finding("shared memory", DOUBTFUL, found, advice)
     return Finding("shared memory", GOOD, found)
 
