@@ -198,7 +198,7 @@ class Daemon:
             )
             running.push_async_callback(cluster.close)
             metrics.watch_peers(cluster.status, cluster.hints, cluster.never_reached)
-            token = TokenCheck(config.peer_address, config.token, clock)
+            token = TokenCheck(config.peer_address, config.token, clock, live.refuse)
             peers = PeerService(live, cluster, token, config.readers_per_entry)
             peer_server = PeerServer(peers, cluster.server_credentials, clock)
             self._cluster, status.peers = cluster, cluster.peer_states

@@ -17,6 +17,7 @@ CAUSES = (
     "kept",
     "sessions",
     "peer_links",
+    "peer_proofs",
     "peer_turns",
     "long_peer_turns",
     "reservations",

@@ -76,6 +76,11 @@ REFUSALS = {
     "peer_links": Refusal(
         "link", "of another node refused: there were too many", "look at who reaches the peer port"
     ),
+    "peer_proofs": Refusal(
+        "call",
+        "of another node refused: it did not prove that it has the token",
+        "the log has its address; set one peer_token on all nodes, and their clocks (NTP)",
+    ),
     "peer_turns": Refusal(
         "turn",
         "of another node to read refused: too many waited, or too long",

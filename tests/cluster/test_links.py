@@ -129,7 +129,10 @@ def test_a_proof_of_the_token_is_accepted_once(node: Daemon) -> None:
             odd.append(("ecd-proof", proof(TOKEN, "ask", node.peer, "n", "9" * 5000)))
             assert "the clock of" in await refused(listener.Describe(about, metadata=odd))
 
+    before = node.status().counters.refused["peer_proofs"]
     asyncio.run(ask())
+    assert node.status().counters.refused["peer_proofs"] == before + 10
+    assert 'ecd_refused_total{cause="peer_proofs"}' in node.metrics()
 
 
 def test_many_keys_are_leased_in_turns(node: Daemon, client_of: ClientOf) -> None:

@@ -44,7 +44,7 @@ class PeerService(pb_grpc.PeerServicer):
         """When each link was last used, in that order."""
 
     async def Describe(self, request: pb.DescribeRequest, context: Ctx) -> pb.NodeDescription:
-        await self._token.check(context, self._refuse)
+        await self._token.check(context)
         return self._memory.describe()
 
     async def Link(  # type: ignore[override]  # it writes to the context instead of yielding
@@ -52,7 +52,7 @@ class PeerService(pb_grpc.PeerServicer):
     ) -> None:
         hello = await self._hello(request_iterator, context)
         # A refusal before the first read never arrives.
-        await self._token.check(context, self._refuse)
+        await self._token.check(context)
         session = self._open_session()
         if isinstance(session, LimitReached):
             await context.abort(
@@ -78,11 +78,8 @@ class PeerService(pb_grpc.PeerServicer):
     def _open_session(self) -> SessionId | LimitReached:
         if len(self._links) < MAX_LINKS or self._end_idle():
             return self._live.cache.open_session()
-        self._refuse(MAX_LINKS)
+        self._live.refuse("peer_links", MAX_LINKS)
         return LimitReached("links of peers", MAX_LINKS)
-
-    def _refuse(self, limit: int) -> None:
-        self._live.refuse("peer_links", limit)
 
     def _use(self, link: InboundLink) -> None:
         self._links[link] = self._live.clock.now_s()

@@ -53,20 +53,21 @@ class TokenCheck:
     others fill no memory; a restart forgets them.
     """
 
-    def __init__(self, node: str, token: str | None, clock: Clock) -> None:
+    def __init__(
+        self,
+        node: str,
+        token: str | None,
+        clock: Clock,
+        refuse: Callable[[str, int], None] = lambda _cause, _limit: None,
+    ) -> None:
+        """`refuse` counts a refusal, by its cause and the limit that is reached."""
         self._node, self._token, self._clock = node, token, clock
+        self._count = refuse
         self._spent = SpentProofs()
         self._lines = LogLimit(clock)
 
-    async def check(
-        self,
-        context: grpc.aio.ServicerContext[Any, Any],
-        refused: Callable[[int], None] | None = None,
-    ) -> None:
-        """Abort the call unless the caller proves that it has the token; prove the same to it.
-
-        `refused` is told where more proofs came than are remembered, and how many these are.
-        """
+    async def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Abort the call unless the caller proves that it has the token; prove the same to it."""
         if self._token is None:
             return
         said = {str(name): value for name, value in context.invocation_metadata() or ()}
@@ -90,8 +91,7 @@ class TokenCheck:
             )
         is_new = self._spent.spend(expected, made_s + CLOCKS_APART_S, now_s)
         if is_new is None:
-            if refused is not None:
-                refused(MAX_PROOFS)
+            self._count("peer_links", MAX_PROOFS)
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{MAX_PROOFS} calls have come within {2 * CLOCKS_APART_S:.0f} s: ask later",
@@ -106,6 +106,7 @@ class TokenCheck:
         self, context: grpc.aio.ServicerContext[Any, Any], why: str, *, is_member: bool = False
     ) -> None:
         """Abort the call, and log some of the refusals: those of strangers hide no member's."""
+        self._count("peer_proofs", 0)
         more = self._lines.take(is_member)
         if more is not None:
             peer = context.peer()
