@@ -201,7 +201,9 @@ def metrics() -> str:
     counters = pb.Counters(**Counters().figures())
     pools = [pb.PoolStatus(kind="host")]
     disk = pb.DiskStatus(**vars(DiskCounters()))
-    registry.watch_core(lambda: pb.StatusReply(counters=counters, pools=pools, disk=disk))
+    spaces = [pb.NamespaceStatus(namespace="n", quota_bytes=1)]
+    figures = pb.StatusReply(counters=counters, pools=pools, disk=disk, namespaces=spaces)
+    registry.watch_core(lambda: figures)
     registry.observe_call("Get", 0.0)
     reply = pb.PeersReply(fetches={"fetched": 1}, peers=[pb.PeerStatus(node="a:1")])
     registry.watch_peers(lambda: reply, lambda: (0, 0), set)
