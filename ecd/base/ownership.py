@@ -11,7 +11,7 @@ from ecd.base.clock import REAL, Clock
 from ecd_proto.leftovers import user
 
 LOCK_WAIT_S = 0.5
-"""How long a lock is tried for: `ecd_proto.leftovers` holds one for a moment to test it."""
+"""How long a lock is tried for: `ecd_proto.leftovers` and clients hold one for a moment to test."""
 
 _KINDS = {
     stat.S_IFDIR: "a directory",

@@ -19,7 +19,7 @@ import pytest
 from ecd_client import Client
 from ecd_proto.shm.index import INDEX_HEADER_BYTES, unpack_index_header
 from ecd_proto.shm.rows import ROW_BYTES, ROW_CHECKSUM_WORD
-from support.cli import as_json
+from support.cli import as_json, cli
 from support.daemon import Daemon, changed
 from support.processes import run
 from support.waiting import HANG_S, eventually
@@ -178,6 +178,9 @@ def test_a_reader_of_the_old_life_is_waited_for(make_daemon: MakeDaemon) -> None
         assert pins.with_suffix(".puts").exists()
         assert "waiting for clients" in daemon.text()[seen:]
         assert "serving on" not in daemon.text()[seen:]
+        asked = cli(daemon, "status")
+        assert asked.returncode == 3
+        assert "is starting or stopping; wait: its log says what for" in asked.stderr
         assert bytes(item.view) == content("k", MIB)
         item.close()
         daemon.wait_serving()

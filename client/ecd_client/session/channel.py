@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import socket
@@ -120,6 +121,8 @@ def why_refused(address: str) -> tuple[str, str] | None:
             probe.settimeout(PROBE_S)
             probe.connect(path)
     except FileNotFoundError:
+        if _is_owned(path):
+            return f"the daemon of {path} is starting or stopping", "wait: its log says what for"
         return f"there is no {path}", "start the daemon, or say where it is (ECD_ADDRESS)"
     except PermissionError:
         advice = "join the daemon's group (ECD_GROUP; under systemd ecd), or run as its user"
@@ -133,6 +136,22 @@ def why_refused(address: str) -> tuple[str, str] | None:
     except OSError as error:
         return f"{path}: {error}", "start the daemon anew"
     return None
+
+
+def _is_owned(path: str) -> bool:
+    """Whether a daemon has locked the socket's path, as far as this user can see.
+
+    The test takes the lock for a moment, which a daemon that starts outwaits.
+    """
+    with contextlib.suppress(OSError):
+        fd = os.open(f"{path}.lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+    return False
 
 
 def socket_path(address: str) -> str:
