@@ -179,8 +179,9 @@ def sections(name: str, group: Any) -> Iterator[str]:
 
 
 def one_word(argument: Any) -> str:
-    word = (argument.metavar or argument.name).strip("{}[]").upper()
-    return word if argument.required else f"[{word}]"
+    word = (argument.metavar or argument.name).strip("{}[].").upper()
+    word = word if argument.required else f"[{word}]"
+    return f"{word}..." if argument.nargs == -1 else word
 
 
 def options(command: Any) -> str:
