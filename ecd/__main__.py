@@ -7,7 +7,7 @@ import sys
 
 OF_ECD_CLI = (
     *("status", "top", "doctor", "bench", "ls", "namespaces", "get", "put", "evict", "peers"),
-    *("locate", "watch", "slow", "keep", "unkeep", "clients"),
+    *("locate", "encoders", "watch", "slow", "keep", "unkeep", "clients"),
 )
 """Commands that newcomers ask of `ecd`."""
 

@@ -201,6 +201,7 @@ class Daemon:
             token = TokenCheck(config.peer_address, config.token, clock, live.refuse)
             peers = PeerService(live, cluster, token, config.readers_per_entry)
             peer_server = PeerServer(peers, cluster.server_credentials, clock)
+            cluster.encoders.own = node.streams.engines.encoders
             self._cluster, status.peers = cluster, cluster.peer_states
         self._flights = node.flights
         self._flights.reload(config.fetch_timeout_s)

@@ -24,7 +24,9 @@ from ecd_proto.contract import (
     Hint,
     nbytes_of,
 )
+from ecd_proto.encoders import MAX_URL_BYTES, RegisteredEncoder, checked_url
 from ecd_proto.engines import MAX_PARTS, MAX_TEXT_BYTES, Engine
+from ecd_proto.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +95,20 @@ def engine(value: Any) -> Engine:
             f"of at most {MAX_TEXT_BYTES} bytes, and up to {MAX_PARTS} parts with words or digests"
         )
     return value
+
+
+def encoder(engine_id: Any, url: Any) -> RegisteredEncoder:
+    """An engine's id and the URL of its API server, as daemons accept them."""
+    try:
+        made = RegisteredEncoder.of(pb.Encoder(engine=engine_id, url=checked_url(url)))
+    except (AttributeError, TypeError, ValueError):
+        made = None
+    if made is None:
+        raise InvalidArgument(
+            f"an encoder has an engine's id and a URL such as http://10.0.0.1:8000, of at most "
+            f"{MAX_URL_BYTES} bytes and without user, query and fragment"
+        )
+    return made
 
 
 def seconds(value: Any, what: str) -> float:

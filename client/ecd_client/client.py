@@ -1,12 +1,4 @@
-"""The Python client: put and get tensors by mm_hash.
-
-from ecd_client import Client
-
-with Client(namespace="my-model") as client:
-    client.put(mm_hash, tensor)
-    with client.get(mm_hash) as item:
-        embedding = item.to("cuda")
-"""
+"""The Python client: put and get tensors by mm_hash."""
 
 from __future__ import annotations
 
@@ -19,13 +11,14 @@ from ecd_client.acquire import NO_NODES, Nodes
 from ecd_client.device.pinned import Pinning
 from ecd_client.errors import InvalidArgument
 from ecd_client.item import Handle, Item
-from ecd_client.locate import Located, locate
+from ecd_client.locate import Located, encoders, locate
 from ecd_client.reader import Reader
 from ecd_client.session.channel import CALL_TIMEOUT_S, resolve
 from ecd_client.session.connection import Connection
 from ecd_client.values import Key, to_key
 from ecd_client.writer import Writer, describe_entry
 from ecd_proto.contract import BENCH_NAMESPACE, Hint
+from ecd_proto.encoders import RegisteredEncoder
 from ecd_proto.engines import Engine
 
 if TYPE_CHECKING:
@@ -111,11 +104,18 @@ class Client:
 
         Every client of the daemon can read it; a later call replaces it. `on_apart` is called, on
         another thread and once a session, with an engine of the same model that stores under
-        another namespace, where no other engine stores under this one's. Raises InvalidArgument for
-        a description that is too long or of another form.
+        another namespace, where no other engine stores under this one's. Raises InvalidArgument.
         """
         arguments.engine(engine)
         self._connection.describe(engine, on_apart)
+
+    def register(self, engine: str, url: str) -> None:
+        """Register an engine's API server as an encoder, until `close`. Raises InvalidArgument."""
+        self._connection.register(arguments.encoder(engine, url))
+
+    def encoders(self, *, namespace: str | None = None) -> list[RegisteredEncoder]:
+        """The encoders that are registered here and on other nodes. Raises EcdError."""
+        return encoders(self._connection.session(), self._namespace(namespace))
 
     def pin(self, device: torch.device | str = "cuda") -> None:
         """Pin the daemon's pools in this process, in the background, for copies of this GPU.
@@ -188,14 +188,13 @@ class Client:
     ) -> Future[bool]:
         """`put` without waiting: the space is asked for at once, the copy made on the side.
 
-        A small tensor on the host is copied before this returns, if memory was granted for it: a
-        copy takes less than waking another thread. A tensor of a GPU is read after the work that is
-        queued on the current stream now, on a stream of its own; the entry is stored once that copy
-        was seen to be over. The copy for the GPU's device pool, if there is one, is made of the
-        tensor too, before the future is done. Do not write to the tensor until the future is done;
-        the future cannot be cancelled. A key that another client is writing is left to it (False).
-        Raises InvalidArgument, DaemonUnavailable, and EcdError when MAX_PENDING_PUTS are in
-        flight; the future raises EcdError.
+        A small tensor on the host is copied before this returns, if memory was granted for it. A
+        tensor of a GPU is read after the work that is queued on the current stream now, on a stream
+        of its own; the entry is stored once that copy was seen to be over. The copy for the GPU's
+        device pool, if there is one, is made of the tensor too, before the future is done. Do not
+        write to the tensor until the future is done, which cannot be cancelled. A key that another
+        client is writing is left to it (False). Raises InvalidArgument, DaemonUnavailable, and
+        EcdError when MAX_PENDING_PUTS are in flight; the future raises EcdError.
         """
         from ecd_client.tensors import TensorSource, describe
 

@@ -1,4 +1,4 @@
-"""The question which nodes hold some keys."""
+"""The questions which nodes hold some keys, and which engines encode."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ecd_client.session.session import Session
 from ecd_client.values import Key, to_key
+from ecd_proto.encoders import RegisteredEncoder
 from ecd_proto.v1 import cache_pb2 as pb
 
 
@@ -37,6 +38,12 @@ class Located(NamedTuple):
 def locate(session: Session, keys: Sequence[Key]) -> Located:
     """The nodes that hold these keys. Raises EcdError."""
     return located(session.calls.alone("locate", pb.LocateRequest(keys=map(to_key, keys))))
+
+
+def encoders(session: Session, namespace: str) -> list[RegisteredEncoder]:
+    """The encoders of the namespace. Raises EcdError."""
+    reply = session.calls.alone("encoders", pb.EncodersRequest(namespace=namespace))
+    return list(filter(None, map(RegisteredEncoder.of, reply.encoders)))
 
 
 def located(reply: Any) -> Located:

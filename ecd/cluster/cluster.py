@@ -22,6 +22,7 @@ from ecd.cluster.directory.directory import (
 from ecd.cluster.fetcher import Fetcher
 from ecd.cluster.peers.admission import Admission
 from ecd.cluster.peers.candidates import Candidates
+from ecd.cluster.peers.encoders import Encoders
 from ecd.cluster.peers.offers import Offers
 from ecd.cluster.peers.peer import Peer, PeerUnavailable
 from ecd.cluster.peers.peers import Peers, open_channel
@@ -131,6 +132,8 @@ class Cluster:
         self._directory = self._make_directory(outside)
         self._admission = Admission(self.node, config, self._peers, self._directory)
         self._candidates = Candidates(self._peers, self._admission, self._directory, config.zone)
+        self.encoders = Encoders(self.node, config, self._peers, self._directory, live.clock)
+        self.told_encoders, self.encoders_elsewhere = self.encoders.told, self.encoders.elsewhere
         self._offers = Offers(live.cache, self._candidates, live.clock)
         reads = PoolReads(self._engine.reads, writable)
         self._deliveries = Deliveries(
@@ -149,6 +152,7 @@ class Cluster:
         """Apply settings that may change at any time: peers asked, hints followed, the deadline."""
         self._config = config
         self._admission.reload(config)
+        self.encoders.reload(config)
         self._peers.reload(config.peers)
         self._deliveries.timeout_s = config.fetch_timeout_s
         self._directory.reload(self._other_nodes())
@@ -196,6 +200,7 @@ class Cluster:
                     outside.redis,
                     live.makings.lasting,
                     live.clock,
+                    lambda: bool(self.encoders.told()),
                 )
 
     async def _ask(self, node: str, keys: Sequence[Key]) -> Sequence[Candidate | None]:
@@ -244,6 +249,7 @@ class Cluster:
                 peer_pb2.PeerPool(pool=number, address=memory.address, nbytes=memory.nbytes)
                 for number, memory in self._registered.items()
             ],
+            takes_find_encoders=True,
         )
 
     def address_of(self, extent: Extent) -> int:

@@ -25,6 +25,7 @@ CAUSES = (
     "waits",
     "makings",
     "engines",
+    "encoders",
 )
 """Why requests are refused."""
 NO_ROOM = ("pool_full", "entry_too_large", "quota_full")

@@ -247,7 +247,8 @@ class Config(BaseSettings):
     hint_networks: Annotated[tuple[IPv4Network, ...], NoDecode] = Field(
         default=(),
         description="Networks, such as 10.0.0.0/8, that hints in requests may lead into, in "
-        "addition to the nodes that peers or the directory name. By default none.",
+        "addition to the nodes that peers or the directory name, and in which encoders of other "
+        "nodes may be. By default none.",
     )
 
     @field_validator("address", mode="before")

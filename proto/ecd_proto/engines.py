@@ -63,7 +63,7 @@ class Engine:
         """The description that a message has; None if it has another form, or is too long."""
         texts = message.model, message.namespace, message.shares
         if not (
-            _ID.fullmatch(message.id)
+            is_id(message.id)
             and 0 < _nbytes(message.namespace, MAX_NAMESPACE_BYTES) <= MAX_NAMESPACE_BYTES
             and all(_nbytes(each, MAX_TEXT_BYTES) <= MAX_TEXT_BYTES for each in texts)
             and all(each.isprintable() for each in texts)
@@ -129,6 +129,11 @@ class Engine:
 def _nbytes(text: str, most: int) -> int:
     """The text's length in bytes; of one that is too long anyway, in characters."""
     return len(text) if len(text) > most else len(text.encode())
+
+
+def is_id(text: str) -> bool:
+    """Whether the text may be an engine's id."""
+    return bool(_ID.fullmatch(text))
 
 
 def is_value(text: str) -> bool:

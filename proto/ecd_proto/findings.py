@@ -100,6 +100,9 @@ REFUSALS = {
     "engines": Refusal(
         "engine", "not shown or compared: there were too many", "nothing: it shares all the same"
     ),
+    "encoders": Refusal(
+        "encoder", "not registered: there were too many", "look for clients that register many"
+    ),
 }
 """The words for each cause in `Counters.refused`."""
 POOL_CAUSES = "entry_too_large", "pool_full"

@@ -364,7 +364,7 @@ EDITED = {
         "simulation/test_hints.py",
         Edit(
             "ecd/cluster/peers/admission.py",
-            "return _Standing.HINTED if _is_within(host, self._networks) else _Standing.UNKNOWN",
+            "return _Standing.HINTED if is_within(host, self._networks) else _Standing.UNKNOWN",
             "return _Standing.HINTED",
         ),
     ),

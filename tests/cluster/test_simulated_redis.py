@@ -37,7 +37,8 @@ PIPELINES: list[list[tuple[Any, ...]]] = [
         ("zrem", "s", "10.0.0.1:9465"),
         ("zrem", "s", "10.0.0.1:9465"),
     ],
-    [("eval", LIVING, 1, "s", "10.0.0.4:9465", GONE_S, 128)],
+    [("eval", LIVING, 1, "s", node, GONE_S, 128) for node in ("10.0.0.4:9465", "", "")],
+    [("eval", LIVING, 1, "nothing", "", GONE_S, 128), ("eval", LIVING, 1, "t", "a:1", GONE_S, 1)],
 ]
 
 

@@ -130,6 +130,7 @@ class Daemon(Process):
         self.cluster = Cluster(
             config, self.live, self.flights, memory, identity, lambda *_: None, outside
         )
+        self.cluster.encoders.own = self.node.streams.engines.encoders
         self.fetcher = self.flights.sources[-1]
         self.watched = self.flights.sources[-1] = Watched(self.fetcher)
         self.deliveries = self.fetcher.deliveries

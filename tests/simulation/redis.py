@@ -97,7 +97,7 @@ class SimulatedRedis:
 
     def _living(self, name: str, node: str, ttl_s: int, most: int) -> list[Any]:
         now = int(self.network.loop.now_s)
-        living = {**self._sorted.get(name, {}), node: now}
+        living = {**self._sorted.get(name, {}), **({node: now} if node else {})}
         living = {node: at for node, at in living.items() if abs(at - now) < ttl_s}
         self._sorted[name] = living
         newest = sorted(living, key=lambda node: (living[node], node), reverse=True)

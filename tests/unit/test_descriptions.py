@@ -9,6 +9,7 @@ import pytest
 
 from ecd.core.model.types import SessionId
 from ecd.rpc.cache.engines import Engines
+from ecd_proto.encoders import MAX_ENCODERS, RegisteredEncoder
 from ecd_proto.engines import MAX_ENGINES, MAX_PARTS, Engine, advice, difference, lonely, nearest
 from ecd_proto.findings import DOUBTFUL, GOOD, engines
 from ecd_proto.v1 import cache_pb2 as pb
@@ -215,3 +216,36 @@ def test_doctor_finds_engines_in_order_that_share() -> None:
     both = replace(ENCODER, loads=True)
     [(state, found)] = doctor(ENCODER, CONSUMER, replace(ENCODER, pid=4), both)
     assert (state, found) == (GOOD, "2 engines: none is kept from what another one stores")
+
+
+def test_an_encoder_is_what_its_engine_says_for_as_long_as_both_are_there() -> None:
+    engines, engine, server = Engines("10.0.0.1:9465"), SessionId(1), SessionId(2)
+    assert engines.register(server, RegisteredEncoder("encoder", "http://[::]:8000/e"))
+    assert engines.encoders() == [], "nothing describes the engine"
+    engines.describe(engine, ENCODER)
+    [found] = engines.encoders()
+    assert (found.engine, found.namespace, found.loads) == ("encoder", "n", False)
+    assert found.url == "http://10.0.0.1:8000/e"
+    engines.describe(engine, replace(ENCODER, namespace="other", loads=True))
+    [found] = engines.encoders()
+    assert (found.namespace, found.loads) == ("other", True), "it moves with the engine"
+    engines.describe(engine, replace(ENCODER, stores=False))
+    assert engines.encoders() == [], "it shares nothing now"
+    engines.describe(engine, ENCODER)
+    engines.forget(server)
+    assert engines.encoders() == []
+    engines.register(server, RegisteredEncoder("encoder", "http://0.0.0.0:8000"))
+    engines.forget(engine)
+    assert engines.encoders() == []
+
+
+def test_servers_that_register_are_bounded_and_one_that_moves_is_no_other() -> None:
+    engines = Engines()
+    engines.describe(SessionId(0), ENCODER)
+    for number in range(MAX_ENCODERS):
+        encoder = RegisteredEncoder("encoder", f"http://0.0.0.0:{8000 + number}")
+        assert engines.register(SessionId(number), encoder)
+    more = RegisteredEncoder("encoder", "http://0.0.0.0:1")
+    assert not engines.register(SessionId(MAX_ENCODERS), more)
+    assert engines.register(SessionId(0), more)
+    assert engines.encoders()[0].url == "http://127.0.0.1:1", "no other node reaches this one"

@@ -76,6 +76,7 @@ app.command()(daemon.doctor)
 app.command()(daemon.bench)
 app.command()(daemon.top)
 app.command()(routing.locate)
+app.command()(routing.encoders)
 app.command()(routing.watch)
 app.command()(daemon.slow)
 

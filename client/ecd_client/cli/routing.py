@@ -1,11 +1,11 @@
-"""The commands that show what routers are told: holders of keys, and changes as they come."""
+"""The commands that show what routers are told: holders of keys, changes as they come, encoders."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from base64 import b64encode
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from ecd_client.cli.context import (
     AsJson,
     Namespace,
     Options,
+    errors,
     fail,
     out,
 )
@@ -27,6 +28,11 @@ from ecd_client.locate import Located, located
 from ecd_proto import tables
 from ecd_proto.contract import duration_text, size_text
 from ecd_proto.v1 import cache_pb2 as pb
+
+NO_ENCODERS = (
+    "No encoder is registered. An engine that stores (ec_producer, ec_both) registers itself if "
+    "its server has --middleware ecd_client.vllm.ReuseMiddleware."
+)
 
 
 def locate(
@@ -92,6 +98,39 @@ def _show(keys: list[str], found: Located) -> None:
     tables.show(out, table)
     if found.is_partial:
         out.print("The directory or a node did not answer, or there is none: others may hold more.")
+
+
+def encoders(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the encoders that have registered themselves, this node's first, and since when."""
+    options: Options = context.obj
+    with errors.status("asking the daemon ..."):
+        reply = options.call("Encoders", pb.EncodersRequest())
+    found = [_plain_encoder(each, reply.node) for each in reply.encoders]
+    if as_json or options.as_json:
+        render.as_json(out, {"node": reply.node, "encoders": found})
+        return
+    if not found:
+        out.print(NO_ENCODERS, soft_wrap=True)
+        return
+    table = tables.unframed("url", "node", "role", "namespace", "registered")
+    for each in found:
+        node = f"{each['node']} (this one)" if each["own"] else each["node"]
+        short = render.short_namespace(each["namespace"])
+        age = f"{duration_text(each['age_s'])} ago"
+        table.add_row(*map(escape, (each["url"], node, each["role"], short, age)))
+    tables.show(out, table)
+
+
+def _plain_encoder(encoder: pb.Encoder, own_node: str) -> dict[str, Any]:
+    return {
+        "url": encoder.url,
+        "node": encoder.node or own_node,
+        "own": not encoder.node,
+        "namespace": encoder.namespace,
+        "role": "ec_both" if encoder.loads else "ec_producer",
+        "engine": encoder.engine,
+        "age_s": round(encoder.age_s, 3),
+    }
 
 
 def watch(context: typer.Context, as_json: AsJson = False) -> None:

@@ -22,6 +22,7 @@ from ecd_client.session.calls import Calls, GrpcThreads
 from ecd_client.session.channel import CLOSED, open_channel, socket_owner, translate, unreachable
 from ecd_client.session.session import Outbox, Session
 from ecd_proto.contract import CONTRACT_VERSION, DISTRIBUTION, POPULATING
+from ecd_proto.encoders import RegisteredEncoder
 from ecd_proto.engines import Engine
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
@@ -82,6 +83,7 @@ class Connection:
         self._gpu: int | None = None
         self._engine: Engine | None = None
         self._on_apart: Callable[[Engine], None] | None = None
+        self._encoder: RegisteredEncoder | None = None
         self.is_cut_off = False
         self._thread = threading.Thread(target=self._run, name="ecd-connection", daemon=True)
         forks.add(self, last=True)
@@ -160,6 +162,13 @@ class Connection:
             session = self._session
             if session is not None:
                 session.describe(engine, on_apart)
+
+    def register(self, encoder: RegisteredEncoder) -> None:
+        """Register the encoder at the daemon of this session, and of all later ones."""
+        with self._changed:
+            self._encoder, session = encoder, self._session
+            if session is not None:
+                session.register(encoder)
 
     def cut_off(self) -> None:
         """In a forked child: do not touch gRPC's objects here again, not even to end them."""
@@ -261,6 +270,8 @@ class Connection:
             self._session, device = session, self._gpu
             if session is not None and self._engine is not None:
                 session.describe(self._engine, self._on_apart)
+            if session is not None and self._encoder is not None:
+                session.register(self._encoder)
             self._changed.notify_all()
         if session is not None and device is not None:
             session.pools.pin(device)

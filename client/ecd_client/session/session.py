@@ -29,6 +29,7 @@ from ecd_client.shared.key_locks import KeyLocks
 from ecd_client.shared.puts import PutWriter
 from ecd_client.values import Extent
 from ecd_proto.contract import MAX_BATCH
+from ecd_proto.encoders import RegisteredEncoder
 from ecd_proto.engines import Engine
 from ecd_proto.shm.files import lock_byte
 from ecd_proto.shm.rows import Row
@@ -71,6 +72,7 @@ class Session:
         self.may_bring = bool(welcome.node) or welcome.has_disk
         """Whether the daemon may know of entries that are not in its memory."""
         self._takes_engine, self.takes_looks = welcome.takes_engine, welcome.takes_looks
+        self._takes_encoder = welcome.takes_encoder
         self._on_apart: Callable[[Engine], None] | None = None
         self.calls = calls
         self._stream, self._outbox = stream, outbox
@@ -229,17 +231,9 @@ class Session:
             return None
         extent, content = lease.extent, lease.content
         try:
-            row = Row(
-                0,
-                extent.pool,
-                extent.offset,
-                extent.nbytes,
-                content.dtype,
-                tuple(content.shape),
-                content.metadata,
-                content.cost_s,
-                False,
-            )
+            place = extent.pool, extent.offset, extent.nbytes
+            shape, metadata, cost_s = tuple(content.shape), content.metadata, content.cost_s
+            row = Row(0, *place, content.dtype, shape, metadata, cost_s, False)
             held = Pin(self, index, row, pin, lease.pool, lease.number)
             if lease.holds:  # or the daemon may have looked for pins before this one
                 lease.end()
@@ -348,6 +342,13 @@ class Session:
         self._on_apart = on_apart
         if self._takes_engine:
             self._outbox.put(pb.SessionRequest(engine=engine.message))
+
+    def register(self, encoder: RegisteredEncoder) -> None:
+        """Tell the daemon where the engine's API server is reached, unless it is too old."""
+        if self._takes_encoder:
+            self._outbox.put(pb.SessionRequest(encoder=encoder.message))
+        else:
+            logger.warning("the daemon is too old to register an encoder: upgrade it")
 
     def _engine_apart(self, status: pb.EngineStatus) -> None:
         other, on_apart = Engine.of(status.engine, status.pid), self._on_apart

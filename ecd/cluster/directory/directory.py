@@ -93,6 +93,9 @@ class Directory(Protocol):
     async def knows(self, node: str) -> bool:
         """Whether a living node of the cluster has this host:port; answers as soon as `find`."""
 
+    async def encoding(self) -> Collection[str]:
+        """Nodes that may have encoders; answers as soon as `find`."""
+
     async def claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
         """Claim these keys for this node, which makes them; return those that others claimed first.
 
@@ -125,6 +128,9 @@ class NoDirectory:
 
     async def knows(self, node: str) -> bool:
         return False
+
+    async def encoding(self) -> Collection[str]:
+        return ()
 
     async def claim(self, keys: Mapping[Key, str]) -> Mapping[Key, Claimed]:
         return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -81,10 +81,12 @@ class RedisDirectory:
         connect: Callable[[str, float], Any] = connect,
         lasting: Callable[[float], Iterable[Key]] = lambda _: (),
         clock: Clock = REAL,
+        encodes: Callable[[], bool] = lambda: False,
     ) -> None:
         """`connect` makes a client of the Redis at a URL, with a timeout in seconds.
 
         `lasting` has the keys that this node has been making for some seconds, and still makes.
+        `encodes` says whether it has encoders.
         """
         assert config.directory is not None
         self.state = DirectoryState("redis", up=False)
@@ -92,7 +94,7 @@ class RedisDirectory:
         self._names = RowNames(config.cluster)
         self._node, self._incarnation = identity.node, identity.incarnation
         self._zone, self._cache = config.zone, cache
-        self._url, self._lasting = config.directory, lasting
+        self._url, self._lasting, self._encodes = config.directory, lasting, encodes
         self._redis: Any = connect(config.directory, WRITE_TIMEOUT_S)
         self._unpublished: dict[Key, bool] = {}
         self._oldest_s: float | None = None
@@ -108,6 +110,7 @@ class RedisDirectory:
         self._nodes: dict[str, tuple[Candidate | None, float]] = {}
         self._addresses: dict[str, tuple[bool, float]] = {}
         self._asking: dict[str, asyncio.Task[bool]] = {}  # by address
+        self._encoding: tuple[Collection[str], float] = (), 0.0
 
     def reload(self, nodes: Sequence[str]) -> None:
         """Change nothing: nodes are known only from Redis."""
@@ -153,6 +156,20 @@ class RedisDirectory:
             asking = self._asking[node] = asyncio.ensure_future(self._look_at(node))
             asking.add_done_callback(lambda _: self._asking.pop(node))
         return await asyncio.shield(self._asking[node])
+
+    async def encoding(self) -> Collection[str]:
+        nodes, until_s = self._encoding
+        if self._clock.now_s() < until_s or self._is_silent:
+            return nodes
+        try:
+            pipeline = self._redis.pipeline(transaction=False)
+            pipeline.eval(LIVING, 1, self._names.encoding, "", NODE_TTL_S, MAX_LISTED)
+            [living] = await within(LOOKUP_TIMEOUT_S, pipeline.execute(raise_on_error=False))
+            nodes = unpack_living(living)[1]
+        except Exception as error:
+            self._failed(error)
+        self._encoding = nodes, self._clock.now_s() + NODE_CACHE_S
+        return nodes
 
     @property
     def _is_silent(self) -> bool:
@@ -275,12 +292,10 @@ class RedisDirectory:
 
     async def close(self) -> None:
         pipeline = self._redis.pipeline(transaction=False)
-        for name in (
-            self._names.record(self._incarnation),
-            self._names.address(self._node),
-        ):
+        for name in (self._names.record(self._incarnation), self._names.address(self._node)):
             pipeline.delete(name)
-        pipeline.zrem(self._names.nodes, self._node)
+        for name in (self._names.nodes, self._names.encoding):
+            pipeline.zrem(name, self._node)
         try:
             await within(LOOKUP_TIMEOUT_S, pipeline.execute())
         except Exception as error:
@@ -305,7 +320,9 @@ class RedisDirectory:
         pipeline.set(name, record, ex=NODE_TTL_S, xx=True)
         pipeline.set(self._names.address(self._node), self._incarnation, ex=NODE_TTL_S)
         pipeline.eval(LIVING, 1, self._names.nodes, self._node, NODE_TTL_S, MAX_LISTED)
-        *answers, living = await pipeline.execute(raise_on_error=False)
+        if self._encodes():
+            pipeline.eval(LIVING, 1, self._names.encoding, self._node, NODE_TTL_S, 1)
+        *answers, living = (await pipeline.execute(raise_on_error=False))[:3]
         existed, _ = checked(answers)
         self.state.lists(*unpack_living(living))
         if not existed:

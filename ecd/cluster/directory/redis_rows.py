@@ -14,6 +14,7 @@
                                        with the node's record.
 `ecd:<cluster>:nodes`                  a sorted set of all living nodes' host:port, by the time of
                                        their last record on Redis' clock. For operators alone.
+`ecd:<cluster>:encoding`               the same, of those nodes that have encoders.
 
 Others write to Redis too. A row that cannot be ours is passed over, and costs nothing but itself:
 no value of unknown size is read whole.
@@ -65,7 +66,7 @@ return ARGV[1]
 
 LIVING = """
 local now = tonumber(redis.call('time')[1])
-redis.call('zadd', KEYS[1], now, ARGV[1])
+if ARGV[1] ~= '' then redis.call('zadd', KEYS[1], now, ARGV[1]) end
 redis.call('zremrangebyscore', KEYS[1], '-inf', now - ARGV[2])
 redis.call('zremrangebyscore', KEYS[1], now + ARGV[2], '+inf')
 redis.call('expire', KEYS[1], ARGV[2])
@@ -75,7 +76,7 @@ for _, name in ipairs(redis.call('zrevrange', KEYS[1], 0, ARGV[3] - 1)) do
 end
 return some
 """
-"""Add a node to the set of living ones, of which those go that were silent for too long.
+"""Add a node to a set of living ones, unless it is "". Those go that were silent for too long.
 
 Return their number, and some of them: "" for one whose name is too long. Fails where Redis does not
 allow this, which costs operators the list, and nothing else.
@@ -103,6 +104,10 @@ class RowNames:
     @property
     def nodes(self) -> str:
         return f"{self._prefix}:nodes"
+
+    @property
+    def encoding(self) -> str:
+        return f"{self._prefix}:encoding"
 
 
 def _digest(key: Key) -> str:

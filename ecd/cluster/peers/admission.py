@@ -87,7 +87,7 @@ class Admission:
         host, _, port = node.rpartition(":")
         if not (re.fullmatch(NODE_PATTERN, node) and 0 < int(port) < 65536):
             return _Standing.NOBODY
-        return _Standing.HINTED if _is_within(host, self._networks) else _Standing.UNKNOWN
+        return _Standing.HINTED if is_within(host, self._networks) else _Standing.UNKNOWN
 
     def _ignore(self, node: str, standing: _Standing) -> None:
         self.ignored += 1
@@ -101,7 +101,8 @@ class Admission:
             )
 
 
-def _is_within(host: str, networks: Sequence[IPv4Network]) -> bool:
+def is_within(host: str, networks: Sequence[IPv4Network]) -> bool:
+    """Whether the host is an IPv4 address in one of the networks."""
     try:
         address = IPv4Address(host)
     except ValueError:

@@ -29,6 +29,7 @@ from ecd.cluster.peers.peer import Peer, PeerUnavailable
 from ecd.core.model.types import Content, Extent, Key
 from ecd.live.background import Background
 from ecd_proto.contract import MAX_BATCH, NODE_PATTERN, Hint
+from ecd_proto.encoders import MAX_ENCODERS, RegisteredEncoder
 from ecd_proto.v1 import peer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ MAX_UNSENT = 1024
 """Requests that may wait for the peer to read; offers beyond are dropped."""
 MAX_UNREAD = 8 * MAX_UNSENT
 """Requests that a peer may leave unread before the link is given up, each key's lease counted."""
+
+_Answer = pb.LeaseOutcome | pb.FoundKeys | pb.FoundEncoders
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,14 @@ class Link:
             )
         return found
 
+    async def encoders(self) -> list[RegisteredEncoder]:
+        """The peer's encoders; none of an older peer. Raises PeerUnavailable."""
+        if not self.description.takes_find_encoders:
+            return []
+        ticket, answer = self._ask(pb.FoundEncoders, 0)
+        self._send(pb.LinkRequest(find_encoders=pb.FindEncoders(ticket=ticket)))
+        return list(filter(None, map(RegisteredEncoder.of, (await answer).encoders)))
+
     def _give_back(self, outcome: pb.LeaseOutcome, is_stored: bool = False) -> None:
         """End a lease soon, together with others: one message costs as much for one as for many.
 
@@ -345,9 +356,11 @@ class Link:
                 )
             case "found":
                 return self._settle(reply.found.ticket, reply.found)
+            case "encoders":
+                return self._settle(reply.encoders.ticket, reply.encoders)
         return True
 
-    def _settle(self, ticket: int, result: pb.LeaseOutcome | pb.FoundKeys) -> bool:
+    def _settle(self, ticket: int, result: _Answer) -> bool:
         """End the question with its answer. False: the reply is another's, and it stays open."""
         opened = self._open.get(ticket)
         if opened is None or opened.kind is not type(result) or not _is_of(opened.keys, result):
@@ -364,10 +377,12 @@ class Link:
         return True
 
 
-def _is_of(keys: int, answer: pb.LeaseOutcome | pb.FoundKeys) -> bool:
+def _is_of(keys: int, answer: _Answer) -> bool:
     """Whether the answer is about this number of keys; it may leave out where they are."""
     if isinstance(answer, pb.LeaseOutcome):
         return True
+    if isinstance(answer, pb.FoundEncoders):
+        return len(answer.encoders) <= MAX_ENCODERS
     return len(answer.found) == keys >= max(len(answer.extents), len(answer.metadata))
 
 

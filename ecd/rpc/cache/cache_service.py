@@ -40,7 +40,8 @@ from ecd.rpc.cache.convert import (
 from ecd.rpc.cache.origins import Disk, OtherNodes, Recovering
 from ecd.rpc.cache.refused import RefusedPuts
 from ecd.rpc.cache.sessions import Context, SessionStreams
-from ecd_proto.contract import MAX_PAGE, Hint
+from ecd_proto.contract import MAX_BATCH, MAX_PAGE, Hint
+from ecd_proto.encoders import MAX_ENCODERS
 from ecd_proto.v1 import cache_pb2 as pb
 from ecd_proto.v1 import cache_pb2_grpc as pb_grpc
 
@@ -357,6 +358,14 @@ class CacheService(pb_grpc.CacheServicer):
                 for at in elsewhere.get(key, ())
             ]
             reply.located.add(holders=own + others)
+        return reply
+
+    async def Encoders(self, request: pb.EncodersRequest, context: Ctx) -> pb.EncodersReply:
+        namespace, own = request.namespace, self._streams.engines.encoders()
+        found = [*own, *await self._others.encoders_elsewhere()]
+        asked = [each.message for each in found if namespace in ("", each.namespace)]
+        reply = pb.EncodersReply(incarnation=self._incarnation, node=self._streams.identity.holder)
+        reply.encoders.extend(asked[: MAX_ENCODERS if namespace else MAX_BATCH])
         return reply
 
     async def Peers(self, request: pb.PeersRequest, context: Ctx) -> pb.PeersReply:

@@ -1,19 +1,25 @@
-"""The engines of this node by their own descriptions, and which of them must learn of another."""
+"""The engines of this node by their own descriptions: which must learn of another, which encode."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ecd.base.clock import REAL, Clock
 from ecd.core.model.types import SessionId
+from ecd_proto.encoders import MAX_ENCODERS, RegisteredEncoder
 from ecd_proto.engines import MAX_ENGINES, Engine, lonely, nearest
 from ecd_proto.v1 import cache_pb2 as pb
 
 
 class Engines:
-    """The descriptions of open sessions, MAX_ENGINES at most."""
+    """The descriptions of open sessions, MAX_ENGINES at most, and MAX_ENCODERS API servers."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: str = "", clock: Clock = REAL) -> None:
+        """`node` is the host:port at which other nodes reach the daemon; empty: nowhere."""
+        self._host = node.rpartition(":")[0] or "127.0.0.1"
+        self._clock = clock
         self._by_session: dict[SessionId, Engine] = {}
+        self._registered: dict[SessionId, tuple[RegisteredEncoder, float]] = {}
         self._told: set[SessionId] = set()
 
     def describe(self, session: SessionId, engine: Engine) -> bool:
@@ -28,7 +34,27 @@ class Engines:
 
     def forget(self, session: SessionId) -> None:
         self._by_session.pop(session, None)
+        self._registered.pop(session, None)
         self._told.discard(session)
+
+    def register(self, session: SessionId, encoder: RegisteredEncoder) -> bool:
+        """Store where an engine's API server is reached. False: there are too many."""
+        if session not in self._registered and len(self._registered) >= MAX_ENCODERS:
+            return False
+        self._registered[session] = encoder.reached_at(self._host), self._clock.now_s()
+        return True
+
+    def encoders(self) -> list[RegisteredEncoder]:
+        """The registered engines that store, the oldest first."""
+        storing = {engine.id: engine for engine in self._by_session.values() if engine.stores}
+        now_s = self._clock.now_s()
+        return [
+            RegisteredEncoder(
+                engine.id, encoder.url, engine.namespace, engine.loads, now_s - since_s
+            )
+            for encoder, since_s in self._registered.values()
+            if (engine := storing.get(encoder.engine)) is not None
+        ]
 
     def statuses(self) -> list[pb.EngineStatus]:
         return [engine.status for engine in self._by_session.values()]

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from ecd.core.model.types import Key, Selection
 from ecd_proto.contract import Hint
+from ecd_proto.encoders import RegisteredEncoder
 from ecd_proto.v1 import cache_pb2 as pb
 
 
@@ -32,6 +33,9 @@ class OtherNodes(Protocol):
     async def locate(self, keys: Sequence[Key]) -> tuple[Found, bool]:
         """The other nodes that hold these keys, and whether all answered, in bounded time."""
 
+    async def encoders_elsewhere(self) -> Sequence[RegisteredEncoder]:
+        """The encoders of other nodes, in bounded time."""
+
     def status(self) -> pb.PeersReply: ...
 
 
@@ -43,6 +47,9 @@ class NoOtherNodes:
 
     async def locate(self, keys: Sequence[Key]) -> tuple[Found, bool]:
         return {}, False
+
+    async def encoders_elsewhere(self) -> Sequence[RegisteredEncoder]:
+        return ()
 
     def status(self) -> pb.PeersReply:
         return pb.PeersReply(directory=pb.DirectoryStatus(kind="none", up=True))

@@ -29,6 +29,7 @@ from ecd.rpc.cache.long_poll import HeldAnswers
 from ecd.rpc.cache.stream import Event, Stream, merged
 from ecd_proto.backoff import Backoff
 from ecd_proto.contract import CONTRACT_VERSION, MAX_BATCH, MAX_NAMESPACE_BYTES, shown
+from ecd_proto.encoders import MAX_ENCODERS, RegisteredEncoder
 from ecd_proto.engines import MAX_ENGINES, Engine
 from ecd_proto.v1 import cache_pb2 as pb
 
@@ -76,7 +77,7 @@ class SessionStreams:
         self.identity = identity
         self.has_disk = False
         self.held = HeldAnswers(live)
-        self.engines = Engines()
+        self.engines = Engines(identity.node, live.clock)
         self._live, self._flights, self._files = live, flights, files
         self._by_token: dict[str, Stream] = {}
         self._by_session: dict[SessionId, Stream] = {}
@@ -243,6 +244,7 @@ class SessionStreams:
             has_disk=self.has_disk,
             takes_engine=True,
             takes_looks=True,
+            takes_encoder=True,
         )
 
     async def _talk(
@@ -276,6 +278,8 @@ class SessionStreams:
                         self._flights.stop_making(stream.session, keys)
                 case "engine":
                     self._describe(stream, request.engine)
+                case "encoder":
+                    self._register(stream, request.encoder)
                 case "hello" | "renew":  # whose answer the client would take for another's
                     logger.warning("%s broke the session's protocol", stream)
                     return
@@ -303,6 +307,13 @@ class SessionStreams:
                 stream.is_described = True
                 for session, apart in self.engines.told_by_arrival(stream.session):
                     self._post(session, pb.SessionEvent(engine_apart=apart.status))
+
+    def _register(self, stream: Stream, message: pb.Encoder) -> None:
+        encoder = RegisteredEncoder.of(message)
+        if encoder is None:
+            self._pass_over(stream, f"an encoder's URL of another form: {shown(message.url)}")
+        elif not self.engines.register(stream.session, encoder):
+            self._live.refuse("encoders", MAX_ENCODERS)
 
     async def _renew(self, stream: Stream, renew: pb.Renew) -> None:
         leases, lost = list(map(LeaseId, renew.leases)), []

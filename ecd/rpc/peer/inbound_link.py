@@ -27,6 +27,7 @@ from ecd.live.live import LiveCache
 from ecd.live.turns import Pace
 from ecd.rpc.peer.serving import MAX_WAITING, Serving, Turn
 from ecd_proto.contract import Hint
+from ecd_proto.encoders import RegisteredEncoder
 from ecd_proto.v1 import cache_pb2
 from ecd_proto.v1 import peer_pb2 as pb
 
@@ -69,6 +70,9 @@ class Memory(Protocol):
 
     def want_near(self, key: Key) -> None:
         """Bring the key from this node's disk, without asking other nodes."""
+
+    def told_encoders(self) -> Sequence[RegisteredEncoder]:
+        """The encoders here that other nodes can reach."""
 
     async def offered(self, found: Mapping[Key, Hint]) -> None:
         """Accept an offer: a node has these keys and expects this one to want them."""
@@ -171,6 +175,10 @@ class InboundLink:
                 )
             case "find":
                 await self._find(request.find)
+            case "find_encoders":
+                told = [each.message for each in self._memory.told_encoders()]
+                found = pb.FoundEncoders(ticket=request.find_encoders.ticket, encoders=told)
+                self._post(pb.LinkReply(encoders=found))
             case "offer":
                 check_batch(request.offer.keys)
                 keys = [key_from(key) for key in request.offer.keys]

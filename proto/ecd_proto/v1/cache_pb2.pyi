@@ -109,6 +109,7 @@ class SessionRequest(google.protobuf.message.Message):
     CANCEL_WAITS_FIELD_NUMBER: builtins.int
     STOP_MAKING_FIELD_NUMBER: builtins.int
     ENGINE_FIELD_NUMBER: builtins.int
+    ENCODER_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -121,6 +122,10 @@ class SessionRequest(google.protobuf.message.Message):
     def engine(self) -> global___Engine:
         """if Welcome.takes_engine: once at the start, and again when it changes"""
 
+    @property
+    def encoder(self) -> global___Encoder:
+        """if Welcome.takes_encoder, with `engine` and `url` alone"""
+
     def __init__(
         self,
         *,
@@ -129,10 +134,11 @@ class SessionRequest(google.protobuf.message.Message):
         cancel_waits: global___CancelWaits | None = ...,
         stop_making: global___StopMaking | None = ...,
         engine: global___Engine | None = ...,
+        encoder: global___Encoder | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel_waits", b"cancel_waits", "engine", b"engine", "hello", b"hello", "renew", b"renew", "request", b"request", "stop_making", b"stop_making"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel_waits", b"cancel_waits", "engine", b"engine", "hello", b"hello", "renew", b"renew", "request", b"request", "stop_making", b"stop_making"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "renew", "cancel_waits", "stop_making", "engine"] | None: ...
+    def HasField(self, field_name: typing.Literal["cancel_waits", b"cancel_waits", "encoder", b"encoder", "engine", b"engine", "hello", b"hello", "renew", b"renew", "request", b"request", "stop_making", b"stop_making"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel_waits", b"cancel_waits", "encoder", b"encoder", "engine", b"engine", "hello", b"hello", "renew", b"renew", "request", b"request", "stop_making", b"stop_making"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "renew", "cancel_waits", "stop_making", "engine", "encoder"] | None: ...
 
 global___SessionRequest = SessionRequest
 
@@ -287,6 +293,45 @@ class Engine(google.protobuf.message.Message):
 global___Engine = Engine
 
 @typing.final
+class Encoder(google.protobuf.message.Message):
+    """An engine that encodes for others, and where. Its API server registers it for as long as its session is
+    open; namespace and role are those of the Engine with this id.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: builtins.int
+    URL_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    LOADS_FIELD_NUMBER: builtins.int
+    AGE_S_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    engine: builtins.str
+    """Engine.id"""
+    url: builtins.str
+    """of the API server; the host 0.0.0.0 or [::] stands for the node"""
+    namespace: builtins.str
+    loads: builtins.bool
+    """it also prefills, with what other engines have stored"""
+    age_s: builtins.float
+    """since it was registered"""
+    node: builtins.str
+    """host:port of its daemon's Peer service; empty: the daemon that answers"""
+    def __init__(
+        self,
+        *,
+        engine: builtins.str = ...,
+        url: builtins.str = ...,
+        namespace: builtins.str = ...,
+        loads: builtins.bool = ...,
+        age_s: builtins.float = ...,
+        node: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "engine", b"engine", "loads", b"loads", "namespace", b"namespace", "node", b"node", "url", b"url"]) -> None: ...
+
+global___Encoder = Encoder
+
+@typing.final
 class EngineStatus(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -366,6 +411,7 @@ class Welcome(google.protobuf.message.Message):
     HAS_DISK_FIELD_NUMBER: builtins.int
     TAKES_ENGINE_FIELD_NUMBER: builtins.int
     TAKES_LOOKS_FIELD_NUMBER: builtins.int
+    TAKES_ENCODER_FIELD_NUMBER: builtins.int
     session: builtins.str
     """names the session in every batch call"""
     contract_version: builtins.int
@@ -395,6 +441,7 @@ class Welcome(google.protobuf.message.Message):
     """an older daemon would end the session"""
     takes_looks: builtins.bool
     """an older daemon counts each Acquire, and knows no use for another engine"""
+    takes_encoder: builtins.bool
     @property
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolFile]:
         """those that clients map"""
@@ -420,9 +467,10 @@ class Welcome(google.protobuf.message.Message):
         has_disk: builtins.bool = ...,
         takes_engine: builtins.bool = ...,
         takes_looks: builtins.bool = ...,
+        takes_encoder: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["index", b"index"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach_path", b"attach_path", "contract_version", b"contract_version", "daemon", b"daemon", "has_disk", b"has_disk", "index", b"index", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pools", b"pools", "session", b"session", "takes_engine", b"takes_engine", "takes_looks", b"takes_looks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attach_path", b"attach_path", "contract_version", b"contract_version", "daemon", b"daemon", "has_disk", b"has_disk", "index", b"index", "lease_ttl_s", b"lease_ttl_s", "lock_offset", b"lock_offset", "lock_path", b"lock_path", "node", b"node", "now_s", b"now_s", "pools", b"pools", "session", b"session", "takes_encoder", b"takes_encoder", "takes_engine", b"takes_engine", "takes_looks", b"takes_looks"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -2646,6 +2694,47 @@ class Holder(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_age_s", b"_age_s"]) -> typing.Literal["age_s"] | None: ...
 
 global___Holder = Holder
+
+@typing.final
+class EncodersRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    """empty: all"""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
+
+global___EncodersRequest = EncodersRequest
+
+@typing.final
+class EncodersReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    ENCODERS_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    node: builtins.str
+    """that answers: host:port of its Peer service; without one: its host and name"""
+    @property
+    def encoders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Encoder]:
+        """this node's first"""
+
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        node: builtins.str = ...,
+        encoders: collections.abc.Iterable[global___Encoder] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encoders", b"encoders", "incarnation", b"incarnation", "node", b"node"]) -> None: ...
+
+global___EncodersReply = EncodersReply
 
 @typing.final
 class PeersRequest(google.protobuf.message.Message):

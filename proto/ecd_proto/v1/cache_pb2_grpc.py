@@ -94,6 +94,11 @@ class CacheStub(object):
                 request_serializer=ecd__proto_dot_v1_dot_cache__pb2.EndClientsRequest.SerializeToString,
                 response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.EndClientsReply.FromString,
                 )
+        self.Encoders = channel.unary_unary(
+                '/ecd.v1.Cache/Encoders',
+                request_serializer=ecd__proto_dot_v1_dot_cache__pb2.EncodersRequest.SerializeToString,
+                response_deserializer=ecd__proto_dot_v1_dot_cache__pb2.EncodersReply.FromString,
+                )
         self.Offer = channel.unary_unary(
                 '/ecd.v1.Cache/Offer',
                 request_serializer=ecd__proto_dot_v1_dot_cache__pb2.OfferRequest.SerializeToString,
@@ -216,6 +221,13 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Encoders(self, request, context):
+        """The encoders of this node and of others, for engines that prefill.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Offer(self, request, context):
         """Other nodes.
         """
@@ -318,6 +330,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.EndClients,
                     request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.EndClientsRequest.FromString,
                     response_serializer=ecd__proto_dot_v1_dot_cache__pb2.EndClientsReply.SerializeToString,
+            ),
+            'Encoders': grpc.unary_unary_rpc_method_handler(
+                    servicer.Encoders,
+                    request_deserializer=ecd__proto_dot_v1_dot_cache__pb2.EncodersRequest.FromString,
+                    response_serializer=ecd__proto_dot_v1_dot_cache__pb2.EncodersReply.SerializeToString,
             ),
             'Offer': grpc.unary_unary_rpc_method_handler(
                     servicer.Offer,
@@ -613,6 +630,23 @@ class Cache(object):
         return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/EndClients',
             ecd__proto_dot_v1_dot_cache__pb2.EndClientsRequest.SerializeToString,
             ecd__proto_dot_v1_dot_cache__pb2.EndClientsReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Encoders(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ecd.v1.Cache/Encoders',
+            ecd__proto_dot_v1_dot_cache__pb2.EncodersRequest.SerializeToString,
+            ecd__proto_dot_v1_dot_cache__pb2.EncodersReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -111,6 +111,12 @@ class CacheStub:
         ecd_proto.v1.cache_pb2.EndClientsReply,
     ]
 
+    Encoders: grpc.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.EncodersRequest,
+        ecd_proto.v1.cache_pb2.EncodersReply,
+    ]
+    """The encoders of this node and of others, for engines that prefill."""
+
     Offer: grpc.UnaryUnaryMultiCallable[
         ecd_proto.v1.cache_pb2.OfferRequest,
         ecd_proto.v1.cache_pb2.OfferReply,
@@ -216,6 +222,12 @@ class CacheAsyncStub:
         ecd_proto.v1.cache_pb2.EndClientsRequest,
         ecd_proto.v1.cache_pb2.EndClientsReply,
     ]
+
+    Encoders: grpc.aio.UnaryUnaryMultiCallable[
+        ecd_proto.v1.cache_pb2.EncodersRequest,
+        ecd_proto.v1.cache_pb2.EncodersReply,
+    ]
+    """The encoders of this node and of others, for engines that prefill."""
 
     Offer: grpc.aio.UnaryUnaryMultiCallable[
         ecd_proto.v1.cache_pb2.OfferRequest,
@@ -354,6 +366,14 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: ecd_proto.v1.cache_pb2.EndClientsRequest,
         context: _ServicerContext,
     ) -> typing.Union[ecd_proto.v1.cache_pb2.EndClientsReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.EndClientsReply]]: ...
+
+    @abc.abstractmethod
+    def Encoders(
+        self,
+        request: ecd_proto.v1.cache_pb2.EncodersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ecd_proto.v1.cache_pb2.EncodersReply, collections.abc.Awaitable[ecd_proto.v1.cache_pb2.EncodersReply]]:
+        """The encoders of this node and of others, for engines that prefill."""
 
     @abc.abstractmethod
     def Offer(

@@ -42,6 +42,7 @@ class NodeDescription(google.protobuf.message.Message):
     LEASE_TTL_S_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
     POOLS_FIELD_NUMBER: builtins.int
+    TAKES_FIND_ENCODERS_FIELD_NUMBER: builtins.int
     contract_version: builtins.int
     daemon: builtins.str
     """name and version, for people"""
@@ -60,6 +61,8 @@ class NodeDescription(google.protobuf.message.Message):
     lease_ttl_s: builtins.float
     leases: builtins.int
     """held by other nodes now: how busy it is"""
+    takes_find_encoders: builtins.bool
+    """an older daemon would end the link"""
     @property
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PeerPool]:
         """Pools in registered memory: the offset of a hinted extent counts from its pool's address."""
@@ -78,8 +81,9 @@ class NodeDescription(google.protobuf.message.Message):
         lease_ttl_s: builtins.float = ...,
         leases: builtins.int = ...,
         pools: collections.abc.Iterable[global___PeerPool] | None = ...,
+        takes_find_encoders: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "daemon", b"daemon", "engine", b"engine", "identity_address", b"identity_address", "incarnation", b"incarnation", "lease_ttl_s", b"lease_ttl_s", "leases", b"leases", "node", b"node", "pools", b"pools", "protocol", b"protocol", "zone", b"zone"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contract_version", b"contract_version", "daemon", b"daemon", "engine", b"engine", "identity_address", b"identity_address", "incarnation", b"incarnation", "lease_ttl_s", b"lease_ttl_s", "leases", b"leases", "node", b"node", "pools", b"pools", "protocol", b"protocol", "takes_find_encoders", b"takes_find_encoders", "zone", b"zone"]) -> None: ...
 
 global___NodeDescription = NodeDescription
 
@@ -114,6 +118,7 @@ class LinkRequest(google.protobuf.message.Message):
     LEASE_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
     OFFER_FIELD_NUMBER: builtins.int
+    FIND_ENCODERS_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___LinkHello: ...
     @property
@@ -124,6 +129,10 @@ class LinkRequest(google.protobuf.message.Message):
     def release(self) -> global___ReleaseLeases: ...
     @property
     def offer(self) -> global___OfferKeys: ...
+    @property
+    def find_encoders(self) -> global___FindEncoders:
+        """if NodeDescription.takes_find_encoders"""
+
     def __init__(
         self,
         *,
@@ -132,10 +141,11 @@ class LinkRequest(google.protobuf.message.Message):
         lease: global___LeaseKeys | None = ...,
         release: global___ReleaseLeases | None = ...,
         offer: global___OfferKeys | None = ...,
+        find_encoders: global___FindEncoders | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["find", b"find", "hello", b"hello", "lease", b"lease", "offer", b"offer", "release", b"release", "request", b"request"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["find", b"find", "hello", b"hello", "lease", b"lease", "offer", b"offer", "release", b"release", "request", b"request"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "find", "lease", "release", "offer"] | None: ...
+    def HasField(self, field_name: typing.Literal["find", b"find", "find_encoders", b"find_encoders", "hello", b"hello", "lease", b"lease", "offer", b"offer", "release", b"release", "request", b"request"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["find", b"find", "find_encoders", b"find_encoders", "hello", b"hello", "lease", b"lease", "offer", b"offer", "release", b"release", "request", b"request"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["hello", "find", "lease", "release", "offer", "find_encoders"] | None: ...
 
 global___LinkRequest = LinkRequest
 
@@ -146,22 +156,26 @@ class LinkReply(google.protobuf.message.Message):
     WELCOME_FIELD_NUMBER: builtins.int
     FOUND_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
+    ENCODERS_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> global___NodeDescription: ...
     @property
     def found(self) -> global___FoundKeys: ...
     @property
     def leases(self) -> global___LeaseOutcomes: ...
+    @property
+    def encoders(self) -> global___FoundEncoders: ...
     def __init__(
         self,
         *,
         welcome: global___NodeDescription | None = ...,
         found: global___FoundKeys | None = ...,
         leases: global___LeaseOutcomes | None = ...,
+        encoders: global___FoundEncoders | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["found", b"found", "leases", b"leases", "reply", b"reply", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["found", b"found", "leases", b"leases", "reply", b"reply", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["welcome", "found", "leases"] | None: ...
+    def HasField(self, field_name: typing.Literal["encoders", b"encoders", "found", b"found", "leases", b"leases", "reply", b"reply", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["encoders", b"encoders", "found", b"found", "leases", b"leases", "reply", b"reply", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["welcome", "found", "leases", "encoders"] | None: ...
 
 global___LinkReply = LinkReply
 
@@ -238,6 +252,44 @@ class FoundKeys(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["extents", b"extents", "found", b"found", "metadata", b"metadata", "ticket", b"ticket"]) -> None: ...
 
 global___FoundKeys = FoundKeys
+
+@typing.final
+class FindEncoders(google.protobuf.message.Message):
+    """Ask for the encoders that engines have registered here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: builtins.int
+    ticket: builtins.int
+    def __init__(
+        self,
+        *,
+        ticket: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ticket", b"ticket"]) -> None: ...
+
+global___FindEncoders = FindEncoders
+
+@typing.final
+class FoundEncoders(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: builtins.int
+    ENCODERS_FIELD_NUMBER: builtins.int
+    ticket: builtins.int
+    @property
+    def encoders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ecd_proto.v1.cache_pb2.Encoder]:
+        """those that other nodes can reach"""
+
+    def __init__(
+        self,
+        *,
+        ticket: builtins.int = ...,
+        encoders: collections.abc.Iterable[ecd_proto.v1.cache_pb2.Encoder] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encoders", b"encoders", "ticket", b"ticket"]) -> None: ...
+
+global___FoundEncoders = FoundEncoders
 
 @typing.final
 class LeaseKeys(google.protobuf.message.Message):
