@@ -1132,6 +1132,163 @@ EDITED = {
             "        return (",
         ),
     ),
+    # -- encoders that register themselves -----------------------------------------------------
+    "an encoder outlives its server's session": Bug(
+        "vllm-middleware",
+        "unit/test_descriptions.py",
+        Edit(
+            "ecd/rpc/cache/engines.py",
+            "        self._registered.pop(session, None)\n",
+            "",
+        ),
+    ),
+    "an engine that shares nothing is an encoder": Bug(
+        "vllm-middleware",
+        "unit/test_descriptions.py",
+        Edit("ecd/rpc/cache/engines.py", " if engine.stores}", "}"),
+    ),
+    "servers that register have no bound": Bug(
+        "vllm-middleware",
+        "unit/test_descriptions.py",
+        Edit("ecd/rpc/cache/engines.py", "len(self._registered) >= MAX_ENCODERS", "not session"),
+    ),
+    "a server on all addresses is reached at none": Bug(
+        "vllm-middleware",
+        "simulation/test_encoders.py",
+        Edit("ecd/rpc/cache/engines.py", "encoder.reached_at(self._host), self", "encoder, self"),
+    ),
+    "other nodes hear of a server on loopback": Bug(
+        "vllm-middleware",
+        "simulation/test_encoders.py",
+        Edit(
+            "ecd/cluster/peers/encoders.py", " if e.host == host or not is_loopback(e.host)]", "]"
+        ),
+    ),
+    "an encoder on any host is called": Bug(
+        "vllm-middleware",
+        "simulation/test_encoders.py",
+        Edit("ecd/cluster/peers/encoders.py", "(is_within(host, self._networks) and", "(host and"),
+    ),
+    "a peer names an encoder on our loopback": Bug(
+        "vllm-middleware",
+        "simulation/test_encoders.py",
+        Edit("ecd/cluster/peers/encoders.py", " and not is_loopback(host)):", "):"),
+    ),
+    "a node that only hints name is asked for encoders": Bug(
+        "vllm-middleware",
+        "simulation/test_encoders.py",
+        Edit(
+            "ecd/cluster/peers/encoders.py",
+            "nodes = {*self._configured, ",
+            "nodes = {*(peer.node for peer in self._peers), ",
+        ),
+    ),
+    "a node speaks for another one's encoders": Bug(
+        "vllm-middleware",
+        "simulation/test_encoders.py",
+        Edit("ecd/cluster/peers/encoders.py", "replace(each, node=node)", "each"),
+    ),
+    "an older peer is asked for encoders": Bug(
+        "vllm-middleware",
+        "simulation/test_encoders.py",
+        Edit(
+            "ecd/cluster/peers/link.py",
+            "if not self.description.takes_find_encoders:",
+            "if not self.alive:",
+        ),
+    ),
+    "a peer may name any number of encoders": Bug(
+        "vllm-middleware",
+        "simulation/test_encoders.py",
+        Edit("ecd/cluster/peers/link.py", "len(answer.encoders) <= MAX_ENCODERS", "True"),
+    ),
+    "encoders of another namespace are named": Bug(
+        "vllm-middleware",
+        "simulation/test_encoders.py",
+        Edit("ecd/rpc/cache/cache_service.py", ' if namespace in ("", each.namespace)]', "]"),
+    ),
+    "each engine's question goes to all nodes": Bug(
+        "vllm-middleware",
+        "simulation/test_encoders.py",
+        Edit(
+            "ecd/cluster/peers/encoders.py",
+            "if self._asking is None or (self._asking.done() and now_s >= self._known_until_s):",
+            "if now_s >= 0.0:",
+        ),
+    ),
+    "a Redis that stands still hides encoders": Bug(
+        "vllm-middleware",
+        "simulation/test_encoders.py",
+        Edit(
+            "ecd/cluster/directory/redis_directory.py",
+            "if self._clock.now_s() < until_s or self._is_silent:\n            return nodes",
+            "if self._is_silent:\n            return ()",
+        ),
+    ),
+    "an engine sends itself pictures": Bug(
+        "vllm-middleware",
+        "unit/test_encoders.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/registered.py",
+            " if each.engine != own_engine]",
+            "]",
+        ),
+    ),
+    "an engine that prefills gets pictures of others": Bug(
+        "vllm-middleware",
+        "unit/test_encoders.py",
+        Edit("client/ecd_client/vllm/middleware/registered.py", "encode_only or others", "others"),
+    ),
+    "an encoder that has left is called": Bug(
+        "vllm-middleware",
+        "unit/test_encoders.py",
+        Edit("client/ecd_client/vllm/middleware/encoders.py", " if each not in left]", "]"),
+    ),
+    "an encoder that stays forgets that it failed": Bug(
+        "vllm-middleware",
+        "unit/test_encoders.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/encoders.py",
+            "known.setdefault(url, Encoder(url))._listed_s = now_s",
+            "known[url] = Encoder(url, _listed_s=now_s)",
+        ),
+    ),
+    "a daemon's restart takes a hop's encoders away": Bug(
+        "vllm-middleware",
+        "integration/test_registered.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/registered.py",
+            "self._engine), KEPT_S)",
+            "self._engine), 0.0)",
+        ),
+    ),
+    "encoders of the namespace before are kept": Bug(
+        "vllm-middleware",
+        "integration/test_registered.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/registered.py",
+            "            self._hop.use([], 0.0)  # they store under another name\n",
+            "",
+        ),
+    ),
+    "an encoder that leaves during a call leaves a series": Bug(
+        "vllm-middleware",
+        "integration/test_registered.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/encode_hop.py",
+            "                    self._metrics.forget(encoder.url)\n",
+            "                    pass\n",
+        ),
+    ),
+    "the series of encoders that left add up": Bug(
+        "vllm-middleware",
+        "integration/test_registered.py",
+        Edit(
+            "client/ecd_client/vllm/middleware/encode_hop.py",
+            "            self._metrics.forget(gone.url)\n",
+            "            pass\n",
+        ),
+    ),
     "another node's read counts as a hit here": Bug(
         "invariant 14",
         EXAMPLES,

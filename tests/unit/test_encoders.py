@@ -1,6 +1,12 @@
-"""The choice of an encoder: by active tokens and health, with the time as an argument."""
+"""The choice of an encoder, by active tokens and health, and what is believed of encoders.
+
+The time is an argument.
+"""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,6 +14,9 @@ from hypothesis import strategies as st
 
 from ecd_client.errors import InvalidArgument
 from ecd_client.vllm.middleware.encoders import RESTS, Encoder, Encoders, tokens_of, urls_in
+from ecd_client.vllm.middleware.registered import URL_VARIABLE, server_url, urls_of
+from ecd_proto.encoders import MAX_URL_BYTES, RegisteredEncoder
+from ecd_proto.v1 import cache_pb2 as pb
 from support.examples import draws
 
 FIRST_S, LONGEST_S = RESTS
@@ -116,3 +125,89 @@ def test_after_its_rest_an_encoder_gets_one_picture_until_it_has_served_it() -> 
     assert encoders.choose(10, (second,), now_s) is None
     encoders.note_served(first, now_s)
     assert encoders.choose(10, (second,), now_s) is first
+
+
+def test_encoders_come_and_go_and_those_that_stay_keep_their_state() -> None:
+    encoders, first, second = two()
+    encoders.note_failed(first, 0.0, 0.0)
+    assert encoders.use([first.url, "http://c:1"], 1.0) == [second]
+    assert encoders.choose(1, (), 0.5).url == "http://c:1", "the first one rests"
+    assert encoders.choose(1, (), FIRST_S) is first
+    assert encoders.use(["http://c:1"], 3.0, kept_s=2.0) == []
+    assert encoders.use(["http://c:1"], 3.1, kept_s=2.0) == [first]
+    encoders.release(first, 1)
+    assert [each.url for each in encoders.use([], 4.0)] == ["http://c:1"]
+    assert encoders.choose(1, (), 4.0, in_need=True) is None
+
+
+def test_a_newcomer_gets_its_share_and_no_more() -> None:
+    encoders, first, second = two()
+    encoders.use([first.url, second.url, "http://c:1"], 1.0)
+    chosen = [encoders.choose(10, (), 1.0).url for _ in range(30)]
+    assert {url: chosen.count(url) for url in chosen} == dict.fromkeys(
+        (first.url, second.url, "http://c:1"), 10
+    )
+
+
+def args(**about: Any) -> SimpleNamespace:
+    """Arguments of vLLM's server: its defaults, but for these."""
+    known = {"host": None, "port": 8000, "uds": None, "ssl_keyfile": None, "ssl_certfile": None}
+    return SimpleNamespace(**{**known, **about})
+
+
+@pytest.mark.parametrize(
+    ("about", "said", "url"),
+    [
+        ({}, None, "http://0.0.0.0:8000"),
+        ({"host": "", "port": 8100}, None, "http://0.0.0.0:8100"),
+        ({"host": "::"}, None, "http://[::]:8000"),
+        ({"host": "127.0.0.1"}, None, "http://127.0.0.1:8000"),
+        ({"host": "10.0.0.5"}, None, "http://10.0.0.5:8000"),
+        ({"ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem"}, None, "https://0.0.0.0:8000"),
+        ({"root_path": "/behind/a/proxy"}, None, "http://0.0.0.0:8000"),
+        ({"uds": "/run/vllm.sock"}, None, None),
+        ({"port": 0}, None, None),
+        ({"port": 0}, "https://Gateway/e1/", "https://gateway:443/e1"),
+        ({}, "off", None),
+        ({}, " ", "http://0.0.0.0:8000"),
+    ],
+)
+def test_a_server_is_reached_where_its_arguments_or_the_variable_say(
+    about: dict[str, Any], said: str | None, url: str | None
+) -> None:
+    assert server_url(args(**about), {} if said is None else {URL_VARIABLE: said}) == url
+
+
+@pytest.mark.parametrize("said", ["10.0.0.1:8000", "http://user@e:1", "on"])
+def test_a_wrong_variable_is_no_url(said: str) -> None:
+    with pytest.raises(ValueError, match="http://encoder-1:8000"):
+        server_url(args(), {URL_VARIABLE: said})
+
+
+def test_an_engine_sends_itself_nothing_and_those_that_prefill_only_without_others() -> None:
+    one, two, three = (
+        RegisteredEncoder(name, f"http://{name}:1", "n", loads)
+        for name, loads in (("one", False), ("two", True), ("three", True))
+    )
+    assert urls_of([one, two, three], "two") == [one.url]
+    assert urls_of([one, two, three], "one") == [two.url, three.url]
+    assert urls_of([two], "two") == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"engine": ""}, {"engine": "e" * 65}, {"engine": "e 1"}),
+        *({"url": ""}, {"url": "e1:8000"}, {"url": "http://e1"}, {"url": "http://e1:1/"}),
+        *({"url": "http://user@e1:1"}, {"url": "http://e1:1?x"}, {"url": "http://e1:1/\u0301"}),
+        {"url": "http://e1:1/" + "x" * MAX_URL_BYTES},
+        *({"url": "ftp://e1:1"}, {"url": "http://e1:70000"}, {"url": "http://e1:1/\n"}),
+        *({"namespace": "n" * 1025}, {"namespace": "\x1b"}),
+    ],
+)
+def test_an_encoder_of_another_form_is_none(wrong: dict[str, str]) -> None:
+    right = {"engine": "e", "url": "http://e1:8000/path", "namespace": "n"}
+    said = RegisteredEncoder.of(pb.Encoder(**right, age_s=float("nan")))
+    assert said == RegisteredEncoder("e", "http://e1:8000/path", "n")
+    assert RegisteredEncoder.of(said.message) == said
+    assert RegisteredEncoder.of(pb.Encoder(**{**right, **wrong})) is None

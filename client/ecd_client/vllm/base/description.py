@@ -54,8 +54,7 @@ class Description:
             each for each in allowed if not settings.keeps_private(each, is_streaming=False)
         ]
         self._left_out = [each for each in allowed if each not in self._shared]
-        instance = _RANK.sub("", vllm_config.instance_id)
-        self._id = hashlib.sha256(instance.encode()).hexdigest()[:_ID_DIGITS]
+        self._id = engine_id(vllm_config.instance_id)
         self._model = _one_line(str(vllm_config.model_config.served_model_name))
 
     @property
@@ -122,6 +121,12 @@ class Description:
                 difference(mine, other),
                 advice(mine, other),
             )
+
+
+def engine_id(instance_id: str) -> str:
+    """The id of an engine's description, the same in each of its processes."""
+    instance = _RANK.sub("", instance_id)
+    return hashlib.sha256(instance.encode()).hexdigest()[:_ID_DIGITS]
 
 
 def _in_words(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,8 @@ IS_HOP = "x-ecd-hop"
 """Header of a call: an engine that gets it does not ask another one."""
 IS_HOP_PARAM = "ecd_hop"
 """The same in the body, as gateways drop headers."""
+OUTCOMES = "encoded", "refused", "failed", "cancelled"
+"""How a call ends, in the metrics."""
 _IDLE_S = 2.0
 """How long a connection is kept without a call: vLLM closes it after 5 s."""
 _REFUSALS = (400, 413, 422)
@@ -128,6 +130,11 @@ class EncodeHop:
         now_s = clock.now_s()
         for encoder in {promise.encoder for _, promise in look.promised}:
             self._note_failed(encoder, now_s, _Failed("what it promised cannot be loaded"))
+
+    def use(self, urls: Collection[str], kept_s: float) -> None:
+        """Call these encoders from now on, and those listed in the last `kept_s` seconds."""
+        for gone in self._encoders.use(urls, clock.now_s(), kept_s):
+            self._metrics.forget(gone.url)
 
     async def complete(self, look: Look, caller: str) -> None:
         """Get promises for all pictures that the request lacks, or leave it as it was."""
@@ -244,6 +251,8 @@ class EncodeHop:
                 self._encoders.release(encoder, missing.tokens)
                 active.dec(missing.tokens)
                 self._metrics.calls.labels(encoder.url, outcome).inc()
+                if not self._encoders.has(encoder.url):  # it left during the call
+                    self._metrics.forget(encoder.url)
 
     def _note_failed(self, encoder: Encoder, began_s: float, error: _Failed) -> None:
         if self._encoders.note_failed(encoder, began_s, clock.now_s()):
@@ -352,6 +361,14 @@ class Metrics:
             ["encoder"],
             multiprocess_mode="livesum",
         )
+
+    def forget(self, encoder: str) -> None:
+        """Remove an encoder's series: those that come and go would add up."""
+        with contextlib.suppress(KeyError):
+            self.active.remove(encoder)
+        for outcome in OUTCOMES:
+            with contextlib.suppress(KeyError):
+                self.calls.remove(encoder, outcome)
 
     def count(self, outcome: str) -> None:
         self._pictures.labels(outcome).inc()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv6Address
-from urllib.parse import urlsplit
 
 from ecd_client.errors import InvalidArgument
 from ecd_proto.backoff import Backoff
+from ecd_proto.encoders import checked_url
 
 VARIABLE = "ECD_ENCODERS"
+DIRECTORY = "directory"
+"""The value of the variable that stands for all encoders which register themselves."""
+KEPT_S = 3.0
+"""How long an encoder is kept that is not listed: a daemon that restarts knows none at first."""
 RESTS = Backoff(1.0, 60.0)
 """First and longest time for which an encoder is left out after it failed."""
 UNKNOWN_TOKENS = 1024
 """Tokens assumed for a picture that is not opened here, because the client has named it."""
-_PORTS = {"http": 80, "https": 443}
-_HOST = re.compile(r"[\w.-]+|\[[\w:.]+\]")
 _SIDE = 28
 """Pixels of a token's side, as Qwen2-VL has it. Other models' tokens grow with the picture, too."""
 
@@ -34,19 +34,13 @@ def urls_in(said: str) -> list[str]:
 
 def _url(said: str) -> str:
     try:
-        parts = urlsplit(said)
-        scheme, host, port = parts.scheme, parts.hostname, parts.port
-        if host and ":" in host:
-            host = f"[{IPv6Address(host)}]"
+        return checked_url(said)
     except ValueError:
-        host = None
-    if not host or not _HOST.fullmatch(host) or scheme not in _PORTS or set(said) & set("@?#"):
         shown = said.rpartition("@")[2].partition("?")[0]  # without a password or a key
         raise InvalidArgument(
             f"{VARIABLE} has {shown!r}; it must be URLs such as http://encoder-1:8000, with commas "
             "between them and without user, query and fragment"
-        )
-    return f"{scheme}://{host}:{port or _PORTS[scheme]}{parts.path.rstrip('/')}"
+        ) from None
 
 
 @dataclass(eq=False)
@@ -62,6 +56,7 @@ class Encoder:
     _rests_until_s: float = 0.0
     _served_s: float = 0.0
     _last_call: int = 0
+    _listed_s: float = 0.0
 
     def is_ready(self, now_s: float) -> bool:
         """Whether it is not left out. After a rest it gets one picture, until it has served it."""
@@ -78,6 +73,21 @@ class Encoders:
     def __init__(self, urls: Sequence[str]) -> None:
         self._encoders = [Encoder(url) for url in urls]
         self._calls = 0
+
+    def use(self, urls: Collection[str], now_s: float, kept_s: float = 0.0) -> list[Encoder]:
+        """Choose among these from now on, and among those listed in the last `kept_s` seconds.
+
+        Return the others, which were listed before.
+        """
+        known = {encoder.url: encoder for encoder in self._encoders}
+        for url in urls:
+            known.setdefault(url, Encoder(url))._listed_s = now_s
+        left = [each for each in known.values() if each._listed_s + kept_s < now_s]
+        self._encoders = [each for each in known.values() if each not in left]
+        return left
+
+    def has(self, url: str) -> bool:
+        return any(encoder.url == url for encoder in self._encoders)
 
     def choose(
         self, tokens: int, tried: Collection[Encoder], now_s: float, *, in_need: bool = False

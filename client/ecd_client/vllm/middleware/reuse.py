@@ -24,6 +24,7 @@ from ecd_client import clock
 from ecd_client.client import Client
 from ecd_client.errors import EcdError, InvalidArgument
 from ecd_client.vllm.base.compat import CAN_LEAVE_OUT_MEDIA
+from ecd_client.vllm.base.description import engine_id
 from ecd_client.vllm.base.identity.shared_namespace import SeenNamespace
 from ecd_client.vllm.base.metadata import PlaceholderMetadata
 from ecd_client.vllm.base.settings import FAIL, Settings
@@ -36,9 +37,10 @@ from ecd_client.vllm.middleware.asgi import (
     whole_body,
     with_body,
 )
-from ecd_client.vllm.middleware.encoders import VARIABLE, Encoders, urls_in
+from ecd_client.vllm.middleware.encoders import DIRECTORY, VARIABLE, Encoders, urls_in
 from ecd_client.vllm.middleware.images import IMAGE, Look
 from ecd_client.vllm.middleware.pictures import Pictures
+from ecd_client.vllm.middleware.registered import URL_VARIABLE, Registered, server_url
 from ecd_client.vllm.middleware.rests import Rests
 
 if TYPE_CHECKING:
@@ -122,6 +124,7 @@ class ReuseMiddleware:
             reuse = await asyncio.to_thread(Reuse, state)
             is_connected = await asyncio.to_thread(reuse.connect)
             self._reuse = reuse
+            reuse.start()
             logger.info(
                 "ecd: pictures that are stored are not preprocessed%s",
                 "" if is_connected else ", once the daemon answers",
@@ -220,6 +223,13 @@ class Reuse:
         self.hop = None
         if not self.only_encodes:
             self.hop = _hop(client, models[0], metadata, key, in_need, settings.load_timeout_s)
+        engine = engine_id(config.instance_id)
+        self._registered: Registered | None = None
+        self._following: asyncio.Task[None] | None = None
+        if self.hop is not None and _follows():
+            self._registered = Registered(client, engine, namespace.read, self.hop)
+        if transfer.is_ec_producer:
+            _register(client, engine, state.args)
         self.pictures = Pictures(
             client,
             settings,
@@ -235,6 +245,11 @@ class Reuse:
         self._lets_in, self.has_keys = _key_check(keys), bool(keys)
         self.rests = Rests()
 
+    def start(self) -> None:
+        """Begin to follow the encoders that register themselves, if they are asked for."""
+        if self._registered is not None:
+            self._following = asyncio.create_task(self._registered.follow())
+
     def connect(self) -> bool:
         """Wait for the daemon, so that the first requests find pictures; False: it is away."""
         try:
@@ -244,6 +259,8 @@ class Reuse:
         return True
 
     async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
         if self.hop is not None:
             await self.hop.close()
         self._client.close()
@@ -295,16 +312,18 @@ def _hop(
     within_s: float,
 ) -> EncodeHop | None:
     """The hop to the encoders that the environment names. None: it names none, or wrongly."""
+    follows = _follows()
     try:
-        urls = urls_in(os.environ.get(VARIABLE, ""))
+        urls = [] if follows else urls_in(os.environ.get(VARIABLE, ""))
     except InvalidArgument as error:
         logger.error("ecd: no picture is sent to encoders: %s", error)
         return None
-    if not urls:
+    if not (urls or follows):
         return None
     from ecd_client.vllm.middleware.encode_hop import EncodeHop  # which imports an HTTP client
 
-    logger.info("ecd: pictures that are not stored go to %s", ", ".join(urls))
+    named = "the encoders that are registered (ecd-cli encoders)" if follows else ", ".join(urls)
+    logger.info("ecd: pictures that are not stored go to %s", named)
     return EncodeHop(
         Encoders(urls),
         client,
@@ -314,6 +333,22 @@ def _hop(
         in_need=in_need,
         within_s=within_s,
     )
+
+
+def _follows() -> bool:
+    """Whether the environment names the encoders that register themselves."""
+    return os.environ.get(VARIABLE, "").strip() == DIRECTORY
+
+
+def _register(client: Client, engine: str, args: Any) -> None:
+    """Register this server as an encoder, if others can reach it."""
+    try:
+        url = server_url(args, os.environ)
+        if url is not None:
+            client.register(engine, url)
+            logger.info("ecd: this server registers as the encoder %s", url)
+    except ValueError as error:  # InvalidArgument, too
+        logger.error("ecd: this server is not registered: %s is %s", URL_VARIABLE, error)
 
 
 def _keys(args: Any) -> list[str]:
